@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+
+CC ?= cc
+CFLAGS ?= -O3
+# the CPU this is built on: SIMD is most of the speed
+NATIVE := $(shell for f in -march=native -mcpu=native; do \
+    echo 'int x;' | $(CC) $$f -x c -c -o /dev/null - 2>/dev/null && echo $$f && break; done)
+WARN = -std=gnu11 -Wall -Wextra
+LIBS = -lm -lpthread
+ENGINE = llm.c quant.h metal.c kernels.metal
+PREFIX ?= /usr/local
+
+ifeq ($(shell uname),Darwin)
+METAL = -DLLM_METAL -framework Metal -framework Foundation -framework CoreGraphics -lobjc
+endif
+# the tests have a GPU in software; it takes a compiler that knows half floats
+ifeq ($(shell echo '_Float16 x;' | $(CC) -x c -c -o /dev/null - 2>/dev/null && echo yes),yes)
+TEST_LIBS = -DLLM_METAL -rdynamic -ldl $(LIBS)
+else
+TEST_LIBS = $(LIBS)
+endif
+# valgrind knows AVX2, but not AVX-512
+ifeq ($(shell uname -m),x86_64)
+AVX2 = -mavx2 -mfma -mf16c
+endif
+
+# you want to use it
+all: llm
+
+llm: $(ENGINE)
+	$(CC) $(WARN) $(CFLAGS) $(NATIVE) llm.c -o $@ $(LIBS) $(METAL)
+
+# you want to see it work: a story of some 150 words, another one for each SEED
+SEED ?= 7
+run: llm
+	./llm golden/story.gguf "Once upon a time" -n 200 --temp 0.8 --top-k 40 --top-p 0.95 \
+	    --repeat-penalty 1.1 --seed $(SEED)
+
+# ---- tests ----
+
+# Each build of the tests meets other code: the CPU's SIMD, plain C, and both under a checker.
+test_native: test.c $(ENGINE)
+	$(CC) $(WARN) -O3 $(NATIVE) test.c -o $@ $(TEST_LIBS)
+test_plain: test.c $(ENGINE)
+	$(CC) $(WARN) -O1 -DQUANT_PLAIN test.c -o $@ $(TEST_LIBS)
+test_avx2: test.c $(ENGINE)
+	$(CC) $(WARN) -g -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
+test_asan: test.c $(ENGINE)
+	$(CC) $(WARN) -g -O1 $(NATIVE) -fsanitize=address,undefined -fno-sanitize-recover=all \
+	    test.c -o $@ $(TEST_LIBS)
+
+# runs a command and notes in test.log what it said
+RUN = run() { echo "== $$1"; shift; { "$$@"; echo "exit status $$?"; } 2>&1 | tee -a test.log; }; run
+# adds up the logs: a run without its count, or one that failed without saying which, is a failure
+SUM = awk '/^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$$/ { p += $$1; f += $$3; s += $$5; said = 1; bad = $$3 } \
+    /^exit status/ { if (!said || ($$3 != 0 && !bad)) f++; said = bad = 0 } \
+    END { printf "%d passed, %d failed, %d skipped\n", p, f, s; exit f > 0 || p == 0 }' test.log
+VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect
+
+# you changed something: everything that can be checked on this machine (about 4 minutes)
+test:
+	@rm -f test.log
+	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_avx2 test_asan
+	@$(RUN) "optimised build" ./test_native
+	@$(RUN) "plain C" ./test_plain --quick
+	@$(RUN) "address and undefined behaviour sanitizers" ./test_asan --quick
+	@if command -v valgrind > test.tmp; then $(RUN) "valgrind" $(VALGRIND) ./test_avx2 --quick; fi
+	@$(RUN) "line budgets" $(MAKE) --no-print-directory lines
+	@[ -s test.tmp ] || echo "valgrind is not installed: the tests under it were left out"
+	@rm -f test.tmp; $(SUM)
+
+# you suspect memory: all tests, also those that are slow there
+valgrind: llm test_avx2
+	$(VALGRIND) ./test_avx2
+
+# you have no ARM machine: NEON in an emulator
+# (apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
+test-arm:
+	aarch64-linux-gnu-gcc $(WARN) -O2 -static test.c -o test_arm $(LIBS)
+	qemu-aarch64 ./test_arm --quick
+
+# you want to know how fast it is here, against this machine's memory
+bench: llm
+	./llm $(or $(MODEL),golden/story.gguf) --bench
+
+# you wrote much: the budgets of each file, columns, and lines that are packed
+define LINES
+function budget(name, n, most) {
+    printf "%-44s %5d of %d%s\n", name, n, most, (n > most ? "  TOO MANY" : "")
+    if (n > most) failed++; else passed++
+}
+FNR == 1 { section = FILENAME }
+/^\/\/ ---- ([0-9]+\.|the grids|appendix)/ { section = FILENAME " " $$4 }
+/^\/\/ ==== / { section = FILENAME " " $$3 " " $$4 }
+{ lines[FILENAME]++; part[section]++; if (length($$0) > 100) wide++ }
+FILENAME == "quant.h" && /^#ifndef QUANT_H/ { manual = FNR }
+{   # a line of code holds one statement; the head of a for loop holds three
+    sub(/\/\/.*/, ""); gsub(/"([^"\\]|\\.)*"|';'/, "")
+    while (match($$0, /for \([^;]*;[^;]*;/)) $$0 = substr($$0, 1, RSTART - 1) substr($$0, RSTART + RLENGTH)
+    n = gsub(/;/, "")
+    if (n) { semicolons[FILENAME] += n; ends[FILENAME]++ }
+}
+END {
+    unicode = part["llm.c Unicode"]; grids = part["quant.h grids"]
+    budget("llm.c", lines["llm.c"] - unicode, 3000); budget("  its Unicode tables", unicode, 250)
+    budget("quant.h", lines["quant.h"] - grids, 850); budget("  its grids", grids, 340)
+    budget("metal.c", lines["metal.c"], 600); budget("kernels.metal", lines["kernels.metal"], 1000)
+    budget("test.c", lines["test.c"], 2600); budget("  the GPU in software", part["test.c a GPU"], 800)
+    budget("first sitting", manual + part["quant.h first sitting:"] + \
+        part["llm.c GGUF"] + part["llm.c model"] + part["llm.c ops"] + part["llm.c forward"], 1000)
+    budget("lines over 100 columns", wide, 0)
+    for (file in lines) budget("semicolons on 100 lines of " file, 100 * semicolons[file] / ends[file], 130)
+    printf "%d passed, %d failed, 0 skipped\n", passed, failed
+    exit failed > 0
+}
+endef
+export LINES
+lines:
+	@awk "$$LINES" llm.c quant.h metal.c kernels.metal test.c
+
+clean:
+	rm -f llm test_native test_plain test_avx2 test_asan test_arm test_tsan test.log test.tmp
+
+install: llm
+	install -d $(DESTDIR)$(PREFIX)/bin
+	install llm $(DESTDIR)$(PREFIX)/bin/llm
+
+.PHONY: all run test valgrind test-arm bench lines clean install
