@@ -346,12 +346,12 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
 }
 
 // y = act(gate x) * (up x), x normalised: both products in one SIMD-group, so that neither
-// intermediate touches memory. Grid as gemv's for the gate.
+// intermediate touches memory. Bound and launched as gemv with two matrices.
 kernel void gemv_glu(device const uchar *gate [[buffer(0)]], device const uchar *up [[buffer(1)]],
-                     device const float *bias0 [[buffer(2)]],
-                     device const float *bias1 [[buffer(3)]], device const float *x [[buffer(4)]],
-                     device const float *norm [[buffer(5)]], device float *y [[buffer(6)]],
-                     constant struct gemv_args *a [[buffer(7)]],
+                     device const float *bias0 [[buffer(3)]],
+                     device const float *bias1 [[buffer(4)]], device const float *x [[buffer(6)]],
+                     device const float *norm [[buffer(7)]], device float *y [[buffer(8)]],
+                     constant struct gemv_args *a [[buffer(11)]],
                      uint tg [[threadgroup_position_in_grid]],
                      uint nsg [[simdgroups_per_threadgroup]],
                      uint sg [[simdgroup_index_in_threadgroup]],

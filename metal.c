@@ -50,7 +50,8 @@ void objc_autoreleasePoolPop(void *);
     X(new_queue, "newCommandQueue", id, (id, SEL)) \
     X(max_length, "maxBufferLength", size_t, (id, SEL)) \
     X(new_library, "newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *)) \
-    X(set_constant, "setConstantValue:type:atIndex:", void, (id, SEL, const void *, size_t, size_t)) \
+    X(set_constant, "setConstantValue:type:atIndex:", void, \
+      (id, SEL, const void *, size_t, size_t)) \
     X(new_function, "newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *)) \
     X(new_pipeline, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *)) \
     X(simd_width, "threadExecutionWidth", size_t, (id, SEL)) \
@@ -82,7 +83,8 @@ enum { METHODS(X) N_METHODS };
 #define send(g, name, object, ...) ({ \
     id to_ = (object); \
     SEL sel_ = (g)->sel[SEND_##name]; \
-    ((send_##name *)class_getMethodImplementation(object_getClass(to_), sel_))(to_, sel_, ##__VA_ARGS__); })
+    IMP code_ = class_getMethodImplementation(object_getClass(to_), sel_); \
+    ((send_##name *)code_)(to_, sel_, ##__VA_ARGS__); })
 
 enum { MTLDataTypeInt = 29, MTLCommandBufferStatusCompleted = 4, MTLStorageModeShared = 0 };
 
@@ -105,7 +107,12 @@ enum {   // function constants, numbered as in kernels.metal
 };
 
 typedef struct { const char *base; size_t size; id buffer; } Shared;   // memory that the GPU sees
-typedef struct { const char *kernel; int constant[N_CONSTANTS]; id state; size_t threads; } Pipeline;
+typedef struct {
+    const char *kernel;
+    int constant[N_CONSTANTS];
+    id state;
+    size_t threads;             // that a threadgroup may have
+} Pipeline;
 
 typedef struct {
     SEL sel[N_METHODS];
@@ -192,9 +199,10 @@ static void *gpu_share(Gpu *g, void *base, size_t size)
 
 static const Shared *gpu_find(const Gpu *g, const void *p)
 {
-    for (int i = 0; i < g->n_shared; i++)
-        if ((const char *)p >= g->shared[i].base && (const char *)p < g->shared[i].base + g->shared[i].size)
-            return &g->shared[i];
+    for (int i = 0; i < g->n_shared; i++) {
+        const Shared *at = &g->shared[i];
+        if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
+    }
     return NULL;
 }
 
@@ -203,7 +211,8 @@ static const Pipeline *gpu_pipeline(Gpu *g, const char *kernel, const int *const
 {
     for (int i = 0; i < g->n_pipelines; i++) {
         Pipeline *p = &g->pipeline[i];
-        if (!strcmp(p->kernel, kernel) && !memcmp(p->constant, constant, sizeof p->constant)) return p;
+        bool same = !strcmp(p->kernel, kernel);
+        if (same && !memcmp(p->constant, constant, sizeof p->constant)) return p;
     }
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
     Pipeline *p = &g->pipeline[g->n_pipelines];
@@ -311,10 +320,10 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
 // ---- operations: each is one dispatch ----
 
 // A matrix begins anywhere; the address bound is the multiple of 16 before it.
-static struct kernel_matrix matrix_args(const Matrix *w)
+static struct kernel_matrix matrix_args(const Matrix *w, float scale)
 {
-    return (struct kernel_matrix){(uintptr_t)w->data % 16, quant_row_bytes(w->type, w->cols), w->rows,
-                                  w->scale ? *w->scale : 1};
+    return (struct kernel_matrix){(uintptr_t)w->data % 16, quant_row_bytes(w->type, w->cols),
+                                  w->rows, scale * (w->scale ? *w->scale : 1)};
 }
 
 static const void *matrix_base(const Matrix *w)
@@ -326,8 +335,7 @@ static void run_embed(Session *s, int n)
 {
     const Matrix *w = &s->m->embd;
     Gpu *g = s->gpu;
-    struct embed_args a = {matrix_args(w), w->cols};
-    a.w.scale *= s->m->config.embd_scale;
+    struct embed_args a = {matrix_args(w, s->m->config.embd_scale), w->cols};
     Dispatch d = {"embed", {matrix_base(w), g->ids, s->x}, 3, n, 32, 0,
                   {[C_FORMAT_0] = w->type, [C_RAGGED] = w->cols % 32 != 0}};
     gpu_dispatch(g, &d, &a, sizeof a);
@@ -341,45 +349,36 @@ static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n,
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y[i] = w[i] x for up to three matrices, x normalised by `norm` if there is one
+// y[i] = scale * w[i] x for up to three matrices, x normalised by `norm` if there is one; or
+// (EPILOGUE_GLU) y[0] = act(w[0] x) * w[1] x
 static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, const Norm *norm,
-                     float *const *y, int epilogue, float softcap, float scale)
+                     float *const *y, int epilogue, float cap, float scale)
 {
-    struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = softcap};
-    Dispatch d = {"gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0, 32 * GEMV_SIMDGROUPS, 0,
-                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL, [C_EPILOGUE] = epilogue,
-                   [C_SOFTCAPPED] = softcap > 0}};
+    bool glu = epilogue == EPILOGUE_GLU;
+    struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
+    Dispatch d = {glu ? "gemv_glu" : "gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0,
+                  32 * GEMV_SIMDGROUPS, 0,
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL,
+                   [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
+                   [C_ACTIVATION] = s->m->config.arch->act}};
     size_t units = 0;
     for (int i = 0; i < k; i++) {
-        a.w[i] = matrix_args(w[i]);
-        a.w[i].scale *= scale;
+        int rows = gemv_rows(w[i]->type);
+        a.w[i] = matrix_args(w[i], scale);
         d.bound[i] = matrix_base(w[i]);
         d.bound[3 + i] = w[i]->bias;
-        d.bound[8 + i] = y[i];
+        d.bound[8 + i] = glu ? y[0] : y[i];
         d.constant[C_FORMAT_0 + i] = w[i]->type;
         d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
-        units += (w[i]->rows + gemv_rows(w[i]->type) - 1) / gemv_rows(w[i]->type);
+        if (i == 0 || !glu) units += (w[i]->rows + rows - 1) / rows;
     }
     d.groups = (units + GEMV_SIMDGROUPS - 1) / GEMV_SIMDGROUPS;
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-static void run_glu(Session *s, const Layer *w, float *y)
-{
-    struct gemv_args a = {{matrix_args(&w->gate), matrix_args(&w->up)}, w->gate.cols,
-                          s->m->config.eps, 0};
-    size_t tile = gemv_rows(w->gate.type) * GEMV_SIMDGROUPS;
-    Dispatch d = {"gemv_glu", {matrix_base(&w->gate), matrix_base(&w->up), w->gate.bias, w->up.bias, s->x,
-                               w->ffn_norm.w, y}, 7, (w->ff + tile - 1) / tile, 32 * GEMV_SIMDGROUPS, 0,
-                  {[C_FORMAT_0] = w->gate.type, w->up.type, [C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = 1,
-                   [C_BIASES] = (w->gate.bias != NULL) | (w->up.bias != NULL) << 1,
-                   [C_ACTIVATION] = s->m->config.arch->act}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
-}
-
-// y = x w' for n tokens; INT8 where asked for and the format is one of blocks
-static void run_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y, int n,
-                     int epilogue, float softcap, float scale)
+// y = scale * x w' for n tokens; in integers where that is asked for and the format has codes
+static void run_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y,
+                     int n, int epilogue, float cap, float scale)
 {
     Gpu *g = s->gpu;
     int tile = n > 8 ? 32 : 8, type = w->type;
@@ -390,14 +389,14 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, const float *g
         Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, (q.groups + 3) / 4, 128, 0, {0}};
         gpu_dispatch(g, &d, &q, sizeof q);
     }
-    struct gemm_args a = {matrix_args(w), w->cols, n, softcap};
+    struct gemm_args a = {matrix_args(w, scale), w->cols, n, cap};
     size_t rows = (w->rows + GEMM_ROWS - 1) / GEMM_ROWS, tokens = (n + tile - 1) / tile;
-    a.w.scale *= scale;
-    Dispatch d = {"gemm", {matrix_base(w), w->bias, x, int8 ? g->codes : NULL, int8 ? g->scales : NULL,
-                  gate, y}, 7, rows * tokens, 128, 8192, {[C_FORMAT_0] = type, [C_RAGGED] = a.cols % 32 != 0,
-                  [C_BIASES] = w->bias != NULL, [C_EPILOGUE] = epilogue,
-                  [C_ACTIVATION] = s->m->config.arch->act, [C_SOFTCAPPED] = softcap > 0,
-                  [C_TILE_TOKENS] = tile, [C_INT8] = int8}};
+    Dispatch d = {"gemm", {matrix_base(w), w->bias, x, int8 ? g->codes : NULL,
+                           int8 ? g->scales : NULL, gate, y}, 7, rows * tokens, 128, 8192,
+                  {[C_FORMAT_0] = type, [C_RAGGED] = a.cols % 32 != 0,
+                   [C_BIASES] = w->bias != NULL, [C_EPILOGUE] = epilogue,
+                   [C_ACTIVATION] = s->m->config.arch->act, [C_SOFTCAPPED] = cap > 0,
+                   [C_TILE_TOKENS] = tile, [C_INT8] = int8}};
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
@@ -405,33 +404,29 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, const float *g
 static void run_attention(Session *s, const Layer *w, int n)
 {
     const Config *c = &s->m->config;
-    Cache *cache = &s->cache[s->l];
-    struct attention_args a = {n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, cache->rows,
-                               s->pos + n < cache->rows ? s->pos + n : cache->rows, cache->window,
-                               cache->keep, c->eps, c->attn_scale, c->attn_cap};
-    const float *turn = s->rope[w->window > 0], *qn = w->q_norm.w, *kn = w->k_norm.w;
-    int nsg = a.used > 112 ? 8 : (a.used + 15) / 16;
-    int pairing = !w->rope ? ROPE_NONE : c->arch->rope == NORM ? ROPE_PAIRS : ROPE_HALVES;
-    Dispatch d = {"attention", {s->q, s->k, s->v, cache->k, cache->v, cache->pos, qn, kn, turn, w->sinks,
-                  s->att}, 11, (size_t)n * w->n_head, 32 * nsg, ((2 + nsg) * c->hd + 2 * nsg) * sizeof(float),
-                  {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd, [C_PAIRING] = pairing,
-                   [C_QK_NORMED] = qn != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
-    if (n > 1) {
-        size_t heads = (size_t)n * (w->n_head + 2 * w->n_kv);
-        Dispatch r = {"rope", {s->q, s->k, s->v, cache->k, cache->v, qn, kn, turn}, 8, (heads + 3) / 4, 128,
-                      0, {0}};
-        memcpy(r.constant, d.constant, sizeof r.constant);
-        gpu_dispatch(s->gpu, &r, &a, sizeof a);
-    }
-    if (n >= 8) {
-        d = (Dispatch){"flash_attention", {s->q, cache->k, cache->v, cache->pos, w->sinks, s->att}, 6,
-                       (size_t)(n + 31) / 32 * w->n_head, 128, (16 * c->hd + 4 * 320) * sizeof(float),
-                       {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd, [C_CAUSAL] = c->causal}};
-    }
+    Cache *kv = &s->cache[s->l];
+    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows;
+    int nsg = used > 112 ? 8 : (used + 15) / 16;
+    struct attention_args a = {n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows,
+                               used, kv->window, kv->keep, c->eps, c->attn_scale, c->attn_cap};
+    const float *angles = s->rope[w->window > 0], *q_norm = w->q_norm.w, *k_norm = w->k_norm.w;
+    Dispatch r = {"rope", {s->q, s->k, s->v, kv->k, kv->v, q_norm, k_norm, angles}, 8,
+                  ((size_t)n * (w->n_head + 2 * w->n_kv) + 3) / 4, 128, 0,
+                  {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
+                   [C_PAIRING] = !w->rope ? ROPE_NONE
+                                 : c->arch->rope == NORM ? ROPE_PAIRS : ROPE_HALVES,
+                   [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
+    Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
+                                w->sinks, s->att}, 11, (size_t)n * w->n_head, 32 * nsg,
+                  ((2 + nsg) * c->hd + 2 * nsg) * sizeof(float), {0}};
+    if (n >= 8)
+        d = (Dispatch){"flash_attention", {s->q, kv->k, kv->v, kv->pos, w->sinks, s->att}, 6,
+                       (size_t)(n + 31) / 32 * w->n_head, 128,
+                       (16 * c->hd + 4 * 320) * sizeof(float), {0}};
+    memcpy(d.constant, r.constant, sizeof d.constant);
+    if (n > 1) gpu_dispatch(s->gpu, &r, &a, sizeof a);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
-
-// ---- forward ----
 
 // The single-dispatch half of a layer, where it is asked for and fits: see kernels.metal
 static bool run_block(Session *s, const Layer *w)
@@ -441,10 +436,11 @@ static bool run_block(Session *s, const Layer *w)
     struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, 1024,
                   (32 + BLOCK_DIM) * sizeof(float), {[C_ACTIVATION] = c->arch->act}};
-    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !w->attn_post_norm.w && !w->ffn_post_norm.w;
+    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff;
+    fits = fits && !w->attn_post_norm.w && !w->ffn_post_norm.w;
     for (int i = 0; i < 4; i++) {
         fits = fits && !m[i]->bias;
-        a.w[i] = matrix_args(m[i]);
+        a.w[i] = matrix_args(m[i], 1);
         d.bound[i] = matrix_base(m[i]);
         d.constant[C_FORMAT_0 + i] = m[i]->type;
         d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
@@ -455,42 +451,38 @@ static bool run_block(Session *s, const Layer *w)
     return true;
 }
 
-// one token: five dispatches, seven with post-norms
-static void decode_layer(Session *s, const Layer *w)
+// ---- forward ----
+
+// x += w in, or x += norm(w in)
+static void run_residual(Session *s, const Matrix *w, const float *in, const Norm *post, int n)
 {
-    const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *o = &w->o, *down = &w->down;
-    float *to[3] = {s->q, s->k, s->v};
-    const Norm *post[2] = {&w->attn_post_norm, &w->ffn_post_norm};
-    float *sum[2] = {post[0]->w ? s->out : s->x, post[1]->w ? s->out : s->x};
-    int epilogue[2] = {post[0]->w ? EPILOGUE_STORE : EPILOGUE_ADD, post[1]->w ? EPILOGUE_STORE : EPILOGUE_ADD};
-    run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
-    run_attention(s, w, 1);
-    if (run_block(s, w)) return;
-    run_gemv(s, &o, 1, s->att, NULL, &sum[0], epilogue[0], 0, 1);
-    if (post[0]->w) run_norm(s, s->out, post[0], s->x, 1, EPILOGUE_ADD);
-    run_glu(s, w, s->up);
-    run_gemv(s, &down, 1, s->up, NULL, &sum[1], epilogue[1], 0, 1);
-    if (post[1]->w) run_norm(s, s->out, post[1], s->x, 1, EPILOGUE_ADD);
+    float *y = post->w ? s->out : s->x;
+    int epilogue = post->w ? EPILOGUE_STORE : EPILOGUE_ADD;
+    if (n == 1) run_gemv(s, &w, 1, in, NULL, &y, epilogue, 0, 1);
+    else run_gemm(s, w, in, NULL, y, n, epilogue, 0, 1);
+    if (post->w) run_norm(s, s->out, post, s->x, n, EPILOGUE_ADD);
 }
 
-// n tokens: norm, Q, K, V, RoPE, attention, Wo, norm, gate, up, down, and the post-norms
-static void prefill_layer(Session *s, const Layer *w, int n)
+// One token: five dispatches, seven with post-norms. A chunk: eleven or thirteen.
+static void run_layer(Session *s, const Layer *w, int n)
 {
-    const Norm *post[2] = {&w->attn_post_norm, &w->ffn_post_norm};
-    float *sum[2] = {post[0]->w ? s->out : s->x, post[1]->w ? s->out : s->x};
-    int epilogue[2] = {post[0]->w ? EPILOGUE_STORE : EPILOGUE_ADD, post[1]->w ? EPILOGUE_STORE : EPILOGUE_ADD};
-    run_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
-    run_gemm(s, &w->q, s->h, NULL, s->q, n, EPILOGUE_STORE, 0, 1);
-    run_gemm(s, &w->k, s->h, NULL, s->k, n, EPILOGUE_STORE, 0, 1);
-    run_gemm(s, &w->v, s->h, NULL, s->v, n, EPILOGUE_STORE, 0, 1);
+    const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *pair[2] = {&w->gate, &w->up};
+    float *to[3] = {s->q, s->k, s->v};
+    if (n == 1) run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
+    else run_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
+    for (int i = 0; n > 1 && i < 3; i++)
+        run_gemm(s, qkv[i], s->h, NULL, to[i], n, EPILOGUE_STORE, 0, 1);
     run_attention(s, w, n);
-    run_gemm(s, &w->o, s->att, NULL, sum[0], n, epilogue[0], 0, 1);
-    if (post[0]->w) run_norm(s, s->out, post[0], s->x, n, EPILOGUE_ADD);
-    run_norm(s, s->x, &w->ffn_norm, s->h, n, EPILOGUE_STORE);
-    run_gemm(s, &w->gate, s->h, NULL, s->gate, n, EPILOGUE_STORE, 0, 1);
-    run_gemm(s, &w->up, s->h, s->gate, s->up, n, EPILOGUE_GLU, 0, 1);
-    run_gemm(s, &w->down, s->up, NULL, sum[1], n, epilogue[1], 0, 1);
-    if (post[1]->w) run_norm(s, s->out, post[1], s->x, n, EPILOGUE_ADD);
+    if (n == 1 && run_block(s, w)) return;
+    run_residual(s, &w->o, s->att, &w->attn_post_norm, n);
+    if (n == 1) {
+        run_gemv(s, pair, 2, s->x, &w->ffn_norm, &s->up, EPILOGUE_GLU, 0, 1);
+    } else {
+        run_norm(s, s->x, &w->ffn_norm, s->h, n, EPILOGUE_STORE);
+        run_gemm(s, &w->gate, s->h, NULL, s->gate, n, EPILOGUE_STORE, 0, 1);
+        run_gemm(s, &w->up, s->h, s->gate, s->up, n, EPILOGUE_GLU, 0, 1);
+    }
+    run_residual(s, &w->down, s->up, &w->ffn_post_norm, n);
 }
 
 // logits of n rows; for one row also which is the largest
@@ -498,27 +490,27 @@ static void run_head(Session *s, int first, int n)
 {
     const Config *c = &s->m->config;
     const Matrix *w = &s->m->head;
+    const Norm *norm = &s->m->out_norm;
     Gpu *g = s->gpu;
-    float *x = s->x + (size_t)first * c->dim, *h = s->h + (size_t)first * c->dim;
-    if (n > 1) {
-        run_norm(s, x, &s->m->out_norm, h, n, EPILOGUE_STORE);
-        run_gemm(s, w, h, NULL, s->logits, n, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
-        return;
-    }
-    run_gemv(s, &w, 1, x, &s->m->out_norm, &s->logits, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
+    float *x = s->x + (size_t)first * c->dim, *h = s->h + (size_t)first * c->dim, *y = s->logits;
     struct argmax_args a = {c->n_vocab};
     size_t threads = a.n < 1024 ? (a.n + 31) / 32 * 32 : 1024;
-    Dispatch d = {"argmax", {s->logits, g->best}, 2, 1, threads, 2 * 32 * sizeof(float), {0}};
-    gpu_dispatch(g, &d, &a, sizeof a);
-    g->best_of = s->logits;
+    Dispatch d = {"argmax", {y, g->best}, 2, 1, threads, 2 * 32 * sizeof(float), {0}};
+    g->best_of = n == 1 ? y : NULL;
+    if (n > 1) {
+        run_norm(s, x, norm, h, n, EPILOGUE_STORE);
+        run_gemm(s, w, h, NULL, y, n, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
+    } else {
+        run_gemv(s, &w, 1, x, norm, &y, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
+        gpu_dispatch(g, &d, &a, sizeof a);
+    }
 }
 
 // live: the rows are marked with their positions. The warm-up's are not, so nobody sees them.
 static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live)
 {
     Gpu *g = s->gpu;
-    int n_layer = s->m->config.n_layer, split = n_layer / MAX_COMMANDS + 1;
-    if (split < SPLIT_LAYERS) split = SPLIT_LAYERS;
+    int n_layer = s->m->config.n_layer, split = n_layer / MAX_COMMANDS + SPLIT_LAYERS;
     s->n = n;
     s->pos = pos;
     g->best_of = NULL;
@@ -528,9 +520,8 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live
     for (s->l = 0; s->l < n_layer; s->l++) {
         Cache *cache = &s->cache[s->l];
         for (int i = 0; live && i < n; i++) cache->pos[cache_row(cache, pos + i)] = pos + i;
-        if (n == 1) decode_layer(s, &s->m->layers[s->l]);
-        else prefill_layer(s, &s->m->layers[s->l], n);
-        if (n == 1 || s->l % split != split - 1 || s->l + 1 == n_layer) continue;
+        run_layer(s, &s->m->layers[s->l], n);
+        if (n == 1 || (s->l + 1) % split) continue;
         gpu_commit(g);   // the GPU begins while the rest is encoded
         gpu_commands(g);
     }
@@ -562,59 +553,35 @@ static int32_t gpu_argmax(const Session *s, const float *logits)
 
 // ---- open ----
 
-// NULL, or what this model has that the GPU path does not do
+static const char *layer_lacks(const Config *c, const Layer *w)
+{
+    const Norm *norms[] = {&w->attn_norm, &w->ffn_norm, &w->attn_post_norm, &w->ffn_post_norm,
+                           &w->q_norm, &w->k_norm};
+    if (w->conv_in.data || w->router.data || w->parallel) return "layers";
+    if (!w->attn_norm.w || !w->ffn_norm.w || !w->gate.data) return "layers";
+    if (w->q.rows != (int64_t)w->n_head * c->hd) return "gated attention";
+    for (int i = 0; i < 6; i++) {
+        bool per_head = norms[i]->group == c->hd && norms[i]->n == c->hd;
+        if (norms[i]->b || (i >= 4 && norms[i]->w && !per_head)) return "norms";
+    }
+    return !w->q_norm.w != !w->k_norm.w ? "norms" : NULL;
+}
+
+// NULL, or what of this model the kernels do not do
 static const char *gpu_lacks(const Model *m)
 {
     const Config *c = &m->config;
-    if (c->arch->norm != RMS || c->arch->flags & (ENCODER | QK_NORM_LATE)) return "its norms";
-    if (c->arch->act > RELU2) return "its activation";
-    if (m->pos_embd.data || m->type_embd.data || m->embd_norm.w) return "its embedding";
-    if (c->hd != c->vd || c->hd % 32 || c->hd > HEAD_MAX || c->n_rot % 2) return "its head size";
-    if (c->residual_scale != 1 || c->clamp_qkv > 0 || c->temp_scale || c->alibi > 0) return "its scales";
-    if (!m->out_norm.w || m->out_norm.b) return "its norms";
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &m->layers[l];
-        if (w->conv_in.data || w->router.data) return "its layers";
-        if (w->parallel || !w->attn_norm.w || !w->ffn_norm.w || !w->gate.data) return "its layers";
-        if (w->q.rows != (int64_t)w->n_head * c->hd) return "gated attention";
-        const Norm *norms[] = {&w->attn_norm, &w->ffn_norm, &w->attn_post_norm, &w->ffn_post_norm,
-                               &w->q_norm, &w->k_norm};
-        for (int i = 0; i < 6; i++) {
-            if (norms[i]->b) return "its norms";
-            if (i >= 4 && norms[i]->w && (norms[i]->group != c->hd || norms[i]->n != c->hd))
-                return "its QK norms";
-        }
-        if (!w->q_norm.w != !w->k_norm.w) return "its QK norms";
-    }
-    return NULL;
-}
-
-// A vector that was converted when the file was loaded lies outside the maps: the GPU gets a copy.
-// Its address is looked up, so the copy goes under the original's address.
-static bool share_vector(Gpu *g, const float *v, size_t n)
-{
-    if (!v || gpu_find(g, v)) return true;
-    void *copy = gpu_share(g, NULL, n * sizeof *v);
-    if (!copy) return false;
-    memcpy(copy, v, n * sizeof *v);
-    g->shared[g->n_shared - 1].base = (const char *)v;
-    g->shared[g->n_shared - 1].size = n * sizeof *v;
-    return true;
-}
-
-static bool share_vectors(Gpu *g, const Model *m)
-{
-    bool ok = share_vector(g, m->out_norm.w, m->out_norm.n);
-    for (int l = 0; l < m->config.n_layer; l++) {
-        const Layer *w = &m->layers[l];
-        const Norm *norms[] = {&w->attn_norm, &w->ffn_norm, &w->attn_post_norm, &w->ffn_post_norm,
-                               &w->q_norm, &w->k_norm};
-        const Matrix *matrices[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down};
-        for (int i = 0; i < 6; i++) ok = ok && share_vector(g, norms[i]->w, norms[i]->n);
-        for (int i = 0; i < 7; i++) ok = ok && share_vector(g, matrices[i]->bias, matrices[i]->rows);
-        ok = ok && share_vector(g, w->sinks, w->n_head);
-    }
-    return ok;
+    const char *lacks = NULL;
+    if (c->arch->norm != RMS || c->arch->flags & (ENCODER | QK_NORM_LATE)) return "norms";
+    if (c->arch->act > RELU2) return "activation";
+    if (m->pos_embd.data || m->type_embd.data || m->embd_norm.w) return "embedding";
+    if (c->hd != c->vd || c->hd % 32 || c->hd > HEAD_MAX) return "head size";
+    if (c->residual_scale != 1 || c->clamp_qkv > 0 || c->temp_scale) return "scales";
+    if (c->alibi > 0) return "ALiBi";
+    if (!m->out_norm.w || m->out_norm.b) return "norms";
+    if (m->n_owned) return "vectors, which are not f32,";   // copies, outside the maps
+    for (int l = 0; !lacks && l < c->n_layer; l++) lacks = layer_lacks(c, &m->layers[l]);
+    return lacks;
 }
 
 static bool share_all(Session *s)
@@ -625,19 +592,21 @@ static bool share_all(Session *s)
     bool ok = true;
     g->ids = gpu_share(g, NULL, n * sizeof *g->ids);
     g->best = gpu_share(g, NULL, sizeof *g->best);
-    for (size_t i = 0; i < f->n_maps; i++) ok = ok && gpu_share(g, f->maps[i].base, f->maps[i].size);
-    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes) && gpu_share(g, s->scratch_base, s->scratch_bytes);
+    for (size_t i = 0; ok && i < f->n_maps; i++) ok = gpu_share(g, f->maps[i].base, f->maps[i].size);
+    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes);
+    ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes);
     for (int l = 0; s->o.gpu_int8 && l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        const Matrix *inputs[] = {&w->q, &w->o, &w->down};
-        for (int i = 0; i < 3; i++) wide = (size_t)inputs[i]->cols > wide ? (size_t)inputs[i]->cols : wide;
+        size_t cols[] = {w->q.cols, w->o.cols, w->down.cols};
+        for (int i = 0; i < 3; i++) wide = cols[i] > wide ? cols[i] : wide;
     }
     if (wide) {
         g->codes = gpu_share(g, NULL, n * wide);
         g->scales = gpu_share(g, NULL, n * (wide / 32) * 3 * sizeof *g->scales);
         ok = ok && g->codes && g->scales;
     }
-    return (ok && g->ids && g->best && share_vectors(g, s->m)) || gpu_fail(g, "no memory for it", NULL);
+    ok = ok && g->ids && g->best;
+    return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
 static bool gpu_open(Session *s)
@@ -647,7 +616,7 @@ static bool gpu_open(Session *s)
     Gpu *g = s->gpu = gpu_new();
     if (!g) return false;
     void *pool = objc_autoreleasePoolPush();
-    if (lacks) snprintf(g->why, sizeof g->why, "the GPU path does not know %s yet", lacks);
+    if (lacks) snprintf(g->why, sizeof g->why, "the GPU path does not know this model's %s", lacks);
     bool ok = !lacks && gpu_library(g) && share_all(s);
     objc_autoreleasePoolPop(pool);
     if (!ok) {

@@ -430,7 +430,7 @@ QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
         quant_i e;
         quant_widen(&e, s, 0, 32, i);
         quant_i tiny = (e - 2) >> 31;                              // all ones if e < 2
-        e = (tiny & (e + 1) << 21) | (~tiny & (e - 1) << 23);
+        e = (tiny & (e + 1) << 21) | (~tiny & ((e << 23) - (1 << 23)));
         quant_put_bits(d + i, &e, 0, n);
     }
 }

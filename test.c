@@ -2,14 +2,17 @@
 // test.c: all tests of the project, in one program.
 //
 //   ./test                 runs them            ./test --list     names them
-//   ./test NAME...         runs those           ./test --quick    leaves the slow ones out
+//   ./test NAME...         runs those           ./test --quick    leaves out what is slow
+//   ./test llm ARGUMENTS   is the engine itself, so that a sanitizer sees the command line too
 //
 // A test compares with outputs recorded from llama.cpp (golden/), or with a reference written here
 // from the formula, in double, that uses nothing of llm.c. Models that no golden file covers are
 // written by the tests themselves, with random weights, into a directory of their own. To add a
 // test: a function `static void test_X(void)` that calls CHECK, and a row in TESTS at the end.
-#define LLM_NO_MAIN
+#define main llm_main
 #include "llm.c"
+#undef main
+#include <regex.h>
 #include <sys/wait.h>
 
 // ==== harness ====
@@ -18,6 +21,7 @@ static struct {
     int checks, failures;     // of the running test
     bool quick;
     char dir[64];             // scratch files live here
+    const char *program;      // the command line under test
     uint32_t seed;
 } test;
 
@@ -609,10 +613,10 @@ static void check_matmul(int type, int64_t rows, int64_t cols, int n, bool exact
         first[k] = need(size * sizeof(float));
         power[k] = naive_matmul(&w[k], x, want[k], n);
     }
-    for (int t = 0; t < 4; t++) {
+    for (int t = 0; t < 4; t += 1 + test.quick) {
         Pool pool = {0};
         Matmul jobs[2] = {{&w[0].w, x, out[0], n}, {&w[1].w, x, out[1], n}};
-        void *memory = need(matmul_scratch(n, cols, rows, threads[t]) + 64);
+        void *memory = need(matmul_scratch(n, cols, threads[t]) + 64);
         CHECK(pool_open(&pool, threads[t]), "%d threads", threads[t]);
         matmul(&pool, (void *)(((uintptr_t)memory + 63) & ~(uintptr_t)63), jobs, 2);
         pool_close(&pool);
@@ -647,10 +651,10 @@ static void test_matmul(void)
         int64_t unit = floats ? 1 : 32, tail = floats ? 13 : 32;
         while (!quant_row_bytes(type, unit)) unit *= 2;
         double noisy = 0, exact = 0;
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i += 1 + test.quick) {
             int64_t cols = 512 + (unit < 256) * (tail + unit - 1) / unit * unit;
-            check_matmul(type, 37, cols, counts[i], false, &noisy);
-            check_matmul(type, test.quick ? 18 : 70, cols - cols % 256, counts[i], true, &exact);
+            check_matmul(type, test.quick ? 19 : 37, cols, counts[i], false, &noisy);
+            check_matmul(type, test.quick ? 18 : 70, test.quick ? 256 : cols - cols % 256, counts[i], true, &exact);
         }
         // int8 activations: an error of max/254 at most, 1/sqrt(3) of that on average
         CHECK(noisy < (floats ? 1e-8 : 1e-4), "%s: NMSE %.2g", quant_name(type), noisy);
@@ -869,7 +873,7 @@ static const AttentionCase ATTENTION[] = {
     {"ALiBi", 6, 3, 32, 32, 50, 4, 64, 64, 0, true, false, true, 0},
     {"whole text", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, false, false, 0},
     {"whole text, ALiBi, cap", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, false, true, 8},
-    {"long", 2, 1, 64, 64, 1500, 2, 1600, 1600, 0, true, true, false, 0},
+    {"long", 2, 1, 64, 64, 700, 2, 800, 800, 0, true, true, false, 0},
     {"wide heads", 2, 1, 256, 256, 200, 40, 300, 300, 0, true, false, false, 0},
 };
 
@@ -939,7 +943,7 @@ static void test_attention(void)
         const AttentionCase *t = &ATTENTION[i];
         float *first = need((size_t)t->n * t->n_head * t->vd * sizeof *first);
         double worst = 0;
-        for (int threads = 1; threads <= 3; threads++) {
+        for (int threads = 1; threads <= 3; threads += 1 + test.quick) {
             test.seed = i + 1;
             worst = fmax(worst, check_attention(t, threads, first));
         }
@@ -1189,6 +1193,7 @@ static void test_story_greedy(void)
         if (sscanf(line, "%*d %d %d %*f %lf", &ids[n], &next[n], &margin[n]) != 3) break;
     free(text);
     if (!CHECK(n == 65, "%d positions", n) || !CHECK(model_open(&m, "golden/story.gguf", &e), "%s", e.text)) return;
+    if (test.quick) n = 20;
     for (int chunk = 1; chunk <= 512; chunk += 511) {
         float *rows = logits_of(&m, ids, n, (Options){.chunk = chunk, .window = 128});
         for (int i = 0; i < n; i++) {
@@ -1228,7 +1233,7 @@ static void test_story_perplexity(void)
     char *text = read_all("golden/story.txt", &size);
     if (!CHECK(model_open(&m, "golden/story.gguf", &e), "%s", e.text)) return;
     CHECK(tokenize(m.tokenizer, text, size, true, false, &ids, &e), "%s", e.text);
-    for (int k = 0; k < (test.quick ? 1 : 2); k++) {
+    for (int k = 0; k < 2; k++) {
         int n = known[k].n;
         Surprise p = {.n = n, .n_vocab = m.config.n_vocab};
         Session s = {0};
@@ -1391,7 +1396,8 @@ static void test_every_architecture(void)
 {
     int n_shapes = sizeof SHAPES / sizeof *SHAPES;
     double worst = 0;
-    for (int i = 0; i < n_shapes; i++) worst = fmax(worst, check_shape(&SHAPES[i]));
+    for (int i = 0; i < n_shapes; i++)
+        if (!test.quick || SHAPES[i].n_layer < 8) worst = fmax(worst, check_shape(&SHAPES[i]));
     for (size_t k = 0; k < sizeof ARCHS / sizeof *ARCHS; k++) {
         bool found = false;
         for (int i = 0; i < n_shapes; i++)
@@ -1525,7 +1531,7 @@ static void test_ring(void)
                 double *want = naive_logits(&m, ids, N, WINDOW, keep), error = nmse_double(rows, want, N * VOCAB);
                 CHECK(error < 1e-5, "%s, keep %d, -b %d: NMSE %.2g", shapes[a].arch, keep, chunk, error);
                 double *full = naive_logits(&m, ids, N, N, 0), other = nmse_double(rows, full, N * VOCAB);
-                CHECK(other > 1e-2, "%s: without a window NMSE is only %.2g: this test sees nothing", shapes[a].arch, other);
+                CHECK(other > 1e-3, "%s: without a window NMSE is only %.2g: this test sees nothing", shapes[a].arch, other);
                 printf("  %-6s keep %d, -b %-2d NMSE %.1e, limit 1e-5; with no window it would be %.2f\n", shapes[a].arch, keep,
                        chunk, error, other);
                 // going back: what the rings still hold is reused, what they do not is run again
@@ -1546,7 +1552,7 @@ static void test_chunks_and_threads(void)
 {
     static const char *const names[] = {"llama", "llama-moe", "qwen35", "gemma3.iq4_nl", "llama256.q4_K_M"};
     static const int chunks[] = {1, 7, 64};
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < (test.quick ? 3 : 5); i++) {
         Model m = {0};
         int32_t ids[64];
         if (!open_golden(&m, names[i])) return;
@@ -1559,7 +1565,7 @@ static void test_chunks_and_threads(void)
             free(got);
         }
         CHECK(worst < (i < 3 ? 1e-6 : 1e-3), "%s: NMSE %.2g between chunk sizes", names[i], worst);
-        for (int threads = 2; threads <= 8; threads += 1 + (threads > 2) * 4) {
+        for (int threads = 2; threads <= (test.quick ? 2 : 8); threads += 1 + (threads > 2) * 4) {
             float *got = logits_of(&m, ids, n, (Options){.threads = threads, .chunk = 11});
             float *one = logits_of(&m, ids, n, (Options){.threads = 1, .chunk = 11});
             CHECK(!memcmp(got, one, size * sizeof *got), "%s: %d threads differ from one", names[i], threads);
@@ -1628,9 +1634,10 @@ static void test_session_refusals(void)
     CHECK(session_generate(&s, ids, 3, 9, collect, &out, &e) && out.n == 9, "%zu ids, %s", out.n, e.text);
     out.n = 0;
     CHECK(session_generate(&s, ids, 3, -1, collect, &out, &e) && out.n == 12, "stopped after %zu", out.n);
+    out.n = 0;
     CHECK(!session_generate(&s, ids, 94, 9, collect, &out, &e) && strstr(e.text, "learned positions"), "%s", e.text);
     session_close(&s);
-    CHECK(!session_open(&s, &m, (Options){.window = INT_MAX, .chunk = 1 << 20}, &e) && strstr(e.text, "memory"), "%s", e.text);
+    CHECK(!session_open(&s, &m, (Options){.window = INT_MAX, .chunk = 1 << 20}, &e) && strstr(e.text, "too large"), "%s", e.text);
     session_close(&s);
     session_close(&(Session){0});
     model_close(&m);
@@ -2055,6 +2062,190 @@ static void test_tokenizer_linear(void)
     free(text);
 }
 
+// ==== the command line ====
+
+static struct { int status; char *out, *err; size_t n; } cli;
+
+// runs llm in a shell: $S is the storyteller, $G golden/archs, $D the scratch directory
+static void llm(const char *before, const char *arguments)
+{
+    char command[1024], path[128], end[128] = "";
+    setenv("S", "golden/story.gguf", 1);
+    setenv("G", "golden/archs", 1);
+    setenv("D", test.dir, 1);
+    free(cli.out);
+    free(cli.err);
+    snprintf(end, sizeof end, "%s 2>%s/err", strstr(before, "|") ? "" : "</dev/null", test.dir);
+    snprintf(command, sizeof command, "%s %s %s >%s/out %s", before, test.program, arguments, test.dir, end);
+    if (strchr(arguments, '>')) snprintf(command, sizeof command, "%s %s %s %s", before, test.program, arguments, end);
+    int status = system(command);
+    cli.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    cli.err = read_all(scratch(path, "err"), &cli.n);
+    cli.out = read_all(scratch(path, "out"), &cli.n);
+}
+
+static bool matches(const char *text, const char *pattern)
+{
+    regex_t r;
+    bool ok = !regcomp(&r, pattern, REG_EXTENDED | REG_NOSUB) && !regexec(&r, text, 0, NULL, 0);
+    regfree(&r);
+    return ok;
+}
+
+static void test_cli_refusals(void)
+{
+    static const struct { int status; const char *arguments, *says; } bad[] = {
+        {2, "", "MODEL"},
+        {2, "$S", "PROMPT"},
+        {2, "$S hi -q", "-q"},
+        {2, "$S hi --temperature 1", "--temperature"},
+        {2, "$S hi -n", "-n"},
+        {2, "$S hi -n abc", "abc"},
+        {2, "$S hi -n 99999999999", "99999999999"},
+        {2, "$S hi -n -2", "-2"},
+        {2, "$S hi -c 0", "-c"},
+        {2, "$S hi -b 0", "-b"},
+        {2, "$S hi -t 0", "-t"},
+        {2, "$S hi --temp nan", "nan"},
+        {2, "$S hi --temp ''", "--temp"},
+        {2, "$S hi --top-k -1", "--top-k"},
+        {2, "$S hi --top-p 1.5", "1.5"},
+        {2, "$S hi --min-p -0.1", "--min-p"},
+        {2, "$S hi --repeat-penalty 0", "--repeat-penalty"},
+        {2, "$S hi --repeat-last-n -2", "--repeat-last-n"},
+        {2, "$S hi --seed 1x", "1x"},
+        {2, "$S hi --keep -1", "--keep"},
+        {2, "$S one two", "two"},
+        {2, "$S one -p two", "prompts"},
+        {2, "$S -f x --tokens 1", "prompts"},
+        {2, "$S --tokens 1,x", "x"},
+        {1, "nowhere.gguf hi", "nowhere.gguf"},
+        {1, "golden hi", "not a regular file"},
+        {1, "/dev/null hi", "not a regular file"},
+        {1, "golden/story.txt hi", "not a GGUF file"},
+        {1, "$S -f nowhere.txt", "nowhere.txt"},
+        {1, "$S -f golden", "golden"},
+        {1, "$S \"$(printf 'ab\\377')\"", "byte 2"},
+        {1, "$S \"$(printf '\\355\\240\\200')\"", "byte 0"},
+        {1, "$S --tokens 1,2048", "2048"},
+        {1, "$S --ppl nowhere.txt", "nowhere.txt"},
+        {1, "$S --ppl golden/tok/bpe.tsv -c 4096", "4096"},
+        {1, "$S hi --logits nowhere/x", "nowhere/x"},
+        {1, "$S -i", "template"},
+        {1, "$G/llama.gguf hi", "tokenizer"},
+        {1, "$G/bert.gguf hi", "--embed"},
+        {1, "golden/tok/spm.gguf hi", "no tensors"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        llm("", bad[i].arguments);
+        CHECK(cli.status == bad[i].status, "llm %s: exit %d, want %d", bad[i].arguments, cli.status, bad[i].status);
+        const char *end = strchr(cli.err, '\n');
+        CHECK(end && !end[1] && !cli.n, "llm %s: one line on stderr, nothing else: '%s%s'", bad[i].arguments, cli.err, cli.out);
+        CHECK(strstr(cli.err, bad[i].says), "llm %s: '%s' does not say '%s'", bad[i].arguments, cli.err, bad[i].says);
+    }
+}
+
+// what is printed, to the letter
+static void test_cli_output(void)
+{
+    static const struct { const char *before, *arguments, *pattern; } good[] = {
+        {"", "--version", "^llm [0-9.]+\n$"},
+        {"", "--help", "^usage: llm MODEL"},
+        {"", "nowhere.gguf --help", "^usage: llm MODEL"},
+        {"", "$S --tokenize 'Once upon a time'", "^1656 329 659 258 530\n$"},
+        {"", "--tokenize -p 'Once upon a time' -m $S", "^1656 329 659 258 530\n$"},
+        {"printf 'Once upon a time' |", "$S -f - --tokenize", "^1656 329 659 258 530\n$"},
+        {"", "$S --tokenize ''", "^\n$"},
+        {"", "golden/tok/spm.gguf --tokenize ''", "^1\n$"},
+        {"", "$S --tokenize -- --help", "^[0-9 ]+\n$"},
+        {"", "$S 'Once upon' -n 0", "^Once upon\n$"},
+        {"", "$S 'Once upon' -n 3 -n 0", "^Once upon\n$"},
+        {"", "$G/llama.gguf --tokens 1,2,3 -n 5 --temp 0", "^[0-9]+( [0-9]+){4}\n$"},
+        {"", "$S --ppl golden/story.txt -c 128", "^ppl 6\\.[56][0-9]{3} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$"},
+        {"", "$S --bench 16,8", "^prefill 16 tokens [0-9]+\\.[0-9] tok/s\n"
+             "decode 8 tokens [0-9]+\\.[0-9] tok/s [0-9]+\\.[0-9] GB/s [0-9]+\\.[0-9] % of [0-9]+\\.[0-9] GB/s\n$"},
+        {"", "$S --info", "qwen3.*2048.*q4_K.*KV"},
+        {"", "$G/bert.gguf --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){63}\n$"},
+        {"", "$S --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){255}\n$"},
+    };
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        llm(good[i].before, good[i].arguments);
+        CHECK(cli.status == 0, "llm %s: exit %d: %s", good[i].arguments, cli.status, cli.err);
+        CHECK(matches(cli.out, good[i].pattern), "llm %s: '%s' is not '%s'", good[i].arguments, cli.out, good[i].pattern);
+    }
+    llm("", "--help");
+    int lines = 0;
+    for (const char *s = cli.out; *s; s++) lines += *s == '\n';
+    CHECK(lines <= 40, "--help has %d lines: more than a screen", lines);
+    for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS; i++) CHECK(strstr(cli.out, ARCHS[i].name), "--help: %s", ARCHS[i].name);
+}
+
+static void test_cli_completion(void)
+{
+    static const char *const same[] = {"$S 'Once upon a time' -n 20 --seed 7", "-n 20 --seed 7 -p 'Once upon a time' -m $S -t 1",
+        "$S --tokens 1656,329,659,258,530 -n 20 --seed 7", "$S 'Once upon a time' -n 20 --seed 7 --no-display-prompt"};
+    char first[4096] = "";
+    for (int i = 0; i < 4; i++) {
+        llm("", same[i]);
+        CHECK(cli.status == 0 && cli.n && cli.out[cli.n - 1] == '\n' && cli.n < sizeof first, "%s: exit %d", same[i], cli.status);
+        CHECK(matches(cli.err, "prefill .*tok/s.*decode .*tok/s.*GB/s.*peak .*MB.*seed 7\n$"), "statistics: '%s'", cli.err);
+        if (i == 0) CHECK(!strncmp(cli.out, "Once upon a time", 16), "no prompt: '%s'", cli.out);
+        if (i == 0) memcpy(first, cli.out, cli.n);
+        CHECK(!strcmp(cli.out, first + (i < 2 ? 0 : 16)), "%s: '%s', not '%s'", same[i], cli.out, first);
+    }
+    llm("", "$S 'Once upon a time' -n 20");   // the seed comes from the clock
+    CHECK(strcmp(cli.out, first), "no --seed, and the same text");
+    llm("", "$S 'Once upon a time' -n 5 >/dev/full");
+    CHECK(cli.status == 1 && strstr(cli.err, "standard output"), "full standard output: exit %d, '%s'", cli.status, cli.err);
+}
+
+static void test_cli_logits(void)
+{
+    static const int32_t ids[] = {1656, 329, 659, 258, 530};
+    char path[128];
+    size_t n;
+    Error e = {""};
+    Model m = {0};
+    llm("", "$S 'Once upon a time' -b 3 --logits $D/rows");
+    float *got = read_all(scratch(path, "rows"), &n);
+    if (CHECK(model_open(&m, "golden/story.gguf", &e), "%s", e.text)) {
+        float *want = logits_of(&m, ids, 5, (Options){.chunk = 3, .window = 4096});
+        CHECK(n == 5 * 2048 * sizeof *got && nmse(got, want, 5 * 2048) < 1e-9, "%zu bytes of logits, exit %d", n, cli.status);
+        free(want);
+    }
+    model_close(&m);
+    free(got);
+    llm("trap '' XFSZ; ulimit -f 1;", "$S 'Once upon a time' --logits $D/cut");
+    CHECK(cli.status == 1 && strstr(cli.err, "cut"), "no room: exit %d, '%s'", cli.status, cli.err);
+    CHECK(access(scratch(path, "cut"), F_OK), "a part of the logits was left behind");
+}
+
+// Ctrl-C ends generation: statistics, exit 130
+static void test_cli_interrupt(void)
+{
+    char path[128], command[512];
+    size_t n = 0;
+    snprintf(command, sizeof command, "exec %s golden/story.gguf Once -n 100000000 -c 64", test.program);
+    pid_t child = fork();
+    if (child == 0) {
+        if (freopen(scratch(path, "stopped"), "w", stdout) && freopen(scratch(path, "said"), "w", stderr))
+            execl("/bin/sh", "sh", "-c", command, NULL);
+        _exit(127);
+    }
+    for (int i = 0; i < 600 && n < 40; i++) {   // until it speaks
+        usleep(50000);
+        struct stat st;
+        n = stat(scratch(path, "stopped"), &st) ? 0 : st.st_size;
+    }
+    int status = 0;
+    kill(child, SIGINT);
+    waitpid(child, &status, 0);
+    char *said = read_all(scratch(path, "said"), &n);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 130, "exit %d", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+    CHECK(matches(said, "prefill .*decode .*seed [0-9]+\n$"), "'%s'", said);
+    free(said);
+}
+
 // ==== a GPU in software ====
 //
 // kernels.metal runs here as it stands, and metal.c links here as it stands: three layers let it.
@@ -2208,6 +2399,7 @@ static struct {
     int order;
     uint32_t seed;
     int threads, groups, now, alive, waiting;    // size, SIMD-groups, running thread, ...
+    int first;                                   // its thread 0 is t[first]
     uint32_t live[SIMD], ready[SIMD], simd[SIMD], active[SIMD];   // [SIMD-group] a bit a lane
     uint32_t released[SIMD], folded[SIMD];       // rendezvous so far, and the last that was folded
     union { float f; int i; } fold[SIMD];
@@ -2220,9 +2412,11 @@ static struct {
     char *stacks;
     char error[200];
     EmuThread t[MAX_THREADS];
-    char order_tg, order_sg[SIMD], done;         // addresses, for happens-before
+    char order_tg, order_sg[SIMD], begin, done;  // addresses, for happens-before
     void *host_fiber;
 } emu;
+
+#define EMU(i) emu.t[(emu.first + (i)) % MAX_THREADS]
 
 __attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(const char *format, ...)
 {
@@ -2253,39 +2447,42 @@ HIDDEN static void emu_switch(void)              // give way to whichever thread
     int old = emu.now, next;
     for (int g = 0; g < emu.groups; g++) some |= (uint32_t)(emu.ready[g] != 0) << g;
     if (!some)
-        emu_fail("deadlock: %s line %d waits for threads that will not come", emu.t[old].op,
-                 LINE(emu.t[old].site));
+        emu_fail("deadlock: %s line %d waits for threads that will not come", EMU(old).op,
+                 LINE(EMU(old).site));
     next = emu_bit(some);
     next = next * SIMD + emu_bit(emu.ready[next]);
     if (next == old) return;
     emu.now = next;
-    if (old >= 0 && _setjmp(emu.t[old].go)) return;
-    TSAN(__tsan_switch_to_fiber(emu.t[next].fiber, __tsan_switch_to_fiber_no_sync);)
-    if (emu.t[next].begun) _longjmp(emu.t[next].go, 1);
-    emu.t[next].begun = 1;
-    setcontext(&emu.t[next].start);
+    if (old >= 0 && _setjmp(EMU(old).go)) return;
+    TSAN(__tsan_switch_to_fiber(EMU(next).fiber, __tsan_switch_to_fiber_no_sync);)
+    if (EMU(next).begun) _longjmp(EMU(next).go, 1);
+    EMU(next).begun = 1;
+    setcontext(&EMU(next).start);
 }
 
 HIDDEN static void emu_release_simd(int g)       // have all live lanes come to the same place?
 {
     if (!emu.live[g] || emu.simd[g] != emu.live[g]) return;
-    EmuThread *lanes = &emu.t[g * SIMD], *first = &lanes[__builtin_ctz(emu.live[g])];
-    for (int i = 0; i < SIMD; i++)
-        if (emu.live[g] >> i & 1 && lanes[i].site != first->site)
-            emu_fail("divergence: lane %d at %s line %d, lane %d at %s line %d", (int)(first - lanes),
-                     first->op, LINE(first->site), i, lanes[i].op, LINE(lanes[i].site));
+    int one = __builtin_ctz(emu.live[g]);
+    EmuThread *a = &EMU(g * SIMD + one);
+    for (int i = 0; i < SIMD; i++) {
+        EmuThread *b = &EMU(g * SIMD + i);
+        if (emu.live[g] >> i & 1 && a->site != b->site)
+            emu_fail("divergence: lane %d at %s line %d, lane %d at %s line %d", one, a->op,
+                     LINE(a->site), i, b->op, LINE(b->site));
+    }
     emu.active[g] = emu.ready[g] = emu.simd[g];
     emu.simd[g] = 0;
     emu.released[g]++;
 }
 
 // Where this thread leaves what others will read at its next rendezvous
-#define EMU_SLOT(thread) (emu.t[thread].slot[emu.t[thread].turn])
+#define EMU_SLOT(i) (EMU(i).slot[EMU(i).turn])
 
 // Waits until every live lane of this SIMD-group has come; returns which they are
 HIDDEN static uint32_t emu_simd(const char *op, int site)
 {
-    EmuThread *t = &emu.t[emu.now];
+    EmuThread *t = &EMU(emu.now);
     int g = emu.now / SIMD;
     uint32_t bit = 1u << emu.now % SIMD;
     t->op = op;
@@ -2302,7 +2499,7 @@ HIDDEN static uint32_t emu_simd(const char *op, int site)
     HIDDEN T emu_fold_##T(const char *op, int site, T x) \
     { \
         int g = emu.now / SIMD; \
-        emu.t[emu.now].turn ^= 1; \
+        EMU(emu.now).turn ^= 1; \
         EMU_SLOT(emu.now).field = x; \
         uint32_t active = emu_simd(op, site); \
         if (emu.folded[g] == emu.released[g]) return emu.fold[g].field; \
@@ -2310,7 +2507,7 @@ HIDDEN static uint32_t emu_simd(const char *op, int site)
         emu.fold[g].field = x; \
         for (int i = 0, n = 0; i < SIMD; i++) { \
             if (!(active >> i & 1)) continue; \
-            T a = emu.fold[g].field, b = EMU_SLOT(g * SIMD + i).field; \
+            T a = emu.fold[g].field, b = EMU(g * SIMD + i).slot[EMU(emu.now).turn].field; \
             a = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b); \
             emu.fold[g].field = n++ ? a : b; \
         } \
@@ -2318,12 +2515,12 @@ HIDDEN static uint32_t emu_simd(const char *op, int site)
     } \
     HIDDEN T emu_take_##T(const char *op, int site, T x, int lane) \
     { \
-        emu.t[emu.now].turn ^= 1; \
+        EMU(emu.now).turn ^= 1; \
         EMU_SLOT(emu.now).field = x; \
         uint32_t active = emu_simd(op, site); \
         if (lane < 0 || lane >= SIMD || !(active >> lane & 1)) \
             emu_fail("%s line %d reads lane %d, which is not active", op, LINE(site), lane); \
-        return emu.t[emu.now / SIMD * SIMD + lane].slot[emu.t[emu.now].turn].field; \
+        return EMU(emu.now / SIMD * SIMD + lane).slot[EMU(emu.now).turn].field; \
     }
 EMU_FOLD_FUNCTION(float, f)
 EMU_FOLD_FUNCTION(int, i)
@@ -2335,17 +2532,16 @@ HIDDEN int emu_lane(void)
 
 HIDDEN void emu_multiply(int site, const float *ab, const float *c, float *d)
 {
-    EmuThread *t = &emu.t[emu.now];
+    EmuThread *t = &EMU(emu.now);
     t->turn ^= 1;
     memcpy(t->slot[t->turn].m, ab, sizeof t->slot[0].m);
     if (emu_simd("simdgroup_multiply", site) != ~0u)
         emu_fail("simdgroup_multiply line %d without all 32 lanes", LINE(site));
-    EmuThread *lanes = &emu.t[emu.now / SIMD * SIMD];
-    int row = emu.now % SIMD / 4, col = emu.now % 4;
+    int base = emu.now / SIMD * SIMD, row = emu.now % SIMD / 4, col = emu.now % 4;
     float sum[2] = {c[0], c[1]};
     for (int k = 0; k < 8; k++) {
-        float a = lanes[row * 4 + k / 2].slot[t->turn].m[k % 2];
-        const float *b = lanes[k * 4 + col].slot[t->turn].m + 2;
+        float a = EMU(base + row * 4 + k / 2).slot[t->turn].m[k % 2];
+        const float *b = EMU(base + k * 4 + col).slot[t->turn].m + 2;
         sum[0] += a * b[0];
         sum[1] += a * b[1];
     }
@@ -2364,7 +2560,7 @@ HIDDEN void emu_simd_barrier(const char *flags, int site)
 
 HIDDEN void emu_barrier(const char *flags, int site)
 {
-    EmuThread *t = &emu.t[emu.now];
+    EmuThread *t = &EMU(emu.now);
     t->op = "threadgroup_barrier";
     t->site = site;
     if (emu.alive != emu.threads)
@@ -2388,6 +2584,7 @@ HIDDEN void emu_barrier(const char *flags, int site)
 HIDDEN static void emu_fiber(void)
 {
     for (;;) {                                   // a fiber lives on, for the next threadgroup
+        TSAN(__tsan_acquire(&emu.begin);)
         emu.kernel(emu.argument);
         TSAN(__tsan_release(&emu.done);)
         int g = emu.now / SIMD;
@@ -2402,24 +2599,23 @@ HIDDEN static void emu_fiber(void)
             emu_switch();
             continue;
         }
-        if (_setjmp(emu.t[emu.now].go)) continue;
+        if (_setjmp(EMU(emu.now).go)) continue;
         TSAN(__tsan_switch_to_fiber(emu.host_fiber, __tsan_switch_to_fiber_no_sync);)
         _longjmp(emu.host, 2);
     }
 }
 
-HIDDEN static void emu_start(int i)              // make thread i's fiber
+HIDDEN static void emu_start(int i)              // make thread i's fiber, or take it again
 {
-    EmuThread *t = &emu.t[i];
+    EmuThread *t = &EMU(i);
+    if (t->begun) return;
     if (!emu.stacks)
         emu.stacks = mmap(NULL, (size_t)MAX_THREADS * STACK, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TSAN(if (t->fiber) __tsan_destroy_fiber(t->fiber);)
     TSAN(t->fiber = __tsan_create_fiber(0);)
-    TSAN(t->begun = 0;)
-    if (t->begun) return;
     getcontext(&t->start);
-    t->start.uc_stack.ss_sp = emu.stacks + (size_t)i * STACK;
+    t->start.uc_stack.ss_sp = emu.stacks + (size_t)(t - emu.t) * STACK;
     t->start.uc_stack.ss_size = STACK;
     makecontext(&t->start, emu_fiber, 0);
 }
@@ -2430,6 +2626,8 @@ HIDDEN static void emu_threadgroup(void)
     emu.alive = emu.threads;
     emu.waiting = 0;
     TSAN(emu.host_fiber = __tsan_get_current_fiber();)
+    TSAN(__tsan_release(&emu.begin);)
+    TSAN(emu.first = (emu.first + emu.threads) % MAX_THREADS;)   // no order between neighbours
     for (int i = 0; i < emu.threads; i++) emu_start(i);
     for (int g = 0; g < emu.groups; g++) {
         int lanes = emu.threads - g * SIMD;
@@ -3221,15 +3419,14 @@ static void kernel_glu(Gpu *g, int type)
     Lab x = lab(g);
     int cols = format_cols(type, true), act = type % 3;
     LabMatrix gate = lab_matrix(g, type, FF, cols), up = lab_matrix(g, type, FF, cols);
-    float *y = lab_floats(g, FF, 1);
+    float *in = lab_floats(g, cols, 1), *y = lab_floats(g, FF, 1);
+    Norm norm = lab_norm(g, cols, 0);
     double xs[1280], want[FF], size[FF];
     up.m.bias = lab_floats(g, FF, 1);
     x.arch.act = act;
-    x.s.x = lab_floats(g, cols, 1);
-    x.w = (Layer){.ff = FF, .gate = gate.m, .up = up.m, .ffn_norm = lab_norm(g, cols, 0)};
-    run_glu(lab_begin(&x), &x.w, y);
+    run_gemv(lab_begin(&x), (const Matrix *[]){&gate.m, &up.m}, 2, in, &norm, &y, EPILOGUE_GLU, 0, 1);
     lab_end(&x, "gemv_glu");
-    naive_norm(xs, x.s.x, x.w.ffn_norm.w, cols, 1e-5);
+    naive_norm(xs, in, norm.w, cols, 1e-5);
     for (int r = 0; r < FF; r++) {
         double a, b, v = lab_dot(&gate, r, xs, false, &a), u = lab_dot(&up, r, xs, false, &b) + up.m.bias[r];
         want[r] = naive_act(v, act) * u;
@@ -3692,6 +3889,65 @@ static void test_metal_models(void)
           soft.live, soft.pools, soft.faults);
 }
 
+// ==== lint ====
+//
+// Metal's address spaces and library as declarations for `clang++ -fsyntax-only`: gcc and the
+// emulator do not see a pointer in the wrong space, an ambiguous max or a double. `make lint` puts
+// this before quant.h and kernels.metal, and searches the syntax tree for what C++ allows and Metal
+// does not. thread is volatile so that a pointer without an address space shows there.
+#ifdef METAL_LINT
+#define kernel
+#define device __attribute__((address_space(1)))
+#define constant const __attribute__((address_space(2)))
+#define threadgroup __attribute__((address_space(3)))
+#define thread volatile
+namespace metal {}
+typedef signed char int8_t;
+typedef unsigned char uchar, uint8_t;
+typedef unsigned short ushort, uint16_t;
+typedef int int32_t;
+typedef unsigned int uint, uint32_t;
+typedef unsigned long ulong, uint64_t, size_t;
+typedef long int64_t;
+typedef _Float16 half;
+struct ulong2 { ulong2(ulong); };
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
+template <class T, class U> T as_type(U);
+
+#define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T);   // an int with a uint is ambiguous
+EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
+#define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T);
+REAL(half) REAL(float)
+#define LANES(T) T simd_sum(T); T simd_max(T); T simd_min(T); T simd_shuffle(T, ushort); \
+    T simd_shuffle_xor(T, ushort);
+LANES(short) LANES(ushort) LANES(int) LANES(uint) LANES(half) LANES(float)
+
+template <class T> struct simdgroup_matrix {
+    simdgroup_matrix();
+    explicit simdgroup_matrix(T);
+    simdgroup_matrix(const volatile simdgroup_matrix &);
+    void operator=(const simdgroup_matrix &) volatile;
+};
+typedef simdgroup_matrix<half> simdgroup_half8x8;
+typedef simdgroup_matrix<float> simdgroup_float8x8;
+#define IN(space) \
+    template <class T> void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, ulong = 8, \
+                                           ulong2 = 0, bool = false); \
+    template <class T> void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, ulong = 8, \
+                                            ulong2 = 0, bool = false);
+IN(device) IN(threadgroup)
+template <class D, class A, class B>
+void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
+                                   const volatile simdgroup_matrix<B> &, const volatile simdgroup_matrix<D> &);
+template <class D, class A, class B>
+void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
+                        const volatile simdgroup_matrix<B> &);
+#pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try catch
+#pragma GCC poison typeid dynamic_cast printf
+#endif
+
 // ==== the table of tests ====
 
 typedef struct { const char *name; void (*fn)(void); bool slow; } Test;   // slow: not with --quick
@@ -3715,7 +3971,7 @@ static const Test TESTS[] = {
     {"golden_models", test_golden_models, false},
     {"golden_encoders", test_golden_encoders, false},
     {"story_greedy", test_story_greedy, false},
-    {"story_perplexity", test_story_perplexity, false},
+    {"story_perplexity", test_story_perplexity, true},
     {"every_architecture", test_every_architecture, false},
     {"ring", test_ring, false},
     {"chunks_and_threads", test_chunks_and_threads, false},
@@ -3732,6 +3988,11 @@ static const Test TESTS[] = {
     {"tokenizer_streaming", test_tokenizer_streaming, false},
     {"tokenizer_refusals", test_tokenizer_refusals, false},
     {"tokenizer_linear", test_tokenizer_linear, true},
+    {"cli_refusals", test_cli_refusals, false},
+    {"cli_output", test_cli_output, false},
+    {"cli_completion", test_cli_completion, false},
+    {"cli_logits", test_cli_logits, false},
+    {"cli_interrupt", test_cli_interrupt, false},
 };
 enum { N_TESTS = sizeof TESTS / sizeof *TESTS };
 
@@ -3758,6 +4019,8 @@ static int remove_scratch(void)
 
 int main(int argc, char **argv)
 {
+    if (argc > 1 && !strcmp(argv[1], "llm")) return llm_main(argc - 1, argv + 1);
+    char self[PATH_MAX + 8];
     int named = 0, known = 0, passed = 0, failed = 0, skipped = 0;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--quick")) test.quick = true;
@@ -3767,6 +4030,8 @@ int main(int argc, char **argv)
             return 0;
         }
     }
+    snprintf(self, sizeof self, "%s llm", argv[0]);
+    test.program = getenv("LLM") ? getenv("LLM") : self;
     const char *tmp = getenv("TMPDIR");
     snprintf(test.dir, sizeof test.dir, "%s/llm-test-XXXXXX", tmp && strlen(tmp) < 40 ? tmp : "/tmp");
     if (!mkdtemp(test.dir)) return perror(test.dir), 1;
