@@ -61,7 +61,7 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 test:
 	@rm -f test.log
 	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_avx2 test_asan
-	@$(RUN) "optimised build" env LLM=./llm ./test_native
+	@$(RUN) "optimised build" env LLM="./llm --cpu" ./test_native
 	@$(RUN) "plain C" ./test_plain --quick
 	@$(RUN) "address and undefined behaviour sanitizers" ./test_asan --quick
 	@if command -v valgrind > test.tmp; then $(RUN) "valgrind" $(VALGRIND) ./test_avx2 --quick; fi

@@ -4741,7 +4741,7 @@ static bool pool_row(void *ctx, int i, const float *x)
 }
 
 // pooling as the metadata says; not said: the last token of a causal model, an encoder's mean
-static bool run_embed(Session *s, const Tokens *ids, Error *e)
+static bool run_embedding(Session *s, const Tokens *ids, Error *e)
 {
     const Config *c = &s->m->config;
     int pooling = c->pooling >= 0 ? c->pooling : c->causal ? 3 : 1;
@@ -4889,7 +4889,7 @@ static bool run_model(Cli *cli, Model *m, Session *s, Error *e)
     else if (cli->info) print_info(m, s);
     else if (cli->ppl) ok = run_ppl(cli, s, e);
     else if (cli->bench) ok = run_bench(cli, s, e);
-    else if (cli->embed) ok = run_embed(s, &ids, e);
+    else if (cli->embed) ok = run_embedding(s, &ids, e);
     else if (cli->logits) ok = run_logits(cli, s, &ids, e);
     else if (cli->chat) ok = run_chat(cli, s, &text, e);
     else ok = run_completion(cli, s, &text, &ids, e);

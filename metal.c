@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: MIT
-// metal.c: llm.c's forward pass on an Apple GPU, in plain C. llm.c includes it under LLM_METAL,
-// after its own forward. It has not met Apple hardware: the tests run it on a software device.
+// metal.c: llm.c's forward pass on an Apple GPU, in plain C; llm.c includes it under LLM_METAL. It
+// has not met Apple hardware: the tests run it on a software device. The seam, false or -1 where
+// the CPU is to do the work:
 //
-// The seam is four functions, which return false where the CPU is to do the work:
-//
-//   gpu_open(s)                          called once a session's buffers are placed
+//   gpu_open(s), gpu_close(s)            around a session's life
 //   gpu_forward(s, ids, n, pos, first)   as forward; then as head for the rows from `first` on,
 //                                        in the same command buffer (first = n: no logits)
 //   gpu_head(s, first, n)                as head, for further rows of the last chunk
-//   gpu_close(s)
 //
 // Weights, KV cache and scratch are the CPU's own pages, shared with the GPU without a copy. So the
 // CPU can take over after any failure, in the middle of a text: everything it needs is in place.
@@ -27,10 +25,8 @@ typedef void *id, *SEL;
 typedef void (*IMP)(void);
 typedef struct { size_t width, height, depth; } MTLSize;
 
-id MTLCreateSystemDefaultDevice(void);
-id MTLCopyAllDevices(void);
-id objc_getClass(const char *);
-id object_getClass(id);
+id MTLCreateSystemDefaultDevice(void), MTLCopyAllDevices(void);
+id objc_getClass(const char *), object_getClass(id);
 SEL sel_registerName(const char *);
 IMP class_getMethodImplementation(id, SEL);
 void *objc_autoreleasePoolPush(void);
@@ -38,13 +34,11 @@ void objc_autoreleasePoolPop(void *);
 
 // name here, selector, result, parameters. NSUInteger is size_t.
 #define METHODS(X) \
-    X(make, "new", id, (id, SEL)) \
-    X(retain, "retain", id, (id, SEL)) \
-    X(release, "release", void, (id, SEL)) \
+    X(make, "new", id, (id, SEL)) X(retain, "retain", id, (id, SEL)) \
+    X(release, "release", void, (id, SEL)) X(count, "count", size_t, (id, SEL)) \
     X(string, "stringWithUTF8String:", id, (id, SEL, const char *)) \
     X(utf8, "UTF8String", const char *, (id, SEL)) \
     X(describe, "localizedDescription", id, (id, SEL)) \
-    X(count, "count", size_t, (id, SEL)) \
     X(object_at, "objectAtIndex:", id, (id, SEL, size_t)) \
     X(set_fast_math, "setFastMathEnabled:", void, (id, SEL, bool)) \
     X(new_queue, "newCommandQueue", id, (id, SEL)) \
@@ -59,18 +53,15 @@ void objc_autoreleasePoolPop(void *);
     X(new_buffer, "newBufferWithLength:options:", id, (id, SEL, size_t, size_t)) \
     X(share_pages, "newBufferWithBytesNoCopy:length:options:deallocator:", id, \
       (id, SEL, void *, size_t, size_t, id)) \
-    X(contents, "contents", void *, (id, SEL)) \
-    X(commands, "commandBuffer", id, (id, SEL)) \
+    X(contents, "contents", void *, (id, SEL)) X(commands, "commandBuffer", id, (id, SEL)) \
     X(encoder, "computeCommandEncoder", id, (id, SEL)) \
     X(set_pipeline, "setComputePipelineState:", void, (id, SEL, id)) \
     X(set_buffer, "setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t)) \
     X(set_bytes, "setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t)) \
     X(set_shared, "setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t)) \
     X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
-    X(end_encoding, "endEncoding", void, (id, SEL)) \
-    X(commit, "commit", void, (id, SEL)) \
-    X(wait, "waitUntilCompleted", void, (id, SEL)) \
-    X(status, "status", size_t, (id, SEL)) \
+    X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
+    X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
     X(error, "error", id, (id, SEL))
 
 #define X(name, selector, R, types) typedef R send_##name types;
@@ -80,21 +71,23 @@ METHODS(X)
 enum { METHODS(X) N_METHODS };
 #undef X
 
+// a message to nil is answered with 0, as in Objective-C
+static size_t nil_method(void)
+{
+    return 0;
+}
+
 #define send(g, name, object, ...) ({ \
     id to_ = (object); \
     SEL sel_ = (g)->sel[SEND_##name]; \
-    IMP code_ = class_getMethodImplementation(object_getClass(to_), sel_); \
+    IMP code_ = to_ ? class_getMethodImplementation(object_getClass(to_), sel_) : (IMP)nil_method; \
     ((send_##name *)code_)(to_, sel_, ##__VA_ARGS__); })
 
 enum { MTLDataTypeInt = 29, MTLCommandBufferStatusCompleted = 4, MTLStorageModeShared = 0 };
 
 // quant.h and kernels.metal, as one text
-__asm__(".data\n"
-        "metal_source:\n"
-        ".incbin \"quant.h\"\n"
-        ".incbin \"kernels.metal\"\n"
-        ".byte 0\n"
-        ".previous\n");
+__asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
+        ".incbin \"kernels.metal\"\n.byte 0\n.previous\n");
 extern const char metal_source[] __asm__("metal_source");
 
 // ---- device ----
@@ -107,19 +100,14 @@ enum {   // function constants, numbered as in kernels.metal
 };
 
 typedef struct { const char *base; size_t size; id buffer; } Shared;   // memory that the GPU sees
-typedef struct {
-    const char *kernel;
-    int constant[N_CONSTANTS];
-    id state;
-    size_t threads;             // that a threadgroup may have
-} Pipeline;
+typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
 
 typedef struct {
     SEL sel[N_METHODS];
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     void *pool;                 // autoreleased objects of one forward
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
-    Pipeline pipeline[MAX_PIPELINES];
+    Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines, n_commands;
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
     int8_t *codes;              // [chunk][widest input], if int8 is asked for
@@ -142,27 +130,18 @@ static Gpu *gpu_new(void)
 
 static bool gpu_fail(Gpu *g, const char *what, id error)
 {
-    id text = error ? send(g, describe, error) : NULL;
+    const char *text = send(g, utf8, send(g, describe, error));
     if (!g->why[0])
-        snprintf(g->why, sizeof g->why, "%s%s%s", what, text ? ": " : "",
-                 text ? send(g, utf8, text) : "");
+        snprintf(g->why, sizeof g->why, "%s%s%s", what, text ? ": " : "", text ? text : "");
     for (char *c = g->why; *c; c++)
         if ((unsigned char)*c < ' ') *c = ' ';   // a compiler's message has many lines; ours one
     return false;
 }
 
-static id gpu_string(Gpu *g, const char *s)
-{
-    return send(g, string, objc_getClass("NSString"), s);
-}
-
 // There may be no default device though there is a device: over ssh, or in tmux.
 static id gpu_device(Gpu *g)
 {
-    id one = MTLCreateSystemDefaultDevice();
-    if (one) return one;
-    id all = MTLCopyAllDevices();
-    if (!all) return NULL;
+    id one = MTLCreateSystemDefaultDevice(), all = one ? NULL : MTLCopyAllDevices();
     if (send(g, count, all)) one = send(g, retain, send(g, object_at, all, 0));
     send(g, release, all);
     return one;
@@ -170,13 +149,13 @@ static id gpu_device(Gpu *g)
 
 static bool gpu_library(Gpu *g)
 {
-    id error = NULL;
+    id error = NULL, text = send(g, string, objc_getClass("NSString"), metal_source);
     g->device = gpu_device(g);
     if (!g->device) return gpu_fail(g, "no Metal device", NULL);
     g->queue = send(g, new_queue, g->device);
     id options = send(g, make, objc_getClass("MTLCompileOptions"));
     send(g, set_fast_math, options, false);
-    g->library = send(g, new_library, g->device, gpu_string(g, metal_source), options, &error);
+    g->library = send(g, new_library, g->device, text, options, &error);
     send(g, release, options);   // an error may hold mere warnings: what counts is the library
     return g->queue && g->library ? true : gpu_fail(g, "kernels.metal", error);
 }
@@ -207,21 +186,22 @@ static const Shared *gpu_find(const Gpu *g, const void *p)
 }
 
 // the variant of a kernel that these constants make, compiled on first use
-static const Pipeline *gpu_pipeline(Gpu *g, const char *kernel, const int *constant)
+static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *constant)
 {
     for (int i = 0; i < g->n_pipelines; i++) {
-        Pipeline *p = &g->pipeline[i];
+        Variant *p = &g->pipeline[i];
         bool same = !strcmp(p->kernel, kernel);
         if (same && !memcmp(p->constant, constant, sizeof p->constant)) return p;
     }
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    Pipeline *p = &g->pipeline[g->n_pipelines];
-    id error = NULL, values = send(g, make, objc_getClass("MTLFunctionConstantValues"));
+    Variant *p = &g->pipeline[g->n_pipelines];
+    id error = NULL, name = send(g, string, objc_getClass("NSString"), kernel);
+    id values = send(g, make, objc_getClass("MTLFunctionConstantValues"));
     for (size_t i = 0; i < N_CONSTANTS; i++)
         send(g, set_constant, values, &constant[i], MTLDataTypeInt, i);
-    id function = send(g, new_function, g->library, gpu_string(g, kernel), values, &error);
+    id function = send(g, new_function, g->library, name, values, &error);
     p->state = function ? send(g, new_pipeline, g->device, function, &error) : NULL;
-    if (function) send(g, release, function);
+    send(g, release, function);
     send(g, release, values);
     if (!p->state) return gpu_fail(g, kernel, error), NULL;
     if (send(g, simd_width, p->state) != 32) gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
@@ -260,9 +240,9 @@ static void gpu_close(Session *s)
     if (g->why[0]) fprintf(stderr, "note: running on the CPU: %s\n", g->why);
     for (int i = 0; i < g->n_pipelines; i++) send(g, release, g->pipeline[i].state);
     for (int i = 0; i < g->n_shared; i++) send(g, release, g->shared[i].buffer);
-    if (g->library) send(g, release, g->library);
-    if (g->queue) send(g, release, g->queue);
-    if (g->device) send(g, release, g->device);
+    send(g, release, g->library);
+    send(g, release, g->queue);
+    send(g, release, g->device);
     free(g->shared);
     free(g);
     s->gpu = NULL;
@@ -293,18 +273,16 @@ typedef struct {
     const char *kernel;
     const void *bound[MAX_BOUND];
     int n;
-    size_t groups, threads, shared;
+    size_t groups, threads, shared;   // the grid; bytes of threadgroup memory
     int constant[N_CONSTANTS];
 } Dispatch;
 
 static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t size)
 {
-    const Pipeline *p = g->why[0] ? NULL : gpu_pipeline(g, d->kernel, d->constant);
+    const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d->kernel, d->constant);
     if (!p) return;
-    if (d->threads > p->threads) {
-        gpu_fail(g, "a kernel needs more threads than the GPU gives it", NULL);
-        return;
-    }
+    if (d->threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
+    if (d->threads > p->threads) return;
     send(g, set_pipeline, g->encoder, p->state);
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;
@@ -381,9 +359,8 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, const float *g
                      int n, int epilogue, float cap, float scale)
 {
     Gpu *g = s->gpu;
-    int tile = n > 8 ? 32 : 8, type = w->type;
-    bool floats = type == FORMAT_F32 || type == FORMAT_F16 || type == FORMAT_BF16;
-    bool int8 = g->codes && tile == 32 && !floats;
+    int tile = n > 8 ? 32 : 8;
+    bool int8 = g->codes && tile == 32 && !quant_row_bytes(w->type, 1);   // no row of one: blocks
     if (int8) {
         struct quantize_args q = {n * (w->cols / 32)};
         Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, (q.groups + 3) / 4, 128, 0, {0}};
@@ -393,7 +370,7 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, const float *g
     size_t rows = (w->rows + GEMM_ROWS - 1) / GEMM_ROWS, tokens = (n + tile - 1) / tile;
     Dispatch d = {"gemm", {matrix_base(w), w->bias, x, int8 ? g->codes : NULL,
                            int8 ? g->scales : NULL, gate, y}, 7, rows * tokens, 128, 8192,
-                  {[C_FORMAT_0] = type, [C_RAGGED] = a.cols % 32 != 0,
+                  {[C_FORMAT_0] = w->type, [C_RAGGED] = a.cols % 32 != 0,
                    [C_BIASES] = w->bias != NULL, [C_EPILOGUE] = epilogue,
                    [C_ACTIVATION] = s->m->config.arch->act, [C_SOFTCAPPED] = cap > 0,
                    [C_TILE_TOKENS] = tile, [C_INT8] = int8}};
@@ -436,16 +413,15 @@ static bool run_block(Session *s, const Layer *w)
     struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, 1024,
                   (32 + BLOCK_DIM) * sizeof(float), {[C_ACTIVATION] = c->arch->act}};
-    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff;
-    fits = fits && !w->attn_post_norm.w && !w->ffn_post_norm.w;
+    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !w->attn_post_norm.w;
     for (int i = 0; i < 4; i++) {
-        fits = fits && !m[i]->bias;
+        fits = fits && !m[i]->bias && !w->ffn_post_norm.w;
         a.w[i] = matrix_args(m[i], 1);
         d.bound[i] = matrix_base(m[i]);
         d.constant[C_FORMAT_0 + i] = m[i]->type;
         d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
     }
-    const Pipeline *p = fits ? gpu_pipeline(s->gpu, d.kernel, d.constant) : NULL;
+    const Variant *p = fits ? gpu_pipeline(s->gpu, d.kernel, d.constant) : NULL;
     if (!p || p->threads < 1024) return false;
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
     return true;
@@ -511,7 +487,6 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live
 {
     Gpu *g = s->gpu;
     int n_layer = s->m->config.n_layer, split = n_layer / MAX_COMMANDS + SPLIT_LAYERS;
-    s->n = n;
     s->pos = pos;
     g->best_of = NULL;
     memcpy(g->ids, ids, n * sizeof *ids);
@@ -571,15 +546,15 @@ static const char *layer_lacks(const Config *c, const Layer *w)
 static const char *gpu_lacks(const Model *m)
 {
     const Config *c = &m->config;
-    const char *lacks = NULL;
+    const char *lacks = c->arch->act > RELU2 ? "activation" : NULL;
     if (c->arch->norm != RMS || c->arch->flags & (ENCODER | QK_NORM_LATE)) return "norms";
-    if (c->arch->act > RELU2) return "activation";
     if (m->pos_embd.data || m->type_embd.data || m->embd_norm.w) return "embedding";
     if (c->hd != c->vd || c->hd % 32 || c->hd > HEAD_MAX) return "head size";
-    if (c->residual_scale != 1 || c->clamp_qkv > 0 || c->temp_scale) return "scales";
-    if (c->alibi > 0) return "ALiBi";
+    if (c->residual_scale != 1 || c->clamp_qkv > 0 || c->temp_scale || c->alibi > 0)
+        return "scales";
     if (!m->out_norm.w || m->out_norm.b) return "norms";
-    if (m->n_owned) return "vectors, which are not f32,";   // copies, outside the maps
+    if (m->n_owned) return "vectors, which are not f32";   // copies, outside the maps
+    if (gguf_int(&m->gguf, "general.alignment", 32) % 4) return "alignment";
     for (int l = 0; !lacks && l < c->n_layer; l++) lacks = layer_lacks(c, &m->layers[l]);
     return lacks;
 }
@@ -587,26 +562,24 @@ static const char *gpu_lacks(const Model *m)
 static bool share_all(Session *s)
 {
     Gpu *g = s->gpu;
-    const Gguf *f = &s->m->gguf;
+    const Map *maps = s->m->gguf.maps;
     size_t n = s->o.chunk, wide = 0;
-    bool ok = true;
-    g->ids = gpu_share(g, NULL, n * sizeof *g->ids);
-    g->best = gpu_share(g, NULL, sizeof *g->best);
-    for (size_t i = 0; ok && i < f->n_maps; i++) ok = gpu_share(g, f->maps[i].base, f->maps[i].size);
-    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes);
-    ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes);
     for (int l = 0; s->o.gpu_int8 && l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         size_t cols[] = {w->q.cols, w->o.cols, w->down.cols};
         for (int i = 0; i < 3; i++) wide = cols[i] > wide ? cols[i] : wide;
     }
-    if (wide) {
-        g->codes = gpu_share(g, NULL, n * wide);
-        g->scales = gpu_share(g, NULL, n * (wide / 32) * 3 * sizeof *g->scales);
-        ok = ok && g->codes && g->scales;
-    }
-    ok = ok && g->ids && g->best;
-    return ok || gpu_fail(g, "it cannot take this much memory", NULL);
+    g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)));
+    bool ok = g->best != NULL;
+    for (size_t i = 0; ok && i < s->m->gguf.n_maps; i++)
+        ok = gpu_share(g, maps[i].base, maps[i].size);
+    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes);
+    ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes);
+    if (!ok) return gpu_fail(g, "it cannot take this much memory", NULL);
+    g->ids = g->best + 4;
+    g->scales = (float *)(g->ids + n);
+    g->codes = wide ? (int8_t *)(g->scales + n * (wide / 32) * 3) : NULL;
+    return true;
 }
 
 static bool gpu_open(Session *s)
@@ -619,10 +592,7 @@ static bool gpu_open(Session *s)
     if (lacks) snprintf(g->why, sizeof g->why, "the GPU path does not know this model's %s", lacks);
     bool ok = !lacks && gpu_library(g) && share_all(s);
     objc_autoreleasePoolPop(pool);
-    if (!ok) {
-        gpu_close(s);
-        return false;
-    }
+    if (!ok) return gpu_close(s), false;
     gpu_begin(g);   // warm-up: one token on a row that nobody sees compiles what decoding needs
     run_layers(s, &none, 1, 0, false);
     run_head(s, 0, 1);
