@@ -1011,17 +1011,18 @@ static bool weights_load(Model *m, Error *e)
 
 // ---- 4. matmul ----
 //
-// Nearly all time goes here. One token (decode) reads every weight once and uses it once: it runs at
-// the speed of memory, if codes turn into products fast enough. A chunk (prefill) uses each weight
-// n times: panels of weights are decoded once, stay in the cache, and meet all rows of the chunk.
+// Nearly all time goes here. One token (decode) reads every weight once and uses it once: it runs
+// at the speed of memory if codes turn into products fast enough. A chunk (prefill) uses a weight n
+// times: panels of weights are decoded once, stay in the cache and meet all rows of the chunk.
 // Block formats meet activations rounded to int8 with a scale per 32, so that one instruction
-// multiplies 64 bytes; float weights meet float activations. No sum depends on the thread count.
+// multiplies up to 64 bytes; float weights meet float activations. How a number is summed never
+// depends on the number of threads.
 
 // -- threads --
-// parallel() counts `left` down from n; whoever gets i > 0 owns task n - i. A claim can only succeed
-// while the job is incomplete, so the job's fields cannot change under a worker that woke up late:
-// nobody waits for workers that found nothing to do. Waiting spins 20 us, about the gap between two
-// matrix products of a token, then sleeps.
+// `left` counts down from n: whoever gets i > 0 owns task n - i. A claim succeeds only while the
+// job is incomplete, so its fields cannot change under a worker that woke up late, and nobody waits
+// for workers that found nothing to do. Waiting spins 20 us, more than lies between two products of
+// a token, then sleeps.
 
 typedef void Task(void *ctx, int i, int thread);
 
@@ -1038,31 +1039,28 @@ typedef struct {
     atomic_bool quit;
 } Pool;
 
-// Denormals cost 100 cycles each and weigh nothing: all threads flush them to zero, the caller too.
+// Denormals cost 100 cycles and weigh nothing: workers, and the caller meanwhile, make them zero.
 #if defined(__SSE2__)
 #include <immintrin.h>
-static uint64_t fp_flush(void)
-{
-    uint64_t old = _mm_getcsr();
-    _mm_setcsr(old | 0x8040);
-    return old;
-}
-static void fp_restore(uint64_t old) { _mm_setcsr(old); }
+static uint64_t fp_mode(void) { return _mm_getcsr(); }
+static void fp_set(uint64_t mode) { _mm_setcsr(mode); }
+enum { FP_FLUSH = 0x8040 };
 #elif defined(__aarch64__)
-static void fp_restore(uint64_t old) { __asm__ volatile("msr fpcr, %0" : : "r"(old)); }
-static uint64_t fp_flush(void)
+static uint64_t fp_mode(void)
 {
-    uint64_t old;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(old));
-    fp_restore(old | 1 << 24);
-    return old;
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
 }
+static void fp_set(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+enum { FP_FLUSH = 1 << 24 };
 #else
-static uint64_t fp_flush(void) { return 0; }
-static void fp_restore(uint64_t old) { (void)old; }
+static uint64_t fp_mode(void) { return 0; }
+static void fp_set(uint64_t mode) { (void)mode; }
+enum { FP_FLUSH = 0 };
 #endif
 
-// Linux grants AMX's tile registers on request, to a process before it has threads
+// Linux grants AMX's tile registers on request, to a process before it has threads.
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 static bool tiles_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
@@ -1070,14 +1068,19 @@ static bool tiles_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 static bool tiles_allow(void) { return true; }
 #endif
 
+static void pool_wake(Pool *p)
+{
+    if (!atomic_load(&p->sleeping)) return;
+    pthread_mutex_lock(&p->lock);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->lock);
+}
+
 static void pool_work(Pool *p, int thread)
 {
     int left, done = 0;
     for (; (left = atomic_fetch_sub(&p->left, 1)) > 0; done++) p->fn(p->ctx, p->n - left, thread);
-    if (!done || atomic_fetch_sub(&p->running, done) > done || !atomic_load(&p->sleeping)) return;
-    pthread_mutex_lock(&p->lock);
-    pthread_cond_broadcast(&p->wake);
-    pthread_mutex_unlock(&p->lock);
+    if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
 
 static bool pool_ready(Pool *p, bool caller)
@@ -1102,7 +1105,7 @@ static void *pool_thread(void *arg)
 {
     Pool *p = arg;
     int thread = atomic_fetch_add(&p->ids, 1) + 1;
-    fp_flush();
+    fp_set(fp_mode() | FP_FLUSH);
     for (pool_wait(p, false); !atomic_load(&p->quit); pool_wait(p, false)) pool_work(p, thread);
     return NULL;
 }
@@ -1110,9 +1113,7 @@ static void *pool_thread(void *arg)
 static void pool_close(Pool *p)
 {
     atomic_store(&p->quit, true);
-    pthread_mutex_lock(&p->lock);
-    pthread_cond_broadcast(&p->wake);
-    pthread_mutex_unlock(&p->lock);
+    pool_wake(p);
     for (int i = 0; i < p->threads - 1; i++) pthread_join(p->thread[i], NULL);
     pthread_mutex_destroy(&p->lock);
     pthread_cond_destroy(&p->wake);
@@ -1128,15 +1129,15 @@ static bool pool_open(Pool *p, int threads)
     bool ok = p->thread && tiles_allow();
     for (p->threads = 1; ok && p->threads < threads; p->threads += ok)
         ok = !pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p);
-    if (ok) return true;
-    pool_close(p);
-    return false;
+    if (!ok) pool_close(p);
+    return ok;
 }
 
 // fn(ctx, i, thread) for i = 0..n-1, in any order on any thread; returns when all are done
 static void parallel(Pool *p, Task *fn, void *ctx, int n)
 {
-    uint64_t mode = fp_flush();
+    uint64_t mode = fp_mode();
+    fp_set(mode | FP_FLUSH);
     if (p->threads == 1 || n <= 1) {
         for (int i = 0; i < n; i++) fn(ctx, i, 0);
     } else {
@@ -1145,39 +1146,21 @@ static void parallel(Pool *p, Task *fn, void *ctx, int n)
         p->n = n;
         atomic_store(&p->running, n);
         atomic_store(&p->left, n);
-        if (atomic_load(&p->sleeping)) {
-            pthread_mutex_lock(&p->lock);
-            pthread_cond_broadcast(&p->wake);
-            pthread_mutex_unlock(&p->lock);
-        }
+        pool_wake(p);
         pool_work(p, 0);
         pool_wait(p, true);
     }
-    fp_restore(mode);
+    fp_set(mode);
 }
 
-// -- vectors of floats --
-// Plain arithmetic on compiler vectors as wide as the CPU's; only conversions need intrinsics.
-
-#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
-#define SIMD_VNNI
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#define SIMD_AMX
-#endif
-enum { LANES = 16 };
-#elif defined(QUANT_X86)
-enum { LANES = 8 };
-#else
-enum { LANES = 4 };
-#endif
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-
-#ifdef SIMD_AMX
-enum { DEPTH = 1024 };   // weights of a row in a panel
-#else
-enum { DEPTH = 512 };
-#endif
+// -- vectors --
+// Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
+// dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
+//   VNNI    one instruction; w is unsigned there, so signed codes get CODE_BIAS added
+//   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits, where |w| times x
+//           with w's sign fits: at most 2 * 128 * 127
+//   NEON    sdot, or widening products
+// spread(d, i) gives lane j the scale of its 16 weights, d[(i + j) / 4].
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -1185,6 +1168,19 @@ enum { DEPTH = 512 };
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
+#define SIMD_VNNI
+enum { LANES = 16, CODE_BIAS = 128, INT8_TILE = 1 };
+#elif defined(QUANT_X86)
+enum { LANES = 8, CODE_BIAS = 0, INT8_TILE = 1 };
+#elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
+enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 1 };
+#else
+enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 0 };   // n > 1 is faster in float there
+#endif
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 
 INLINE vf load_f32(const void *p)
 {
@@ -1192,19 +1188,41 @@ INLINE vf load_f32(const void *p)
     memcpy(&v, p, sizeof v);
     return v;
 }
+INLINE vi load_i32(const void *p) { return (vi)load_f32(p); }
 INLINE vf load_bf16(const void *p)
 {
-    uint16_t h[LANES];
-    vi v;
-    memcpy(h, p, sizeof h);
-    for (int i = 0; i < LANES; i++) v[i] = (int32_t)((uint32_t)h[i] << 16);
-    return (vf)v;
+    typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vi) << 16);
 }
+
 #if defined(SIMD_VNNI)
 INLINE vf load_f16(const void *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+INLINE vi dot_bytes(vi sum, vi w, vi x)
+{
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+INLINE vf spread(const float *d, int i)
+{
+    __m512i at = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    at = _mm512_add_epi32(at, _mm512_set1_epi32(i / 4));
+    return (vf)_mm512_permutexvar_ps(at, _mm512_loadu_ps(d));
+}
 #elif defined(QUANT_X86)
 INLINE vf load_f16(const void *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
-#elif defined(QUANT_NEON)
+INLINE vi dot_bytes(vi sum, vi w, vi x)
+{
+    __m256i size = _mm256_abs_epi8((__m256i)w), y = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(size, y), _mm256_set1_epi16(1));
+}
+INLINE vf spread(const float *d, int i)
+{
+    return (vf)_mm256_set_m128(_mm_set1_ps(d[i / 4 + 1]), _mm_set1_ps(d[i / 4]));
+}
+#else
+INLINE vf spread(const float *d, int i) { return (vf){0} + d[i / 4]; }
+#if defined(QUANT_NEON)
 INLINE vf load_f16(const void *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 #else
 INLINE vf load_f16(const void *p)
@@ -1213,6 +1231,27 @@ INLINE vf load_f16(const void *p)
     for (int i = 0; i < LANES; i++) v[i] = quant_half((const uint8_t *)p + 2 * i);
     return v;
 }
+#endif
+#if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
+INLINE vi dot_bytes(vi sum, vi w, vi x)
+{
+    return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
+}
+#elif defined(QUANT_NEON)
+INLINE vi dot_bytes(vi sum, vi w, vi x)
+{
+    int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+    int16x8_t lo = vmull_s8(vget_low_s8(a), vget_low_s8(b)), hi = vmull_high_s8(a, b);
+    return sum + (vi)vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi));
+}
+#else
+INLINE vi dot_bytes(vi sum, vi w, vi x)
+{
+    vb a = (vb)w, b = (vb)x;
+    for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
+    return sum;
+}
+#endif
 #endif
 
 INLINE float sum_lanes(vf v)
@@ -1225,30 +1264,30 @@ INLINE float sum_lanes(vf v)
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
-enum { AHEAD = 2048 };   // bytes: what comes from memory meanwhile hides its latency
+enum { AHEAD = 2048 };   // bytes to prefetch ahead, so that waiting for memory overlaps with work
 
-INLINE void prefetch(const void *p, int bytes)   // past the end of a mapping it does nothing
+INLINE void prefetch(const void *p, int bytes)   // where nothing is mapped it does nothing
 {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
 
 // -- activations in int8 --
 
-// 32 floats to codes; returns the scale, and the sums of the codes' halves. Positive floats order like
-// their bits, and a float in MAGIC's binade holds an integer in its low bits, rounded to the nearest:
-// integer loops, which compilers turn into vector code.
+// 32 floats to codes; returns the scale, rounded to f16 as ggml stores it, and the sums of both
+// halves. Positive floats order like their bits, and a float near MAGIC holds an integer in its
+// low bits, rounded to the nearest: integer loops, which compilers turn into vector code.
 static const float MAGIC = 12582912.0f;   // 1.5 * 2^23
 enum { MAGIC_BITS = 0x4b400000 };
 
 static float round_32(const float *x, int8_t *q, int sum[2])
 {
     int32_t bits[32], top = 0;
+    float most, y[32];
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < 32; i++) {
         int32_t size = bits[i] & 0x7fffffff;
         top = size > top ? size : top;
     }
-    float most, y[32];
     memcpy(&most, &top, sizeof most);
     float inverse = most > 0 ? 127 / most : 0;
     for (int i = 0; i < 32; i++) y[i] = x[i] * inverse + MAGIC;
@@ -1257,15 +1296,10 @@ static float round_32(const float *x, int8_t *q, int sum[2])
     sum[0] = sum[1] = 0;
     for (int i = 0; i < 16; i++) sum[0] += bits[i] - MAGIC_BITS;
     for (int i = 0; i < 16; i++) sum[1] += bits[16 + i] - MAGIC_BITS;
-    float d = most / 127;
-    uint32_t u;
-    memcpy(&u, &d, 4);
-    u = (u + 0xfff + (u >> 13 & 1)) & ~0x1fffu;   // 11 bits, as Q8_0 blocks store it in f16
-    memcpy(&d, &u, 4);
-    return d;
+    return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
-// one token's activations, 256 at a time as decoders give weights; s = d * (sum of 16 codes)
+// a token's activations, 256 at a time as decoders give weights; s = d * (sum of 16 codes)
 typedef struct { int8_t q[256]; float d[16], s[16]; } Act;
 
 static void act_quantize(const float *x, int64_t cols, Act *a)
@@ -1283,136 +1317,92 @@ static void act_quantize(const float *x, int64_t cols, Act *a)
 }
 
 // -- matrix x vector --
-// The dot primitive: 256 codes with scales d and offsets m, and 256 activations. Without offsets
-// codes are signed.
 
-#if defined(SIMD_VNNI)
-// vpdpbusd multiplies unsigned by signed bytes: signed codes get 128 added, and 128 * d * sum(x) is
-// taken off at the end, from the accumulator in which other formats collect m * sum(x).
-// Per 64 weights: load, add, vpdpbusd, convert, permute, fma; on two ports 12 cycles per 256.
-typedef struct { vf sum[5]; } Dot;
-
-INLINE vf spread4(__m512 d, int j)   // scales 4j..4j+3, each for the 4 lanes of its 16 products
-{
-    __m512i ix = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return (vf)_mm512_permutexvar_ps(_mm512_add_epi32(ix, _mm512_set1_epi32(4 * j)), d);
-}
-INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets, const Act *x, Dot *a)
-{
-    vf scale = load_f32(d) * load_f32(x->d);
-    a->sum[4] += load_f32(offsets ? m : d) * load_f32(x->s);
-    UNROLL for (int j = 0; j < 4; j++) {
-        __m512i v = _mm512_loadu_si512(q + 64 * j);
-        if (!offsets) v = _mm512_add_epi8(v, _mm512_set1_epi8(-128));
-        v = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, _mm512_loadu_si512(x->q + 64 * j));
-        a->sum[j] += (vf)_mm512_cvtepi32_ps(v) * spread4((__m512)scale, j);
-    }
-}
-INLINE float dot_total(const Dot *a, bool offsets)
-{
-    vf sum = (a->sum[0] + a->sum[1]) + (a->sum[2] + a->sum[3]);
-    return sum_lanes(sum + a->sum[4] * (offsets ? 1.0f : -128.0f));
-}
-#else
-// 32 products in the lanes of one vector, 16 in each half (of NEON's two), with their scales
-typedef struct { vf sum[2]; float offset; } Dot;
-
-#if defined(QUANT_X86)
-// vpmaddubsw adds two products of unsigned and signed bytes in 16 bits: |q| and x with q's sign fit,
-// at most 2 * 128 * 127.
-INLINE __m256i dot32(__m256i q, __m256i x)
-{
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q));
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-INLINE void dot_group(const int8_t *q, const int8_t *x, float d0, float d1, Dot *a)
-{
-    __m256i v = dot32(_mm256_loadu_si256((const void *)q), _mm256_loadu_si256((const void *)x));
-    a->sum[0] += (vf)_mm256_cvtepi32_ps(v) * (vf)_mm256_setr_ps(d0, d0, d0, d0, d1, d1, d1, d1);
-}
-#elif defined(QUANT_NEON)
-#if defined(__ARM_FEATURE_DOTPROD)
-INLINE int32x4_t dot16(int32x4_t sum, int8x16_t q, int8x16_t x) { return vdotq_s32(sum, q, x); }
-#else
-INLINE int32x4_t dot16(int32x4_t sum, int8x16_t q, int8x16_t x)
-{
-    int16x8_t lo = vmull_s8(vget_low_s8(q), vget_low_s8(x)), hi = vmull_high_s8(q, x);
-    return vpadalq_s16(vpadalq_s16(sum, lo), hi);
-}
-#endif
-INLINE void dot_group(const int8_t *q, const int8_t *x, float d0, float d1, Dot *a)
-{
-    int32x4_t zero = vdupq_n_s32(0);
-    a->sum[0] += (vf)vcvtq_f32_s32(dot16(zero, vld1q_s8(q), vld1q_s8(x))) * d0;
-    a->sum[1] += (vf)vcvtq_f32_s32(dot16(zero, vld1q_s8(q + 16), vld1q_s8(x + 16))) * d1;
-}
-#else
-INLINE void dot_group(const int8_t *q, const int8_t *x, float d0, float d1, Dot *a)
-{
-    int dot[2] = {0};
-    for (int i = 0; i < 16; i++) {
-        dot[0] += q[i] * x[i];
-        dot[1] += q[16 + i] * x[16 + i];
-    }
-    a->sum[0][0] += (float)dot[0] * d0;
-    a->sum[1][0] += (float)dot[1] * d1;
-}
-#endif
-
-INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets, const Act *x, Dot *a)
-{
-    float scale[16];
-    for (int i = 0; i < 16; i++) scale[i] = d[i] * x->d[i];
-    UNROLL for (int g = 0; g < 8; g++)
-        dot_group(q + 32 * g, x->q + 32 * g, scale[2 * g], scale[2 * g + 1], a);
-    float lane[4] = {0};
-    for (int i = 0; offsets && i < 16; i++) lane[i % 4] += m[i] * x->s[i];
-    a->offset += (lane[0] + lane[1]) + (lane[2] + lane[3]);
-}
-INLINE float dot_total(const Dot *a, bool offsets)
-{
-    return sum_lanes(a->sum[0] + a->sum[1]) + (offsets ? a->offset : 0);
-}
-#endif
-
-// Decodes groups of 32 weights, at most 8, of a row from weight `at` on. What follows takes such
-// functions as constant arguments: after inlining each format has a loop of its own.
+// Decodes groups of 32 weights, at most 8, of a row from weight `at` on. Such functions are
+// constant arguments below: after inlining each format has a loop of its own.
 typedef void DecodeFn(const uint8_t *row, int64_t at, int groups, int8_t *q, float *d, float *m);
-// out[rows] = products of consecutive rows with x: floats, or for block formats Act[cols/256]
+// out[rows] = consecutive rows times x: floats, or for block formats Act[cols/256]
 typedef void RowsFn(const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out);
 
-INLINE void unpack(DecodeFn *decode, const uint8_t *row, int64_t at, int groups, int8_t *q, float *d,
-                   float *m)
+// the same, fastest for all 8 groups; what is missing to 8 is zero
+INLINE void unpack(DecodeFn *decode, const uint8_t *row, int64_t at, int groups, int8_t *q,
+                   float *d, float *m)
 {
     if (groups == 8) {
         decode(row, at, 8, q, d, m);
         return;
     }
-    memset(q, 0, 256);
-    memset(d, 0, 16 * sizeof *d);
-    memset(m, 0, 16 * sizeof *m);
     decode(row, at, groups, q, d, m);
+    memset(q + 32 * groups, 0, 32 * (8 - groups));
+    memset(d + 2 * groups, 0, 2 * (8 - groups) * sizeof *d);
+    memset(m + 2 * groups, 0, 2 * (8 - groups) * sizeof *m);
 }
 
-INLINE void block_rows(DecodeFn *decode, DecodeFn *unpack_tail, int bytes, bool offsets,
-                       const uint8_t *w, int64_t rows, int64_t cols, const Act *x, float *out)
+// Sums of 256 weights times activations, in the lanes of sum[0..3]; sum[4]: offsets, or without
+// them what CODE_BIAS adds, -CODE_BIAS times d * (sum of activations). With VNNI, 64 weights
+// are load, add, dot, convert, permute, fma: on two ports 12 cycles per 256, and the scales 3.
+INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets, const Act *x,
+                   vf sum[5])
+{
+    float scale[16] __attribute__((aligned(64)));
+    UNROLL for (int i = 0; i < 16; i += LANES) {
+        vf y = load_f32(d + i) * load_f32(x->d + i);
+        memcpy(scale + i, &y, sizeof y);
+        if (offsets || CODE_BIAS > 0)
+            sum[4] += load_f32((offsets ? m : d) + i) * load_f32(x->s + i);
+    }
+    UNROLL for (int i = 0; i < 64; i += LANES) {
+        vb w = (vb)load_i32(q + 4 * i) + (int8_t)(offsets ? 0 : CODE_BIAS);
+        vi dot = dot_bytes((vi){0}, (vi)w, load_i32(x->q + 4 * i));
+        sum[i / LANES % 4] += __builtin_convertvector(dot, vf) * spread(scale, i);
+    }
+}
+
+INLINE void block_rows(DecodeFn *decode, int bytes, bool offsets, const uint8_t *w, int64_t rows,
+                       int64_t cols, const Act *x, float *out)
 {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     size_t row = cols / 32 * bytes / 8;
     for (int64_t r = 0; r < rows; r++, w += row) {
-        Dot dot = {0};
+        vf sum[5] = {{0}};
         int64_t i = 0;
         for (; i + 256 <= cols; i += 256) {
             prefetch(w + i / 256 * bytes + AHEAD, bytes);
             decode(w, i, 8, q, d, m);
-            dot256(q, d, m, offsets, x + i / 256, &dot);
+            dot256(q, d, m, offsets, x + i / 256, sum);
         }
         if (i < cols) {
-            unpack_tail(w, i, (int)(cols - i) / 32, q, d, m);
-            dot256(q, d, m, offsets, x + i / 256, &dot);
+            unpack(decode, w, i, (int)(cols - i) / 32, q, d, m);
+            dot256(q, d, m, offsets, x + i / 256, sum);
         }
-        out[r] = dot_total(&dot, offsets);
+        sum[4] *= offsets ? 1.0f : -CODE_BIAS;
+        out[r] = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]) + sum[4]);
+    }
+}
+
+// four sums hide the latency of fma
+INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_t rows,
+                       int64_t cols, const float *x, float *out)
+{
+    enum { STEP = 4 * LANES };
+    for (int64_t r = 0; r < rows; r++, w += cols * size) {
+        vf sum[4] = {{0}};
+        int64_t i = 0;
+        for (; i + STEP <= cols; i += STEP) {
+            prefetch(w + i * size + AHEAD, STEP * size);
+            UNROLL for (int j = 0; j < 4; j++)
+                sum[j] += load(w + (i + j * LANES) * size) * load_f32(x + i + j * LANES);
+        }
+        if (i < cols) {
+            uint8_t last[4 * STEP] = {0};
+            float y[STEP] = {0};
+            memcpy(last, w + i * size, (cols - i) * size);
+            memcpy(y, x + i, (cols - i) * sizeof *y);
+            for (int j = 0; j < 4; j++)
+                sum[j] += load(last + j * LANES * size) * load_f32(y + j * LANES);
+        }
+        out[r] = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
 }
 
@@ -1427,51 +1417,27 @@ INLINE void block_rows(DecodeFn *decode, DecodeFn *unpack_tail, int bytes, bool 
     {                                                                                              \
         unpack(decode_at_##name, row, at, groups, q, d, m);                                        \
     }                                                                                              \
-    static void rows_##name(const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out) \
+    static void rows_##name(const uint8_t *w, int64_t rows, int64_t cols, const void *x,           \
+                            float *out)                                                            \
     {                                                                                              \
-        block_rows(decode_at_##name, unpack_##name, 256 / weights * bytes, offsets, w, rows, cols, x, \
-                   out);                                                                           \
+        block_rows(decode_at_##name, 256 / weights * bytes, offsets, w, rows, cols, x, out);       \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-
-// float weights: four sums hide the latency of fma
-INLINE void float_rows(vf load(const void *), float one(const uint8_t *), int size, const uint8_t *w,
-                       int64_t rows, int64_t cols, const float *x, float *out)
-{
-    for (int64_t r = 0; r < rows; r++, w += cols * size) {
-        vf sum[4] = {{0}};
-        int64_t i = 0;
-        for (; i + 4 * LANES <= cols; i += 4 * LANES) {
-            prefetch(w + i * size + AHEAD, 4 * LANES * size);
-            UNROLL for (int j = 0; j < 4; j++)
-                sum[j] += load(w + (i + j * LANES) * size) * load_f32(x + i + j * LANES);
-        }
-        float rest = 0;
-        for (; i < cols; i++) rest += one(w + i * size) * x[i];
-        out[r] = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest;
+#define FLOAT_ROWS(name, size)                                                                     \
+    static void rows_##name(const uint8_t *w, int64_t rows, int64_t cols, const void *x,           \
+                            float *out)                                                            \
+    {                                                                                              \
+        float_rows(load_##name, size, w, rows, cols, x, out);                                      \
     }
-}
+FLOAT_ROWS(f32, 4)
+FLOAT_ROWS(f16, 2)
+FLOAT_ROWS(bf16, 2)
+#undef FLOAT_ROWS
 
-INLINE float one_f32(const uint8_t *p) { return quant_from_bits(quant_u32(p)); }
-INLINE float one_bf16(const uint8_t *p) { return quant_bf16_to_f32((uint16_t)quant_u16(p)); }
+typedef struct { RowsFn *rows; DecodeFn *unpack; bool per16, offsets; } Format;
 
-static void rows_f32(const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out)
-{
-    float_rows(load_f32, one_f32, 4, w, rows, cols, x, out);
-}
-static void rows_f16(const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out)
-{
-    float_rows(load_f16, quant_half, 2, w, rows, cols, x, out);
-}
-static void rows_bf16(const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out)
-{
-    float_rows(load_bf16, one_bf16, 2, w, rows, cols, x, out);
-}
-
-typedef struct { RowsFn *rows; DecodeFn *unpack; bool per16, offsets; } Format;   // unpack NULL: floats
-
-static const Format formats[64] = {
+static const Format formats[64] = {   // unpack NULL: float weights
     [QUANT_F32] = {rows_f32, NULL, false, false},
     [QUANT_F16] = {rows_f16, NULL, false, false},
     [QUANT_BF16] = {rows_bf16, NULL, false, false},
@@ -1482,24 +1448,31 @@ static const Format formats[64] = {
 };
 
 // -- matrix x matrix --
-// out[n][rows] in tiles of 16 rows x TOKENS tokens that stay in registers. Rows lie across the lanes,
-// activations are broadcast, so nothing is ever summed across lanes. A task takes PANEL rows of one
-// matrix, DEPTH weights deep: decoded once to the layout of the tile, they stay in the L2 cache
-// while all n tokens pass by; the activations of a tile stay in L1 while the PANEL's rows pass by.
+// out[n][rows] in tiles of 16 rows x some tokens, which stay in registers. Rows lie across the
+// lanes and activations are broadcast, so nothing is summed across lanes. A task takes PANEL rows
+// of one matrix, DEPTH weights deep at a time: decoded once to the tile's layout, they stay in the
+// L2 cache while all tokens pass by; a tile's activations stay in L1 while its rows pass by.
 
+typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
+
+#if defined(SIMD_VNNI) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define SIMD_AMX
+enum { DEPTH = 1024 };
+#else
+enum { DEPTH = 512 };
+#endif
 enum {
-    TILE = 16, VECTORS = TILE / LANES, PANEL = 64, MAX_JOBS = 64,
-    FLOAT_TOKENS = LANES == 16 ? 8 : 4,   // by the number of registers
-    FLOAT_DEPTH = 256, TILE_BYTES = TILE * DEPTH * 2, PANEL_BYTES = PANEL / TILE * TILE_BYTES,
+    TILE = 16, VECTORS = TILE / LANES, PANEL = 64, FLOAT_DEPTH = 256, MAX_JOBS = 64,
+    FLOAT_TOKENS = LANES == 16 ? 8 : 4,                    // by the number of registers
+    TILE_BYTES = TILE * DEPTH * 2, PANEL_BYTES = PANEL / TILE * TILE_BYTES,
 };
 
-// 16 rows of 32-bit words to columns: n words of each, rounded up to a multiple of 4
+// n 32-bit words of 16 rows to columns
 #if defined(SIMD_VNNI)
-// Four words of 16 rows: vector i holds rows i, 4+i, 8+i, 12+i, so that a transposition of 4 x 4
-// words inside 128 bits finishes it.
-static void transpose(const void *from, int stride, int n, uint32_t flip, uint32_t *to)
+// four words at a time: vector i gets rows i, 4+i, 8+i, 12+i, so that transposing 4 x 4 words
+// inside 128 bits finishes it
+static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to)
 {
-    const uint32_t *rows = from;
     for (int k = 0; k < n; k += 4) {
         __m512i v[4], flips = _mm512_set1_epi32((int)flip);
         UNROLL for (int i = 0; i < 4; i++) {
@@ -1510,49 +1483,31 @@ static void transpose(const void *from, int stride, int n, uint32_t flip, uint32
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 12 * stride)), 3);
             v[i] = _mm512_xor_si512(v[i], flips);
         }
-        UNROLL for (int half = 0; half < 2; half++) {
-            __m512i a = half ? _mm512_unpackhi_epi32(v[0], v[1]) : _mm512_unpacklo_epi32(v[0], v[1]);
-            __m512i b = half ? _mm512_unpackhi_epi32(v[2], v[3]) : _mm512_unpacklo_epi32(v[2], v[3]);
-            _mm512_storeu_si512(to + TILE * (k + 2 * half), _mm512_unpacklo_epi64(a, b));
-            _mm512_storeu_si512(to + TILE * (k + 2 * half + 1), _mm512_unpackhi_epi64(a, b));
-        }
+        __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+        __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+        _mm512_storeu_si512(to + TILE * k, _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(to + TILE * (k + 1), _mm512_unpackhi_epi64(a, b));
+        _mm512_storeu_si512(to + TILE * (k + 2), _mm512_unpacklo_epi64(c, d));
+        _mm512_storeu_si512(to + TILE * (k + 3), _mm512_unpackhi_epi64(c, d));
     }
 }
 #else
-static void transpose(const void *from, int stride, int n, uint32_t flip, uint32_t *to)
+static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to)
 {
-    const uint32_t *rows = from;
     for (int i = 0; i < n; i++)
         for (int r = 0; r < TILE; r++) to[TILE * i + r] = rows[stride * r + i] ^ flip;
 }
 #endif
 
-// The float tile: total[t] = sum over k of 16 columns at w + k * stride bytes, times x[t * next + k * step]
-INLINE void tile_float(vf load(const void *), int size, const void *w, size_t stride, const float *x,
-                       size_t next, size_t step, int depth, int tokens, vf total[][VECTORS])
-{
-    vf sum[FLOAT_TOKENS][VECTORS] = {{{0}}};   // local, so that it lives in registers
-    const char *row = w;
-    for (int k = 0; k < depth; k++, row += stride, x += step)
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            vf column = load(row + v * LANES * size);
-            UNROLL for (int t = 0; t < tokens; t++) sum[t][v] += column * x[t * next];
-        }
-    memcpy(total, sum, tokens * sizeof *sum);
-}
-
-// out[n][rows] = x[n][cols] * transposed w
-typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
-
-// adds tokens of a tile to out, and after the last column what stands around the product
-static void tile_out(const Matmul *job, int64_t r, int t, int tokens, vf sum[][VECTORS], bool first, bool last)
+// adds a tile to out; after the last column comes what stands around the product
+static void tile_out(const Matmul *job, int64_t r, int t, int tokens, vf sum[][VECTORS], bool first,
+                     bool last)
 {
     const Matrix *w = job->w;
-    int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // 0 or less: a tile past the end
+    int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // none: a tile past the end
     float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
-    if (rows <= 0) return;
-    if (last && w->bias) memcpy(bias, w->bias + r, rows * sizeof *bias);
-    for (int k = 0; k < tokens && t + k < job->n; k++) {
+    if (last && w->bias && rows > 0) memcpy(bias, w->bias + r, rows * sizeof *bias);
+    for (int k = 0; k < tokens && t + k < job->n && rows > 0; k++) {
         float *out = job->out + (t + k) * w->rows + r, *y = rows < TILE ? edge : out;
         if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
         for (int v = 0; v < VECTORS; v++) {
@@ -1564,18 +1519,64 @@ static void tile_out(const Matmul *job, int64_t r, int t, int tokens, vf sum[][V
     }
 }
 
+// The float tile: total[t] = sum over k of 16 columns at w + k * stride bytes times
+// x[t * next + k * step]
+INLINE void tile_float(vf load(const void *), int size, const void *w, size_t stride,
+                       const float *x, size_t next, size_t step, int depth, int tokens,
+                       vf total[][VECTORS])
+{
+    vf sum[FLOAT_TOKENS][VECTORS] = {{{0}}};   // local, so that it lives in registers
+    const char *row = w;
+    for (int k = 0; k < depth; k++, row += stride, x += step)
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            vf column = load(row + v * LANES * size);
+            UNROLL for (int t = 0; t < tokens; t++) sum[t][v] += column * x[t * next];
+        }
+    memcpy(total, sum, tokens * sizeof *sum);
+}
+
+// rows r .. r+15 as columns of floats: float weights, and all where there is no int8 tile
+static void panel_float(const Matrix *w, int64_t r, int64_t k, int depth, float *columns)
+{
+    float rows[TILE][FLOAT_DEPTH] = {{0}};
+    size_t row_bytes = quant_row_bytes(w->type, w->cols), at = quant_row_bytes(w->type, k);
+    for (int j = 0; j < TILE; j++) {
+        int64_t row = r + j < w->rows ? r + j : w->rows - 1;
+        quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j], depth);
+    }
+    transpose((uint32_t *)rows, FLOAT_DEPTH, depth, 0, (uint32_t *)columns);
+}
+
+// as many tokens from t on as there are registers for; returns how many
+static int run_float(const Matmul *job, const float *panel, int64_t r, int64_t k, int depth, int t)
+{
+    vf sum[FLOAT_TOKENS][VECTORS];
+    size_t cols = job->w->cols;
+    const float *x = job->x + t * cols + k;
+    int left = job->n - t, tokens = left >= FLOAT_TOKENS ? FLOAT_TOKENS : left >= 4 ? 4 : 1;
+    if (tokens == FLOAT_TOKENS)
+        tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, FLOAT_TOKENS, sum);
+    else if (tokens == 4) tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, 4, sum);
+    else tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, 1, sum);
+    tile_out(job, r, t, tokens, sum, k == 0, k + depth == job->w->cols);
+    return tokens;
+}
+
+// The tile of block formats has two variants: activations (ActTile, of TOKENS tokens), panel, and
+// product.
 #if defined(SIMD_AMX)
-// Tiles of 16 rows of 64 bytes: one instruction multiplies 16 tokens x 32 activations with 32 x 16
-// weights, in bf16 with float sums, in 16 cycles. Scales and offsets vanish into the weights, so all
-// formats run alike, and closer to the exact product than with int8 activations. 2 x 2 tiles share
-// their operands: one load per product. The activations of 32 tokens stay in L1.
-enum { TOKENS = 32, BLOCK_ROWS = 2 * TILE, INT8_TILE = 1 };
-typedef struct { uint16_t x[2][16][32]; } ActTile;   // bf16 of 32 activations of 2 x 16 tokens
+// One AMX instruction multiplies 16 tokens x 32 activations with 32 x 16 weights, in bf16 with
+// float sums, in 16 cycles. Scales and offsets vanish into the weights, so all formats run alike,
+// and closer to the exact product than with int8 activations. 2 x 2 tiles share their operands:
+// one load per product, half of them from L1.
+enum { TOKENS = 32, BLOCK_ROWS = 2 * TILE };
+typedef struct { uint16_t x[2][16][32]; } ActTile;   // 32 activations of 2 x 16 tokens in bf16
 
-typedef struct { uint8_t palette, start, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } TileConfig;
-static const TileConfig tile_config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64},
-                                       {16, 16, 16, 16, 16, 16, 16, 16}};
-
+static const struct {
+    uint8_t palette, start, zero[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void tiles_begin(void) { _tile_loadconfig(&tile_config); }
 static void tiles_end(void) { _tile_release(); }
 
@@ -1595,12 +1596,12 @@ static void act_pack(const Matmul *job, int t, ActTile *a)
         }
 }
 
-// rows r .. r+15 from weight k on, `depth` of them, as pairs [k/2][16][2]
+// rows r .. r+15 from weight k on, as pairs [depth/2][16][2]
 static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel)
 {
     size_t row_bytes = quant_row_bytes(w->type, w->cols);
     for (int i = 0; i < depth; i += 256) {
-        uint16_t rows[TILE][256] __attribute__((aligned(64)));
+        uint16_t rows[TILE][256] = {{0}};
         int groups = depth - i < 256 ? (depth - i) / 32 : 8;
         for (int j = 0; j < TILE; j++) {
             int8_t q[256];
@@ -1608,17 +1609,19 @@ static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_
             int64_t row = r + j < w->rows ? r + j : w->rows - 1;
             formats[w->type].unpack(w->data + row * row_bytes, k + i, groups, q, d, m);
             for (int g = 0; g < 16; g += 2) {
-                vf lo = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((void *)(q + 16 * g))));
-                vf hi = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((void *)(q + 16 * g + 16))));
-                store_bf16(rows[j] + 16 * g, lo * d[g] + m[g], hi * d[g + 1] + m[g + 1]);
+                const __m128i *codes = (const __m128i *)(q + 16 * g);
+                __m512i lo = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes));
+                __m512i hi = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1));
+                store_bf16(rows[j] + 16 * g, (vf)_mm512_cvtepi32_ps(lo) * d[g] + m[g],
+                           (vf)_mm512_cvtepi32_ps(hi) * d[g + 1] + m[g + 1]);
             }
         }
-        transpose(rows, 128, 16 * groups, 0, (uint32_t *)panel + TILE * i / 2);
+        transpose((uint32_t *)rows, 128, 16 * groups, 0, (uint32_t *)panel + TILE * i / 2);
     }
 }
 
-static void tile_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r, int depth, int t,
-                       bool first, bool last)
+static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
+                      int depth, int t, bool first, bool last)
 {
     vf sum[2][TOKENS][VECTORS];
     _tile_zero(0);
@@ -1643,191 +1646,115 @@ static void tile_block(const Matmul *job, const ActTile *a, const uint8_t *panel
     tile_out(job, r + TILE, t, TOKENS, sum[1], first, last);
 }
 #else
-// 32 activations of TOKENS tokens, and what 16, the other 16 and all 32 sum up to
+// Int8. Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and
+// d * dot is one fma: d * (MAGIC + dot) - d * MAGIC, exact as d has at most 22 bits. Per 32 weights
+// of 16 rows and a token: 8 dot products and 2 fma, 3 with offsets. In AVX-512 that is 512
+// multiply-adds in 10 instructions, 5 cycles.
 enum { TOKENS = LANES == 16 ? 12 : 4, BLOCK_ROWS = TILE };
-typedef struct {
+typedef struct {                   // 32 activations of TOKENS tokens
     int8_t q[8][TOKENS][4];
-    float d[TOKENS], s[3][TOKENS];
-    int32_t start[3][TOKENS];      // of a dot product: less what adding 128 to the codes puts in
+    float d[TOKENS], s[3][TOKENS]; // scale; times the sum of the first 16, the other 16, all
+    int32_t start[3][TOKENS];      // of their dot products: MAGIC, less what CODE_BIAS adds
 } ActTile;
 
-#if defined(SIMD_VNNI)
-enum { INT8_TILE = 1, CODE_BIAS = 128 };
-INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x)   // sum + 4 products in each lane
-{
-    int32_t four;
-    memcpy(&four, x, 4);
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(w), _mm512_set1_epi32(four));
-}
-#elif defined(QUANT_X86)
-enum { INT8_TILE = 1, CODE_BIAS = 0 };
-INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x)
-{
-    int32_t four;
-    memcpy(&four, x, 4);
-    return sum + (vi)dot32(_mm256_loadu_si256((const void *)w), _mm256_set1_epi32(four));
-}
-#elif defined(__ARM_FEATURE_DOTPROD) && defined(QUANT_NEON)
-enum { INT8_TILE = 1, CODE_BIAS = 0 };
-INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x)
-{
-    int32_t four;
-    memcpy(&four, x, 4);
-    int8x16_t y = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    return (vi)vdotq_s32((int32x4_t)sum, vreinterpretq_s8_u8(vld1q_u8(w)), y);
-}
-#else
-enum { INT8_TILE = 0, CODE_BIAS = 0 };   // the float tile is faster
-INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x)
-{
-    for (int i = 0; i < LANES; i++)
-        for (int k = 0; k < 4; k++) sum[i] += (int8_t)w[4 * i + k] * x[k];
-    return sum;
-}
-#endif
+static void tiles_begin(void) {}
+static void tiles_end(void) {}
 
-// The int8 tile: codes w[k/4][16][4], scales and offsets [k/16][16]. Dot products start at the bits of
-// MAGIC, so that, seen as floats, they are MAGIC + dot, and d * dot is
-// one fma: d * (MAGIC + dot) - d * MAGIC, exact as d has at most 22 bits. Per 32 weights of 16 rows
-// and a token: 8 dot products and 2 fma, 3 with offsets; on two ports 512 multiply-adds in 5 cycles.
-INLINE void tile_int8(const uint8_t *w, const float *d, const float *m, const ActTile *x, int groups,
-                      bool per16, bool offsets, vf total[TOKENS][VECTORS])
-{
-    vf sum[TOKENS][VECTORS] = {{{0}}};
-    int parts = per16 ? 2 : 1, steps = 8 / parts;
-    for (int g = 0; g < groups * parts; g++) {
-        int part = per16 ? g % 2 : 2;
-        const ActTile *a = x + g / parts;
-        vi dot[TOKENS][VECTORS];
-        UNROLL for (int t = 0; t < TOKENS; t++)
-            UNROLL for (int v = 0; v < VECTORS; v++)
-                dot[t][v] = (vi){0} + (offsets ? MAGIC_BITS : a->start[part][t]);
-        UNROLL for (int s = 0; s < steps; s++)
-            UNROLL for (int v = 0; v < VECTORS; v++)
-                UNROLL for (int t = 0; t < TOKENS; t++)
-                    dot[t][v] = dot4(dot[t][v], w + 4 * (TILE * s + LANES * v), a->q[part % 2 * 4 + s][t]);
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            vf scale = load_f32(d + LANES * v), offset = load_f32(m + LANES * v), magic = scale * MAGIC;
-            UNROLL for (int t = 0; t < TOKENS; t++) {
-                sum[t][v] += ((vf)dot[t][v] * scale - magic) * a->d[t];
-                if (offsets) sum[t][v] += offset * a->s[part][t];
-            }
-        }
-        w += 4 * TILE * steps;
-        d += 2 * TILE / parts;
-        m += 2 * TILE / parts;
-    }
-    memcpy(total, sum, sizeof sum);
-}
-
-// activations of tokens t .. t+TOKENS-1; those past n are zero
 static void act_pack(const Matmul *job, int t, ActTile *a)
 {
     int64_t cols = job->w->cols;
-    for (int64_t i = 0; i < cols; i += 32, a++) {
-        if (job->n - t < TOKENS) memset(a, 0, sizeof *a);
-        for (int k = 0; k < TOKENS && t + k < job->n; k++) {
+    for (int64_t i = 0; i < cols; i += 32, a++)
+        for (int k = 0; k < TOKENS; k++) {
             int8_t q[32];
             int sum[3];
-            float d = a->d[k] = round_32(job->x + (t + k) * cols + i, q, sum);
+            a->d[k] = round_32(job->x + (t + k < job->n ? t + k : t) * cols + i, q, sum);
             sum[2] = sum[0] + sum[1];
             UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][k], q + 4 * j, 4);
             UNROLL for (int j = 0; j < 3; j++) {
-                a->s[j][k] = d * sum[j];
+                a->s[j][k] = a->d[k] * sum[j];
                 a->start[j][k] = MAGIC_BITS - CODE_BIAS * sum[j];
             }
         }
-    }
 }
 
-// rows r .. r+15 from weight k on, `depth` of them: codes, then scales, then offsets
+// rows r .. r+15 from weight k on: codes [depth/4][16][4]; scales and offsets [depth/16][16]
 static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *codes)
 {
     const Format *f = &formats[w->type];
     float *d = (float *)(codes + TILE * DEPTH), *m = d + DEPTH;
     uint32_t flip = f->offsets || !CODE_BIAS ? 0 : 0x80808080;
-    int8_t q[TILE][256] __attribute__((aligned(64)));
-    float scale[TILE][16] __attribute__((aligned(64))), offset[TILE][16] __attribute__((aligned(64)));
     size_t row_bytes = quant_row_bytes(w->type, w->cols);
     for (int i = 0; i < depth; i += 256) {
+        int8_t q[TILE][256] = {{0}};
+        float scale[TILE][16] = {{0}}, offset[TILE][16] = {{0}};
         int groups = depth - i < 256 ? (depth - i) / 32 : 8;
         for (int j = 0; j < TILE; j++) {
             int64_t row = r + j < w->rows ? r + j : w->rows - 1;
             f->unpack(w->data + row * row_bytes, k + i, groups, q[j], scale[j], offset[j]);
         }
-        transpose(q, 64, 8 * groups, flip, (uint32_t *)(codes + TILE * i));
-        transpose(scale, 16, 2 * groups, 0, (uint32_t *)d + i);
-        if (f->offsets) transpose(offset, 16, 2 * groups, 0, (uint32_t *)m + i);
+        transpose((uint32_t *)q, 64, 8 * groups, flip, (uint32_t *)(codes + TILE * i));
+        transpose((uint32_t *)scale, 16, 2 * groups, 0, (uint32_t *)d + i);
+        if (f->offsets) transpose((uint32_t *)offset, 16, 2 * groups, 0, (uint32_t *)m + i);
     }
 }
 
-static void tile_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r, int depth, int t,
-                       bool first, bool last)
+INLINE void tile_int8(const uint8_t *w, const ActTile *a, int depth, bool per16, bool offsets,
+                      vf total[TOKENS][VECTORS])
+{
+    vf sum[TOKENS][VECTORS] = {{{0}}};
+    const float *d = (const float *)(w + TILE * DEPTH), *m = d + DEPTH;
+    int step = per16 ? 16 : 32;
+    for (int k = 0; k < depth; k += step, w += TILE * step, d += step, m += step) {
+        int part = per16 ? k / 16 % 2 : 2;
+        const ActTile *x = a + k / 32;
+        vi dot[TOKENS][VECTORS];
+        UNROLL for (int t = 0; t < TOKENS; t++)
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                dot[t][v] = (vi){0} + (offsets ? MAGIC_BITS : x->start[part][t]);
+        UNROLL for (int s = 0; s < step / 4; s++)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                vi codes = load_i32(w + 4 * (TILE * s + LANES * v));
+                UNROLL for (int t = 0; t < TOKENS; t++) {
+                    int32_t four;
+                    memcpy(&four, x->q[part % 2 * 4 + s][t], 4);
+                    dot[t][v] = dot_bytes(dot[t][v], codes, (vi){0} + four);
+                }
+            }
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            vf scale = load_f32(d + LANES * v), magic = scale * MAGIC;
+            UNROLL for (int t = 0; t < TOKENS; t++) {
+                sum[t][v] += ((vf)dot[t][v] * scale - magic) * x->d[t];
+                if (offsets) sum[t][v] += load_f32(m + LANES * v) * x->s[part][t];
+            }
+        }
+    }
+    memcpy(total, sum, sizeof sum);
+}
+
+static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
+                      int depth, int t, bool first, bool last)
 {
     const Format *f = &formats[job->w->type];
-    const float *d = (const float *)(panel + TILE * DEPTH), *m = d + DEPTH;
     vf sum[TOKENS][VECTORS];
-    if (f->per16 && f->offsets) tile_int8(panel, d, m, a, depth / 32, true, true, sum);
-    else if (f->per16) tile_int8(panel, d, m, a, depth / 32, true, false, sum);
-    else if (f->offsets) tile_int8(panel, d, m, a, depth / 32, false, true, sum);
-    else tile_int8(panel, d, m, a, depth / 32, false, false, sum);
+    if (f->per16 && f->offsets) tile_int8(panel, a, depth, true, true, sum);
+    else if (f->per16) tile_int8(panel, a, depth, true, false, sum);
+    else if (f->offsets) tile_int8(panel, a, depth, false, true, sum);
+    else tile_int8(panel, a, depth, false, false, sum);
     tile_out(job, r, t, TOKENS, sum, first, last);
 }
-
-static void tiles_begin(void) {}
-static void tiles_end(void) {}
 #endif
-
-// rows r .. r+15 as columns of floats: of float weights, and of all where there is no int8 tile
-static void panel_float(const Matrix *w, int64_t r, int64_t k, int depth, float *columns)
-{
-    float rows[TILE][FLOAT_DEPTH];
-    size_t row_bytes = quant_row_bytes(w->type, w->cols), at = quant_row_bytes(w->type, k);
-    for (int j = 0; j < TILE; j++) {
-        int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-        quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j], depth);
-    }
-    transpose(rows, FLOAT_DEPTH, depth, 0, (uint32_t *)columns);
-}
-
-// one decoded tile of rows with as many tokens from t on as it has registers for; returns how many
-static int tile_run(const Matmul *job, const void *act, const uint8_t *panel, int64_t r, int64_t k,
-                    int depth, int t)
-{
-    int64_t cols = job->w->cols;
-    bool first = k == 0, last = k + depth == cols;
-    if (formats[job->w->type].unpack && INT8_TILE) {
-        tile_block(job, (const ActTile *)act + t / TOKENS * (cols / 32) + k / 32, panel, r, depth, t, first, last);
-        return TOKENS;
-    }
-    vf sum[FLOAT_TOKENS][VECTORS];
-    const float *x = job->x + t * cols + k;
-    int left = job->n - t, tokens = left < 2 ? 1 : left < 4 ? 2 : left < FLOAT_TOKENS ? 4 : FLOAT_TOKENS;
-    if (tokens == FLOAT_TOKENS) tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, FLOAT_TOKENS, sum);
-    else if (tokens == 4) tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, 4, sum);
-    else if (tokens == 2) tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, 2, sum);
-    else tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, 1, sum);
-    tile_out(job, r, t, tokens, sum, first, last);
-    return tokens;
-}
 
 // -- all jobs of a call --
 
 typedef struct {
     const Matmul *jobs;
-    void *act[MAX_JOBS];           // int8 copies of x; jobs with the same x share them
-    int pack[MAX_JOBS + 1];        // first packing task of each job
+    const void *act[MAX_JOBS];                // x in the form the product needs; shared by jobs
+    int pack[MAX_JOBS + 1];                   // first packing task of each job
     int task[MAX_JOBS + 1], rows[MAX_JOBS];   // first task of each job, rows per task
-    uint8_t *panels;               // [threads][PANEL_BYTES]
+    uint8_t *panels;                          // [threads][PANEL_BYTES]
 } MatmulCall;
 
-static size_t act_bytes(const Matmul *job)
-{
-    size_t cols = job->w->cols, tiles = (job->n + TOKENS - 1) / TOKENS;
-    return job->n == 1 ? (cols + 255) / 256 * sizeof(Act) : tiles * (cols / 32) * sizeof(ActTile);
-}
-
-// n rows of x in all, of at most cols columns, in at most MAX_JOBS jobs of one matmul call
+// bytes for n rows of x in all, of at most cols columns, in one call's jobs
 static size_t matmul_scratch(size_t n, size_t cols, int threads)
 {
     size_t tiles = n / TOKENS + (n < MAX_JOBS ? n : MAX_JOBS);
@@ -1842,34 +1769,23 @@ static void pack_task(void *ctx, int i, int thread)
     while (i >= c->pack[j + 1]) j++;
     const Matmul *job = &c->jobs[j];
     int tile = i - c->pack[j];
-    if (job->n == 1) act_quantize(job->x, job->w->cols, c->act[j]);
+    if (job->n == 1) act_quantize(job->x, job->w->cols, (Act *)c->act[j]);
     else act_pack(job, tile * TOKENS, (ActTile *)c->act[j] + tile * (job->w->cols / 32));
 }
 
-static void matvec_task(const Matmul *job, const void *act, int64_t r, int64_t rows)
+static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t end)
 {
     const Matrix *w = job->w;
-    float *out = job->out + r, scale = w->scale ? *w->scale : 1;
-    formats[w->type].rows(w->data + r * quant_row_bytes(w->type, w->cols), rows, w->cols, act, out);
-    for (int64_t i = 0; i < rows; i++) out[i] *= scale;
-    for (int64_t i = 0; w->bias && i < rows; i++) out[i] += w->bias[r + i];
+    float scale = w->scale ? *w->scale : 1;
+    const uint8_t *first = w->data + r * quant_row_bytes(w->type, w->cols);
+    formats[w->type].rows(first, end - r, w->cols, act, job->out + r);
+    for (; r < end; r++) job->out[r] = job->out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
-static void matmul_task(void *ctx, int i, int thread)
+static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end, uint8_t *panel)
 {
-    MatmulCall *c = ctx;
-    int j = 0;
-    while (i >= c->task[j + 1]) j++;
-    const Matmul *job = &c->jobs[j];
     const Matrix *w = job->w;
-    int64_t r = (int64_t)(i - c->task[j]) * c->rows[j], end = r + c->rows[j];
-    if (end > w->rows) end = w->rows;
-    if (job->n == 1) {
-        matvec_task(job, c->act[j], r, end - r);
-        return;
-    }
     bool block = formats[w->type].unpack && INT8_TILE;
-    uint8_t *panel = c->panels + (size_t)thread * PANEL_BYTES;
     int64_t depth = block ? DEPTH : FLOAT_DEPTH, step = block ? BLOCK_ROWS : TILE;
     tiles_begin();
     for (int64_t k = 0; k < w->cols; k += depth) {
@@ -1879,11 +1795,27 @@ static void matmul_task(void *ctx, int i, int thread)
             if (block) panel_block(w, q, k, deep, tile);
             else panel_float(w, q, k, deep, (float *)tile);
         }
-        for (int t = 0, done = 0; t < job->n; t += done)
-            for (int64_t q = r; q < end; q += step)
-                done = tile_run(job, c->act[j], panel + (q - r) / TILE * TILE_BYTES, q, k, deep, t);
+        for (int t = 0, tokens = TOKENS; t < job->n; t += tokens)
+            for (int64_t q = r; q < end; q += step) {
+                const uint8_t *tile = panel + (q - r) / TILE * TILE_BYTES;
+                const ActTile *a = (const ActTile *)act + t / TOKENS * (w->cols / 32) + k / 32;
+                if (block) multiply_block(job, a, tile, q, deep, t, k == 0, k + deep == w->cols);
+                else tokens = run_float(job, (const float *)tile, q, k, deep, t);
+            }
     }
     tiles_end();
+}
+
+static void matmul_task(void *ctx, int i, int thread)
+{
+    MatmulCall *c = ctx;
+    int j = 0;
+    while (i >= c->task[j + 1]) j++;
+    const Matmul *job = &c->jobs[j];
+    int64_t r = (int64_t)(i - c->task[j]) * c->rows[j], end = r + c->rows[j];
+    if (end > job->w->rows) end = job->w->rows;
+    if (job->n == 1) multiply_rows(job, c->act[j], r, end);
+    else run_panel(job, c->act[j], r, end, c->panels + (size_t)thread * PANEL_BYTES);
 }
 
 // out[n][rows] = scale * (x[n][cols] * transposed w[rows][cols]) + bias, for each of k jobs at once
@@ -1892,23 +1824,25 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k)
     MatmulCall c = {.jobs = jobs, .panels = (uint8_t *)(((uintptr_t)scratch + 63) / 64 * 64)};
     uint8_t *at = c.panels + (size_t)p->threads * PANEL_BYTES;
     for (int j = 0; j < k; j++) {
-        const Matrix *w = jobs[j].w;
-        int same = 0, units = 0;
-        bool block = formats[w->type].unpack, pack = block && (jobs[j].n == 1 || INT8_TILE);
-        while (same < j && (jobs[same].x != jobs[j].x || jobs[same].n != jobs[j].n ||
-                            jobs[same].w->cols != w->cols || c.act[same] == jobs[j].x)) same++;
-        if (!pack) c.act[j] = (void *)jobs[j].x;
-        else if (same < j) c.act[j] = c.act[same];
-        else {
+        const Matmul *job = &jobs[j];
+        size_t cols = job->w->cols, row_bytes = quant_row_bytes(job->w->type, cols);
+        int same = 0, tiles = job->n == 1 ? 1 : (job->n + TOKENS - 1) / TOKENS;
+        bool pack = formats[job->w->type].unpack && (job->n == 1 || INT8_TILE);
+        c.act[j] = job->x;
+        c.pack[j + 1] = c.pack[j];
+        while (same < j && (jobs[same].x != job->x || jobs[same].n != job->n ||
+                            c.act[same] == job->x || (size_t)jobs[same].w->cols != cols)) same++;
+        if (pack && same < j) c.act[j] = c.act[same];
+        else if (pack) {
             c.act[j] = at;
-            at += (act_bytes(&jobs[j]) + 63) / 64 * 64;
-            units = (jobs[j].n + TOKENS - 1) / TOKENS;
+            c.pack[j + 1] += tiles;
+            at += job->n == 1 ? (cols + 255) / 256 * sizeof(Act)
+                              : tiles * (cols / 32) * sizeof(ActTile);
         }
-        c.pack[j + 1] = c.pack[j] + units;
-        // a task of a matrix x vector product: some 32 KB of weights, 3 us
-        size_t row_bytes = quant_row_bytes(w->type, w->cols);
-        c.rows[j] = jobs[j].n > 1 ? PANEL : row_bytes > 32768 ? 1 : (int)(32768 / row_bytes);
-        c.task[j + 1] = c.task[j] + (jobs[j].n ? (int)((w->rows + c.rows[j] - 1) / c.rows[j]) : 0);
+        // one token: some 32 KB of weights a task, 3 us
+        int rows = job->n > 1 ? PANEL : row_bytes > 32768 ? 1 : (int)(32768 / row_bytes);
+        c.rows[j] = rows;
+        c.task[j + 1] = c.task[j] + (job->n ? (int)((job->w->rows + rows - 1) / rows) : 0);
     }
     parallel(p, pack_task, &c, c.pack[k]);
     parallel(p, matmul_task, &c, c.task[k]);
