@@ -79,6 +79,28 @@ test-arm:
 	aarch64-linux-gnu-gcc $(WARN) -O2 -static test.c -o test_arm $(LIBS)
 	qemu-aarch64 ./test_arm --quick
 
+# you changed kernels.metal: races, each of its barriers, bounds and indices broken once, and the
+# address spaces, which only a C++ compiler sees (apt-get install clang)
+tsan:
+	$(CC) $(WARN) -O1 -g -fsanitize=thread test.c -o test_tsan $(TEST_LIBS)
+	./test_tsan metal_kernels
+mutants: test_native
+	./test_native mutants
+LINT = { sed -n '/^\#ifdef METAL_LINT/,/^\#endif/p' test.c; \
+    cat quant.h; echo '\#undef __METAL_VERSION__'; sed 's/^constant /extern constant /' kernels.metal; } | \
+    clang++ --target=aarch64-linux-gnu -DMETAL_LINT -D__METAL_VERSION__=310 -std=c++14 -fsyntax-only -x c++
+lint:
+	@command -v clang++ > /dev/null || { echo "clang++ is not installed: no lint"; exit 0; }; \
+	$(LINT) -Wall -Wextra -Wshadow -Wdouble-promotion -Wno-unknown-attributes -Wno-sign-compare \
+	    -Wno-unused -Werror - && \
+	$(LINT) -w -Xclang -ast-dump -fno-color-diagnostics - | awk ' \
+	    /-(VarDecl|ParmVarDecl|FieldDecl|CStyleCastExpr) / { split($$0, q, "\047"); t = q[2]; \
+	        if (t ~ /\*/ && t !~ /address_space|device |threadgroup |volatile /) \
+	            { print "a pointer without address space: " $$0; bad = 1 } } \
+	    /AddressSpaceConversion/ { print "a cast to another address space: " $$0; bad = 1 } \
+	    / static( |$$)/ && /-VarDecl / { print "a static variable: " $$0; bad = 1 } \
+	    END { if (!bad) print "kernels.metal and quant.h are clean"; exit bad }'
+
 # you want to know how fast it is here, against this machine's memory
 bench: llm
 	./llm $(or $(MODEL),golden/story.gguf) --bench
@@ -102,10 +124,10 @@ FILENAME == "quant.h" && /^#ifndef QUANT_H/ { manual = FNR }
 }
 END {
     unicode = part["llm.c Unicode"]; grids = part["quant.h grids"]
-    budget("llm.c", lines["llm.c"] - unicode, 3000); budget("  its Unicode tables", unicode, 250)
-    budget("quant.h", lines["quant.h"] - grids, 850); budget("  its grids", grids, 340)
-    budget("metal.c", lines["metal.c"], 600); budget("kernels.metal", lines["kernels.metal"], 1000)
-    budget("test.c", lines["test.c"], 2600); budget("  the GPU in software", part["test.c a GPU"], 800)
+    budget("llm.c", lines["llm.c"] - unicode, 4650); budget("  its Unicode tables", unicode, 250)
+    budget("quant.h", lines["quant.h"] - grids, 1040); budget("  its grids", grids, 340)
+    budget("metal.c", lines["metal.c"], 610); budget("kernels.metal", lines["kernels.metal"], 1000)
+    budget("test.c", lines["test.c"], 4150); budget("  the GPU in software", part["test.c a GPU"], 980)
     budget("first sitting", manual + part["quant.h first sitting:"] + \
         part["llm.c GGUF"] + part["llm.c model"] + part["llm.c ops"] + part["llm.c forward"], 1000)
     budget("lines over 100 columns", wide, 0)
@@ -125,4 +147,4 @@ install: llm
 	install -d $(DESTDIR)$(PREFIX)/bin
 	install llm $(DESTDIR)$(PREFIX)/bin/llm
 
-.PHONY: all run test valgrind test-arm bench lines clean install
+.PHONY: all run test valgrind test-arm tsan mutants lint bench lines clean install

@@ -1848,13 +1848,13 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k)
 }
 // ---- 5. attention ----
 //
-// Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of KEYS rows; each query
-// keeps the largest score so far, the sum of exp(score - largest) and the sum of the values so
-// weighted, and scales them down when a larger score comes. No n x n buffer. The query heads that
-// share a KV head share each block, converted from f16 once.
+// Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of KEYS rows; each
+// query keeps the largest score so far, the sum of exp(score - largest) and the sum of the values
+// so weighted, and scales them down when a larger score comes. No n x n buffer. The query heads
+// that share a KV head share each block, converted from f16 once.
 
 enum { KEYS = 64, SPLIT = 256, LANE_ROWS = 64 };
-static const float LEAST = -1e29f;   // largest score so far, before the first; hidden: ten times less
+static const float LEAST = -1e29f; // largest score so far, before the first; hidden: ten times less
 
 typedef struct {
     const float *q;                // [n][n_head][hd], with RoPE applied
@@ -1917,7 +1917,8 @@ INLINE void scores_finish(const Attention *a, float *s, int n)
 {
     for (int i = 0; i < n; i++) s[i] *= a->scale;
     if (a->softcap > 0)   // cap * tanh(s / cap)
-        for (int i = 0; i < n; i++) s[i] = a->softcap * (1 - 2 / (exp_fast(2 * s[i] / a->softcap) + 1));
+        for (int i = 0; i < n; i++)
+            s[i] = a->softcap * (1 - 2 / (exp_fast(2 * s[i] / a->softcap) + 1));
 }
 
 static void widen(const uint16_t *h, size_t n, float *f)
@@ -1931,16 +1932,17 @@ static void widen(const uint16_t *h, size_t n, float *f)
 }
 
 // out[t][vd] += sum over keys of x[t][key * step] * values[key][vd]
-INLINE void add_values(const uint16_t *v, int vd, int keys, const float *x, size_t next, size_t step, int tokens,
-                       float *out, size_t stride)
+INLINE void add_values(const uint16_t *v, int vd, int keys, const float *x, size_t next,
+                       size_t step, int tokens, float *out, size_t stride)
 {
     uint16_t edge[KEYS][TILE] = {{0}};   // the last columns, where vd is not a multiple of 16
     for (int e = 0; e < vd; e += TILE) {
         vf tile[FLOAT_TOKENS][VECTORS];
         int some = vd - e < TILE ? vd - e : TILE;
-        for (int j = 0; some < TILE && j < keys; j++) memcpy(edge[j], v + (size_t)j * vd + e, 2 * some);
-        tile_float(load_f16, 2, some < TILE ? edge[0] : v + e, 2 * (some < TILE ? TILE : vd), x, next, step, keys,
-                   tokens, tile);
+        for (int j = 0; some < TILE && j < keys; j++)
+            memcpy(edge[j], v + (size_t)j * vd + e, 2 * some);
+        tile_float(load_f16, 2, some < TILE ? edge[0] : v + e, 2 * (some < TILE ? TILE : vd), x,
+                   next, step, keys, tokens, tile);
         for (int t = 0; t < tokens; t++) {
             const float *add = (const float *)tile[t];
             for (int i = 0; i < some; i++) out[t * stride + e + i] += add[i];
@@ -1960,7 +1962,8 @@ typedef struct {
 } Lanes;
 
 // scores [keys][16] to weights; what came before fades
-static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lanes *restrict l, float *restrict s)
+static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lanes *restrict l,
+                          float *restrict s)
 {
     float top[TILE], sum[TILE] = {0};
     memcpy(top, l->top, sizeof top);
@@ -1968,7 +1971,8 @@ static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lane
     for (int j = 0; j < keys; j++) {
         int p = a->pos_k[r + j];
         float *row = s + TILE * j;
-        for (int i = 0; a->slopes && i < TILE; i++) row[i] -= l->slope[i] * (float)abs(l->pos[i] - p);
+        for (int i = 0; a->slopes && i < TILE; i++)
+            row[i] -= l->slope[i] * (float)abs(l->pos[i] - p);
         for (int i = 0; masked && i < TILE; i++)
             row[i] = row_visible(a, p, l->pos[i]) ? row[i] : 10 * LEAST;
         for (int i = 0; i < TILE; i++) top[i] = row[i] > top[i] ? row[i] : top[i];
@@ -1986,13 +1990,14 @@ static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lane
     }
 }
 
-static void lanes_block(const Attention *a, int r, int keys, bool masked, const float *k, const uint16_t *v,
-                        Lanes *l)
+static void lanes_block(const Attention *a, int r, int keys, bool masked, const float *k,
+                        const uint16_t *v, Lanes *l)
 {
     float s[KEYS * TILE] __attribute__((aligned(64)));
     vf tile[FLOAT_TOKENS][VECTORS];
     for (int j = 0; j < keys; j += FLOAT_TOKENS) {
-        tile_float(load_f32, 4, l->q, 4 * TILE, k + (size_t)j * a->hd, a->hd, 1, a->hd, FLOAT_TOKENS, tile);
+        tile_float(load_f32, 4, l->q, 4 * TILE, k + (size_t)j * a->hd, a->hd, 1, a->hd,
+                   FLOAT_TOKENS, tile);
         memcpy(s + TILE * j, tile, sizeof tile);
     }
     lanes_softmax(a, r, keys, masked, l, s);
@@ -2008,12 +2013,14 @@ static void prefill_task(void *ctx, int i, int thread)
     int group = a->n_head / a->n_kv, h = i % a->n_kv, first = i / a->n_kv * c->queries;
     int some = a->n - first < c->queries ? a->n - first : c->queries, count = some * group;
     int n_lanes = (count + TILE - 1) / TILE;
-    float *k = c->work + thread * c->work_size, *q = k + (size_t)KEYS * a->hd, *out = q + (size_t)n_lanes * TILE * a->hd;
+    float *k = c->work + thread * c->work_size, *q = k + (size_t)KEYS * a->hd,
+          *out = q + (size_t)n_lanes * TILE * a->hd;
     Lanes *lanes = (Lanes *)(out + (size_t)n_lanes * TILE * a->vd);
     memset(out, 0, (size_t)n_lanes * TILE * a->vd * sizeof *out);
     for (int j = 0; j < n_lanes * TILE; j++) {
         Lanes *l = &lanes[j / TILE];
-        int at = j < count ? j : count - 1, head = h * group + at % group, query = first + at / group;
+        int at = j < count ? j : count - 1, head = h * group + at % group,
+            query = first + at / group;
         const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
         l->q = q + (size_t)j / TILE * TILE * a->hd;
         l->out = out + (size_t)j / TILE * TILE * a->vd;
@@ -2050,8 +2057,8 @@ typedef struct { float top, sum, out[]; } Part;   // of one head and split
 static size_t part_size(const Attention *a) { return 2 + a->vd; }
 
 // scores of `heads` heads with KEYS rows
-INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *v, int keys,
-                          int heads, float *s)
+INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *v,
+                          int keys, int heads, float *s)
 {
     for (int j = 0; j < keys; j++, k += a->hd) {
         prefetch(k + AHEAD / 2, 2 * a->hd);
@@ -2070,7 +2077,8 @@ INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k,
     }
 }
 
-static void decode_softmax(const Attention *a, int r, int keys, int head, float *restrict s, Part *restrict part)
+static void decode_softmax(const Attention *a, int r, int keys, int head, float *restrict s,
+                           Part *restrict part)
 {
     float slope = a->slopes ? a->slopes[head] : 0, top[TILE], sum[TILE] = {0};
     for (int i = 0; i < TILE; i++) top[i] = part->top;
@@ -2093,11 +2101,14 @@ static void decode_softmax(const Attention *a, int r, int keys, int head, float 
     for (int e = 0; fade < 1 && e < a->vd; e++) part->out[e] *= fade;
 }
 
-INLINE void decode_heads(const Attention *a, int r, int keys, int head, int heads, float *s, float *parts, size_t stride)
+INLINE void decode_heads(const Attention *a, int r, int keys, int head, int heads, float *s,
+                         float *parts, size_t stride)
 {
     size_t row = (size_t)(head / (a->n_head / a->n_kv)) * a->rows + r;
-    decode_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->v + row * a->vd, keys, heads, s);
-    for (int h = 0; h < heads; h++) decode_softmax(a, r, keys, head + h, s + h * KEYS, (Part *)(parts + h * stride));
+    decode_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->v + row * a->vd, keys,
+                  heads, s);
+    for (int h = 0; h < heads; h++)
+        decode_softmax(a, r, keys, head + h, s + h * KEYS, (Part *)(parts + h * stride));
     add_values(a->v + row * a->vd, a->vd, keys, s, KEYS, 1, heads, parts + 2, stride);
 }
 
@@ -2118,9 +2129,12 @@ static void decode_task(void *ctx, int i, int thread)
     for (int r = split * SPLIT; r < (split + 1) * SPLIT && r < a->rows; r += KEYS) {
         if (!block_visible(a, r, a->pos, a->pos)) continue;
         int keys = a->rows - r < KEYS ? a->rows - r : KEYS, g = 0;
-        for (; g + 4 <= group; g += 4) decode_heads(a, r, keys, h * group + g, 4, s, parts + g * stride, stride);
-        for (; g + 2 <= group; g += 2) decode_heads(a, r, keys, h * group + g, 2, s, parts + g * stride, stride);
-        for (; g < group; g++) decode_heads(a, r, keys, h * group + g, 1, s, parts + g * stride, stride);
+        for (; g + 4 <= group; g += 4)
+            decode_heads(a, r, keys, h * group + g, 4, s, parts + g * stride, stride);
+        for (; g + 2 <= group; g += 2)
+            decode_heads(a, r, keys, h * group + g, 2, s, parts + g * stride, stride);
+        for (; g < group; g++)
+            decode_heads(a, r, keys, h * group + g, 1, s, parts + g * stride, stride);
     }
 }
 
@@ -2155,7 +2169,9 @@ static size_t work_floats(int n_head, int hd, int vd)   // of a thread
 static size_t attention_scratch(int n_head, int hd, int vd, int rows, int threads)
 {
     size_t splits = (rows + SPLIT - 1) / SPLIT;
-    return 4 * (work_floats(n_head, hd, vd) / 16 * 16 * threads + (n_head * (2 + vd) + 1) * splits) + 64;
+    return 4 * (work_floats(n_head, hd, vd) / 16 * 16 * threads +
+                (n_head * (2 + vd) + 1) * splits) +
+           64;
 }
 
 static void attention(Pool *p, void *scratch, const Attention *a)
@@ -2170,7 +2186,8 @@ static void attention(Pool *p, void *scratch, const Attention *a)
     c.split = (int32_t *)(c.work + c.work_size * p->threads);
     c.parts = (float *)c.split + (a->rows + SPLIT - 1) / SPLIT;
     for (int r = 0, last = -1; r < a->rows; r += KEYS)
-        if (last != r / SPLIT && block_visible(a, r, a->pos, a->pos)) c.split[c.splits++] = last = r / SPLIT;
+        if (last != r / SPLIT && block_visible(a, r, a->pos, a->pos))
+            c.split[c.splits++] = last = r / SPLIT;
     parallel(p, decode_task, &c, a->n_kv * c.splits);
     parallel(p, join_task, &c, a->n_head);
 }
@@ -2922,7 +2939,8 @@ static void plan_scratch(Session *s, Arena *a)
     s->slopes = arena_take(a, s->m->layers[0].n_head, f);
     s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, w.cols, s->o.threads));
     size_t mark = a->used;
-    s->attention_scratch = arena_take(a, 1, attention_scratch(w.heads, c->hd, c->vd, w.ring, s->o.threads));
+    s->attention_scratch =
+        arena_take(a, 1, attention_scratch(w.heads, c->hd, c->vd, w.ring, s->o.threads));
     s->q = arena_take(a, n * w.q, f);
     s->k = arena_take(a, n * w.k, f);
     s->v = arena_take(a, n * w.v, f);
@@ -4243,7 +4261,8 @@ static const Option OPTIONS[] = {
     {"--top-p", NUMBER, PICK(top_p), 0, 1, "P", "the likeliest that hold a share P (0.95); 1 all"},
     {"--min-p", NUMBER, PICK(min_p), 0, 1, "P", "those at least P as likely as the best (0.05)"},
     {"--repeat-penalty", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "R", "1.0: none"},
-    {"--repeat-last-n", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "N", "what it sees (64); -1: all"},
+    {"--repeat-last-n", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "N",
+     "what it sees (64); -1: all"},
     {"--seed", SEED, PICK(seed), 0, 0, "S", "same seed, same text (from the clock)"},
     {"--keep", INTEGER, AT(o.keep), 0, INT_MAX, "N", "pin the first N tokens in the window"},
     {"--special", SWITCH, AT(special), 0, 0, "", "parse special tokens in PROMPT"},
@@ -4254,7 +4273,8 @@ static const Option OPTIONS[] = {
     {"--logits", TEXT, AT(logits), 0, 0, "FILE", "write float32 logits of every token"},
     {"--embed", SWITCH, AT(embed), 0, 0, "", "print the pooled embedding of PROMPT"},
     {"--ppl", TEXT, AT(ppl), 0, 0, "FILE", "perplexity of a text"},
-    {"--bench", PAIR, AT(bench), 0, 0, "[P,N]", "speed of P (512) prompt, N (128) generated tokens"},
+    {"--bench", PAIR, AT(bench), 0, 0, "[P,N]",
+     "speed of P (512) prompt, N (128) generated tokens"},
     {"--info", SWITCH, AT(info), 0, 0, "", "metadata, architecture, formats, memory plan"},
 };
 

@@ -163,7 +163,7 @@ static bool gpu_library(Gpu *g)
 // makes whole pages, or a new buffer (base NULL), known to the GPU; returns its address
 static void *gpu_share(Gpu *g, void *base, size_t size)
 {
-    size_t unit = base ? sysconf(_SC_PAGESIZE) : 16, whole = (size + unit - 1) / unit * unit;
+    size_t unit = base ? sysconf(_SC_PAGESIZE) : 1, whole = (size + unit - 1) / unit * unit;
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
     if (!more) return NULL;
     g->shared = more;

@@ -986,7 +986,8 @@ static void test_activations(void)
         for (int gate = act == SWIGLU_OAI; gate < 2; gate++) {
             float *g = noise_array(N, 12), *u = noise_array(N, 9), out[N];
             activate(out, gate ? g : NULL, u, N, act);
-            for (int i = 0; i < N; i++) want[i] = reference_activation(act, gate ? g[i] : u[i], u[i], gate);
+            for (int i = 0; i < N; i++)
+                want[i] = reference_activation(act, gate ? g[i] : u[i], u[i], gate);
             double error = nmse_double(out, want, N);
             CHECK(error < 1e-11, "activation %d: NMSE %.2g", act, error);
         }
@@ -1015,8 +1016,10 @@ static const Model *golden_model(const char *name, int32_t ids[64], int *n)
 static void test_golden_models(void)
 {
     static const char *const names[] = {
-        "llama", "llama-linear", "llama3-freqs", "mistral3", "qwen2", "qwen2-yarn", "qwen3",
-        "gemma", "gemma2", "gemma3", "phi3", "phi3-long", "phi3-short", "llama-moe", "qwen3moe", "gpt-oss", "qwen35", "llama.q4_0", "qwen2.q5_1", "gemma3.iq4_nl",
+        "llama",         "llama-linear",    "llama3-freqs",  "mistral3",   "qwen2",
+        "qwen2-yarn",    "qwen3",           "gemma",         "gemma2",     "gemma3",
+        "phi3",          "phi3-long",       "phi3-short",    "llama-moe",  "qwen3moe",
+        "gpt-oss",       "qwen35",          "llama.q4_0",    "qwen2.q5_1", "gemma3.iq4_nl",
         "gpt-oss.mxfp4", "llama256.q4_K_M", "qwen2-256.q2_K"};
     static const int chunks[] = {48, 1, 7, 5};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -2021,7 +2024,8 @@ static inline float emu_as_float(uint32_t x)
 #define simdgroup_barrier(flags) emu_simd_barrier(#flags, SITE)
 
 #define EMU_FOLD(op, x) _Generic((x), float: emu_fold_float, default: emu_fold_int)(op, SITE, x)
-#define EMU_TAKE(op, x, i) _Generic((x), float: emu_take_float, default: emu_take_int)(op, SITE, x, i)
+#define EMU_TAKE(op, x, i)                                                                         \
+    _Generic((x), float : emu_take_float, default : emu_take_int)(op, SITE, x, i)
 #define simd_sum(x) EMU_FOLD("simd_sum", x)
 #define simd_max(x) EMU_FOLD("simd_max", x)
 #define simd_min(x) EMU_FOLD("simd_min", x)
@@ -2076,7 +2080,7 @@ static inline float emu_as_float(uint32_t x)
 
 // ---- the emulator ----
 
-enum { MAX_THREADS = 1024, STACK = 4 << 20 };   // stacks so far apart that valgrind tells them apart
+enum { MAX_THREADS = 1024, STACK = 4 << 20 }; // stacks so far apart that valgrind tells them apart
 #define LINE(site) ((site) & 0xffff)
 enum { FORWARD, REVERSE, RANDOM, ORDERS };
 
@@ -2369,10 +2373,23 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
 // The generic call passes one word a parameter: right on x86-64 and arm64 Linux.
 
 enum { BINDINGS = 31, PARAMS = 20, CONSTANTS = 24, RECORDS = 4096 };
-enum { P_BUFFER, P_SHARED, P_TG, P_TID, P_LANE, P_SG, P_NSG, KINDS };   // what a kernel's parameter is
-static const char *const soft_kinds[KINDS] = {"buffer", "shared_memory", "threadgroup_position_in_grid",
-    "thread_index_in_threadgroup", "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup",
-    "simdgroups_per_threadgroup"};
+enum {
+    P_BUFFER,
+    P_SHARED,
+    P_TG,
+    P_TID,
+    P_LANE,
+    P_SG,
+    P_NSG,
+    KINDS
+}; // what a kernel's parameter is
+static const char *const soft_kinds[KINDS] = {"buffer",
+                                              "shared_memory",
+                                              "threadgroup_position_in_grid",
+                                              "thread_index_in_threadgroup",
+                                              "thread_index_in_simdgroup",
+                                              "simdgroup_index_in_threadgroup",
+                                              "simdgroups_per_threadgroup"};
 
 struct SoftClass;
 typedef struct { struct SoftObject *buffer; char *p; size_t n; } SoftBind;
@@ -2396,7 +2413,11 @@ typedef struct SoftObject {                      // any object; few fields, seve
     SoftRun now, *runs, **last;                  // an encoder's state, a command buffer's work
 } SoftObject;
 typedef struct { const char *name, *type; void *code; } SoftMethod;
-typedef struct SoftClass { const struct SoftClass *isa; const char *name; const SoftMethod *method; } SoftClass;
+typedef struct SoftClass {
+    const struct SoftClass *isa;
+    const char *name;
+    const SoftMethod *method;
+} SoftClass;
 
 static struct {
     int live, faults, pools, pooled;             // objects; misuse of the API; open pools
@@ -2620,7 +2641,8 @@ M(id, new_pipeline, id function, id *error)
             *error = soft_string(&NSError, name);
             return NULL;
         }
-    if (!soft_breaks("newComputePipelineStateWithFunction:error:")) return soft_child(&PipelineState, f);
+    if (!soft_breaks("newComputePipelineStateWithFunction:error:"))
+        return soft_child(&PipelineState, f);
     *error = soft_string(&NSError, "broken");
     return NULL;
 }
@@ -2700,7 +2722,8 @@ M(void, dispatch, MTLSize groups, MTLSize threads)
     soft_retain(r->pipeline);
     for (int i = 0; i < BINDINGS; i++) {
         if (r->bind[i].buffer) soft_retain(r->bind[i].buffer);
-        else if (r->bind[i].p) r->bind[i].p = memcpy(malloc(r->bind[i].n), r->bind[i].p, r->bind[i].n);
+        else if (r->bind[i].p)
+            r->bind[i].p = memcpy(malloc(r->bind[i].n), r->bind[i].p, r->bind[i].n);
     }
     *commands->last = r;
     commands->last = &r->next;
@@ -2723,14 +2746,18 @@ HIDDEN static void soft_kernel(void *argument)   // one thread of a dispatch
     SoftRun *r = argument;
     SoftObject *f = r->pipeline->a;
     int t = emu.now;
-    intptr_t v[PARAMS] = {0}, of[KINDS] = {[P_SHARED] = (intptr_t)emu.shared, [P_TG] = emu.tg, [P_TID] = t,
-        [P_LANE] = t % SIMD, [P_SG] = t / SIMD, [P_NSG] = emu.groups};
+    intptr_t v[PARAMS] = {0}, of[KINDS] = {[P_SHARED] = (intptr_t)emu.shared,
+                                           [P_TG] = emu.tg,
+                                           [P_TID] = t,
+                                           [P_LANE] = t % SIMD,
+                                           [P_SG] = t / SIMD,
+                                           [P_NSG] = emu.groups};
     for (int i = 0; i < f->n_params; i++)
         v[i] = f->param[i].kind ? of[f->param[i].kind] : (intptr_t)r->bind[f->param[i].index].p;
     typedef intptr_t W;
     ((void (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W))f->p)(
-        v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14],
-        v[15], v[16], v[17], v[18], v[19]);
+        v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
+        v[14], v[15], v[16], v[17], v[18], v[19]);
 }
 
 static const char *soft_ready(SoftRun *r)        // set function constants; is all bound?
@@ -2743,7 +2770,8 @@ static const char *soft_ready(SoftRun *r)        // set function constants; is a
         if (constant) *constant = f->constant[index].value;
     }
     for (int i = 0; i < f->n_params; i++) {
-        if (f->param[i].kind == P_BUFFER && !r->bind[f->param[i].index].p) return "a buffer is not bound";
+        if (f->param[i].kind == P_BUFFER && !r->bind[f->param[i].index].p)
+            return "a buffer is not bound";
         if (f->param[i].kind == P_SHARED && !r->shared) return "threadgroup memory has no length";
     }
     return NULL;
@@ -2766,9 +2794,16 @@ M(void, wait_completed)
 
 // Apple's prototypes. A function of another type does not compile; the casts of metal.c are
 // compared with these strings by soft_prototypes.
-#define METHOD(name, R, types, code) {name, #R " " #types, (void *)_Generic(soft_##code, R (*)types: soft_##code)}
-#define SOFT_CLASS(c, text, ...) static const SoftClass c = {&c, text, (const SoftMethod[]){__VA_ARGS__ \
-    METHOD("retain", id, (id, SEL), object_retain), METHOD("release", void, (id, SEL), object_release), {0}}};
+#define METHOD(name, R, types, code)                                                               \
+    {                                                                                              \
+        name, #R " " #types, (void *)_Generic(soft_##code, R(*) types : soft_##code)               \
+    }
+#define SOFT_CLASS(c, text, ...)                                                                   \
+    static const SoftClass c = {                                                                   \
+        &c, text,                                                                                  \
+        (const SoftMethod[]){__VA_ARGS__ METHOD("retain", id, (id, SEL), object_retain),           \
+                             METHOD("release", void, (id, SEL), object_release),                   \
+                             {0}}};
 SOFT_CLASS(NSString, "NSString",
     METHOD("stringWithUTF8String:", id, (id, SEL, const char *), string_with),
     METHOD("UTF8String", const char *, (id, SEL), utf8),)
@@ -2780,8 +2815,9 @@ SOFT_CLASS(MTLCompileOptions, "MTLCompileOptions",
     METHOD("new", id, (id, SEL), class_new),
     METHOD("setFastMathEnabled:", void, (id, SEL, bool), set_fast),)
 SOFT_CLASS(MTLFunctionConstantValues, "MTLFunctionConstantValues",
-    METHOD("new", id, (id, SEL), class_new),
-    METHOD("setConstantValue:type:atIndex:", void, (id, SEL, const void *, size_t, size_t), set_constant),)
+           METHOD("new", id, (id, SEL), class_new),
+           METHOD("setConstantValue:type:atIndex:", void, (id, SEL, const void *, size_t, size_t),
+                  set_constant), )
 SOFT_CLASS(Device, "MTLDevice",
     METHOD("newCommandQueue", id, (id, SEL), new_queue),
     METHOD("maxBufferLength", size_t, (id, SEL), max_length),
@@ -2805,16 +2841,20 @@ SOFT_CLASS(Commands, "MTLCommandBuffer",
     METHOD("status", size_t, (id, SEL), get_status),
     METHOD("error", id, (id, SEL), get_error),)
 SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
-    METHOD("setComputePipelineState:", void, (id, SEL, id), set_pipeline),
-    METHOD("setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t), set_buffer),
-    METHOD("setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t), set_bytes),
-    METHOD("setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t), set_shared),
-    METHOD("dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize), dispatch),
-    METHOD("endEncoding", void, (id, SEL), end_encoding),)
+           METHOD("setComputePipelineState:", void, (id, SEL, id), set_pipeline),
+           METHOD("setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t), set_buffer),
+           METHOD("setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t),
+                  set_bytes),
+           METHOD("setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t),
+                  set_shared),
+           METHOD("dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize),
+                  dispatch),
+           METHOD("endEncoding", void, (id, SEL), end_encoding), )
 
-static const SoftClass *const soft_classes[] = {&NSString, &NSError, &NSArray, &MTLCompileOptions,
-    &MTLFunctionConstantValues, &Device, &Buffer, &Library, &Function, &PipelineState, &Queue, &Commands,
-    &Encoder};
+static const SoftClass *const soft_classes[] = {
+    &NSString, &NSError,  &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues,
+    &Device,   &Buffer,   &Library, &Function,          &PipelineState,
+    &Queue,    &Commands, &Encoder};
 enum { CLASSES = sizeof soft_classes / sizeof *soft_classes };
 
 id MTLCreateSystemDefaultDevice(void)
@@ -2950,8 +2990,8 @@ static void lab_compare(const char *name, int type, const float *got, const doub
         double e = fabs(got[i] - want[i]) / (size ? size[i] + 1e-3 : 1);
         if (!(e <= worst)) worst = e;
     }
-    LAB_CHECK(worst <= limit, "%s %s: error %.2g, limit %.0e", name, type < 0 ? "" : quant_name(type),
-              worst, limit);
+    LAB_CHECK(worst <= limit, "%s %s: error %.2g, limit %.0e", name,
+              type < 0 ? "" : quant_name(type), worst, limit);
 }
 
 // ggml's numbers of all formats, floats first
@@ -2991,7 +3031,7 @@ static void random_block(int type, uint8_t *bytes, float *f)
         for (size_t i = 0; i < n; i++) bytes[i] = random_bits();
         if (type == FORMAT_F32) memcpy(bytes, &x, 4);
         if (type == FORMAT_F16) memcpy(bytes, &half, 2);
-        if (type == FORMAT_BF16) memcpy(bytes, (char *)&x + 2, 2);   // little endian: the upper half
+        if (type == FORMAT_BF16) memcpy(bytes, (char *)&x + 2, 2); // little endian: the upper half
         quant_dequantize(type, bytes, f, block);
         top = block == 1 ? 1 : 0;
         for (int i = 0; i < block; i++) top = fabsf(f[i]) <= top ? top : fabsf(f[i]);
@@ -3009,7 +3049,8 @@ static LabMatrix lab_matrix(Gpu *g, int type, int rows, int cols)
     size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
     uint8_t *data = (uint8_t *)lab_bytes(g, n * bytes + skew) + skew;
     uint8_t *pool = need(DIFFERENT * bytes);
-    float *pool_f = need(DIFFERENT * block * sizeof(float)), *f = lab_bytes(g, n * block * sizeof *f);
+    float *pool_f = need(DIFFERENT * block * sizeof(float)),
+          *f = lab_bytes(g, n * block * sizeof *f);
     for (int i = 0; i < DIFFERENT; i++) random_block(type, pool + i * bytes, pool_f + i * block);
     for (size_t i = 0; i < n; i++) {
         int k = random_bits() % DIFFERENT;
@@ -3061,7 +3102,8 @@ static void kernel_embed(Gpu *g, int type)
     x.s.x = lab_floats(g, N * cols, 1);
     g->ids = lab_bytes(g, N * sizeof *g->ids);
     memcpy(g->ids, (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
-    for (int i = 0; i < N * cols; i++) want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols];
+    for (int i = 0; i < N * cols; i++)
+        want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols];
     run_embed(lab_begin(&x), N);
     lab_end(&x, "embed");
     lab_compare("embed", type, x.s.x, want, NULL, N * cols, 2e-6);
@@ -3089,7 +3131,8 @@ static void kernel_gemv(Gpu *g, int type)
     for (int add = 0; add < 2; add++) {
         float cap = add ? 2 : 0, before[13];
         memcpy(before, y[0], sizeof before);
-        run_gemv(lab_begin(&x), m, add ? 1 : 3, in, add ? NULL : &norm, y, add ? EPILOGUE_ADD : EPILOGUE_STORE, cap, 2);
+        run_gemv(lab_begin(&x), m, add ? 1 : 3, in, add ? NULL : &norm, y,
+                 add ? EPILOGUE_ADD : EPILOGUE_STORE, cap, 2);
         lab_end(&x, "gemv");
         metal_norm(xs, in, add ? NULL : norm.w, cols, add ? -1 : 1e-5);
         for (int i = 0; i < (add ? 1 : 3); i++) {
@@ -3115,11 +3158,13 @@ static void kernel_glu(Gpu *g, int type)
     double xs[1280], want[FF], size[FF];
     up.m.bias = lab_floats(g, FF, 1);
     x.arch.act = act;
-    run_gemv(lab_begin(&x), (const Matrix *[]){&gate.m, &up.m}, 2, in, &norm, &y, EPILOGUE_GLU, 0, 1);
+    run_gemv(lab_begin(&x), (const Matrix *[]){&gate.m, &up.m}, 2, in, &norm, &y, EPILOGUE_GLU, 0,
+             1);
     lab_end(&x, "gemv_glu");
     metal_norm(xs, in, norm.w, cols, 1e-5);
     for (int r = 0; r < FF; r++) {
-        double a, b, v = lab_dot(&gate, r, xs, false, &a), u = lab_dot(&up, r, xs, false, &b) + up.m.bias[r];
+        double a, b, v = lab_dot(&gate, r, xs, false, &a),
+                     u = lab_dot(&up, r, xs, false, &b) + up.m.bias[r];
         want[r] = naive_act(v, act) * u;
         size[r] = (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1);
     }
@@ -3133,8 +3178,10 @@ static void lab_gemm(Gpu *g, int type, int n, bool int8)
     Lab x = lab(g);
     int cols = format_cols(type, false), way = (type + n) % 3;
     LabMatrix w = lab_matrix(g, type, ROWS, cols);
-    float *in = lab_floats(g, n * cols, 1), *y = lab_floats(g, n * ROWS, 1), *gate = lab_floats(g, n * ROWS, 2);
-    double *want = need(2 * n * ROWS * sizeof *want), *size = want + n * ROWS, cap = way == 1 ? 3 : 0, xs[256];
+    float *in = lab_floats(g, n * cols, 1), *y = lab_floats(g, n * ROWS, 1),
+          *gate = lab_floats(g, n * ROWS, 2);
+    double *want = need(2 * n * ROWS * sizeof *want), *size = want + n * ROWS,
+           cap = way == 1 ? 3 : 0, xs[256];
     w.m.bias = way == 0 ? lab_floats(g, ROWS, 1) : NULL;
     for (int i = 0; int8 && i < n * cols; i++)   // inputs that their codes represent exactly
         in[i] = i % 32 == 5 ? 127 / 64.0f : rintf(127 * in[i]) / 64;
@@ -3144,13 +3191,21 @@ static void lab_gemm(Gpu *g, int type, int n, bool int8)
         int r = i % ROWS;
         metal_norm(xs, in + i / ROWS * cols, NULL, cols, -1);
         double v = 2 * lab_dot(&w, r, xs, !int8, &size[i]) + (way == 0 ? w.m.bias[r] : 0);
-        want[i] = way == 0 ? v : way == 1 ? y[i] + cap * tanh(v / cap) : naive_act(gate[i], SILU) * v;
+        want[i] = way == 0   ? v
+                  : way == 1 ? y[i] + cap * tanh(v / cap)
+                             : naive_act(gate[i], SILU) * v;
         size[i] = 3 * size[i] + 10;
     }
-    run_gemm(lab_begin(&x), &w.m, in, gate, y, n, way == 0 ? EPILOGUE_STORE : way == 1 ? EPILOGUE_ADD : EPILOGUE_GLU,
+    run_gemm(lab_begin(&x), &w.m, in, gate, y, n,
+             way == 0   ? EPILOGUE_STORE
+             : way == 1 ? EPILOGUE_ADD
+                        : EPILOGUE_GLU,
              cap, 2);
     lab_end(&x, "gemm");
-    lab_compare(int8 ? "gemm int8" : n > 8 ? "gemm" : "gemm few", type, y, want, size, n * ROWS, 1e-6);
+    lab_compare(int8    ? "gemm int8"
+                : n > 8 ? "gemm"
+                        : "gemm few",
+                type, y, want, size, n * ROWS, 1e-6);
     g->codes = NULL;
 }
 
@@ -3170,8 +3225,15 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff)
     double *size = want + dim, *h = size + dim, *h_size = h + ff;
     float *sum = need(dim * sizeof *sum);
     x.m.config.dim = dim;
-    x.w = (Layer){.ff = ff, .o = wo.m, .gate = gate.m, .up = up.m, .down = down.m, .ffn_norm = lab_norm(g, dim, 0)};
-    x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f), .x = lab_floats(g, dim, 1),
+    x.w = (Layer){.ff = ff,
+                  .o = wo.m,
+                  .gate = gate.m,
+                  .up = up.m,
+                  .down = down.m,
+                  .ffn_norm = lab_norm(g, dim, 0)};
+    x.s = (Session){.o.gpu_block = true,
+                    .att = lab_floats(g, inner, 0.01f),
+                    .x = lab_floats(g, dim, 1),
                     .gate = lab_floats(g, ff + dim, 1)};
     metal_norm(att, x.s.att, NULL, inner, -1);
     for (int r = 0; r < dim; r++) sum[r] = x.s.x[r] + lab_dot(&wo, r, att, false, NULL);
@@ -3223,13 +3285,15 @@ static const MetalCase ATTENTIONS[] = {   // n hd rot pairing heads kv pos rows 
     {8, 256, 256, NEOX, 1, 1, 10, 40, 64, 0, false, false, true, 0},
 };
 
-static void naive_head(const MetalCase *t, const float *x, const float *norm, const float *turn, double *out)
+static void naive_head(const MetalCase *t, const float *x, const float *norm, const float *turn,
+                       double *out)
 {
     double v[256];
     metal_norm(v, x, norm, t->hd, norm ? 1e-5 : -1);
     memcpy(out, v, t->hd * sizeof *v);
     for (int p = 0; t->pairing != NO_ROPE && p < t->n_rot / 2; p++) {
-        int a = t->pairing == NORM ? 2 * p : p, b = t->pairing == NORM ? 2 * p + 1 : p + t->n_rot / 2;
+        int a = t->pairing == NORM ? 2 * p : p,
+            b = t->pairing == NORM ? 2 * p + 1 : p + t->n_rot / 2;
         out[a] = v[a] * turn[2 * p] - v[b] * turn[2 * p + 1];
         out[b] = v[a] * turn[2 * p + 1] + v[b] * turn[2 * p];
     }
@@ -3244,7 +3308,8 @@ static void metal_reference(const MetalCase *t, const double *q, const double *k
     for (int r = 0; r < t->rows; r++, k += t->hd, v += t->hd) {
         int back = pos - pos_k[r];
         double dot = 0;
-        if (pos_k[r] < 0 || (t->causal && (back < 0 || (back >= t->window && pos_k[r] >= t->keep)))) continue;
+        if (pos_k[r] < 0 || (t->causal && (back < 0 || (back >= t->window && pos_k[r] >= t->keep))))
+            continue;
         for (int i = 0; i < t->hd; i++) dot += 0.2 * k[i] * q[i];
         double e = exp(t->cap > 0 ? t->cap * tanh(dot / t->cap) : dot);
         sum += e;
@@ -3257,10 +3322,17 @@ static void metal_reference(const MetalCase *t, const double *q, const double *k
 static Cache lab_cache(Gpu *g, const MetalCase *t, double *k, double *v)
 {
     int n = t->n_kv * t->rows * t->hd;
-    Cache c = {lab_bytes(g, 2 * n), lab_bytes(g, 2 * n), lab_bytes(g, 4 * t->rows), t->rows, t->window, t->keep,
-               NULL, NULL};
+    Cache c = {lab_bytes(g, 2 * n),
+               lab_bytes(g, 2 * n),
+               lab_bytes(g, 4 * t->rows),
+               t->rows,
+               t->window,
+               t->keep,
+               NULL,
+               NULL};
     for (int r = 0; r < t->rows; r++) c.pos[r] = -1;
-    for (int p = 0; p < t->pos + t->n; p++) c.pos[cache_row(&c, p)] = p < t->pos && p % 11 == 3 ? -1 : p;
+    for (int p = 0; p < t->pos + t->n; p++)
+        c.pos[cache_row(&c, p)] = p < t->pos && p % 11 == 3 ? -1 : p;
     for (int i = 0; i < n; i++) {
         bool empty = c.pos[i / t->hd % t->rows] < 0;
         c.k[i] = empty ? 0x7e00 : quant_f32_to_f16(noise());
@@ -3273,9 +3345,11 @@ static Cache lab_cache(Gpu *g, const MetalCase *t, double *k, double *v)
 
 static void lab_attention(Gpu *g, const MetalCase *t)
 {
-    int hd = t->hd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows * hd, all = n * H * hd;
+    int hd = t->hd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows * hd,
+        all = n * H * hd;
     Lab x = lab(g);
-    double *q = need((2 * all + 2 * ring) * sizeof *q), *want = q + all, *k = want + all, *v = k + ring, e = 0;
+    double *q = need((2 * all + 2 * ring) * sizeof *q), *want = q + all, *k = want + all,
+           *v = k + ring, e = 0;
     Cache c = lab_cache(g, t, k, v);
     Config *config = &x.m.config;
     x.arch.rope = t->pairing;
@@ -3287,14 +3361,21 @@ static void lab_attention(Gpu *g, const MetalCase *t)
     if (t->normed) x.w.q_norm = lab_norm(g, hd, hd);
     if (t->normed) x.w.k_norm = lab_norm(g, hd, hd);
     if (t->sinks) x.w.sinks = lab_floats(g, H, 3);
-    x.s = (Session){.cache = &c, .pos = t->pos, .q = lab_floats(g, all, 1), .k = lab_floats(g, n * KV * hd, 1),
-                    .v = lab_floats(g, n * KV * hd, 1), .att = lab_floats(g, all, 1),
+    x.s = (Session){.cache = &c,
+                    .pos = t->pos,
+                    .q = lab_floats(g, all, 1),
+                    .k = lab_floats(g, n * KV * hd, 1),
+                    .v = lab_floats(g, n * KV * hd, 1),
+                    .att = lab_floats(g, all, 1),
                     .rope = {lab_floats(g, n * t->n_rot, 1)}};
     for (int i = 0; i < n * (H + KV); i++) {   // rotated queries; new keys and values in their rows
         int token = i / (H + KV), h = i % (H + KV), kv = h - H;
         const float *turn = x.s.rope[0] + token * t->n_rot;
-        size_t from = ((size_t)token * KV + kv) * hd, at = ((size_t)kv * t->rows + cache_row(&c, t->pos + token)) * hd;
-        if (h < H) naive_head(t, x.s.q + (token * H + h) * hd, x.w.q_norm.w, turn, q + (token * H + h) * hd);
+        size_t from = ((size_t)token * KV + kv) * hd,
+               at = ((size_t)kv * t->rows + cache_row(&c, t->pos + token)) * hd;
+        if (h < H)
+            naive_head(t, x.s.q + (token * H + h) * hd, x.w.q_norm.w, turn,
+                       q + (token * H + h) * hd);
         else naive_head(t, x.s.k + from, x.w.k_norm.w, turn, k + at);
         for (int j = 0; h >= H && j < hd; j++) {
             k[at + j] = (double)(_Float16)k[at + j];
@@ -3303,24 +3384,27 @@ static void lab_attention(Gpu *g, const MetalCase *t)
     }
     for (int i = 0; i < n * H; i++) {
         int h = i % H, kv = h / (H / KV) * t->rows * hd;
-        metal_reference(t, q + i * hd, k + kv, v + kv, c.pos, t->pos + i / H, t->sinks ? x.w.sinks + h : NULL,
-                        want + i * hd);
+        metal_reference(t, q + i * hd, k + kv, v + kv, c.pos, t->pos + i / H,
+                        t->sinks ? x.w.sinks + h : NULL, want + i * hd);
     }
     char name[80];
-    snprintf(name, sizeof name, "%s, case %d", n >= 8 ? "flash_attention" : "attention", (int)(t - ATTENTIONS));
+    snprintf(name, sizeof name, "%s, case %d", n >= 8 ? "flash_attention" : "attention",
+             (int)(t - ATTENTIONS));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
     lab_compare(name, -1, x.s.att, want, NULL, all, n >= 8 ? 2e-3 : 3e-4);
     if (n > 1) lab_compare("rope", -1, x.s.q, q, NULL, all, 1e-5);
     for (int i = 0; i < ring; i++)
-        if (c.pos[i / hd % t->rows] >= 0) e = fmax(e, fmax(fabs(half_value(c.k[i]) - k[i]), fabs(half_value(c.v[i]) - v[i])));
+        if (c.pos[i / hd % t->rows] >= 0)
+            e = fmax(e, fmax(fabs(half_value(c.k[i]) - k[i]), fabs(half_value(c.v[i]) - v[i])));
     LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
 }
 
 static void kernel_attention(Gpu *g, int unused)
 {
     (void)unused;
-    for (size_t i = 0; i < sizeof ATTENTIONS / sizeof *ATTENTIONS; i++) lab_attention(g, &ATTENTIONS[i]);
+    for (size_t i = 0; i < sizeof ATTENTIONS / sizeof *ATTENTIONS; i++)
+        lab_attention(g, &ATTENTIONS[i]);
 }
 
 static void kernel_norms(Gpu *g, int unused)
@@ -3375,7 +3459,11 @@ static void kernel_argmax(Gpu *g, int unused)
 }
 
 // In order to add a kernel: its test, and a row here.
-static const struct { const char *name; void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
+static const struct {
+    const char *name;
+    void (*fn)(Gpu *g, int type);
+    bool formats;
+} KERNEL_TESTS[] = {
     {"embed", kernel_embed, true},
     {"gemv", kernel_gemv, true},
     {"gemv_glu", kernel_glu, true},
@@ -3404,7 +3492,8 @@ static int kernels_missing(const bool ran[N_KERNEL_TESTS][N_GPU_FORMATS])
     for (int i = 0; i < N_KERNEL_TESTS; i++) {
         int count = 0, want = KERNEL_TESTS[i].formats ? N_GPU_FORMATS : 1;
         for (int t = 0; t < N_GPU_FORMATS; t++) count += ran[i][t];
-        printf("  %-32s%s %d of %d\n", KERNEL_TESTS[i].name, KERNEL_TESTS[i].formats ? "formats" : "", count, want);
+        printf("  %-32s%s %d of %d\n", KERNEL_TESTS[i].name,
+               KERNEL_TESTS[i].formats ? "formats" : "", count, want);
         missing += !CHECK(count == want, "%s: %d formats of %d", KERNEL_TESTS[i].name, count, want);
     }
     return missing;
@@ -3442,7 +3531,8 @@ static void test_metal_kernels(void)
     run_kernels(NULL, ran);
     kernels_missing(ran);
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
-    CHECK(soft.live == 0 && soft.pools == 0, "%d objects leak, %d pools are open", soft.live, soft.pools);
+    CHECK(soft.live == 0 && soft.pools == 0, "%d objects leak, %d pools are open", soft.live,
+          soft.pools);
     CHECK(soft.faults == 0, "%d misuses of the API", soft.faults);
 }
 
@@ -3453,7 +3543,8 @@ static int expected_dispatches(const Model *m, int n, int rows, bool block)
 {
     int each = n > 1 ? 11 : block ? 3 : 5, total = 1;   // 1: the embedding
     for (int l = 0; l < m->config.n_layer; l++)
-        total += each + (m->layers[l].attn_post_norm.w != NULL) + (m->layers[l].ffn_post_norm.w != NULL);
+        total +=
+            each + (m->layers[l].attn_post_norm.w != NULL) + (m->layers[l].ffn_post_norm.w != NULL);
     return total + (rows + LOGIT_ROWS - 1) / LOGIT_ROWS * 2;   // norm and gemm, or gemv and argmax
 }
 
@@ -3474,7 +3565,11 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, fl
     bool gpu = !s->o.cpu;
     for (int left; p < n; p += left) {
         left = n - p < s->o.chunk ? n - p : s->o.chunk;
-        want += expected_dispatches(s->m, left, p + left <= from ? 0 : p < from ? p + left - from : left, s->o.gpu_block);
+        want += expected_dispatches(s->m, left,
+                                    p + left <= from ? 0
+                                    : p < from       ? p + left - from
+                                                     : left,
+                                    s->o.gpu_block);
     }
     soft.n_run = 0;
     bool ok = session_run(s, ids, n, from, false, copy_row, &to, &e);
@@ -3507,7 +3602,8 @@ static void check_reads(const Session *s)
 
 // A prompt in chunks, then token by token; then cut back and on again. `far`: how far from the
 // golden logits (NULL: none) both may be; `near`: how far GPU and CPU may be from each other.
-static void compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden, double far, double near)
+static void compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden,
+                          double far, double near)
 {
     Session s[2];
     Error e = {{0}};
@@ -3517,7 +3613,8 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     for (int cpu = 0; cpu < 2; cpu++) {
         o.cpu = cpu;
         bool ok = session_open(&s[cpu], m, o, &e);
-        CHECK(ok && (cpu || s[0].gpu), "%s: the GPU does not open %s", m->config.arch->name, e.text);
+        CHECK(ok && (cpu || s[0].gpu), "%s: the GPU does not open %s", m->config.arch->name,
+              e.text);
         eval_rows(&s[cpu], ids, prompt, 0, 0, of[cpu]);
         for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, i, of[cpu] + i * 128);
         if (!cpu) check_reads(&s[0]);
@@ -3525,7 +3622,8 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     int best = 0;
     for (int i = 1; i < 128; i++) best = s[0].logits[i] > s[0].logits[best] ? i : best;
     CHECK(gpu_argmax(&s[0], s[0].logits) == best, "argmax %d", best);
-    double d = nmse(of[0], of[1], n * 128), g = golden && !o.window ? nmse(of[0], golden, n * 128) : 0;
+    double d = nmse(of[0], of[1], n * 128),
+           g = golden && !o.window ? nmse(of[0], golden, n * 128) : 0;
     CHECK(d <= near, "%s: GPU and CPU differ by %.1e, limit %.0e", m->config.arch->name, d, near);
     CHECK(g <= far, "%s: %.1e from golden, limit %.0e", m->config.arch->name, g, far);
     for (int cpu = 0; cpu < 2; cpu++) {
@@ -3539,9 +3637,11 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     session_close(&s[1]);
 }
 
-static const char *const GPU_MODELS[] = {"llama", "gemma2", "gemma3", "phi3", "llama256.q4_K_M",   // --quick: these
-    "mistral3", "qwen2", "qwen3", "gemma", "llama3-freqs", "llama-linear", "qwen2-yarn", "phi3-long", "phi3-short",
-    "llama.q4_0", "qwen2.q5_1", "gemma3.iq4_nl", "qwen2-256.q2_K"};
+static const char *const GPU_MODELS[] = {
+    "llama",         "gemma2",    "gemma3",     "phi3",       "llama256.q4_K_M", // --quick: these
+    "mistral3",      "qwen2",     "qwen3",      "gemma",      "llama3-freqs",    "llama-linear",
+    "qwen2-yarn",    "phi3-long", "phi3-short", "llama.q4_0", "qwen2.q5_1",      "gemma3.iq4_nl",
+    "qwen2-256.q2_K"};
 
 static void test_metal_models(void)
 {
@@ -3562,16 +3662,18 @@ static void test_metal_models(void)
         snprintf(path, sizeof path, "golden/archs/%s.logits", GPU_MODELS[i]);
         float *golden = read_all(path, &size);
         snprintf(path, sizeof path, "golden/archs/%s.gguf", GPU_MODELS[i]);
-        if (access(path, R_OK)) snprintf(path, sizeof path, "golden/archs/%s-00001-of-00002.gguf", GPU_MODELS[i]);
+        if (access(path, R_OK))
+            snprintf(path, sizeof path, "golden/archs/%s-00001-of-00002.gguf", GPU_MODELS[i]);
         int n = test.quick ? 18 : N;
         if (!CHECK(model_open(&m, path, &e), "%s", e.text)) return;
         compare_model(&m, (Options){.chunk = 64}, ids, n, golden, far, near);
         compare_model(&m, (Options){.chunk = 7, .window = 10, .keep = 2}, ids, n, NULL, far, near);
-        if (i == 0) compare_model(&m, (Options){.chunk = 9, .gpu_block = true}, ids, 18, golden, far, near);
+        if (i == 0)
+            compare_model(&m, (Options){.chunk = 9, .gpu_block = true}, ids, 18, golden, far, near);
         model_close(&m);
     }
-    CHECK(soft.live == 0 && soft.pools == 0 && soft.faults == 0, "%d objects leak, %d pools are open, %d misuses",
-          soft.live, soft.pools, soft.faults);
+    CHECK(soft.live == 0 && soft.pools == 0 && soft.faults == 0,
+          "%d objects leak, %d pools are open, %d misuses", soft.live, soft.pools, soft.faults);
 }
 
 // ==== lint ====
@@ -3617,19 +3719,24 @@ template <class T> struct simdgroup_matrix {
 };
 typedef simdgroup_matrix<half> simdgroup_half8x8;
 typedef simdgroup_matrix<float> simdgroup_float8x8;
-#define IN(space) \
-    template <class T> void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, ulong = 8, \
-                                           ulong2 = 0, bool = false); \
-    template <class T> void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, ulong = 8, \
-                                            ulong2 = 0, bool = false);
-IN(device) IN(threadgroup)
-template <class D, class A, class B>
-void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
-                                   const volatile simdgroup_matrix<B> &, const volatile simdgroup_matrix<D> &);
+#define IN(space)                                                                                  \
+    template <class T>                                                                             \
+    void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, ulong = 8, ulong2 = 0,    \
+                        bool = false);                                                             \
+    template <class T>                                                                             \
+    void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, ulong = 8, ulong2 = 0,   \
+                         bool = false);
+IN(device)
+IN(threadgroup) template <class D, class A, class B>
+void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &,
+                                   const volatile simdgroup_matrix<A> &,
+                                   const volatile simdgroup_matrix<B> &,
+                                   const volatile simdgroup_matrix<D> &);
 template <class D, class A, class B>
 void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
                         const volatile simdgroup_matrix<B> &);
-#pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try catch
+#pragma GCC poison vertex fragment                                                                 \
+    object_data double goto register new delete virtual throw try catch
 #pragma GCC poison typeid dynamic_cast printf
 #endif
 
@@ -3647,7 +3754,8 @@ static const struct { const char *kind, *line, *why; } EQUIVALENT[] = {
     {"", "", ""},
 };
 
-static size_t add_mutant(Mutant *out, const char *kind, size_t at, size_t n, const char *format, const char *text)
+static size_t add_mutant(Mutant *out, const char *kind, size_t at, size_t n, const char *format,
+                         const char *text)
 {
     *out = (Mutant){kind, at, n, ""};
     snprintf(out->with, sizeof out->with, format, (int)n - 2, text);
@@ -3668,12 +3776,19 @@ static bool is_declaration(const char *start, const char *open)
 
 static size_t mutants_at(const char *s, size_t i, const char *line, Mutant *out)
 {
-    static const char *const swaps[][2] = {{" < ", " <= "}, {" >= ", " > "}, {" > ", " >= "}, {" <= ", " < "},
-                                           {"min(", "first("}, {"simd_sum(", "("}, {"simd_max(", "("},
-                                           {"simd_min(", "("}, {"simd_shuffle(", "first("},
+    static const char *const swaps[][2] = {{" < ", " <= "},
+                                           {" >= ", " > "},
+                                           {" > ", " >= "},
+                                           {" <= ", " < "},
+                                           {"min(", "first("},
+                                           {"simd_sum(", "("},
+                                           {"simd_max(", "("},
+                                           {"simd_min(", "("},
+                                           {"simd_shuffle(", "first("},
                                            {"simd_shuffle_xor(", "first("}};
     bool word = i && (isalnum((unsigned char)s[i - 1]) || s[i - 1] == '_');
-    if (!word && (!strncmp(s + i, "threadgroup_barrier(", 20) || !strncmp(s + i, "simdgroup_barrier(", 18)))
+    if (!word &&
+        (!strncmp(s + i, "threadgroup_barrier(", 20) || !strncmp(s + i, "simdgroup_barrier(", 18)))
         return add_mutant(out, "barrier", i, strchr(s + i, ')') + 1 - (s + i), "(void)0%.0s", "");
     if (s[i] == '[' && s[i + 1] != '[' && s[i - 1] != '[' && !is_declaration(line, s + i)) {
         int depth = 0;
@@ -3713,12 +3828,15 @@ static int run_mutant(const char *s, const Mutant *m, int number)
     FILE *f = fopen(path, "w");
     char *test_c = read_all("test.c", &size), *library = strstr(test_c, "\n// >>> Metal library");
     if (!f || !library) return 3;
-    fprintf(f, "#include \"quant.h\"\n#undef QUANT_TYPES\n#define QUANT_TYPES(X) X(7, q5_1, 32, 24, 0, 1) "
-            "X(8, q8_0, 32, 34, 0, 0) X(12, q4_K, 256, 144, 0, 1)\n#define first(a, b) (a)\n");
+    fprintf(
+        f,
+        "#include \"quant.h\"\n#undef QUANT_TYPES\n#define QUANT_TYPES(X) X(7, q5_1, 32, 24, 0, 1) "
+        "X(8, q8_0, 32, 34, 0, 0) X(12, q4_K, 256, 144, 0, 1)\n#define first(a, b) (a)\n");
     fwrite(library, 1, strstr(library, "\n// <<< Metal library") - library + 1, f);
     fprintf(f, "\n%.*s%s%s", (int)m->at, s, m->with, s + m->at + m->n);
     fclose(f);
-    snprintf(command, sizeof command, "${CC:-cc} -std=gnu11 -O1 -w -shared -fPIC -I. -o %s.so %s", path, path);
+    snprintf(command, sizeof command, "${CC:-cc} -std=gnu11 -O1 -w -shared -fPIC -I. -o %s.so %s",
+             path, path);
     if (system(command)) return 3;
     strncat(path, ".so", sizeof path - strlen(path) - 1);
     soft.kernels = dlopen(path, RTLD_NOW);
@@ -3733,8 +3851,8 @@ static void show_mutant(const char *s, const Mutant *m, const char *what)
     size_t start = m->at, line = 1;
     for (size_t i = 0; i < m->at; i++) line += s[i] == '\n';
     while (start && s[start - 1] != '\n') start--;
-    printf("%s: kernels.metal:%zu: %s: %.*s -> %s\n    %.*s\n", what, line, m->kind, (int)m->n, s + m->at, m->with,
-           (int)strcspn(s + start, "\n"), s + start);
+    printf("%s: kernels.metal:%zu: %s: %.*s -> %s\n    %.*s\n", what, line, m->kind, (int)m->n,
+           s + m->at, m->with, (int)strcspn(s + start, "\n"), s + start);
     fflush(stdout);
 }
 
@@ -3744,7 +3862,8 @@ static bool is_equivalent(const char *s, const Mutant *m)
     while (start && s[start - 1] != '\n') start--;
     for (size_t i = 0; i < sizeof EQUIVALENT / sizeof *EQUIVALENT; i++) {
         const char *at = *EQUIVALENT[i].line ? strstr(s + start, EQUIVALENT[i].line) : NULL;
-        if (at && at < s + start + strcspn(s + start, "\n") && !strcmp(m->kind, EQUIVALENT[i].kind)) return true;
+        if (at && at < s + start + strcspn(s + start, "\n") && !strcmp(m->kind, EQUIVALENT[i].kind))
+            return true;
     }
     return false;
 }
@@ -3756,8 +3875,10 @@ static int metal_mutants(int argc, char **argv)
     static Mutant all[MAX];
     size_t size;
     char *s = read_all("kernels.metal", &size);
-    int n = find_mutants(s, all, MAX), from = argc > 0 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n;
-    int killed = 0, same = 0, survived = 0, broken = 0, running = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
+    int n = find_mutants(s, all, MAX), from = argc > 0 ? atoi(argv[0]) : 0,
+        to = argc > 1 ? atoi(argv[1]) : n;
+    int killed = 0, same = 0, survived = 0, broken = 0, running = 0,
+        cpus = sysconf(_SC_NPROCESSORS_ONLN);
     static struct { pid_t pid; int mutant; } slot[SLOTS];
     if (cpus > SLOTS) cpus = SLOTS;
     for (int next = from; next < to || running; ) {
@@ -3768,7 +3889,8 @@ static int metal_mutants(int argc, char **argv)
             slot[i].mutant = next;
             slot[i].pid = fork();
             if (!slot[i].pid) {
-                if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(3);
+                if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr))
+                    _exit(3);
                 _exit(run_mutant(s, &all[next], next));
             }
             next++;
@@ -3788,8 +3910,8 @@ static int metal_mutants(int argc, char **argv)
         else if (is_equivalent(s, m)) same++;
         else survived++, show_mutant(s, m, "SURVIVED");
     }
-    printf("%d mutants: %d noticed, %d equivalent, %d survived, %d do not compile\n", to - from, killed, same,
-           survived, broken);
+    printf("%d mutants: %d noticed, %d equivalent, %d survived, %d do not compile\n", to - from,
+           killed, same, survived, broken);
     return survived + broken > 0;
 }
 
