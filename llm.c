@@ -1352,7 +1352,7 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets
             sum[4] += load_f32((offsets ? m : d) + i) * load_f32(x->s + i);
     }
     UNROLL for (int i = 0; i < 64; i += LANES) {
-        vb w = (vb)load_i32(q + 4 * i) + (int8_t)(offsets ? 0 : CODE_BIAS);
+        vb w = (vb)load_i32(q + 4 * i) ^ (int8_t)(offsets ? 0 : CODE_BIAS);   // + 128
         vi dot = dot_bytes((vi){0}, (vi)w, load_i32(x->q + 4 * i));
         sum[i / LANES % 4] += __builtin_convertvector(dot, vf) * spread(scale, i);
     }
@@ -4508,7 +4508,7 @@ static int run_completion(const Cli *cli, Session *s, const Text *text, const To
         fprintf(stderr,
                 "note: the first %zu tokens of the prompt are out of sight; -c %zu keeps them\n",
                 ids->n - s->o.window, ids->n);
-    if (!cli->hide_prompt) fwrite(text->s, 1, text->n, stdout);
+    if (!cli->hide_prompt && text->n) fwrite(text->s, 1, text->n, stdout);
     if (!cli->hide_prompt) fflush(stdout);
     bool ok = cli->n_predict
                   ? session_generate(s, ids->id, ids->n, cli->n_predict, print_token, &p, e)
@@ -4580,13 +4580,13 @@ static bool chat_turn(const Cli *cli, Chat *c, int kind, const char *user, size_
 static bool run_chat(const Cli *cli, Session *s, const Text *text, Error *e)
 {
     Str template = gguf_str(&s->m->gguf, "tokenizer.chat_template");
+    if (!template.n) return fail(e, "the model has no chat template; -i needs one");
     int n_kinds = sizeof CHATS / sizeof *CHATS, kind = 0;
     while (kind < n_kinds &&
            !memmem(template.s, template.n, CHATS[kind].mark, strlen(CHATS[kind].mark)))
         kind++;
     if (kind == n_kinds)
-        return fail(e, template.n ? "the model's chat template is of an unknown family"
-                                  : "the model has no chat template; -i needs one");
+        return fail(e, "the model's chat template is of an unknown family");
     Chat c = {
         .p = {
             .cli = cli, .s = s, .piece = malloc(s->m->tokenizer->piece_max + 16), .start = now()}};
