@@ -92,7 +92,7 @@ extern const char metal_source[] __asm__("metal_source");
 
 // ---- device ----
 
-enum { MAX_VARIANTS = 96, MAX_COMMANDS = 32, MAX_BOUND = 12, SPLIT_LAYERS = 8 };
+enum { MAX_PIPELINES = 96, MAX_COMMANDS = 32, MAX_BOUND = 12, SPLIT_LAYERS = 8 };
 enum {   // function constants, numbered as in kernels.metal
     C_FORMAT_0, C_FORMAT_1, C_FORMAT_2, C_FORMAT_3, C_RAGGED, C_NORMED, C_BIASES, C_EPILOGUE,
     C_ACTIVATION, C_SOFTCAPPED, C_HEAD_DIM, C_PAIRING, C_QK_NORMED, C_FUSED, C_CAUSAL,
@@ -107,8 +107,8 @@ typedef struct {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     void *pool;                 // autoreleased objects of one forward
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
-    Variant variant[MAX_VARIANTS];
-    int n_shared, n_variants, n_commands;
+    Variant pipeline[MAX_PIPELINES];
+    int n_shared, n_pipelines, n_commands;
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
     int8_t *codes;              // [chunk][widest input], if int8 is asked for
     float *scales;              // [chunk][widest input / 32][3]
@@ -188,13 +188,13 @@ static const Shared *gpu_find(const Gpu *g, const void *p)
 // the variant of a kernel that these constants make, compiled on first use
 static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *constant)
 {
-    for (int i = 0; i < g->n_variants; i++) {
-        Variant *p = &g->variant[i];
+    for (int i = 0; i < g->n_pipelines; i++) {
+        Variant *p = &g->pipeline[i];
         bool same = !strcmp(p->kernel, kernel);
         if (same && !memcmp(p->constant, constant, sizeof p->constant)) return p;
     }
-    if (g->n_variants == MAX_VARIANTS) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    Variant *p = &g->variant[g->n_variants];
+    if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
+    Variant *p = &g->pipeline[g->n_pipelines];
     id error = NULL, name = send(g, string, objc_getClass("NSString"), kernel);
     id values = send(g, make, objc_getClass("MTLFunctionConstantValues"));
     for (size_t i = 0; i < N_CONSTANTS; i++)
@@ -208,7 +208,7 @@ static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *consta
     p->kernel = kernel;
     memcpy(p->constant, constant, sizeof p->constant);
     p->threads = send(g, max_threads, p->state);
-    g->n_variants++;
+    g->n_pipelines++;
     return p;
 }
 
@@ -238,7 +238,7 @@ static void gpu_close(Session *s)
     Gpu *g = s->gpu;
     if (!g) return;
     if (g->why[0]) fprintf(stderr, "note: running on the CPU: %s\n", g->why);
-    for (int i = 0; i < g->n_variants; i++) send(g, release, g->variant[i].state);
+    for (int i = 0; i < g->n_pipelines; i++) send(g, release, g->pipeline[i].state);
     for (int i = 0; i < g->n_shared; i++) send(g, release, g->shared[i].buffer);
     send(g, release, g->library);
     send(g, release, g->queue);
@@ -309,7 +309,7 @@ static const void *matrix_base(const Matrix *w)
     return w->data - (uintptr_t)w->data % 16;
 }
 
-static void encode_embed(Session *s, int n)
+static void run_embed(Session *s, int n)
 {
     const Matrix *w = &s->m->embd;
     Gpu *g = s->gpu;
@@ -319,7 +319,7 @@ static void encode_embed(Session *s, int n)
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-static void encode_norm(Session *s, const float *x, const Norm *w, float *y, int n, int epilogue)
+static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n, int epilogue)
 {
     struct norm_args a = {s->m->config.dim, s->m->config.eps};
     size_t threads = a.cols < 256 ? (a.cols + 31) / 32 * 32 : 256;
@@ -329,8 +329,8 @@ static void encode_norm(Session *s, const float *x, const Norm *w, float *y, int
 
 // y[i] = scale * w[i] x for up to three matrices, x normalised by `norm` if there is one; or
 // (EPILOGUE_GLU) y[0] = act(w[0] x) * w[1] x
-static void encode_gemv(Session *s, const Matrix *const *w, int k, const float *x, const Norm *norm,
-                        float *const *y, int epilogue, float cap, float scale)
+static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, const Norm *norm,
+                     float *const *y, int epilogue, float cap, float scale)
 {
     bool glu = epilogue == EPILOGUE_GLU;
     struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
@@ -355,8 +355,8 @@ static void encode_gemv(Session *s, const Matrix *const *w, int k, const float *
 }
 
 // y = scale * x w' for n tokens; in integers where that is asked for and the format has codes
-static void encode_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y,
-                        int n, int epilogue, float cap, float scale)
+static void run_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y,
+                     int n, int epilogue, float cap, float scale)
 {
     Gpu *g = s->gpu;
     int tile = n > 8 ? 32 : 8;
@@ -378,7 +378,7 @@ static void encode_gemm(Session *s, const Matrix *w, const float *x, const float
 }
 
 // RoPE, cache write and attention: fused for one token, in two dispatches for more
-static void encode_attention(Session *s, const Layer *w, int n)
+static void run_attention(Session *s, const Layer *w, int n)
 {
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
@@ -406,7 +406,7 @@ static void encode_attention(Session *s, const Layer *w, int n)
 }
 
 // The single-dispatch half of a layer, where it is asked for and fits: see kernels.metal
-static bool encode_block(Session *s, const Layer *w)
+static bool run_block(Session *s, const Layer *w)
 {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
@@ -430,39 +430,39 @@ static bool encode_block(Session *s, const Layer *w)
 // ---- forward ----
 
 // x += w in, or x += norm(w in)
-static void encode_residual(Session *s, const Matrix *w, const float *in, const Norm *post, int n)
+static void run_residual(Session *s, const Matrix *w, const float *in, const Norm *post, int n)
 {
     float *y = post->w ? s->out : s->x;
     int epilogue = post->w ? EPILOGUE_STORE : EPILOGUE_ADD;
-    if (n == 1) encode_gemv(s, &w, 1, in, NULL, &y, epilogue, 0, 1);
-    else encode_gemm(s, w, in, NULL, y, n, epilogue, 0, 1);
-    if (post->w) encode_norm(s, s->out, post, s->x, n, EPILOGUE_ADD);
+    if (n == 1) run_gemv(s, &w, 1, in, NULL, &y, epilogue, 0, 1);
+    else run_gemm(s, w, in, NULL, y, n, epilogue, 0, 1);
+    if (post->w) run_norm(s, s->out, post, s->x, n, EPILOGUE_ADD);
 }
 
 // One token: five dispatches, seven with post-norms. A chunk: eleven or thirteen.
-static void encode_layer(Session *s, const Layer *w, int n)
+static void run_layer(Session *s, const Layer *w, int n)
 {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *pair[2] = {&w->gate, &w->up};
     float *to[3] = {s->q, s->k, s->v};
-    if (n == 1) encode_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
-    else encode_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
+    if (n == 1) run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
+    else run_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
     for (int i = 0; n > 1 && i < 3; i++)
-        encode_gemm(s, qkv[i], s->h, NULL, to[i], n, EPILOGUE_STORE, 0, 1);
-    encode_attention(s, w, n);
-    if (n == 1 && encode_block(s, w)) return;
-    encode_residual(s, &w->o, s->att, &w->attn_post_norm, n);
+        run_gemm(s, qkv[i], s->h, NULL, to[i], n, EPILOGUE_STORE, 0, 1);
+    run_attention(s, w, n);
+    if (n == 1 && run_block(s, w)) return;
+    run_residual(s, &w->o, s->att, &w->attn_post_norm, n);
     if (n == 1) {
-        encode_gemv(s, pair, 2, s->x, &w->ffn_norm, &s->up, EPILOGUE_GLU, 0, 1);
+        run_gemv(s, pair, 2, s->x, &w->ffn_norm, &s->up, EPILOGUE_GLU, 0, 1);
     } else {
-        encode_norm(s, s->x, &w->ffn_norm, s->h, n, EPILOGUE_STORE);
-        encode_gemm(s, &w->gate, s->h, NULL, s->gate, n, EPILOGUE_STORE, 0, 1);
-        encode_gemm(s, &w->up, s->h, s->gate, s->up, n, EPILOGUE_GLU, 0, 1);
+        run_norm(s, s->x, &w->ffn_norm, s->h, n, EPILOGUE_STORE);
+        run_gemm(s, &w->gate, s->h, NULL, s->gate, n, EPILOGUE_STORE, 0, 1);
+        run_gemm(s, &w->up, s->h, s->gate, s->up, n, EPILOGUE_GLU, 0, 1);
     }
-    encode_residual(s, &w->down, s->up, &w->ffn_post_norm, n);
+    run_residual(s, &w->down, s->up, &w->ffn_post_norm, n);
 }
 
 // logits of n rows; for one row also which is the largest
-static void encode_head(Session *s, int first, int n)
+static void run_head(Session *s, int first, int n)
 {
     const Config *c = &s->m->config;
     const Matrix *w = &s->m->head;
@@ -474,16 +474,16 @@ static void encode_head(Session *s, int first, int n)
     Dispatch d = {"argmax", {y, g->best}, 2, 1, threads, 2 * 32 * sizeof(float), {0}};
     g->best_of = n == 1 ? y : NULL;
     if (n > 1) {
-        encode_norm(s, x, norm, h, n, EPILOGUE_STORE);
-        encode_gemm(s, w, h, NULL, y, n, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
+        run_norm(s, x, norm, h, n, EPILOGUE_STORE);
+        run_gemm(s, w, h, NULL, y, n, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
     } else {
-        encode_gemv(s, &w, 1, x, norm, &y, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
+        run_gemv(s, &w, 1, x, norm, &y, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
         gpu_dispatch(g, &d, &a, sizeof a);
     }
 }
 
 // live: the rows are marked with their positions. The warm-up's are not, so nobody sees them.
-static void encode_layers(Session *s, const int32_t *ids, int n, int pos, bool live)
+static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live)
 {
     Gpu *g = s->gpu;
     int n_layer = s->m->config.n_layer, split = n_layer / MAX_COMMANDS + SPLIT_LAYERS;
@@ -491,11 +491,11 @@ static void encode_layers(Session *s, const int32_t *ids, int n, int pos, bool l
     g->best_of = NULL;
     memcpy(g->ids, ids, n * sizeof *ids);
     each_row(s, NULL, n, angles_row);
-    encode_embed(s, n);
+    run_embed(s, n);
     for (s->l = 0; s->l < n_layer; s->l++) {
         Cache *cache = &s->cache[s->l];
         for (int i = 0; live && i < n; i++) cache->pos[cache_row(cache, pos + i)] = pos + i;
-        encode_layer(s, &s->m->layers[s->l], n);
+        run_layer(s, &s->m->layers[s->l], n);
         if (n == 1 || (s->l + 1) % split) continue;
         gpu_commit(g);   // the GPU begins while the rest is encoded
         gpu_commands(g);
@@ -506,8 +506,8 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 {
     if (!s->gpu) return false;
     gpu_begin(s->gpu);
-    encode_layers(s, ids, n, pos, true);
-    if (first < n) encode_head(s, first, n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS);
+    run_layers(s, ids, n, pos, true);
+    if (first < n) run_head(s, first, n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS);
     return gpu_end(s);
 }
 
@@ -515,7 +515,7 @@ static bool gpu_head(Session *s, int first, int n)
 {
     if (!s->gpu) return false;
     gpu_begin(s->gpu);
-    encode_head(s, first, n);
+    run_head(s, first, n);
     return gpu_end(s);
 }
 
@@ -594,7 +594,7 @@ static bool gpu_open(Session *s)
     objc_autoreleasePoolPop(pool);
     if (!ok) return gpu_close(s), false;
     gpu_begin(g);   // warm-up: one token on a row that nobody sees compiles what decoding needs
-    encode_layers(s, &none, 1, 0, false);
-    encode_head(s, 0, 1);
+    run_layers(s, &none, 1, 0, false);
+    run_head(s, 0, 1);
     return gpu_end(s);
 }
