@@ -57,8 +57,7 @@ struct argmax_args { int32_t n; };
 
 // Rows that one SIMD-group makes at once: more rows share each load of x, but need registers. The
 // wider the codes, the sooner the memory is busy without sharing.
-static inline int gemv_rows(int format)
-{
+static inline int gemv_rows(int format) {
     if (format == FORMAT_F32) return 1;
     return format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
 }
@@ -92,8 +91,7 @@ constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E
 
 // group g of a row: 32 codes, and a scale and an offset per 16
 static inline void group_decode(int format, device const uchar *row, int g, thread int8_t *q,
-                                thread float *d, thread float *m)
-{
+                                thread float *d, thread float *m) {
     switch (format) {
 #define X(id, name, weights, bytes, per16, offsets) \
     case id: \
@@ -105,8 +103,7 @@ static inline void group_decode(int format, device const uchar *row, int g, thre
     }
 }
 
-static inline bool format_offsets(int format)
-{
+static inline bool format_offsets(int format) {
     switch (format) {
 #define X(id, name, weights, bytes, per16, offsets) case id: return offsets;
     QUANT_TYPES(X)
@@ -115,13 +112,11 @@ static inline bool format_offsets(int format)
     return false;
 }
 
-static inline bool format_float(int format)
-{
+static inline bool format_float(int format) {
     return format == FORMAT_F32 || format == FORMAT_F16 || format == FORMAT_BF16;
 }
 
-static inline float float_weight(int format, device const uchar *row, int i)
-{
+static inline float float_weight(int format, device const uchar *row, int i) {
     if (format == FORMAT_F32) return ((device const float *)row)[i];
     if (format == FORMAT_F16) return (float)((device const half *)row)[i];
     return as_float((uint)((device const ushort *)row)[i] << 16);
@@ -129,8 +124,7 @@ static inline float float_weight(int format, device const uchar *row, int i)
 
 // group g of a row as floats; zeros past the last column
 static inline void group_weights(int format, device const uchar *row, int g, int cols,
-                                 thread float *w)
-{
+                                 thread float *w) {
     if (format_float(format)) {
         for (int i = 0; i < 32; i++)
             w[i] = RAGGED && 32 * g + i >= cols ? 0.0f : float_weight(format, row, 32 * g + i);
@@ -148,8 +142,7 @@ static inline void group_weights(int format, device const uchar *row, int g, int
 // the sums. xs and half-sums of x are loaded once for all R rows.
 static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
                             device const float *x, device const float *norm, int cols, uint lane,
-                            thread float *sum, thread float *square)
-{
+                            thread float *sum, thread float *square) {
     for (int g = lane; g * 32 < cols; g += 32) {
         float xs[32], xsum[2] = {0.0f, 0.0f};
         for (int i = 0; i < 32; i++) {
@@ -180,13 +173,11 @@ static inline void rows_dot(int format, int R, device const uchar *w, ulong row_
     }
 }
 
-static inline float softcap(float x, float cap)
-{
+static inline float softcap(float x, float cap) {
     return SOFTCAPPED ? cap * tanh(x / cap) : x;
 }
 
-static inline float activation(float x)
-{
+static inline float activation(float x) {
     if (ACTIVATION == ACT_SILU) return x / (1.0f + exp(-x));
     if (ACTIVATION == ACT_GELU) {                         // past 10 tanh is 1; its exp overflows
         float t = 0.79788456f * x * (1.0f + 0.044715f * x * x);
@@ -203,8 +194,7 @@ static inline float activation(float x)
 kernel void embed(device const uchar *w [[buffer(0)]], device const int *ids [[buffer(1)]],
                   device float *x [[buffer(2)]], constant struct embed_args *a [[buffer(3)]],
                   uint t [[threadgroup_position_in_grid]],
-                  uint lane [[thread_index_in_simdgroup]])
-{
+                  uint lane [[thread_index_in_simdgroup]]) {
     device const uchar *row = w + a->w.start + (ulong)ids[t] * a->w.row_bytes;
     device float *out = x + (ulong)t * a->cols;
     for (int g = lane; g * 32 < a->cols; g += 32) {
@@ -216,8 +206,7 @@ kernel void embed(device const uchar *w [[buffer(0)]], device const int *ids [[b
 }
 
 // Sum over the threadgroup, in every thread: SIMD-groups leave their sums in `part`, all add them.
-static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg, uint lane)
-{
+static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg, uint lane) {
     v = simd_sum(v);
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the last sum has been read
     if (lane == 0) part[sg] = v;
@@ -234,8 +223,7 @@ kernel void rms_norm(device const float *x [[buffer(0)]], device const float *w 
                      uint tid [[thread_index_in_threadgroup]],
                      uint nsg [[simdgroups_per_threadgroup]],
                      uint sg [[simdgroup_index_in_threadgroup]],
-                     uint lane [[thread_index_in_simdgroup]])
-{
+                     uint lane [[thread_index_in_simdgroup]]) {
     device const float *in = x + (ulong)t * a->cols;
     device float *out = y + (ulong)t * a->cols;
     float square = 0.0f;
@@ -255,8 +243,7 @@ kernel void layer_norm(device const float *x [[buffer(0)]], device const float *
                        uint tid [[thread_index_in_threadgroup]],
                        uint nsg [[simdgroups_per_threadgroup]],
                        uint sg [[simdgroup_index_in_threadgroup]],
-                       uint lane [[thread_index_in_simdgroup]])
-{
+                       uint lane [[thread_index_in_simdgroup]]) {
     device const float *in = x + (ulong)t * a->cols;
     device float *out = y + (ulong)t * a->cols;
     float sum = 0.0f, square = 0.0f;
@@ -275,8 +262,7 @@ kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buf
                      uint tg [[threadgroup_position_in_grid]],
                      uint nsg [[simdgroups_per_threadgroup]],
                      uint sg [[simdgroup_index_in_threadgroup]],
-                     uint lane [[thread_index_in_simdgroup]])
-{
+                     uint lane [[thread_index_in_simdgroup]]) {
     int g = tg * nsg + sg;
     if (g >= a->groups) return;                           // a whole SIMD-group: no barrier follows
     float v = x[(ulong)g * 32 + lane], top = simd_max(fabs(v));
@@ -302,8 +288,7 @@ kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buf
 static inline void gemv_unit(int format, int part, int unit, device const uchar *w,
                              device const float *bias, device const float *x,
                              device const float *norm, device float *y,
-                             constant struct gemv_args *a, uint lane)
-{
+                             constant struct gemv_args *a, uint lane) {
     int R = gemv_rows(format), row = unit * R, rows = a->w[part].rows;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f, scale = a->w[part].scale;
     rows_dot(format, R, w + a->w[part].start + (ulong)row * a->w[part].row_bytes,
@@ -318,8 +303,7 @@ static inline void gemv_unit(int format, int part, int unit, device const uchar 
     }
 }
 
-static inline int gemv_units(int format, int rows)
-{
+static inline int gemv_units(int format, int rows) {
     return (rows + gemv_rows(format) - 1) / gemv_rows(format);
 }
 
@@ -335,8 +319,7 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
                  uint tg [[threadgroup_position_in_grid]],
                  uint nsg [[simdgroups_per_threadgroup]],
                  uint sg [[simdgroup_index_in_threadgroup]],
-                 uint lane [[thread_index_in_simdgroup]])
-{
+                 uint lane [[thread_index_in_simdgroup]]) {
     int unit = tg * nsg + sg;
     int n0 = gemv_units(FORMAT_0, a->w[0].rows), n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
     int n2 = n1 + gemv_units(FORMAT_2, a->w[2].rows);
@@ -355,8 +338,7 @@ kernel void gemv_glu(device const uchar *gate [[buffer(0)]], device const uchar 
                      uint tg [[threadgroup_position_in_grid]],
                      uint nsg [[simdgroups_per_threadgroup]],
                      uint sg [[simdgroup_index_in_threadgroup]],
-                     uint lane [[thread_index_in_simdgroup]])
-{
+                     uint lane [[thread_index_in_simdgroup]]) {
     int R = gemv_rows(FORMAT_0), row = (tg * nsg + sg) * R, last = a->w[0].rows - 1 - row;
     if (last < 0) return;                                 // a whole SIMD-group: no barrier follows
     float g[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, u[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -378,8 +360,7 @@ kernel void gemv_glu(device const uchar *gate [[buffer(0)]], device const uchar 
 
 // Where the first (which = 0) or second element of a head's pair p stands. Past the rotated part
 // (partial rotary) pairs are neighbours, and pass unchanged.
-static inline int pair_index(int p, int which, int n_rot)
-{
+static inline int pair_index(int p, int which, int n_rot) {
     return PAIRING == ROPE_HALVES && p < n_rot / 2 ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
@@ -387,8 +368,7 @@ static inline int pair_index(int p, int which, int n_rot)
 // holds cosine and sine of each pair at this position, computed by the host in double.
 static inline void head_rope(device const float *x, device const float *norm,
                              device const float *rope, constant struct attention_args *a,
-                             uint lane, thread float *v)
-{
+                             uint lane, thread float *v) {
     float square = 0.0f, scale = 1.0f;
     for (int i = 0; i < HEAD_DIM; i += 64) {
         int p = i / 2 + lane;
@@ -419,8 +399,7 @@ static inline void head_rope(device const float *x, device const float *norm,
 // the same, to threadgroup memory, where every lane finds every element
 static inline void head_stage(device const float *x, device const float *norm,
                               device const float *rope, constant struct attention_args *a,
-                              uint lane, threadgroup float *out)
-{
+                              uint lane, threadgroup float *out) {
     float v[HEAD_MAX / 32];
     head_rope(x, norm, rope, a, lane, v);
     for (int i = 0; i < HEAD_DIM; i += 64)
@@ -431,15 +410,13 @@ static inline void head_stage(device const float *x, device const float *norm,
 }
 
 // The mask is by absolute position: rows of the ring are in any order, -1 is an empty one.
-static inline bool visible(int pos_k, int pos_q, constant struct attention_args *a)
-{
+static inline bool visible(int pos_k, int pos_q, constant struct attention_args *a) {
     return pos_k >= 0 &&
            (!CAUSAL || (pos_k <= pos_q && (pos_q - pos_k < a->window || pos_k < a->keep)));
 }
 
 // the row of a position: the first `keep` rows are pinned, the rest is a ring
-static inline int ring_row(int pos, constant struct attention_args *a)
-{
+static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
@@ -452,8 +429,7 @@ static inline void attention_rows(device const half *k, device const half *v,
                                   device const int *pos_k, threadgroup const float *k_new,
                                   device const float *v_new, int pos, int slot, int r0,
                                   constant struct attention_args *a,
-                                  thread struct softmax_state *state)
-{
+                                  thread struct softmax_state *state) {
     float s[4], top = state->m;
     for (int i = 0; i < 4; i++) {
         int r = r0 + i;
@@ -487,8 +463,7 @@ static inline void attention_rows(device const half *k, device const half *v,
 static inline void attention_merge(thread const struct softmax_state *state,
                                    threadgroup float *shared, device const float *sink,
                                    device float *out, uint nsg, uint sg, uint lane,
-                                   constant struct attention_args *a)
-{
+                                   constant struct attention_args *a) {
     threadgroup float *os = shared, *ms = os + nsg * HEAD_DIM, *sums = ms + nsg;
     int first = lane * (HEAD_DIM / 32);
     for (int e = 0; e < HEAD_DIM / 32; e++) os[sg * HEAD_DIM + first + e] = state->o[e];
@@ -526,8 +501,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
                       uint tg [[threadgroup_position_in_grid]],
                       uint nsg [[simdgroups_per_threadgroup]],
                       uint sg [[simdgroup_index_in_threadgroup]],
-                      uint lane [[thread_index_in_simdgroup]])
-{
+                      uint lane [[thread_index_in_simdgroup]]) {
     int t = tg / a->n_head, head = tg % a->n_head, group = a->n_head / a->n_kv, kv = head / group;
     int first = lane * (HEAD_DIM / 32);                   // this lane's elements of a head
     ulong ring = (ulong)kv * a->rows * HEAD_DIM + first;
@@ -588,8 +562,7 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
                       uint tid [[thread_index_in_threadgroup]],
                       uint nsg [[simdgroups_per_threadgroup]],
                       uint sg [[simdgroup_index_in_threadgroup]],
-                      uint lane [[thread_index_in_simdgroup]])
-{
+                      uint lane [[thread_index_in_simdgroup]]) {
     threadgroup float *y = shared + 32;
     device float *n = h + a->ff;
     bool mine = (int)tid < a->dim;
@@ -625,8 +598,7 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 
 // Rows of W for one tile: a lane decodes a group of 32 of its row.
 static inline void stage_weights(int format, constant struct kernel_matrix *w, int row, int g,
-                                 int cols, device const uchar *data, threadgroup half *out)
-{
+                                 int cols, device const uchar *data, threadgroup half *out) {
     float v[32];
     ulong at = w->start + (ulong)min(row, w->rows - 1) * w->row_bytes;
     group_weights(format, data + at, g, cols, v);
@@ -636,8 +608,7 @@ static inline void stage_weights(int format, constant struct kernel_matrix *w, i
 // the same as codes: 8 words of four of them, then two scales and two offsets
 static inline void stage_codes(int format, constant struct kernel_matrix *w, int row, int g,
                                device const uchar *data, threadgroup int8_t *q,
-                               threadgroup float *scales)
-{
+                               threadgroup float *scales) {
     int8_t codes[32];
     float d[2], m[2];
     ulong at = w->start + (ulong)min(row, w->rows - 1) * w->row_bytes;
@@ -650,20 +621,17 @@ static inline void stage_codes(int format, constant struct kernel_matrix *w, int
 }
 
 // Where one SIMD-group's blocks of the tile stand: 2 x 4 of 8 x 8, or 1 x 2 when tokens are few.
-static inline int tile_token(int i, uint sg)
-{
+static inline int tile_token(int i, uint sg) {
     return 8 * i + (TILE_TOKENS == 32 ? (int)sg / 2 * 16 : 0);
 }
 
-static inline int tile_row(int j, uint sg)
-{
+static inline int tile_row(int j, uint sg) {
     return 8 * j + (TILE_TOKENS == 32 ? (int)sg % 2 * 32 : (int)sg * 16);
 }
 
 // c += tile of x times tile of w, as matrices
 static inline void tile_multiply(threadgroup const float *xs, threadgroup const half *ws, uint sg,
-                                 thread simdgroup_float8x8 *c)
-{
+                                 thread simdgroup_float8x8 *c) {
     simdgroup_float8x8 mx[2];
     simdgroup_half8x8 mw[4];
     int down = TILE_TOKENS == 32 ? 2 : 1, across = TILE_TOKENS == 32 ? 4 : 2;
@@ -683,8 +651,7 @@ static inline void tile_multiply(threadgroup const float *xs, threadgroup const 
 // scales, two offsets.
 static inline void tile_multiply_codes(threadgroup const int8_t *xq, threadgroup const float *xs,
                                        threadgroup const int8_t *wq, threadgroup const float *ws,
-                                       uint tid, thread float *c)
-{
+                                       uint tid, thread float *c) {
     for (int i = 0; i < 16; i++) {
         int t = (int)tid / 16 * 4 + i / 4, r = (int)tid % 16 * 4 + i % 4;
         for (int h = 0; h < 2; h++) {
@@ -701,8 +668,7 @@ static inline void tile_multiply_codes(threadgroup const int8_t *xq, threadgroup
 static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *sums,
                               threadgroup float *tile, device const float *bias,
                               device const float *gate, device float *y,
-                              constant struct gemm_args *a, int token, int row, uint tid, uint sg)
-{
+                              constant struct gemm_args *a, int token, int row, uint tid, uint sg) {
     if (INT8) {
         for (int i = 0; i < 16; i++)
             tile[((int)tid / 16 * 4 + i / 4) * GEMM_ROWS + (int)tid % 16 * 4 + i % 4] = sums[i];
@@ -741,8 +707,7 @@ kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [
                  threadgroup float *shared [[shared_memory]],                  // 2048 floats
                  uint tg [[threadgroup_position_in_grid]],
                  uint tid [[thread_index_in_threadgroup]],
-                 uint sg [[simdgroup_index_in_threadgroup]])
-{
+                 uint sg [[simdgroup_index_in_threadgroup]]) {
     threadgroup float *xs = shared;                                            // [tokens][32]
     threadgroup half *ws = (threadgroup half *)(shared + TILE_TOKENS * 32);    // [64][32]
     threadgroup float *dx = shared, *dw = dx + 3 * TILE_TOKENS;                // or [][3], [64][4]
@@ -788,8 +753,7 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
                  uint tg [[threadgroup_position_in_grid]],
                  uint nsg [[simdgroups_per_threadgroup]],
                  uint sg [[simdgroup_index_in_threadgroup]],
-                 uint lane [[thread_index_in_simdgroup]])
-{
+                 uint lane [[thread_index_in_simdgroup]]) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
@@ -815,8 +779,7 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
 
 // 32 rows of the ring to threadgroup memory; empty ones as zeros, for they may hold anything
 static inline void flash_stage(device const half *from, device const int *pos_k, int r0, uint tid,
-                               constant struct attention_args *a, threadgroup half *tile)
-{
+                               constant struct attention_args *a, threadgroup half *tile) {
     for (int i = tid; i < FLASH_KEYS * HEAD_DIM; i += 128) {
         int r = r0 + i / HEAD_DIM;
         bool empty = r >= a->used || pos_k[min(r, a->used - 1)] < 0;
@@ -828,8 +791,7 @@ static inline void flash_stage(device const half *from, device const int *pos_k,
 // Scores become probabilities in place; the factor for what was summed before goes to a diagonal.
 static inline void flash_softmax(threadgroup float *scores, threadgroup float *diagonal, int keys,
                                  int pos, uint lane, constant struct attention_args *a,
-                                 thread float *m, thread float *sum)
-{
+                                 thread float *m, thread float *sum) {
     threadgroup float *mine = scores + lane / 4 * FLASH_KEYS + lane % 4 * 8;
     float s[8], top = *m, part = 0.0f;
     for (int i = 0; i < 8; i++) {
@@ -857,8 +819,7 @@ static inline void flash_softmax(threadgroup float *scores, threadgroup float *d
 // The queries of a tile, scaled, as matrices of half. One SIMD-group holds 8 queries.
 static inline void flash_queries(device const float *x, int n, uint tid, uint sg,
                                  constant struct attention_args *a, threadgroup half *tile,
-                                 thread simdgroup_half8x8 *q)
-{
+                                 thread simdgroup_half8x8 *q) {
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
     for (int i = tid; i < 32 * HEAD_DIM; i += 128) {
         int t = i / HEAD_DIM;
@@ -871,8 +832,7 @@ static inline void flash_queries(device const float *x, int n, uint tid, uint sg
 
 // o = diagonal * o + probabilities * values
 static inline void flash_values(threadgroup const float *scores, threadgroup const float *diagonal,
-                                threadgroup const half *tile, thread simdgroup_float8x8 *o)
-{
+                                threadgroup const half *tile, thread simdgroup_float8x8 *o) {
     simdgroup_float8x8 shrink, mp[FLASH_KEYS / 8];
     simdgroup_half8x8 mv;
     simdgroup_load(shrink, diagonal, 8);
@@ -889,8 +849,7 @@ static inline void flash_values(threadgroup const float *scores, threadgroup con
 // Scales by one over the sums and stores, through threadgroup memory: of an 8 x 8 matrix a lane
 // takes two floats of row lane / 4, the one whose sum it has.
 static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup float *scores,
-                               device float *out, bool inside, float scale, uint lane)
-{
+                               device float *out, bool inside, float scale, uint lane) {
     for (int d = 0; d < HEAD_DIM / 8; d++) {
         simdgroup_barrier(mem_flags::mem_threadgroup);    // the matrix before has been read
         simdgroup_store(o[d], scores, 8);
@@ -915,8 +874,7 @@ kernel void flash_attention(device const float *queries [[buffer(0)]],
                             uint tg [[threadgroup_position_in_grid]],
                             uint tid [[thread_index_in_threadgroup]],
                             uint sg [[simdgroup_index_in_threadgroup]],
-                            uint lane [[thread_index_in_simdgroup]])
-{
+                            uint lane [[thread_index_in_simdgroup]]) {
     threadgroup half *tile = (threadgroup half *)shared;                       // [32][HEAD_DIM]
     threadgroup float *scores = shared + 16 * HEAD_DIM + sg * 320, *diagonal = scores + 256;
     int head = tg % a->n_head, t0 = tg / a->n_head * 32, t = t0 + sg * 8 + lane / 4;
@@ -967,8 +925,7 @@ kernel void argmax(device const float *x [[buffer(0)]], device int *out [[buffer
                    uint tid [[thread_index_in_threadgroup]],
                    uint nsg [[simdgroups_per_threadgroup]],
                    uint sg [[simdgroup_index_in_threadgroup]],
-                   uint lane [[thread_index_in_simdgroup]])
-{
+                   uint lane [[thread_index_in_simdgroup]]) {
     threadgroup int *where = (threadgroup int *)(shared + nsg);
     float best = UNSEEN;
     int at = a->n;

@@ -69,8 +69,7 @@
 typedef struct { char text[512]; } Error;
 
 // fills e with one line: what was expected, what was found; returns false
-__attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *format, ...)
-{
+__attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(e->text, sizeof e->text, format, args);
@@ -84,19 +83,16 @@ typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, 
 
 #define STR_ARG(a) (int)((a).n < 100 ? (a).n : 100), (a).s   // for "%.*s"
 
-static bool str_eq(Str a, const char *b)
-{
+static bool str_eq(Str a, const char *b) {
     return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0;
 }
 
-static int str_compare(Str a, Str b)
-{
+static int str_compare(Str a, Str b) {
     int c = memcmp(a.s, b.s, a.n < b.n ? a.n : b.n);
     return c ? c : (a.n > b.n) - (a.n < b.n);
 }
 
-static double now(void)
-{
+static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + 1e-9 * t.tv_nsec;
@@ -107,8 +103,7 @@ static double now(void)
 // earlier value lets buffers that never live together share bytes; `peak` remembers the most.
 typedef struct { char *base; size_t used, peak; } Arena;
 
-static void *arena_take(Arena *a, size_t count, size_t size)
-{
+static void *arena_take(Arena *a, size_t count, size_t size) {
     size_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
     if (a->used > a->peak) a->peak = a->used;
@@ -141,8 +136,7 @@ typedef struct {
 
 typedef struct { const uint8_t *p, *end; bool bad; } Cursor;
 
-static uint64_t read_bytes(Cursor *c, size_t n)   // n = 1, 2, 4, 8
-{
+static uint64_t read_bytes(Cursor *c, size_t n) {   // n = 1, 2, 4, 8
     uint64_t x = 0;
     if (c->bad || (size_t)(c->end - c->p) < n) {
         c->bad = true;
@@ -153,14 +147,12 @@ static uint64_t read_bytes(Cursor *c, size_t n)   // n = 1, 2, 4, 8
     return x;
 }
 
-static void skip_bytes(Cursor *c, uint64_t n)
-{
+static void skip_bytes(Cursor *c, uint64_t n) {
     if (c->bad || (uint64_t)(c->end - c->p) < n) c->bad = true;
     else c->p += n;
 }
 
-static Str read_str(Cursor *c)
-{
+static Str read_str(Cursor *c) {
     uint64_t n = read_bytes(c, 8);
     Str s = {(const char *)c->p, n};
     skip_bytes(c, n);
@@ -168,8 +160,7 @@ static Str read_str(Cursor *c)
 }
 
 // strings of an array that was checked when the file was opened
-static Str str_next(const uint8_t **p)
-{
+static Str str_next(const uint8_t **p) {
     uint64_t n;
     memcpy(&n, *p, 8);
     Str s = {(const char *)*p + 8, n};
@@ -177,8 +168,7 @@ static Str str_next(const uint8_t **p)
     return s;
 }
 
-static bool read_meta(Cursor *c, Meta *m, Error *e)
-{
+static bool read_meta(Cursor *c, Meta *m, Error *e) {
     m->key = read_str(c);
     m->type = m->elem = read_bytes(c, 4);
     m->n = 1;
@@ -206,8 +196,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e)
 }
 
 // the tensor's offset is left in data; it becomes a pointer when the start of the data is known
-static bool read_tensor(Cursor *c, Tensor *t, Error *e)
-{
+static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
     t->name = read_str(c);
     uint32_t n_dims = read_bytes(c, 4);
     if (c->bad) return fail(e, "the file ends inside the list of tensors");
@@ -231,8 +220,7 @@ static bool read_tensor(Cursor *c, Tensor *t, Error *e)
     return true;
 }
 
-static bool tensor_place(Tensor *t, const Map *map, size_t data, size_t align, Error *e)
-{
+static bool tensor_place(Tensor *t, const Map *map, size_t data, size_t align, Error *e) {
     uint64_t offset = (uintptr_t)t->data, room = map->size - data;
     if (offset % align)
         return fail(e, "tensor %.*s: offset %llu is not a multiple of the alignment %zu",
@@ -251,30 +239,25 @@ static bool tensor_place(Tensor *t, const Map *map, size_t data, size_t align, E
     return true;
 }
 
-static int meta_compare(const void *a, const void *b)
-{
+static int meta_compare(const void *a, const void *b) {
     return str_compare(((const Meta *)a)->key, ((const Meta *)b)->key);
 }
 
-static int tensor_compare(const void *a, const void *b)
-{
+static int tensor_compare(const void *a, const void *b) {
     return str_compare(((const Tensor *)a)->name, ((const Tensor *)b)->name);
 }
 
-static const Meta *gguf_find(const Gguf *g, const char *key)
-{
+static const Meta *gguf_find(const Gguf *g, const char *key) {
     Meta m = {.key = {key, strlen(key)}};
     return bsearch(&m, g->meta, g->n_meta, sizeof m, meta_compare);
 }
 
-static const Tensor *gguf_tensor(const Gguf *g, const char *name)
-{
+static const Tensor *gguf_tensor(const Gguf *g, const char *name) {
     Tensor t = {.name = {name, strlen(name)}};
     return bsearch(&t, g->tensors, g->n_tensors, sizeof t, tensor_compare);
 }
 
-static double meta_float(const Meta *m, uint64_t i)
-{
+static double meta_float(const Meta *m, uint64_t i) {
     const uint8_t *p = m->v + i * gguf_size[m->elem];
     float f;
     double d;
@@ -291,27 +274,23 @@ static double meta_float(const Meta *m, uint64_t i)
     }
 }
 
-static int64_t meta_int(const Meta *m, uint64_t i)   // clamped: counts are checked by their users
-{
+static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped: counts are checked by their users
     double d = meta_float(m, i);
     return d != d ? 0 : d > 1e15 ? (int64_t)1e15 : d < -1e15 ? (int64_t)-1e15 : (int64_t)d;
 }
 
-static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise)
-{
+static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
     const Meta *m = gguf_find(g, key);
     return m && m->type != GGUF_STR && m->type != GGUF_ARR ? meta_int(m, 0) : otherwise;
 }
 
-static Str gguf_str(const Gguf *g, const char *key)
-{
+static Str gguf_str(const Gguf *g, const char *key) {
     const Meta *m = gguf_find(g, key);
     const uint8_t *p = m && m->type == GGUF_STR ? m->v : NULL;
     return p ? str_next(&p) : (Str){NULL, 0};
 }
 
-static bool map_file(const char *path, Map *map, Error *e)
-{
+static bool map_file(const char *path, Map *map, Error *e) {
     struct stat st;
     int fd = open(path, O_RDONLY | O_NONBLOCK);   // a pipe by that name must not block
     if (fd < 0) return fail(e, "%s: %s", path, strerror(errno));
@@ -329,8 +308,7 @@ static bool map_file(const char *path, Map *map, Error *e)
     return true;
 }
 
-static void gguf_close(Gguf *g)
-{
+static void gguf_close(Gguf *g) {
     for (size_t i = 0; i < g->n_maps; i++)
         if (g->maps[i].base) munmap(g->maps[i].base, g->maps[i].size);
     free(g->maps);
@@ -340,8 +318,7 @@ static void gguf_close(Gguf *g)
 }
 
 // the fixed part of the head; *n_tensors and *n_meta are bounded by the file's size
-static bool read_head(Cursor *c, const Map *map, uint64_t *n_tensors, uint64_t *n_meta, Error *e)
-{
+static bool read_head(Cursor *c, const Map *map, uint64_t *n_tensors, uint64_t *n_meta, Error *e) {
     uint32_t magic = read_bytes(c, 4), version = read_bytes(c, 4);
     if (magic != 0x46554747) return fail(e, "not a GGUF file: it starts with %08x", magic);
     if (version >= 0x01000000) return fail(e, "a big-endian GGUF file; little endian is expected");
@@ -358,8 +335,7 @@ static bool read_head(Cursor *c, const Map *map, uint64_t *n_tensors, uint64_t *
 }
 
 // part i of a model: the metadata of part 0 stays, the tensors of all parts are collected
-static bool gguf_read(Gguf *g, const Map *map, int64_t i, Error *e)
-{
+static bool gguf_read(Gguf *g, const Map *map, int64_t i, Error *e) {
     Cursor c = {map->base, map->base + map->size, false};
     uint64_t n_tensors = 0, n_meta = 0;
     if (!read_head(&c, map, &n_tensors, &n_meta, e)) return false;
@@ -392,8 +368,7 @@ static bool gguf_read(Gguf *g, const Map *map, int64_t i, Error *e)
 }
 
 // opens path and, where it is the first of a split model, all its parts
-static bool gguf_open(Gguf *g, const char *path, Error *e)
-{
+static bool gguf_open(Gguf *g, const char *path, Error *e) {
     Error why;
     char part[4096];
     int64_t count = 1;
@@ -597,21 +572,18 @@ typedef struct {
 // cannot fail.
 
 // metadata under the architecture's prefix; element l where the value is an array
-static const Meta *arch_meta(const Model *m, const char *key)
-{
+static const Meta *arch_meta(const Model *m, const char *key) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", m->config.arch->name, key);
     return gguf_find(&m->gguf, name);
 }
 
-static double arch_float(const Model *m, const char *key, double otherwise)
-{
+static double arch_float(const Model *m, const char *key, double otherwise) {
     const Meta *v = arch_meta(m, key);
     return v && v->type != GGUF_STR && v->type != GGUF_ARR ? meta_float(v, 0) : otherwise;
 }
 
-static int64_t arch_int(const Model *m, const char *key, int l, int64_t otherwise)
-{
+static int64_t arch_int(const Model *m, const char *key, int l, int64_t otherwise) {
     const Meta *v = arch_meta(m, key);
     if (!v || v->elem == GGUF_STR || (v->type == GGUF_ARR && (uint64_t)l >= v->n)) return otherwise;
     return meta_int(v, v->type == GGUF_ARR ? l : 0);
@@ -620,8 +592,7 @@ static int64_t arch_int(const Model *m, const char *key, int l, int64_t otherwis
 // Loading is sticky: after the first error nothing more is done, and that error is told.
 typedef struct { Model *m; Error *e; bool ok; int l; } Loader;
 
-static int need_int(Loader *ld, const char *key, int64_t otherwise, int64_t low, int64_t high)
-{
+static int need_int(Loader *ld, const char *key, int64_t otherwise, int64_t low, int64_t high) {
     int64_t x = arch_int(ld->m, key, ld->l < 0 ? 0 : ld->l, otherwise);
     if (ld->ok && (x < low || x > high))
         ld->ok = fail(ld->e, x == INT64_MIN ? "key %s.%s is missing or not a number"
@@ -630,24 +601,21 @@ static int need_int(Loader *ld, const char *key, int64_t otherwise, int64_t low,
     return ld->ok ? x : (int)low;
 }
 
-static const Tensor *find_tensor(Loader *ld, const char *name, const char *suffix)
-{
+static const Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
     char full[128];
     if (ld->l < 0) snprintf(full, sizeof full, "%s%s", name, suffix);
     else snprintf(full, sizeof full, "blk.%d.%s%s", ld->l, name, suffix);
     return ld->ok ? gguf_tensor(&ld->m->gguf, full) : NULL;
 }
 
-static void missing(Loader *ld, const char *name)
-{
+static void missing(Loader *ld, const char *name) {
     if (!ld->ok) return;
     if (ld->l < 0) ld->ok = fail(ld->e, "tensor %s is missing", name);
     else ld->ok = fail(ld->e, "tensor blk.%d.%s is missing", ld->l, name);
 }
 
 // n floats; 0: however many there are
-static const float *load_vector(Loader *ld, const char *name, const char *suffix, int64_t n)
-{
+static const float *load_vector(Loader *ld, const char *name, const char *suffix, int64_t n) {
     const Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
     int64_t have = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
@@ -669,15 +637,13 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return m->owned[m->n_owned++] = v;
 }
 
-static Norm load_norm(Loader *ld, const char *name, int64_t n)
-{
+static Norm load_norm(Loader *ld, const char *name, int64_t n) {
     const float *w = load_vector(ld, name, ".weight", n);
     return (Norm){w, load_vector(ld, name, ".bias", n), n, 0};
 }
 
 // of q or k: one for all heads [hd], for the whole projection [heads * hd], or [heads][hd]
-static Norm load_head_norm(Loader *ld, const char *name, int heads, int hd)
-{
+static Norm load_head_norm(Loader *ld, const char *name, int heads, int hd) {
     const Tensor *t = find_tensor(ld, name, ".weight");
     bool shared = t && t->ne[0] == hd && t->ne[1] == 1;
     Norm w = load_norm(ld, name, shared ? hd : (int64_t)heads * hd);
@@ -686,8 +652,7 @@ static Norm load_head_norm(Loader *ld, const char *name, int heads, int hd)
 }
 
 // a [rows][cols] matrix, or n_expert of them; rows 0: however many the file has
-static Matrix load_matrix(Loader *ld, const char *name, int64_t cols, int64_t rows, int n_expert)
-{
+static Matrix load_matrix(Loader *ld, const char *name, int64_t cols, int64_t rows, int n_expert) {
     const Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
     if (!rows) rows = t->ne[1];
@@ -704,24 +669,21 @@ static Matrix load_matrix(Loader *ld, const char *name, int64_t cols, int64_t ro
                     rows * quant_row_bytes(t->type, cols)};
 }
 
-static Matrix need_matrix(Loader *ld, const char *name, int64_t cols, int64_t rows, int n_expert)
-{
+static Matrix need_matrix(Loader *ld, const char *name, int64_t cols, int64_t rows, int n_expert) {
     Matrix w = load_matrix(ld, name, cols, rows, n_expert);
     if (!w.data) missing(ld, name);
     return w;
 }
 
 // rows first .. first+rows-1 of w, of each expert
-static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows)
-{
+static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     if (w.data) w.data += first * quant_row_bytes(w.type, w.cols);
     if (w.bias) w.bias += first;
     w.rows = rows;
     return w;
 }
 
-static Matrix matrix_expert(const Matrix *w, int i)
-{
+static Matrix matrix_expert(const Matrix *w, int i) {
     Matrix one = *w;
     one.data += i * w->step;
     if (w->bias) one.bias += i * w->rows;
@@ -729,8 +691,7 @@ static Matrix matrix_expert(const Matrix *w, int i)
     return one;
 }
 
-static void load_attention(Loader *ld, Layer *w)
-{
+static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int64_t q = (int64_t)w->n_head * c->hd, k = (int64_t)w->n_kv * c->hd, v = w->n_kv * c->vd;
     Matrix qkv = load_matrix(ld, "attn_qkv", c->dim, q + k + v, 1);
@@ -753,8 +714,7 @@ static void load_attention(Loader *ld, Layer *w)
     w->k_norm = load_head_norm(ld, "attn_k_norm", w->n_kv, c->hd);
 }
 
-static void load_delta(Loader *ld, Layer *w)
-{
+static void load_delta(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int64_t keys = (int64_t)c->n_key * c->dk, values = (int64_t)c->n_value * c->dv;
     w->conv_in = need_matrix(ld, "attn_qkv", c->dim, 2 * keys + values, 1);
@@ -778,8 +738,7 @@ static void load_delta(Loader *ld, Layer *w)
     if (!w->delta_norm.w) missing(ld, "ssm_norm");
 }
 
-static void load_ffn(Loader *ld, Layer *w)
-{
+static void load_ffn(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int n = c->n_expert;
     w->router = load_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
@@ -813,8 +772,7 @@ static void load_ffn(Loader *ld, Layer *w)
     }
 }
 
-static void load_layer(Loader *ld, Layer *w)
-{
+static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     w->n_head = need_int(ld, "attention.head_count", INT64_MIN, 1, 1 << 14);
     w->n_kv = need_int(ld, "attention.head_count_kv", w->n_head, 1, w->n_head);
@@ -849,8 +807,7 @@ static void load_layer(Loader *ld, Layer *w)
 }
 
 // which layers see a window only, and which have RoPE
-static void load_pattern(Loader *ld, Layer *w)
-{
+static void load_pattern(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = c->arch;
     const Meta *pattern = arch_meta(ld->m, "attention.sliding_window_pattern");
@@ -903,8 +860,7 @@ static const struct { const char *key; size_t at; } FLOAT_KEYS[] = {
 };
 #undef AT
 
-static void load_keys(Loader *ld)
-{
+static void load_keys(Loader *ld) {
     Config *c = &ld->m->config;
     for (size_t i = 0; i < sizeof INT_KEYS / sizeof *INT_KEYS; i++) {
         int *x = (int *)((char *)c + INT_KEYS[i].at);
@@ -918,8 +874,7 @@ static void load_keys(Loader *ld)
     }
 }
 
-static const Arch *find_arch(const Model *m, Str name)
-{
+static const Arch *find_arch(const Model *m, Str name) {
     char key[128];
     snprintf(key, sizeof key, "%.*s.block_count", STR_ARG(name));
     int64_t n_layer = gguf_int(&m->gguf, key, 0);
@@ -929,8 +884,7 @@ static const Arch *find_arch(const Model *m, Str name)
     return NULL;
 }
 
-static bool load_config(Loader *ld)
-{
+static bool load_config(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
     Str name = gguf_str(&m->gguf, "general.architecture");
@@ -979,8 +933,7 @@ static bool load_config(Loader *ld)
 }
 
 // binds every weight; all that forward relies on is checked here
-static bool weights_load(Model *m, Error *e)
-{
+static bool weights_load(Model *m, Error *e) {
     Loader ld = {m, e, true, -1};
     Config *c = &m->config;
     if (!load_config(&ld)) return false;
@@ -1046,8 +999,7 @@ static uint64_t fp_mode(void) { return _mm_getcsr(); }
 static void fp_set(uint64_t mode) { _mm_setcsr(mode); }
 enum { FP_FLUSH = 0x8040 };
 #elif defined(__aarch64__)
-static uint64_t fp_mode(void)
-{
+static uint64_t fp_mode(void) {
     uint64_t mode;
     __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
     return mode;
@@ -1068,29 +1020,25 @@ static bool tiles_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 static bool tiles_allow(void) { return true; }
 #endif
 
-static void pool_wake(Pool *p)
-{
+static void pool_wake(Pool *p) {
     if (!atomic_load(&p->sleeping)) return;
     pthread_mutex_lock(&p->lock);
     pthread_cond_broadcast(&p->wake);
     pthread_mutex_unlock(&p->lock);
 }
 
-static void pool_work(Pool *p, int thread)
-{
+static void pool_work(Pool *p, int thread) {
     int left, done = 0;
     for (; (left = atomic_fetch_sub(&p->left, 1)) > 0; done++) p->fn(p->ctx, p->n - left, thread);
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
 
-static bool pool_ready(Pool *p, bool caller)
-{
+static bool pool_ready(Pool *p, bool caller) {
     if (caller) return atomic_load(&p->running) == 0;
     return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
 }
 
-static void pool_wait(Pool *p, bool caller)
-{
+static void pool_wait(Pool *p, bool caller) {
     double until = now() + 20e-6;
     while (!pool_ready(p, caller) && now() < until) continue;
     if (pool_ready(p, caller)) return;
@@ -1101,8 +1049,7 @@ static void pool_wait(Pool *p, bool caller)
     pthread_mutex_unlock(&p->lock);
 }
 
-static void *pool_thread(void *arg)
-{
+static void *pool_thread(void *arg) {
     Pool *p = arg;
     int thread = atomic_fetch_add(&p->ids, 1) + 1;
     fp_set(fp_mode() | FP_FLUSH);
@@ -1110,8 +1057,7 @@ static void *pool_thread(void *arg)
     return NULL;
 }
 
-static void pool_close(Pool *p)
-{
+static void pool_close(Pool *p) {
     atomic_store(&p->quit, true);
     pool_wake(p);
     for (int i = 0; i < p->threads - 1; i++) pthread_join(p->thread[i], NULL);
@@ -1120,8 +1066,7 @@ static void pool_close(Pool *p)
     free(p->thread);
 }
 
-static bool pool_open(Pool *p, int threads)
-{
+static bool pool_open(Pool *p, int threads) {
     memset(p, 0, sizeof *p);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
@@ -1134,8 +1079,7 @@ static bool pool_open(Pool *p, int threads)
 }
 
 // fn(ctx, i, thread) for i = 0..n-1, in any order on any thread; returns when all are done
-static void parallel(Pool *p, Task *fn, void *ctx, int n)
-{
+static void parallel(Pool *p, Task *fn, void *ctx, int n) {
     uint64_t mode = fp_mode();
     fp_set(mode | FP_FLUSH);
     if (p->threads == 1 || n <= 1) {
@@ -1182,15 +1126,13 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 
-INLINE vf load_f32(const void *p)
-{
+INLINE vf load_f32(const void *p) {
     vf v;
     memcpy(&v, p, sizeof v);
     return v;
 }
 INLINE vi load_i32(const void *p) { return (vi)load_f32(p); }
-INLINE vf load_bf16(const void *p)
-{
+INLINE vf load_bf16(const void *p) {
     typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
     vh h;
     memcpy(&h, p, sizeof h);
@@ -1199,25 +1141,21 @@ INLINE vf load_bf16(const void *p)
 
 #if defined(SIMD_VNNI)
 INLINE vf load_f16(const void *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
-INLINE vi dot_bytes(vi sum, vi w, vi x)
-{
+INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
-INLINE vf spread(const float *d, int i)
-{
+INLINE vf spread(const float *d, int i) {
     __m512i at = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     at = _mm512_add_epi32(at, _mm512_set1_epi32(i / 4));
     return (vf)_mm512_permutexvar_ps(at, _mm512_loadu_ps(d));
 }
 #elif defined(QUANT_X86)
 INLINE vf load_f16(const void *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
-INLINE vi dot_bytes(vi sum, vi w, vi x)
-{
+INLINE vi dot_bytes(vi sum, vi w, vi x) {
     __m256i size = _mm256_abs_epi8((__m256i)w), y = _mm256_sign_epi8((__m256i)x, (__m256i)w);
     return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(size, y), _mm256_set1_epi16(1));
 }
-INLINE vf spread(const float *d, int i)
-{
+INLINE vf spread(const float *d, int i) {
     return (vf)_mm256_set_m128(_mm_set1_ps(d[i / 4 + 1]), _mm_set1_ps(d[i / 4]));
 }
 #else
@@ -1225,28 +1163,24 @@ INLINE vf spread(const float *d, int i) { return (vf){0} + d[i / 4]; }
 #if defined(QUANT_NEON)
 INLINE vf load_f16(const void *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 #else
-INLINE vf load_f16(const void *p)
-{
+INLINE vf load_f16(const void *p) {
     vf v;
     for (int i = 0; i < LANES; i++) v[i] = quant_half((const uint8_t *)p + 2 * i);
     return v;
 }
 #endif
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
-INLINE vi dot_bytes(vi sum, vi w, vi x)
-{
+INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 }
 #elif defined(QUANT_NEON)
-INLINE vi dot_bytes(vi sum, vi w, vi x)
-{
+INLINE vi dot_bytes(vi sum, vi w, vi x) {
     int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
     int16x8_t lo = vmull_s8(vget_low_s8(a), vget_low_s8(b)), hi = vmull_high_s8(a, b);
     return sum + (vi)vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi));
 }
 #else
-INLINE vi dot_bytes(vi sum, vi w, vi x)
-{
+INLINE vi dot_bytes(vi sum, vi w, vi x) {
     vb a = (vb)w, b = (vb)x;
     for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
     return sum;
@@ -1254,8 +1188,7 @@ INLINE vi dot_bytes(vi sum, vi w, vi x)
 #endif
 #endif
 
-INLINE float sum_lanes(vf v)
-{
+INLINE float sum_lanes(vf v) {
     typedef float vf4 __attribute__((vector_size(16)));
     vf4 part[LANES / 4], s;
     memcpy(part, &v, sizeof v);
@@ -1266,8 +1199,7 @@ INLINE float sum_lanes(vf v)
 
 enum { AHEAD = 2048 };   // bytes to prefetch ahead, so that waiting for memory overlaps with work
 
-INLINE void prefetch(const void *p, int bytes)   // where nothing is mapped it does nothing
-{
+INLINE void prefetch(const void *p, int bytes) {   // where nothing is mapped it does nothing
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
 
@@ -1279,8 +1211,7 @@ INLINE void prefetch(const void *p, int bytes)   // where nothing is mapped it d
 static const float MAGIC = 12582912.0f;   // 1.5 * 2^23
 enum { MAGIC_BITS = 0x4b400000 };
 
-static float round_32(const float *x, int8_t *q, int sum[2])
-{
+static float round_32(const float *x, int8_t *q, int sum[2]) {
     int32_t bits[32], top = 0;
     float most, y[32];
     memcpy(bits, x, sizeof bits);
@@ -1302,8 +1233,7 @@ static float round_32(const float *x, int8_t *q, int sum[2])
 // a token's activations, 256 at a time as decoders give weights; s = d * (sum of 16 codes)
 typedef struct { int8_t q[256]; float d[16], s[16]; } Act;
 
-static void act_quantize(const float *x, int64_t cols, Act *a)
-{
+static void act_quantize(const float *x, int64_t cols, Act *a) {
     for (int64_t i = 0; i < cols; i += 32) {
         Act *b = a + i / 256;
         int at = i % 256, sum[2];
@@ -1326,8 +1256,7 @@ typedef void RowsFn(const uint8_t *w, int64_t rows, int64_t cols, const void *x,
 
 // the same, fastest for all 8 groups; what is missing to 8 is zero
 INLINE void unpack(DecodeFn *decode, const uint8_t *row, int64_t at, int groups, int8_t *q,
-                   float *d, float *m)
-{
+                   float *d, float *m) {
     if (groups == 8) {
         decode(row, at, 8, q, d, m);
         return;
@@ -1342,8 +1271,7 @@ INLINE void unpack(DecodeFn *decode, const uint8_t *row, int64_t at, int groups,
 // them what CODE_BIAS adds, -CODE_BIAS times d * (sum of activations). With VNNI, 64 weights
 // are load, add, dot, convert, permute, fma: on two ports 12 cycles per 256, and the scales 3.
 INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets, const Act *x,
-                   vf sum[5])
-{
+                   vf sum[5]) {
     float scale[16] __attribute__((aligned(64)));
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf y = load_f32(d + i) * load_f32(x->d + i);
@@ -1359,8 +1287,7 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets
 }
 
 INLINE void block_rows(DecodeFn *decode, int bytes, bool offsets, const uint8_t *w, int64_t rows,
-                       int64_t cols, const Act *x, float *out)
-{
+                       int64_t cols, const Act *x, float *out) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     size_t row = cols / 32 * bytes / 8;
@@ -1383,8 +1310,7 @@ INLINE void block_rows(DecodeFn *decode, int bytes, bool offsets, const uint8_t 
 
 // four sums hide the latency of fma
 INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_t rows,
-                       int64_t cols, const float *x, float *out)
-{
+                       int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
     for (int64_t r = 0; r < rows; r++, w += cols * size) {
         vf sum[4] = {{0}};
@@ -1471,8 +1397,7 @@ enum {
 #if defined(SIMD_VNNI)
 // four words at a time: vector i gets rows i, 4+i, 8+i, 12+i, so that transposing 4 x 4 words
 // inside 128 bits finishes it
-static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to)
-{
+static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to) {
     for (int k = 0; k < n; k += 4) {
         __m512i v[4], flips = _mm512_set1_epi32((int)flip);
         UNROLL for (int i = 0; i < 4; i++) {
@@ -1492,8 +1417,7 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, ui
     }
 }
 #else
-static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to)
-{
+static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to) {
     for (int i = 0; i < n; i++)
         for (int r = 0; r < TILE; r++) to[TILE * i + r] = rows[stride * r + i] ^ flip;
 }
@@ -1501,8 +1425,7 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, ui
 
 // adds a tile to out; after the last column comes what stands around the product
 static void tile_out(const Matmul *job, int64_t r, int t, int tokens, vf sum[][VECTORS], bool first,
-                     bool last)
-{
+                     bool last) {
     const Matrix *w = job->w;
     int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // none: a tile past the end
     float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
@@ -1523,8 +1446,7 @@ static void tile_out(const Matmul *job, int64_t r, int t, int tokens, vf sum[][V
 // x[t * next + k * step]
 INLINE void tile_float(vf load(const void *), int size, const void *w, size_t stride,
                        const float *x, size_t next, size_t step, int depth, int tokens,
-                       vf total[][VECTORS])
-{
+                       vf total[][VECTORS]) {
     vf sum[FLOAT_TOKENS][VECTORS] = {{{0}}};   // local, so that it lives in registers
     const char *row = w;
     for (int k = 0; k < depth; k++, row += stride, x += step)
@@ -1536,8 +1458,7 @@ INLINE void tile_float(vf load(const void *), int size, const void *w, size_t st
 }
 
 // rows r .. r+15 as columns of floats: float weights, and all where there is no int8 tile
-static void panel_float(const Matrix *w, int64_t r, int64_t k, int depth, float *columns)
-{
+static void panel_float(const Matrix *w, int64_t r, int64_t k, int depth, float *columns) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
     size_t row_bytes = quant_row_bytes(w->type, w->cols), at = quant_row_bytes(w->type, k);
     for (int j = 0; j < TILE; j++) {
@@ -1580,14 +1501,12 @@ static const struct {
 static void tiles_begin(void) { _tile_loadconfig(&tile_config); }
 static void tiles_end(void) { _tile_release(); }
 
-INLINE void store_bf16(uint16_t *to, vf lo, vf hi)
-{
+INLINE void store_bf16(uint16_t *to, vf lo, vf hi) {
     __m512bh v = _mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
     memcpy(to, &v, sizeof v);
 }
 
-static void act_pack(const Matmul *job, int t, ActTile *a)
-{
+static void act_pack(const Matmul *job, int t, ActTile *a) {
     int64_t cols = job->w->cols;
     for (int64_t i = 0; i < cols; i += 32, a++)
         for (int k = 0; k < TOKENS; k++) {
@@ -1597,8 +1516,7 @@ static void act_pack(const Matmul *job, int t, ActTile *a)
 }
 
 // rows r .. r+15 from weight k on, as pairs [depth/2][16][2]
-static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel)
-{
+static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel) {
     size_t row_bytes = quant_row_bytes(w->type, w->cols);
     for (int i = 0; i < depth; i += 256) {
         uint16_t rows[TILE][256] = {{0}};
@@ -1621,8 +1539,7 @@ static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_
 }
 
 static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
-                      int depth, int t, bool first, bool last)
-{
+                      int depth, int t, bool first, bool last) {
     vf sum[2][TOKENS][VECTORS];
     _tile_zero(0);
     _tile_zero(1);
@@ -1659,8 +1576,7 @@ typedef struct {                   // 32 activations of TOKENS tokens
 static void tiles_begin(void) {}
 static void tiles_end(void) {}
 
-static void act_pack(const Matmul *job, int t, ActTile *a)
-{
+static void act_pack(const Matmul *job, int t, ActTile *a) {
     int64_t cols = job->w->cols;
     for (int64_t i = 0; i < cols; i += 32, a++)
         for (int k = 0; k < TOKENS; k++) {
@@ -1677,8 +1593,7 @@ static void act_pack(const Matmul *job, int t, ActTile *a)
 }
 
 // rows r .. r+15 from weight k on: codes [depth/4][16][4]; scales and offsets [depth/16][16]
-static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *codes)
-{
+static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *codes) {
     const Format *f = &formats[w->type];
     float *d = (float *)(codes + TILE * DEPTH), *m = d + DEPTH;
     uint32_t flip = f->offsets || !CODE_BIAS ? 0 : 0x80808080;
@@ -1698,8 +1613,7 @@ static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_
 }
 
 INLINE void tile_int8(const uint8_t *w, const ActTile *a, int depth, bool per16, bool offsets,
-                      vf total[TOKENS][VECTORS])
-{
+                      vf total[TOKENS][VECTORS]) {
     vf sum[TOKENS][VECTORS] = {{{0}}};
     const float *d = (const float *)(w + TILE * DEPTH), *m = d + DEPTH;
     int step = per16 ? 16 : 32;
@@ -1731,8 +1645,7 @@ INLINE void tile_int8(const uint8_t *w, const ActTile *a, int depth, bool per16,
 }
 
 static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
-                      int depth, int t, bool first, bool last)
-{
+                      int depth, int t, bool first, bool last) {
     const Format *f = &formats[job->w->type];
     vf sum[TOKENS][VECTORS];
     if (f->per16 && f->offsets) tile_int8(panel, a, depth, true, true, sum);
@@ -1754,14 +1667,12 @@ typedef struct {
 } MatmulCall;
 
 // bytes for n rows of x in all, of at most cols columns, in one call's jobs
-static size_t matmul_scratch(size_t n, size_t cols, int threads)
-{
+static size_t matmul_scratch(size_t n, size_t cols, int threads) {
     size_t tiles = n / TOKENS + (n < MAX_JOBS ? n : MAX_JOBS);
     return (size_t)threads * PANEL_BYTES + 64 + tiles * (cols / 32 + 8) * sizeof(ActTile);
 }
 
-static void pack_task(void *ctx, int i, int thread)
-{
+static void pack_task(void *ctx, int i, int thread) {
     MatmulCall *c = ctx;
     int j = 0;
     (void)thread;
@@ -1772,8 +1683,7 @@ static void pack_task(void *ctx, int i, int thread)
     else act_pack(job, tile * TOKENS, (ActTile *)c->act[j] + tile * (job->w->cols / 32));
 }
 
-static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t end)
-{
+static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t end) {
     const Matrix *w = job->w;
     float scale = w->scale ? *w->scale : 1;
     const uint8_t *first = w->data + r * quant_row_bytes(w->type, w->cols);
@@ -1781,8 +1691,7 @@ static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t
     for (; r < end; r++) job->out[r] = job->out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
-static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end, uint8_t *panel)
-{
+static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end, uint8_t *panel) {
     const Matrix *w = job->w;
     bool block = formats[w->type].unpack && INT8_TILE;
     int64_t depth = block ? DEPTH : FLOAT_DEPTH, step = block ? BLOCK_ROWS : TILE;
@@ -1805,8 +1714,7 @@ static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end
     tiles_end();
 }
 
-static void matmul_task(void *ctx, int i, int thread)
-{
+static void matmul_task(void *ctx, int i, int thread) {
     MatmulCall *c = ctx;
     int j = 0;
     while (i >= c->task[j + 1]) j++;
@@ -1818,8 +1726,7 @@ static void matmul_task(void *ctx, int i, int thread)
 }
 
 // out[n][rows] = scale * (x[n][cols] * transposed w[rows][cols]) + bias, for each of k jobs at once
-static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k)
-{
+static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
     MatmulCall c = {.jobs = jobs, .panels = (uint8_t *)(((uintptr_t)scratch + 63) / 64 * 64)};
     uint8_t *at = c.panels + (size_t)p->threads * PANEL_BYTES;
     for (int j = 0; j < k; j++) {
@@ -1878,8 +1785,7 @@ typedef struct {
 
 // exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
 // infinite above 88.3. No call and no branch, so that loops over it become vector code.
-static inline float exp_fast(float x)
-{
+static inline float exp_fast(float x) {
     x = x < -88 ? -88 : x;
     x = x > 89 ? 89 : x;
     float y = x * 1.44269504f + MAGIC, i = y - MAGIC;
@@ -1894,15 +1800,13 @@ static inline float exp_fast(float x)
     return p * power;
 }
 
-INLINE bool row_visible(const Attention *a, int pos_k, int pos_q)
-{
+INLINE bool row_visible(const Attention *a, int pos_k, int pos_q) {
     int near = (pos_k <= pos_q) & ((pos_q - pos_k < a->window) | (pos_k < a->keep));
     return (pos_k >= 0) & (near | !a->causal);   // & and |, not && and ||: no branches
 }
 
 // of rows r .. r+KEYS-1: does any query at first .. last see any (1), do all see all (2)?
-static int block_visible(const Attention *a, int r, int first, int last)
-{
+static int block_visible(const Attention *a, int r, int first, int last) {
     int any = 0, all = 1, causal = a->causal;
     for (int j = r; j < r + KEYS && j < a->rows; j++) {
         int p = a->pos_k[j], pinned = p < a->keep;
@@ -1913,16 +1817,14 @@ static int block_visible(const Attention *a, int r, int first, int last)
 }
 
 // n products to scores: scaled, capped, less ALiBi's slope times the distance
-INLINE void scores_finish(const Attention *a, float *s, int n)
-{
+INLINE void scores_finish(const Attention *a, float *s, int n) {
     for (int i = 0; i < n; i++) s[i] *= a->scale;
     if (a->softcap > 0)   // cap * tanh(s / cap)
         for (int i = 0; i < n; i++)
             s[i] = a->softcap * (1 - 2 / (exp_fast(2 * s[i] / a->softcap) + 1));
 }
 
-static void widen(const uint16_t *h, size_t n, float *f)
-{
+static void widen(const uint16_t *h, size_t n, float *f) {
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         vf v = load_f16(h + i);
@@ -1933,8 +1835,7 @@ static void widen(const uint16_t *h, size_t n, float *f)
 
 // out[t][vd] += sum over keys of x[t][key * step] * values[key][vd]
 INLINE void add_values(const uint16_t *v, int vd, int keys, const float *x, size_t next,
-                       size_t step, int tokens, float *out, size_t stride)
-{
+                       size_t step, int tokens, float *out, size_t stride) {
     uint16_t edge[KEYS][TILE] = {{0}};   // the last columns, where vd is not a multiple of 16
     for (int e = 0; e < vd; e += TILE) {
         vf tile[FLOAT_TOKENS][VECTORS];
@@ -1963,8 +1864,7 @@ typedef struct {
 
 // scores [keys][16] to weights; what came before fades
 static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lanes *restrict l,
-                          float *restrict s)
-{
+                          float *restrict s) {
     float top[TILE], sum[TILE] = {0};
     memcpy(top, l->top, sizeof top);
     scores_finish(a, s, keys * TILE);
@@ -1991,8 +1891,7 @@ static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lane
 }
 
 static void lanes_block(const Attention *a, int r, int keys, bool masked, const float *k,
-                        const uint16_t *v, Lanes *l)
-{
+                        const uint16_t *v, Lanes *l) {
     float s[KEYS * TILE] __attribute__((aligned(64)));
     vf tile[FLOAT_TOKENS][VECTORS];
     for (int j = 0; j < keys; j += FLOAT_TOKENS) {
@@ -2006,8 +1905,7 @@ static void lanes_block(const Attention *a, int r, int keys, bool masked, const 
 }
 
 // one KV head and `queries` queries of its heads
-static void prefill_task(void *ctx, int i, int thread)
-{
+static void prefill_task(void *ctx, int i, int thread) {
     AttentionCall *c = ctx;
     const Attention *a = c->a;
     int group = a->n_head / a->n_kv, h = i % a->n_kv, first = i / a->n_kv * c->queries;
@@ -2058,8 +1956,7 @@ static size_t part_size(const Attention *a) { return 2 + a->vd; }
 
 // scores of `heads` heads with KEYS rows
 INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *v,
-                          int keys, int heads, float *s)
-{
+                          int keys, int heads, float *s) {
     for (int j = 0; j < keys; j++, k += a->hd) {
         prefetch(k + AHEAD / 2, 2 * a->hd);
         prefetch(v + (size_t)j * a->vd, 2 * a->vd);   // needed when the scores are known
@@ -2078,8 +1975,7 @@ INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k,
 }
 
 static void decode_softmax(const Attention *a, int r, int keys, int head, float *restrict s,
-                           Part *restrict part)
-{
+                           Part *restrict part) {
     float slope = a->slopes ? a->slopes[head] : 0, top[TILE], sum[TILE] = {0};
     for (int i = 0; i < TILE; i++) top[i] = part->top;
     scores_finish(a, s, keys);
@@ -2102,8 +1998,7 @@ static void decode_softmax(const Attention *a, int r, int keys, int head, float 
 }
 
 INLINE void decode_heads(const Attention *a, int r, int keys, int head, int heads, float *s,
-                         float *parts, size_t stride)
-{
+                         float *parts, size_t stride) {
     size_t row = (size_t)(head / (a->n_head / a->n_kv)) * a->rows + r;
     decode_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->v + row * a->vd, keys,
                   heads, s);
@@ -2112,8 +2007,7 @@ INLINE void decode_heads(const Attention *a, int r, int keys, int head, int head
     add_values(a->v + row * a->vd, a->vd, keys, s, KEYS, 1, heads, parts + 2, stride);
 }
 
-static void decode_task(void *ctx, int i, int thread)
-{
+static void decode_task(void *ctx, int i, int thread) {
     AttentionCall *c = ctx;
     const Attention *a = c->a;
     int group = a->n_head / a->n_kv, h = i % a->n_kv, split = c->split[i / a->n_kv];
@@ -2138,8 +2032,7 @@ static void decode_task(void *ctx, int i, int thread)
     }
 }
 
-static void join_task(void *ctx, int h, int thread)
-{
+static void join_task(void *ctx, int h, int thread) {
     AttentionCall *c = ctx;
     const Attention *a = c->a;
     const float *parts = c->parts + (size_t)h * c->splits * part_size(a);
@@ -2159,23 +2052,20 @@ static void join_task(void *ctx, int h, int thread)
     for (int e = 0; e < a->vd; e++) out[e] = sum > 0 ? out[e] / sum : 0;
 }
 
-static size_t work_floats(int n_head, int hd, int vd)   // of a thread
-{
+static size_t work_floats(int n_head, int hd, int vd) {   // of a thread
     size_t lanes = n_head + LANE_ROWS + TILE;
     return (KEYS + lanes) * ((size_t)hd + vd) + lanes / TILE * (sizeof(Lanes) / sizeof(float)) + 16;
 }
 
 // bytes for layers of at most n_head heads and rings of at most `rows` rows
-static size_t attention_scratch(int n_head, int hd, int vd, int rows, int threads)
-{
+static size_t attention_scratch(int n_head, int hd, int vd, int rows, int threads) {
     size_t splits = (rows + SPLIT - 1) / SPLIT;
     return 4 * (work_floats(n_head, hd, vd) / 16 * 16 * threads +
                 (n_head * (2 + vd) + 1) * splits) +
            64;
 }
 
-static void attention(Pool *p, void *scratch, const Attention *a)
-{
+static void attention(Pool *p, void *scratch, const Attention *a) {
     int group = a->n_head / a->n_kv, queries = group < LANE_ROWS ? LANE_ROWS / group : 1;
     AttentionCall c = {.a = a, .work = scratch, .queries = queries,
                        .work_size = work_floats(a->n_head, a->hd, a->vd) / 16 * 16};
@@ -2260,22 +2150,19 @@ enum { LOGIT_ROWS = 16 };
 typedef void RowFn(Session *s, const Layer *w, int i);
 typedef struct { Session *s; const Layer *w; RowFn *fn; } RowCall;
 
-static void row_task(void *ctx, int i, int thread)
-{
+static void row_task(void *ctx, int i, int thread) {
     RowCall *c = ctx;
     (void)thread;
     c->fn(c->s, c->w, i);
 }
 
-static void each_row(Session *s, const Layer *w, int n, RowFn *fn)
-{
+static void each_row(Session *s, const Layer *w, int n, RowFn *fn) {
     RowCall c = {s, w, fn};
     parallel(&s->pool, row_task, &c, n);
 }
 
 // Sums run in 16 independent lanes: that is what lets a compiler use SIMD without -ffast-math.
-static float sum16(const float *x, int n, float mean, bool squares)
-{
+static float sum16(const float *x, int n, float mean, bool squares) {
     float lane[16] = {0}, sum = 0;
     int i = 0;
     for (; i + 16 <= n; i += 16)
@@ -2290,8 +2177,7 @@ static float sum16(const float *x, int n, float mean, bool squares)
 
 // RMSNorm (arXiv 1910.07467) or LayerNorm of each group of `group` values of x[n]; the weights
 // w[w->n] serve every group, or each its own part
-static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps)
-{
+static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
     int group = w->group ? w->group : n;
     for (int g = 0; g < n; g += group, x += group, out += group) {
         float mean = kind == RMS ? 0 : sum16(x, group, 0, false) / group;
@@ -2304,8 +2190,7 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
 }
 
 // RoPE (arXiv 2104.09864): turns each pair by its angle at this position
-static void rope(float *x, const float *turn, int n_rot, int pairing)
-{
+static void rope(float *x, const float *turn, int n_rot, int pairing) {
     int step = pairing == NORM ? 2 : 1, mate = pairing == NORM ? 1 : n_rot / 2;
     for (int i = 0; i < n_rot / 2; i++) {
         float c = turn[2 * i], s = turn[2 * i + 1], *a = x + i * step, *b = a + mate, t = *a;
@@ -2318,8 +2203,7 @@ static void rope(float *x, const float *turn, int n_rot, int pairing)
 // the angles down: all of them (linear), by a factor each (Llama 3, longrope), or the low
 // frequencies more than the high ones (YaRN, arXiv 2309.00071). In double: at position 100,000 a
 // float angle is off by 0.005.
-static float rope_frequencies(const Model *m, bool local, int window, double *freq)
-{
+static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
     const Config *c = &m->config;
     double base = local ? c->rope_base_local : c->rope_base;
     bool plain_local = local && c->arch->flags & LOCAL_UNSCALED, yarn = c->yarn && !plain_local;
@@ -2341,8 +2225,7 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
 }
 
 // y = act(gate) * up over n values; up alone where there is no gate
-QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act)
-{
+QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
         float g = x[i], u = gate ? up[i] : 1, y;
@@ -2357,8 +2240,7 @@ QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, in
     }
 }
 
-static void activate(float *out, const float *gate, const float *up, int n, int act)
-{
+static void activate(float *out, const float *gate, const float *up, int n, int act) {
     switch (act) {   // a loop for each, which then is vector code
     case SILU:  activate_as(out, gate, up, n, SILU); break;
     case GELU:  activate_as(out, gate, up, n, GELU); break;
@@ -2367,8 +2249,7 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
     }
 }
 
-static void add(float *x, const float *y, int n, float scale)
-{
+static void add(float *x, const float *y, int n, float scale) {
     for (int i = 0; i < n; i++) x[i] += y[i] * scale;
 }
 
@@ -2379,8 +2260,7 @@ static void add(float *x, const float *y, int n, float scale)
 // -- experts --
 
 // The router's choice for one token: probabilities, the n_used best, their weights.
-static void choose_experts(Session *s, const Layer *w, int i)
-{
+static void choose_experts(Session *s, const Layer *w, int i) {
     const Config *c = &s->m->config;
     float *p = s->route + (size_t)i * c->n_expert, *weight = s->weight + (size_t)i * c->n_used;
     int32_t *chosen = s->chosen + (size_t)i * c->n_used;
@@ -2411,8 +2291,7 @@ static void choose_experts(Session *s, const Layer *w, int i)
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
-static void activate_expert_row(Session *s, const Layer *w, int i)
-{
+static void activate_expert_row(Session *s, const Layer *w, int i) {
     size_t at = (size_t)i * w->ff;
     activate(s->gate + at, s->gate + at, s->up + at, w->ff, s->m->config.arch->act);
 }
@@ -2445,23 +2324,20 @@ static void run_experts(Session *s, const Layer *w, const float *h, const int32_
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
 }
 
-static void activate_shared_row(Session *s, const Layer *w, int i)
-{
+static void activate_shared_row(Session *s, const Layer *w, int i) {
     int ff = w->shared_up.rows;
     size_t at = (size_t)i * ff;
     activate(s->gate + at, s->gate + at, s->up + at, ff, s->m->config.arch->act);
 }
 
-static void add_shared_row(Session *s, const Layer *w, int i)
-{
+static void add_shared_row(Session *s, const Layer *w, int i) {
     size_t dim = s->m->config.dim;
     float gate = w->shared_router.data ? 1 / (1 + expf(-s->route[i])) : 1;
     add(s->out + i * dim, s->expert_out + i * dim, dim, gate);
 }
 
 // the expert that sees every token, with its own weight where there is a router for it
-static void shared_expert(Session *s, const Layer *w, const float *h, int n)
-{
+static void shared_expert(Session *s, const Layer *w, const float *h, int n) {
     Matmul in[] = {{&w->shared_gate, h, s->gate, n}, {&w->shared_up, h, s->up, n},
                    {&w->shared_router, h, s->route, n}};
     Matmul back = {&w->shared_down, s->gate, s->expert_out, n};
@@ -2473,8 +2349,7 @@ static void shared_expert(Session *s, const Layer *w, const float *h, int n)
 
 // out = sum of the chosen experts' FFNs. Tokens are sorted by expert (a counting sort, stable, so
 // that a token's sum does not depend on its neighbours) and run in batches that fit the buffers.
-static void experts(Session *s, const Layer *w, const float *h, int n)
-{
+static void experts(Session *s, const Layer *w, const float *h, int n) {
     const Config *c = &s->m->config;
     Matmul router = {&w->router, h, s->route, n};
     matmul(&s->pool, s->matmul_scratch, &router, 1);
@@ -2504,8 +2379,7 @@ static void experts(Session *s, const Layer *w, const float *h, int n)
 // its key, and writes the difference to its own value:  S *= g;  S += b (v - S k) k';  o = S q.
 
 // causal convolution over time of one block of channels, in place, then SiLU
-static void delta_conv(void *ctx, int block, int thread)
-{
+static void delta_conv(void *ctx, int block, int thread) {
     RowCall *call = ctx;
     Session *s = call->s;
     const Config *c = &s->m->config;
@@ -2528,8 +2402,7 @@ static void delta_conv(void *ctx, int block, int thread)
 }
 
 // unit keys and queries; decay and write strength of each value head
-static void delta_gates_row(Session *s, const Layer *w, int i)
-{
+static void delta_gates_row(Session *s, const Layer *w, int i) {
     const Config *c = &s->m->config;
     float *mix = s->mix + (size_t)i * w->conv_in.rows, *ba = s->ba + (size_t)i * 2 * c->n_value;
     float *decay = s->decay + (size_t)i * c->n_value, *write = s->write + (size_t)i * c->n_value;
@@ -2551,8 +2424,7 @@ static void delta_gates_row(Session *s, const Layer *w, int i)
 // One row of S against every token of the chunk: S never leaves the first-level cache, and the
 // rows are independent, so prefill and decode are the same recurrence. Per token and row that is
 // 4 dk multiply-adds; a 27B hybrid spends some 3 % of a prefill token here.
-static void delta_rule(void *ctx, int task, int thread)
-{
+static void delta_rule(void *ctx, int task, int thread) {
     RowCall *call = ctx;
     Session *s = call->s;
     const Config *c = &s->m->config;
@@ -2581,8 +2453,7 @@ static void delta_rule(void *ctx, int task, int thread)
     }
 }
 
-static void delta_out_row(Session *s, const Layer *w, int i)
-{
+static void delta_out_row(Session *s, const Layer *w, int i) {
     const Config *c = &s->m->config;
     int n = c->n_value * c->dv;
     float *o = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
@@ -2590,8 +2461,7 @@ static void delta_out_row(Session *s, const Layer *w, int i)
     activate(o, z, o, n, SILU);
 }
 
-static void delta_net(Session *s, const Layer *w, const float *h, int n)
-{
+static void delta_net(Session *s, const Layer *w, const float *h, int n) {
     const Config *c = &s->m->config;
     RowCall call = {s, w, NULL};
     bool fused = w->beta_alpha.data;
@@ -2612,8 +2482,7 @@ static void delta_net(Session *s, const Layer *w, const float *h, int n)
 // Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
 // layers, leaving the residual stream in s->x. With n = 1 the products are matrix x vector.
 
-static void embed_row(Session *s, const Layer *unused, int i)
-{
+static void embed_row(Session *s, const Layer *unused, int i) {
     const Model *m = s->m;
     const Config *c = &m->config;
     float *x = s->x + (size_t)i * c->dim;
@@ -2633,8 +2502,7 @@ static void embed_row(Session *s, const Layer *unused, int i)
 }
 
 // cosines and sines of this position's angles
-static void angles_row(Session *s, const Layer *unused, int i)
-{
+static void angles_row(Session *s, const Layer *unused, int i) {
     int n_rot = s->m->config.n_rot;
     (void)unused;
     for (int k = 0; k < 2; k++) {
@@ -2647,23 +2515,20 @@ static void angles_row(Session *s, const Layer *unused, int i)
     }
 }
 
-static void attn_norm_row(Session *s, const Layer *w, int i)
-{
+static void attn_norm_row(Session *s, const Layer *w, int i) {
     const Config *c = &s->m->config;
     size_t at = (size_t)i * c->dim;
     norm(s->h + at, s->x + at, c->dim, &w->attn_norm, c->arch->norm, c->eps);
 }
 
-static void ffn_norm_row(Session *s, const Layer *w, int i)
-{
+static void ffn_norm_row(Session *s, const Layer *w, int i) {
     const Config *c = &s->m->config;
     size_t at = (size_t)i * c->dim;
     norm(s->h + at, s->x + at, c->dim, &w->ffn_norm, c->arch->norm, c->eps);
 }
 
 // x += post_norm(out); an encoder has x = post_norm(x + out)
-static void residual(Session *s, const Norm *post, int i)
-{
+static void residual(Session *s, const Norm *post, int i) {
     const Config *c = &s->m->config;
     float *x = s->x + (size_t)i * c->dim, *out = s->out + (size_t)i * c->dim;
     bool after = c->arch->flags & ENCODER;
@@ -2672,30 +2537,25 @@ static void residual(Session *s, const Norm *post, int i)
     if (post->w && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
 }
 
-static void attn_residual_row(Session *s, const Layer *w, int i)
-{
+static void attn_residual_row(Session *s, const Layer *w, int i) {
     residual(s, &w->attn_post_norm, i);
 }
 
-static void ffn_residual_row(Session *s, const Layer *w, int i)
-{
+static void ffn_residual_row(Session *s, const Layer *w, int i) {
     residual(s, &w->ffn_post_norm, i);
 }
 
 // the first keep rows are pinned, the rest is a ring
-static int cache_row(const Cache *c, int pos)
-{
+static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-static void clamp(float *x, int64_t n, float limit)
-{
+static void clamp(float *x, int64_t n, float limit) {
     for (int64_t i = 0; i < n; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
 }
 
 // norm and rotate one token's q and k, write its k and v into the ring
-static void rope_row(Session *s, const Layer *w, int i)
-{
+static void rope_row(Session *s, const Layer *w, int i) {
     const Config *c = &s->m->config;
     Cache *cache = &s->cache[s->l];
     bool late = c->arch->flags & QK_NORM_LATE;
@@ -2729,8 +2589,7 @@ static void rope_row(Session *s, const Layer *w, int i)
 }
 
 // gated attention: a head's query is followed by its gate
-static void split_gate_row(Session *s, const Layer *w, int i)
-{
+static void split_gate_row(Session *s, const Layer *w, int i) {
     int hd = s->m->config.hd;
     for (int h = 0; h < w->n_head; h++) {
         size_t at = (size_t)i * w->n_head + h;
@@ -2739,15 +2598,13 @@ static void split_gate_row(Session *s, const Layer *w, int i)
     }
 }
 
-static void gate_row(Session *s, const Layer *w, int i)
-{
+static void gate_row(Session *s, const Layer *w, int i) {
     int n = w->n_head * s->m->config.hd;
     float *att = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
     for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
 }
 
-static void attention_block(Session *s, const Layer *w, const float *h, int n)
-{
+static void attention_block(Session *s, const Layer *w, const float *h, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
     bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
@@ -2766,15 +2623,13 @@ static void attention_block(Session *s, const Layer *w, const float *h, int n)
     matmul(&s->pool, s->matmul_scratch, &back, 1);
 }
 
-static void activate_row(Session *s, const Layer *w, int i)
-{
+static void activate_row(Session *s, const Layer *w, int i) {
     size_t at = (size_t)i * w->ff;
     activate(s->up + at, w->gate.data ? s->gate + at : NULL, s->up + at, w->ff,
              s->m->config.arch->act);
 }
 
-static void ffn(Session *s, const Layer *w, const float *h, int n)
-{
+static void ffn(Session *s, const Layer *w, const float *h, int n) {
     Matmul in[] = {{&w->up, h, s->up, n}, {&w->gate, h, s->gate, n}};
     Matmul back = {&w->down, s->up, s->out, n};
     matmul(&s->pool, s->matmul_scratch, in, w->gate.data ? 2 : 1);
@@ -2782,8 +2637,7 @@ static void ffn(Session *s, const Layer *w, const float *h, int n)
     matmul(&s->pool, s->matmul_scratch, &back, 1);
 }
 
-static void forward(Session *s, const int32_t *ids, int n, int pos)
-{
+static void forward(Session *s, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
     bool bare = c->arch->norm == BARE;
     s->ids = ids;
@@ -2811,8 +2665,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos)
     }
 }
 
-static void out_norm_row(Session *s, const Layer *unused, int i)
-{
+static void out_norm_row(Session *s, const Layer *unused, int i) {
     const Config *c = &s->m->config;
     size_t at = (size_t)i * c->dim;
     (void)unused;
@@ -2822,8 +2675,7 @@ static void out_norm_row(Session *s, const Layer *unused, int i)
 }
 
 // logits of n <= LOGIT_ROWS rows of the last chunk, from row first on, into s->logits
-static void head(Session *s, int first, int n)
-{
+static void head(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     Matmul out = {&s->m->head, s->h + (size_t)first * c->dim, s->logits, n};
     for (int i = first; i < first + n; i++) out_norm_row(s, NULL, i);
@@ -2847,20 +2699,17 @@ static void head(Session *s, int first, int n)
 #else
 static void gpu_open(Session *s) { (void)s; }
 static void gpu_close(Session *s) { (void)s; }
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first)
-{
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
     return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
 }
 static bool gpu_head(Session *s, int first, int n) { return (void)s, (void)first, (void)n, false; }
-static int32_t gpu_argmax(const Session *s, const float *logits)
-{
+static int32_t gpu_argmax(const Session *s, const float *logits) {
     return (void)s, (void)logits, -1;
 }
 #endif
 
 // whole pages of 16 KB (what a GPU can share), zeroed when they are first touched; NULL: no memory
-static void *pages_alloc(size_t size, void **base, size_t *whole)
-{
+static void *pages_alloc(size_t size, void **base, size_t *whole) {
     *whole = size + 2 * 16384;
     *base = size > (size_t)1 << 46 ? MAP_FAILED
             : mmap(NULL, *whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
@@ -2869,8 +2718,7 @@ static void *pages_alloc(size_t size, void **base, size_t *whole)
 }
 
 // places every cache; with a counting arena it only adds up
-static void plan_caches(Session *s, Arena *a)
-{
+static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
     size_t start = a->used;
@@ -2900,8 +2748,7 @@ typedef struct { size_t q, k, v, att, mix, z, ff, cols, heads, ring; } Widest;  
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-static Widest widest_layer(const Session *s)
-{
+static Widest widest_layer(const Session *s) {
     const Config *c = &s->m->config;
     Widest x = {.cols = c->dim};
     for (int l = 0; l < c->n_layer; l++) {
@@ -2924,8 +2771,7 @@ static Widest widest_layer(const Session *s)
 
 // Every buffer that forward uses. Attention's and the FFN's buffers never live together, nor with
 // the logits: they share bytes.
-static void plan_scratch(Session *s, Arena *a)
-{
+static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     Widest w = widest_layer(s);
     size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
@@ -2964,8 +2810,7 @@ static void plan_scratch(Session *s, Arena *a)
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
 }
 
-static int count_cpus(void)   // those this process may run on; performance cores on Apple
-{
+static int count_cpus(void) {   // those this process may run on; performance cores on Apple
     int n = 0;
 #ifdef __APPLE__
     size_t size = sizeof n;
@@ -2979,8 +2824,7 @@ static int count_cpus(void)   // those this process may run on; performance core
 
 // ALiBi (arXiv 2108.12409): a slope for each head, powers of one ratio; heads beyond a power of
 // two take the odd powers of its square root
-static void alibi_slopes(float *slope, int n_head, float max_bias)
-{
+static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int whole = 1;
     while (2 * whole <= n_head) whole *= 2;
     for (int h = 0; h < n_head; h++)
@@ -2988,8 +2832,7 @@ static void alibi_slopes(float *slope, int n_head, float max_bias)
                              : exp2f(-max_bias / 2 * (2 * (h - whole) + 1) / whole);
 }
 
-void session_close(Session *s)
-{
+void session_close(Session *s) {
     gpu_close(s);
     if (s->pool_open) pool_close(&s->pool);
     if (s->kv_base) munmap(s->kv_base, s->kv_bytes);
@@ -2999,8 +2842,7 @@ void session_close(Session *s)
     *s = (Session){0};
 }
 
-bool session_open(Session *s, const Model *m, Options o, Error *e)
-{
+bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
     Arena count = {0}, kv = {0}, scratch = {0};
     *s = (Session){.m = m, .o = o, .saved_pos = -1, .rng = o.sampling.seed};
@@ -3035,8 +2877,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e)
 }
 
 // does every layer still hold all rows that a query at p sees?
-static bool rows_resident(const Session *s, int p)
-{
+static bool rows_resident(const Session *s, int p) {
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Cache *c = &s->cache[l];
         int first = p - c->window + 1 > 0 ? p - c->window + 1 : 0;
@@ -3048,8 +2889,7 @@ static bool rows_resident(const Session *s, int p)
     return true;
 }
 
-static void session_truncate(Session *s, int p)   // forgets positions p and later
-{
+static void session_truncate(Session *s, int p) {   // forgets positions p and later
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
@@ -3060,8 +2900,7 @@ static void session_truncate(Session *s, int p)   // forgets positions p and lat
 }
 
 // Prepares the caches to continue after the longest usable part of ids; returns its length.
-static int session_reuse(Session *s, const int32_t *ids, int n, int from)
-{
+static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
     int p = 0;
     while (p < s->n_history && p < n && s->history[p] == ids[p]) p++;
     if (p > from) p = from;   // these rows are asked for: at least the last
@@ -3077,8 +2916,7 @@ typedef bool RowOut(void *ctx, int i, const float *row);   // false stops
 // Evaluates ids[0..n-1], reusing what the cache holds, and hands out the logits (or the normed
 // residual stream, hidden) of the tokens from .. n-1, in order.
 static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hidden, RowOut *fn,
-                        void *ctx, Error *e)
-{
+                        void *ctx, Error *e) {
     const Model *m = s->m;
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
     for (int i = 0; i < n; i++)
@@ -3124,15 +2962,13 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
     return true;
 }
 
-static bool keep_logits(void *ctx, int i, const float *logits)
-{
+static bool keep_logits(void *ctx, int i, const float *logits) {
     (void)i;
     *(const float **)ctx = logits;
     return true;
 }
 
-const float *session_eval(Session *s, const int32_t *ids, int n, Error *e)
-{
+const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
     const float *logits = NULL;
     return session_run(s, ids, n, n - 1, false, keep_logits, &logits, e) ? logits : NULL;
 }
@@ -3284,15 +3120,13 @@ static const char *const UNICODE_BASE[] = {   // the character without its accen
 
 enum { UTF8_BAD = 0xFFFD };
 
-static size_t utf8_length(char first)
-{
+static size_t utf8_length(char first) {
     uint8_t c = first;
     return c < 0xC0 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
 }
 
 // the character at s; one bad byte reads as U+FFFD. Overlong forms and surrogates pass.
-static uint32_t utf8_decode(const char *s, size_t n, size_t *used)
-{
+static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
     size_t len = utf8_length(s[0]);
     uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
     bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
@@ -3305,8 +3139,7 @@ static uint32_t utf8_decode(const char *s, size_t n, size_t *used)
     return ok ? c : UTF8_BAD;
 }
 
-static size_t utf8_encode(uint32_t c, char *out)
-{
+static size_t utf8_encode(uint32_t c, char *out) {
     size_t len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
     for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
     out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
@@ -3314,22 +3147,19 @@ static size_t utf8_encode(uint32_t c, char *out)
 }
 
 // was c, decoded from `used` bytes, proper UTF-8?
-static bool utf8_valid(uint32_t c, size_t used)
-{
+static bool utf8_valid(uint32_t c, size_t used) {
     char s[4];
     return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
 }
 
-static uint32_t range_number(const char **s)
-{
+static uint32_t range_number(const char **s) {
     uint32_t high = 0;
     for (; **s >= '#' + 60; ++*s) high = high * 32 + (**s - '#' - 60);
     return high * 60 + (*(*s)++ - '#');
 }
 
 // the value of character c in a table of n lines
-static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_t otherwise)
-{
+static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_t otherwise) {
     size_t low = 0;
     while (n - low > 1) {
         size_t mid = (low + n) / 2;
@@ -3364,8 +3194,7 @@ static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
     {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F},
 };
 
-static uint64_t unicode_classes(uint32_t c)
-{
+static uint64_t unicode_classes(uint32_t c) {
     int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
     uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
     if (k == 8 && c >= 0x80) return set;   // the lists above know such a space only as white space
@@ -3376,8 +3205,7 @@ static uint64_t unicode_classes(uint32_t c)
 }
 
 // BERT's spelling of a character; 0: none
-static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents)
-{
+static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
     if (strip_accents) c = range_value(UNICODE_BASE, COUNT(UNICODE_BASE), c, c);
     uint64_t set = unicode_classes(c), drop = CLASS('C') | (strip_accents ? CLASS('M') : 0);
     if (c == UTF8_BAD || set & drop) return 0;
@@ -3398,13 +3226,11 @@ static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents)
 //   WordPiece, bert       by a rule        lower case, no accents            (longest token)
 
 // Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
-static uint32_t byte_to_char(uint8_t b)
-{
+static uint32_t byte_to_char(uint8_t b) {
     return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
 }
 
-static int char_to_byte(uint32_t c)   // -1: c spells no byte
-{
+static int char_to_byte(uint32_t c) {   // -1: c spells no byte
     for (int b = 0; b < 256; b++)
         if (byte_to_char(b) == c) return b;
     return -1;
@@ -3421,16 +3247,14 @@ typedef struct {
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
-static uint64_t hash(const char *s, size_t n)   // FNV-1a
-{
+static uint64_t hash(const char *s, size_t n) {   // FNV-1a
     uint64_t h = 0xCBF29CE484222325;
     for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)s[i]) * 0x100000001B3;
     return h;
 }
 
 // the slot of a string with hash h, or the empty one that would be its own
-static Slot *dictionary_slot(const Dictionary *d, uint64_t h, Str s)
-{
+static Slot *dictionary_slot(const Dictionary *d, uint64_t h, Str s) {
     for (uint32_t i = h;; i++) {
         Slot *slot = &d->slot[i & d->mask];
         if (!slot->index) return slot;
@@ -3439,13 +3263,11 @@ static Slot *dictionary_slot(const Dictionary *d, uint64_t h, Str s)
     }
 }
 
-static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n)   // -1: not there
-{
+static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
     return (int32_t)dictionary_slot(d, hash(s, n), (Str){s, n})->index - 1;
 }
 
-static bool dictionary_open(Dictionary *d, const Meta *m, Error *e)
-{
+static bool dictionary_open(Dictionary *d, const Meta *m, Error *e) {
     size_t size = 16;
     if (m->n < 1 || m->n > 1 << 24)
         return fail(e, "%.*s has %lld entries", STR_ARG(m->key), (long long)m->n);
@@ -3553,8 +3375,7 @@ typedef struct {
     bool space;        // the next fragment is to begin with one
 } Work;
 
-static size_t contraction_length(const Char *ch, size_t n, bool any_case)
-{
+static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
     if (n < 2 || ch[0].c != '\'') return 0;
     uint32_t fold = any_case ? 32 : 0, a = ch[1].c | fold, b = n > 2 ? ch[2].c | fold : 0;
     if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
@@ -3563,8 +3384,7 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case)
 
 // The end of the match of the alternative `rule` at ch, or NULL; the piece ends at `end`.
 // Backtracks as regular expressions do: an item takes all it can, then less and less.
-static Char *rule_match(const char *rule, Char *ch, Char *end)
-{
+static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
         return ch == end || ch->set & CLASS('s') ? rule_match(rule + 1, ch, end) : NULL;
@@ -3589,8 +3409,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end)
 }
 
 // one expression on one piece: marks where its matches begin and end
-static void piece_split(const char *rule, Char *ch, Char *end)
-{
+static void piece_split(const char *rule, Char *ch, Char *end) {
     if (*rule == '$') {
         for (; end > ch && end[-1].set & CLASS('s'); end--);
         end->cut = 1;
@@ -3608,15 +3427,13 @@ static void piece_split(const char *rule, Char *ch, Char *end)
 // Joining. A word is a list of symbols, at first its characters. A heap, four children to a node,
 // holds the neighbours whose union the vocabulary knows, cheapest first, among equals the leftmost.
 // Joining two changes at most two pairs: n characters take O(n log n).
-static void heap_push(Work *w, uint64_t x)
-{
+static void heap_push(Work *w, uint64_t x) {
     size_t i = w->n_heap++;
     for (; i > 0 && x < w->heap[(i - 1) / 4]; i = (i - 1) / 4) w->heap[i] = w->heap[(i - 1) / 4];
     w->heap[i] = x;
 }
 
-static uint64_t heap_pop(Work *w)
-{
+static uint64_t heap_pop(Work *w) {
     uint64_t top = w->heap[0], last = w->heap[--w->n_heap];
     size_t i = 0;
     for (size_t best; (best = 4 * i + 1) < w->n_heap; i = best) {
@@ -3630,8 +3447,7 @@ static uint64_t heap_pop(Work *w)
 }
 
 // pushes symbol i and the next, if the vocabulary knows them joined
-static void pair_push(Work *w, int32_t i)
-{
+static void pair_push(Work *w, int32_t i) {
     if (i < 0) return;
     const Tokenizer *t = w->t;
     Symbol *a = &w->symbol[i];
@@ -3656,8 +3472,7 @@ static void pair_push(Work *w, int32_t i)
 }
 
 // a symbol's token, or those of its bytes; byte-level BPE has all bytes
-static void symbol_emit(Work *w, const char *s, size_t n)
-{
+static void symbol_emit(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     int32_t id = dictionary_find(&t->tokens, s, n);
     w->out->id[w->out->n] = id;
@@ -3672,8 +3487,7 @@ static void symbol_emit(Work *w, const char *s, size_t n)
     }
 }
 
-static void word_join(Work *w)
-{
+static void word_join(Work *w) {
     Symbol *symbol = w->symbol;
     int32_t n = 0;
     bool whole = w->t->pre->flags & PRE_WHOLE ||
@@ -3705,8 +3519,7 @@ static void word_join(Work *w)
 }
 
 // WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
-static void word_pieces(Work *w)
-{
+static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
     for (size_t i = 0, n; i < w->n_text; i += n) {
@@ -3719,8 +3532,7 @@ static void word_pieces(Work *w)
 }
 
 // decodes a fragment, splits it by the rules, spells each word and looks for its tokens
-static void fragment_tokenize(Work *w, const char *s, size_t n)
-{
+static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     bool spaces = t->pre->flags & PRE_SPACES, wpm = t->kind == TOKENIZER_WPM;
     Char *ch = w->ch, *end = ch, *next;
@@ -3754,8 +3566,7 @@ static void fragment_tokenize(Work *w, const char *s, size_t n)
 }
 
 // Cuts the special tokens from the k-th on out of a text, longer ones first wherever they stand.
-static void text_tokenize(Work *w, const char *s, size_t n, int32_t k)
-{
+static void text_tokenize(Work *w, const char *s, size_t n, int32_t k) {
     const Tokenizer *t = w->t;
     for (int32_t next; k < t->n_special; k = next) {
         size_t len = t->special[k].n;
@@ -3777,8 +3588,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, int32_t k)
 // Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
 // for; parse_special: text such as <|im_start|> means the token. False: e says why.
 static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_special,
-                     bool parse_special, Tokens *out, Error *e)
-{
+                     bool parse_special, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
     if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 4 * n + 8;   // a bad byte reads as U+FFFD, a space as U+2581: room for three of each
@@ -3800,13 +3610,11 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
     return true;
 }
 
-static int32_t token_find(const Tokenizer *t, const char *text)   // -1: there is none
-{
+static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
     return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
 }
 
-static bool token_is_eog(const Tokenizer *t, int32_t id)   // does generation end here?
-{
+static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation end here?
     return id >= 0 && id < t->n_vocab && t->type[id] & TOKEN_EOG;
 }
 
@@ -3815,8 +3623,7 @@ static bool token_is_eog(const Tokenizer *t, int32_t id)   // does generation en
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
 // the characters that are whole after one more byte; bytes that are not UTF-8 become U+FFFD
-static size_t utf8_push(Detokenizer *d, char byte, char *out)
-{
+static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
     bool more = d->n == 0 || (byte & 0xC0) == 0x80;
     d->pending[d->n++] = byte;
@@ -3832,8 +3639,7 @@ static size_t utf8_push(Detokenizer *d, char byte, char *out)
 
 // Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
 // bytes. Control tokens have no text.
-static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out)
-{
+static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     if (id < 0 || id >= t->n_vocab) return 0;
     int type = t->type[id] & TOKEN_TYPE;
     Str s = t->tokens.str[id];
@@ -3882,8 +3688,7 @@ static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, ui
     return NULL;
 }
 
-static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e)
-{
+static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     const Meta *m = vocab_array(g, "tokenizer.ggml.tokens", GGUF_STR, 0, e), *types = NULL;
     if (!m || !dictionary_open(&t->tokens, m, e)) return false;
     t->n_vocab = m->n;
@@ -3911,20 +3716,17 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e)
     return true;
 }
 
-static void token_set(Tokenizer *t, const char *text, int type)
-{
+static void token_set(Tokenizer *t, const char *text, int type) {
     int32_t id = token_find(t, text);
     if (id >= 0) t->type[id] = type;
 }
 
-static int longer_first(const void *a, const void *b)
-{
+static int longer_first(const void *a, const void *b) {
     const Str *x = a, *y = b;
     return (x->n < y->n) - (x->n > y->n);
 }
 
-static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e)
-{
+static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
     int32_t other = -1;
     const struct { const char *name; int32_t *id; bool eog; } ids[] = {
         {"cls", &t->bos, false}, {"bos", &t->bos, false}, {"unknown", &t->unk, false},
@@ -3970,8 +3772,7 @@ static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e)
 }
 
 // g must stay open as long as t. False: e says what is missing, wrong or unknown.
-static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e)
-{
+static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
     size_t i = 0;
     *t = (Tokenizer){0};
@@ -3993,8 +3794,7 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e)
     return tokenizer_vocab(t, g, e) && tokenizer_ids(t, g, e);
 }
 
-static void tokenizer_close(Tokenizer *t)
-{
+static void tokenizer_close(Tokenizer *t) {
     free(t->tokens.slot);
     free(t->merges.slot);
     free(t->special);
@@ -4007,13 +3807,11 @@ static void tokenizer_close(Tokenizer *t)
 // the cuts see the tempered distribution. Nothing sorts a whole vocabulary: sort_top moves the k
 // best to the front, one comparison for each of the others.
 
-static bool better(Candidate a, Candidate b)   // ties: the lower id
-{
+static bool better(Candidate a, Candidate b) {   // ties: the lower id
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-static void sift_down(Candidate *heap, size_t i, size_t n)   // the worst of a heap is its root
-{
+static void sift_down(Candidate *heap, size_t i, size_t n) {   // the worst of a heap is its root
     for (size_t child; (child = 2 * i + 1) < n; i = child) {
         if (child + 1 < n && better(heap[child], heap[child + 1])) child++;
         if (!better(heap[i], heap[child])) return;
@@ -4023,8 +3821,7 @@ static void sift_down(Candidate *heap, size_t i, size_t n)   // the worst of a h
     }
 }
 
-static void sort_top(Candidate *c, size_t n, size_t k)   // the k best of n to the front, in order
-{
+static void sort_top(Candidate *c, size_t n, size_t k) {   // the k best of n to the front, in order
     for (size_t i = k / 2; i-- > 0;) sift_down(c, i, k);
     for (size_t i = k; i < n; i++) {
         if (!better(c[i], c[0])) continue;
@@ -4043,8 +3840,7 @@ static void sort_top(Candidate *c, size_t n, size_t k)   // the k best of n to t
 
 // Positive logits are divided, negative ones multiplied; each id of the last tokens once: what is
 // done is marked by a negative id. c[i].id == i on entry.
-static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty)
-{
+static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
     for (int i = 0; i < n_last && penalty != 1; i++) {
         if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
         c[last[i]].logit *= c[last[i]].logit > 0 ? 1 / penalty : penalty;
@@ -4054,28 +3850,24 @@ static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_la
         if ((size_t)last[i] < n) c[last[i]].id = last[i];
 }
 
-static void sample_temperature(Candidate *c, size_t n, float temp)
-{
+static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-static size_t sample_top_k(Candidate *c, size_t n, int k)
-{
+static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k >= n) return n;
     sort_top(c, n, k);
     return k;
 }
 
-static float best_logit(const Candidate *c, size_t n)
-{
+static float best_logit(const Candidate *c, size_t n) {
     float top = c[0].logit;
     for (size_t i = 1; i < n; i++) top = c[i].logit > top ? c[i].logit : top;
     return top;
 }
 
 // the fewest best candidates that hold a share p of the probability
-static size_t sample_top_p(Candidate *c, size_t n, float p)
-{
+static size_t sample_top_p(Candidate *c, size_t n, float p) {
     if (p >= 1) return n;
     float top = best_logit(c, n);
     double total = 0;
@@ -4093,8 +3885,7 @@ static size_t sample_top_p(Candidate *c, size_t n, float p)
 }
 
 // drops what is less likely than p times the best
-static size_t sample_min_p(Candidate *c, size_t n, float p)
-{
+static size_t sample_min_p(Candidate *c, size_t n, float p) {
     if (p <= 0) return n;
     float least = best_logit(c, n) + logf(p);
     size_t kept = 0;
@@ -4103,16 +3894,14 @@ static size_t sample_min_p(Candidate *c, size_t n, float p)
     return kept;
 }
 
-static double random_unit(uint64_t *state)   // splitmix64, in [0, 1)
-{
+static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     uint64_t z = *state += 0x9e3779b97f4a7c15;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng)
-{
+static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng) {
     float top = best_logit(c, n);
     double total = 0, sum = 0;
     for (size_t i = 0; i < n; i++) total += exp_fast(c[i].logit - top);
@@ -4126,8 +3915,7 @@ static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng)
 
 // last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
 static int32_t sample(const Sampling *o, const float *logits, size_t n, const int32_t *last,
-                      int n_last, uint64_t *rng, Candidate *c)
-{
+                      int n_last, uint64_t *rng, Candidate *c) {
     for (size_t i = 0; i < n; i++)   // NaN never wins
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
@@ -4143,8 +3931,7 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
     return sample_draw(c, n, rng);
 }
 
-int32_t session_sample(Session *s, const float *logits)
-{
+int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
     int n = o->repeat_last_n;
     int32_t id = o->temp <= 0 && o->repeat_penalty == 1 ? gpu_argmax(s, logits) : -1;
@@ -4156,8 +3943,7 @@ int32_t session_sample(Session *s, const float *logits)
 
 // ---- 11. generate ----
 
-static bool tokens_add(Tokens *t, int32_t id)
-{
+static bool tokens_add(Tokens *t, int32_t id) {
     int32_t *more = realloc(t->id, (t->n + 1) * sizeof *more);
     if (!more) return false;
     t->id = more;
@@ -4165,8 +3951,7 @@ static bool tokens_add(Tokens *t, int32_t id)
     return true;
 }
 
-void model_close(Model *m)
-{
+void model_close(Model *m) {
     for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i]);
     if (m->tokenizer) tokenizer_close(m->tokenizer);
     free(m->tokenizer);
@@ -4177,8 +3962,7 @@ void model_close(Model *m)
 }
 
 // the file and its tokenizer; weights only where the file has them (vocabularies have none)
-static bool vocab_open(Model *m, const char *path, Error *e)
-{
+static bool vocab_open(Model *m, const char *path, Error *e) {
     Error why;
     *m = (Model){0};
     if (!gguf_open(&m->gguf, path, e)) return false;
@@ -4187,8 +3971,7 @@ static bool vocab_open(Model *m, const char *path, Error *e)
     return tokenizer_open(m->tokenizer, &m->gguf, &why) || fail(e, "%s: %s", path, why.text);
 }
 
-bool model_open(Model *m, const char *path, Error *e)
-{
+bool model_open(Model *m, const char *path, Error *e) {
     Error why;
     if (!vocab_open(m, path, e)) return false;
     return weights_load(m, &why) || fail(e, "%s: %s", path, why.text);
@@ -4197,8 +3980,7 @@ bool model_open(Model *m, const char *path, Error *e)
 // Generates up to n_predict ids (-1: no limit) after ids[0..n-1]; on_token gets each, returning
 // false to stop. An end-of-generation id ends it and is not handed out.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
-                      bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e)
-{
+                      bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
     Tokens all = {malloc((size_t)n * sizeof *ids), n};
     bool ok = all.id ? true : fail(e, "out of memory");
     if (ok) memcpy(all.id, ids, (size_t)n * sizeof *ids);
@@ -4228,8 +4010,7 @@ typedef struct {
 
 static volatile sig_atomic_t interrupted;
 
-static void on_interrupt(int sig)
-{
+static void on_interrupt(int sig) {
     (void)sig;
     interrupted = 1;
 }
@@ -4278,8 +4059,7 @@ static const Option OPTIONS[] = {
     {"--info", SWITCH, AT(info), 0, 0, "", "metadata, architecture, formats, memory plan"},
 };
 
-static void print_usage(void)
-{
+static void print_usage(void) {
     puts("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (size_t i = 0; i < sizeof OPTIONS / sizeof *OPTIONS; i++) {
         int n = printf("  %s %s", OPTIONS[i].name, OPTIONS[i].value);
@@ -4295,15 +4075,13 @@ static void print_usage(void)
 }
 
 // a whole number or any number, nothing around it
-static bool parse_number(const char *text, bool whole, double low, double high, double *x)
-{
+static bool parse_number(const char *text, bool whole, double low, double high, double *x) {
     char *end;
     *x = whole ? (double)strtoll(text, &end, 10) : strtof(text, &end);
     return end != text && !*end && !isspace((unsigned char)*text) && *x >= low && *x <= high;
 }
 
-static bool parse_value(Cli *cli, const Option *o, const char *text, Error *e)
-{
+static bool parse_value(Cli *cli, const Option *o, const char *text, Error *e) {
     void *at = (char *)cli + o->at;
     double x = 0;
     bool ok = o->kind == TEXT || o->kind == SEED ||
@@ -4320,8 +4098,7 @@ static bool parse_value(Cli *cli, const Option *o, const char *text, Error *e)
 }
 
 // "P,N" behind --bench, if that is what comes
-static bool parse_pair(Cli *cli, const char *text)
-{
+static bool parse_pair(Cli *cli, const char *text) {
     double p, n;
     char first[16] = "";
     const char *comma = text ? strchr(text, ',') : NULL;
@@ -4334,8 +4111,7 @@ static bool parse_pair(Cli *cli, const char *text)
 }
 
 // "1,2,3"; ids NULL: only checks the form
-static bool parse_tokens(const char *list, Tokens *ids, Error *e)
-{
+static bool parse_tokens(const char *list, Tokens *ids, Error *e) {
     for (char *end; *list; list = end + (*end == ',')) {
         long long id = strtoll(list, &end, 10);
         if (!isdigit((unsigned char)*list) || (*end && (*end != ',' || !end[1])))
@@ -4346,8 +4122,7 @@ static bool parse_tokens(const char *list, Tokens *ids, Error *e)
     return true;
 }
 
-static bool parse_options(Cli *cli, int argc, char **argv, Error *e)
-{
+static bool parse_options(Cli *cli, int argc, char **argv, Error *e) {
     const char *word[2];
     int words = 0, used = 0;
     for (int i = 1, options = 1; i < argc; i++) {
@@ -4383,8 +4158,7 @@ static bool parse_options(Cli *cli, int argc, char **argv, Error *e)
 
 typedef struct { char *s; size_t n; } Text;
 
-static bool read_file(const char *path, Text *t, Error *e)
-{
+static bool read_file(const char *path, Text *t, Error *e) {
     bool in = !strcmp(path, "-");
     FILE *f = in ? stdin : fopen(path, "rb");
     size_t cap = 1 << 16, got;
@@ -4401,8 +4175,7 @@ static bool read_file(const char *path, Text *t, Error *e)
     return !error || fail(e, "%s: %s", path, strerror(error));
 }
 
-static bool check_utf8(const char *s, size_t n, Error *e)
-{
+static bool check_utf8(const char *s, size_t n, Error *e) {
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t c = utf8_decode(s + i, n - i, &used);
         if (!utf8_valid(c, used))
@@ -4412,8 +4185,7 @@ static bool check_utf8(const char *s, size_t n, Error *e)
 }
 
 // the prompt's bytes (for display) and its ids, from whichever option gave it
-static bool load_prompt(const Cli *cli, const Model *m, Text *text, Tokens *ids, Error *e)
-{
+static bool load_prompt(const Cli *cli, const Model *m, Text *text, Tokens *ids, Error *e) {
     if (cli->tokens) return parse_tokens(cli->tokens, ids, e);
     if (cli->file && !read_file(cli->file, text, e)) return false;
     if (cli->prompt) {
@@ -4426,8 +4198,7 @@ static bool load_prompt(const Cli *cli, const Model *m, Text *text, Tokens *ids,
 
 // -- modes --
 
-static double peak_megabytes(void)
-{
+static double peak_megabytes(void) {
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
 #ifdef __APPLE__
@@ -4437,14 +4208,12 @@ static double peak_megabytes(void)
 #endif
 }
 
-static double matrix_bytes(const Matrix *w)
-{
+static double matrix_bytes(const Matrix *w) {
     return w->data ? (double)w->rows * quant_row_bytes(w->type, w->cols) : 0;
 }
 
 // what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
-static double token_bytes(const Session *s, int pos)
-{
+static double token_bytes(const Session *s, int pos) {
     const Config *c = &s->m->config;
     double sum = matrix_bytes(&s->m->head) + quant_row_bytes(s->m->embd.type, c->dim);
     for (int l = 0; l < c->n_layer; l++) {
@@ -4474,8 +4243,7 @@ typedef struct {
     double start, first;   // when evaluation began, when the first token came
 } Printer;
 
-static bool print_token(void *ctx, int32_t id)
-{
+static bool print_token(void *ctx, int32_t id) {
     Printer *p = ctx;
     const Tokenizer *t = p->s->m->tokenizer;
     if (p->n++ == 0) p->first = now();
@@ -4485,8 +4253,7 @@ static bool print_token(void *ctx, int32_t id)
     return !interrupted && !ferror(stdout);
 }
 
-static void print_statistics(const Printer *p, int n_prompt)
-{
+static void print_statistics(const Printer *p, int n_prompt) {
     double end = now(), prefill = (p->n ? p->first : end) - p->start, decode = end - p->first;
     double speed = p->n > 1 ? (p->n - 1) / decode : 0;
     fprintf(stderr,
@@ -4546,15 +4313,13 @@ static const struct { const char *mark, *start, *user, *reply, *end; } CHATS[] =
 
 typedef struct { Printer p; Tokens ids; } Chat;
 
-static bool chat_token(void *ctx, int32_t id)
-{
+static bool chat_token(void *ctx, int32_t id) {
     Chat *c = ctx;
     return tokens_add(&c->ids, id) && print_token(&c->p, id);
 }
 
 // one turn: the user's text between the template's words; only those may be special tokens
-static bool chat_turn(const Cli *cli, Chat *c, int kind, const char *user, size_t n, Error *e)
-{
+static bool chat_turn(const Cli *cli, Chat *c, int kind, const char *user, size_t n, Error *e) {
     Session *s = c->p.s;
     const Tokenizer *t = s->m->tokenizer;
     bool first = c->ids.n == 0;
@@ -4577,8 +4342,7 @@ static bool chat_turn(const Cli *cli, Chat *c, int kind, const char *user, size_
     return ok;
 }
 
-static bool run_chat(const Cli *cli, Session *s, const Text *text, Error *e)
-{
+static bool run_chat(const Cli *cli, Session *s, const Text *text, Error *e) {
     Str template = gguf_str(&s->m->gguf, "tokenizer.chat_template");
     if (!template.n) return fail(e, "the model has no chat template; -i needs one");
     int n_kinds = sizeof CHATS / sizeof *CHATS, kind = 0;
@@ -4608,15 +4372,13 @@ static bool run_chat(const Cli *cli, Session *s, const Text *text, Error *e)
     return ok;
 }
 
-static bool write_row(void *ctx, int i, const float *logits)
-{
+static bool write_row(void *ctx, int i, const float *logits) {
     struct { FILE *f; int n; } *out = ctx;
     (void)i;
     return fwrite(logits, sizeof *logits, out->n, out->f) == (size_t)out->n;
 }
 
-static bool run_logits(const Cli *cli, Session *s, const Tokens *ids, Error *e)
-{
+static bool run_logits(const Cli *cli, Session *s, const Tokens *ids, Error *e) {
     struct { FILE *f; int n; } out = {fopen(cli->logits, "wb"), s->m->config.n_vocab};
     if (!out.f) return fail(e, "%s: %s", cli->logits, strerror(errno));
     bool ok = session_run(s, ids->id, ids->n, 0, false, write_row, &out, e);
@@ -4629,8 +4391,7 @@ static bool run_logits(const Cli *cli, Session *s, const Tokens *ids, Error *e)
 
 typedef struct { const int32_t *ids; int n, n_vocab; double nll, squares; long count; } Perplexity;
 
-static bool score_row(void *ctx, int i, const float *logits)
-{
+static bool score_row(void *ctx, int i, const float *logits) {
     Perplexity *p = ctx;
     if (i + 1 == p->n) return true;
     float top = logits[0];
@@ -4644,8 +4405,7 @@ static bool score_row(void *ctx, int i, const float *logits)
     return !interrupted;
 }
 
-static bool run_ppl(const Cli *cli, Session *s, Error *e)
-{
+static bool run_ppl(const Cli *cli, Session *s, Error *e) {
     const Tokenizer *t = s->m->tokenizer;
     Text text = {0};
     Tokens ids = {0};
@@ -4679,8 +4439,7 @@ static bool run_ppl(const Cli *cli, Session *s, Error *e)
 typedef struct { int pooling, last; double *x; size_t dim; } Pooled;
 
 // sums up rows; prints the result, L2-normalised, on one line: after each row if pooling is none
-static bool pool_row(void *ctx, int i, const float *x)
-{
+static bool pool_row(void *ctx, int i, const float *x) {
     Pooled *p = ctx;
     double length = 0;
     for (size_t j = 0; j < p->dim; j++)
@@ -4694,8 +4453,7 @@ static bool pool_row(void *ctx, int i, const float *x)
 }
 
 // pooling as the metadata says; not said: the last token of a causal model, an encoder's mean
-static bool run_embedding(Session *s, const Tokens *ids, Error *e)
-{
+static bool run_embedding(Session *s, const Tokens *ids, Error *e) {
     const Config *c = &s->m->config;
     int pooling = c->pooling >= 0 ? c->pooling : c->causal ? 3 : 1;
     Pooled p = {pooling, (int)ids->n - 1, calloc(c->dim, sizeof(double)), c->dim};
@@ -4707,8 +4465,7 @@ static bool run_embedding(Session *s, const Tokens *ids, Error *e)
 
 typedef struct { const uint64_t *words; size_t part; uint64_t *sums; } Reading;
 
-static void read_part(void *ctx, int i, int thread)
-{
+static void read_part(void *ctx, int i, int thread) {
     Reading *r = ctx;
     uint64_t sum[8] = {0};
     (void)thread;
@@ -4718,8 +4475,7 @@ static void read_part(void *ctx, int i, int thread)
 }
 
 // bytes per second that all threads together read from memory
-static double read_bandwidth(Session *s, const uint64_t *words, size_t bytes)
-{
+static double read_bandwidth(Session *s, const uint64_t *words, size_t bytes) {
     uint64_t sums[64] = {0};
     Reading r = {words, bytes / 8 / 64, sums};
     double start = now();
@@ -4729,8 +4485,7 @@ static double read_bandwidth(Session *s, const uint64_t *words, size_t bytes)
     return bytes / (now() - start);
 }
 
-static bool run_bench(const Cli *cli, Session *s, Error *e)
-{
+static bool run_bench(const Cli *cli, Session *s, Error *e) {
     enum { RUNS = 5 };
     int n_prompt = cli->bench_prompt, total = n_prompt + cli->bench_decode + 1, n = n_prompt;
     size_t bytes = (size_t)512 << 20;
@@ -4763,8 +4518,7 @@ static bool run_bench(const Cli *cli, Session *s, Error *e)
     return true;
 }
 
-static void print_meta(const Meta *m)
-{
+static void print_meta(const Meta *m) {
     const uint8_t *p = m->v;
     printf("%.*s = ", STR_ARG(m->key));
     if (m->type == GGUF_ARR) printf("[%llu] ", (unsigned long long)m->n);
@@ -4779,8 +4533,7 @@ static void print_meta(const Meta *m)
     printf(m->n > 4 ? ", ...\n" : "\n");
 }
 
-static void print_info(const Model *m, const Session *s)
-{
+static void print_info(const Model *m, const Session *s) {
     const Config *c = &m->config;
     double weights = 0;
     for (size_t i = 0; i < m->gguf.n_meta; i++) print_meta(&m->gguf.meta[i]);
@@ -4805,8 +4558,7 @@ static void print_info(const Model *m, const Session *s)
            weights / 1048576, s->kv_bytes / 1048576.0, s->o.window, s->scratch_bytes / 1048576.0);
 }
 
-static bool run_tokenize(const Cli *cli, Model *m, Error *e)
-{
+static bool run_tokenize(const Cli *cli, Model *m, Error *e) {
     Text text = {0};
     Tokens ids = {0};
     bool ok = vocab_open(m, cli->model, e) && load_prompt(cli, m, &text, &ids, e);
@@ -4818,8 +4570,7 @@ static bool run_tokenize(const Cli *cli, Model *m, Error *e)
 }
 
 // everything that needs the weights
-static bool run_model(Cli *cli, Model *m, Session *s, Error *e)
-{
+static bool run_model(Cli *cli, Model *m, Session *s, Error *e) {
     Text text = {0};
     Tokens ids = {0};
     if (!model_open(m, cli->model, e)) return false;
@@ -4855,8 +4606,7 @@ static bool run_model(Cli *cli, Model *m, Session *s, Error *e)
     return ok;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     Cli cli = {.n_predict = 256, .bench_prompt = 512, .bench_decode = 128,
                .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                               .repeat_penalty = 1, .repeat_last_n = 64}};

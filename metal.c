@@ -72,8 +72,7 @@ enum { METHODS(X) N_METHODS };
 #undef X
 
 // a message to nil is answered with 0, as in Objective-C
-static size_t nil_method(void)
-{
+static size_t nil_method(void) {
     return 0;
 }
 
@@ -116,8 +115,7 @@ typedef struct {
     char why[200];              // the first thing that went wrong
 } Gpu;
 
-static Gpu *gpu_new(void)
-{
+static Gpu *gpu_new(void) {
     static const char *const selectors[] = {
 #define X(name, selector, R, types) selector,
         METHODS(X)
@@ -128,8 +126,7 @@ static Gpu *gpu_new(void)
     return g;
 }
 
-static bool gpu_fail(Gpu *g, const char *what, id error)
-{
+static bool gpu_fail(Gpu *g, const char *what, id error) {
     const char *text = send(g, utf8, send(g, describe, error));
     if (!g->why[0])
         snprintf(g->why, sizeof g->why, "%s%s%s", what, text ? ": " : "", text ? text : "");
@@ -139,16 +136,14 @@ static bool gpu_fail(Gpu *g, const char *what, id error)
 }
 
 // There may be no default device though there is a device: over ssh, or in tmux.
-static id gpu_device(Gpu *g)
-{
+static id gpu_device(Gpu *g) {
     id one = MTLCreateSystemDefaultDevice(), all = one ? NULL : MTLCopyAllDevices();
     if (send(g, count, all)) one = send(g, retain, send(g, object_at, all, 0));
     send(g, release, all);
     return one;
 }
 
-static bool gpu_library(Gpu *g)
-{
+static bool gpu_library(Gpu *g) {
     id error = NULL, text = send(g, string, objc_getClass("NSString"), metal_source);
     g->device = gpu_device(g);
     if (!g->device) return gpu_fail(g, "no Metal device", NULL);
@@ -161,8 +156,7 @@ static bool gpu_library(Gpu *g)
 }
 
 // makes whole pages, or a new buffer (base NULL), known to the GPU; returns its address
-static void *gpu_share(Gpu *g, void *base, size_t size)
-{
+static void *gpu_share(Gpu *g, void *base, size_t size) {
     size_t unit = base ? sysconf(_SC_PAGESIZE) : 1, whole = (size + unit - 1) / unit * unit;
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
     if (!more) return NULL;
@@ -176,8 +170,7 @@ static void *gpu_share(Gpu *g, void *base, size_t size)
     return base;
 }
 
-static const Shared *gpu_find(const Gpu *g, const void *p)
-{
+static const Shared *gpu_find(const Gpu *g, const void *p) {
     for (int i = 0; i < g->n_shared; i++) {
         const Shared *at = &g->shared[i];
         if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
@@ -186,8 +179,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p)
 }
 
 // the variant of a kernel that these constants make, compiled on first use
-static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *constant)
-{
+static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *constant) {
     for (int i = 0; i < g->n_pipelines; i++) {
         Variant *p = &g->pipeline[i];
         bool same = !strcmp(p->kernel, kernel);
@@ -212,29 +204,25 @@ static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *consta
     return p;
 }
 
-static void gpu_commands(Gpu *g)   // one more command buffer, and its encoder
-{
+static void gpu_commands(Gpu *g) {   // one more command buffer, and its encoder
     id commands = send(g, commands, g->queue);
     g->commands[g->n_commands++] = commands;
     g->encoder = send(g, encoder, commands);
 }
 
-static void gpu_begin(Gpu *g)
-{
+static void gpu_begin(Gpu *g) {
     g->pool = objc_autoreleasePoolPush();
     g->n_commands = 0;
     gpu_commands(g);
 }
 
-static void gpu_commit(Gpu *g)
-{
+static void gpu_commit(Gpu *g) {
     send(g, end_encoding, g->encoder);
     send(g, commit, g->commands[g->n_commands - 1]);
 }
 
 // Also after a failure: told in one line, and the CPU does the rest.
-static void gpu_close(Session *s)
-{
+static void gpu_close(Session *s) {
     Gpu *g = s->gpu;
     if (!g) return;
     if (g->why[0]) fprintf(stderr, "note: running on the CPU: %s\n", g->why);
@@ -249,8 +237,7 @@ static void gpu_close(Session *s)
 }
 
 // runs all that was encoded
-static bool gpu_wait(Gpu *g)
-{
+static bool gpu_wait(Gpu *g) {
     gpu_commit(g);
     for (int i = 0; i < g->n_commands; i++) {
         send(g, wait, g->commands[i]);
@@ -261,8 +248,7 @@ static bool gpu_wait(Gpu *g)
     return !g->why[0];
 }
 
-static bool gpu_end(Session *s)
-{
+static bool gpu_end(Session *s) {
     bool ok = gpu_wait(s->gpu);
     if (!ok) gpu_close(s);
     return ok;
@@ -277,8 +263,7 @@ typedef struct {
     int constant[N_CONSTANTS];
 } Dispatch;
 
-static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t size)
-{
+static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t size) {
     const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d->kernel, d->constant);
     if (!p) return;
     if (d->threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
@@ -298,19 +283,16 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
 // ---- operations: each is one dispatch ----
 
 // A matrix begins anywhere; the address bound is the multiple of 16 before it.
-static struct kernel_matrix matrix_args(const Matrix *w, float scale)
-{
+static struct kernel_matrix matrix_args(const Matrix *w, float scale) {
     return (struct kernel_matrix){(uintptr_t)w->data % 16, quant_row_bytes(w->type, w->cols),
                                   w->rows, scale * (w->scale ? *w->scale : 1)};
 }
 
-static const void *matrix_base(const Matrix *w)
-{
+static const void *matrix_base(const Matrix *w) {
     return w->data - (uintptr_t)w->data % 16;
 }
 
-static void run_embed(Session *s, int n)
-{
+static void run_embed(Session *s, int n) {
     const Matrix *w = &s->m->embd;
     Gpu *g = s->gpu;
     struct embed_args a = {matrix_args(w, s->m->config.embd_scale), w->cols};
@@ -319,8 +301,7 @@ static void run_embed(Session *s, int n)
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n, int epilogue)
-{
+static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n, int epilogue) {
     struct norm_args a = {s->m->config.dim, s->m->config.eps};
     size_t threads = a.cols < 256 ? (a.cols + 31) / 32 * 32 : 256;
     Dispatch d = {"rms_norm", {x, w->w, y}, 3, n, threads, 32, {[C_EPILOGUE] = epilogue}};
@@ -330,8 +311,7 @@ static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n,
 // y[i] = scale * w[i] x for up to three matrices, x normalised by `norm` if there is one; or
 // (EPILOGUE_GLU) y[0] = act(w[0] x) * w[1] x
 static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, const Norm *norm,
-                     float *const *y, int epilogue, float cap, float scale)
-{
+                     float *const *y, int epilogue, float cap, float scale) {
     bool glu = epilogue == EPILOGUE_GLU;
     struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
     Dispatch d = {glu ? "gemv_glu" : "gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0,
@@ -356,8 +336,7 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, 
 
 // y = scale * x w' for n tokens; in integers where that is asked for and the format has codes
 static void run_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y,
-                     int n, int epilogue, float cap, float scale)
-{
+                     int n, int epilogue, float cap, float scale) {
     Gpu *g = s->gpu;
     int tile = n > 8 ? 32 : 8;
     bool int8 = g->codes && tile == 32 && !quant_row_bytes(w->type, 1);   // no row of one: blocks
@@ -378,8 +357,7 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, const float *g
 }
 
 // RoPE, cache write and attention: fused for one token, in two dispatches for more
-static void run_attention(Session *s, const Layer *w, int n)
-{
+static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows;
@@ -406,8 +384,7 @@ static void run_attention(Session *s, const Layer *w, int n)
 }
 
 // The single-dispatch half of a layer, where it is asked for and fits: see kernels.metal
-static bool run_block(Session *s, const Layer *w)
-{
+static bool run_block(Session *s, const Layer *w) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
     struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
@@ -430,8 +407,7 @@ static bool run_block(Session *s, const Layer *w)
 // ---- forward ----
 
 // x += w in, or x += norm(w in)
-static void run_residual(Session *s, const Matrix *w, const float *in, const Norm *post, int n)
-{
+static void run_residual(Session *s, const Matrix *w, const float *in, const Norm *post, int n) {
     float *y = post->w ? s->out : s->x;
     int epilogue = post->w ? EPILOGUE_STORE : EPILOGUE_ADD;
     if (n == 1) run_gemv(s, &w, 1, in, NULL, &y, epilogue, 0, 1);
@@ -440,8 +416,7 @@ static void run_residual(Session *s, const Matrix *w, const float *in, const Nor
 }
 
 // One token: five dispatches, seven with post-norms. A chunk: eleven or thirteen.
-static void run_layer(Session *s, const Layer *w, int n)
-{
+static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *pair[2] = {&w->gate, &w->up};
     float *to[3] = {s->q, s->k, s->v};
     if (n == 1) run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
@@ -462,8 +437,7 @@ static void run_layer(Session *s, const Layer *w, int n)
 }
 
 // logits of n rows; for one row also which is the largest
-static void run_head(Session *s, int first, int n)
-{
+static void run_head(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     const Matrix *w = &s->m->head;
     const Norm *norm = &s->m->out_norm;
@@ -483,8 +457,7 @@ static void run_head(Session *s, int first, int n)
 }
 
 // live: the rows are marked with their positions. The warm-up's are not, so nobody sees them.
-static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live)
-{
+static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live) {
     Gpu *g = s->gpu;
     int n_layer = s->m->config.n_layer, split = n_layer / MAX_COMMANDS + SPLIT_LAYERS;
     s->pos = pos;
@@ -502,8 +475,7 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live
     }
 }
 
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first)
-{
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
     if (!s->gpu) return false;
     gpu_begin(s->gpu);
     run_layers(s, ids, n, pos, true);
@@ -511,8 +483,7 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     return gpu_end(s);
 }
 
-static bool gpu_head(Session *s, int first, int n)
-{
+static bool gpu_head(Session *s, int first, int n) {
     if (!s->gpu) return false;
     gpu_begin(s->gpu);
     run_head(s, first, n);
@@ -520,16 +491,14 @@ static bool gpu_head(Session *s, int first, int n)
 }
 
 // the id of the largest of these logits if the GPU found it, or -1
-static int32_t gpu_argmax(const Session *s, const float *logits)
-{
+static int32_t gpu_argmax(const Session *s, const float *logits) {
     const Gpu *g = s->gpu;
     return g && logits && g->best_of == logits ? *g->best : -1;
 }
 
 // ---- open ----
 
-static const char *layer_lacks(const Config *c, const Layer *w)
-{
+static const char *layer_lacks(const Config *c, const Layer *w) {
     const Norm *norms[] = {&w->attn_norm, &w->ffn_norm, &w->attn_post_norm, &w->ffn_post_norm,
                            &w->q_norm, &w->k_norm};
     if (w->conv_in.data || w->router.data || w->parallel) return "layers";
@@ -543,8 +512,7 @@ static const char *layer_lacks(const Config *c, const Layer *w)
 }
 
 // NULL, or what of this model the kernels do not do
-static const char *gpu_lacks(const Model *m)
-{
+static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     const char *lacks = c->arch->act > RELU2 ? "activation" : NULL;
     if (c->arch->norm != RMS || c->arch->flags & (ENCODER | QK_NORM_LATE)) return "norms";
@@ -559,8 +527,7 @@ static const char *gpu_lacks(const Model *m)
     return lacks;
 }
 
-static bool share_all(Session *s)
-{
+static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Map *maps = s->m->gguf.maps;
     size_t n = s->o.chunk, wide = 0;
@@ -582,8 +549,7 @@ static bool share_all(Session *s)
     return true;
 }
 
-static bool gpu_open(Session *s)
-{
+static bool gpu_open(Session *s) {
     const char *lacks = gpu_lacks(s->m);
     int32_t none = 0;
     Gpu *g = s->gpu = gpu_new();

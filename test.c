@@ -37,8 +37,7 @@ static struct {
 } test;
 
 __attribute__((format(printf, 4, 5)))
-static bool check(bool ok, const char *file, int line, const char *format, ...)
-{
+static bool check(bool ok, const char *file, int line, const char *format, ...) {
     va_list args;
     test.checks++;
     if (ok || test.failures++ >= 10) return ok;
@@ -53,23 +52,20 @@ static bool check(bool ok, const char *file, int line, const char *format, ...)
 #define CHECK(ok, ...) check((ok), __FILE__, __LINE__, __VA_ARGS__)
 #define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // or no more
 
-static void *need(size_t size)   // zeroed, until the end of the test
-{
+static void *need(size_t size) {   // zeroed, until the end of the test
     test.memory = realloc(test.memory, (test.n_memory + 1) * sizeof *test.memory);
     void *p = test.memory ? calloc(size + 1, 1) : NULL;
     REQUIRE(p, "out of memory");
     return test.memory[test.n_memory++] = p;
 }
 
-static void clean_up(void)
-{
+static void clean_up(void) {
     while (test.n_sessions) session_close(test.sessions[--test.n_sessions]);
     while (test.n_models) model_close(test.models[--test.n_models]);
     while (test.n_memory) free(test.memory[--test.n_memory]);
 }
 
-static Model *open_model(const char *path)
-{
+static Model *open_model(const char *path) {
     Model *m = need(sizeof *m);
     Error e = {""};
     REQUIRE(test.n_models < MOST, "too many models");
@@ -79,8 +75,7 @@ static Model *open_model(const char *path)
 }
 
 // on the CPU: the GPU in software is slow, and has tests of its own
-static Session *open_session(const Model *m, Options o)
-{
+static Session *open_session(const Model *m, Options o) {
     Session *s = need(sizeof *s);
     Error e = {""};
     o.cpu = true;
@@ -90,24 +85,21 @@ static Session *open_session(const Model *m, Options o)
     return s;
 }
 
-static uint32_t random_bits(void)
-{
+static uint32_t random_bits(void) {
     test.seed = test.seed * 1664525u + 1013904223u;
     return test.seed >> 8;
 }
 
 static float noise(void) { return random_bits() / 8388608.0f - 1; }   // -1 .. 1
 
-static float *noise_array(size_t n, float scale)
-{
+static float *noise_array(size_t n, float scale) {
     float *x = need(n * sizeof *x);
     for (size_t i = 0; i < n; i++) x[i] = noise() * scale;
     return x;
 }
 
 // sum (got - want)^2 / sum want^2; a NaN makes it a NaN, which passes no limit
-static double nmse_double(const float *got, const double *want, size_t n)
-{
+static double nmse_double(const float *got, const double *want, size_t n) {
     double error = 0, power = 0;
     for (size_t i = 0; i < n; i++) {
         error += (got[i] - want[i]) * (got[i] - want[i]);
@@ -116,8 +108,7 @@ static double nmse_double(const float *got, const double *want, size_t n)
     return error / (power + 1e-300);
 }
 
-static double nmse(const float *got, const float *want, size_t n)
-{
+static double nmse(const float *got, const float *want, size_t n) {
     double *w = malloc(n * sizeof *w);
     for (size_t i = 0; i < n; i++) w[i] = want[i];
     double error = nmse_double(got, w, n);
@@ -125,16 +116,14 @@ static double nmse(const float *got, const float *want, size_t n)
     return error;
 }
 
-static double half_value(uint16_t h)   // IEEE binary16
-{
+static double half_value(uint16_t h) {   // IEEE binary16
     int exponent = h >> 10 & 31, mantissa = h & 1023;
     double x = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
     if (exponent == 31) x = mantissa ? NAN : INFINITY;
     return h & 0x8000 ? -x : x;
 }
 
-static void *read_all(const char *path, size_t *n)   // a whole file, with a NUL behind it
-{
+static void *read_all(const char *path, size_t *n) {   // a whole file, with a NUL behind it
     FILE *f = fopen(path, "rb");
     struct stat st;
     REQUIRE(f && !fstat(fileno(f), &st), "%s: cannot be read", path);
@@ -144,8 +133,7 @@ static void *read_all(const char *path, size_t *n)   // a whole file, with a NUL
     return data;
 }
 
-__attribute__((format(printf, 1, 2))) static char *text_of(const char *format, ...)
-{
+__attribute__((format(printf, 1, 2))) static char *text_of(const char *format, ...) {
     va_list args;
     char *s = need(1024);
     va_start(args, format);
@@ -160,8 +148,7 @@ static char *scratch(const char *name) { return text_of("%s/%s", test.dir, name)
 
 typedef struct { uint8_t *p; size_t n, cap; } Bytes;
 
-static void put(Bytes *b, const void *data, size_t n)
-{
+static void put(Bytes *b, const void *data, size_t n) {
     if (b->n + n >= b->cap) {
         uint8_t *old = b->p;
         b->cap = 2 * b->cap + n + 256;
@@ -174,8 +161,7 @@ static void put(Bytes *b, const void *data, size_t n)
 
 static void put_int(Bytes *b, uint64_t x, size_t size) { put(b, &x, size); }
 
-static void put_text(Bytes *b, const char *s)
-{
+static void put_text(Bytes *b, const char *s) {
     put_int(b, strlen(s), 8);
     put(b, s, strlen(s));
 }
@@ -199,13 +185,11 @@ typedef struct {
     Spoil spoil;
 } Writer;
 
-static bool spoils(const Writer *w, int how, const char *name)
-{
+static bool spoils(const Writer *w, int how, const char *name) {
     return w->spoil.how == how && !strcmp(w->spoil.name, name);
 }
 
-static void put_key(Writer *w, const char *key, uint32_t type, const void *value, size_t size)
-{
+static void put_key(Writer *w, const char *key, uint32_t type, const void *value, size_t size) {
     const Spoil *s = &w->spoil;
     bool change = spoils(w, KEY, key) || spoils(w, NEW_KEY, key);
     if (spoils(w, NO_KEY, key) || (w->part && strncmp(key, "split.", 6))) return;
@@ -221,15 +205,13 @@ static void put_key(Writer *w, const char *key, uint32_t type, const void *value
 static void key_int(Writer *w, const char *key, uint32_t x) { put_key(w, key, GGUF_U32, &x, 4); }
 static void key_float(Writer *w, const char *key, float x) { put_key(w, key, GGUF_F32, &x, 4); }
 
-static void key_text(Writer *w, const char *key, const char *s)
-{
+static void key_text(Writer *w, const char *key, const char *s) {
     Bytes b = {0};
     put_text(&b, s);
     put_key(w, key, GGUF_STR, b.p, b.n);
 }
 
-static void key_strings(Writer *w, const char *key, int n, const char *const *s)
-{
+static void key_strings(Writer *w, const char *key, int n, const char *const *s) {
     Bytes b = {0};
     put_int(&b, GGUF_STR, 4);
     put_int(&b, n, 8);
@@ -238,8 +220,7 @@ static void key_strings(Writer *w, const char *key, int n, const char *const *s)
 }
 
 // random f32 weights around `mean`, ne[2] matrices of ne[1] rows of ne[0]; 0 ends the dimensions
-static void put_tensor(Writer *w, const char *name, const int ne[3], float mean, float scale)
-{
+static void put_tensor(Writer *w, const char *name, const int ne[3], float mean, float scale) {
     int dims = 1 + (ne[1] > 0) + (ne[2] > 0);
     size_t n = ne[0] * (ne[1] ? ne[1] : 1) * (ne[2] ? ne[2] : 1);
     const Spoil *s = &w->spoil;
@@ -259,8 +240,7 @@ static void put_tensor(Writer *w, const char *name, const int ne[3], float mean,
 }
 
 // the whole file; returns the size of what stands before the data
-static size_t write_gguf(Writer *w, const char *path)
-{
+static size_t write_gguf(Writer *w, const char *path) {
     Bytes b = {0};
     if (w->spoil.how == NEW_KEY) put_key(w, w->spoil.name, 0, NULL, 0);
     put(&b, "GGUF", 4);
@@ -316,8 +296,7 @@ typedef struct {
     const char *letters, *keys;   // keys: more metadata, "name=1 name=0.5"; with a point: a float
 } Shape;
 
-static void put_part(Writer *w, const char *prefix, const char *part, const char *letters)
-{
+static void put_part(Writer *w, const char *prefix, const char *part, const char *letters) {
     char name[64], *full, bias = 0;
     int ne[3] = {0};
     const char *c = strchr(part, ':');
@@ -337,16 +316,14 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
         put_tensor(w, text_of("%s%s.bias", prefix, name), (int[3]){ne[!norm], ne[2]}, 0, 0.3f);
 }
 
-static void put_parts(Writer *w, const char *prefix, const char *letters)
-{
+static void put_parts(Writer *w, const char *prefix, const char *letters) {
     char all[sizeof PARTS], *rest;
     memcpy(all, PARTS, sizeof all);
     for (char *p = strtok_r(all, " ", &rest); p; p = strtok_r(NULL, " ", &rest))
         if (!strchr(p, '^') == !strchr(letters, '^')) put_part(w, prefix, p, letters);
 }
 
-static void put_keys(Writer *w, const char *arch, const char *keys)
-{
+static void put_keys(Writer *w, const char *arch, const char *keys) {
     char *rest, *key = strtok_r(text_of("%s", keys), " ", &rest);
     for (; key; key = strtok_r(NULL, " ", &rest)) {
         char *value = strchr(key, '='), *name = text_of("%s.%.*s", arch, (int)(value - key), key);
@@ -355,8 +332,7 @@ static void put_keys(Writer *w, const char *arch, const char *keys)
     }
 }
 
-static void put_model(Writer *w, const Shape *m)
-{
+static void put_model(Writer *w, const Shape *m) {
     key_int(w, "general.alignment", w->align ? w->align : 32);
     key_text(w, "general.architecture", m->arch);
     put_keys(w, m->arch, text_of("block_count=%d context_length=96 embedding_length=32 "
@@ -369,8 +345,7 @@ static void put_model(Writer *w, const Shape *m)
                   strchr(m->letters, 'd') && l % 2 == 0 ? "l" : ""));
 }
 
-static const Model *random_model(const Shape *shape)
-{
+static const Model *random_model(const Shape *shape) {
     Writer w = {0};
     put_model(&w, shape);
     key_text(&w, "tokenizer.ggml.model", "none");
@@ -380,24 +355,21 @@ static const Model *random_model(const Shape *shape)
 
 typedef struct { float *to; size_t n; } Rows;
 
-static bool keep_row(void *ctx, int i, const float *row)
-{
+static bool keep_row(void *ctx, int i, const float *row) {
     Rows *out = ctx;
     memcpy(out->to + i * out->n, row, out->n * sizeof *row);
     return true;
 }
 
 // logits of ids[from..n-1] into rows[from..n-1]
-static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows)
-{
+static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
     Error e = {""};
     Rows out = {rows, s->m->config.n_vocab};
     CHECK(session_run(s, ids, n, from, false, keep_row, &out, &e), "%s", e.text);
 }
 
 // logits of ids[0..n-1] from a new session with these options
-static float *logits_of(const Model *m, const int32_t *ids, int n, Options o)
-{
+static float *logits_of(const Model *m, const int32_t *ids, int n, Options o) {
     float *rows = need((size_t)n * m->config.n_vocab * sizeof *rows);
     get_rows(open_session(m, o), ids, n, 0, rows);
     session_close(test.sessions[--test.n_sessions]);
@@ -416,8 +388,7 @@ static const int FORMATS[] = {
 enum { N_FORMATS = sizeof FORMATS / sizeof *FORMATS, GOLDEN = 2048 };
 
 // f32 has no file: bf16's floats are its blocks
-static void golden_blocks(int type, uint8_t **blocks, float **floats)
-{
+static void golden_blocks(int type, uint8_t **blocks, float **floats) {
     const char *name = quant_name(type == QUANT_F32 ? QUANT_BF16 : type);
     size_t n, m;
     *floats = read_all(text_of("golden/quants/%s.f32", name), &m);
@@ -425,8 +396,7 @@ static void golden_blocks(int type, uint8_t **blocks, float **floats)
     REQUIRE(m == 4 * GOLDEN && n == quant_row_bytes(type, GOLDEN), "%s: sizes", name);
 }
 
-static void decode(int type, const uint8_t *b, int g, int n, int8_t *q, float *d, float *m)
-{
+static void decode(int type, const uint8_t *b, int g, int n, int8_t *q, float *d, float *m) {
     switch (type) {
 #define QUANT_X(id, name, weights, bytes, per16, offsets) \
     case id: decode_##name((const block_##name *)b, g, n, q, d, m); break;
@@ -436,8 +406,7 @@ static void decode(int type, const uint8_t *b, int g, int n, int8_t *q, float *d
 }
 
 // a GPU lane asks for one group, a row's tail for some, the CPU for all eight: the same answers
-static void check_groups(int type, const uint8_t *b)
-{
+static void check_groups(int type, const uint8_t *b) {
     float d[16], m[16], d1[16], m1[16];
     int8_t q[256], q1[256];
     decode(type, b, 0, 8, q, d, m);
@@ -450,8 +419,7 @@ static void check_groups(int type, const uint8_t *b)
         }
 }
 
-static void test_formats(void)
-{
+static void test_formats(void) {
     for (int f = 0; f < N_FORMATS; f++) {
         int type = FORMATS[f], differ = 0;
         const char *name = quant_name(type);
@@ -475,8 +443,7 @@ static void test_formats(void)
     }
 }
 
-static void test_formats_names(void)
-{
+static void test_formats_names(void) {
     int known = 0;
     for (int type = -3; type < 300; type++) {
         const char *name = quant_name(type);
@@ -494,8 +461,7 @@ static void test_formats_names(void)
 }
 
 // FNV-1a over 16-bit entries, low byte first; the sums are those of ggml's tables
-static void test_formats_grids(void)
-{
+static void test_formats_grids(void) {
     static const struct { const char *name; const uint16_t *grid; int n; uint32_t sum; } grids[] = {
         {"iq2_xxs", quant_grid_iq2_xxs, 256, 0x0e66d01d},
         {"iq2_xs", quant_grid_iq2_xs, 512, 0xf65db7a3},
@@ -511,8 +477,7 @@ static void test_formats_grids(void)
     }
 }
 
-static void test_halves(void)
-{
+static void test_halves(void) {
     for (uint32_t h = 0; h < 65536; h++) {
         double want = half_value(h), next = half_value(h + 1), tie = (want + next) / 2;
         float got = quant_f16_to_f32(h);
@@ -532,8 +497,7 @@ static void test_halves(void)
 typedef struct { Matrix w; float *values, *out, *first; double *want, power; } Product;
 
 // a matrix of golden blocks in random order
-static Product random_product(int type, int64_t rows, int64_t cols, int n)
-{
+static Product random_product(int type, int64_t rows, int64_t cols, int n) {
     uint8_t *blocks, *data = need(quant_row_bytes(type, rows * cols));
     float *floats;
     size_t unit = 32, size = n * rows * sizeof(float);
@@ -551,8 +515,7 @@ static Product random_product(int type, int64_t rows, int64_t cols, int n)
 
 // power: what the outputs' squares would be, summed, if no products cancelled. Errors are measured
 // against that, so that a row whose sum happens to be near 0 does not count more than others.
-static void naive_matmul(Product *p, const float *x, int n)
-{
+static void naive_matmul(Product *p, const float *x, int n) {
     const Matrix *w = &p->w;
     for (int i = 0; i < n * w->rows; i++) {
         double sum = 0, weights = 0, inputs = 0;
@@ -569,8 +532,7 @@ static void naive_matmul(Product *p, const float *x, int n)
 
 // Two jobs in one call share x, one has bias and scale; several thread counts. `exact`: activations
 // that int8 holds exactly (integers up to 127, 127 in every 32) leave only rounding.
-static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exact)
-{
+static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exact) {
     static const int threads[] = {1, 2, 3, 8};
     Product p[2] = {random_product(type, rows, cols, n), random_product(type, 20, cols, n)};
     float *x = noise_array(n * cols, 1), scale = 0.75f;
@@ -606,8 +568,7 @@ static const double MATMUL_EXACT = 1e-5;   // weights are rounded to bf16
 static const double MATMUL_EXACT = 1e-7;
 #endif
 
-static void test_matmul(void)
-{
+static void test_matmul(void) {
     static const int counts[] = {1, 2, 7, 33};
     for (int f = 0; f < N_FORMATS; f++) {
         int type = FORMATS[f];
@@ -628,8 +589,7 @@ static void test_matmul(void)
 // ==== GGUF ====
 
 // a small Llama with a tokenizer, good but for the writer's Spoil; returns the size of its head
-static size_t write_tiny(Writer *w, const char *path)
-{
+static size_t write_tiny(Writer *w, const char *path) {
     static const char *const tokens[] = {"a", "b", "ab", "<s>"}, *const merges[] = {"a b"};
     put_model(w, &(Shape){"llama", 1, "", ""});
     key_text(w, "tokenizer.ggml.model", "gpt2");
@@ -643,8 +603,7 @@ static size_t write_tiny(Writer *w, const char *path)
     return write_gguf(w, path);
 }
 
-static void refused(const char *path, const char *says)
-{
+static void refused(const char *path, const char *says) {
     Model m = {0};
     Error e = {""};
     bool opened = model_open(&m, path, &e);
@@ -653,8 +612,7 @@ static void refused(const char *path, const char *says)
 }
 
 // version 2, other alignments, three files: the same logits
-static void test_gguf_variants(void)
-{
+static void test_gguf_variants(void) {
     static const int32_t ids[] = {1, 5, 9, 33, 60, 2, 7};
     char *split[3];
     float *want = NULL;
@@ -732,8 +690,7 @@ static const Spoil BROKEN[] = {
     {"0 bytes are too few", CUT, "", 0, 1, NULL},
 };
 
-static void test_gguf_broken(void)
-{
+static void test_gguf_broken(void) {
     int rows = sizeof BROKEN / sizeof *BROKEN;
     for (int i = 0; i < rows; i++) {
         Writer w = {.spoil = BROKEN[i]};
@@ -747,8 +704,7 @@ static void test_gguf_broken(void)
 }
 
 // cut anywhere, and with any byte of the head changed: refused, or it runs; never a crash
-static void test_gguf_hostile(void)
-{
+static void test_gguf_hostile(void) {
     static const int32_t ids[] = {1, 2, 3};
     const char *path = scratch("hostile.gguf");
     size_t size;
@@ -780,8 +736,7 @@ static void test_gguf_hostile(void)
 }
 
 // a cursor that has failed stays failed
-static void test_gguf_cursor(void)
-{
+static void test_gguf_cursor(void) {
     static const uint8_t bytes[] = {1, 0, 0, 0, 0, 0, 0, 0, 'x', 9};
     Cursor c = {bytes, bytes + sizeof bytes, false};
     Str s = read_str(&c);
@@ -819,8 +774,7 @@ static const AttentionCase ATTENTION[] = {
     {"wide heads", 2, 1, 256, 256, 200, 40, 300, 300, 0, true, false, false, 0},
 };
 
-static void naive_attention(const Attention *a, int i, int h, double *out)
-{
+static void naive_attention(const Attention *a, int i, int h, double *out) {
     int kv = h / (a->n_head / a->n_kv), pos = a->pos + i;
     double total = a->sinks ? exp(a->sinks[h]) : 0;
     for (int j = 0; j < a->vd; j++) out[j] = 0;
@@ -843,16 +797,14 @@ static void naive_attention(const Attention *a, int i, int h, double *out)
     for (int j = 0; j < a->vd; j++) out[j] /= total;
 }
 
-static uint16_t *half_noise(size_t n)
-{
+static uint16_t *half_noise(size_t n) {
     uint16_t *x = need(n * sizeof *x);
     for (size_t i = 0; i < n; i++) x[i] = quant_f32_to_f16(noise());
     return x;
 }
 
 // the ring as it is after every position up to the last was written; one row is empty
-static int32_t *ring_positions(const AttentionCase *t)
-{
+static int32_t *ring_positions(const AttentionCase *t) {
     int32_t *pos = need(t->rows * sizeof *pos);
     for (int r = 0; r < t->rows; r++) pos[r] = -1;
     for (int p = 0; p < t->pos + t->n; p++)
@@ -861,8 +813,7 @@ static int32_t *ring_positions(const AttentionCase *t)
     return pos;
 }
 
-static double check_attention(const AttentionCase *t)
-{
+static double check_attention(const AttentionCase *t) {
     size_t n_out = (size_t)t->n * t->n_head * t->vd;
     float *extra = noise_array(t->n_head, 2), *first = need(n_out * sizeof *first);
     double *want = need(n_out * sizeof *want), worst = 0;
@@ -893,8 +844,7 @@ static double check_attention(const AttentionCase *t)
     return worst;
 }
 
-static void test_attention(void)
-{
+static void test_attention(void) {
     for (size_t i = 0; i < sizeof ATTENTION / sizeof *ATTENTION; i++) {
         double error = check_attention(&ATTENTION[i]);
         // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
@@ -905,8 +855,7 @@ static void test_attention(void)
 
 // ---- row by row ----
 
-static void test_norms(void)
-{
+static void test_norms(void) {
     enum { N = 75 };
     for (int k = 0; k < 6; k++) {   // three kinds; over all values, or in groups of 25
         int kind = k % 3, group = k / 3 * 25, width = group ? group : N;
@@ -931,8 +880,7 @@ static void test_norms(void)
 }
 
 // the kinds of scaling are in the golden models; this is YaRN's formula at other numbers
-static void test_rope_yarn(void)
-{
+static void test_rope_yarn(void) {
     Arch arch = {.flags = 0};
     Model m = {.config = {.arch = &arch, .hd = 64, .n_rot = 64, .rope_base = 10000, .yarn = true,
                           .rope_factor = 4, .rope_attn = 1, .n_ctx_orig = 4096, .yarn_fast = 32,
@@ -949,8 +897,7 @@ static void test_rope_yarn(void)
     }
 }
 
-static void test_rope(void)
-{
+static void test_rope(void) {
     enum { HD = 24, ROT = 16 };
     for (int pairing = NORM; pairing <= NEOX; pairing++) {
         float *x = noise_array(HD, 1), turn[ROT];
@@ -970,16 +917,14 @@ static void test_rope(void)
     }
 }
 
-static double reference_activation(int act, double g, double u, bool gate)
-{
+static double reference_activation(int act, double g, double u, bool gate) {
     double inner = sqrt(2 / M_PI) * (g + 0.044715 * g * g * g), clipped = fmin(g, 7);
     double y = act == SILU ? g / (1 + exp(-g)) : act == GELU ? 0.5 * g * (1 + tanh(inner))
                : act == RELU2 ? (g > 0 ? g * g : 0) : clipped / (1 + exp(-1.702 * clipped));
     return y * (!gate ? 1 : act == SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
 }
 
-static void test_activations(void)
-{
+static void test_activations(void) {
     enum { N = 400 };
     double worst = 0, want[N];
     for (int act = SILU; act <= SWIGLU_OAI; act++)
@@ -1003,8 +948,7 @@ static void test_activations(void)
 // ---- golden models: logits of llama.cpp on the same weights in f32 ----
 
 // NAME.gguf, or the first of two parts: its own metadata, the weights of another model
-static const Model *golden_model(const char *name, int32_t ids[64], int *n)
-{
+static const Model *golden_model(const char *name, int32_t ids[64], int *n) {
     char *path = text_of("golden/archs/%s.gguf", name), *end;
     if (access(path, R_OK)) path = text_of("golden/archs/%s-00001-of-00002.gguf", name);
     size_t size;
@@ -1013,8 +957,7 @@ static const Model *golden_model(const char *name, int32_t ids[64], int *n)
     return open_model(path);
 }
 
-static void test_golden_models(void)
-{
+static void test_golden_models(void) {
     static const char *const names[] = {
         "llama",         "llama-linear",    "llama3-freqs",  "mistral3",   "qwen2",
         "qwen2-yarn",    "qwen3",           "gemma",         "gemma2",     "gemma3",
@@ -1042,8 +985,7 @@ static void test_golden_models(void)
     }
 }
 
-static void test_golden_encoders(void)
-{
+static void test_golden_encoders(void) {
     static const char *const names[] = {"bert", "nomic-bert"};
     for (int i = 0; i < 2; i++) {
         int32_t ids[64];
@@ -1063,8 +1005,7 @@ static void test_golden_encoders(void)
 
 // ---- the storyteller ----
 
-static void test_story_greedy(void)
-{
+static void test_story_greedy(void) {
     size_t size;
     int32_t ids[128], next[128];
     double margin[128];
@@ -1090,8 +1031,7 @@ static void test_story_greedy(void)
 
 typedef struct { const int32_t *ids; int n, n_vocab, count; double sum; } Surprise;
 
-static bool add_surprise(void *ctx, int i, const float *row)
-{
+static bool add_surprise(void *ctx, int i, const float *row) {
     Surprise *p = ctx;
     double total = 0;
     if (i + 1 == p->n) return true;
@@ -1102,8 +1042,7 @@ static bool add_surprise(void *ctx, int i, const float *row)
 }
 
 // perplexity as llama-perplexity has it: windows of n tokens, the second half of each scored
-static void test_story_perplexity(void)
-{
+static void test_story_perplexity(void) {
     static const struct { int n; double want; } known[] = {{128, 6.5600}, {256, 6.1828}};
     size_t size;
     Error e = {""};
@@ -1191,8 +1130,7 @@ static const Shape SHAPES[] = {
 };
 
 // the last token's logits, or an encoder's vector for it
-static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB])
-{
+static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB]) {
     Error e = {""};
     bool hidden = s->m->config.arch->flags & ENCODER;
     Rows out = {row - (n - 1) * (hidden ? WIDTH : VOCAB), hidden ? WIDTH : VOCAB};
@@ -1200,8 +1138,7 @@ static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB])
 }
 
 // Are all tensors used? The file is mapped: each is changed there, and must change the last row.
-static void check_tensors_used(Session *s, const int32_t *ids, int n, const float *want)
-{
+static void check_tensors_used(Session *s, const int32_t *ids, int n, const float *want) {
     const Gguf *g = &s->m->gguf;
     int fd = open(scratch("random.gguf"), O_RDWR);
     for (size_t i = 0; i < g->n_tensors; i++) {
@@ -1223,8 +1160,7 @@ static void check_tensors_used(Session *s, const int32_t *ids, int n, const floa
     close(fd);
 }
 
-static double check_shape(const Shape *shape)
-{
+static double check_shape(const Shape *shape) {
     enum { N = 20 };
     int32_t ids[N], other[N];
     float whole[VOCAB] = {0}, single[VOCAB] = {0}, changed[VOCAB], back[VOCAB] = {0};
@@ -1246,8 +1182,7 @@ static double check_shape(const Shape *shape)
     return error;
 }
 
-static void test_every_architecture(void)
-{
+static void test_every_architecture(void) {
     int n_shapes = sizeof SHAPES / sizeof *SHAPES;
     double worst = 0;
     for (int i = 0; i < n_shapes; i++)
@@ -1267,8 +1202,7 @@ static void test_every_architecture(void)
 // Far past the window: rings wrap more than twice, prompts come in several chunk sizes, then token
 // by token. The reference is one pass over the whole text in a single chunk, which fits the rings:
 // nothing wraps, and the mask (tested with attention) is all that hides a token.
-static void test_ring(void)
-{
+static void test_ring(void) {
     static const Shape shapes[] = {{"llama", 2, "", ""}, {"gemma2", 4, "t", WINDOW_KEYS},
                                    {"gpt-oss", 2, "boaxBi", EXPERT_KEYS WINDOW_KEYS}};
     enum { N = 90, WINDOW = 24 };
@@ -1302,8 +1236,7 @@ static void test_ring(void)
     }
 }
 
-static void test_chunks_and_threads(void)
-{
+static void test_chunks_and_threads(void) {
     static const char *const names[] = {"llama", "llama-moe", "qwen35", "gemma3.iq4_nl",
                                         "llama256.q4_K_M"};
     static const int chunks[] = {1, 7, 64}, threads[] = {2, 3, 8};
@@ -1327,8 +1260,7 @@ static void test_chunks_and_threads(void)
 }
 
 // A recurrent state cannot go back; a snapshot lets an answer be made again without its prompt.
-static void test_regenerate(void)
-{
+static void test_regenerate(void) {
     enum { PROMPT = 30 };
     int32_t ids[64];
     int n;
@@ -1353,14 +1285,12 @@ static void test_regenerate(void)
     CHECK(nmse(got + at, fresh + at, v) < 1e-6, "a changed prompt");
 }
 
-static bool collect(void *ctx, int32_t id)   // up to 12
-{
+static bool collect(void *ctx, int32_t id) {   // up to 12
     Tokens *t = ctx;
     return tokens_add(t, id) && t->n < 12;
 }
 
-static void test_session_refusals(void)
-{
+static void test_session_refusals(void) {
     const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""});   // 96 learned positions
     Session *s = open_session(m, (Options){.window = 96, .sampling.seed = 4}), huge = {0};
     Error e = {""};
@@ -1385,15 +1315,13 @@ static void test_session_refusals(void)
 
 // ==== sampler ====
 
-static Candidate *five(Candidate c[5])   // probabilities .249 .012 .056 .678 .005
-{
+static Candidate *five(Candidate c[5]) {   // probabilities .249 .012 .056 .678 .005
     static const float logits[] = {2, -1, 0.5f, 3, -2};
     for (int i = 0; i < 5; i++) c[i] = (Candidate){logits[i], i};
     return c;
 }
 
-static void test_sampler_stages(void)
-{
+static void test_sampler_stages(void) {
     static const int32_t last[] = {3, 1, 3, 3, 99, -7};
     Candidate c[5];
     sample_penalty(five(c), 5, last, 6, 2);   // 3 / 2 once, -1 * 2; ids that are none do nothing
@@ -1412,15 +1340,13 @@ static void test_sampler_stages(void)
     CHECK(sample_min_p(five(c), 5, 0) == 5 && sample_min_p(c, 5, 1) == 1, "min-p at its ends");
 }
 
-static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng)
-{
+static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng) {
     static const int32_t last[] = {1, 2};
     Candidate c[8];
     return sample(&o, x, n, last, 2, rng, c);
 }
 
-static void test_sampler_choice(void)
-{
+static void test_sampler_choice(void) {
     static const float x[] = {1, 4, 4, 2, NAN, -INFINITY, 3.9f}, nothing[] = {NAN, NAN, NAN};
     uint64_t a = 7, b = 7;
     int counts[7] = {0}, n = test.quick ? 20000 : 200000;
@@ -1449,8 +1375,7 @@ static void test_sampler_choice(void)
 }
 
 // the session's sampler: seeded once, the first token drawn like every other, repeat_last_n
-static void test_sampler_session(void)
-{
+static void test_sampler_session(void) {
     const Model *m = random_model(&(Shape){"llama", 1, "", ""});
     Error e = {""};
     int32_t ids[6][9] = {{1, 2, 3}};
@@ -1476,8 +1401,7 @@ static void test_sampler_session(void)
     }
 }
 
-static void test_sampler_speed(void)
-{
+static void test_sampler_speed(void) {
     enum { N = 151936 };
     float *x = noise_array(N, 8);
     Candidate *c = need(N * sizeof *c);
@@ -1513,15 +1437,13 @@ typedef struct {
     Error e;
 } TokVocab;
 
-static void tok_put(TokVocab *v, const void *p, size_t n)
-{
+static void tok_put(TokVocab *v, const void *p, size_t n) {
     memcpy(v->data + v->n, p, n);
     v->n += n;
 }
 
 // a string, or with `array` the strings between the commas of s
-static void tok_key(TokVocab *v, const char *key, const char *s, bool array)
-{
+static void tok_key(TokVocab *v, const char *key, const char *s, bool array) {
     Meta *m = &v->meta[v->g.n_meta++];
     *m = (Meta){{key, strlen(key)}, array ? GGUF_ARR : GGUF_STR, GGUF_STR, 0, v->data + v->n};
     for (; s; m->n++) {
@@ -1533,23 +1455,20 @@ static void tok_key(TokVocab *v, const char *key, const char *s, bool array)
 }
 
 // n 32-bit numbers of type elem; n = 0: one that is no array
-static void tok_num(TokVocab *v, const char *key, uint32_t elem, const void *x, size_t n)
-{
+static void tok_num(TokVocab *v, const char *key, uint32_t elem, const void *x, size_t n) {
     v->meta[v->g.n_meta++] = (Meta){{key, strlen(key)}, n ? GGUF_ARR : elem, elem, n ? n : 1,
                                     v->data + v->n};
     tok_put(v, x, n ? 4 * n : 4);
 }
 
-static bool tok_open(TokVocab *v)
-{
+static bool tok_open(TokVocab *v) {
     v->g.meta = v->meta;
     qsort(v->meta, v->g.n_meta, sizeof *v->meta, meta_compare);
     return tokenizer_open(&v->t, &v->g, &v->e);
 }
 
 static void tok_vocab(TokVocab *v, const char *model, const char *pre, const char *tokens,
-                      const char *merges)
-{
+                      const char *merges) {
     *v = (TokVocab){.n = 0};
     tok_key(v, "tokenizer.ggml.model", model, false);
     if (pre) tok_key(v, "tokenizer.ggml.pre", pre, false);
@@ -1558,8 +1477,7 @@ static void tok_vocab(TokVocab *v, const char *model, const char *pre, const cha
 }
 
 // Every line of the recordings; then the ids turned into text again, a token at a time.
-static void test_tokenizer_goldens(void)
-{
+static void test_tokenizer_goldens(void) {
     for (size_t k = 0; k < 3; k++) {
         Gguf g;
         Tokenizer t;
@@ -1600,8 +1518,7 @@ static void test_tokenizer_goldens(void)
 }
 
 // Words, by hand from the regular expressions of each family; | stands between them.
-static void test_tokenizer_rules(void)
-{
+static void test_tokenizer_rules(void) {
     static const struct { const char *pre, *words; } rules[] = {
         {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"},
         {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"},
@@ -1648,8 +1565,7 @@ static void test_tokenizer_rules(void)
 }
 
 // ids of text as decimal numbers
-static const char *tok_ids(const Tokenizer *t, const char *text, size_t n, bool add, bool special)
-{
+static const char *tok_ids(const Tokenizer *t, const char *text, size_t n, bool add, bool special) {
     static char out[512];
     Tokens ids = {0};
     Error e;
@@ -1661,8 +1577,7 @@ static const char *tok_ids(const Tokenizer *t, const char *text, size_t n, bool 
     return out;
 }
 
-static void test_tokenizer_special(void)
-{
+static void test_tokenizer_special(void) {
     TokVocab v;
     const int32_t types[] = {1, 1, 1, 3, 4, 4, 1, 3, 2, 1, 1}, eos = 7, yes = 1, bos = 3;
     tok_vocab(&v, "gpt2", "gpt-2", "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c", "a b");
@@ -1684,8 +1599,7 @@ static void test_tokenizer_special(void)
 }
 
 // bytes of a character arrive one by one; what cannot become one is U+FFFD
-static void test_tokenizer_streaming(void)
-{
+static void test_tokenizer_streaming(void) {
     static const struct { int32_t id; const char *text; } steps[] = {
         {7, ""}, {0, "x"}, {0, " x"}, {1, ""}, {2, ""}, {3, ""}, {4, "😀"}, {5, "a"}, {1, ""},
         {5, "\uFFFDa"}, {4, "\uFFFD"}, {6, ""}, {0, " x"}};
@@ -1708,8 +1622,7 @@ static void test_tokenizer_streaming(void)
     tokenizer_close(&v.t);
 }
 
-static void test_tokenizer_refusals(void)
-{
+static void test_tokenizer_refusals(void) {
     static const struct { const char *model, *pre, *tokens, *merges, *says; } bad[] = {
         {"t5", "gpt-2", "a,b", "a b", "'t5'"}, {"rwkv", "gpt-2", "a,b", "a b", "'rwkv'"},
         {"gpt2", "gpt-9", "a,b", "a b", "'gpt-9'"}, {"gpt2", "gpt-2", "a,b", "a b,ab", "merge 1"},
@@ -1738,8 +1651,7 @@ static void test_tokenizer_refusals(void)
 }
 
 // a megabyte without a break takes seconds at most; quadratic joining would take hours
-static void test_tokenizer_linear(void)
-{
+static void test_tokenizer_linear(void) {
     static const char *const patterns[] = {"a", " ", "ab", "\xD0\xB1", "\xFF", " \n"};
     const size_t n = getenv("TEST_SMALL") ? 1 << 13 : 1 << 20;
     char *text = malloc(n);
@@ -1768,8 +1680,7 @@ static void test_tokenizer_linear(void)
 static struct { int status; char *out, *err; size_t n; } cli;
 
 // runs llm in a shell: $S is the storyteller, $G golden/archs, $D the scratch directory
-static void llm(const char *before, const char *arguments)
-{
+static void llm(const char *before, const char *arguments) {
     const char *in = strchr(before, '|') ? "" : "</dev/null";
     const char *out = strchr(arguments, '>') ? "" : ">$D/out";
     setenv("S", "golden/story.gguf", 1);
@@ -1782,16 +1693,14 @@ static void llm(const char *before, const char *arguments)
     cli.out = read_all(scratch("out"), &cli.n);
 }
 
-static bool matches(const char *text, const char *pattern)
-{
+static bool matches(const char *text, const char *pattern) {
     regex_t r;
     bool ok = !regcomp(&r, pattern, REG_EXTENDED | REG_NOSUB) && !regexec(&r, text, 0, NULL, 0);
     regfree(&r);
     return ok;
 }
 
-static void test_cli_refusals(void)
-{
+static void test_cli_refusals(void) {
     static const struct { int status; const char *arguments, *says; } bad[] = {
         {2, "", "MODEL"},
         {2, "$S", "PROMPT"},
@@ -1845,8 +1754,7 @@ static void test_cli_refusals(void)
 
 #define TENTHS "[0-9]+\\.[0-9]"
 // what is printed, to the letter
-static void test_cli_output(void)
-{
+static void test_cli_output(void) {
     static const struct { const char *before, *arguments, *pattern; } good[] = {
         {"", "--version", "^llm [0-9.]+\n$"},
         {"", "--help", "^usage: llm MODEL"},
@@ -1881,8 +1789,7 @@ static void test_cli_output(void)
         CHECK(strstr(cli.out, ARCHS[i].name), "--help does not list %s", ARCHS[i].name);
 }
 
-static void test_cli_completion(void)
-{
+static void test_cli_completion(void) {
     static const char *const same[] = {
         "$S 'Once upon a time' -n 20 --seed 7", "-n 20 --seed 7 -p 'Once upon a time' -m $S -t 1",
         "$S --tokens 1656,329,659,258,530 -n 20 --seed 7",
@@ -1904,8 +1811,7 @@ static void test_cli_completion(void)
     CHECK(cli.status == 1 && strstr(cli.err, "standard output"), "%d: '%s'", cli.status, cli.err);
 }
 
-static void test_cli_logits(void)
-{
+static void test_cli_logits(void) {
     static const int32_t ids[] = {1656, 329, 659, 258, 530};
     size_t n;
     const Model *m = open_model("golden/story.gguf");
@@ -1920,8 +1826,7 @@ static void test_cli_logits(void)
 }
 
 // Ctrl-C ends generation: statistics, exit 130
-static void test_cli_interrupt(void)
-{
+static void test_cli_interrupt(void) {
     size_t n = 0;
     int status = 0;
     const char *arguments = "golden/story.gguf Once -n 100000000 -c 64";
@@ -1999,8 +1904,7 @@ int emu_take_int(const char *op, int site, int x, int lane);
 void emu_multiply(int site, const float *ab, const float *c, float *d);
 int emu_lane(void);
 
-static inline float emu_as_float(uint32_t x)
-{
+static inline float emu_as_float(uint32_t x) {
     union { uint32_t i; float f; } u = {x};
     return u.f;
 }
@@ -2126,21 +2030,18 @@ __attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(cons
     _longjmp(emu.host, 1);
 }
 
-HIDDEN static uint32_t emu_random(void)
-{
+HIDDEN static uint32_t emu_random(void) {
     return (emu.seed = emu.seed * 1664525u + 1013904223u) >> 8;
 }
 
-HIDDEN static int emu_bit(uint32_t m)            // one of the bits of m, by the schedule
-{
+HIDDEN static int emu_bit(uint32_t m) {   // one of the bits of m, by the schedule
     if (emu.order == FORWARD) return __builtin_ctz(m);
     if (emu.order == REVERSE) return 31 - __builtin_clz(m);
     for (int skip = emu_random() % __builtin_popcount(m); skip--;) m &= m - 1;
     return __builtin_ctz(m);
 }
 
-HIDDEN static void emu_switch(void)              // give way to whichever thread is next
-{
+HIDDEN static void emu_switch(void) {   // give way to whichever thread is next
     uint32_t some = 0;
     int old = emu.now, next;
     for (int g = 0; g < emu.groups; g++) some |= (uint32_t)(emu.ready[g] != 0) << g;
@@ -2158,8 +2059,7 @@ HIDDEN static void emu_switch(void)              // give way to whichever thread
     setcontext(&EMU(next).start);
 }
 
-HIDDEN static void emu_release_simd(int g)       // have all live lanes come to the same place?
-{
+HIDDEN static void emu_release_simd(int g) {   // have all live lanes come to the same place?
     if (!emu.live[g] || emu.simd[g] != emu.live[g]) return;
     int one = __builtin_ctz(emu.live[g]);
     EmuThread *a = &EMU(g * SIMD + one);
@@ -2178,8 +2078,7 @@ HIDDEN static void emu_release_simd(int g)       // have all live lanes come to 
 #define EMU_SLOT(i) (EMU(i).slot[EMU(i).turn])
 
 // Waits until every live lane of this SIMD-group has come; returns which they are
-HIDDEN static uint32_t emu_simd(const char *op, int site)
-{
+HIDDEN static uint32_t emu_simd(const char *op, int site) {
     EmuThread *t = &EMU(emu.now);
     int g = emu.now / SIMD;
     uint32_t bit = 1u << emu.now % SIMD;
@@ -2223,13 +2122,11 @@ HIDDEN static uint32_t emu_simd(const char *op, int site)
 EMU_FOLD_FUNCTION(float, f)
 EMU_FOLD_FUNCTION(int, i)
 
-HIDDEN int emu_lane(void)
-{
+HIDDEN int emu_lane(void) {
     return emu.now % SIMD;
 }
 
-HIDDEN void emu_multiply(int site, const float *ab, const float *c, float *d)
-{
+HIDDEN void emu_multiply(int site, const float *ab, const float *c, float *d) {
     EmuThread *t = &EMU(emu.now);
     t->turn ^= 1;
     memcpy(t->slot[t->turn].m, ab, sizeof t->slot[0].m);
@@ -2247,8 +2144,7 @@ HIDDEN void emu_multiply(int site, const float *ab, const float *c, float *d)
     d[1] = sum[1];
 }
 
-HIDDEN void emu_simd_barrier(const char *flags, int site)
-{
+HIDDEN void emu_simd_barrier(const char *flags, int site) {
     TSAN(char *order = &emu.order_sg[emu.now / SIMD];)
     TSAN(if (!strstr(flags, "mem_none")) __tsan_release(order);)
     (void)flags;
@@ -2256,8 +2152,7 @@ HIDDEN void emu_simd_barrier(const char *flags, int site)
     TSAN(if (!strstr(flags, "mem_none")) __tsan_acquire(order);)
 }
 
-HIDDEN void emu_barrier(const char *flags, int site)
-{
+HIDDEN void emu_barrier(const char *flags, int site) {
     EmuThread *t = &EMU(emu.now);
     t->op = "threadgroup_barrier";
     t->site = site;
@@ -2279,8 +2174,7 @@ HIDDEN void emu_barrier(const char *flags, int site)
     TSAN(if (!strstr(flags, "mem_none")) __tsan_acquire(&emu.order_tg);)
 }
 
-HIDDEN static void emu_fiber(void)
-{
+HIDDEN static void emu_fiber(void) {
     for (;;) {                                   // a fiber lives on, for the next threadgroup
         TSAN(__tsan_acquire(&emu.begin);)
         emu.kernel(emu.argument);
@@ -2303,8 +2197,7 @@ HIDDEN static void emu_fiber(void)
     }
 }
 
-HIDDEN static void emu_start(int i)              // make thread i's fiber, or take it again
-{
+HIDDEN static void emu_start(int i) {   // make thread i's fiber, or take it again
     EmuThread *t = &EMU(i);
     if (t->begun) return;
     if (!emu.stacks)
@@ -2318,8 +2211,7 @@ HIDDEN static void emu_start(int i)              // make thread i's fiber, or ta
     makecontext(&t->start, emu_fiber, 0);
 }
 
-HIDDEN static void emu_threadgroup(void)
-{
+HIDDEN static void emu_threadgroup(void) {
     emu.groups = (emu.threads + SIMD - 1) / SIMD;
     emu.alive = emu.threads;
     emu.waiting = 0;
@@ -2341,8 +2233,7 @@ HIDDEN static void emu_threadgroup(void)
 // Runs a grid: the kernel is called once a thread, with emu.tg and emu.now saying which. Returns
 // what went wrong, or NULL. Threadgroup memory is exactly so long, all NaN and marked undefined.
 HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*kernel)(void *),
-                                  void *argument)
-{
+                                  void *argument) {
     long shift = emu_random(), step = groups % 7919 ? 7919 : 1;   // a prime: visits each once
     void **block = calloc(groups, sizeof *block);
     emu.error[0] = 0;
@@ -2429,8 +2320,7 @@ static struct {
     bool no_default;                             // as in some sessions without a screen
 } soft;
 
-__attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...)
-{
+__attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
     va_list v;
     va_start(v, format);
     fprintf(stderr, "software Metal: ");
@@ -2440,13 +2330,11 @@ __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format,
     soft.faults++;
 }
 
-static bool soft_breaks(const char *method)
-{
+static bool soft_breaks(const char *method) {
     return soft.broken && !strcmp(soft.broken, method);
 }
 
-static SoftObject *soft_new(const SoftClass *c)
-{
+static SoftObject *soft_new(const SoftClass *c) {
     SoftObject *o = calloc(1, sizeof *o);
     o->isa = c;
     o->refs = 1;
@@ -2455,14 +2343,12 @@ static SoftObject *soft_new(const SoftClass *c)
     return o;
 }
 
-static SoftObject *soft_retain(SoftObject *o)
-{
+static SoftObject *soft_retain(SoftObject *o) {
     o->refs++;
     return o;
 }
 
-static void soft_release(SoftObject *o)
-{
+static void soft_release(SoftObject *o) {
     if (!o || --o->refs) return;
     for (SoftRun *r = o->runs, *next; r; r = next) {
         next = r->next;
@@ -2481,22 +2367,19 @@ static void soft_release(SoftObject *o)
     soft.live--;
 }
 
-static SoftObject *soft_autorelease(SoftObject *o)
-{
+static SoftObject *soft_autorelease(SoftObject *o) {
     if (!soft.pools) soft_fault("%s autoreleased with no pool in place", o->isa->name);
     soft.pool[soft.pooled++] = o;
     return o;
 }
 
-void *objc_autoreleasePoolPush(void)
-{
+void *objc_autoreleasePoolPush(void) {
     soft.pools++;
     soft.pool[soft.pooled++] = NULL;
     return &soft.pool[soft.pooled - 1];
 }
 
-void objc_autoreleasePoolPop(void *pool)
-{
+void objc_autoreleasePoolPop(void *pool) {
     soft.pools--;
     while (&soft.pool[soft.pooled] != pool) soft_release(soft.pool[--soft.pooled]);
 }
@@ -2504,15 +2387,13 @@ void objc_autoreleasePoolPop(void *pool)
 static const SoftClass NSString, NSError, NSArray, MTLCompileOptions, MTLFunctionConstantValues,
     Device, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder;
 
-static id soft_child(const SoftClass *c, id parent)   // keeps its parent alive
-{
+static id soft_child(const SoftClass *c, id parent) {   // keeps its parent alive
     SoftObject *o = soft_new(c);
     o->a = soft_retain(parent);
     return o;
 }
 
-static id soft_string(const SoftClass *c, const char *s)
-{
+static id soft_string(const SoftClass *c, const char *s) {
     SoftObject *o = soft_new(c);
     o->p = strdup(s);
     o->mine = true;
@@ -2544,15 +2425,13 @@ M(void, end_encoding) { UNUSED; SELF->a->status = 1; }
 M(size_t, get_status) { UNUSED; return SELF->status; }
 M(id, get_error) { UNUSED; return SELF->p ? soft_string(&NSError, SELF->p) : NULL; }
 
-M(id, object_at, size_t i)
-{
+M(id, object_at, size_t i) {
     UNUSED;
     if (i) soft_fault("objectAtIndex: %zu", i);
     return SELF->a;
 }
 
-M(void, set_constant, const void *p, size_t type, size_t i)
-{
+M(void, set_constant, const void *p, size_t type, size_t i) {
     UNUSED;
     if (i >= CONSTANTS || type != 29) {          // MTLDataTypeInt
         soft_fault("function constant %zu of type %zu", i, type);
@@ -2562,8 +2441,7 @@ M(void, set_constant, const void *p, size_t type, size_t i)
     memcpy(&SELF->constant[i].value, p, sizeof(int));
 }
 
-M(id, new_library, id source, id options, id *error)
-{
+M(id, new_library, id source, id options, id *error) {
     SoftObject *o = soft_new(&Library);
     (void)options;
     UNUSED;
@@ -2578,8 +2456,7 @@ M(id, new_library, id source, id options, id *error)
 }
 
 // a kernel or function constant, of the broken library if there is one
-static void *soft_symbol(const char *name)
-{
+static void *soft_symbol(const char *name) {
     char renamed[80];
     snprintf(renamed, sizeof renamed, "metal_%s", name);
     if (soft.kernels) return dlsym(soft.kernels, name);
@@ -2587,8 +2464,7 @@ static void *soft_symbol(const char *name)
     return p ? p : dlsym(RTLD_DEFAULT, name);
 }
 
-M(id, new_function, id name, id constants, id *error)
-{
+M(id, new_function, id name, id constants, id *error) {
     const char *want = ((SoftObject *)name)->p, *s = SELF->p;
     size_t n = strlen(want);
     int commas = 0;
@@ -2618,8 +2494,7 @@ M(id, new_function, id name, id constants, id *error)
 }
 
 // Walks the function constants of a library: name and index of the next one; NULL at the end
-static const char *soft_next_constant(const char *s, char name[64], int *index)
-{
+static const char *soft_next_constant(const char *s, char name[64], int *index) {
     s = strstr(s, "[[function_constant(");
     if (!s) return NULL;
     const char *e = s;
@@ -2630,8 +2505,7 @@ static const char *soft_next_constant(const char *s, char name[64], int *index)
     return s + 1;
 }
 
-M(id, new_pipeline, id function, id *error)
-{
+M(id, new_pipeline, id function, id *error) {
     SoftObject *f = function;
     char name[64];
     int index;
@@ -2647,8 +2521,7 @@ M(id, new_pipeline, id function, id *error)
     return NULL;
 }
 
-M(id, new_buffer, size_t bytes, size_t options)
-{
+M(id, new_buffer, size_t bytes, size_t options) {
     UNUSED;
     if (options || !bytes) soft_fault("newBufferWithLength: %zu options %zu", bytes, options);
     if (soft_breaks("newBufferWithLength:options:")) return NULL;
@@ -2659,8 +2532,7 @@ M(id, new_buffer, size_t bytes, size_t options)
     return o;
 }
 
-M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator)
-{
+M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator) {
     UNUSED;
     size_t page = sysconf(_SC_PAGESIZE);
     if ((uintptr_t)p % page || bytes % page || !bytes || options || deallocator)
@@ -2673,31 +2545,27 @@ M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator)
     return o;
 }
 
-M(void, set_shared, size_t n, size_t i)
-{
+M(void, set_shared, size_t n, size_t i) {
     UNUSED;
     if (n % 16 || n > 32768 || i) soft_fault("threadgroup memory: %zu bytes at index %zu", n, i);
     SELF->now.shared = n;
 }
 
-static SoftBind *soft_slot(SoftObject *encoder, size_t i)
-{
+static SoftBind *soft_slot(SoftObject *encoder, size_t i) {
     if (i >= BINDINGS) soft_fault("buffer index %zu", i);
     SoftBind *b = &encoder->now.bind[i < BINDINGS ? i : 0];
     if (!b->buffer) free(b->p);
     return b;
 }
 
-M(void, set_buffer, id buffer, size_t offset, size_t i)
-{
+M(void, set_buffer, id buffer, size_t offset, size_t i) {
     SoftObject *b = buffer;
     UNUSED;
     if (!b || offset >= b->n || offset % 4) soft_fault("setBuffer: %p offset %zu", buffer, offset);
     else *soft_slot(self, i) = (SoftBind){b, (char *)b->p + offset, b->n - offset};
 }
 
-M(void, set_bytes, const void *p, size_t n, size_t i)
-{
+M(void, set_bytes, const void *p, size_t n, size_t i) {
     UNUSED;
     if (n > 4096) soft_fault("setBytes: %zu bytes", n);
     SoftBind *b = soft_slot(self, i);
@@ -2705,8 +2573,7 @@ M(void, set_bytes, const void *p, size_t n, size_t i)
     memcpy(b->p, p, n);
 }
 
-M(void, dispatch, MTLSize groups, MTLSize threads)
-{
+M(void, dispatch, MTLSize groups, MTLSize threads) {
     SoftObject *commands = SELF->a;
     SoftRun *r = malloc(sizeof *r);
     UNUSED;
@@ -2733,16 +2600,14 @@ M(void, dispatch, MTLSize groups, MTLSize threads)
     soft.n_run++;
 }
 
-M(void, commit)
-{
+M(void, commit) {
     UNUSED;
     if (SELF->status != 1) soft_fault("commit before endEncoding, or twice");
     SELF->status = 2;
     soft.commits++;
 }
 
-HIDDEN static void soft_kernel(void *argument)   // one thread of a dispatch
-{
+HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
     SoftRun *r = argument;
     SoftObject *f = r->pipeline->a;
     int t = emu.now;
@@ -2760,8 +2625,7 @@ HIDDEN static void soft_kernel(void *argument)   // one thread of a dispatch
         v[14], v[15], v[16], v[17], v[18], v[19]);
 }
 
-static const char *soft_ready(SoftRun *r)        // set function constants; is all bound?
-{
+static const char *soft_ready(SoftRun *r) {   // set function constants; is all bound?
     SoftObject *f = r->pipeline->a;
     char name[64];
     int index;
@@ -2777,8 +2641,7 @@ static const char *soft_ready(SoftRun *r)        // set function constants; is a
     return NULL;
 }
 
-M(void, wait_completed)
-{
+M(void, wait_completed) {
     const char *bad = soft_breaks("waitUntilCompleted") ? "broken" : NULL;
     UNUSED;
     if (SELF->status >= 4) return;
@@ -2857,37 +2720,31 @@ static const SoftClass *const soft_classes[] = {
     &Queue,    &Commands, &Encoder};
 enum { CLASSES = sizeof soft_classes / sizeof *soft_classes };
 
-id MTLCreateSystemDefaultDevice(void)
-{
+id MTLCreateSystemDefaultDevice(void) {
     return soft.no_default ? NULL : soft_new(&Device);
 }
 
-id MTLCopyAllDevices(void)
-{
+id MTLCopyAllDevices(void) {
     SoftObject *o = soft_new(&NSArray);
     if (!soft_breaks("MTLCopyAllDevices")) o->a = soft_new(&Device);
     return o;
 }
 
-SEL sel_registerName(const char *name)
-{
+SEL sel_registerName(const char *name) {
     return (SEL)name;
 }
 
-id object_getClass(id object)
-{
+id object_getClass(id object) {
     return (id)((SoftObject *)object)->isa;
 }
 
-id objc_getClass(const char *name)
-{
+id objc_getClass(const char *name) {
     for (int i = 0; i < CLASSES; i++)
         if (!strcmp(soft_classes[i]->name, name)) return (id)soft_classes[i];
     return NULL;
 }
 
-IMP class_getMethodImplementation(id class, SEL sel)
-{
+IMP class_getMethodImplementation(id class, SEL sel) {
     const SoftClass *c = class;
     for (const SoftMethod *m = c->method; m->name; m++)
         if (!strcmp(m->name, sel)) return (IMP)m->code;
@@ -2896,8 +2753,7 @@ IMP class_getMethodImplementation(id class, SEL sel)
 }
 
 // Does every method of metal.c's table have Apple's prototype?
-static int soft_prototypes(void)
-{
+static int soft_prototypes(void) {
     static const char *const table[][2] = {
 #define X(name, selector, R, types) {selector, #R " " #types},
         METHODS(X)
@@ -2935,15 +2791,13 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 
 #define LAB_CHECK(ok, format, ...) CHECK(ok, format ", %s", __VA_ARGS__, orders[emu.order])
 
-static Lab lab(Gpu *g)
-{
+static Lab lab(Gpu *g) {
     Lab x = {.g = g, .arch = {.act = SILU}, .m = {.config = {.eps = 1e-5f, .attn_scale = 0.2f}}};
     return x;
 }
 
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
-static Session *lab_begin(Lab *x)
-{
+static Session *lab_begin(Lab *x) {
     x->m.config.arch = &x->arch;
     x->s.m = &x->m;
     x->s.gpu = x->g;
@@ -2951,40 +2805,34 @@ static Session *lab_begin(Lab *x)
     return &x->s;
 }
 
-static void lab_end(Lab *x, const char *what)
-{
+static void lab_end(Lab *x, const char *what) {
     bool ok = gpu_wait(x->g);
     LAB_CHECK(ok, "%s: %s", what, x->g->why);
     x->g->why[0] = 0;
 }
 
-static void *lab_bytes(Gpu *g, size_t n)
-{
+static void *lab_bytes(Gpu *g, size_t n) {
     return gpu_share(g, NULL, n);
 }
 
-static float *lab_floats(Gpu *g, size_t n, float scale)
-{
+static float *lab_floats(Gpu *g, size_t n, float scale) {
     float *x = lab_bytes(g, n * sizeof *x);
     for (size_t i = 0; i < n; i++) x[i] = scale * noise();
     return x;
 }
 
-static Norm lab_norm(Gpu *g, int n, int group)
-{
+static Norm lab_norm(Gpu *g, int n, int group) {
     return (Norm){lab_floats(g, n, 1), NULL, n, group};
 }
 
-static void lab_drop(Gpu *g)   // frees all buffers and variants
-{
+static void lab_drop(Gpu *g) {   // frees all buffers and variants
     while (g->n_shared) send(g, release, g->shared[--g->n_shared].buffer);
     while (g->n_pipelines) send(g, release, g->pipeline[--g->n_pipelines].state);
 }
 
 // got against want, errors relative to size (NULL: 1): the sum of the absolute products
 static void lab_compare(const char *name, int type, const float *got, const double *want,
-                        const double *size, size_t n, double limit)
-{
+                        const double *size, size_t n, double limit) {
     double worst = 0;
     for (size_t i = 0; i < n && worst == worst; i++) {   // a NaN sticks
         double e = fabs(got[i] - want[i]) / (size ? size[i] + 1e-3 : 1);
@@ -3002,8 +2850,7 @@ static const int GPU_FORMATS[] = {0, 1, 30,
 };
 enum { N_GPU_FORMATS = sizeof GPU_FORMATS / sizeof *GPU_FORMATS };
 
-static int format_block(int type)   // weights per block
-{
+static int format_block(int type) {   // weights per block
     switch (type) {
 #define X(id, name, weights, bytes, per16, offsets) case id: return weights;
     QUANT_TYPES(X)
@@ -3013,16 +2860,14 @@ static int format_block(int type)   // weights per block
 }
 
 // columns that a format allows and a tiling does not like
-static int format_cols(int type, bool wide)
-{
+static int format_cols(int type, bool wide) {
     int block = format_block(type);
     if (!wide) return block == 1 ? 101 : block == 32 ? 96 : block;
     return block == 1 ? 1061 : block == 32 ? 1056 : block == 256 ? 1280 : 1152;
 }
 
 // a block of random bytes, drawn until its weights f are of ordinary size
-static void random_block(int type, uint8_t *bytes, float *f)
-{
+static void random_block(int type, uint8_t *bytes, float *f) {
     int block = format_block(type);
     float top = 0, x = noise();
     uint16_t half = quant_f32_to_f16(x);
@@ -3042,8 +2887,7 @@ typedef struct { Matrix m; float *f; } LabMatrix;   // f: the weights as floats
 
 // A random matrix, of 64 different blocks. It starts a few bytes behind an aligned address, as
 // tensors do.
-static LabMatrix lab_matrix(Gpu *g, int type, int rows, int cols)
-{
+static LabMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
     enum { DIFFERENT = 64 };
     int block = format_block(type), skew = block == 1 ? 4 : 6;
     size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
@@ -3061,8 +2905,7 @@ static LabMatrix lab_matrix(Gpu *g, int type, int rows, int cols)
 }
 
 // row . x in double; size: the sum of absolute products
-static double lab_dot(const LabMatrix *w, int row, const double *x, bool as_half, double *size)
-{
+static double lab_dot(const LabMatrix *w, int row, const double *x, bool as_half, double *size) {
     double sum = 0, all = 0;
     for (int i = 0; i < w->m.cols; i++) {
         float f = w->f[(size_t)row * w->m.cols + i];
@@ -3075,23 +2918,20 @@ static double lab_dot(const LabMatrix *w, int row, const double *x, bool as_half
 }
 
 // x / rms(x) * w, w NULL: 1; eps < 0: x itself
-static void metal_norm(double *out, const float *x, const float *w, int n, double eps)
-{
+static void metal_norm(double *out, const float *x, const float *w, int n, double eps) {
     double s = 0;
     for (int i = 0; i < n; i++) s += (double)x[i] * x[i];
     s = eps < 0 ? 1 : 1 / sqrt(s / n + eps);
     for (int i = 0; i < n; i++) out[i] = x[i] * s * (w ? w[i] : 1);
 }
 
-static double naive_act(double x, int act)
-{
+static double naive_act(double x, int act) {
     if (act == SILU) return x / (1 + exp(-x));
     if (act == GELU) return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
     return x > 0 ? x * x : 0;
 }
 
-static void kernel_embed(Gpu *g, int type)
-{
+static void kernel_embed(Gpu *g, int type) {
     enum { V = 7, N = 3 };
     Lab x = lab(g);
     int cols = format_cols(type, true);
@@ -3110,8 +2950,7 @@ static void kernel_embed(Gpu *g, int type)
 }
 
 // three matrices of one input with norm and biases; then one with residual and soft cap
-static void kernel_gemv(Gpu *g, int type)
-{
+static void kernel_gemv(Gpu *g, int type) {
     static const int rows[3] = {13, 5, 3};
     Lab x = lab(g);
     int cols = format_cols(type, true);
@@ -3147,8 +2986,7 @@ static void kernel_gemv(Gpu *g, int type)
     }
 }
 
-static void kernel_glu(Gpu *g, int type)
-{
+static void kernel_glu(Gpu *g, int type) {
     enum { FF = 13 };
     Lab x = lab(g);
     int cols = format_cols(type, true), act = type % 3;
@@ -3172,8 +3010,7 @@ static void kernel_glu(Gpu *g, int type)
 }
 
 // n tokens: 37 take tiles of 32, 5 tiles of 8. Epilogues in turn: bias, residual and cap, GLU.
-static void lab_gemm(Gpu *g, int type, int n, bool int8)
-{
+static void lab_gemm(Gpu *g, int type, int n, bool int8) {
     enum { ROWS = 71 };
     Lab x = lab(g);
     int cols = format_cols(type, false), way = (type + n) % 3;
@@ -3209,15 +3046,13 @@ static void lab_gemm(Gpu *g, int type, int n, bool int8)
     g->codes = NULL;
 }
 
-static void kernel_gemm(Gpu *g, int type)
-{
+static void kernel_gemm(Gpu *g, int type) {
     lab_gemm(g, type, 37, false);
     lab_gemm(g, type, 5, false);
     if (format_block(type) > 1) lab_gemm(g, type, 33, true);
 }
 
-static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff)
-{
+static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     Lab x = lab(g);
     LabMatrix wo = lab_matrix(g, type, dim, inner), gate = lab_matrix(g, type, ff, dim);
     LabMatrix up = lab_matrix(g, type, ff, dim), down = lab_matrix(g, type, dim, ff);
@@ -3254,8 +3089,7 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff)
     lab_compare("ffn_block", type, x.s.x, want, size, dim, 1e-6);
 }
 
-static void kernel_block(Gpu *g, int type)
-{
+static void kernel_block(Gpu *g, int type) {
     lab_ffn_block(g, type, 256, 256, 256);
     if (type == FORMAT_F16) lab_ffn_block(g, type, 33, 64, 100);
     if (type == FORMAT_Q8_0) lab_ffn_block(g, type, 64, 64, 96);
@@ -3286,8 +3120,7 @@ static const MetalCase ATTENTIONS[] = {   // n hd rot pairing heads kv pos rows 
 };
 
 static void naive_head(const MetalCase *t, const float *x, const float *norm, const float *turn,
-                       double *out)
-{
+                       double *out) {
     double v[256];
     metal_norm(v, x, norm, t->hd, norm ? 1e-5 : -1);
     memcpy(out, v, t->hd * sizeof *v);
@@ -3301,8 +3134,7 @@ static void naive_head(const MetalCase *t, const float *x, const float *norm, co
 
 // one query and head over all rows k, v of its ring
 static void metal_reference(const MetalCase *t, const double *q, const double *k, const double *v,
-                            const int32_t *pos_k, int pos, const float *sink, double *out)
-{
+                            const int32_t *pos_k, int pos, const float *sink, double *out) {
     double sum = sink ? exp(*sink) : 0;
     memset(out, 0, t->hd * sizeof *out);
     for (int r = 0; r < t->rows; r++, k += t->hd, v += t->hd) {
@@ -3319,8 +3151,7 @@ static void metal_reference(const MetalCase *t, const double *q, const double *k
 }
 
 // a ring as it stands after pos + n tokens, with a hole now and then; empty rows hold NaN
-static Cache lab_cache(Gpu *g, const MetalCase *t, double *k, double *v)
-{
+static Cache lab_cache(Gpu *g, const MetalCase *t, double *k, double *v) {
     int n = t->n_kv * t->rows * t->hd;
     Cache c = {lab_bytes(g, 2 * n),
                lab_bytes(g, 2 * n),
@@ -3343,8 +3174,7 @@ static Cache lab_cache(Gpu *g, const MetalCase *t, double *k, double *v)
     return c;
 }
 
-static void lab_attention(Gpu *g, const MetalCase *t)
-{
+static void lab_attention(Gpu *g, const MetalCase *t) {
     int hd = t->hd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows * hd,
         all = n * H * hd;
     Lab x = lab(g);
@@ -3400,15 +3230,13 @@ static void lab_attention(Gpu *g, const MetalCase *t)
     LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
 }
 
-static void kernel_attention(Gpu *g, int unused)
-{
+static void kernel_attention(Gpu *g, int unused) {
     (void)unused;
     for (size_t i = 0; i < sizeof ATTENTIONS / sizeof *ATTENTIONS; i++)
         lab_attention(g, &ATTENTIONS[i]);
 }
 
-static void kernel_norms(Gpu *g, int unused)
-{
+static void kernel_norms(Gpu *g, int unused) {
     static const int sizes[] = {1000, 64, 45};
     (void)unused;
     for (int k = 0; k < 3; k++) {
@@ -3440,8 +3268,7 @@ static void kernel_norms(Gpu *g, int unused)
     }
 }
 
-static void kernel_argmax(Gpu *g, int unused)
-{
+static void kernel_argmax(Gpu *g, int unused) {
     (void)unused;
     for (int n = 700; n < 6000; n += 4303)
         for (int nan = 0; nan < 2; nan++) {
@@ -3476,8 +3303,7 @@ static const struct {
 enum { N_KERNEL_TESTS = sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS };
 
 // Every kernel of the source, and every format of each that decodes weights, must have run.
-static int kernels_missing(const bool ran[N_KERNEL_TESTS][N_GPU_FORMATS])
-{
+static int kernels_missing(const bool ran[N_KERNEL_TESTS][N_GPU_FORMATS]) {
     int missing = 0;
     char name[40];
     for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
@@ -3500,8 +3326,7 @@ static int kernels_missing(const bool ran[N_KERNEL_TESTS][N_GPU_FORMATS])
 }
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
-static void run_kernels(const char *only, bool ran[N_KERNEL_TESTS][N_GPU_FORMATS])
-{
+static void run_kernels(const char *only, bool ran[N_KERNEL_TESTS][N_GPU_FORMATS]) {
     Gpu *g = gpu_new();
     void *pool = objc_autoreleasePoolPush();
     bool ok = gpu_library(g);
@@ -3525,8 +3350,7 @@ static void run_kernels(const char *only, bool ran[N_KERNEL_TESTS][N_GPU_FORMATS
     gpu_close(&s);
 }
 
-static void test_metal_kernels(void)
-{
+static void test_metal_kernels(void) {
     bool ran[N_KERNEL_TESTS][N_GPU_FORMATS] = {{0}};
     run_kernels(NULL, ran);
     kernels_missing(ran);
@@ -3539,8 +3363,7 @@ static void test_metal_kernels(void)
 // ---- whole models ----
 
 // dispatches of n tokens of which `rows` want logits
-static int expected_dispatches(const Model *m, int n, int rows, bool block)
-{
+static int expected_dispatches(const Model *m, int n, int rows, bool block) {
     int each = n > 1 ? 11 : block ? 3 : 5, total = 1;   // 1: the embedding
     for (int l = 0; l < m->config.n_layer; l++)
         total +=
@@ -3548,8 +3371,7 @@ static int expected_dispatches(const Model *m, int n, int rows, bool block)
     return total + (rows + LOGIT_ROWS - 1) / LOGIT_ROWS * 2;   // norm and gemm, or gemv and argmax
 }
 
-static bool copy_row(void *ctx, int i, const float *logits)
-{
+static bool copy_row(void *ctx, int i, const float *logits) {
     float **to = ctx;
     memcpy(*to, logits, 128 * sizeof **to);
     *to += 128;
@@ -3558,8 +3380,7 @@ static bool copy_row(void *ctx, int i, const float *logits)
 
 // Logits of ids[from .. n-1], into `to`. The GPU's recorder must have seen exactly the dispatches
 // of the chunks after position p: a fall-back to the CPU is a failure, so is a buffer made.
-static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, float *to)
-{
+static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, float *to) {
     Error e = {{0}};
     int want = 0, buffers = soft.buffers;
     bool gpu = !s->o.cpu;
@@ -3579,8 +3400,7 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, fl
 }
 
 // One token: each weight matrix is bound by one dispatch, which reads it once; so are K and V.
-static void check_reads(const Session *s)
-{
+static void check_reads(const Session *s) {
     size_t bytes = 0, want = 0;
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
@@ -3603,8 +3423,7 @@ static void check_reads(const Session *s)
 // A prompt in chunks, then token by token; then cut back and on again. `far`: how far from the
 // golden logits (NULL: none) both may be; `near`: how far GPU and CPU may be from each other.
 static void compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden,
-                          double far, double near)
-{
+                          double far, double near) {
     Session s[2];
     Error e = {{0}};
     float *logits = need(2 * n * 128 * sizeof *logits), *of[2] = {logits, logits + n * 128};
@@ -3643,8 +3462,7 @@ static const char *const GPU_MODELS[] = {
     "qwen2-yarn",    "phi3-long", "phi3-short", "llama.q4_0", "qwen2.q5_1",      "gemma3.iq4_nl",
     "qwen2-256.q2_K"};
 
-static void test_metal_models(void)
-{
+static void test_metal_models(void) {
     enum { N = 48 };
     for (size_t i = 0; i < (test.quick ? 5 : sizeof GPU_MODELS / sizeof *GPU_MODELS); i++) {
         char path[120], *tokens, *at;
@@ -3755,16 +3573,14 @@ static const struct { const char *kind, *line, *why; } EQUIVALENT[] = {
 };
 
 static size_t add_mutant(Mutant *out, const char *kind, size_t at, size_t n, const char *format,
-                         const char *text)
-{
+                         const char *text) {
     *out = (Mutant){kind, at, n, ""};
     snprintf(out->with, sizeof out->with, format, (int)n - 2, text);
     return 1;
 }
 
 // an array being declared: the statement begins with a type, and no variable is in the brackets
-static bool is_declaration(const char *start, const char *open)
-{
+static bool is_declaration(const char *start, const char *open) {
     static const char *const types[] = {"float ", "int8_t ", "simdgroup_", "struct "};
     bool typed = false;
     for (const char *c = open; *c != ']'; c++)
@@ -3774,8 +3590,7 @@ static bool is_declaration(const char *start, const char *open)
     return typed;
 }
 
-static size_t mutants_at(const char *s, size_t i, const char *line, Mutant *out)
-{
+static size_t mutants_at(const char *s, size_t i, const char *line, Mutant *out) {
     static const char *const swaps[][2] = {{" < ", " <= "},
                                            {" >= ", " > "},
                                            {" > ", " >= "},
@@ -3806,8 +3621,7 @@ static size_t mutants_at(const char *s, size_t i, const char *line, Mutant *out)
     return 0;
 }
 
-static size_t find_mutants(const char *s, Mutant *out, size_t max)
-{
+static size_t find_mutants(const char *s, Mutant *out, size_t max) {
     size_t n = 0;
     const char *line = strstr(s, "// ---- 2. ");
     for (size_t i = line - s; s[i] && n < max; i++) {
@@ -3820,8 +3634,7 @@ static size_t find_mutants(const char *s, Mutant *out, size_t max)
 }
 
 // In a child: 0 if no test noticed, 1 if one did, 3 if it does not compile
-static int run_mutant(const char *s, const Mutant *m, int number)
-{
+static int run_mutant(const char *s, const Mutant *m, int number) {
     char path[128], command[500];
     size_t size;
     snprintf(path, sizeof path, "%s/mutant%d.c", test.dir, number);
@@ -3846,8 +3659,7 @@ static int run_mutant(const char *s, const Mutant *m, int number)
     return soft.kernels ? test.failures > 0 : 3;
 }
 
-static void show_mutant(const char *s, const Mutant *m, const char *what)
-{
+static void show_mutant(const char *s, const Mutant *m, const char *what) {
     size_t start = m->at, line = 1;
     for (size_t i = 0; i < m->at; i++) line += s[i] == '\n';
     while (start && s[start - 1] != '\n') start--;
@@ -3856,8 +3668,7 @@ static void show_mutant(const char *s, const Mutant *m, const char *what)
     fflush(stdout);
 }
 
-static bool is_equivalent(const char *s, const Mutant *m)
-{
+static bool is_equivalent(const char *s, const Mutant *m) {
     size_t start = m->at;
     while (start && s[start - 1] != '\n') start--;
     for (size_t i = 0; i < sizeof EQUIVALENT / sizeof *EQUIVALENT; i++) {
@@ -3869,8 +3680,7 @@ static bool is_equivalent(const char *s, const Mutant *m)
 }
 
 // all of them, as many at a time as there are CPUs; or those numbered from .. to
-static int metal_mutants(int argc, char **argv)
-{
+static int metal_mutants(int argc, char **argv) {
     enum { MAX = 1000, SLOTS = 64 };
     static Mutant all[MAX];
     size_t size;
@@ -3965,8 +3775,7 @@ static const Test TESTS[] = {
 };
 enum { N_TESTS = sizeof TESTS / sizeof *TESTS };
 
-static bool run_test(const Test *t)
-{
+static bool run_test(const Test *t) {
     double start = now();
     test.checks = test.failures = 0;
     test.seed = 1;
@@ -3980,8 +3789,7 @@ static bool run_test(const Test *t)
     return test.failures == 0;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "llm")) return llm_main(argc - 1, argv + 1);
 #ifdef LLM_METAL
     if (argc > 1 && !strcmp(argv[1], "mutants")) return metal_mutants(argc - 2, argv + 2);
