@@ -1013,7 +1013,7 @@ enum { FP_FLUSH = 0 };
 #endif
 
 // Linux grants AMX's tile registers on request, to a process before it has threads.
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__linux__)
 #include <sys/syscall.h>
 static bool tiles_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #else
@@ -1108,7 +1108,8 @@ static void parallel(Pool *p, Task *fn, void *ctx, int n) {
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
-#define UNROLL
+#define UNROLL _Pragma("clang loop unroll(full)")
+#pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -1286,8 +1287,8 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets
     }
 }
 
-INLINE void block_rows(DecodeFn *decode, int bytes, bool offsets, const uint8_t *w, int64_t rows,
-                       int64_t cols, const Act *x, float *out) {
+INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int bytes, bool offsets,
+                       const uint8_t *w, int64_t rows, int64_t cols, const Act *x, float *out) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     size_t row = cols / 32 * bytes / 8;
@@ -1300,7 +1301,7 @@ INLINE void block_rows(DecodeFn *decode, int bytes, bool offsets, const uint8_t 
             dot256(q, d, m, offsets, x + i / 256, sum);
         }
         if (i < cols) {
-            unpack(decode, w, i, (int)(cols - i) / 32, q, d, m);
+            tail(w, i, (int)(cols - i) / 32, q, d, m);
             dot256(q, d, m, offsets, x + i / 256, sum);
         }
         sum[4] *= offsets ? 1.0f : -CODE_BIAS;
@@ -1346,7 +1347,8 @@ INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_
     static void rows_##name(const uint8_t *w, int64_t rows, int64_t cols, const void *x,           \
                             float *out)                                                            \
     {                                                                                              \
-        block_rows(decode_at_##name, 256 / weights * bytes, offsets, w, rows, cols, x, out);       \
+        block_rows(decode_at_##name, unpack_##name, 256 / weights * bytes, offsets, w, rows,       \
+                   cols, x, out);                                                                  \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -1381,7 +1383,8 @@ static const Format formats[64] = {   // unpack NULL: float weights
 
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 
-#if defined(SIMD_VNNI) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(SIMD_VNNI) && defined(__AVX512BF16__) && \
+    (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 enum { DEPTH = 1024 };
 #else

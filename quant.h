@@ -70,8 +70,10 @@
 #include <stddef.h>
 #define QUANT_TABLE static const __attribute__((unused))
 #define QUANT_INLINE static inline __attribute__((always_inline, unused))
-#ifdef __clang__                                           // unrolls by itself, and warns if asked
-#define QUANT_UNROLL
+#ifdef __clang__
+#define QUANT_UNROLL _Pragma("clang loop unroll(full)")
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wpass-failed"           // loops over n < 8 groups stay loops
 #else
 #define QUANT_UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -1305,5 +1307,8 @@ QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size
     }
     return true;
 }
+#ifdef __clang__
+#pragma clang diagnostic pop
+#endif
 #endif
 #endif
