@@ -563,7 +563,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exa
 }
 
 #ifdef SIMD_AMX
-static const double MATMUL_EXACT = 1e-5;   // weights are rounded to bf16
+static const double MATMUL_EXACT = 3e-5;   // weights and activations are rounded to bf16
 #else
 static const double MATMUL_EXACT = 1e-7;
 #endif
@@ -957,6 +957,12 @@ static const Model *golden_model(const char *name, int32_t ids[64], int *n) {
     return open_model(path);
 }
 
+// three times llama.cpp's own distance from the same weights in f32
+static double golden_limit(const char *name) {
+    const char *own = read_all(text_of("golden/archs/%s.nmse", name), &(size_t){0});
+    return fmax(1e-4, 3 * atof(own));
+}
+
 static void test_golden_models(void) {
     static const char *const names[] = {
         "llama",         "llama-linear",    "llama3-freqs",  "mistral3",   "qwen2",
@@ -972,8 +978,7 @@ static void test_golden_models(void) {
         double worst = 0;
         const Model *m = golden_model(names[i], ids, &n);
         const float *want = read_all(text_of("golden/archs/%s.logits", names[i]), &size);
-        const char *own = read_all(text_of("golden/archs/%s.nmse", names[i]), &(size_t){0});
-        double limit = fmax(1e-4, 3 * atof(own));
+        double limit = golden_limit(names[i]);
         REQUIRE(size == (size_t)n * m->config.n_vocab * sizeof *want, "%s: %zu", names[i], size);
         for (int k = 0; k < (test.quick ? 2 : 4); k++) {
             float *got = logits_of(m, ids, n, (Options){.chunk = chunks[k], .threads = 1 + k % 2});
@@ -981,7 +986,7 @@ static void test_golden_models(void) {
             CHECK(error <= limit, "%s -b %d: NMSE %.2g > %.2g", names[i], chunks[k], error, limit);
             worst = fmax(worst, error);
         }
-        printf("  %-16s NMSE %.1e, limit %.1e, llama.cpp %s", names[i], worst, limit, own);
+        printf("  %-16s NMSE %.1e, limit %.1e\n", names[i], worst, limit);
     }
 }
 
@@ -1254,7 +1259,8 @@ static void test_chunks_and_threads(void) {
             bool same = !memcmp(got, one, size * sizeof *got);
             CHECK(same, "%s: %d threads differ from one", names[i], threads[k]);
         }
-        CHECK(worst < (i < 3 ? 1e-6 : 1e-3), "%s: chunk sizes differ by %.2g", names[i], worst);
+        double limit = i < 3 ? 1e-6 : golden_limit(names[i]);
+        CHECK(worst < limit, "%s: chunk sizes differ by %.2g", names[i], worst);
         printf("  %-16s chunk sizes differ by NMSE %.1e\n", names[i], worst);
     }
 }
