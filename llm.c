@@ -1132,6 +1132,10 @@ INLINE vf load_f32(const void *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
+INLINE vf larger_of(vf a, vf b) {
+    vi more = a > b;
+    return (vf)(((vi)a & more) | ((vi)b & ~more));
+}
 INLINE vi load_i32(const void *p) { return (vi)load_f32(p); }
 INLINE vf load_bf16(const void *p) {
     typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
@@ -1486,15 +1490,16 @@ static int run_float(const Matmul *job, const float *panel, int64_t r, int64_t k
     return tokens;
 }
 
-// The tile of block formats has two variants: activations (ActTile, of TOKENS tokens), panel, and
+// The tile that takes packed activations has two variants: ActTile (of TOKENS tokens), panel, and
 // product.
 #if defined(SIMD_AMX)
-// One AMX instruction multiplies 16 tokens x 32 activations with 32 x 16 weights, in bf16 with
-// float sums, in 16 cycles. Scales and offsets vanish into the weights, so all formats run alike,
-// and closer to the exact product than with int8 activations. 2 x 2 tiles share their operands:
-// one load per product, half of them from L1.
-enum { TOKENS = 32, BLOCK_ROWS = 2 * TILE };
-typedef struct { uint16_t x[2][16][32]; } ActTile;   // 32 activations of 2 x 16 tokens in bf16
+// One AMX instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
+// Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
+// the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
+// float weights take the products of all parts that a float's precision can tell (f16: 5 of 6).
+// 2 x 2 tiles share their operands: one load per product.
+enum { TOKENS = 32, BLOCK_ROWS = 2 * TILE, MAX_PARTS = 3, TILE_SIZE = 16 * 64 };
+typedef struct { uint16_t x[2][16][32]; } ActTile;   // one part of 32 activations of 2 x 16 tokens
 
 static const struct {
     uint8_t palette, start, zero[14];
@@ -1503,65 +1508,107 @@ static const struct {
 } tile_config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void tiles_begin(void) { _tile_loadconfig(&tile_config); }
 static void tiles_end(void) { _tile_release(); }
+static bool tiled(const Matrix *w) { return (void)w, true; }
+static int weight_parts(const Matrix *w) {
+    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
+}
+static int act_parts(const Matrix *w) { return formats[w->type].unpack ? 1 : 3; }
 
-INLINE void store_bf16(uint16_t *to, vf lo, vf hi) {
+INLINE void store_bf16(void *to, vf lo, vf hi) {
     __m512bh v = _mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
     memcpy(to, &v, sizeof v);
+}
+INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
+    vi odd = (vi)x >> 16 & 1;
+    return (vf)((vi)x + 0x7fff + odd & -65536);
+}
+INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {   // `next` bytes apart
+    for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
+        store_bf16((char *)to + p * next, lo, hi);
 }
 
 static void act_pack(const Matmul *job, int t, ActTile *a) {
     int64_t cols = job->w->cols;
-    for (int64_t i = 0; i < cols; i += 32, a++)
+    int parts = act_parts(job->w);
+    for (int64_t i = 0; i < cols; i += 32, a += parts)
         for (int k = 0; k < TOKENS; k++) {
             const float *x = job->x + (t + k < job->n ? t + k : t) * cols + i;
-            store_bf16(a->x[k / 16][k % 16], load_f32(x), load_f32(x + 16));
+            float edge[32] = {0};
+            if (cols - i < 32) x = memcpy(edge, x, (cols - i) * sizeof *x);
+            store_parts(a->x[k / 16][k % 16], sizeof *a, parts, load_f32(x), load_f32(x + 16));
         }
 }
 
-// rows r .. r+15 from weight k on, as pairs [depth/2][16][2]
-static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel) {
-    size_t row_bytes = quant_row_bytes(w->type, w->cols);
-    for (int i = 0; i < depth; i += 256) {
-        uint16_t rows[TILE][256] = {{0}};
-        int groups = depth - i < 256 ? (depth - i) / 32 : 8;
-        for (int j = 0; j < TILE; j++) {
-            int8_t q[256];
-            float d[16], m[16];
-            int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-            formats[w->type].unpack(w->data + row * row_bytes, k + i, groups, q, d, m);
-            for (int g = 0; g < 16; g += 2) {
-                const __m128i *codes = (const __m128i *)(q + 16 * g);
-                __m512i lo = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes));
-                __m512i hi = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1));
-                store_bf16(rows[j] + 16 * g, (vf)_mm512_cvtepi32_ps(lo) * d[g] + m[g],
-                           (vf)_mm512_cvtepi32_ps(hi) * d[g + 1] + m[g + 1]);
-            }
-        }
-        transpose((uint32_t *)rows, 128, 16 * groups, 0, (uint32_t *)panel + TILE * i / 2);
+INLINE void widen_codes(const int8_t *q, const float *d, const float *m, uint16_t *to) {
+    for (int g = 0; g < 16; g += 2, q += 32) {
+        __m512i lo = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q));
+        __m512i hi = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q + 1));
+        store_bf16(to + 16 * g, (vf)_mm512_cvtepi32_ps(lo) * d[g] + m[g],
+                   (vf)_mm512_cvtepi32_ps(hi) * d[g + 1] + m[g + 1]);
     }
 }
 
-static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
-                      int depth, int t, bool first, bool last) {
-    vf sum[2][TOKENS][VECTORS];
+// rows r .. r+15 from weight k on, as pairs [depth/32][parts][16][16][2]
+static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel) {
+    size_t row_bytes = quant_row_bytes(w->type, w->cols);
+    int parts = weight_parts(w);
+    for (int i = 0; i < depth; i += 256) {
+        uint16_t rows[MAX_PARTS][TILE][256];
+        int some = depth - i < 256 ? depth - i : 256;
+        for (int j = 0; j < TILE; j++) {
+            int8_t q[256];
+            float d[16], m[16], x[256] = {0};
+            const uint8_t *row = w->data + (r + j < w->rows ? r + j : w->rows - 1) * row_bytes;
+            if (formats[w->type].unpack) {
+                formats[w->type].unpack(row, k + i, some / 32, q, d, m);
+                widen_codes(q, d, m, rows[0][j]);
+            } else {
+                quant_dequantize(w->type, row + quant_row_bytes(w->type, k + i), x, some);
+                for (int g = 0; g < 256; g += 32)
+                    store_parts(&rows[0][j][g], sizeof *rows, parts, load_f32(x + g),
+                                load_f32(x + g + 16));
+            }
+        }
+        for (int g = 0; g < (some + 31) / 32; g++)
+            for (int p = 0; p < parts; p++, panel += TILE_SIZE)
+                transpose((uint32_t *)rows[p] + 16 * g, 128, 16, 0, (uint32_t *)panel);
+    }
+}
+
+// out[2 * i + j] = 16 x 16 sums of rows a[..].x[i] times the columns of b + j * next, n tiles deep,
+// each of so many parts
+INLINE void multiply_tiles(const ActTile *a, int a_parts, const uint8_t *b, int b_parts,
+                           size_t next, int n, float *const out[4]) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int k = 0; k < depth; k += 32, a++, panel += 64 * TILE) {
-        _tile_loadd(4, a->x[0], 64);
-        _tile_loadd(6, panel, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, a->x[1], 64);
-        _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(7, panel + TILE_BYTES, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sum[0][0], 64);
-    _tile_stored(1, sum[0][16], 64);
-    _tile_stored(2, sum[1][0], 64);
-    _tile_stored(3, sum[1][16], 64);
+    for (int k = 0; k < n; k++, a += a_parts)
+        for (int i = 0; i < b_parts; i++, b += TILE_SIZE)
+            for (int j = 0; j < a_parts - i; j++) {
+                _tile_loadd(4, a[j].x[0], 64);
+                _tile_loadd(6, b, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, b + next, 64);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, a[j].x[1], 64);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+    _tile_stored(0, out[0], 64);
+    _tile_stored(1, out[1], 64);
+    _tile_stored(2, out[2], 64);
+    _tile_stored(3, out[3], 64);
+}
+
+static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
+                           int depth, int t, bool first, bool last) {
+    vf sum[2][TOKENS][VECTORS];
+    float *out[] = {(float *)sum[0][0], (float *)sum[1][0], (float *)sum[0][16],
+                    (float *)sum[1][16]};
+    int n = (depth + 31) / 32, parts = weight_parts(job->w);
+    if (act_parts(job->w) == 1) multiply_tiles(a, 1, panel, 1, TILE_BYTES, n, out);
+    else multiply_tiles(a, 3, panel, parts, TILE_BYTES, n, out);
     tile_out(job, r, t, TOKENS, sum[0], first, last);
     tile_out(job, r + TILE, t, TOKENS, sum[1], first, last);
 }
@@ -1569,7 +1616,7 @@ static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *p
 // Int8. Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot. Per
 // 32 weights of 16 rows and a token: 8 dot products, then 3 instructions for the scales, 4 with
 // offsets. In AVX-512 that is 512 multiply-adds in 11 instructions, 5 or 6 cycles.
-enum { TOKENS = LANES == 16 ? 12 : 4, BLOCK_ROWS = TILE };
+enum { TOKENS = LANES == 16 ? 12 : 4, BLOCK_ROWS = TILE, MAX_PARTS = 1 };
 typedef struct {                   // 32 activations of TOKENS tokens
     int8_t q[8][TOKENS][4];
     float d[TOKENS], s[3][TOKENS]; // scale; times the sum of the first 16, the other 16, all
@@ -1578,6 +1625,8 @@ typedef struct {                   // 32 activations of TOKENS tokens
 
 static void tiles_begin(void) {}
 static void tiles_end(void) {}
+static bool tiled(const Matrix *w) { return formats[w->type].unpack && INT8_TILE; }
+static int act_parts(const Matrix *w) { return (void)w, 1; }
 
 static void act_pack(const Matmul *job, int t, ActTile *a) {
     int64_t cols = job->w->cols;
@@ -1669,11 +1718,14 @@ typedef struct {
     uint8_t *panels;                          // [threads][PANEL_BYTES]
 } MatmulCall;
 
-// bytes for n rows of x in all, of at most cols columns, in one call's jobs
-static size_t matmul_scratch(size_t n, size_t cols, int threads) {
+// bytes for n rows of x in all, of at most cols columns, in one call's jobs; floats: of weights
+static size_t matmul_scratch(size_t n, size_t cols, int threads, bool floats) {
     size_t tiles = n / TOKENS + (n < MAX_JOBS ? n : MAX_JOBS);
-    return (size_t)threads * PANEL_BYTES + 64 + tiles * (cols / 32 + 8) * sizeof(ActTile);
+    return threads * (size_t)PANEL_BYTES + 64 +
+           tiles * (cols / 32 + 8) * (floats ? MAX_PARTS : 1) * sizeof(ActTile);
 }
+
+static size_t act_tiles(const Matrix *w, int64_t cols) { return (cols + 31) / 32 * act_parts(w); }
 
 static void pack_task(void *ctx, int i, int thread) {
     MatmulCall *c = ctx;
@@ -1681,9 +1733,9 @@ static void pack_task(void *ctx, int i, int thread) {
     (void)thread;
     while (i >= c->pack[j + 1]) j++;
     const Matmul *job = &c->jobs[j];
-    int tile = i - c->pack[j];
-    if (job->n == 1) act_quantize(job->x, job->w->cols, (Act *)c->act[j]);
-    else act_pack(job, tile * TOKENS, (ActTile *)c->act[j] + tile * (job->w->cols / 32));
+    int64_t tile = i - c->pack[j], cols = job->w->cols;
+    if (job->n == 1) act_quantize(job->x, cols, (Act *)c->act[j]);
+    else act_pack(job, tile * TOKENS, (ActTile *)c->act[j] + tile * act_tiles(job->w, cols));
 }
 
 static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t end) {
@@ -1696,8 +1748,9 @@ static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t
 
 static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end, uint8_t *panel) {
     const Matrix *w = job->w;
-    bool block = formats[w->type].unpack && INT8_TILE;
-    int64_t depth = block ? DEPTH : FLOAT_DEPTH, step = block ? BLOCK_ROWS : TILE;
+    bool block = tiled(w);
+    int64_t depth = formats[w->type].unpack && block ? DEPTH : FLOAT_DEPTH;
+    int64_t step = block ? BLOCK_ROWS : TILE;
     tiles_begin();
     for (int64_t k = 0; k < w->cols; k += depth) {
         int deep = w->cols - k < depth ? (int)(w->cols - k) : (int)depth;
@@ -1709,7 +1762,8 @@ static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end
         for (int t = 0, tokens = TOKENS; t < job->n; t += tokens)
             for (int64_t q = r; q < end; q += step) {
                 const uint8_t *tile = panel + (q - r) / TILE * TILE_BYTES;
-                const ActTile *a = (const ActTile *)act + t / TOKENS * (w->cols / 32) + k / 32;
+                const ActTile *a = (const ActTile *)act + t / TOKENS * act_tiles(w, w->cols) +
+                                   act_tiles(w, k);
                 if (block) multiply_block(job, a, tile, q, deep, t, k == 0, k + deep == w->cols);
                 else tokens = run_float(job, (const float *)tile, q, k, deep, t);
             }
@@ -1736,17 +1790,18 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
         const Matmul *job = &jobs[j];
         size_t cols = job->w->cols, row_bytes = quant_row_bytes(job->w->type, cols);
         int same = 0, tiles = job->n == 1 ? 1 : (job->n + TOKENS - 1) / TOKENS;
-        bool pack = formats[job->w->type].unpack && (job->n == 1 || INT8_TILE);
+        bool pack = job->n == 1 ? formats[job->w->type].unpack != NULL : tiled(job->w);
         c.act[j] = job->x;
         c.pack[j + 1] = c.pack[j];
         while (same < j && (jobs[same].x != job->x || jobs[same].n != job->n ||
-                            c.act[same] == job->x || (size_t)jobs[same].w->cols != cols)) same++;
+                            c.act[same] == job->x || (size_t)jobs[same].w->cols != cols ||
+                            act_parts(jobs[same].w) != act_parts(job->w))) same++;
         if (pack && same < j) c.act[j] = c.act[same];
         else if (pack) {
             c.act[j] = at;
             c.pack[j + 1] += tiles;
             at += job->n == 1 ? (cols + 255) / 256 * sizeof(Act)
-                              : tiles * (cols / 32) * sizeof(ActTile);
+                              : tiles * act_tiles(job->w, cols) * sizeof(ActTile);
         }
         // one token: some 32 KB of weights a task, 3 us
         int rows = job->n > 1 ? PANEL : row_bytes > 32768 ? 1 : (int)(32768 / row_bytes);
@@ -1763,7 +1818,11 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
 // so weighted, and scales them down when a larger score comes. No n x n buffer. The query heads
 // that share a KV head share each block, converted from f16 once.
 
-enum { KEYS = 64, SPLIT = 256, LANE_ROWS = 64 };
+#if defined(SIMD_AMX)
+enum { KEYS = 64, SPLIT = 256, LANE_ROWS = 128, LANE_TILES = 2 };
+#else
+enum { KEYS = 64, SPLIT = 256, LANE_ROWS = 64, LANE_TILES = 1 };
+#endif
 static const float LEAST = -1e29f; // largest score so far, before the first; hidden: ten times less
 
 typedef struct {
@@ -1827,15 +1886,6 @@ INLINE void scores_finish(const Attention *a, float *s, int n) {
             s[i] = a->softcap * (1 - 2 / (exp_fast(2 * s[i] / a->softcap) + 1));
 }
 
-static void widen(const uint16_t *h, size_t n, float *f) {
-    size_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vf v = load_f16(h + i);
-        memcpy(f + i, &v, sizeof v);
-    }
-    for (; i < n; i++) f[i] = quant_f16_to_f32(h[i]);
-}
-
 // out[t][vd] += sum over keys of x[t][key * step] * values[key][vd]
 INLINE void add_values(const uint16_t *v, int vd, int keys, const float *x, size_t next,
                        size_t step, int tokens, float *out, size_t stride) {
@@ -1856,19 +1906,27 @@ INLINE void add_values(const uint16_t *v, int vd, int keys, const float *x, size
 
 // -- many queries --
 // 16 queries (of all heads of a KV head) lie across the lanes, so that maxima, sums and masks need
-// no sums across lanes. Both products are the float tile: K rows, broadcast, with columns of
-// queries give scores [key][16]; their columns, broadcast, with V rows give out [16][vd].
+// no sums across lanes: scores are [key][16], results [16][vd]. The keys and values of a block are
+// brought into the form that both products take once for all lanes.
+
+static int padded(int width) { return (width + 31) / 32 * 32; }
+static size_t packed_bytes(int rows, int width) { return (size_t)rows * padded(width) * 4; }
 
 typedef struct {
-    float *q, *out;                // [hd][16], [16][vd]
+    float *out;                    // [16][padded(vd)]
     float top[TILE], sum[TILE], slope[TILE];
     int32_t pos[TILE];
 } Lanes;
 
+static void fade_row(float *out, int n, float fade) {
+    for (int i = 0; i < n; i++) out[i] *= fade;
+}
+
 // scores [keys][16] to weights; what came before fades
-static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lanes *restrict l,
+static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lanes *l,
                           float *restrict s) {
-    float top[TILE], sum[TILE] = {0};
+    vf top[VECTORS], sum[VECTORS] = {{0}};
+    float most[TILE], total[TILE];
     memcpy(top, l->top, sizeof top);
     scores_finish(a, s, keys * TILE);
     for (int j = 0; j < keys; j++) {
@@ -1878,34 +1936,147 @@ static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lane
             row[i] -= l->slope[i] * (float)abs(l->pos[i] - p);
         for (int i = 0; masked && i < TILE; i++)
             row[i] = row_visible(a, p, l->pos[i]) ? row[i] : 10 * LEAST;
-        for (int i = 0; i < TILE; i++) top[i] = row[i] > top[i] ? row[i] : top[i];
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            top[v] = larger_of(top[v], load_f32(row + v * LANES));
     }
+    memcpy(most, top, sizeof most);
     for (int j = 0; j < keys; j++) {
         float *row = s + TILE * j;
-        for (int i = 0; i < TILE; i++) row[i] = exp_fast(row[i] - top[i]);
-        for (int i = 0; i < TILE; i++) sum[i] += row[i];
+        for (int i = 0; i < TILE; i++) row[i] = exp_fast(row[i] - most[i]);
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += load_f32(row + v * LANES);
     }
+    memcpy(total, sum, sizeof total);
     for (int i = 0; i < TILE; i++) {
-        float fade = exp_fast(l->top[i] - top[i]);
-        l->sum[i] = l->sum[i] * fade + sum[i];
-        for (int e = 0; fade < 1 && e < a->vd; e++) l->out[i * a->vd + e] *= fade;
-        l->top[i] = top[i];
+        float fade = exp_fast(l->top[i] - most[i]);
+        l->sum[i] = l->sum[i] * fade + total[i];
+        l->top[i] = most[i];
+        if (fade < 1) fade_row(l->out + i * padded(a->vd), a->vd, fade);
     }
 }
 
-static void lanes_block(const Attention *a, int r, int keys, bool masked, const float *k,
-                        const uint16_t *v, Lanes *l) {
+#if defined(SIMD_AMX)
+// All in two bf16, as float weights are: three products, and still four times as fast as floats.
+// Keys and values, f16, lose nothing; queries and weights keep 17 bits.
+// [16][hd] to pairs [hd/32][2][16][16][2]
+static void pack_queries(const float *q, int hd, uint32_t *to) {
+    for (int i = 0; i < hd; i += 32, to += 2 * TILE_SIZE / 4) {
+        uint16_t rows[2][TILE][32];
+        for (int k = 0; k < TILE; k++) {
+            float x[32] = {0};
+            memcpy(x, q + k * hd + i, (hd - i < 32 ? hd - i : 32) * sizeof *x);
+            store_parts(rows[0][k], sizeof *rows, 2, load_f32(x), load_f32(x + 16));
+        }
+        for (int p = 0; p < 2; p++)
+            transpose((uint32_t *)rows[p], 16, 16, 0, to + p * TILE_SIZE / 4);
+    }
+}
+
+// lanes of two floats to pairs of bf16, upper bits and, a tile further, what remains
+INLINE void store_pairs(uint32_t *to, vf a, vf b) {
+    for (int p = 0; p < 2; p++, to += TILE_SIZE / 4) {
+        vf x = upper_bits(a), y = upper_bits(b);
+        vi pairs = (vi)_mm512_srli_epi32((__m512i)x, 16) | (vi)y;
+        memcpy(to, &pairs, sizeof pairs);
+        a -= x;
+        b -= y;
+    }
+}
+
+// keys to rows of ActTile [KEYS/32][hd/32][2], values to pairs of rows [vd/16][KEYS/32][2]
+static void pack_block(const Attention *a, const uint16_t *k, const uint16_t *v, int keys,
+                       void *to) {
+    ActTile *tile = to;
+    int deep = padded(a->hd) / 32, wide = padded(a->vd) / 16;
+    for (int j = 0; j < KEYS; j++)
+        for (int i = 0; i < deep; i++) {
+            uint16_t edge[32] = {0}, *row = tile[(j / 32 * deep + i) * 2].x[j / 16 % 2][j % 16];
+            const uint16_t *x = k + (size_t)j * a->hd + 32 * i;
+            int some = j >= keys ? 0 : a->hd - 32 * i < 32 ? a->hd - 32 * i : 32;
+            if (some < 32) x = memcpy(edge, x, 2 * some);
+            store_parts(row, sizeof *tile, 2, load_f16(x), load_f16(x + 16));
+        }
+    uint32_t *pairs = (uint32_t *)(tile + KEYS / 32 * deep * 2);
+    for (int i = 0; i < wide; i++)
+        for (int j = 0; j < KEYS; j += 2) {
+            uint16_t edge[2][16] = {{0}};
+            const uint16_t *x[2] = {edge[0], edge[1]};
+            int some = a->vd - 16 * i < 16 ? a->vd - 16 * i : 16;
+            for (int y = 0; y < 2 && j + y < keys && some > 0; y++) {
+                x[y] = v + (size_t)(j + y) * a->vd + 16 * i;
+                if (some < 16) x[y] = memcpy(edge[y], x[y], 2 * some);
+            }
+            store_pairs(pairs + (i * KEYS / 32 + j / 32) * 2 * TILE_SIZE / 4 + j / 2 % 16 * 16,
+                        load_f16(x[0]), load_f16(x[1]));
+        }
+}
+
+static void lanes_block(const Attention *a, int r, int keys, bool masked, const void *q,
+                        const void *block, const uint16_t *v, Lanes *l) {
+    float s[2][KEYS][TILE] __attribute__((aligned(64))), sum[4][TILE][TILE];
+    int deep = padded(a->hd) / 32, width = padded(a->vd);
+    const ActTile *k = block;
+    const uint8_t *pairs = (const uint8_t *)(k + KEYS / 32 * deep * 2);
+    ActTile p[KEYS / 32][2];
+    (void)v;
+    for (int j = 0; j < KEYS; j += 32) {
+        float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
+        multiply_tiles(k + j / 32 * deep * 2, 2, q, 2, packed_bytes(TILE, a->hd), deep, out);
+    }
+    for (int t = 0; t < 2; t++) {
+        lanes_softmax(a, r, keys, masked, &l[t], s[t][0]);
+        memset(s[t][keys], 0, (KEYS - keys) * sizeof s[t][0]);
+        for (int j = 0; j < KEYS; j += 32) {
+            uint32_t part[2][TILE][TILE];
+            for (int i = 0; i < TILE; i++)
+                store_pairs(part[0][i], load_f32(s[t][j + 2 * i]), load_f32(s[t][j + 2 * i + 1]));
+            for (int y = 0; y < 2; y++)
+                transpose(part[y][0], 16, 16, 0, (uint32_t *)p[j / 32][y].x[t]);
+        }
+    }
+    for (int e = 0; e < width; e += 32, pairs += packed_bytes(KEYS, 32)) {
+        float *out[] = {sum[0][0], sum[1][0], sum[2][0], sum[3][0]};
+        multiply_tiles(p[0], 2, pairs, 2, packed_bytes(KEYS, 32) / 2, KEYS / 32, out);
+        for (int y = 0; y < 4; y++)
+            for (int i = 0; i < TILE; i++) {
+                float *to = l[y / 2].out + i * width + e + y % 2 * TILE;
+                for (int x = 0; x < TILE; x++) to[x] += sum[y][i][x];
+            }
+    }
+}
+#else
+// Both products are the float tile: K rows, broadcast, with columns of queries; columns of scores,
+// broadcast, with V rows.
+static void pack_queries(const float *q, int hd, float *to) {   // [16][hd] to [hd][16]
+    for (int e = 0; e < hd; e++)
+        for (int k = 0; k < TILE; k++) to[TILE * e + k] = q[k * hd + e];
+}
+
+static void pack_block(const Attention *a, const uint16_t *k, const uint16_t *v, int keys,
+                       float *to) {
+    size_t i = 0, n = (size_t)keys * a->hd;
+    (void)v;
+    for (; i + LANES <= n; i += LANES) {
+        vf x = load_f16(k + i);
+        memcpy(to + i, &x, sizeof x);
+    }
+    for (; i < n; i++) to[i] = quant_f16_to_f32(k[i]);
+}
+
+static void lanes_block(const Attention *a, int r, int keys, bool masked, const float *q,
+                        const float *k, const uint16_t *v, Lanes *l) {
     float s[KEYS * TILE] __attribute__((aligned(64)));
+    int width = padded(a->vd);
     vf tile[FLOAT_TOKENS][VECTORS];
     for (int j = 0; j < keys; j += FLOAT_TOKENS) {
-        tile_float(load_f32, 4, l->q, 4 * TILE, k + (size_t)j * a->hd, a->hd, 1, a->hd,
-                   FLOAT_TOKENS, tile);
+        tile_float(load_f32, 4, q, 4 * TILE, k + (size_t)j * a->hd, a->hd, 1, a->hd, FLOAT_TOKENS,
+                   tile);
         memcpy(s + TILE * j, tile, sizeof tile);
     }
     lanes_softmax(a, r, keys, masked, l, s);
     for (int i = 0; i < TILE; i += FLOAT_TOKENS)
-        add_values(v, a->vd, keys, s + i, 1, TILE, FLOAT_TOKENS, l->out + i * a->vd, a->vd);
+        add_values(v, a->vd, keys, s + i, 1, TILE, FLOAT_TOKENS, l->out + i * width, width);
 }
+#endif
 
 // one KV head and `queries` queries of its heads
 static void prefill_task(void *ctx, int i, int thread) {
@@ -1913,39 +2084,45 @@ static void prefill_task(void *ctx, int i, int thread) {
     const Attention *a = c->a;
     int group = a->n_head / a->n_kv, h = i % a->n_kv, first = i / a->n_kv * c->queries;
     int some = a->n - first < c->queries ? a->n - first : c->queries, count = some * group;
-    int n_lanes = (count + TILE - 1) / TILE;
-    float *k = c->work + thread * c->work_size, *q = k + (size_t)KEYS * a->hd,
-          *out = q + (size_t)n_lanes * TILE * a->hd;
-    Lanes *lanes = (Lanes *)(out + (size_t)n_lanes * TILE * a->vd);
-    memset(out, 0, (size_t)n_lanes * TILE * a->vd * sizeof *out);
+    int n_lanes = (count + LANE_TILES * TILE - 1) / (LANE_TILES * TILE) * LANE_TILES;
+    int width = padded(a->vd);
+    size_t q_size = packed_bytes(TILE, a->hd) / sizeof(float);
+    float *rows = c->work + thread * c->work_size, *k = rows + TILE * a->hd;
+    float *q = k + (packed_bytes(KEYS, a->hd) + packed_bytes(KEYS, a->vd)) / sizeof(float);
+    float *out = q + n_lanes * q_size;
+    Lanes *lanes = (Lanes *)(out + (size_t)n_lanes * TILE * width);
+    memset(out, 0, (size_t)n_lanes * TILE * width * sizeof *out);
     for (int j = 0; j < n_lanes * TILE; j++) {
         Lanes *l = &lanes[j / TILE];
-        int at = j < count ? j : count - 1, head = h * group + at % group,
+        int at = j < count ? j : count - 1, lane = j % TILE, head = h * group + at % group,
             query = first + at / group;
-        const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
-        l->q = q + (size_t)j / TILE * TILE * a->hd;
-        l->out = out + (size_t)j / TILE * TILE * a->vd;
-        for (int e = 0; e < a->hd; e++) l->q[TILE * e + j % TILE] = from[e];
-        l->top[j % TILE] = LEAST;
-        l->sum[j % TILE] = 0;
-        l->slope[j % TILE] = a->slopes ? a->slopes[head] : 0;
-        l->pos[j % TILE] = a->pos + query;
+        memcpy(rows + lane * a->hd, a->q + ((size_t)query * a->n_head + head) * a->hd,
+               a->hd * sizeof *rows);
+        l->out = out + (size_t)j / TILE * TILE * width;
+        l->top[lane] = LEAST;
+        l->sum[lane] = 0;
+        l->slope[lane] = a->slopes ? a->slopes[head] : 0;
+        l->pos[lane] = a->pos + query;
+        if (lane == TILE - 1) pack_queries(rows, a->hd, (void *)(q + j / TILE * q_size));
     }
+    tiles_begin();
     for (int r = 0; r < a->rows; r += KEYS) {
         int visible = block_visible(a, r, a->pos + first, a->pos + first + some - 1);
         if (!visible) continue;
         int keys = a->rows - r < KEYS ? a->rows - r : KEYS;
         size_t row = (size_t)h * a->rows + r;
-        widen(a->k + row * a->hd, (size_t)keys * a->hd, k);
-        for (int j = 0; j < n_lanes; j++)
-            lanes_block(a, r, keys, visible < 2, k, a->v + row * a->vd, &lanes[j]);
+        pack_block(a, a->k + row * a->hd, a->v + row * a->vd, keys, (void *)k);
+        for (int j = 0; j < n_lanes; j += LANE_TILES)
+            lanes_block(a, r, keys, visible < 2, q + j * q_size, k, a->v + row * a->vd, &lanes[j]);
     }
+    tiles_end();
     for (int j = 0; j < count; j++) {
         const Lanes *l = &lanes[j / TILE];
         int lane = j % TILE, head = h * group + j % group;
         float *to = a->out + ((size_t)(first + j / group) * a->n_head + head) * a->vd;
         float sum = l->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - l->top[lane]) : 0);
-        for (int e = 0; e < a->vd; e++) to[e] = sum > 0 ? l->out[lane * a->vd + e] / sum : 0;
+        memcpy(to, l->out + lane * width, a->vd * sizeof *to);
+        fade_row(to, a->vd, sum > 0 ? 1 / sum : 0);
     }
 }
 
@@ -1997,7 +2174,7 @@ static void decode_softmax(const Attention *a, int r, int keys, int head, float 
     float fade = exp_fast(part->top - top[0]);
     part->top = top[0];
     part->sum = part->sum * fade + sum[0];
-    for (int e = 0; fade < 1 && e < a->vd; e++) part->out[e] *= fade;
+    if (fade < 1) fade_row(part->out, a->vd, fade);
 }
 
 INLINE void decode_heads(const Attention *a, int r, int keys, int head, int heads, float *s,
@@ -2056,8 +2233,8 @@ static void join_task(void *ctx, int h, int thread) {
 }
 
 static size_t work_floats(int n_head, int hd, int vd) {   // of a thread
-    size_t lanes = n_head + LANE_ROWS + TILE;
-    return (KEYS + lanes) * ((size_t)hd + vd) + lanes / TILE * (sizeof(Lanes) / sizeof(float)) + 16;
+    size_t lanes = n_head + LANE_ROWS + LANE_TILES * TILE, wide = padded(hd) + padded(vd);
+    return (TILE + KEYS + lanes) * wide + lanes / TILE * (sizeof(Lanes) / sizeof(float)) + 16;
 }
 
 // bytes for layers of at most n_head heads and rings of at most `rows` rows
@@ -2786,7 +2963,12 @@ static void plan_scratch(Session *s, Arena *a) {
         s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
     }
     s->slopes = arena_take(a, s->m->layers[0].n_head, f);
-    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, w.cols, s->o.threads));
+    bool floats = false;
+    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
+        const Tensor *t = &s->m->gguf.tensors[i];
+        floats |= t->n_dims > 1 && !formats[t->type].unpack;
+    }
+    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, w.cols, s->o.threads, floats));
     size_t mark = a->used;
     s->attention_scratch =
         arena_take(a, 1, attention_scratch(w.heads, c->hd, c->vd, w.ring, s->o.threads));
@@ -4470,11 +4652,14 @@ typedef struct { const uint64_t *words; size_t part; uint64_t *sums; } Reading;
 
 static void read_part(void *ctx, int i, int thread) {
     Reading *r = ctx;
-    uint64_t sum[8] = {0};
+    const uint64_t *p = r->words + i * r->part;
+    uint64_t sum[32] = {0};
     (void)thread;
-    for (size_t k = 0; k < r->part; k += 8)
-        for (int j = 0; j < 8; j++) sum[j] += r->words[i * r->part + k + j];
-    for (int j = 0; j < 8; j++) r->sums[i] += sum[j];
+    for (size_t k = 0; k < r->part; k += 32) {
+        prefetch((const char *)(p + k) + AHEAD, 256);
+        for (int j = 0; j < 32; j++) sum[j] += p[k + j];
+    }
+    for (int j = 0; j < 32; j++) r->sums[i] += sum[j];
 }
 
 // bytes per second that all threads together read from memory

@@ -544,7 +544,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exa
     for (int t = 0; t < 4; t += 1 + test.quick) {
         Pool pool = {0};
         Matmul jobs[2] = {{&p[0].w, x, p[0].out, n}, {&p[1].w, x, p[1].out, n}};
-        uintptr_t memory = (uintptr_t)need(matmul_scratch(n, cols, threads[t]) + 64);
+        uintptr_t memory = (uintptr_t)need(matmul_scratch(n, cols, threads[t], true) + 64);
         REQUIRE(pool_open(&pool, threads[t]), "%d threads", threads[t]);
         matmul(&pool, (void *)((memory + 63) & ~(uintptr_t)63), jobs, 2);
         pool_close(&pool);
