@@ -105,9 +105,31 @@ lint:
 	    / static( |$$)/ && /-VarDecl / { print "a static variable: " $$0; bad = 1 } \
 	    END { if (!bad) print "kernels.metal and quant.h are clean"; exit bad }'
 
-# you want to know how fast it is here, against this machine's memory
-bench: llm
-	./llm $(or $(MODEL),golden/story.gguf) --bench
+# you want to know how fast it is here, against this machine's memory and, with LLAMA_BENCH=path of
+# a llama-bench, against llama.cpp: medians of three runs, on models of random weights in BENCH_DIR
+FORMATS ?= q4_0 q8_0 q4_K q5_K q6_K q2_K q3_K iq4_xs mxfp4 f16
+THREADS ?= $(shell nproc 2>&1 || sysctl -n hw.perflevel0.physicalcpu)
+BENCH_DIR ?= /tmp
+# the speeds of the rows for the prompt and for generation in llama-bench's CSV
+PEER = awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) at[$$i] = i; next } \
+    { gsub(/^"|"$$/, ""); split($$0, f, "\",\""); s = s " " f[at["avg_ts"]] } END { print "peer" s }'
+bench: llm test_plain
+	@echo "512 tokens of prompt, 64 of decode, $(THREADS) threads, $$($(CC) --version | head -n 1)"
+	@printf "| format | prefill tok/s | decode tok/s | GB/s | of bandwidth | llama.cpp: prefill | decode |"
+	@printf " prefill x | decode x |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+	@median() { grep "^$$1" bench.log | cut -d" " -f$$2 | sort -n | sed -n 2p; }; \
+	for t in $(FORMATS); do \
+	    m=$(BENCH_DIR)/llm-bench.gguf; ./test_plain model $$t $$m || exit 1; rm -f bench.log; \
+	    for run in 1 2 3; do \
+	        ./llm $$m --cpu -t $(THREADS) --bench 512,64 >> bench.log || exit 1; \
+	        [ -z "$$LLAMA_BENCH" ] || "$$LLAMA_BENCH" -m $$m -t $(THREADS) -p 512 -n 64 -r 1 -o csv | \
+	            $(PEER) >> bench.log; \
+	    done; \
+	    echo $$t $$(median prefill 4) $$(median decode 4) $$(median decode 6) $$(median decode 8) \
+	        $$(median peer 2) $$(median peer 3); rm -f $$m bench.log; \
+	done | awk '{ printf "| %s | %s | %s | %s | %s %% |", $$1, $$2, $$3, $$4, $$5 } \
+	    NF < 7 { print " - | - | - | - |" } \
+	    NF > 6 { printf " %.1f | %.1f | %.2f | %.2f |\n", $$6, $$7, $$2 / $$6, $$3 / $$7 } { fflush() }'
 
 # you wrote much: the budgets of each file, columns, and lines that are packed
 define LINES
@@ -145,7 +167,7 @@ lines:
 	@awk "$$LINES" llm.c quant.h metal.c kernels.metal test.c
 
 clean:
-	rm -f llm test_native test_plain test_avx2 test_asan test_arm test_tsan test.log test.tmp
+	rm -f llm test_native test_plain test_avx2 test_asan test_arm test_tsan test.log test.tmp bench.log
 
 install: llm
 	install -d $(DESTDIR)$(PREFIX)/bin

@@ -92,6 +92,8 @@ static int str_compare(Str a, Str b) {
     return c ? c : (a.n > b.n) - (a.n < b.n);
 }
 
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -1202,7 +1204,7 @@ INLINE float sum_lanes(vf v) {
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
-enum { AHEAD = 2048 };   // bytes to prefetch ahead, so that waiting for memory overlaps with work
+enum { AHEAD = 4096 };   // bytes to prefetch ahead, so that waiting for memory overlaps with work
 
 INLINE void prefetch(const void *p, int bytes) {   // where nothing is mapped it does nothing
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
@@ -1520,7 +1522,7 @@ INLINE void store_bf16(void *to, vf lo, vf hi) {
 }
 INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
     vi odd = (vi)x >> 16 & 1;
-    return (vf)((vi)x + 0x7fff + odd & -65536);
+    return (vf)(((vi)x + 0x7fff + odd) & -65536);
 }
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {   // `next` bytes apart
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
@@ -1803,8 +1805,10 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
             at += job->n == 1 ? (cols + 255) / 256 * sizeof(Act)
                               : tiles * act_tiles(job->w, cols) * sizeof(ActTile);
         }
-        // one token: some 32 KB of weights a task, 3 us
-        int rows = job->n > 1 ? PANEL : row_bytes > 32768 ? 1 : (int)(32768 / row_bytes);
+        // one token: long runs of memory (128 KB read 10 % faster than 32), but four tasks a thread
+        size_t rows = job->n > 1 ? PANEL : larger(131072 / row_bytes, 1);
+        size_t fourth = larger(job->w->rows / (4 * p->threads), 1);
+        if (job->n == 1 && rows > fourth) rows = fourth;
         c.rows[j] = rows;
         c.task[j + 1] = c.task[j] + (job->n ? (int)((job->w->rows + rows - 1) / rows) : 0);
     }
@@ -2925,8 +2929,6 @@ static void plan_caches(Session *s, Arena *a) {
 }
 
 typedef struct { size_t q, k, v, att, mix, z, ff, cols, heads, ring; } Widest;   // over layers
-
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 static Widest widest_layer(const Session *s) {
     const Config *c = &s->m->config;
