@@ -695,20 +695,19 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int64_t q = (int64_t)w->n_head * c->hd, k = (int64_t)w->n_kv * c->hd, v = w->n_kv * c->vd;
-    Matrix qkv = load_matrix(ld, "attn_qkv", c->dim, q + k + v, 1);
+    Matrix qkv = load_matrix(ld, "attn_qkv", c->dim, 0, 1);
     if (qkv.data) {
-        w->q = matrix_rows(qkv, 0, q);
-        w->k = matrix_rows(qkv, q, k);
-        w->v = matrix_rows(qkv, q + k, v);
+        w->q = matrix_rows(qkv, 0, qkv.rows - k - v);
+        w->k = matrix_rows(qkv, qkv.rows - k - v, k);
+        w->v = matrix_rows(qkv, qkv.rows - v, v);
     } else {
         w->q = need_matrix(ld, "attn_q", c->dim, 0, 1);
         w->k = need_matrix(ld, "attn_k", c->dim, k, 1);
         w->v = need_matrix(ld, "attn_v", c->dim, v, 1);
-        if (ld->ok && w->q.rows != q && w->q.rows != 2 * q)
-            ld->ok =
-                fail(ld->e, "tensor blk.%d.attn_q.weight: want %lld or %lld rows, file has %lld",
-                     ld->l, (long long)q, (long long)(2 * q), (long long)w->q.rows);
     }
+    if (ld->ok && w->q.rows != q && w->q.rows != 2 * q)
+        ld->ok = fail(ld->e, "layer %d: want %lld or %lld rows of attn_q, file has %lld", ld->l,
+                      (long long)q, (long long)(2 * q), (long long)w->q.rows);
     w->o = need_matrix(ld, "attn_output", (int64_t)w->n_head * c->vd, c->dim, 1);
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     w->q_norm = load_head_norm(ld, "attn_q_norm", w->n_head, c->hd);
@@ -2440,8 +2439,8 @@ static void delta_gates_row(Session *s, const Layer *w, int i) {
     float *decay = s->decay + (size_t)i * c->n_value, *write = s->write + (size_t)i * c->n_value;
     int share = c->n_value / c->n_key;   // value heads of a key head
     for (int h = 0; h < 2 * c->n_key; h++) {
-        float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true));
-        float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / fmaxf(length, c->eps);
+        float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
+        float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
         for (int j = 0; j < c->dk; j++) x[j] *= scale;
     }
     for (int h = 0; h < c->n_value; h++) {
