@@ -911,6 +911,8 @@ static const Arch *find_arch(const Model *m, Str name) {
     char key[128];
     snprintf(key, sizeof key, "%.*s.block_count", STR_ARG(name));
     int64_t n_layer = gguf_int(&m->gguf, key, 0);
+    snprintf(key, sizeof key, "%.*s.nextn_predict_layers", STR_ARG(name));
+    n_layer -= gguf_int(&m->gguf, key, 0);
     for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS; i++)
         if (str_eq(name, ARCHS[i].name) && (!ARCHS[i].n_layer || ARCHS[i].n_layer == n_layer))
             return &ARCHS[i];
