@@ -415,6 +415,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 
 enum { RMS, LAYER, BARE };                    // norm: RMSNorm, LayerNorm, LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // GELU in its tanh form
+enum { SOFTMAX = 1, SIGMOID, LATE_SOFTMAX };  // of the router; late: over the chosen alone
 enum { NO_ROPE, NORM, NEOX };                 // rotates pairs (2i, 2i+1) or (i, i + n_rot/2)
 enum {
     EMBD_SQRT = 1,         // embeddings are multiplied by sqrt(dim)
@@ -520,7 +521,7 @@ typedef struct {
     float yarn_fast, yarn_slow, yarn_log;
     bool yarn;
     int n_ctx_orig;                                     // context length before RoPE scaling
-    int n_expert, n_used;
+    int n_expert, n_used, gating, gates_normed;         // gating: SOFTMAX ...
     float expert_scale;
     int parallel;                                       // attention and FFN read the same stream
     int conv, n_key, n_value, dk, dv;                   // delta-net: convolution, heads, widths
@@ -859,6 +860,8 @@ static const struct { const char *key, *archs; size_t at; int low, high; } INT_K
     {"attention.value_length", "", AT(vd), 1, 4096},
     {"expert_count", "", AT(n_expert), 0, 4096},
     {"expert_used_count", "", AT(n_used), 0, 4096},
+    {"expert_gating_func", "", AT(gating), SOFTMAX, LATE_SOFTMAX},
+    {"expert_weights_norm", "", AT(gates_normed), 0, 1},
     {"ssm.conv_kernel", "", AT(conv), 0, 64},
     {"ssm.group_count", "", AT(n_key), 0, 1 << 14},
     {"ssm.time_step_rank", "", AT(n_value), 0, 1 << 14},
@@ -948,6 +951,8 @@ static bool load_config(Loader *ld) {
         .logit_scale = flags & MUP ? 256.0f / dim : 1,
         .attn_cap = flags & CAPPED ? 50 : 0, .logit_cap = flags & CAPPED ? 30 : 0,
         .alibi = flags & ALIBI_8 ? 8 : 0, .expert_scale = 1,
+        .gating = flags & GATES_LATE ? LATE_SOFTMAX : SOFTMAX,
+        .gates_normed = !!(flags & GATES_NORMED),
         .causal = !(flags & ENCODER), .pooling = -1, .window = flags & WINDOW_4096 ? 4096 : 0,
         .rope_base = 10000, .rope_factor = 1, .rope_attn = 1, .yarn_fast = 32, .yarn_slow = 1,
     };
@@ -2489,11 +2494,11 @@ static void choose_experts(Session *s, const Layer *unused, int i) {
     (void)unused;
     float *p = s->route + (size_t)i * c->n_expert, *weight = s->weight + (size_t)i * c->n_used;
     int32_t *chosen = s->chosen + (size_t)i * c->n_used;
-    bool late = c->arch->flags & GATES_LATE;
-    float top = p[0], sum = 0;
+    float top = p[0], sum = 0, scale = c->expert_scale;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
-    for (int e = 0; e < c->n_expert && !late; e++) sum += p[e] = expf(p[e] - top);
-    for (int e = 0; e < c->n_expert && !late; e++) p[e] /= sum;
+    for (int e = 0; e < c->n_expert && c->gating == SOFTMAX; e++) sum += p[e] = expf(p[e] - top);
+    for (int e = 0; e < c->n_expert && c->gating != LATE_SOFTMAX; e++)
+        p[e] = c->gating == SOFTMAX ? p[e] / sum : 1 / (1 + expf(-p[e]));
     for (int k = 0; k < c->n_used; k++) {
         int best = -1;
         for (int e = 0; e < c->n_expert; e++) {
@@ -2502,13 +2507,12 @@ static void choose_experts(Session *s, const Layer *unused, int i) {
             if (!taken && (best < 0 || p[e] > p[best])) best = e;
         }
         chosen[k] = best;
-        weight[k] = late ? expf(p[best] - top) : p[best];
+        weight[k] = c->gating == LATE_SOFTMAX ? expf(p[best] - top) : p[best];
     }
     sum = 0;
     for (int k = 0; k < c->n_used; k++) sum += weight[k];
-    float scale = c->expert_scale;
-    if (late) scale /= sum;
-    else if (c->arch->flags & GATES_NORMED) scale /= fmaxf(sum, 6.103515625e-5f);
+    if (c->gating == LATE_SOFTMAX) scale /= sum;
+    else if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
@@ -4771,7 +4775,7 @@ static void print_info(const Model *m, const Session *s) {
     double weights = 0;
     for (size_t i = 0; i < m->gguf.n_meta; i++) print_meta(&m->gguf.meta[i]);
     printf("\narchitecture %s%s: %d layers, dim %d, head %d, vocabulary %d, context %d\n",
-           c->arch->name, c->arch->verified ? "" : " (no golden output)", c->n_layer,
+           c->arch->name, c->arch->verified ? "" : " (unverified: no golden output)", c->n_layer,
            c->dim, c->hd, c->n_vocab, c->n_ctx);
     for (int type = 0; type < 64; type++) {
         const char *name = quant_name(type);
