@@ -2376,17 +2376,17 @@ typedef struct Session {
 
 enum { LOGIT_ROWS = 16 };
 
-typedef void RowFn(Session *s, const Layer *w, int i);
-typedef struct { Session *s; const Layer *w; RowFn *fn; } RowCall;
+typedef void RowFn(Session *s, const void *of, int i);   // of: the layer or norm it belongs to
+typedef struct { Session *s; const void *of; RowFn *fn; } RowCall;
 
 static void row_task(void *ctx, int i, int thread) {
     RowCall *c = ctx;
     (void)thread;
-    c->fn(c->s, c->w, i);
+    c->fn(c->s, c->of, i);
 }
 
-static void each_row(Session *s, const Layer *w, int n, RowFn *fn) {
-    RowCall c = {s, w, fn};
+static void each_row(Session *s, const void *of, int n, RowFn *fn) {
+    RowCall c = {s, of, fn};
     parallel(&s->pool, row_task, &c, n);
 }
 
@@ -2484,12 +2484,29 @@ static void add(float *x, const float *y, int n, float scale) {
 
 // ---- 8. mixers ----
 //
-// Two blocks that take more than a product and an activation: experts, and linear attention.
+// What stands between norm and residual, but for attention: the FFN, experts, linear attention.
+
+typedef struct { const Matrix *gate, *up, *down; } Ffn;
+
+static void activate_row(Session *s, const void *of, int i) {
+    const Ffn *f = of;
+    size_t ff = f->up->rows, at = i * ff;
+    const float *gate = f->gate->data ? s->gate + at : NULL;
+    activate(s->up + at, gate, s->up + at, ff, s->m->config.arch->act);
+}
+
+static void ffn(Session *s, const Ffn *f, float *out, int n) {   // of s->h
+    Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
+    Matmul back = {f->down, s->up, out, n};
+    matmul(&s->pool, s->matmul_scratch, in, f->gate->data ? 2 : 1);
+    each_row(s, f, n, activate_row);
+    matmul(&s->pool, s->matmul_scratch, &back, 1);
+}
 
 // -- experts --
 
 // The router's choice for one token: probabilities, the n_used best, their weights.
-static void choose_experts(Session *s, const Layer *unused, int i) {
+static void choose_experts(Session *s, const void *unused, int i) {
     const Config *c = &s->m->config;
     (void)unused;
     float *p = s->route + (size_t)i * c->n_expert, *weight = s->weight + (size_t)i * c->n_used;
@@ -2516,15 +2533,9 @@ static void choose_experts(Session *s, const Layer *unused, int i) {
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
-static void activate_expert_row(Session *s, const Layer *w, int i) {
-    size_t at = (size_t)i * w->ff;
-    activate(s->gate + at, s->gate + at, s->up + at, w->ff, s->m->config.arch->act);
-}
-
 // Runs `rows` of the sorted order, which belong to whole experts: their tokens side by side, so
 // that an expert's weights are read and decoded once for all of them.
-static void run_experts(Session *s, const Layer *w, const float *h, const int32_t *order, int rows)
-{
+static void run_experts(Session *s, const Layer *w, const int32_t *order, int rows) {
     const Config *c = &s->m->config;
     Matrix gate[MAX_JOBS / 2], up[MAX_JOBS / 2], down[MAX_JOBS / 2];
     Matmul in[MAX_JOBS] = {{0}}, back[MAX_JOBS / 2] = {{0}};
@@ -2533,50 +2544,41 @@ static void run_experts(Session *s, const Layer *w, const float *h, const int32_
     for (int r = 0, n = 0; r < rows; r += n, jobs++) {
         int e = s->chosen[order[r]];
         for (n = 0; r + n < rows && s->chosen[order[r + n]] == e; n++)
-            memcpy(s->gathered + (r + n) * dim, h + order[r + n] / c->n_used * dim,
-                   dim * sizeof *h);
+            memcpy(s->gathered + (r + n) * dim, s->h + order[r + n] / c->n_used * dim, 4 * dim);
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
         in[2 * jobs] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
         in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
-        back[jobs] = (Matmul){&down[jobs], s->gate + r * ff, s->expert_out + r * dim, n};
+        back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
     matmul(&s->pool, s->matmul_scratch, in, 2 * jobs);
-    each_row(s, w, rows, activate_expert_row);
+    each_row(s, &(Ffn){gate, up, down}, rows, activate_row);
     matmul(&s->pool, s->matmul_scratch, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
 }
 
-static void activate_shared_row(Session *s, const Layer *w, int i) {
-    int ff = w->shared_up.rows;
-    size_t at = (size_t)i * ff;
-    activate(s->gate + at, s->gate + at, s->up + at, ff, s->m->config.arch->act);
-}
-
-static void add_shared_row(Session *s, const Layer *w, int i) {
+// the expert that sees every token, with its own weight where there is a router for it
+static void add_shared_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
     size_t dim = s->m->config.dim;
     float gate = w->shared_router.data ? 1 / (1 + expf(-s->route[i])) : 1;
     add(s->out + i * dim, s->expert_out + i * dim, dim, gate);
 }
 
-// the expert that sees every token, with its own weight where there is a router for it
-static void shared_expert(Session *s, const Layer *w, const float *h, int n) {
-    Matmul in[] = {{&w->shared_gate, h, s->gate, n}, {&w->shared_up, h, s->up, n},
-                   {&w->shared_router, h, s->route, n}};
-    Matmul back = {&w->shared_down, s->gate, s->expert_out, n};
-    matmul(&s->pool, s->matmul_scratch, in, w->shared_router.data ? 3 : 2);
-    each_row(s, w, n, activate_shared_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
+static void shared_expert(Session *s, const Layer *w, int n) {
+    Matmul router = {&w->shared_router, s->h, s->route, n};
+    if (w->shared_router.data) matmul(&s->pool, s->matmul_scratch, &router, 1);
+    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out, n);
     each_row(s, w, n, add_shared_row);
 }
 
 // out = sum of the chosen experts' FFNs. Tokens are sorted by expert (a counting sort, stable, so
 // that a token's sum does not depend on its neighbours) and run in batches that fit the buffers.
-static void experts(Session *s, const Layer *w, const float *h, int n) {
+static void experts(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
-    Matmul router = {&w->router, h, s->route, n};
+    Matmul router = {&w->router, s->h, s->route, n};
     matmul(&s->pool, s->matmul_scratch, &router, 1);
     each_row(s, w, n, choose_experts);
     int rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used, at = 0;
@@ -2593,9 +2595,9 @@ static void experts(Session *s, const Layer *w, const float *h, int n) {
                 next++;
             if (next - first > limit) break;
         }
-        run_experts(s, w, h, s->order + first, last - first);
+        run_experts(s, w, s->order + first, last - first);
     }
-    if (w->shared_up.data) shared_expert(s, w, h, n);
+    if (w->shared_up.data) shared_expert(s, w, n);
 }
 
 // -- gated delta rule (arXiv 2412.06464) --
@@ -2608,16 +2610,17 @@ static void delta_conv(void *ctx, int block, int thread) {
     RowCall *call = ctx;
     Session *s = call->s;
     const Config *c = &s->m->config;
-    size_t channels = call->w->conv_in.rows;
+    const Layer *w = call->of;
+    size_t channels = w->conv_in.rows;
     int n = s->n, past = c->conv - 1;
     (void)thread;
     for (size_t ch = block * 64; ch < channels && ch < (size_t)block * 64 + 64; ch++) {
-        const float *w = call->w->conv + ch * c->conv;
+        const float *tap = w->conv + ch * c->conv;
         float *old = s->cache[s->l].conv + ch, *mix = s->mix + ch, seen[64];
         for (int j = 0; j < past; j++) seen[j] = old[j * channels];
         for (int t = 0; t < n; t++) {   // seen: the raw inputs before t
-            float x = mix[t * channels], y = w[past] * x;
-            for (int j = 0; j < past; j++) y += w[j] * seen[j];
+            float x = mix[t * channels], y = tap[past] * x;
+            for (int j = 0; j < past; j++) y += tap[j] * seen[j];
             for (int j = 1; j < past; j++) seen[j - 1] = seen[j];
             if (past) seen[past - 1] = x;
             mix[t * channels] = y / (1 + expf(-y));
@@ -2627,7 +2630,8 @@ static void delta_conv(void *ctx, int block, int thread) {
 }
 
 // unit keys and queries; decay and write strength of each value head
-static void delta_gates_row(Session *s, const Layer *w, int i) {
+static void delta_gates_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
     const Config *c = &s->m->config;
     float *mix = s->mix + (size_t)i * w->conv_in.rows, *ba = s->ba + (size_t)i * 2 * c->n_value;
     float *decay = s->decay + (size_t)i * c->n_value, *write = s->write + (size_t)i * c->n_value;
@@ -2653,7 +2657,8 @@ static void delta_rule(void *ctx, int task, int thread) {
     RowCall *call = ctx;
     Session *s = call->s;
     const Config *c = &s->m->config;
-    int channels = call->w->conv_in.rows, h = task / c->dv, r = task % c->dv, dk = c->dk;
+    const Layer *w = call->of;
+    int channels = w->conv_in.rows, h = task / c->dv, r = task % c->dv, dk = c->dk;
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
     float *state = s->cache[s->l].state + (size_t)task * dk;
     (void)thread;
@@ -2678,27 +2683,27 @@ static void delta_rule(void *ctx, int task, int thread) {
     }
 }
 
-static void delta_out_row(Session *s, const Layer *w, int i) {
+static void delta_out_row(Session *s, const void *of, int i) {
     const Config *c = &s->m->config;
     int n = c->n_value * c->dv;
     float *o = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
-    norm(o, o, n, &w->delta_norm, RMS, c->eps);
+    norm(o, o, n, of, RMS, c->eps);
     activate(o, z, o, n, SILU);
 }
 
-static void delta_net(Session *s, const Layer *w, const float *h, int n) {
+static void delta_net(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     RowCall call = {s, w, NULL};
     bool fused = w->beta_alpha.data;
-    Matmul in[] = {{&w->conv_in, h, s->mix, n}, {&w->z, h, s->z, n},
-                   {fused ? &w->beta_alpha : &w->alpha, h, fused ? s->ba : s->decay, n},
-                   {&w->beta, h, s->write, n}};
+    Matmul in[] = {{&w->conv_in, s->h, s->mix, n}, {&w->z, s->h, s->z, n},
+                   {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
+                   {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
     matmul(&s->pool, s->matmul_scratch, in, fused ? 3 : 4);
     parallel(&s->pool, delta_conv, &call, (w->conv_in.rows + 63) / 64);
     each_row(s, w, n, delta_gates_row);
     parallel(&s->pool, delta_rule, &call, c->n_value * c->dv);
-    each_row(s, w, n, delta_out_row);
+    each_row(s, &w->delta_norm, n, delta_out_row);
     matmul(&s->pool, s->matmul_scratch, &back, 1);
 }
 
@@ -2707,7 +2712,7 @@ static void delta_net(Session *s, const Layer *w, const float *h, int n) {
 // Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
 // layers, leaving the residual stream in s->x. With n = 1 the products are matrix x vector.
 
-static void embed_row(Session *s, const Layer *unused, int i) {
+static void embed_row(Session *s, const void *unused, int i) {
     const Model *m = s->m;
     const Config *c = &m->config;
     float *x = s->x + (size_t)i * c->dim;
@@ -2727,7 +2732,7 @@ static void embed_row(Session *s, const Layer *unused, int i) {
 }
 
 // cosines and sines of this position's angles
-static void angles_row(Session *s, const Layer *unused, int i) {
+static void angles_row(Session *s, const void *unused, int i) {
     int n_rot = s->m->config.n_rot;
     (void)unused;
     for (int k = 0; k < 2; k++) {
@@ -2740,34 +2745,24 @@ static void angles_row(Session *s, const Layer *unused, int i) {
     }
 }
 
-static void attn_norm_row(Session *s, const Layer *w, int i) {
+// h = norm(x), or x where there is no norm
+static void norm_row(Session *s, const void *of, int i) {
     const Config *c = &s->m->config;
-    size_t at = (size_t)i * c->dim;
-    norm(s->h + at, s->x + at, c->dim, &w->attn_norm, c->arch->norm, c->eps);
-}
-
-static void ffn_norm_row(Session *s, const Layer *w, int i) {
-    const Config *c = &s->m->config;
-    size_t at = (size_t)i * c->dim;
-    norm(s->h + at, s->x + at, c->dim, &w->ffn_norm, c->arch->norm, c->eps);
+    const Norm *w = of;
+    float *x = s->x + (size_t)i * c->dim, *h = s->h + (size_t)i * c->dim;
+    if (w->w || c->arch->norm == BARE) norm(h, x, c->dim, w, c->arch->norm, c->eps);
+    else memcpy(h, x, c->dim * sizeof *h);
 }
 
 // x += post_norm(out); an encoder has x = post_norm(x + out)
-static void residual(Session *s, const Norm *post, int i) {
+static void residual_row(Session *s, const void *of, int i) {
     const Config *c = &s->m->config;
+    const Norm *post = of;
     float *x = s->x + (size_t)i * c->dim, *out = s->out + (size_t)i * c->dim;
     bool after = c->arch->flags & ENCODER;
     if (post->w && !after) norm(out, out, c->dim, post, c->arch->norm, c->eps);
     add(x, out, c->dim, c->residual_scale);
     if (post->w && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
-}
-
-static void attn_residual_row(Session *s, const Layer *w, int i) {
-    residual(s, &w->attn_post_norm, i);
-}
-
-static void ffn_residual_row(Session *s, const Layer *w, int i) {
-    residual(s, &w->ffn_post_norm, i);
 }
 
 // the first keep rows are pinned, the rest is a ring
@@ -2780,7 +2775,8 @@ static void clamp(float *x, int64_t n, float limit) {
 }
 
 // norm and rotate one token's q and k, write its k and v into the ring
-static void rope_row(Session *s, const Layer *w, int i) {
+static void rope_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
     const Config *c = &s->m->config;
     Cache *cache = &s->cache[s->l];
     bool late = c->arch->flags & QK_NORM_LATE;
@@ -2814,7 +2810,8 @@ static void rope_row(Session *s, const Layer *w, int i) {
 }
 
 // gated attention: a head's query is followed by its gate
-static void split_gate_row(Session *s, const Layer *w, int i) {
+static void split_gate_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
     int hd = s->m->config.hd;
     for (int h = 0; h < w->n_head; h++) {
         size_t at = (size_t)i * w->n_head + h;
@@ -2823,17 +2820,19 @@ static void split_gate_row(Session *s, const Layer *w, int i) {
     }
 }
 
-static void gate_row(Session *s, const Layer *w, int i) {
+static void gate_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
     int n = w->n_head * s->m->config.hd;
     float *att = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
     for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
 }
 
-static void attention_block(Session *s, const Layer *w, const float *h, int n) {
+static void attention_block(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
     bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
-    Matmul in[] = {{&w->q, h, gated ? s->mix : s->q, n}, {&w->k, h, s->k, n}, {&w->v, h, s->v, n}};
+    Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
+                   {&w->v, s->h, s->v, n}};
     Matmul back = {&w->o, s->att, s->out, n};
     Attention a = {.q = s->q, .out = s->att, .k = cache->k, .v = cache->v, .pos_k = cache->pos,
                    .rows = cache->rows, .pos = s->pos, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
@@ -2848,23 +2847,8 @@ static void attention_block(Session *s, const Layer *w, const float *h, int n) {
     matmul(&s->pool, s->matmul_scratch, &back, 1);
 }
 
-static void activate_row(Session *s, const Layer *w, int i) {
-    size_t at = (size_t)i * w->ff;
-    activate(s->up + at, w->gate.data ? s->gate + at : NULL, s->up + at, w->ff,
-             s->m->config.arch->act);
-}
-
-static void ffn(Session *s, const Layer *w, const float *h, int n) {
-    Matmul in[] = {{&w->up, h, s->up, n}, {&w->gate, h, s->gate, n}};
-    Matmul back = {&w->down, s->up, s->out, n};
-    matmul(&s->pool, s->matmul_scratch, in, w->gate.data ? 2 : 1);
-    each_row(s, w, n, activate_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
-}
-
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
-    bool bare = c->arch->norm == BARE;
     s->ids = ids;
     s->n = n;
     s->pos = pos;
@@ -2872,38 +2856,27 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, NULL, n, angles_row);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
-        const float *h = w->attn_norm.w || bare ? s->h : s->x;
 
         // tokens look at each other: attention, or the delta rule's memory
-        if (h == s->h) each_row(s, w, n, attn_norm_row);
-        if (w->conv_in.data) delta_net(s, w, h, n);
-        else attention_block(s, w, h, n);
+        each_row(s, &w->attn_norm, n, norm_row);
+        if (w->conv_in.data) delta_net(s, w, n);
+        else attention_block(s, w, n);
 
-        // each token alone: the FFN reads the sum, or (parallel) what attention read
-        if (!w->parallel) each_row(s, w, n, attn_residual_row);
-        if (w->ffn_norm.w || bare) each_row(s, w, n, ffn_norm_row);
-        if (w->parallel) each_row(s, w, n, attn_residual_row);
-        h = w->ffn_norm.w || bare || w->parallel ? s->h : s->x;
-        if (w->router.data) experts(s, w, h, n);
-        else ffn(s, w, h, n);
-        each_row(s, w, n, ffn_residual_row);
+        // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
+        if (!w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
+        if (!w->parallel || w->ffn_norm.w) each_row(s, &w->ffn_norm, n, norm_row);
+        if (w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
+        if (w->router.data) experts(s, w, n);
+        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out, n);
+        each_row(s, &w->ffn_post_norm, n, residual_row);
     }
-}
-
-static void out_norm_row(Session *s, const Layer *unused, int i) {
-    const Config *c = &s->m->config;
-    size_t at = (size_t)i * c->dim;
-    (void)unused;
-    if (s->m->out_norm.w || c->arch->norm == BARE)
-        norm(s->h + at, s->x + at, c->dim, &s->m->out_norm, c->arch->norm, c->eps);
-    else memcpy(s->h + at, s->x + at, c->dim * sizeof *s->h);
 }
 
 // logits of n <= LOGIT_ROWS rows of the last chunk, from row first on, into s->logits
 static void head(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     Matmul out = {&s->m->head, s->h + (size_t)first * c->dim, s->logits, n};
-    for (int i = first; i < first + n; i++) out_norm_row(s, NULL, i);
+    for (int i = first; i < first + n; i++) norm_row(s, &s->m->out_norm, i);
     matmul(&s->pool, s->matmul_scratch, &out, 1);
     for (size_t i = 0; i < (size_t)n * c->n_vocab; i++) {
         float y = s->logits[i] * c->logit_scale;
@@ -3180,7 +3153,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             int row = (i - first) % LOGIT_ROWS,
                 rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
             const float *out = s->logits + (size_t)row * m->config.n_vocab;
-            if (hidden) out_norm_row(s, NULL, i);
+            if (hidden) norm_row(s, &m->out_norm, i);
             else if (row == 0 && !(gpu && i == first) && !gpu_head(s, i, rows)) head(s, i, rows);
             if (!fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
                 return fail(e, "stopped");
