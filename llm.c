@@ -1437,12 +1437,12 @@ typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
-enum { DEPTH = 1024 };
+enum { DEPTH = 1024, PANEL = 256 };
 #else
-enum { DEPTH = 512 };
+enum { DEPTH = 512, PANEL = 64 };
 #endif
 enum {
-    TILE = 16, VECTORS = TILE / LANES, PANEL = 64, FLOAT_DEPTH = 256, MAX_JOBS = 64,
+    TILE = 16, VECTORS = TILE / LANES, FLOAT_DEPTH = 256, MAX_JOBS = 64,
     FLOAT_TOKENS = LANES == 16 ? 8 : 4,                    // by the number of registers
     TILE_BYTES = TILE * DEPTH * 2, PANEL_BYTES = PANEL / TILE * TILE_BYTES,
 };
@@ -1850,10 +1850,10 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
             at += job->n == 1 ? (cols + 255) / 256 * sizeof(Act)
                               : tiles * act_tiles(job->w, cols) * sizeof(ActTile);
         }
-        // one token: long runs of memory (128 KB read 10 % faster than 32), but four tasks a thread
-        size_t rows = job->n > 1 ? PANEL : larger(131072 / row_bytes, 1);
-        size_t fourth = larger(job->w->rows / (4 * p->threads), 1);
-        if (job->n == 1 && rows > fourth) rows = fourth;
+        // one token: long runs of memory, as 128 KB read 10 % faster than 32; but tasks for all
+        size_t rows = job->n > 1 ? PANEL : larger(131072 / row_bytes, 1), least = BLOCK_ROWS;
+        if (job->n == 1) least = 1;
+        while (rows > least && rows * 2 * p->threads > (size_t)job->w->rows) rows /= 2;
         c.rows[j] = rows;
         c.task[j + 1] = c.task[j] + (job->n ? (int)((job->w->rows + rows - 1) / rows) : 0);
     }
@@ -1868,7 +1868,7 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
 // that share a KV head share each block, converted from f16 once.
 
 #if defined(SIMD_AMX)
-enum { KEYS = 64, SPLIT = 256, LANE_ROWS = 128, LANE_TILES = 2 };
+enum { KEYS = 128, SPLIT = 256, LANE_ROWS = 256, LANE_TILES = 2 };
 #else
 enum { KEYS = 64, SPLIT = 256, LANE_ROWS = 64, LANE_TILES = 1 };
 #endif
