@@ -1302,22 +1302,11 @@ static void act_quantize(const float *x, int64_t cols, Act *a) {
 
 // Decodes groups of 32 weights, at most 8, of a row from weight `at` on. Such functions are
 // constant arguments below: after inlining each format has a loop of its own.
-typedef void DecodeFn(const uint8_t *row, int64_t at, int groups, int8_t *q, float *d, float *m);
+#define DECODE_ARGS const uint8_t *row, int64_t at, int groups, int8_t *q, float *d, float *m
+typedef void DecodeFn(DECODE_ARGS);
 // out[rows] = consecutive rows times x: floats, or for block formats Act[cols/256]
-typedef void RowsFn(const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out);
-
-// the same, fastest for all 8 groups; what is missing to 8 is zero
-INLINE void unpack(DecodeFn *decode, const uint8_t *row, int64_t at, int groups, int8_t *q,
-                   float *d, float *m) {
-    if (groups == 8) {
-        decode(row, at, 8, q, d, m);
-        return;
-    }
-    decode(row, at, groups, q, d, m);
-    memset(q + 32 * groups, 0, 32 * (8 - groups));
-    memset(d + 2 * groups, 0, 2 * (8 - groups) * sizeof *d);
-    memset(m + 2 * groups, 0, 2 * (8 - groups) * sizeof *m);
-}
+#define ROWS_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
+typedef void RowsFn(ROWS_ARGS);
 
 // Sums of 256 weights times activations, in the lanes of sum[0..3]; sum[4]: offsets, or without
 // them what CODE_BIAS adds, -CODE_BIAS times d * (sum of activations). With VNNI, 64 weights
@@ -1352,6 +1341,9 @@ INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int bytes, bool offsets
             dot256(q, d, m, offsets, x + i / 256, sum);
         }
         if (i < cols) {
+            memset(q, 0, sizeof q);
+            memset(d, 0, sizeof d);
+            memset(m, 0, sizeof m);
             tail(w, i, (int)(cols - i) / 32, q, d, m);
             dot256(q, d, m, offsets, x + i / 256, sum);
         }
@@ -1385,28 +1377,21 @@ INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_
 }
 
 #define QUANT_X(id, name, weights, bytes, per16, offsets)                                          \
-    INLINE void decode_at_##name(const uint8_t *row, int64_t at, int groups, int8_t *q, float *d,  \
-                                 float *m)                                                         \
-    {                                                                                              \
+    INLINE void decode_at_##name(DECODE_ARGS) {                                                    \
         decode_##name((const block_##name *)row + at / weights, 0, groups, q, d, m);               \
     }                                                                                              \
-    static void unpack_##name(const uint8_t *row, int64_t at, int groups, int8_t *q, float *d,     \
-                              float *m)                                                            \
-    {                                                                                              \
-        unpack(decode_at_##name, row, at, groups, q, d, m);                                        \
+    static void unpack_##name(DECODE_ARGS) {                                                       \
+        if (groups == 8) decode_at_##name(row, at, 8, q, d, m);   /* unrolled */                   \
+        else decode_at_##name(row, at, groups, q, d, m);                                           \
     }                                                                                              \
-    static void rows_##name(const uint8_t *w, int64_t rows, int64_t cols, const void *x,           \
-                            float *out)                                                            \
-    {                                                                                              \
+    static void rows_##name(ROWS_ARGS) {                                                           \
         block_rows(decode_at_##name, unpack_##name, 256 / weights * bytes, offsets, w, rows,       \
                    cols, x, out);                                                                  \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 #define FLOAT_ROWS(name, size)                                                                     \
-    static void rows_##name(const uint8_t *w, int64_t rows, int64_t cols, const void *x,           \
-                            float *out)                                                            \
-    {                                                                                              \
+    static void rows_##name(ROWS_ARGS) {                                                           \
         float_rows(load_##name, size, w, rows, cols, x, out);                                      \
     }
 FLOAT_ROWS(f32, 4)
