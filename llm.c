@@ -2863,7 +2863,8 @@ static void head(Session *s, int first, int n) {
     Matmul out = {&s->m->head, s->h + (size_t)first * c->dim, s->logits, n};
     for (int i = first; i < first + n; i++) norm_row(s, &s->m->out_norm, i);
     matmul(&s->pool, s->matmul_scratch, &out, 1);
-    for (size_t i = 0; i < (size_t)n * c->n_vocab; i++) {
+    bool plain = c->logit_scale == 1 && c->logit_cap <= 0;
+    for (size_t i = 0; i < (size_t)n * c->n_vocab && !plain; i++) {
         float y = s->logits[i] * c->logit_scale;
         s->logits[i] = c->logit_cap > 0 ? c->logit_cap * tanhf(y / c->logit_cap) : y;
     }
