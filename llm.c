@@ -1551,8 +1551,9 @@ INLINE void store_bf16(void *to, vf lo, vf hi) {
     memcpy(to, &v, sizeof v);
 }
 INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
-    vi odd = (vi)x >> 16 & 1;
-    return (vf)(((vi)x + 0x7fff + odd) & -65536);
+    typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+    vu bits = (vu)x;
+    return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {   // `next` bytes apart
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
