@@ -77,11 +77,13 @@ test:
 valgrind: llm test_avx2
 	$(VALGRIND) ./test_avx2
 
-# you have no ARM machine: NEON in an emulator
+# you have no ARM machine: NEON, with and without dot products of bytes, in an emulator
 # (apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
 test-arm:
-	aarch64-linux-gnu-gcc $(WARN) -O2 -static test.c -o test_arm $(LIBS)
-	qemu-aarch64 ./test_arm --quick
+	for cpu in armv8-a armv8.2-a+dotprod; do \
+	    aarch64-linux-gnu-gcc $(WARN) -O1 -march=$$cpu -static test.c -o test_arm $(LIBS) && \
+	    qemu-aarch64 ./test_arm --quick || exit 1; \
+	done
 
 # you changed kernels.metal: races, each of its barriers, bounds and indices broken once, and the
 # address spaces, which only a C++ compiler sees (apt-get install clang)
