@@ -99,7 +99,7 @@ lint:
 	    -Wno-unused -Werror - && \
 	$(LINT) -w -Xclang -ast-dump -fno-color-diagnostics - | awk ' \
 	    /-(VarDecl|ParmVarDecl|FieldDecl|CStyleCastExpr) / { split($$0, q, "\047"); t = q[2]; \
-	        if (t ~ /\*/ && t !~ /address_space|device |threadgroup |volatile /) \
+	        if (t ~ /\*/ && t !~ /address_space|device |DEVICE |threadgroup |volatile /) \
 	            { print "a pointer without address space: " $$0; bad = 1 } } \
 	    /AddressSpaceConversion/ { print "a cast to another address space: " $$0; bad = 1 } \
 	    / static( |$$)/ && /-VarDecl / { print "a static variable: " $$0; bad = 1 } \

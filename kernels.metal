@@ -22,7 +22,6 @@
 #include <metal_stdlib>
 using namespace metal;
 #define shared_memory threadgroup(0)          // elsewhere the word threadgroup is an empty macro
-#define as_float(x) as_type<float>(x)
 #endif
 
 // ---- 1. arguments ----
@@ -119,7 +118,7 @@ static inline bool format_float(int format) {
 static inline float float_weight(int format, device const uchar *row, int i) {
     if (format == FORMAT_F32) return ((device const float *)row)[i];
     if (format == FORMAT_F16) return (float)((device const half *)row)[i];
-    return as_float((uint)((device const ushort *)row)[i] << 16);
+    return quant_from_bits((uint)((device const ushort *)row)[i] << 16);
 }
 
 // group g of a row as floats; zeros past the last column

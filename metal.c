@@ -369,7 +369,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   ((size_t)n * (w->n_head + 2 * w->n_kv) + 3) / 4, 128, 0,
                   {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
                    [C_PAIRING] = !w->rope ? ROPE_NONE
-                                 : c->arch->rope == NORM ? ROPE_PAIRS : ROPE_HALVES,
+                                 : c->rope == NORM ? ROPE_PAIRS : ROPE_HALVES,
                    [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
     Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
                                 w->sinks, s->att}, 11, (size_t)n * w->n_head, 32 * nsg,

@@ -1904,17 +1904,11 @@ int emu_take_int(const char *op, int site, int x, int lane);
 void emu_multiply(int site, const float *ab, const float *c, float *d);
 int emu_lane(void);
 
-static inline float emu_as_float(uint32_t x) {
-    union { uint32_t i; float f; } u = {x};
-    return u.f;
-}
-
 #define kernel
 #define device
 #define constant
 #define threadgroup
 #define thread
-#define as_float(x) emu_as_float(x)
 #define rsqrt(x) (1.0f / sqrtf(x))
 #define exp(x) expf(x)
 #define exp2(x) exp2f(x)
@@ -3182,7 +3176,7 @@ static void lab_attention(Gpu *g, const MetalCase *t) {
            *v = k + ring, e = 0;
     Cache c = lab_cache(g, t, k, v);
     Config *config = &x.m.config;
-    x.arch.rope = t->pairing;
+    x.m.config.rope = t->pairing;
     config->hd = config->vd = hd;
     config->n_rot = t->n_rot;
     config->attn_cap = t->cap;
