@@ -1862,6 +1862,7 @@ static void test_cli_interrupt(void) {
 //
 // Layer a is also compiled alone with a broken copy of kernels.metal, by `./test mutants`, which
 // cuts it out by the two marks below.
+#ifdef LLM_METAL
 #undef _FORTIFY_SOURCE   // its longjmp forbids changing stacks
 #include <dlfcn.h>
 #include <setjmp.h>
@@ -3488,6 +3489,8 @@ static void test_metal_models(void) {
           "%d objects leak, %d pools are open, %d misuses", soft.live, soft.pools, soft.faults);
 }
 
+#endif
+
 // ==== lint ====
 //
 // Metal's address spaces and library as declarations for `clang++ -fsyntax-only`: gcc and the
@@ -3559,6 +3562,7 @@ void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup
 // min), each index, and each simd_* function of all lanes is replaced by the lane's own value. Then
 // a table of mistakes in metal.c. A mutant that no test notices is a failure, unless it is listed
 // below with the reason why it computes the same.
+#ifdef LLM_METAL
 
 typedef struct { const char *kind; size_t at, n; char with[120]; } Mutant;
 
@@ -3718,6 +3722,8 @@ static int metal_mutants(int argc, char **argv) {
            killed, same, survived, broken);
     return survived + broken > 0;
 }
+
+#endif
 
 // ==== the table of tests ====
 
