@@ -88,8 +88,14 @@ test-arm:
 tsan:
 	$(CC) $(WARN) -O1 -g -fsanitize=thread test.c -o test_tsan $(TEST_LIBS)
 	./test_tsan metal_kernels
+# the mutants: one program that holds all of them, made of copies with a switch at each place
 mutants: test_native
-	./test_native mutants
+	@rm -rf test_mutants.d; mkdir test_mutants.d
+	@ln -s ../llm.c ../quant.h ../test.c test_mutants.d
+	./test_native mutants test_mutants.d
+	$(CC) -std=gnu11 -O1 -w $(NATIVE) -DMUTANTS -include test_mutants.d/mutants.h \
+	    test_mutants.d/test.c -o test_mutants $(TEST_LIBS)
+	./test_mutants mutants
 LINT = { sed -n '/^\#ifdef METAL_LINT/,/^\#endif/p' test.c; \
     cat quant.h; echo '\#undef __METAL_VERSION__'; sed 's/^constant /extern constant /' kernels.metal; } | \
     clang++ --target=aarch64-linux-gnu -DMETAL_LINT -D__METAL_VERSION__=310 -std=c++14 -fsyntax-only -x c++

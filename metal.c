@@ -152,7 +152,8 @@ static bool gpu_library(Gpu *g) {
     send(g, set_fast_math, options, false);
     g->library = send(g, new_library, g->device, text, options, &error);
     send(g, release, options);   // an error may hold mere warnings: what counts is the library
-    return g->queue && g->library ? true : gpu_fail(g, "kernels.metal", error);
+    if (!g->queue) return gpu_fail(g, "no command queue", NULL);
+    return g->library ? true : gpu_fail(g, "kernels.metal", error);
 }
 
 // makes whole pages, or a new buffer (base NULL), known to the GPU; returns its address
@@ -206,8 +207,9 @@ static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *consta
 
 static void gpu_commands(Gpu *g) {   // one more command buffer, and its encoder
     id commands = send(g, commands, g->queue);
-    g->commands[g->n_commands++] = commands;
     g->encoder = send(g, encoder, commands);
+    if (g->encoder) g->commands[g->n_commands++] = commands;
+    else gpu_fail(g, "no command encoder", NULL);
 }
 
 static void gpu_begin(Gpu *g) {
@@ -217,6 +219,7 @@ static void gpu_begin(Gpu *g) {
 }
 
 static void gpu_commit(Gpu *g) {
+    if (!g->encoder) return;
     send(g, end_encoding, g->encoder);
     send(g, commit, g->commands[g->n_commands - 1]);
 }

@@ -12,9 +12,18 @@
 #ifdef LLM_METAL
 #undef _FORTIFY_SOURCE   // its longjmp forbids the GPU in software to change stacks
 #endif
+#define _GNU_SOURCE
+#include <stdlib.h>
+static size_t allocations;   // of the engine: forward makes none
+#define malloc(n) (allocations++, malloc(n))
+#define calloc(n, size) (allocations++, calloc(n, size))
+#define realloc(p, n) (allocations++, realloc(p, n))
 #define main llm_main
 #include "llm.c"
 #undef main
+#undef malloc
+#undef calloc
+#undef realloc
 #include <regex.h>
 #include <setjmp.h>
 #include <sys/wait.h>
@@ -182,6 +191,7 @@ typedef struct {
     uint64_t n_meta, n_tensors;
     uint32_t version, align;      // 0: 3 and 32
     uint32_t part, parts, seen;   // of a split file: every parts-th tensor; 0: all
+    bool wide;                    // two heads of 32 instead of four of 16
     Spoil spoil;
 } Writer;
 
@@ -302,6 +312,7 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
     const char *c = strchr(part, ':');
     snprintf(name, sizeof name, "%.*s", (int)(c - part), part);
     for (int i = 0; i < 3 && (i == 0 || *c == ','); i++) ne[i] = strtol(c + 1, (char **)&c, 10);
+    if (w->wide && ne[0] == HEAD) ne[0] = 2 * HEAD, ne[1] /= 2;   // a norm of q or k
     for (c++; *c; c++) {
         bool not = *c == '!';
         if (*c == '+') bias = *++c;
@@ -336,9 +347,10 @@ static void put_model(Writer *w, const Shape *m) {
     key_int(w, "general.alignment", w->align ? w->align : 32);
     key_text(w, "general.architecture", m->arch);
     put_keys(w, m->arch, text_of("block_count=%d context_length=96 embedding_length=32 "
-        "vocab_size=64 feed_forward_length=48 attention.head_count=4 attention.head_count_kv=2 "
-        "attention.key_length=16 attention.value_length=16 attention.layer_norm_epsilon=.00001 "
-        "attention.layer_norm_rms_epsilon=.00001 %s", m->n_layer, m->keys));
+        "vocab_size=64 feed_forward_length=48 attention.head_count=%d attention.head_count_kv=%d "
+        "attention.key_length=%d attention.value_length=%d attention.layer_norm_epsilon=.00001 "
+        "attention.layer_norm_rms_epsilon=.00001 %s", m->n_layer, HEADS >> w->wide,
+        KV_HEADS >> w->wide, HEAD << w->wide, HEAD << w->wide, m->keys));
     put_parts(w, "", text_of("^%s", m->letters));
     for (int l = 0; l < m->n_layer; l++)
         put_parts(w, text_of("blk.%d.", l), text_of("%s%s", m->letters,
@@ -1849,8 +1861,8 @@ static void test_cli_interrupt(void) {
 // ==== a GPU in software ====
 //
 // kernels.metal runs here as it stands, and metal.c links here as it stands: three layers let it.
-//    a. the Metal library: the words and functions of Metal that kernels.metal uses, as C macros
-//    b. the emulator: threads of a threadgroup are fibers, switched at barriers and simd_* calls
+//    a. the emulator: threads of a threadgroup are fibers, switched at barriers and simd_* calls
+//    b. the Metal library: the words and functions of Metal that kernels.metal uses, as C macros
 //    c. the software Metal device behind the eight Objective-C functions that metal.c calls
 //
 // Threadgroups run one after another. A fiber switches only at a rendezvous: a barrier, or a
@@ -1858,10 +1870,8 @@ static void test_cli_interrupt(void) {
 // thread (then its SIMD-group) as far as it can get, so that a missing barrier shows as a wrong
 // result under one order or another; built with -fsanitize=thread, each fiber is a thread to the
 // sanitizer and only barriers order memory: a race is reported under any. A barrier that some
-// threads miss, lanes that part before a simd_* call: errors at once, with the line.
-//
-// Layer a is also compiled alone with a broken copy of kernels.metal, by `./test mutants`, which
-// cuts it out by the two marks below.
+// threads miss, lanes that part before a simd_* call: errors at once, with the line. On Apple the
+// real device takes the place of all this.
 #ifdef LLM_METAL
 #undef _FORTIFY_SOURCE   // its longjmp forbids changing stacks
 #include <dlfcn.h>
@@ -1881,105 +1891,9 @@ static void test_cli_interrupt(void) {
 #define HIDDEN __attribute__((noinline))
 #endif
 
-// >>> Metal library
-#include <math.h>
-#include <stdbool.h>
-#include <stdint.h>
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef _Float16 half;
-typedef struct { half e[2]; } simdgroup_half8x8;   // a lane's two elements of an 8 x 8 matrix
-typedef struct { float e[2]; } simdgroup_float8x8;
-
-enum { SIMD = 32 };
-#define SITE (__COUNTER__ << 16 | __LINE__)   // two calls on a line are two places
-
-void emu_barrier(const char *flags, int site);
-void emu_simd_barrier(const char *flags, int site);
-float emu_fold_float(const char *op, int site, float x);
-int emu_fold_int(const char *op, int site, int x);
-float emu_take_float(const char *op, int site, float x, int lane);
-int emu_take_int(const char *op, int site, int x, int lane);
-void emu_multiply(int site, const float *ab, const float *c, float *d);
-int emu_lane(void);
-
-#define kernel
-#define device
-#define constant
-#define threadgroup
-#define thread
-#define rsqrt(x) (1.0f / sqrtf(x))
-#define exp(x) expf(x)
-#define exp2(x) exp2f(x)
-#define tanh(x) tanhf(x)
-#define rint(x) rintf(x)
-#define fabs(x) fabsf(x)
-#define max(a, b) ({ __typeof__((a) + 0) a_ = (a), b_ = (b); a_ > b_ ? a_ : b_; })
-#define min(a, b) ({ __typeof__((a) + 0) a_ = (a), b_ = (b); a_ < b_ ? a_ : b_; })
-#define clamp(x, a, b) min(max(x, a), b)
-#define threadgroup_barrier(flags) emu_barrier(#flags, SITE)
-#define simdgroup_barrier(flags) emu_simd_barrier(#flags, SITE)
-
-#define EMU_FOLD(op, x) _Generic((x), float: emu_fold_float, default: emu_fold_int)(op, SITE, x)
-#define EMU_TAKE(op, x, i)                                                                         \
-    _Generic((x), float : emu_take_float, default : emu_take_int)(op, SITE, x, i)
-#define simd_sum(x) EMU_FOLD("simd_sum", x)
-#define simd_max(x) EMU_FOLD("simd_max", x)
-#define simd_min(x) EMU_FOLD("simd_min", x)
-#define simd_shuffle(x, i) EMU_TAKE("simd_shuffle", x, i)
-#define simd_shuffle_xor(x, i) EMU_TAKE("simd_shuffle_xor", x, emu_lane() ^ (i))
-
-// Lane l holds row l / 4, columns l % 4 * 2 and the next. (Apple's layout differs; a kernel
-// cannot tell unless it uses thread_elements().)
-#define EMU_ROW (emu_lane() / 4)
-#define EMU_COL (emu_lane() % 4 * 2)
-#define EMU_AT(n, turned, i) \
-    ((turned) ? (EMU_COL + (i)) * (n) + EMU_ROW : EMU_ROW * (n) + EMU_COL + (i))
-#define EMU_LOAD5(m, p, n, origin, turned) \
-    ({ for (int i_ = 0; i_ < 2; i_++) (m).e[i_] = (p)[EMU_AT(n, turned, i_)]; })
-#define EMU_LOAD3(m, p, n) EMU_LOAD5(m, p, n, 0, 0)
-#define EMU_6TH(a, b, c, d, e, f, ...) f
-#define simdgroup_load(...) EMU_6TH(__VA_ARGS__, EMU_LOAD5, 0, EMU_LOAD3)(__VA_ARGS__)
-#define simdgroup_store(m, p, n) \
-    ({ for (int i_ = 0; i_ < 2; i_++) (p)[EMU_AT(n, 0, i_)] = (m).e[i_]; })
-#define simdgroup_float8x8(x) \
-    ((simdgroup_float8x8){{EMU_ROW == EMU_COL ? (x) : 0, EMU_ROW == EMU_COL + 1 ? (x) : 0}})
-#define simdgroup_multiply_accumulate(d, a, b, c) \
-    emu_multiply(SITE, (float[4]){(a).e[0], (a).e[1], (b).e[0], (b).e[1]}, (c).e, (d).e)
-#define simdgroup_multiply(d, a, b) \
-    simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
-// <<< Metal library
-
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wattributes"   // [[buffer(0)]] and its kin
-#define attention metal_attention               // names that llm.c and the tests use, too
-#define layer_norm metal_layer_norm
-#define rope metal_rope
-#include "kernels.metal"
-#undef attention
-#undef layer_norm
-#undef rope
-#pragma GCC diagnostic pop
-#undef kernel
-#undef device
-#undef constant
-#undef threadgroup
-#undef thread
-#undef rsqrt
-#undef exp
-#undef exp2
-#undef tanh
-#undef rint
-#undef fabs
-#undef max
-#undef min
-#undef clamp
-
 // ---- the emulator ----
 
-enum { MAX_THREADS = 1024, STACK = 4 << 20 }; // stacks so far apart that valgrind tells them apart
+enum { SIMD = 32, MAX_THREADS = 1024, BEHIND = 64, STACK = 4 << 20 }; // stacks so far apart that valgrind tells them apart
 #define LINE(site) ((site) & 0xffff)
 enum { FORWARD, REVERSE, RANDOM, ORDERS };
 
@@ -2226,11 +2140,12 @@ HIDDEN static void emu_threadgroup(void) {
 }
 
 // Runs a grid: the kernel is called once a thread, with emu.tg and emu.now saying which. Returns
-// what went wrong, or NULL. Threadgroup memory is exactly so long, all NaN and marked undefined.
+// what went wrong, or NULL. Threadgroup memory is all NaN and marked undefined, and so is what
+// stands behind it, which must stay so.
 HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*kernel)(void *),
                                   void *argument) {
     long shift = emu_random(), step = groups % 7919 ? 7919 : 1;   // a prime: visits each once
-    void **block = calloc(groups, sizeof *block);
+    uint8_t **block = calloc(groups, sizeof *block);
     emu.error[0] = 0;
     emu.threads = threads;
     emu.kernel = kernel;
@@ -2238,10 +2153,13 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
     for (int i = 0; i < groups && !emu.error[0]; i++) {
         emu.tg = emu.order == FORWARD ? i : emu.order == REVERSE ? groups - 1 - i
                  : (int)((i * step + shift) % groups);
-        emu.shared = block[i] = malloc(bytes);
-        memset(emu.shared, 0xff, bytes);
-        (void)VALGRIND_MAKE_MEM_UNDEFINED(emu.shared, bytes);
+        emu.shared = block[i] = malloc(bytes + BEHIND);
+        memset(block[i], 0xff, bytes + BEHIND);
+        (void)VALGRIND_MAKE_MEM_UNDEFINED(block[i], bytes);
         emu_threadgroup();
+        for (int k = 0; k < BEHIND && !emu.error[0]; k++)
+            if (block[i][bytes + k] != 0xff)
+                snprintf(emu.error, sizeof emu.error, "a write past threadgroup memory");
     }
     TSAN(__tsan_acquire(&emu.done);)             // only now: threadgroups are not ordered
     for (int i = 0; i < groups; i++) free(block[i]);
@@ -2251,31 +2169,88 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
     return emu.error;
 }
 
+// ---- the Metal library ----
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef _Float16 half;
+typedef struct { half e[2]; } simdgroup_half8x8;   // a lane's two elements of an 8 x 8 matrix
+typedef struct { float e[2]; } simdgroup_float8x8;
+
+#define kernel
+#define device
+#define constant
+#define threadgroup
+#define thread
+#define rsqrt(x) (1.0f / sqrtf(x))
+#define max(a, b) ({ __typeof__((a) + 0) a_ = (a), b_ = (b); a_ > b_ ? a_ : b_; })
+#define min(a, b) ({ __typeof__((a) + 0) a_ = (a), b_ = (b); a_ < b_ ? a_ : b_; })
+#define clamp(x, a, b) min(max(x, a), b)
+#define threadgroup_barrier(flags) emu_barrier(#flags, SITE)
+#define simdgroup_barrier(flags) emu_simd_barrier(#flags, SITE)
+
+#define SITE (__COUNTER__ << 16 | __LINE__)   // two calls on a line are two places
+#define EMU_TYPE(x, name) \
+    _Generic((x), float: name##_float, double: name##_float, default: name##_int)
+#define EMU_FOLD(op, x) EMU_TYPE(x, emu_fold)(op, SITE, x)
+#define EMU_TAKE(op, x, i) EMU_TYPE(x, emu_take)(op, SITE, x, i)
+#define simd_sum(x) EMU_FOLD("simd_sum", x)
+#define simd_max(x) EMU_FOLD("simd_max", x)
+#define simd_min(x) EMU_FOLD("simd_min", x)
+#define simd_shuffle(x, i) EMU_TAKE("simd_shuffle", x, i)
+#define simd_shuffle_xor(x, i) EMU_TAKE("simd_shuffle_xor", x, emu_lane() ^ (i))
+
+// Lane l holds row l / 4, columns l % 4 * 2 and the next. (Apple's layout differs; a kernel
+// cannot tell unless it uses thread_elements().)
+#define EMU_ROW (emu_lane() / 4)
+#define EMU_COL (emu_lane() % 4 * 2)
+#define EMU_AT(n, turned, i) \
+    ((turned) ? (EMU_COL + (i)) * (n) + EMU_ROW : EMU_ROW * (n) + EMU_COL + (i))
+#define EMU_LOAD5(m, p, n, origin, turned) \
+    ({ for (int i_ = 0; i_ < 2; i_++) (m).e[i_] = (p)[EMU_AT(n, turned, i_)]; })
+#define EMU_LOAD3(m, p, n) EMU_LOAD5(m, p, n, 0, 0)
+#define EMU_6TH(a, b, c, d, e, f, ...) f
+#define simdgroup_load(...) EMU_6TH(__VA_ARGS__, EMU_LOAD5, 0, EMU_LOAD3)(__VA_ARGS__)
+#define simdgroup_store(m, p, n) \
+    ({ for (int i_ = 0; i_ < 2; i_++) (p)[EMU_AT(n, 0, i_)] = (m).e[i_]; })
+#define simdgroup_float8x8(x) \
+    ((simdgroup_float8x8){{EMU_ROW == EMU_COL ? (x) : 0, EMU_ROW == EMU_COL + 1 ? (x) : 0}})
+#define simdgroup_multiply_accumulate(d, a, b, c) \
+    emu_multiply(SITE, (float[4]){(a).e[0], (a).e[1], (b).e[0], (b).e[1]}, (c).e, (d).e)
+#define simdgroup_multiply(d, a, b) \
+    simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wattributes"   // [[buffer(0)]] and its kin
+#define attention metal_attention               // names that llm.c and the tests use, too
+#define layer_norm metal_layer_norm
+#define rope metal_rope
+#include "kernels.metal"
+#undef attention
+#undef layer_norm
+#undef rope
+#pragma GCC diagnostic pop
+#undef kernel
+#undef device
+#undef constant
+#undef threadgroup
+#undef thread
+
 // ---- the software Metal device ----
 //
 // Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data.
 // Positions of arguments come from the [[attributes]] in the source text; compiled kernels and
-// function constants are found by name in this program (link with -rdynamic) or in soft.kernels.
-// The generic call passes one word a parameter: right on x86-64 and arm64 Linux.
+// function constants are found by name in this program (link with -rdynamic). The generic call
+// passes one word a parameter: right on x86-64 and arm64 Linux. A buffer ends where its page ends,
+// with nothing mapped behind: whoever reads on is stopped.
 
-enum { BINDINGS = 31, PARAMS = 20, CONSTANTS = 24, RECORDS = 4096 };
-enum {
-    P_BUFFER,
-    P_SHARED,
-    P_TG,
-    P_TID,
-    P_LANE,
-    P_SG,
-    P_NSG,
-    KINDS
-}; // what a kernel's parameter is
-static const char *const soft_kinds[KINDS] = {"buffer",
-                                              "shared_memory",
-                                              "threadgroup_position_in_grid",
-                                              "thread_index_in_threadgroup",
-                                              "thread_index_in_simdgroup",
-                                              "simdgroup_index_in_threadgroup",
-                                              "simdgroups_per_threadgroup"};
+enum { BINDINGS = 31, PARAMS = 20, CONSTANTS = 24, RECORDS = 4096, PAGE = 16384 };
+enum { P_BUFFER, P_SHARED, P_TG, P_TID, P_LANE, P_SG, P_NSG, KINDS };   // a kernel's parameters
+static const char *const soft_kinds[KINDS] = {
+    "buffer", "shared_memory", "threadgroup_position_in_grid", "thread_index_in_threadgroup",
+    "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup", "simdgroups_per_threadgroup"};
 
 struct SoftClass;
 typedef struct { struct SoftObject *buffer; char *p; size_t n; } SoftBind;
@@ -2291,11 +2266,11 @@ typedef struct SoftObject {                      // any object; few fields, seve
     int refs, n_params, status;
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
-    void *p;                                     // a string's, buffer's, library's bytes
+    void *p, *pages;                             // a string's, buffer's, library's bytes
     size_t n;
     bool mine;                                   // p is ours to free
     struct { int kind, index; } param[PARAMS];
-    struct { bool set; int value; } constant[CONSTANTS];
+    struct { bool set; int value; char name[24]; } constant[CONSTANTS];
     SoftRun now, *runs, **last;                  // an encoder's state, a command buffer's work
 } SoftObject;
 typedef struct { const char *name, *type; void *code; } SoftMethod;
@@ -2309,10 +2284,10 @@ static struct {
     int live, faults, pools, pooled;             // objects; misuse of the API; open pools
     int buffers, commits, n_run;                 // made since the test reset them
     SoftObject *pool[1000];                      // NULL marks where a pool begins
-    struct { SoftObject *pipeline; void *bound[16]; } run[RECORDS];
-    void *kernels;                               // a library of broken kernels, or NULL
-    const char *broken;                          // the method that is to fail, or NULL
-    bool no_default;                             // as in some sessions without a screen
+    struct { SoftObject *pipeline; void *bound[16]; } run[RECORDS];   // the recorder
+    const char *broken;                          // the method that is to fail, or NULL,
+    int after;                                   // this many calls from now, and from then on
+    bool hasty;                                  // stop at the first failure
 } soft;
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
@@ -2326,7 +2301,7 @@ __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format,
 }
 
 static bool soft_breaks(const char *method) {
-    return soft.broken && !strcmp(soft.broken, method);
+    return soft.broken && !strcmp(soft.broken, method) && soft.after-- <= 0;
 }
 
 static SoftObject *soft_new(const SoftClass *c) {
@@ -2357,6 +2332,7 @@ static void soft_release(SoftObject *o) {
     for (int i = 0; i < BINDINGS; i++)
         if (!o->now.bind[i].buffer) free(o->now.bind[i].p);
     if (o->mine) free(o->p);
+    if (o->pages) munmap(o->pages, (o->n + PAGE - 1) / PAGE * PAGE + PAGE);
     soft_release(o->a);
     free(o);
     soft.live--;
@@ -2407,18 +2383,31 @@ M(id, string_with, const char *s) { UNUSED; return soft_string(self, s); }
 M(const char *, utf8) { UNUSED; return SELF->p; }
 M(id, description) { UNUSED; return soft_string(&NSString, SELF->p); }
 M(size_t, count) { UNUSED; return SELF->a != NULL; }
-M(void, set_fast, bool fast) { UNUSED; if (fast) soft_fault("fast math is on"); }
-M(id, new_queue) { UNUSED; return soft_child(&Queue, self); }
-M(size_t, width) { UNUSED; return 32; }
-M(size_t, max_threads) { UNUSED; return soft_breaks("maxTotalThreadsPerThreadgroup") ? 64 : 1024; }
-M(size_t, max_length) { UNUSED; return soft_breaks("maxBufferLength") ? 4096 : (size_t)1 << 40; }
+M(void, set_fast, bool fast) { UNUSED; SELF->status = !fast; }
+M(size_t, width) { UNUSED; return soft_breaks("threadExecutionWidth") ? 64 : 32; }
+M(size_t, max_threads) { UNUSED; return soft_breaks("maxTotalThreadsPerThreadgroup") ? 63 : 1024; }
+M(size_t, max_length) { UNUSED; return soft_breaks("maxBufferLength") ? 16 : (size_t)1 << 40; }
 M(void *, contents) { UNUSED; return SELF->p; }
-M(id, new_commands) { UNUSED; return soft_autorelease(soft_child(&Commands, self)); }
-M(id, new_encoder) { UNUSED; return soft_autorelease(soft_child(&Encoder, self)); }
 M(void, set_pipeline, id pipeline) { UNUSED; SELF->now.pipeline = pipeline; }
 M(void, end_encoding) { UNUSED; SELF->a->status = 1; }
 M(size_t, get_status) { UNUSED; return SELF->status; }
 M(id, get_error) { UNUSED; return SELF->p ? soft_string(&NSError, SELF->p) : NULL; }
+
+M(id, new_queue) {
+    UNUSED;
+    return soft_breaks("newCommandQueue") ? NULL : soft_child(&Queue, self);
+}
+
+M(id, new_commands) {
+    UNUSED;
+    return soft_breaks("commandBuffer") ? NULL : soft_autorelease(soft_child(&Commands, self));
+}
+
+M(id, new_encoder) {
+    UNUSED;
+    if (soft_breaks("computeCommandEncoder")) return NULL;
+    return soft_autorelease(soft_child(&Encoder, self));
+}
 
 M(id, object_at, size_t i) {
     UNUSED;
@@ -2438,25 +2427,21 @@ M(void, set_constant, const void *p, size_t type, size_t i) {
 
 M(id, new_library, id source, id options, id *error) {
     SoftObject *o = soft_new(&Library);
-    (void)options;
+    char name[24];
+    int i;
     UNUSED;
+    if (!((SoftObject *)options)->status) soft_fault("fast math is on");
     char *s = o->p = strdup(((SoftObject *)source)->p);
     o->mine = true;
     for (char *c = s; (c = strstr(c, "//")); )
         while (*c && *c != '\n') *c++ = ' ';
-    if (strstr(s, "kernel void ") && !soft_breaks("newLibraryWithSource:options:error:")) return o;
-    *error = soft_string(&NSError, "no kernel in the source");
+    for (char *c = s; (c = strstr(c, "\nconstant int ")); c++)
+        if (sscanf(c, " constant int %23[A-Z0-9_] [[function_constant(%d)]]", name, &i) == 2)
+            strcpy(o->constant[i % CONSTANTS].name, name);
+    if (o->constant[0].name[0] && !soft_breaks("newLibraryWithSource:options:error:")) return o;
+    *error = soft_string(&NSError, "the source\nis broken");
     soft_release(o);
     return NULL;
-}
-
-// a kernel or function constant, of the broken library if there is one
-static void *soft_symbol(const char *name) {
-    char renamed[80];
-    snprintf(renamed, sizeof renamed, "metal_%s", name);
-    if (soft.kernels) return dlsym(soft.kernels, name);
-    void *p = dlsym(RTLD_DEFAULT, renamed);
-    return p ? p : dlsym(RTLD_DEFAULT, name);
 }
 
 M(id, new_function, id name, id constants, id *error) {
@@ -2465,14 +2450,16 @@ M(id, new_function, id name, id constants, id *error) {
     int commas = 0;
     UNUSED;
     while ((s = strstr(s, "kernel void ")) && (s += 12, strncmp(s, want, n) || s[n] != '(')) ;
-    if (!s) {
+    if (!s || soft_breaks("newFunctionWithName:constantValues:error:")) {
         *error = soft_string(&NSError, "no such kernel");
         return NULL;
     }
     SoftObject *f = soft_child(&Function, self);
     memcpy(f->constant, ((SoftObject *)constants)->constant, sizeof f->constant);
-    f->p = soft_symbol(want);
+    snprintf(f->name, sizeof f->name, "metal_%s", want);
+    f->p = dlsym(RTLD_DEFAULT, f->name);
     snprintf(f->name, sizeof f->name, "%s", want);
+    if (!f->p) f->p = dlsym(RTLD_DEFAULT, want);
     if (!f->p) soft_fault("kernel %s is not in this program: link with -rdynamic", want);
     for (s += n + 1; *s && *s != '{'; s++) {     // an attribute: [[name]] or [[name(index)]]
         commas += *s == ',';
@@ -2488,28 +2475,12 @@ M(id, new_function, id name, id constants, id *error) {
     return f;
 }
 
-// Walks the function constants of a library: name and index of the next one; NULL at the end
-static const char *soft_next_constant(const char *s, char name[64], int *index) {
-    s = strstr(s, "[[function_constant(");
-    if (!s) return NULL;
-    const char *e = s;
-    sscanf(s, "[[function_constant(%d", index);
-    while (e[-1] == ' ') e--;
-    while (e[-1] != ' ') e--;
-    sscanf(e, "%63[A-Za-z0-9_]", name);
-    return s + 1;
-}
-
 M(id, new_pipeline, id function, id *error) {
     SoftObject *f = function;
-    char name[64];
-    int index;
     UNUSED;
-    for (const char *s = f->a->p; (s = soft_next_constant(s, name, &index)); )
-        if (index < 0 || index >= CONSTANTS || !f->constant[index].set) {
-            *error = soft_string(&NSError, name);
-            return NULL;
-        }
+    for (int i = 0; i < CONSTANTS; i++)
+        if (f->a->constant[i].name[0] && !f->constant[i].set)
+            soft_fault("%s: constant %s is not set", f->name, f->a->constant[i].name);
     if (!soft_breaks("newComputePipelineStateWithFunction:error:"))
         return soft_child(&PipelineState, f);
     *error = soft_string(&NSError, "broken");
@@ -2521,8 +2492,11 @@ M(id, new_buffer, size_t bytes, size_t options) {
     if (options || !bytes) soft_fault("newBufferWithLength: %zu options %zu", bytes, options);
     if (soft_breaks("newBufferWithLength:options:")) return NULL;
     SoftObject *o = soft_new(&Buffer);
-    o->p = calloc(1, o->n = bytes);
-    o->mine = true;
+    size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
+    o->n = bytes;
+    o->pages = mmap(NULL, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    mprotect((char *)o->pages + whole, PAGE, PROT_NONE);
+    o->p = (char *)o->pages + (whole - bytes) / 16 * 16;
     soft.buffers++;
     return o;
 }
@@ -2622,11 +2596,9 @@ HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
 
 static const char *soft_ready(SoftRun *r) {   // set function constants; is all bound?
     SoftObject *f = r->pipeline->a;
-    char name[64];
-    int index;
-    for (const char *s = f->a->p; (s = soft_next_constant(s, name, &index)); ) {
-        int *constant = soft_symbol(name);
-        if (constant) *constant = f->constant[index].value;
+    for (int i = 0; i < CONSTANTS; i++) {
+        const char *name = f->a->constant[i].name;
+        if (name[0]) *(int *)dlsym(RTLD_DEFAULT, name) = f->constant[i].value;
     }
     for (int i = 0; i < f->n_params; i++) {
         if (f->param[i].kind == P_BUFFER && !r->bind[f->param[i].index].p)
@@ -2652,71 +2624,65 @@ M(void, wait_completed) {
 
 // Apple's prototypes. A function of another type does not compile; the casts of metal.c are
 // compared with these strings by soft_prototypes.
-#define METHOD(name, R, types, code)                                                               \
-    {                                                                                              \
-        name, #R " " #types, (void *)_Generic(soft_##code, R(*) types : soft_##code)               \
-    }
-#define SOFT_CLASS(c, text, ...)                                                                   \
-    static const SoftClass c = {                                                                   \
-        &c, text,                                                                                  \
-        (const SoftMethod[]){__VA_ARGS__ METHOD("retain", id, (id, SEL), object_retain),           \
-                             METHOD("release", void, (id, SEL), object_release),                   \
-                             {0}}};
+#define METHOD(name, R, types, code) \
+    {name, #R " " #types, (void *)_Generic(soft_##code, R(*) types: soft_##code)},
+#define SOFT_CLASS(c, text, ...) \
+    static const SoftClass c = {&c, text, (const SoftMethod[]){ __VA_ARGS__ \
+        METHOD("retain", id, (id, SEL), object_retain) \
+        METHOD("release", void, (id, SEL), object_release) {0}}};
 SOFT_CLASS(NSString, "NSString",
-    METHOD("stringWithUTF8String:", id, (id, SEL, const char *), string_with),
-    METHOD("UTF8String", const char *, (id, SEL), utf8),)
-SOFT_CLASS(NSError, "NSError", METHOD("localizedDescription", id, (id, SEL), description),)
+    METHOD("stringWithUTF8String:", id, (id, SEL, const char *), string_with)
+    METHOD("UTF8String", const char *, (id, SEL), utf8))
+SOFT_CLASS(NSError, "NSError", METHOD("localizedDescription", id, (id, SEL), description))
 SOFT_CLASS(NSArray, "NSArray",
-    METHOD("count", size_t, (id, SEL), count),
-    METHOD("objectAtIndex:", id, (id, SEL, size_t), object_at),)
+    METHOD("count", size_t, (id, SEL), count)
+    METHOD("objectAtIndex:", id, (id, SEL, size_t), object_at))
 SOFT_CLASS(MTLCompileOptions, "MTLCompileOptions",
-    METHOD("new", id, (id, SEL), class_new),
-    METHOD("setFastMathEnabled:", void, (id, SEL, bool), set_fast),)
+    METHOD("new", id, (id, SEL), class_new)
+    METHOD("setFastMathEnabled:", void, (id, SEL, bool), set_fast))
 SOFT_CLASS(MTLFunctionConstantValues, "MTLFunctionConstantValues",
-           METHOD("new", id, (id, SEL), class_new),
-           METHOD("setConstantValue:type:atIndex:", void, (id, SEL, const void *, size_t, size_t),
-                  set_constant), )
+    METHOD("new", id, (id, SEL), class_new)
+    METHOD("setConstantValue:type:atIndex:", void, (id, SEL, const void *, size_t, size_t),
+           set_constant))
 SOFT_CLASS(Device, "MTLDevice",
-    METHOD("newCommandQueue", id, (id, SEL), new_queue),
-    METHOD("maxBufferLength", size_t, (id, SEL), max_length),
-    METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library),
-    METHOD("newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *), new_pipeline),
-    METHOD("newBufferWithLength:options:", id, (id, SEL, size_t, size_t), new_buffer),
+    METHOD("newCommandQueue", id, (id, SEL), new_queue)
+    METHOD("maxBufferLength", size_t, (id, SEL), max_length)
+    METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library)
+    METHOD("newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *), new_pipeline)
+    METHOD("newBufferWithLength:options:", id, (id, SEL, size_t, size_t), new_buffer)
     METHOD("newBufferWithBytesNoCopy:length:options:deallocator:", id,
-           (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy),)
-SOFT_CLASS(Buffer, "MTLBuffer", METHOD("contents", void *, (id, SEL), contents),)
+           (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy))
+SOFT_CLASS(Buffer, "MTLBuffer", METHOD("contents", void *, (id, SEL), contents))
 SOFT_CLASS(Library, "MTLLibrary",
-    METHOD("newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *), new_function),)
+    METHOD("newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *), new_function))
 SOFT_CLASS(Function, "MTLFunction",)
 SOFT_CLASS(PipelineState, "MTLComputePipelineState",
-    METHOD("threadExecutionWidth", size_t, (id, SEL), width),
-    METHOD("maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads),)
-SOFT_CLASS(Queue, "MTLCommandQueue", METHOD("commandBuffer", id, (id, SEL), new_commands),)
+    METHOD("threadExecutionWidth", size_t, (id, SEL), width)
+    METHOD("maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads))
+SOFT_CLASS(Queue, "MTLCommandQueue", METHOD("commandBuffer", id, (id, SEL), new_commands))
 SOFT_CLASS(Commands, "MTLCommandBuffer",
-    METHOD("computeCommandEncoder", id, (id, SEL), new_encoder),
-    METHOD("commit", void, (id, SEL), commit),
-    METHOD("waitUntilCompleted", void, (id, SEL), wait_completed),
-    METHOD("status", size_t, (id, SEL), get_status),
-    METHOD("error", id, (id, SEL), get_error),)
+    METHOD("computeCommandEncoder", id, (id, SEL), new_encoder)
+    METHOD("commit", void, (id, SEL), commit)
+    METHOD("waitUntilCompleted", void, (id, SEL), wait_completed)
+    METHOD("status", size_t, (id, SEL), get_status)
+    METHOD("error", id, (id, SEL), get_error))
 SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
-           METHOD("setComputePipelineState:", void, (id, SEL, id), set_pipeline),
-           METHOD("setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t), set_buffer),
-           METHOD("setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t),
-                  set_bytes),
-           METHOD("setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t),
-                  set_shared),
-           METHOD("dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize),
-                  dispatch),
-           METHOD("endEncoding", void, (id, SEL), end_encoding), )
+    METHOD("setComputePipelineState:", void, (id, SEL, id), set_pipeline)
+    METHOD("setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t), set_buffer)
+    METHOD("setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t), set_bytes)
+    METHOD("setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t), set_shared)
+    METHOD("dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize),
+           dispatch)
+    METHOD("endEncoding", void, (id, SEL), end_encoding))
 
 static const SoftClass *const soft_classes[] = {
-    &NSString, &NSError,  &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues,
-    &Device,   &Buffer,   &Library, &Function,          &PipelineState,
-    &Queue,    &Commands, &Encoder};
+    &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &Device, &Buffer,
+    &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder};
 enum { CLASSES = sizeof soft_classes / sizeof *soft_classes };
 
 id MTLCreateSystemDefaultDevice(void) {
-    return soft.no_default ? NULL : soft_new(&Device);
+    return soft_breaks("MTLCreateSystemDefaultDevice") || soft_breaks("MTLCopyAllDevices")
+        ? NULL : soft_new(&Device);
 }
 
 id MTLCopyAllDevices(void) {
@@ -2806,8 +2772,8 @@ static void lab_end(Lab *x, const char *what) {
     x->g->why[0] = 0;
 }
 
-static void *lab_bytes(Gpu *g, size_t n) {
-    return gpu_share(g, NULL, n);
+static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped behind
+    return (char *)gpu_share(g, NULL, (n + 15) / 16 * 16) + -n % 16;
 }
 
 static float *lab_floats(Gpu *g, size_t n, float scale) {
@@ -3280,175 +3246,225 @@ static void kernel_argmax(Gpu *g, int unused) {
         }
 }
 
-// In order to add a kernel: its test, and a row here.
-static const struct {
-    const char *name;
-    void (*fn)(Gpu *g, int type);
-    bool formats;
-} KERNEL_TESTS[] = {
-    {"embed", kernel_embed, true},
-    {"gemv", kernel_gemv, true},
-    {"gemv_glu", kernel_glu, true},
-    {"gemm quantize", kernel_gemm, true},
-    {"ffn_block", kernel_block, true},
-    {"rope attention flash_attention", kernel_attention, false},
-    {"rms_norm layer_norm", kernel_norms, false},
-    {"argmax", kernel_argmax, false},
+// What must have run, as the recorder saw it: variants of kernels, and how many formats of each.
+static const struct { const char *name; int formats; } VARIANTS[] = {
+    {"embed", 28}, {"gemv", 28}, {"gemv_glu", 28}, {"gemm", 28}, {"gemm few", 28},
+    {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"rms_norm", 1}, {"layer_norm", 1},
+    {"rope", 1}, {"attention", 1}, {"flash_attention", 1}, {"argmax", 1},
 };
-enum { N_KERNEL_TESTS = sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS };
+enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
-// Every kernel of the source, and every format of each that decodes weights, must have run.
-static int kernels_missing(const bool ran[N_KERNEL_TESTS][N_GPU_FORMATS]) {
-    int missing = 0;
+// marks what was dispatched since the test reset the recorder
+static void note_variants(bool ran[N_VARIANTS][N_GPU_FORMATS]) {
+    for (int r = 0; r < soft.n_run; r++) {
+        const SoftObject *f = soft.run[r].pipeline->a;
+        char name[64];
+        snprintf(name, sizeof name, "%s%s%s", f->name, f->constant[C_INT8].value ? " int8" : "",
+                 f->constant[C_TILE_TOKENS].value == 8 ? " few" : "");
+        for (int v = 0; v < N_VARIANTS; v++)
+            for (int t = 0; t < N_GPU_FORMATS && !strcmp(VARIANTS[v].name, name); t++)
+                ran[v][t] |= f->constant[C_FORMAT_0].value == GPU_FORMATS[t];
+    }
+}
+
+static void check_variants(bool ran[N_VARIANTS][N_GPU_FORMATS]) {
     char name[40];
     for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
         bool known = false;
         sscanf(s, "\nkernel void %39[a-z_0-9]", name);
-        for (int i = 0; i < N_KERNEL_TESTS; i++) {
-            const char *at = strstr(KERNEL_TESTS[i].name, name);
-            known |= at && (at[strlen(name)] == ' ' || !at[strlen(name)]);
-        }
-        missing += !CHECK(known, "kernel %s has no test", name);
+        for (int v = 0; v < N_VARIANTS; v++) known |= !strcmp(VARIANTS[v].name, name);
+        CHECK(known, "kernel %s has no row in VARIANTS", name);
     }
-    for (int i = 0; i < N_KERNEL_TESTS; i++) {
-        int count = 0, want = KERNEL_TESTS[i].formats ? N_GPU_FORMATS : 1;
-        for (int t = 0; t < N_GPU_FORMATS; t++) count += ran[i][t];
-        printf("  %-32s%s %d of %d\n", KERNEL_TESTS[i].name,
-               KERNEL_TESTS[i].formats ? "formats" : "", count, want);
-        missing += !CHECK(count == want, "%s: %d formats of %d", KERNEL_TESTS[i].name, count, want);
+    for (int v = 0; v < N_VARIANTS; v++) {
+        int count = 0, want = VARIANTS[v].formats;
+        for (int t = 0; t < N_GPU_FORMATS; t++) count += ran[v][t];
+        printf("  %-16s %2d of %2d formats\n", VARIANTS[v].name, count, want);
+        CHECK(count == want, "%s: %d formats of %d", VARIANTS[v].name, count, want);
     }
-    return missing;
 }
 
+static void check_counters(void) {
+    CHECK(soft.live == 0 && soft.pools == 0, "%d objects leak, %d pools are open", soft.live,
+          soft.pools);
+    CHECK(soft.faults == 0, "%d misuses of the API", soft.faults);
+}
+
+// In order to add a kernel: its test, and a row here and in VARIANTS.
+static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
+    {kernel_embed, true}, {kernel_gemv, true}, {kernel_glu, true}, {kernel_gemm, true},
+    {kernel_block, true}, {kernel_attention, false}, {kernel_norms, false}, {kernel_argmax, false},
+};
+
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
-static void run_kernels(const char *only, bool ran[N_KERNEL_TESTS][N_GPU_FORMATS]) {
+static void test_metal_kernels(void) {
+    bool ran[N_VARIANTS][N_GPU_FORMATS] = {{0}};
     Gpu *g = gpu_new();
     void *pool = objc_autoreleasePoolPush();
     bool ok = gpu_library(g);
     CHECK(ok, "%s", g->why);
     objc_autoreleasePoolPop(pool);
-    for (int k = 0; ok && k < N_KERNEL_TESTS; k++) {
-        if (only && !strstr(KERNEL_TESTS[k].name, only)) continue;
+    for (size_t k = 0; ok && k < sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS; k++) {
         for (int i = 0; i < (KERNEL_TESTS[k].formats ? N_GPU_FORMATS * ORDERS : ORDERS); i++) {
             emu.order = i % ORDERS;
-            int type = GPU_FORMATS[i / ORDERS];
-            if (soft.kernels && type > 1 && type != 7 && type != 8 && type != 12) continue;
-            if (soft.kernels && test.failures) break;   // a mutant is noticed
             if (test.quick && KERNEL_TESTS[k].formats && i / ORDERS % ORDERS != emu.order) continue;
-            KERNEL_TESTS[k].fn(g, type);
-            ran[k][i / ORDERS] = true;
+            if (soft.hasty && test.failures) continue;
+            soft.n_run = 0;
+            KERNEL_TESTS[k].fn(g, GPU_FORMATS[i / ORDERS]);
+            note_variants(ran);
             lab_drop(g);
         }
     }
     emu.order = FORWARD;
     Session s = {.gpu = g};
     gpu_close(&s);
-}
-
-static void test_metal_kernels(void) {
-    bool ran[N_KERNEL_TESTS][N_GPU_FORMATS] = {{0}};
-    run_kernels(NULL, ran);
-    kernels_missing(ran);
+    check_variants(ran);
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
-    CHECK(soft.live == 0 && soft.pools == 0, "%d objects leak, %d pools are open", soft.live,
-          soft.pools);
-    CHECK(soft.faults == 0, "%d misuses of the API", soft.faults);
+    check_counters();
 }
 
 // ---- whole models ----
 
-// dispatches of n tokens of which `rows` want logits
-static int expected_dispatches(const Model *m, int n, int rows, bool block) {
-    int each = n > 1 ? 11 : block ? 3 : 5, total = 1;   // 1: the embedding
-    for (int l = 0; l < m->config.n_layer; l++)
-        total +=
-            each + (m->layers[l].attn_post_norm.w != NULL) + (m->layers[l].ffn_post_norm.w != NULL);
-    return total + (rows + LOGIT_ROWS - 1) / LOGIT_ROWS * 2;   // norm and gemm, or gemv and argmax
+static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
+
+// dispatches of n tokens of which `rows` want logits: 5 a layer for one token, 11 for a chunk, one
+// more for each post-norm, and for each product in integers; embedding; norm and gemm, or gemv and
+// argmax, for each 16 rows of logits
+static int expected_dispatches(const Session *s, int n, int rows) {
+    const Model *m = s->m;
+    int total = 1 + (rows + LOGIT_ROWS - 1) / LOGIT_ROWS * 2;
+    for (int l = 0; l < m->config.n_layer; l++) {
+        const Layer *w = &m->layers[l];
+        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down};
+        total += n > 1 ? 11 : s->o.gpu_block ? 3 : 5;
+        total += (w->attn_post_norm.w != NULL) + (w->ffn_post_norm.w != NULL);
+        for (int i = 0; i < 7; i++) total += s->o.gpu_int8 && n > 8 && has_codes(all[i]);
+    }
+    for (int r = rows; r > 0; r -= LOGIT_ROWS) total += s->o.gpu_int8 && r > 8 && has_codes(&m->head);
+    return total;
 }
 
+typedef struct { const Session *s; float *to; } Copied;
+
 static bool copy_row(void *ctx, int i, const float *logits) {
-    float **to = ctx;
-    memcpy(*to, logits, 128 * sizeof **to);
-    *to += 128;
-    return (void)i, true;
+    Copied *c = ctx;
+    size_t n = c->s->m->config.n_vocab, at = logits - c->s->logits;
+    CHECK(at % n == 0 && at / n < LOGIT_ROWS, "token %d: the logits are a copy", i);
+    memcpy(c->to, logits, n * sizeof *logits);
+    c->to += n;
+    return true;
 }
 
 // Logits of ids[from .. n-1], into `to`. The GPU's recorder must have seen exactly the dispatches
-// of the chunks after position p: a fall-back to the CPU is a failure, so is a buffer made.
+// of the chunks after position p (a fall-back to the CPU is a failure), in so many command buffers,
+// and nothing is allocated but the history of tokens.
 static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, float *to) {
     Error e = {{0}};
-    int want = 0, buffers = soft.buffers;
+    Copied c = {s, to};
+    int want = 0, commits = 0, buffers = soft.buffers, layers = s->m->config.n_layer;
     bool gpu = !s->o.cpu;
+    size_t allowed = allocations + (n > s->history_cap);
     for (int left; p < n; p += left) {
         left = n - p < s->o.chunk ? n - p : s->o.chunk;
-        want += expected_dispatches(s->m, left,
-                                    p + left <= from ? 0
-                                    : p < from       ? p + left - from
-                                                     : left,
-                                    s->o.gpu_block);
+        int rows = p + left <= from ? 0 : p < from ? p + left - from : left;
+        want += expected_dispatches(s, left, rows);
+        commits += 1 + (left > 1) * layers / (layers / MAX_COMMANDS + SPLIT_LAYERS);
+        commits += rows > 0 ? (rows - 1) / LOGIT_ROWS : 0;
     }
-    soft.n_run = 0;
-    bool ok = session_run(s, ids, n, from, false, copy_row, &to, &e);
+    soft.n_run = soft.commits = 0;
+    bool ok = session_run(s, ids, n, from, false, copy_row, &c, &e);
     CHECK(ok, "%s", e.text);
     CHECK(!gpu || (s->gpu && soft.n_run == want), "%d dispatches, expected %d", soft.n_run, want);
+    CHECK(!gpu || soft.commits == commits, "%d commits, expected %d", soft.commits, commits);
     CHECK(!gpu || soft.buffers == buffers, "%d buffers made in forward", soft.buffers - buffers);
+    CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
 }
 
 // One token: each weight matrix is bound by one dispatch, which reads it once; so are K and V.
 static void check_reads(const Session *s) {
-    size_t bytes = 0, want = 0;
-    for (int l = 0; l < s->m->config.n_layer; l++) {
+    for (int l = 0; l <= s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down};
-        const void *rings[] = {s->cache[l].k, s->cache[l].v};
-        for (int i = 0; i < 9; i++) {
-            const void *p = i < 7 ? matrix_base(all[i]) : rings[i - 7];
-            size_t size = i < 7 ? all[i]->rows * quant_row_bytes(all[i]->type, all[i]->cols) : 0;
-            want += size;
+        const Matrix *head[] = {&s->m->head}, *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up,
+                                                        &w->down};
+        bool last = l == s->m->config.n_layer;
+        for (int i = 0; i < (last ? 1 : 9); i++) {
+            const void *p = i < 7 ? matrix_base(last ? head[i] : all[i])
+                          : i == 7 ? s->cache[l].k : s->cache[l].v;
             int times = 0;
-            for (int r = 0; r < soft.n_run; r++)
-                for (int b = 0; b < 12; b++) times += soft.run[r].bound[b] == p;
-            bytes += times * size;
+            for (int r = 0; r < soft.n_run; r++) {
+                bool row = !strcmp(soft.run[r].pipeline->a->name, "embed");   // one row of the head
+                for (int b = 0; b < 12 && !row; b++) times += soft.run[r].bound[b] == p;
+            }
             CHECK(times == 1, "layer %d: operand %d is read %d times", l, i, times);
         }
     }
-    CHECK(bytes == want, "%zu bytes of weights read for a token, of %zu", bytes, want);
+}
+
+// stderr goes to a file; what came there, and to the screen again
+static int mute(void) {
+    int old = dup(2), fd = open(scratch("said"), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+    dup2(fd, 2);
+    close(fd);
+    return old;
+}
+
+static const char *unmute(int old) {
+    size_t n;
+    dup2(old, 2);
+    close(old);
+    return read_all(scratch("said"), &n);
+}
+
+static bool one_line(const char *said) { return strchr(said, '\n') == strrchr(said, '\n') && *said; }
+
+// on the GPU if it takes the model, else with a line that says what is wrong
+static bool open_gpu(Session *s, const Model *m, Options o) {
+    Error e = {{0}};
+    int old = mute();
+    bool ok = session_open(s, m, o, &e);
+    const char *said = unmute(old), *name = m->config.arch->name;
+    CHECK(ok, "%s: %s", name, e.text);
+    CHECK(!s->o.cpu && s->gpu ? !*said : s->o.cpu || one_line(said), "%s says '%s'", name, said);
+    for (int l = 0; l < m->config.n_layer; l++)   // a warm-up leaves no trace
+        for (int r = 0; r < s->cache[l].rows; r++)
+            CHECK(s->cache[l].pos[r] == -1, "%s: row %d is taken", name, r);
+    return s->gpu != NULL;
 }
 
 // A prompt in chunks, then token by token; then cut back and on again. `far`: how far from the
 // golden logits (NULL: none) both may be; `near`: how far GPU and CPU may be from each other.
-static void compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden,
+// False if the GPU does not take the model.
+static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden,
                           double far, double near) {
     Session s[2];
-    Error e = {{0}};
-    float *logits = need(2 * n * 128 * sizeof *logits), *of[2] = {logits, logits + n * 128};
-    int prompt = n * 5 / 6;
+    size_t V = m->config.n_vocab;
+    const char *name = m->config.arch->name;
+    float *logits = need(2 * n * V * sizeof *logits), *of[2] = {logits, logits + n * V};
+    int prompt = n * 5 / 6, best = 0, cut = n - 4;
     o.threads = 1;
-    for (int cpu = 0; cpu < 2; cpu++) {
-        o.cpu = cpu;
-        bool ok = session_open(&s[cpu], m, o, &e);
-        CHECK(ok && (cpu || s[0].gpu), "%s: the GPU does not open %s", m->config.arch->name,
-              e.text);
+    bool opened = open_gpu(&s[0], m, o);
+    o.cpu = true;
+    open_gpu(&s[1], m, o);
+    for (int cpu = 0; opened && cpu < 2; cpu++) {
         eval_rows(&s[cpu], ids, prompt, 0, 0, of[cpu]);
-        for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, i, of[cpu] + i * 128);
-        if (!cpu) check_reads(&s[0]);
+        for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, i, of[cpu] + i * V);
+        if (!cpu && s[0].gpu && !o.gpu_block) check_reads(&s[0]);
     }
-    int best = 0;
-    for (int i = 1; i < 128; i++) best = s[0].logits[i] > s[0].logits[best] ? i : best;
-    CHECK(gpu_argmax(&s[0], s[0].logits) == best, "argmax %d", best);
-    double d = nmse(of[0], of[1], n * 128),
-           g = golden && !o.window ? nmse(of[0], golden, n * 128) : 0;
-    CHECK(d <= near, "%s: GPU and CPU differ by %.1e, limit %.0e", m->config.arch->name, d, near);
-    CHECK(g <= far, "%s: %.1e from golden, limit %.0e", m->config.arch->name, g, far);
-    for (int cpu = 0; cpu < 2; cpu++) {
-        int cut = n - 4, p = rows_resident(&s[cpu], cut - 1) ? cut - 1 : 0;
+    for (size_t i = 1; i < V; i++) best = s[0].logits[i] > s[0].logits[best] ? (int)i : best;
+    CHECK(!opened || gpu_argmax(&s[0], s[0].logits) == best, "%s: argmax %d", name, best);
+    CHECK(gpu_argmax(&s[0], s[0].logits + V) == -1, "%s: the argmax of other logits", name);
+    double d = nmse(of[0], of[1], n * V), g = golden && opened ? nmse(of[0], golden, n * V) : 0;
+    CHECK(d <= near, "%s: GPU and CPU differ by %.1e, limit %.0e", name, d, near);
+    CHECK(g <= far, "%s: %.1e from golden, limit %.0e", name, g, far);
+    for (int cpu = 0; opened && cpu < 2; cpu++) {
+        int p = rows_resident(&s[cpu], cut - 1) ? cut - 1 : 0;
         eval_rows(&s[cpu], ids, cut, cut - 1, p, of[cpu]);
-        eval_rows(&s[cpu], ids, n, n - 2, cut, of[cpu]);
+        eval_rows(&s[cpu], ids, n, n - 2, cut, of[cpu] + V);
     }
-    d = nmse(of[0], of[1], 2 * 128);
-    CHECK(d <= 4 * near, "%s: with a prefix reused, they differ by %.1e", m->config.arch->name, d);
+    d = nmse(of[0], of[1], 3 * V);
+    CHECK(d <= 4 * near, "%s: with a prefix reused, they differ by %.1e", name, d);
     session_close(&s[0]);
     session_close(&s[1]);
+    return opened;
 }
 
 static const char *const GPU_MODELS[] = {
@@ -3458,35 +3474,134 @@ static const char *const GPU_MODELS[] = {
     "qwen2-256.q2_K"};
 
 static void test_metal_models(void) {
-    enum { N = 48 };
     for (size_t i = 0; i < (test.quick ? 5 : sizeof GPU_MODELS / sizeof *GPU_MODELS); i++) {
-        char path[120], *tokens, *at;
-        int32_t ids[N];
+        const char *name = GPU_MODELS[i];
+        int32_t ids[64];
+        int n;
         size_t size;
-        Model m;
-        Error e = {{0}};
-        bool floats = !strchr(GPU_MODELS[i], '.');
-        snprintf(path, sizeof path, "golden/archs/%s.tokens", GPU_MODELS[i]);
-        at = tokens = read_all(path, &size);
-        for (int k = 0; k < N; k++) ids[k] = strtol(at + (*at == ','), &at, 10);
-        snprintf(path, sizeof path, "golden/archs/%s.nmse", GPU_MODELS[i]);
-        char *text = read_all(path, &size);
-        double far = 3 * atof(text) > 1e-4 ? 3 * atof(text) : 1e-4, near = floats ? 1e-5 : far;
-        snprintf(path, sizeof path, "golden/archs/%s.logits", GPU_MODELS[i]);
-        float *golden = read_all(path, &size);
-        snprintf(path, sizeof path, "golden/archs/%s.gguf", GPU_MODELS[i]);
-        if (access(path, R_OK))
-            snprintf(path, sizeof path, "golden/archs/%s-00001-of-00002.gguf", GPU_MODELS[i]);
-        int n = test.quick ? 18 : N;
-        if (!CHECK(model_open(&m, path, &e), "%s", e.text)) return;
-        compare_model(&m, (Options){.chunk = 64}, ids, n, golden, far, near);
-        compare_model(&m, (Options){.chunk = 7, .window = 10, .keep = 2}, ids, n, NULL, far, near);
-        if (i == 0)
-            compare_model(&m, (Options){.chunk = 9, .gpu_block = true}, ids, 18, golden, far, near);
-        model_close(&m);
+        const Model *m = golden_model(name, ids, &n);
+        if (test.quick) n = 18;
+        double golden = atof(read_all(text_of("golden/archs/%s.nmse", name), &size));
+        double far = 3 * golden > 1e-4 ? 3 * golden : 1e-4, near = strchr(name, '.') ? far : 1e-5;
+        float *logits = read_all(text_of("golden/archs/%s.logits", name), &size);
+        Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
+        emu.order = i % ORDERS;
+        bool ok = compare_model(m, whole, ids, n, logits, far, near);
+        ok = ok && compare_model(m, ring, ids, n, NULL, far, near);
+        whole.gpu_block = i == 0;
+        whole.gpu_int8 = strchr(name, '.');
+        if (whole.gpu_block || whole.gpu_int8)
+            ok = ok && compare_model(m, whole, ids, 18, logits, far, near);
+        CHECK(ok, "the GPU does not take %s", name);
+        clean_up();
+        if (soft.hasty && test.failures) break;
     }
-    CHECK(soft.live == 0 && soft.pools == 0 && soft.faults == 0,
-          "%d objects leak, %d pools are open, %d misuses", soft.live, soft.pools, soft.faults);
+    emu.order = FORWARD;
+    if (test.quick) return check_counters();
+    const Model *story = open_model("golden/story.gguf");
+    int32_t ids[20];
+    for (int i = 0; i < 20; i++) ids[i] = 7 * i + 1;
+    CHECK(compare_model(story, (Options){.chunk = 11, .window = 64}, ids, 20, NULL, 0, 1e-4), "story");
+    check_counters();
+}
+
+// Every architecture that llm.c knows, with random weights: the GPU equals the CPU, or leaves the
+// model to it with one line. The deep ones take several command buffers.
+static void test_metal_shapes(void) {
+    enum { N = 20, TAKEN = 15 };
+    int taken = 0, tried = 0;
+    for (size_t i = 0; i < sizeof SHAPES / sizeof *SHAPES; i++) {
+        Writer w = {.wide = true};
+        int32_t ids[N];
+        int layers = SHAPES[i].n_layer;
+        bool other = strpbrk(SHAPES[i].letters, "id");   // sinks, delta-net: heads of other sizes
+        if (other || (layers > 8 && (layers > 40 ? layers != 46 : test.quick))) continue;
+        put_model(&w, &SHAPES[i]);
+        key_text(&w, "tokenizer.ggml.model", "none");
+        write_gguf(&w, scratch("random.gguf"));
+        for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
+        Options o = {.chunk = 9, .window = 64};
+        bool ok = compare_model(open_model(scratch("random.gguf")), o, ids, N, NULL, 0, 1e-5);
+        taken += ok && layers < 8;
+        tried += layers < 8;
+        if (ok) printf("  %s", SHAPES[i].arch);
+        clean_up();
+        if (soft.hasty && test.failures) return;
+    }
+    printf("\n  %d of %d architectures run on the GPU\n", taken, tried);
+    CHECK(taken == TAKEN, "%d architectures run on the GPU, not %d", taken, TAKEN);
+    check_counters();
+}
+
+// ---- failures ----
+
+// A method that fails, at open or later, and what the one line says; NULL: all goes well.
+static const struct { const char *method, *says; bool later; } FAILURES[] = {
+    {"MTLCreateSystemDefaultDevice", NULL, false},   // there still is MTLCopyAllDevices
+    {"MTLCopyAllDevices", "no Metal device", false},
+    {"newCommandQueue", "no command queue", false},
+    {"newLibraryWithSource:options:error:", "kernels.metal: the source is broken", false},
+    {"newFunctionWithName:constantValues:error:", "no such kernel", true},
+    {"newComputePipelineStateWithFunction:error:", "broken", true},
+    {"threadExecutionWidth", "SIMD-groups are not 32 wide", true},
+    {"maxTotalThreadsPerThreadgroup", "too few threads", true},
+    {"newBufferWithLength:options:", "memory", false},
+    {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", false},
+    {"maxBufferLength", "memory", false},
+    {"commandBuffer", "no command encoder", true},
+    {"computeCommandEncoder", "no command encoder", true},
+    {"waitUntilCompleted", "the GPU stopped: broken", true},
+};
+
+// The GPU fails at open (later < 0) or after so many calls in the text, chunks and tokens of it.
+static void lab_failure(const Model *m, int which, int later, const float *want) {
+    enum { N = 40 };
+    const char *method = FAILURES[which].method, *says = FAILURES[which].says;
+    int32_t ids[N];
+    size_t V = m->config.n_vocab;
+    float *got = need(N * V * sizeof *got);
+    Session s;
+    Error e = {{0}};
+    Copied c = {&s, got};
+    for (int i = 0; i < N; i++) ids[i] = 5 * i % V;
+    int old = mute();
+    soft.broken = later < 0 ? method : NULL;
+    soft.after = 0;
+    bool ok = session_open(&s, m, (Options){.threads = 1, .chunk = 18}, &e);
+    soft.broken = method;
+    soft.after = later;
+    if (says && later < 0) soft.broken = NULL;
+    ok = ok && session_run(&s, ids, N - 1, 0, false, copy_row, &c, &e);
+    ok = ok && session_run(&s, ids, N, N - 1, false, copy_row, &c, &e);
+    bool failed = !s.gpu;
+    session_close(&s);
+    soft.broken = NULL;
+    const char *said = unmute(old), *note = says ? "note: running on the CPU: " : "";
+    bool told = says ? one_line(said) && strstr(said, says) : !*said;
+    double error = want ? nmse(got, want, N * V) : 0;
+    CHECK(ok && failed == !!says, "%s, %d: %s", method, later, e.text);
+    CHECK(told && !strncmp(said, note, strlen(note)), "%s, %d, says '%s'", method, later, said);
+    CHECK(error <= 1e-5, "%s, %d: %.1e from what comes of no failure", method, later, error);
+}
+
+static void test_metal_failures(void) {
+    static const char *const refused[] = {"gpt-oss", "qwen35", "bert", "nomic-bert", "llama-moe",
+                                          "qwen3moe"};
+    int32_t ids[64];
+    int n;
+    const Model *m = golden_model("llama", ids, &n);
+    float *want = need(40 * m->config.n_vocab * sizeof *want);
+    for (int i = 0; i < 40; i++) ids[i] = 5 * i % m->config.n_vocab;
+    get_rows(open_session(m, (Options){.threads = 1}), ids, 40, 0, want);
+    for (size_t i = 0; i < sizeof FAILURES / sizeof *FAILURES; i++)
+        for (int later = -1; later < (FAILURES[i].later ? 4 : 0); later++)
+            lab_failure(m, i, later, want);
+    for (int i = 0; i < 6; i++) {
+        Session s;
+        CHECK(!open_gpu(&s, golden_model(refused[i], ids, &n), (Options){0}), "%s on the GPU", refused[i]);
+        session_close(&s);
+    }
+    check_counters();
 }
 
 #endif
@@ -3557,112 +3672,190 @@ void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup
 
 // ==== mutants ====
 //
-// Do the tests notice? `./test mutants` breaks kernels.metal in one place at a time, compiles the
-// copy, and runs the kernel tests on it: each barrier is removed, each bound moved by one (also a
-// min), each index, and each simd_* function of all lanes is replaced by the lane's own value. Then
-// a table of mistakes in metal.c. A mutant that no test notices is a failure, unless it is listed
-// below with the reason why it computes the same.
+// Do the tests notice? `make mutants` compiles copies of kernels.metal and metal.c that hold every
+// mistake at once, each asleep until its number is in `mutant`, and runs the tests of the GPU once
+// a mistake: each barrier and simdgroup call left out, each bound moved by one (and each min left
+// out), each index and wide offset one further, each simd_* function giving a lane its own value;
+// of metal.c also each message that is sent for its effect, and the table below. A mutant that no
+// test notices is a failure, unless it is listed as equivalent, with the reason.
 #ifdef LLM_METAL
 
-typedef struct { const char *kind; size_t at, n; char with[120]; } Mutant;
+typedef struct {
+    const char *kind;
+    size_t at, cut, end;   // where it begins, what it replaces there, where it ends
+    char before[200];      // text for what is cut; behind the end stands `after`
+    const char *after;
+} Mutant;
 
-static const struct { const char *kind, *line, *why; } EQUIVALENT[] = {
+// The line holds the first text; the mutant begins with the second.
+static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"", "", ""},
 };
 
-static size_t add_mutant(Mutant *out, const char *kind, size_t at, size_t n, const char *format,
-                         const char *text) {
-    *out = (Mutant){kind, at, n, ""};
-    snprintf(out->with, sizeof out->with, format, (int)n - 2, text);
-    return 1;
-}
+// mistakes of metal.c: an expression, the text behind it, and what stands in its place
+static const char *const MISTAKES[][3] = {
+    {"one ? NULL : MTLCopyAllDevices()", "", "NULL"},
+    {"MTLCommandBufferStatusCompleted", ")", "5"},
+    {"from - at->base", "", "0"},
+    {"(d->shared + 15) / 16 * 16", "", "16"},
+    {"(uintptr_t)w->data % 16", ", quant", "0"},
+    {"w->scale ? *w->scale : 1", "", "1"},
+    {"s->m->config.embd_scale", "", "1"},
+    {"w->cols % 32 != 0", "}};", "0"},
+    {"a.cols % 32 != 0", ", [C_NORMED]", "0"},
+    {"norm != NULL", ",", "0"},
+    {"(w[i]->bias != NULL)", "", "0"},
+    {"(units + GEMV_SIMDGROUPS - 1)", "", "units"},
+    {"(w->rows + GEMM_ROWS - 1)", "", "w->rows"},
+    {"(n + tile - 1)", "", "n"},
+    {"a.cols % 32 != 0", ",\n                   [C_BIASES]", "0"},
+    {"w->bias != NULL", ", [C_EPILOGUE]", "0"},
+    {"m[i]->cols % 32 != 0", ";", "0"},
+    {"w->sinks != NULL", "", "0"},
+    {"kv->window", ", kv->keep", "kv->rows"},
+    {"kv->keep", ", c->eps", "0"},
+    {"c->rope == NORM", "", "true"},
+    {"!w->rope", " ?", "false"},
+    {"q_norm != NULL", ",", "0"},
+    {"n == 1", ", [C_CAUSAL]", "0"},
+    {"c->causal", "}};", "1"},
+    {"s->m->config.arch->act", "}};", "0"},
+    {"c->arch->act", "}};", "1"},
+    {"post->w", " ? EPILOGUE", "0"},
+    {"c->logit_cap", ", c->logit_scale);\n    } else", "0"},
+    {"n == 1", " ? y : NULL", "1"},
+    {"live", " && i < n", "true"},
+    {"g->best_of == logits", "", "1"},
+    {"n_layer / MAX_COMMANDS", " + SPLIT", "100"},
+    {"w->conv_in.data", " ||", "0"},
+    {"w->router.data", " ||", "0"},
+    {"w->parallel", ")", "0"},
+    {"s->o.gpu_block", " &&", "1"},
+    {"w->attn_post_norm.w", ";", "NULL"},
+    {"c->residual_scale != 1", "", "0"},
+    {"m->pos_embd.data", " ||", "0"},
+    {"m->n_owned", "", "0"},
+};
+enum { N_MISTAKES = sizeof MISTAKES / sizeof *MISTAKES };
+
+// What the copies include. A bound is the next number, of integers or of floats.
+static const char MUTANTS_H[] =
+    "static int mutant = -1;\n"
+    "static inline float mutant_float(float x, int by) {\n"
+    "    return __builtin_nextafterf(x, by * __builtin_inff());\n}\n"
+    "static inline long mutant_int(long x, int by) { return x + by; }\n"
+    "#define MUTANT(k) (mutant == (k))\n"
+    "#define MUTANT_CALL(k, f, x, ...) (MUTANT(k) ? (x) : f(x, ##__VA_ARGS__))\n"
+    "#define MUTANT_BOUND(k, x, by) (MUTANT(k) ? (__typeof__((x) + 0))_Generic((x), \\\n"
+    "    float: mutant_float, default: mutant_int)(x, by) : (x))\n";
 
 // an array being declared: the statement begins with a type, and no variable is in the brackets
-static bool is_declaration(const char *start, const char *open) {
-    static const char *const types[] = {"float ", "int8_t ", "simdgroup_", "struct "};
+static bool is_declaration(const char *line, const char *open) {
+    static const char *const types[] = {"float ", "int", "simdgroup_", "struct ", "const ", "size_t ",
+                                        "id ", "char ", "static ", "void "};
     bool typed = false;
     for (const char *c = open; *c != ']'; c++)
         if (islower((unsigned char)*c)) return false;
-    while (*start == ' ') start++;
-    for (int i = 0; i < 4; i++) typed |= !strncmp(start, types[i], strlen(types[i]));
+    line += strspn(line, " ");
+    for (int i = 0; i < 10; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
     return typed;
 }
 
-static size_t mutants_at(const char *s, size_t i, const char *line, Mutant *out) {
-    static const char *const swaps[][2] = {{" < ", " <= "},
-                                           {" >= ", " > "},
-                                           {" > ", " >= "},
-                                           {" <= ", " < "},
-                                           {"min(", "first("},
-                                           {"simd_sum(", "("},
-                                           {"simd_max(", "("},
-                                           {"simd_min(", "("},
-                                           {"simd_shuffle(", "first("},
-                                           {"simd_shuffle_xor(", "first("}};
-    bool word = i && (isalnum((unsigned char)s[i - 1]) || s[i - 1] == '_');
-    if (!word &&
-        (!strncmp(s + i, "threadgroup_barrier(", 20) || !strncmp(s + i, "simdgroup_barrier(", 18)))
-        return add_mutant(out, "barrier", i, strchr(s + i, ')') + 1 - (s + i), "(void)0%.0s", "");
-    if (s[i] == '[' && s[i + 1] != '[' && s[i - 1] != '[' && !is_declaration(line, s + i)) {
-        int depth = 0;
-        size_t n = 0;
-        do depth += (s[i + n] == '[') - (s[i + n] == ']'); while (n++, depth);
-        return add_mutant(out, "index", i, n, "[(%.*s) + 1]", s + i + 1);
+// where the index or operand that begins at s ends
+static const char *operand_end(const char *s, const char *ends) {
+    for (int depth = 0;; s++) {
+        bool both = !strncmp(s, "&&", 2) || !strncmp(s, "||", 2);
+        if (depth == 0 && (strchr(ends, *s) || (both && ends[1]))) return s;
+        depth += (*s == '(' || *s == '[') - (*s == ')' || *s == ']');
     }
-    for (int k = 0; k < 10; k++) {
-        size_t n = strlen(swaps[k][0]);
-        if ((k >= 4 && word) || strncmp(s + i, swaps[k][0], n)) continue;
-        *out = (Mutant){k < 5 ? "bound" : "simd", i, n, ""};
-        snprintf(out->with, sizeof out->with, "%s", swaps[k][1]);
-        return 1;
-    }
-    return 0;
 }
 
-static size_t find_mutants(const char *s, Mutant *out, size_t max) {
-    size_t n = 0;
-    const char *line = strstr(s, "// ---- 2. ");
-    for (size_t i = line - s; s[i] && n < max; i++) {
+static void add_mutant(Mutant *all, int *n, const char *kind, size_t at, const char *name,
+                       const char *before) {
+    Mutant *m = &all[*n];
+    *m = (Mutant){kind, at, strlen(name), 0, "", ""};
+    snprintf(m->before, sizeof m->before, before, *n, (int)strlen(name) - 1, name);
+    ++*n;
+}
+
+// Adds the mutants that begin at s[i] of the line.
+static void mutants_at(const char *s, size_t i, const char *line, Mutant *all, int *n) {
+    static const char *const bounds[] = {" < ", " <= ", " > ", " >= "};
+    static const char *const calls[] = {"min(", "simd_sum(", "simd_max(", "simd_min(",
+                                        "simd_shuffle(", "simd_shuffle_xor("};
+    static const char *const statements[] = {"threadgroup_barrier(", "simdgroup_barrier(",
+        "simdgroup_load(", "simdgroup_store(", "simdgroup_multiply", "send(g, "};
+    const char *back = s + i;
+    while (back > line && back[-1] == ' ') back--;
+    bool word = isalnum((unsigned char)s[i - 1]) || s[i - 1] == '_', end = word || strchr(")]", s[i - 1]);
+    bool statement = back == line || back[-1] == ')';
+    for (int k = 0; statement && k < 6; k++)
+        if (!strncmp(s + i, statements[k], strlen(statements[k])))
+            add_mutant(all, n, "call", i, "", "if (!MUTANT(%d)) ");
+    if (s[i] == '[' && end && s[i + 1] != ']' && !is_declaration(line, s + i)) {
+        add_mutant(all, n, "index", i + 1, "", "MUTANT(%d) + (");
+        all[*n - 1].end = operand_end(s + i + 1, "]") - s;
+        all[*n - 1].after = ")";
+    }
+    if (!strncmp(s + i, "(ulong)", 7) && s[i - 1] != '[')
+        add_mutant(all, n, "offset", i, "", "MUTANT(%d) + ");
+    for (int k = 0; !word && k < 6; k++)
+        if (!strncmp(s + i, calls[k], strlen(calls[k])))
+            add_mutant(all, n, "simd or min", i, calls[k], "MUTANT_CALL(%d, %.*s, ");
+    for (int k = 0; k < 4; k++) {
+        size_t length = strlen(bounds[k]);
+        if (strncmp(s + i, bounds[k], length)) continue;
+        add_mutant(all, n, "bound", i + length, "", "MUTANT_BOUND(%d, ");
+        all[*n - 1].end = operand_end(s + i + length, ",;?:])}") - s;
+        all[*n - 1].after = k == 0 || k == 3 ? ", 1)" : ", -1)";
+    }
+}
+
+// all mutants of a text, from a line on; the numbers go on from n
+static int find_mutants(const char *s, const char *from, bool host, Mutant *all, int n) {
+    const char *line = strstr(s, from);
+    for (size_t i = line - s; s[i]; i++) {
         if (s[i] == '\n') line = s + i + 1;
+        if (s[i] == '"') while (s[++i] != '"') ;
         if (s[i] == '#' || (s[i] == '/' && s[i + 1] == '/'))
             while (s[i + 1] && s[i + 1] != '\n') i++;
-        else n += mutants_at(s, i, line, &out[n]);
+        else mutants_at(s, i, line, all, &n);
+    }
+    for (int k = 0; host && k < N_MISTAKES; k++) {
+        char text[200];
+        snprintf(text, sizeof text, "%s%s", MISTAKES[k][0], MISTAKES[k][1]);
+        const char *at = strstr(s, text);
+        if (!CHECK(at, "metal.c has no %s", text)) continue;
+        add_mutant(all, &n, "table", at - s, "", "(MUTANT(%d) ? ");
+        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", MISTAKES[k][2]);
+        all[n - 1].end = at - s + strlen(MISTAKES[k][0]);
+        all[n - 1].after = ")";
     }
     return n;
 }
 
-// In a child: 0 if no test noticed, 1 if one did, 3 if it does not compile
-static int run_mutant(const char *s, const Mutant *m, int number) {
-    char path[128], command[500];
-    size_t size;
-    snprintf(path, sizeof path, "%s/mutant%d.c", test.dir, number);
+// the copy; of mutants that end at one place, the last to begin ends first
+static void write_mutants(const char *path, const char *s, const Mutant *m, int n) {
     FILE *f = fopen(path, "w");
-    char *test_c = read_all("test.c", &size), *library = strstr(test_c, "\n// >>> Metal library");
-    if (!f || !library) return 3;
-    fprintf(
-        f,
-        "#include \"quant.h\"\n#undef QUANT_TYPES\n#define QUANT_TYPES(X) X(7, q5_1, 32, 24, 0, 1) "
-        "X(8, q8_0, 32, 34, 0, 0) X(12, q4_K, 256, 144, 0, 1)\n#define first(a, b) (a)\n");
-    fwrite(library, 1, strstr(library, "\n// <<< Metal library") - library + 1, f);
-    fprintf(f, "\n%.*s%s%s", (int)m->at, s, m->with, s + m->at + m->n);
+    REQUIRE(f, "%s: cannot be written", path);
+    for (size_t i = 0; s[i]; i++) {
+        size_t cut = 0;
+        for (int k = n - 1; k >= 0; k--)
+            if (m[k].end == i) fputs(m[k].after, f);
+        for (int k = 0; k < n; k++)
+            if (m[k].at == i) fputs(m[k].before, f), cut += m[k].cut;
+        if (cut) i += cut - 1;
+        else fputc(s[i], f);
+    }
     fclose(f);
-    snprintf(command, sizeof command, "${CC:-cc} -std=gnu11 -O1 -w -shared -fPIC -I. -o %s.so %s",
-             path, path);
-    if (system(command)) return 3;
-    strncat(path, ".so", sizeof path - strlen(path) - 1);
-    soft.kernels = dlopen(path, RTLD_NOW);
-    bool ran[N_KERNEL_TESTS][N_GPU_FORMATS];
-    alarm(60);
-    if (soft.kernels) run_kernels(NULL, ran);
-    return soft.kernels ? test.failures > 0 : 3;
 }
 
-static void show_mutant(const char *s, const Mutant *m, const char *what) {
+static void show_mutant(const char *s, const Mutant *m, int number, const char *what) {
     size_t start = m->at, line = 1;
     for (size_t i = 0; i < m->at; i++) line += s[i] == '\n';
     while (start && s[start - 1] != '\n') start--;
-    printf("%s: kernels.metal:%zu: %s: %.*s -> %s\n    %.*s\n", what, line, m->kind, (int)m->n,
-           s + m->at, m->with, (int)strcspn(s + start, "\n"), s + start);
+    printf("%s: %d, line %zu, %s at '%.12s':\n    %.*s\n", what, number, line, m->kind, s + m->at,
+           (int)strcspn(s + start, "\n"), s + start);
     fflush(stdout);
 }
 
@@ -3670,57 +3863,76 @@ static bool is_equivalent(const char *s, const Mutant *m) {
     size_t start = m->at;
     while (start && s[start - 1] != '\n') start--;
     for (size_t i = 0; i < sizeof EQUIVALENT / sizeof *EQUIVALENT; i++) {
-        const char *at = *EQUIVALENT[i].line ? strstr(s + start, EQUIVALENT[i].line) : NULL;
-        if (at && at < s + start + strcspn(s + start, "\n") && !strcmp(m->kind, EQUIVALENT[i].kind))
-            return true;
+        const char *line = EQUIVALENT[i].line, *at = strstr(s + start, line);
+        bool here = *line && at && at < s + start + strcspn(s + start, "\n");
+        if (here && !strncmp(s + m->at, EQUIVALENT[i].at, strlen(EQUIVALENT[i].at))) return true;
     }
     return false;
 }
 
-// all of them, as many at a time as there are CPUs; or those numbered from .. to
+#ifdef MUTANTS
+// in a child of its own: 0 if no test notices
+static void run_mutant(int number) {
+    mutant = number;
+    alarm(60);
+    test.quick = soft.hasty = true;
+    if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(0);
+    if (!setjmp(test.end)) {
+        test_metal_kernels();
+        if (!test.failures) test_metal_models();
+        if (!test.failures) test_metal_shapes();
+        if (!test.failures) test_metal_failures();
+    }
+    _exit(test.failures > 0);
+}
+#else
+static void run_mutant(int number) { _exit(number & 0); }
+#endif
+
+// `./test mutants DIR` writes the copies to DIR; without DIR, in the program built there, runs all,
+// one for each CPU at a time, or those numbered from .. to - 1
 static int metal_mutants(int argc, char **argv) {
-    enum { MAX = 1000, SLOTS = 64 };
+    enum { MAX = 1500, SLOTS = 64 };
     static Mutant all[MAX];
-    size_t size;
-    char *s = read_all("kernels.metal", &size);
-    int n = find_mutants(s, all, MAX), from = argc > 0 ? atoi(argv[0]) : 0,
-        to = argc > 1 ? atoi(argv[1]) : n;
-    int killed = 0, same = 0, survived = 0, broken = 0, running = 0,
-        cpus = sysconf(_SC_NPROCESSORS_ONLN);
     static struct { pid_t pid; int mutant; } slot[SLOTS];
-    if (cpus > SLOTS) cpus = SLOTS;
-    for (int next = from; next < to || running; ) {
-        if (next < to && running < cpus) {
-            int i = 0;
+    size_t size;
+    char *kernels = read_all("kernels.metal", &size), *host = read_all("metal.c", &size);
+    int k = find_mutants(kernels, "// ---- 2. ", false, all, 0);
+    int n = find_mutants(host, "// ---- device", true, all, k);
+    if (argc == 1) {
+        FILE *f = fopen(text_of("%s/mutants.h", argv[0]), "w");
+        if (!f || fputs(MUTANTS_H, f) < 0 || fclose(f)) return 1;
+        write_mutants(text_of("%s/kernels.metal", argv[0]), kernels, all, k);
+        write_mutants(text_of("%s/metal.c", argv[0]), host, all + k, n - k);
+        return test.failures > 0;
+    }
+    int next = argc > 1 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n, total = to - next;
+    int noticed = 0, same = 0, running = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
+    while (next < to || running) {
+        int i = 0, status;
+        if (next < to && running < (cpus < SLOTS ? cpus : SLOTS)) {
             while (slot[i].pid) i++;
             fflush(stdout);
             slot[i].mutant = next;
             slot[i].pid = fork();
-            if (!slot[i].pid) {
-                if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr))
-                    _exit(3);
-                _exit(run_mutant(s, &all[next], next));
-            }
+            if (!slot[i].pid) run_mutant(next);
             next++;
             running++;
             continue;
         }
-        int status = 0, i = 0;
         pid_t pid = wait(&status);
         while (slot[i].pid != pid) i++;
         slot[i].pid = 0;
         running--;
         const Mutant *m = &all[slot[i].mutant];
-        bool noticed = !WIFEXITED(status) || WEXITSTATUS(status) == 1 || WEXITSTATUS(status) > 3;
-        killed += noticed;
-        if (noticed) continue;
-        if (WEXITSTATUS(status) == 3) broken++, show_mutant(s, m, "DOES NOT COMPILE");
+        const char *s = slot[i].mutant < k ? kernels : host;
+        if (!WIFEXITED(status) || WEXITSTATUS(status)) noticed++;
         else if (is_equivalent(s, m)) same++;
-        else survived++, show_mutant(s, m, "SURVIVED");
+        else show_mutant(s, m, slot[i].mutant, "SURVIVED");
     }
-    printf("%d mutants: %d noticed, %d equivalent, %d survived, %d do not compile\n", to - from,
-           killed, same, survived, broken);
-    return survived + broken > 0;
+    printf("%d mutants: %d noticed, %d equivalent, %d survived\n", total, noticed, same,
+           total - noticed - same);
+    return noticed + same < total;
 }
 
 #endif
@@ -3771,6 +3983,8 @@ static const Test TESTS[] = {
 #ifdef LLM_METAL
     {"metal_kernels", test_metal_kernels, false},
     {"metal_models", test_metal_models, false},
+    {"metal_shapes", test_metal_shapes, false},
+    {"metal_failures", test_metal_failures, false},
 #endif
 };
 enum { N_TESTS = sizeof TESTS / sizeof *TESTS };
