@@ -93,7 +93,7 @@ mutants: test_native
 	@rm -rf test_mutants.d; mkdir test_mutants.d
 	@ln -s ../llm.c ../quant.h ../test.c test_mutants.d
 	./test_native mutants test_mutants.d
-	$(CC) -std=gnu11 -O1 -w $(NATIVE) -DMUTANTS -include test_mutants.d/mutants.h \
+	$(CC) -std=gnu11 -O1 -w $(NATIVE) -fsanitize=bounds -fsanitize-undefined-trap-on-error -include test_mutants.d/mutants.h \
 	    test_mutants.d/test.c -o test_mutants $(TEST_LIBS)
 	./test_mutants mutants
 LINT = { sed -n '/^\#ifdef METAL_LINT/,/^\#endif/p' test.c; \
