@@ -772,7 +772,7 @@ static inline void flash_stage(device const half *from, device const int *pos_k,
                                constant struct attention_args *a, threadgroup half *tile) {
     for (int i = tid; i < FLASH_KEYS * HEAD_DIM; i += 128) {
         int r = r0 + i / HEAD_DIM;
-        bool empty = r >= a->used || pos_k[min(r, a->used - 1)] < 0;
+        bool empty = r >= a->used || pos_k[r] < 0;
         tile[i] = empty ? (half)0.0f : from[(ulong)r * HEAD_DIM + i % HEAD_DIM];
     }
 }

@@ -534,11 +534,11 @@ static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Map *maps = s->m->gguf.maps;
     size_t n = s->o.chunk, wide = 0;
-    for (int l = 0; s->o.gpu_int8 && l < s->m->config.n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        size_t cols[] = {w->q.cols, w->o.cols, w->down.cols};
-        for (int i = 0; i < 3; i++) wide = cols[i] > wide ? cols[i] : wide;
+    for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++) {
+        const Tensor *t = &s->m->gguf.tensors[i];
+        if (t->ne[0] > (int64_t)wide) wide = t->ne[0];
     }
+    wide = (wide + 31) / 32 * 32;
     g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)));
     bool ok = g->best != NULL;
     for (size_t i = 0; ok && i < s->m->gguf.n_maps; i++)
