@@ -1940,9 +1940,7 @@ __attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(cons
     _longjmp(emu.host, 1);
 }
 
-HIDDEN static uint32_t emu_random(void) {
-    return (emu.seed = emu.seed * 1664525u + 1013904223u) >> 8;
-}
+HIDDEN static uint32_t emu_random(void) { return (emu.seed = emu.seed * 1664525u + 12345) >> 8; }
 
 HIDDEN static int emu_bit(uint32_t m) {   // one of the bits of m, by the schedule
     if (emu.order == FORWARD) return __builtin_ctz(m);
@@ -1984,9 +1982,6 @@ HIDDEN static void emu_release_simd(int g) {   // have all live lanes come to th
     emu.released[g]++;
 }
 
-// Where this thread leaves what others will read at its next rendezvous
-#define EMU_SLOT(i) (EMU(i).slot[EMU(i).turn])
-
 // Waits until every live lane of this SIMD-group has come; returns which they are
 HIDDEN static uint32_t emu_simd(const char *op, int site) {
     EmuThread *t = &EMU(emu.now);
@@ -2001,9 +1996,9 @@ HIDDEN static uint32_t emu_simd(const char *op, int site) {
     return emu.active[g];
 }
 
-HIDDEN static uint32_t emu_give(const char *op, int site, double x) {   // a double holds float and int
+HIDDEN static uint32_t emu_give(const char *op, int site, double x) {   // holds float and int
     EMU(emu.now).turn ^= 1;
-    EMU_SLOT(emu.now).x = x;
+    EMU(emu.now).slot[EMU(emu.now).turn].x = x;
     return emu_simd(op, site);
 }
 
@@ -2029,9 +2024,7 @@ HIDDEN static double emu_take(const char *op, int site, double x, int lane) {
     return EMU(emu.now / SIMD * SIMD + lane).slot[EMU(emu.now).turn].x;
 }
 
-HIDDEN static int emu_lane(void) {
-    return emu.now % SIMD;
-}
+HIDDEN static int emu_lane(void) { return emu.now % SIMD; }
 
 // Of an 8 x 8 matrix each lane holds two neighbours in a row, as it is on Apple's GPUs.
 HIDDEN static int emu_row(int lane) { return lane / 16 * 4 + lane / 2 % 4; }
@@ -2217,7 +2210,6 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define simdgroup_multiply(d, a, b) \
     simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
 
-#pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wattributes"   // [[buffer(0)]] and its kin
 #define attention metal_attention               // names that llm.c and the tests use, too
 #define layer_norm metal_layer_norm
@@ -2226,7 +2218,6 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #undef attention
 #undef layer_norm
 #undef rope
-#pragma GCC diagnostic pop
 #undef kernel
 #undef device
 #undef constant
@@ -2331,8 +2322,7 @@ static void soft_release(SoftObject *o) {
 
 static SoftObject *soft_autorelease(SoftObject *o) {
     if (!soft.pools) soft_fault("%s autoreleased with no pool in place", o->isa->name);
-    soft.pool[soft.pooled++] = o;
-    return o;
+    return soft.pool[soft.pooled++] = o;
 }
 
 void *objc_autoreleasePoolPush(void) {
@@ -2484,9 +2474,7 @@ static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, si
     *b = (SoftBind){buffer, (char *)buffer->p + offset};
 }
 
-M(void, set_buffer, id buffer, size_t offset, size_t i) {
-    soft_bind(self, soft_retain(buffer), offset, i);
-}
+M(void, set_buffer, id b, size_t at, size_t i) { soft_bind(self, soft_retain(b), at, i); }
 
 M(void, set_bytes, const void *p, size_t n, size_t i) {
     SoftObject *o = soft_buffer(n, 4);           // exactly so many, to catch a longer struct
@@ -2631,13 +2619,8 @@ id MTLCopyAllDevices(void) {
     return o;
 }
 
-SEL sel_registerName(const char *name) {
-    return (SEL)name;
-}
-
-id object_getClass(id object) {
-    return (id)((SoftObject *)object)->isa;
-}
+SEL sel_registerName(const char *name) { return (SEL)name; }
+id object_getClass(id object) { return (id)((SoftObject *)object)->isa; }
 
 id objc_getClass(const char *name) {
     for (int i = 0; i < CLASSES; i++)
@@ -3121,13 +3104,13 @@ static void lab_attention(Gpu *g, const MetalCase *t) {
     config->attn_cap = t->cap;
     config->causal = t->causal;
     x.w = (Layer){.n_head = H, .n_kv = KV, .rope = t->pairing != NO_ROPE};
-    if (t->normed) x.w.q_norm = lab_norm(g, hd, hd);
+    float loud = t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1, whatever its score
+    if (t->normed) x.w.q_norm = (Norm){lab_floats(g, hd, loud), NULL, hd, hd};
     if (t->normed) x.w.k_norm = lab_norm(g, hd, hd);
     if (t->sinks) x.w.sinks = lab_floats(g, H, 3);
-    float loud = t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1, whatever its score
     x.s = (Session){.cache = &c,
                     .pos = t->pos,
-                    .q = lab_floats(g, all, loud),
+                    .q = lab_floats(g, all, 1),
                     .k = lab_floats(g, n * KV * hd, 1),
                     .v = lab_floats(g, n * KV * hd, 1),
                     .att = lab_floats(g, all, 1),
@@ -3694,6 +3677,7 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"i < 32 * HEAD_DIM; i +=", "32 *", "the float behind the tile is a score, not made yet"},
     {"d < HEAD_DIM / 8; d++)", "HEAD_DIM", "an unused matrix; at 256 AddressSanitizer sees it"},
     {"min(t0 + 31, a->n - 1)", "min(", "a tile too many is masked"},
+    {"// scores are there", "simdgroup_barrier", "shuffles follow here; `make tsan` sees it"},
     {"r0 < a->used; r0 +=", "a->used", "nothing is seen in a tile past the end"},
     {"g->why[0]", "0]", "a message is longer than a letter"},
     {"*c < ' '", "' '", "a blank becomes a blank"},
@@ -3712,6 +3696,8 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"i >= 4 && norms", "4 &&", "the norm of k is of the kind of q's"},
     {"c->arch->act > RELU2", "RELU2", "no architecture has it with a gate"},
     {"i < s->m->gguf.n_tensors", "s->m->gguf", "a tensor more is there, all zeros"},
+    {"= &s->m->gguf.tensors[i]", "i]", "the widest tensor is not the first"},
+    {"t->ne[0] > (int64_t)wide", "0]", "rows for columns: more room than needed"},
     {"ne[0] > (int64_t)wide", "(int64_t)wide", "at equality both are the same"},
 };
 
