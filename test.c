@@ -2141,6 +2141,7 @@ HIDDEN static void emu_threadgroup(void) {
 HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*kernel)(void *),
                                   void *argument) {
     long shift = emu_random(), step = groups % 7919 ? 7919 : 1;   // a prime: visits each once
+    uint8_t *all = memset(malloc(groups * (bytes + BEHIND)), 0xff, groups * (bytes + BEHIND));
     emu.error[0] = 0;
     emu.threads = threads;
     emu.kernel = kernel;
@@ -2148,16 +2149,15 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
     for (int i = 0; i < groups && !emu.error[0]; i++) {
         emu.tg = emu.order == FORWARD ? i : emu.order == REVERSE ? groups - 1 - i
                  : (int)((i * step + shift) % groups);
-        emu.shared = malloc(bytes + BEHIND);
-        memset(emu.shared, 0xff, bytes + BEHIND);
+        emu.shared = all + i * (bytes + BEHIND);
         (void)VALGRIND_MAKE_MEM_UNDEFINED(emu.shared, bytes);
         emu_threadgroup();
         for (int k = 0; k < BEHIND && !emu.error[0]; k++)
             if (emu.shared[bytes + k] != 0xff)
                 snprintf(emu.error, sizeof emu.error, "a write past threadgroup memory");
-        free(emu.shared);
     }
     TSAN(__tsan_acquire(&emu.done);)             // only now: threadgroups are not ordered
+    free(all);
     if (!emu.error[0]) return NULL;
     for (int i = 0; i < MAX_THREADS; i++) emu.t[i].begun = 0;   // abandoned midway: start afresh
     return emu.error;
@@ -3910,7 +3910,7 @@ static pid_t run_mutant(int number, int slot) {
 }
 
 // `./test mutants DIR` writes the copies to DIR; without DIR, in the program built there, runs all,
-// one for each CPU at a time, or those numbered from .. to - 1
+// one for each CPU at a time, or those numbered from .. to - 1, listed as equivalent or not
 static int metal_mutants(int argc, char **argv) {
     enum { MAX = 1500, SLOTS = 64 };
     static Mutant all[MAX];
@@ -3931,7 +3931,7 @@ static int metal_mutants(int argc, char **argv) {
     int noticed = 0, same = 0, running = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
     while (next < to || running) {
         int i = 0;
-        if (next < to && is_equivalent(next < k ? kernels : host, &all[next])) {
+        if (argc == 0 && next < to && is_equivalent(next < k ? kernels : host, &all[next])) {
             same++;
             next++;
             continue;
