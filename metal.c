@@ -393,9 +393,10 @@ static bool run_block(Session *s, const Layer *w) {
     struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, 1024,
                   (32 + BLOCK_DIM) * sizeof(float), {[C_ACTIVATION] = c->arch->act}};
-    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !w->attn_post_norm.w;
+    bool post = w->attn_post_norm.w || w->ffn_post_norm.w;
+    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !post;
     for (int i = 0; i < 4; i++) {
-        fits = fits && !m[i]->bias && !w->ffn_post_norm.w;
+        fits = fits && !m[i]->bias;
         a.w[i] = matrix_args(m[i], 1);
         d.bound[i] = matrix_base(m[i]);
         d.constant[C_FORMAT_0 + i] = m[i]->type;

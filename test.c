@@ -3740,7 +3740,7 @@ static const char *const MISTAKES[][3] = {
     {"n_layer / MAX_COMMANDS", " + SPLIT", "100"},
     {"w->router.data", " ||", "0"},
     {"s->o.gpu_block", " &&", "1"},
-    {"w->attn_post_norm.w", ";", "NULL"},
+    {"w->attn_post_norm.w || w->ffn_post_norm.w", ";", "false"},
     {"c->residual_scale != 1", "", "0"},
     {"m->n_owned", "", "0"},
 };
