@@ -13,9 +13,9 @@ PREFIX ?= /usr/local
 ifeq ($(shell uname),Darwin)
 METAL = -DLLM_METAL -framework Metal -framework Foundation -framework CoreGraphics -lobjc
 endif
-# the tests have a GPU in software; it takes a compiler that knows half floats
+# the tests have a GPU in software, on Apple the real one; it takes a compiler that knows half floats
 ifeq ($(shell echo '_Float16 x;' | $(CC) -x c -c -o /dev/null - 2>/dev/null && echo yes),yes)
-TEST_LIBS = -DLLM_METAL -rdynamic -ldl $(LIBS)
+TEST_LIBS = $(or $(METAL),-DLLM_METAL -rdynamic -ldl) $(LIBS)
 else
 TEST_LIBS = $(LIBS)
 endif
@@ -59,7 +59,7 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 
 # what runs under the checkers in every test run; `make valgrind` runs all
 MEMORY = $(shell sed -n 's/^    {"\([a-z_]*\)", test_.*/\1/p' test.c | \
-    grep -Ev '^(cli_|metal_|story_|golden_models|every_|tokenizer_linear|sampler_speed)')
+    grep -Ev '^(cli_|metal_models|metal_shapes|story_|golden_models|every_|tokenizer_linear|sampler_speed)')
 
 # you changed something: everything that can be checked on this machine (about 4 minutes)
 test:
@@ -90,8 +90,14 @@ test-arm:
 tsan:
 	$(CC) $(WARN) -O1 -g -fsanitize=thread test.c -o test_tsan $(TEST_LIBS)
 	./test_tsan metal_kernels
+# the mutants: one program that holds all of them, made of copies with a switch at each place
 mutants: test_native
-	./test_native mutants
+	@rm -rf test_mutants.d; mkdir test_mutants.d
+	@ln -s ../llm.c ../quant.h ../test.c test_mutants.d
+	./test_native mutants test_mutants.d
+	$(CC) -std=gnu11 -O1 -w $(NATIVE) -fsanitize=bounds -fsanitize-undefined-trap-on-error \
+	    -include test_mutants.d/mutants.h test_mutants.d/test.c -o test_mutants $(TEST_LIBS)
+	./test_mutants mutants
 LINT = { sed -n '/^\#ifdef METAL_LINT/,/^\#endif/p' test.c; \
     cat quant.h; echo '\#undef __METAL_VERSION__'; sed 's/^constant /extern constant /' kernels.metal; } | \
     clang++ --target=aarch64-linux-gnu -DMETAL_LINT -D__METAL_VERSION__=310 -std=c++14 -fsyntax-only -x c++
@@ -101,7 +107,7 @@ lint:
 	    -Wno-unused -Werror - && \
 	$(LINT) -w -Xclang -ast-dump -fno-color-diagnostics - | awk ' \
 	    /-(VarDecl|ParmVarDecl|FieldDecl|CStyleCastExpr) / { split($$0, q, "\047"); t = q[2]; \
-	        if (t ~ /\*/ && t !~ /address_space|device |threadgroup |volatile /) \
+	        if (t ~ /\*/ && t !~ /address_space|device |DEVICE |threadgroup |volatile /) \
 	            { print "a pointer without address space: " $$0; bad = 1 } } \
 	    /AddressSpaceConversion/ { print "a cast to another address space: " $$0; bad = 1 } \
 	    / static( |$$)/ && /-VarDecl / { print "a static variable: " $$0; bad = 1 } \
@@ -155,7 +161,7 @@ END {
     budget("llm.c", lines["llm.c"] - unicode, 4650); budget("  its Unicode tables", unicode, 250)
     budget("quant.h", lines["quant.h"] - grids, 1040); budget("  its grids", grids, 340)
     budget("metal.c", lines["metal.c"], 610); budget("kernels.metal", lines["kernels.metal"], 1000)
-    budget("test.c", lines["test.c"], 4150); budget("  the GPU in software", part["test.c a GPU"], 980)
+    budget("test.c", lines["test.c"], 4150); budget("  the GPU in software", part["test.c a GPU"], 800)
     budget("first sitting", manual + part["quant.h first sitting:"] + \
         part["llm.c GGUF"] + part["llm.c model"] + part["llm.c ops"] + part["llm.c forward"], 1000)
     budget("lines over 100 columns", wide, 0)
@@ -169,7 +175,8 @@ lines:
 	@awk "$$LINES" llm.c quant.h metal.c kernels.metal test.c
 
 clean:
-	rm -f llm test_native test_plain test_avx2 test_asan test_arm test_tsan test.log test.tmp bench.log
+	rm -f llm test_native test_plain test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
+	rm -rf test_mutants.d
 
 install: llm
 	install -d $(DESTDIR)$(PREFIX)/bin

@@ -22,7 +22,6 @@
 #include <metal_stdlib>
 using namespace metal;
 #define shared_memory threadgroup(0)          // elsewhere the word threadgroup is an empty macro
-#define as_float(x) as_type<float>(x)
 #endif
 
 // ---- 1. arguments ----
@@ -119,7 +118,7 @@ static inline bool format_float(int format) {
 static inline float float_weight(int format, device const uchar *row, int i) {
     if (format == FORMAT_F32) return ((device const float *)row)[i];
     if (format == FORMAT_F16) return (float)((device const half *)row)[i];
-    return as_float((uint)((device const ushort *)row)[i] << 16);
+    return quant_from_bits((uint)((device const ushort *)row)[i] << 16);
 }
 
 // group g of a row as floats; zeros past the last column
@@ -267,7 +266,7 @@ kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buf
     if (g >= a->groups) return;                           // a whole SIMD-group: no barrier follows
     float v = x[(ulong)g * 32 + lane], top = simd_max(fabs(v));
     float low = simd_sum(lane < 16 ? v : 0.0f), high = simd_sum(lane < 16 ? 0.0f : v);
-    q[(ulong)g * 32 + lane] = (int8_t)rint(top > 0.0f ? v * (127.0f / top) : 0.0f);
+    q[(ulong)g * 32 + lane] = (int8_t)rint(v * (127.0f / max(top, 1e-30f)));
     if (lane == 0) {
         scales[3 * g] = top / 127.0f;
         scales[3 * g + 1] = low;
@@ -370,19 +369,14 @@ static inline void head_rope(device const float *x, device const float *norm,
                              device const float *rope, constant struct attention_args *a,
                              uint lane, thread float *v) {
     float square = 0.0f, scale = 1.0f;
-    for (int i = 0; i < HEAD_DIM; i += 64) {
-        int p = i / 2 + lane;
-        if (p >= HEAD_DIM / 2) continue;
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += 32, i += 2)
         for (int j = 0; j < 2; j++) {
-            v[i / 32 + j] = x[pair_index(p, j, a->n_rot)];
-            square += v[i / 32 + j] * v[i / 32 + j];
+            v[i + j] = x[pair_index(p, j, a->n_rot)];
+            square += v[i + j] * v[i + j];
         }
-    }
     if (QK_NORMED) scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
-    for (int i = 0; i < HEAD_DIM; i += 64) {
-        int p = i / 2 + lane;
-        if (p >= HEAD_DIM / 2) continue;
-        float x0 = v[i / 32] * scale, x1 = v[i / 32 + 1] * scale, c = 1.0f, s = 0.0f;
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += 32, i += 2) {
+        float x0 = v[i] * scale, x1 = v[i + 1] * scale, c = 1.0f, s = 0.0f;
         if (QK_NORMED) {
             x0 *= norm[pair_index(p, 0, a->n_rot)];
             x1 *= norm[pair_index(p, 1, a->n_rot)];
@@ -391,8 +385,8 @@ static inline void head_rope(device const float *x, device const float *norm,
             c = rope[2 * p];
             s = rope[2 * p + 1];
         }
-        v[i / 32] = x0 * c - x1 * s;
-        v[i / 32 + 1] = x0 * s + x1 * c;
+        v[i] = x0 * c - x1 * s;
+        v[i + 1] = x0 * s + x1 * c;
     }
 }
 
@@ -402,11 +396,8 @@ static inline void head_stage(device const float *x, device const float *norm,
                               uint lane, threadgroup float *out) {
     float v[HEAD_MAX / 32];
     head_rope(x, norm, rope, a, lane, v);
-    for (int i = 0; i < HEAD_DIM; i += 64)
-        for (int j = 0; j < 2; j++) {
-            int p = i / 2 + lane;
-            if (p < HEAD_DIM / 2) out[pair_index(p, j, a->n_rot)] = v[i / 32 + j];
-        }
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += 32, i += 2)
+        for (int j = 0; j < 2; j++) out[pair_index(p, j, a->n_rot)] = v[i + j];
 }
 
 // The mask is by absolute position: rows of the ring are in any order, -1 is an empty one.
@@ -768,12 +759,11 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
     q += ((ulong)t * a->n_head + (query ? h : 0)) * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
     head_rope(query ? q : k_new + from, query ? q_norm : k_norm, angles, a, lane, y);
-    for (int i = 0; i < HEAD_DIM; i += 64)
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += 32, i += 2)
         for (int j = 0; j < 2; j++) {
-            int p = i / 2 + lane, at = pair_index(p, j, a->n_rot);
-            if (p >= HEAD_DIM / 2) continue;
-            if (query) q[at] = y[i / 32 + j];
-            else k[ring + at] = (half)y[i / 32 + j];
+            int at = pair_index(p, j, a->n_rot);
+            if (query) q[at] = y[i + j];
+            else k[ring + at] = (half)y[i + j];
         }
 }
 
@@ -782,7 +772,7 @@ static inline void flash_stage(device const half *from, device const int *pos_k,
                                constant struct attention_args *a, threadgroup half *tile) {
     for (int i = tid; i < FLASH_KEYS * HEAD_DIM; i += 128) {
         int r = r0 + i / HEAD_DIM;
-        bool empty = r >= a->used || pos_k[min(r, a->used - 1)] < 0;
+        bool empty = r >= a->used || pos_k[r] < 0;
         tile[i] = empty ? (half)0.0f : from[(ulong)r * HEAD_DIM + i % HEAD_DIM];
     }
 }
@@ -911,7 +901,7 @@ kernel void flash_attention(device const float *queries [[buffer(0)]],
     }
     float top = a->sinks ? max(m, sinks[head] * LOG2E) : m, keep = exp2(m - top);
     if (a->sinks) sum = sum * keep + exp2(sinks[head] * LOG2E - top);          // it has no value
-    out += ((ulong)min(t, a->n - 1) * a->n_head + head) * HEAD_DIM;
+    out += ((ulong)t * a->n_head + head) * HEAD_DIM;
     flash_store(o, scores, out, t < a->n, sum > 0.0f ? keep / sum : 0.0f, lane);
 }
 

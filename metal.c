@@ -152,7 +152,8 @@ static bool gpu_library(Gpu *g) {
     send(g, set_fast_math, options, false);
     g->library = send(g, new_library, g->device, text, options, &error);
     send(g, release, options);   // an error may hold mere warnings: what counts is the library
-    return g->queue && g->library ? true : gpu_fail(g, "kernels.metal", error);
+    if (!g->queue) return gpu_fail(g, "no command queue", NULL);
+    return g->library ? true : gpu_fail(g, "kernels.metal", error);
 }
 
 // makes whole pages, or a new buffer (base NULL), known to the GPU; returns its address
@@ -206,8 +207,9 @@ static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *consta
 
 static void gpu_commands(Gpu *g) {   // one more command buffer, and its encoder
     id commands = send(g, commands, g->queue);
-    g->commands[g->n_commands++] = commands;
     g->encoder = send(g, encoder, commands);
+    if (g->encoder) g->commands[g->n_commands++] = commands;
+    else gpu_fail(g, "no command encoder", NULL);
 }
 
 static void gpu_begin(Gpu *g) {
@@ -217,6 +219,7 @@ static void gpu_begin(Gpu *g) {
 }
 
 static void gpu_commit(Gpu *g) {
+    if (!g->encoder) return;
     send(g, end_encoding, g->encoder);
     send(g, commit, g->commands[g->n_commands - 1]);
 }
@@ -369,7 +372,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   ((size_t)n * (w->n_head + 2 * w->n_kv) + 3) / 4, 128, 0,
                   {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
                    [C_PAIRING] = !w->rope ? ROPE_NONE
-                                 : c->arch->rope == NORM ? ROPE_PAIRS : ROPE_HALVES,
+                                 : c->rope == NORM ? ROPE_PAIRS : ROPE_HALVES,
                    [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
     Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
                                 w->sinks, s->att}, 11, (size_t)n * w->n_head, 32 * nsg,
@@ -390,9 +393,10 @@ static bool run_block(Session *s, const Layer *w) {
     struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, 1024,
                   (32 + BLOCK_DIM) * sizeof(float), {[C_ACTIVATION] = c->arch->act}};
-    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !w->attn_post_norm.w;
+    bool post = w->attn_post_norm.w || w->ffn_post_norm.w;
+    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !post;
     for (int i = 0; i < 4; i++) {
-        fits = fits && !m[i]->bias && !w->ffn_post_norm.w;
+        fits = fits && !m[i]->bias;
         a.w[i] = matrix_args(m[i], 1);
         d.bound[i] = matrix_base(m[i]);
         d.constant[C_FORMAT_0 + i] = m[i]->type;
@@ -531,11 +535,11 @@ static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Map *maps = s->m->gguf.maps;
     size_t n = s->o.chunk, wide = 0;
-    for (int l = 0; s->o.gpu_int8 && l < s->m->config.n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        size_t cols[] = {w->q.cols, w->o.cols, w->down.cols};
-        for (int i = 0; i < 3; i++) wide = cols[i] > wide ? cols[i] : wide;
+    for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++) {
+        const Tensor *t = &s->m->gguf.tensors[i];
+        if (t->ne[0] > (int64_t)wide) wide = t->ne[0];
     }
+    wide = (wide + 31) / 32 * 32;
     g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)));
     bool ok = g->best != NULL;
     for (size_t i = 0; ok && i < s->m->gguf.n_maps; i++)
