@@ -82,7 +82,7 @@ valgrind: llm test_avx2
 test-arm:
 	for cpu in armv8-a armv8.2-a+dotprod; do \
 	    aarch64-linux-gnu-gcc $(WARN) -O1 -march=$$cpu -static test.c -o test_arm $(LIBS) && \
-	    qemu-aarch64 ./test_arm --quick || exit 1; \
+	    LLM="qemu-aarch64 ./test_arm llm --cpu" qemu-aarch64 ./test_arm --quick || exit 1; \
 	done
 
 # you changed kernels.metal: races, each of its barriers, bounds and indices broken once, and the
