@@ -233,11 +233,9 @@ static int name_compare(const void *a, const void *b) {
 
 static bool sort_names(void *items, size_t n, size_t size, const char *what, Error *e) {
     qsort(items, n, size, name_compare);
-    for (char *p = items; n > 1; n--, p += size) {
-        Str *name = (Str *)p;
+    for (char *p = items; n > 1; n--, p += size)
         if (!name_compare(p, p + size))
-            return fail(e, "%s %.*s appears twice", what, STR_ARG(*name));
-    }
+            return fail(e, "%s %.*s appears twice", what, STR_ARG(*(Str *)p));
     return true;
 }
 
@@ -324,7 +322,8 @@ static bool read_head(Cursor *c, Gguf *g, Gguf *part, Error *e) {
     Tensor *tensors = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *tensors);
     if (tensors) g->tensors = tensors;
     if (!meta || !tensors) return fail(e, "out of memory");
-    *part = (Gguf){meta + g->n_meta, tensors + g->n_tensors, NULL, n_meta, n_tensors, 0};
+    *part = (Gguf){.meta = meta + g->n_meta, .tensors = tensors + g->n_tensors,
+                   .n_meta = n_meta, .n_tensors = n_tensors};
     return true;
 }
 
@@ -390,7 +389,8 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // has say the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts, sinks, tied
 // head). To add an architecture: read its row's values off its reference implementation, add its
 // name to the row that has them, or such a row, run `./llm model.gguf --info`; a tensor under a new
-// name goes into load_layer, a key into load_config. Then add one line to test.c. RoPE pairing is the usual mistake, and position 0 cannot show it.
+// name goes into load_layer, a key into load_config. Then add one line to test.c. RoPE pairing is
+// the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp 0.5.0 on random models (f32 weights, 160 tokens, its
 // options and special cases): the logits are equal to an NMSE of 1e-6. For those in VERIFIED the
@@ -609,13 +609,12 @@ static void *own(Loader *ld, size_t size) {   // memory that lives as long as th
 }
 
 // n floats; 0: however many there are
-static const float *load_vector(Loader *ld, const char *name, const char *suffix, int64_t n) {
+static const float *load_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
     const Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
-    int64_t have = (int64_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+    size_t have = (size_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (n && have != n) {
-        fail(refuse(ld), "tensor %.*s: want %lld values, file has %lld", STR_ARG(t->name),
-             (long long)n, (long long)have);
+        fail(refuse(ld), "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
         return NULL;
     }
     if (t->type == QUANT_F32) return (const float *)t->data;
@@ -650,7 +649,7 @@ static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int 
     if (find_tensor(ld, name, ".input_scale"))
         fail(refuse(ld), "tensor %.*s: input scales are not supported", STR_ARG(t->name));
     if (!ld->ok) return (Matrix){0};
-    const float *bias = load_vector(ld, name, ".bias", (int64_t)rows * n);
+    const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
     const float *scale = load_vector(ld, name, ".scale", n);
     return (Matrix){t->data, t->type, rows, cols, bias, scale,
                     rows * quant_row_bytes(t->type, cols)};
@@ -680,11 +679,11 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 
 typedef struct { const char *name; int rows; Matrix *w; } Piece;
 
-// n matrices over the same input: one below the other in a tensor called `fused`, or each by itself
-static void load_parts(Loader *ld, const char *fused, int n_expert, const Piece *part, int n) {
+// matrices that share their input: one below the other in one tensor, or each in its own
+static void load_fused(Loader *ld, const char *name, int n_expert, const Piece *part, int n) {
     int cols = ld->m->config.dim, rows = 0, at = 0;
     for (int i = 0; i < n; i++) rows += part[i].rows;
-    Matrix all = load_matrix(ld, fused, cols, rows, n_expert);
+    Matrix all = load_matrix(ld, name, cols, rows, n_expert);
     for (int i = 0; i < n; at += part[i++].rows)
         *part[i].w = all.data ? matrix_rows(all, at, part[i].rows)
                               : need_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
@@ -696,7 +695,7 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
     if (first && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // attention is gated
-    load_parts(ld, "attn_qkv", 1,
+    load_fused(ld, "attn_qkv", 1,
                (Piece[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
     w->o = need_matrix(ld, "attn_output", w->n_head * c->vd, c->dim, 1);
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
@@ -704,42 +703,37 @@ static void load_attention(Loader *ld, Layer *w) {
     w->k_norm = load_head_norm(ld, "attn_k_norm", w->n_kv, c->hd);
 }
 
-// rows q, k, v, z of the first key head, of the second, ...: a copy with all q, all k, all v, all z
-static Matrix heads_apart(Loader *ld, Matrix w, int heads, int64_t qk, int64_t vz) {
-    size_t row = quant_row_bytes(w.type, w.cols), size[] = {qk * row, qk * row, vz * row, vz * row};
-    uint8_t *to = own(ld, w.rows * row);
-    const uint8_t *from = w.data;
-    w.data = to;
+// early files: rows q, k, v, z of the first key head, of the second, ...; a copy has all q, all k,
+// all v, all z
+static void heads_apart(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;
+    size_t vz = w->z.rows / c->n_key * row, size[] = {qk, qk, vz, vz};
+    const uint8_t *from = w->conv_in.data;
+    uint8_t *to = own(ld, c->n_key * 2 * (qk + vz));
+    w->conv_in.data = to;
+    w->z.data = to ? to + w->conv_in.rows * row : NULL;
     for (int p = 0; to && p < 4; from += size[p++])
-        for (int h = 0; h < heads; h++, to += size[p])
-            memcpy(to, from + h * (2 * size[0] + 2 * size[2]), size[p]);
-    return w;
+        for (int h = 0; h < c->n_key; h++, to += size[p])
+            memcpy(to, from + h * 2 * (qk + vz), size[p]);
 }
 
 static void load_delta(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv) {
+    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
         fail(refuse(ld), "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
              ld->l, c->n_value, c->n_key, c->dv, c->dk);
-        return;
-    }
-    Matrix all = load_matrix(ld, "ssm_in", c->dim, qkv + values, 1);
-    if (all.data) {   // of early files
-        all = heads_apart(ld, all, c->n_key, c->dk, values / c->n_key);
-        w->conv_in = matrix_rows(all, 0, qkv);
-        w->z = matrix_rows(all, qkv, values);
-    } else {
-        w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
-        w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
-    }
+    load_fused(ld, "ssm_in", 1,
+               (Piece[]){{"attn_qkv", qkv, &w->conv_in}, {"attn_gate", values, &w->z}}, 2);
+    if (find_tensor(ld, "ssm_in", ".weight")) heads_apart(ld, w);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
     if (!w->beta_alpha.data) {
         w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
         w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
     }
     w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
-    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (int64_t)qkv * c->conv);
+    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
     w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
     w->a = load_vector(ld, "ssm_a", "", c->n_value);
     w->delta_norm = load_norm(ld, "ssm_norm", c->dv);
@@ -756,7 +750,7 @@ static void load_ffn(Loader *ld, Layer *w) {
         const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
         w->gate = load_matrix(ld, "ffn_gate", c->dim, w->ff, 1);
         if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // up holds both
-            load_parts(ld, "ffn_up", 1, (Piece[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
+            load_fused(ld, "ffn_up", 1, (Piece[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
         else w->up = need_matrix(ld, "ffn_up", c->dim, w->ff, 1);
         w->down = need_matrix(ld, "ffn_down", w->ff, c->dim, 1);
         return;
@@ -764,7 +758,7 @@ static void load_ffn(Loader *ld, Layer *w) {
     const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
     need_data(ld, down, "ffn_down_exps", ".weight");
     int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
-    load_parts(ld, "ffn_gate_up_exps", n,
+    load_fused(ld, "ffn_gate_up_exps", n,
                (Piece[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
     w->down = need_matrix(ld, "ffn_down_exps", ff, c->dim, n);
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
