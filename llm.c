@@ -315,8 +315,8 @@ static bool read_head(Cursor *c, Gguf *g, Gguf *part, Error *e) {
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
     if (n_tensors > size / 32 || n_meta > size / 13)
-        return fail(e, "%zu tensors and %zu metadata keys do not fit into the file",
-                    (size_t)n_tensors, (size_t)n_meta);
+        return fail(e, "%zu tensors and %zu metadata keys do not fit into %zu bytes",
+                    (size_t)n_tensors, (size_t)n_meta, size);
     Meta *meta = realloc(g->meta, (g->n_meta + n_meta + 1) * sizeof *meta);
     if (meta) g->meta = meta;
     Tensor *tensors = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *tensors);
@@ -545,7 +545,7 @@ typedef struct {
     char prefix[16];          // of its tensors: "blk.0."
 } Loader;
 
-static Error *refuse(Loader *ld) {   // fail(refuse(ld), ...)
+static Error *refuse(Loader *ld) {   // for fail()
     Error *e = ld->e;
     ld->e = &ld->later;
     ld->ok = false;
@@ -569,7 +569,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     return x;
 }
 
-enum { REQUIRED = INT_MIN };
+enum { REQUIRED = INT_MIN };   // no other value will do
 
 static int load_int(Loader *ld, const char *key, int otherwise, int low, int high) {
     double x = load_number(ld, key, otherwise);
@@ -679,7 +679,7 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 
 typedef struct { const char *name; int rows; Matrix *w; } Piece;
 
-// matrices that share their input: one below the other in one tensor, or each in its own
+// matrices over the residual stream: one below the other in one tensor, or each in its own
 static void load_fused(Loader *ld, const char *name, int n_expert, const Piece *part, int n) {
     int cols = ld->m->config.dim, rows = 0, at = 0;
     for (int i = 0; i < n; i++) rows += part[i].rows;
@@ -749,7 +749,7 @@ static void load_ffn(Loader *ld, Layer *w) {
     if (!w->router.data) {
         const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
         w->gate = load_matrix(ld, "ffn_gate", c->dim, w->ff, 1);
-        if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // up holds both
+        if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // one tensor for gate and up
             load_fused(ld, "ffn_up", 1, (Piece[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
         else w->up = need_matrix(ld, "ffn_up", c->dim, w->ff, 1);
         w->down = need_matrix(ld, "ffn_down", w->ff, c->dim, 1);
@@ -818,7 +818,7 @@ static void load_pattern(Loader *ld, Layer *w) {
               !(a->flags & LOCAL_ROPE && windows && !local);
 }
 
-// the row of the file's architecture; where it has several, by the number of layers
+// the first row of ARCHS that has the file's architecture and size
 static bool load_arch(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
@@ -826,7 +826,7 @@ static bool load_arch(Loader *ld) {
     if (!name.s) return fail(refuse(ld), "key general.architecture is missing");
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
-    for (size_t i = sizeof ARCHS / sizeof *ARCHS; i-- > 0;)
+    for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS && !c->arch; i++)
         if (is_word(c->name, ARCHS[i].names) && (!ARCHS[i].n_layer || ARCHS[i].n_layer == layers))
             c->arch = &ARCHS[i];
     if (!c->arch || !str_eq(name, c->name))
