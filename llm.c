@@ -87,9 +87,12 @@ static bool str_eq(Str a, const char *b) {
     return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0;
 }
 
-static int str_compare(Str a, Str b) {
-    int c = memcmp(a.s, b.s, a.n < b.n ? a.n : b.n);
-    return c ? c : (a.n > b.n) - (a.n < b.n);
+static bool is_word(const char *word, const char *words) {   // of a list: "llama mistral3"
+    for (size_t n = strlen(word), k; *words; words += k + (words[k] == ' ')) {
+        k = strcspn(words, " ");
+        if (k == n && !memcmp(words, word, n)) return true;
+    }
+    return false;
 }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -126,7 +129,7 @@ enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_
 static const uint8_t gguf_size[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
 typedef struct { Str key; uint32_t type, elem; uint64_t n; const uint8_t *v; } Meta;
-typedef struct { Str name; int type, n_dims; int64_t ne[4]; const uint8_t *data; } Tensor;
+typedef struct { Str name; int type, n_dims, ne[4]; uint64_t offset; const uint8_t *data; } Tensor;
 typedef struct { uint8_t *base; size_t size; } Map;
 
 typedef struct {
@@ -138,27 +141,25 @@ typedef struct {
 
 typedef struct { const uint8_t *p, *end; bool bad; } Cursor;
 
-static uint64_t read_bytes(Cursor *c, size_t n) {   // n = 1, 2, 4, 8
-    uint64_t x = 0;
-    if (c->bad || (size_t)(c->end - c->p) < n) {
-        c->bad = true;
-        return 0;
-    }
-    memcpy(&x, c->p, n);
+// the next n bytes; NULL where the file ends before them, and from then on
+static const void *take(Cursor *c, uint64_t n) {
+    if (n > (uint64_t)(c->end - c->p)) c->bad = true;
+    if (c->bad) return NULL;
     c->p += n;
-    return x;
+    return c->p - n;
 }
 
-static void skip_bytes(Cursor *c, uint64_t n) {
-    if (c->bad || (uint64_t)(c->end - c->p) < n) c->bad = true;
-    else c->p += n;
+static uint64_t read_bytes(Cursor *c, size_t n) {   // n = 1, 2, 4, 8
+    uint64_t x = 0;
+    const void *p = take(c, n);
+    if (p) memcpy(&x, p, n);
+    return x;
 }
 
 static Str read_str(Cursor *c) {
     uint64_t n = read_bytes(c, 8);
-    Str s = {(const char *)c->p, n};
-    skip_bytes(c, n);
-    return c->bad ? (Str){"", 0} : s;
+    const char *s = take(c, n);
+    return s ? (Str){s, n} : (Str){"", 0};
 }
 
 // strings of an array that was checked when the file was opened
@@ -174,140 +175,124 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     m->key = read_str(c);
     m->type = m->elem = read_bytes(c, 4);
     m->n = 1;
-    if (c->bad) return fail(e, "the file ends inside the metadata keys");
-    if (m->type >= GGUF_TYPES)
-        return fail(e, "key %.*s: unknown value type %u", STR_ARG(m->key), m->type);
     if (m->type == GGUF_ARR) {
         m->elem = read_bytes(c, 4);
         m->n = read_bytes(c, 8);
-        if (m->elem == GGUF_ARR)
-            return fail(e, "key %.*s: arrays of arrays are not supported", STR_ARG(m->key));
-        if (m->elem >= GGUF_TYPES)
-            return fail(e, "key %.*s: unknown element type %u", STR_ARG(m->key), m->elem);
+        if (m->elem == GGUF_ARR) return fail(e, "arrays of arrays are not supported");
     }
     m->v = c->p;
-    size_t least = m->elem == GGUF_STR ? 8 : gguf_size[m->elem];
-    if (m->n > (uint64_t)(c->end - c->p) / least)
-        return fail(e, "key %.*s: %llu values do not fit into the file", STR_ARG(m->key),
-                    (unsigned long long)m->n);
-    if (m->elem != GGUF_STR) skip_bytes(c, m->n * least);
+    if (c->bad) return fail(e, "the file ends inside the metadata");
+    if (m->elem >= GGUF_TYPES)
+        return fail(e, "unknown %s type %u", m->type == GGUF_ARR ? "element" : "value", m->elem);
+    if (m->n > (uint64_t)(c->end - c->p))
+        return fail(e, "%zu values do not fit into the file", (size_t)m->n);
+    take(c, m->n * gguf_size[m->elem]);
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
-    if (c->bad)
-        return fail(e, "key %.*s: a value runs past the end of the file", STR_ARG(m->key));
-    return true;
+    return !c->bad || fail(e, "its value runs past the end of the file");
 }
 
-// the tensor's offset is left in data; it becomes a pointer when the start of the data is known
 static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
+    uint64_t ne[4] = {1, 1, 1, 1};
     t->name = read_str(c);
-    uint32_t n_dims = read_bytes(c, 4);
-    if (c->bad) return fail(e, "the file ends inside the list of tensors");
-    if (n_dims < 1 || n_dims > 4)
-        return fail(e, "tensor %.*s: 1 to 4 dimensions expected, found %u", STR_ARG(t->name),
-                    n_dims);
-    t->n_dims = n_dims;
-    for (uint32_t i = 0; i < 4; i++) t->ne[i] = i < n_dims ? (int64_t)read_bytes(c, 8) : 1;
+    t->n_dims = read_bytes(c, 4);
+    for (int i = 0; i < t->n_dims && i < 4; i++) ne[i] = read_bytes(c, 8);
     t->type = read_bytes(c, 4);
-    t->data = (const uint8_t *)(uintptr_t)read_bytes(c, 8);
-    if (c->bad) return fail(e, "tensor %.*s: its entry is cut off", STR_ARG(t->name));
-    for (uint32_t i = 0; i < n_dims; i++)
-        if (t->ne[i] < 1 || t->ne[i] > INT32_MAX)
-            return fail(e, "tensor %.*s: dimension %u is %lld", STR_ARG(t->name), i,
-                        (long long)t->ne[i]);
-    if (!quant_name(t->type))
-        return fail(e, "tensor %.*s: unknown tensor type %d", STR_ARG(t->name), t->type);
-    if (!quant_row_bytes(t->type, t->ne[0]))
-        return fail(e, "tensor %.*s: rows of %lld weights are not whole %s blocks",
-                    STR_ARG(t->name), (long long)t->ne[0], quant_name(t->type));
-    return true;
-}
-
-static bool tensor_place(Tensor *t, const Map *map, size_t data, size_t align, Error *e) {
-    uint64_t offset = (uintptr_t)t->data, room = map->size - data;
-    if (offset % align)
-        return fail(e, "tensor %.*s: offset %llu is not a multiple of the alignment %zu",
-                    STR_ARG(t->name), (unsigned long long)offset, align);
-    if (offset > room)
-        return fail(e, "tensor %.*s: offset %llu is past the end of the file", STR_ARG(t->name),
-                    (unsigned long long)offset);
-    uint64_t size = quant_row_bytes(t->type, t->ne[0]);
-    for (int i = 1; i < 4; i++) {
-        if ((uint64_t)t->ne[i] > (room - offset) / size)
-            return fail(e, "tensor %.*s: larger than what is left of the file: is it truncated?",
-                        STR_ARG(t->name));
-        size *= t->ne[i];
+    t->offset = read_bytes(c, 8);
+    if (c->bad) return fail(e, "the file ends inside the list of tensors");
+    if (t->n_dims < 1 || t->n_dims > 4)
+        return fail(e, "1 to 4 dimensions expected, found %d", t->n_dims);
+    for (int i = 0; i < 4; i++) {
+        if (ne[i] < 1 || ne[i] > INT32_MAX)
+            return fail(e, "dimension %d is %zu, expected 1 to %d", i, (size_t)ne[i], INT32_MAX);
+        t->ne[i] = ne[i];
     }
-    t->data = map->base + data + offset;
+    if (!quant_name(t->type)) return fail(e, "unknown tensor type %d", t->type);
+    if (!quant_row_bytes(t->type, t->ne[0]))
+        return fail(e, "rows of %d weights are not whole %s blocks", t->ne[0], quant_name(t->type));
     return true;
 }
 
-static int meta_compare(const void *a, const void *b) {
-    return str_compare(((const Meta *)a)->key, ((const Meta *)b)->key);
+// finds the tensor's bytes, all in the map; offsets count from `start`
+static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, Error *e) {
+    size_t room = map->size - start, at = t->offset;
+    double size = (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
+    if (at % align) return fail(e, "offset %zu is not a multiple of the alignment %zu", at, align);
+    if (at > room) return fail(e, "offset %zu is past the end of the file", at);
+    if (size > room - at)
+        return fail(e, "%.0f bytes, the file has %zu: is it truncated?", size, room - at);
+    t->data = map->base + start + at;
+    return true;
 }
 
-static int tensor_compare(const void *a, const void *b) {
-    return str_compare(((const Tensor *)a)->name, ((const Tensor *)b)->name);
+// of Meta and Tensor, which begin with their names
+static int name_compare(const void *a, const void *b) {
+    const Str *x = a, *y = b;
+    int c = memcmp(x->s, y->s, x->n < y->n ? x->n : y->n);
+    return c ? c : (x->n > y->n) - (x->n < y->n);
+}
+
+static bool sort_names(void *items, size_t n, size_t size, const char *what, Error *e) {
+    qsort(items, n, size, name_compare);
+    for (char *p = items; n > 1; n--, p += size)
+        if (!name_compare(p, p + size))
+            return fail(e, "%s %.*s appears twice", what, STR_ARG(*(Str *)p));
+    return true;
 }
 
 static const Meta *gguf_find(const Gguf *g, const char *key) {
-    Meta m = {.key = {key, strlen(key)}};
-    return bsearch(&m, g->meta, g->n_meta, sizeof m, meta_compare);
+    Str name = {key, strlen(key)};
+    return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
-static const Tensor *gguf_tensor(const Gguf *g, const char *name) {
-    Tensor t = {.name = {name, strlen(name)}};
-    return bsearch(&t, g->tensors, g->n_tensors, sizeof t, tensor_compare);
+static const Tensor *gguf_tensor(const Gguf *g, const char *key) {
+    Str name = {key, strlen(key)};
+    return bsearch(&name, g->tensors, g->n_tensors, sizeof *g->tensors, name_compare);
 }
 
 static double meta_float(const Meta *m, uint64_t i) {
-    const uint8_t *p = m->v + i * gguf_size[m->elem];
-    float f;
-    double d;
-    if (m->elem == GGUF_F32) return memcpy(&f, p, 4), f;
-    if (m->elem == GGUF_F64) return memcpy(&d, p, 8), d;
-    uint64_t u = 0;
-    memcpy(&u, p, gguf_size[m->elem]);
+    union { uint64_t u; int8_t i8; int16_t i16; int32_t i32; int64_t i64; float f; double d; } x;
+    x.u = 0;
+    memcpy(&x, m->v + i * gguf_size[m->elem], gguf_size[m->elem]);
     switch (m->elem) {
-    case GGUF_I8:  return (int8_t)u;
-    case GGUF_I16: return (int16_t)u;
-    case GGUF_I32: return (int32_t)u;
-    case GGUF_I64: return (int64_t)u;
-    default:       return u;
+    case GGUF_I8:  return x.i8;
+    case GGUF_I16: return x.i16;
+    case GGUF_I32: return x.i32;
+    case GGUF_I64: return x.i64;
+    case GGUF_F32: return x.f;
+    case GGUF_F64: return x.d;
+    default:       return x.u;
     }
 }
 
 static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped: counts are checked by their users
     double d = meta_float(m, i);
-    return d != d ? 0 : d > 1e15 ? (int64_t)1e15 : d < -1e15 ? (int64_t)-1e15 : (int64_t)d;
+    return d != d ? 0 : fmin(fmax(d, -1e15), 1e15);
 }
 
 static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
     const Meta *m = gguf_find(g, key);
-    return m && m->type != GGUF_STR && m->type != GGUF_ARR ? meta_int(m, 0) : otherwise;
+    return m && gguf_size[m->type] ? meta_int(m, 0) : otherwise;
 }
 
-static Str gguf_str(const Gguf *g, const char *key) {
-    const Meta *m = gguf_find(g, key);
+static Str meta_str(const Meta *m) {   // without a text: {NULL, 0}
     const uint8_t *p = m && m->type == GGUF_STR ? m->v : NULL;
     return p ? str_next(&p) : (Str){NULL, 0};
 }
 
-static bool map_file(const char *path, Map *map, Error *e) {
+static Str gguf_str(const Gguf *g, const char *key) { return meta_str(gguf_find(g, key)); }
+
+static bool map_file(Map *map, const char *path, Error *e) {
     struct stat st;
     int fd = open(path, O_RDONLY | O_NONBLOCK);   // a pipe by that name must not block
-    if (fd < 0) return fail(e, "%s: %s", path, strerror(errno));
-    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) {
-        close(fd);
-        return fail(e, "%s: not a regular file", path);
-    }
-    map->size = st.st_size;
+    if (fd < 0) return fail(e, "%s", strerror(errno));
+    bool regular = !fstat(fd, &st) && S_ISREG(st.st_mode);
+    map->size = regular ? st.st_size : 0;
     void *p = map->size ? mmap(NULL, map->size, PROT_READ, MAP_SHARED, fd, 0) : NULL;
     close(fd);
-    if (p == MAP_FAILED) return fail(e, "%s: mmap: %s", path, strerror(errno));
+    if (!regular) return fail(e, "not a regular file");
+    if (p == MAP_FAILED) return fail(e, "mmap: %s", strerror(errno));
     map->base = p;
-    if (map->size < 24)
-        return fail(e, "%s: %zu bytes are too few for a GGUF file", path, map->size);
-    return true;
+    return map->size >= 24 || fail(e, "%zu bytes are too few for a GGUF file", map->size);
 }
 
 static void gguf_close(Gguf *g) {
@@ -319,99 +304,97 @@ static void gguf_close(Gguf *g) {
     *g = (Gguf){0};
 }
 
-// the fixed part of the head; *n_tensors and *n_meta are bounded by the file's size
-static bool read_head(Cursor *c, const Map *map, uint64_t *n_tensors, uint64_t *n_meta, Error *e) {
+// the fixed part of the head; makes room for the part's lists behind those of g
+static bool read_head(Cursor *c, Gguf *g, Gguf *part, Error *e) {
+    size_t size = c->end - c->p;
     uint32_t magic = read_bytes(c, 4), version = read_bytes(c, 4);
+    uint64_t n_tensors = read_bytes(c, 8), n_meta = read_bytes(c, 8);
     if (magic != 0x46554747) return fail(e, "not a GGUF file: it starts with %08x", magic);
     if (version >= 0x01000000) return fail(e, "a big-endian GGUF file; little endian is expected");
     if (version != 2 && version != 3)
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
-    *n_tensors = read_bytes(c, 8);
-    *n_meta = read_bytes(c, 8);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
-    if (*n_tensors > map->size / 32)
-        return fail(e, "%llu tensors do not fit into the file", (unsigned long long)*n_tensors);
-    if (*n_meta > map->size / 13)
-        return fail(e, "%llu metadata keys do not fit into the file", (unsigned long long)*n_meta);
+    if (n_tensors > size / 32 || n_meta > size / 13)
+        return fail(e, "%zu tensors and %zu metadata keys do not fit into %zu bytes",
+                    (size_t)n_tensors, (size_t)n_meta, size);
+    Meta *meta = realloc(g->meta, (g->n_meta + n_meta + 1) * sizeof *meta);
+    if (meta) g->meta = meta;
+    Tensor *tensors = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *tensors);
+    if (tensors) g->tensors = tensors;
+    if (!meta || !tensors) return fail(e, "out of memory");
+    *part = (Gguf){.meta = meta + g->n_meta, .tensors = tensors + g->n_tensors,
+                   .n_meta = n_meta, .n_tensors = n_tensors};
     return true;
 }
 
-// part i of a model: the metadata of part 0 stays, the tensors of all parts are collected
-static bool gguf_read(Gguf *g, const Map *map, int64_t i, Error *e) {
+// part i of a model: the tensors of all parts are collected, the metadata of part 0 alone
+static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
+    Error why;
+    Gguf part;
     Cursor c = {map->base, map->base + map->size, false};
-    uint64_t n_tensors = 0, n_meta = 0;
-    if (!read_head(&c, map, &n_tensors, &n_meta, e)) return false;
-
-    Tensor *t = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *t);
-    if (t) g->tensors = t;
-    Meta *meta = calloc(n_meta + 1, sizeof *meta);
-    if (i == 0) g->meta = meta, g->n_meta = n_meta;
-    bool ok = t && meta ? true : fail(e, "out of memory");
-    for (uint64_t k = 0; ok && k < n_meta; k++) ok = read_meta(&c, &meta[k], e);
-    if (ok) qsort(meta, n_meta, sizeof *meta, meta_compare);
-    for (uint64_t k = 1; ok && k < n_meta; k++)
-        if (!meta_compare(&meta[k - 1], &meta[k]))
-            ok = fail(e, "key %.*s appears twice", STR_ARG(meta[k].key));
-    const Gguf part = {.meta = meta, .n_meta = ok ? n_meta : 0};
+    if (!read_head(&c, g, &part, e)) return false;
+    Meta *m = part.meta;
+    for (size_t k = 0; k < part.n_meta; k++)
+        if (!read_meta(&c, &m[k], &why))
+            return fail(e, "key %.*s: %s", STR_ARG(m[k].key), why.text);
+    if (!sort_names(m, part.n_meta, sizeof(Meta), "key", e)) return false;
     int64_t align = gguf_int(&part, "general.alignment", 32), no = gguf_int(&part, "split.no", i);
-    if (i > 0) free(meta);
-    if (ok && (align < 8 || align > 1 << 20 || (align & (align - 1))))
-        ok = fail(e, "general.alignment is %lld; a power of two from 8 on is expected",
-                  (long long)align);
-    if (ok && no != i) ok = fail(e, "this is part %d of a model; open part 1", (int)no + 1);
-
-    t += g->n_tensors;
-    for (uint64_t k = 0; ok && k < n_tensors; k++) ok = read_tensor(&c, &t[k], e);
-    size_t data = (c.p - map->base + align - 1) / align * align;
-    if (data > map->size) data = map->size;
-    for (uint64_t k = 0; ok && k < n_tensors; k++) ok = tensor_place(&t[k], map, data, align, e);
-    if (ok) g->n_tensors += n_tensors;
-    return ok;
+    if (align < 8 || align > 1 << 20 || (align & (align - 1)))
+        return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
+    if (no != i) return fail(e, "this is part %d of a model; open part 1", (int)no + 1);
+    Tensor *t = part.tensors;
+    for (size_t k = 0; k < part.n_tensors; k++)
+        if (!read_tensor(&c, &t[k], &why))
+            return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
+    size_t start = (c.p - map->base + align - 1) / align * align;
+    if (start > map->size) start = map->size;
+    for (size_t k = 0; k < part.n_tensors; k++)
+        if (!tensor_place(&t[k], map, start, align, &why))
+            return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
+    g->n_tensors += part.n_tensors;
+    if (i == 0) g->n_meta = part.n_meta;
+    return true;
 }
 
 // opens path and, where it is the first of a split model, all its parts
 static bool gguf_open(Gguf *g, const char *path, Error *e) {
+    char part[4096], tail[64];
     Error why;
-    char part[4096];
     int64_t count = 1;
+    int stem = 0;
     *g = (Gguf){0};
-    for (int64_t i = 0; i < count; i++) {
-        Map *maps = realloc(g->maps, (g->n_maps + 1) * sizeof *maps);
+    for (int i = 0; i < count; i++) {
+        snprintf(part, sizeof part, "%.*s-%05d-of-%05d.gguf", stem, path, i + 1, (int)count);
+        const char *name = i ? part : path;
+        Map *maps = realloc(g->maps, (i + 1) * sizeof *maps);
         if (!maps) return fail(e, "out of memory");
         g->maps = maps;
         maps[g->n_maps++] = (Map){0};
-        size_t stem = strlen(path);
-        if (i > 0) {   // NAME-00001-of-00003.gguf
-            snprintf(part, sizeof part, "-00001-of-%05d.gguf", (int)count);
-            stem -= stem > strlen(part) ? strlen(part) : stem;
-            if (strcmp(path + stem, part))
-                return fail(e, "%s: a model in %d parts must be named *%s", path, (int)count, part);
-        }
-        snprintf(part, sizeof part, i ? "%.*s-%05d-of-%05d.gguf" : "%.*s", (int)stem, path,
-                 (int)i + 1, (int)count);
-        if (!map_file(part, &maps[i], e)) return false;
-        if (!gguf_read(g, &maps[i], i, &why)) return fail(e, "%s: %s", part, why.text);
-        if (i == 0) count = gguf_int(g, "split.count", 1);
-        if (count < 1 || count > 99999) return fail(e, "%s: split.count is out of range", part);
+        if (!map_file(&maps[i], name, &why) || !gguf_read(g, &maps[i], i, &why))
+            return fail(e, "%s: %s", name, why.text);
+        count = gguf_int(g, "split.count", 1);
+        if (count < 1 || count > 99999) return fail(e, "%s: split.count is out of range", path);
+        snprintf(tail, sizeof tail, "-00001-of-%05d.gguf", (int)count);
+        stem = larger(strlen(path), strlen(tail)) - strlen(tail);
+        if (count > 1 && strcmp(path + stem, tail))
+            return fail(e, "%s: a model in %d parts must be named *%s", path, (int)count, tail);
     }
-    qsort(g->tensors, g->n_tensors, sizeof *g->tensors, tensor_compare);
-    for (size_t i = 1; i < g->n_tensors; i++)
-        if (!tensor_compare(&g->tensors[i - 1], &g->tensors[i]))
-            return fail(e, "%s: tensor %.*s appears twice", path, STR_ARG(g->tensors[i].name));
-    return true;
+    return sort_names(g->tensors, g->n_tensors, sizeof(Tensor), "tensor", &why) ||
+           fail(e, "%s: %s", path, why.text);
 }
 
 // ---- 3. model ----
 //
-// One row of ARCHS says how an architecture differs from a plain Llama; the tensors that a file
+// A row of ARCHS says how its architectures differ from a plain Llama; the tensors that a file
 // has say the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts, sinks, tied
-// head). To add an architecture: read its row's values off its reference implementation, add the
-// row, run `./llm model.gguf --info`; a tensor under a new name goes into load_layer. Then add
-// one line to test.c. RoPE pairing is the usual mistake, and position 0 cannot show it.
+// head). To add an architecture: read its row's values off its reference implementation, add its
+// name to the row that has them, or such a row, run `./llm model.gguf --info`; a tensor under a new
+// name goes into load_layer, a key into load_config. Then add one line to test.c. RoPE pairing is
+// the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp 0.5.0 on random models (f32 weights, 160 tokens, its
-// options and special cases): the logits are equal to an NMSE of 1e-6. `verified` says that the
-// tests hold recorded logits of llama.cpp for it.
+// options and special cases): the logits are equal to an NMSE of 1e-6. For those in VERIFIED the
+// tests hold recorded logits of llama.cpp.
 
 enum { RMS, LAYER, BARE };                    // norm: RMSNorm, LayerNorm, LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // GELU in its tanh form
@@ -439,94 +422,71 @@ enum {
 };
 
 typedef struct {
-    const char *name;
+    const char *names;            // "llama mistral3"
     uint8_t norm, act, rope;
-    uint8_t local;        // windows: all layers but every local-th; 0: sliding_window is ignored
-    uint8_t no_rope;      // every no_rope-th layer has no RoPE
-    uint8_t n_layer;      // the row is for the size with so many layers; 0: any
-    bool verified;        // the tests meet recorded logits of llama.cpp
     uint16_t flags;
+    uint8_t local;                // windows: all layers but every local-th; 0: they are ignored
+    uint8_t no_rope;              // every no_rope-th layer has no RoPE
+    uint8_t n_layer;              // the row is for the size with so many layers; 0: any other
 } Arch;
 
 static const Arch ARCHS[] = {
-    // name            norm   act         rope    local no_rope n_layer verified flags
-    {"llama",          RMS,   SILU,       NORM,    0, 0,  0, true,  GATES_NORMED},
-    {"mistral3",       RMS,   SILU,       NORM,    0, 0,  0, true,  GATES_NORMED},
-    {"qwen2",          RMS,   SILU,       NEOX,    0, 0,  0, true,  0},
-    {"qwen3",          RMS,   SILU,       NEOX,    0, 0,  0, true,  0},
-    {"gemma",          RMS,   GELU,       NEOX,    0, 0,  0, true,  EMBD_SQRT},
-    {"gemma2",         RMS,   GELU,       NEOX,    2, 0, 46, true,  GEMMA2 | SCALE_BY_DIM},
-    {"gemma2",         RMS,   GELU,       NEOX,    2, 0,  0, true,  GEMMA2},
-    {"gemma3",         RMS,   GELU,       NEOX,    6, 0, 62, true,  GEMMA3 | SCALE_BY_DIM},
-    {"gemma3",         RMS,   GELU,       NEOX,    6, 0,  0, true,  GEMMA3},
-    {"phi3",           RMS,   SILU,       NEOX,    0, 0,  0, true,  0},
+    {"llama mistral3", RMS, SILU, NORM, .flags = GATES_NORMED},
+    {"baichuan", RMS, SILU, NORM, .n_layer = 32},
+    {"baichuan", RMS, SILU, NO_ROPE, .flags = ALIBI_8, .n_layer = 40},
+    {"baichuan", RMS, SILU, NO_ROPE, .flags = 0},
+    {"chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, NORM, .flags = 0},
+    {"smollm3", RMS, SILU, NORM, .no_rope = 4},
+    {"granite", RMS, SILU, NORM, .flags = ROPE_TUNED | LOGIT_DIVIDE},
+    {"granitemoe", RMS, SILU, NORM, .flags = LOGIT_DIVIDE | GATES_NORMED},
+    {"minicpm", RMS, SILU, NORM, .flags = LOGIT_DIVIDE | MUP},
+    {"arcee", RMS, RELU2, NORM, .flags = 0},
+    {"olmo", BARE, SILU, NORM, .flags = 0},
+    {"command-r", LAYER, SILU, NORM, .flags = 0},
+    {"cohere2", LAYER, SILU, NORM, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4},
 
-    {"qwen2moe",       RMS,   SILU,       NEOX,    0, 0,  0, false, 0},
-    {"qwen3moe",       RMS,   SILU,       NEOX,    0, 0,  0, true,  GATES_NORMED},
-    {"olmoe",          RMS,   SILU,       NEOX,    0, 0,  0, false, 0},
-    {"granitemoe",     RMS,   SILU,       NORM,    0, 0,  0, false, LOGIT_DIVIDE | GATES_NORMED},
-    {"deepseek",       RMS,   SILU,       NORM,    0, 0,  0, false, 0},
-    {"gpt-oss",        RMS,   SWIGLU_OAI, NEOX,    2, 0,  0, true,  GATES_LATE},
-
-    {"qwen35",         RMS,   SILU,       NEOX,    0, 0,  0, true,  DELTA_TILED},
-    {"qwen35moe",      RMS,   SILU,       NEOX,    0, 0,  0, false, DELTA_TILED | GATES_NORMED},
-    {"qwen3next",      RMS,   SILU,       NEOX,    0, 0,  0, false, GATES_NORMED},
-
-    {"bert",           LAYER, GELU,       NO_ROPE, 0, 0,  0, true,  ENCODER},
-    {"nomic-bert",     LAYER, SILU,       NEOX,    0, 0,  0, true,  ENCODER},
-
-    {"olmo",           BARE,  SILU,       NORM,    0, 0,  0, false, 0},
-    {"olmo2",          RMS,   SILU,       NEOX,    4, 0,  0, false, LOCAL_UNSCALED},
-    {"smollm3",        RMS,   SILU,       NORM,    0, 4,  0, false, 0},
-    {"granite",        RMS,   SILU,       NORM,    0, 0,  0, false, ROPE_TUNED | LOGIT_DIVIDE},
-    {"minicpm",        RMS,   SILU,       NORM,    0, 0,  0, false, LOGIT_DIVIDE | MUP},
-    {"stablelm",       LAYER, SILU,       NEOX,    0, 0,  0, false, 0},
-    {"starcoder",      LAYER, GELU,       NO_ROPE, 0, 0,  0, false, 0},
-    {"starcoder2",     LAYER, GELU,       NEOX,    0, 0,  0, false, 0},
-    {"command-r",      LAYER, SILU,       NORM,    0, 0,  0, false, 0},
-    {"cohere2",        LAYER, SILU,       NORM,    4, 0,  0, false, WINDOW_4096 | LOCAL_ROPE},
-    {"chatglm",        RMS,   SILU,       NORM,    0, 0,  0, false, 0},
-    {"glm4",           RMS,   SILU,       NORM,    0, 0,  0, false, 0},
-    {"exaone",         RMS,   SILU,       NEOX,    0, 0,  0, false, 0},
-    {"exaone4",        RMS,   SILU,       NEOX,    4, 0, 64, false, WINDOW_4096 | LOCAL_ROPE},
-    {"exaone4",        RMS,   SILU,       NEOX,    0, 0,  0, false, 0},
-    {"internlm2",      RMS,   SILU,       NORM,    0, 0,  0, false, 0},
-    {"baichuan",       RMS,   SILU,       NORM,    0, 0, 32, false, 0},
-    {"baichuan",       RMS,   SILU,       NO_ROPE, 0, 0, 40, false, ALIBI_8},
-    {"baichuan",       RMS,   SILU,       NO_ROPE, 0, 0,  0, false, 0},
-    {"xverse",         RMS,   SILU,       NORM,    0, 0,  0, false, 0},
-    {"orion",          LAYER, SILU,       NEOX,    0, 0,  0, false, 0},
-    {"nemotron",       LAYER, RELU2,      NEOX,    0, 0,  0, false, 0},
-    {"arcee",          RMS,   RELU2,      NORM,    0, 0,  0, false, 0},
-    {"phi2",           LAYER, GELU,       NEOX,    0, 0,  0, false, 0},
-    {"gpt2",           LAYER, GELU,       NO_ROPE, 0, 0,  0, false, 0},
-    {"gptneox",        LAYER, GELU,       NEOX,    0, 0,  0, false, 0},
-    {"falcon",         LAYER, GELU,       NEOX,    0, 0,  0, false, 0},
-    {"bloom",          LAYER, GELU,       NO_ROPE, 0, 0,  0, false, ALIBI_8},
-    {"hunyuan-dense",  RMS,   SILU,       NEOX,    0, 0,  0, false, QK_NORM_LATE},
-    {"ernie4_5",       RMS,   SILU,       NORM,    0, 0,  0, false, 0},
-    {"seed_oss",       RMS,   SILU,       NEOX,    0, 0,  0, false, 0},
+    {"exaone4", RMS, SILU, NEOX, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
+    {"exaone exaone4 olmoe phi3 qwen2 qwen2moe qwen3 seed_oss", RMS, SILU, NEOX, .flags = 0},
+    {"qwen3moe qwen3next", RMS, SILU, NEOX, .flags = GATES_NORMED},
+    {"qwen35", RMS, SILU, NEOX, .flags = DELTA_TILED},
+    {"qwen35moe", RMS, SILU, NEOX, .flags = DELTA_TILED | GATES_NORMED},
+    {"hunyuan-dense", RMS, SILU, NEOX, .flags = QK_NORM_LATE},
+    {"olmo2", RMS, SILU, NEOX, .flags = LOCAL_UNSCALED, .local = 4},
+    {"gpt-oss", RMS, SWIGLU_OAI, NEOX, .flags = GATES_LATE, .local = 2},
+    {"gemma", RMS, GELU, NEOX, .flags = EMBD_SQRT},
+    {"gemma2", RMS, GELU, NEOX, .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
+    {"gemma2", RMS, GELU, NEOX, .flags = GEMMA2, .local = 2},
+    {"gemma3", RMS, GELU, NEOX, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
+    {"gemma3", RMS, GELU, NEOX, .flags = GEMMA3, .local = 6},
+    {"orion stablelm", LAYER, SILU, NEOX, .flags = 0},
+    {"falcon gptneox phi2 starcoder2", LAYER, GELU, NEOX, .flags = 0},
+    {"nemotron", LAYER, RELU2, NEOX, .flags = 0},
+    {"gpt2 starcoder", LAYER, GELU, NO_ROPE, .flags = 0},
+    {"bloom", LAYER, GELU, NO_ROPE, .flags = ALIBI_8},
+    {"bert", LAYER, GELU, NO_ROPE, .flags = ENCODER},
+    {"nomic-bert", LAYER, SILU, NEOX, .flags = ENCODER},
 };
 
+static const char VERIFIED[] = "bert gemma gemma2 gemma3 gpt-oss llama mistral3 nomic-bert phi3 "
+                               "qwen2 qwen3 qwen35 qwen3moe";
+
 typedef struct {
+    char name[32];                             // of the architecture
     const Arch *arch;
-    int n_layer, n_skip, n_ctx, n_vocab, dim, hd, vd;   // skip: layers that predict further tokens
+    int n_layer, n_ctx, n_vocab, dim, hd, vd;
     float eps, embd_scale, residual_scale, attn_scale, logit_scale;
-    float attn_cap, logit_cap, clamp_qkv, alibi;        // 0: none
-    float temp_scale;                                   // queries far out are scaled (Ministral 3)
-    int window;                                         // of layers that have one
-    int rope, n_rot;                                    // pairing, and how many of hd are rotated
-    int mrope;                                          // of GLM-4V: to text it is NEOX
-    float rope_base, rope_base_local, rope_factor, rope_alpha, rope_attn;
-    float yarn_fast, yarn_slow, yarn_log;
+    float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
+    float temp_scale;                          // queries far out are scaled (Ministral 3)
+    int window;                                // of layers that have one
+    int rope, n_rot;                           // pairing, and how many of hd are rotated
+    float rope_base, rope_base_local, rope_factor, rope_attn, yarn_fast, yarn_slow, yarn_log;
     bool yarn;
-    int n_ctx_orig;                                     // context length before RoPE scaling
-    int n_expert, n_used, gating, gates_normed;         // gating: SOFTMAX ...
+    int n_ctx_orig;                            // context length before RoPE scaling
+    int n_expert, n_used, gating, gates_normed;    // gating: SOFTMAX ...
     float expert_scale;
-    int parallel;                                       // attention and FFN read the same stream
-    int conv, n_key, n_value, dk, dv;                   // delta-net: convolution, heads, widths
-    int causal, pooling;                                // -1 not said, 0 none, 1 mean, 2 CLS,
-                                                        // 3 last
+    int parallel;                              // attention and FFN read the same stream
+    int conv, n_key, n_value, dk, dv;          // delta-net: convolution, heads, widths
+    int causal, pooling;                       // -1 not said, 0 none, 1 mean, 2 CLS, 3 last
 } Config;
 
 // A view of a weight matrix in the file: a tensor, or the rows of one that hold q, an expert, ...
@@ -575,77 +535,95 @@ typedef struct {
 // ---- 4. loading ----
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
-// cannot fail.
+// cannot fail. Loading is sticky: after the first error nothing more is found; that one is told.
 
-// metadata under the architecture's prefix; element l where the value is an array
-static const Meta *arch_meta(const Model *m, const char *key) {
+typedef struct {
+    Model *m;
+    Error *e, later;          // e: where an error goes; after the first, to later
+    bool ok;
+    int l;                    // the layer, or -1
+    char prefix[16];          // of its tensors: "blk.0."
+} Loader;
+
+static Error *refuse(Loader *ld) {   // for fail()
+    Error *e = ld->e;
+    ld->e = &ld->later;
+    ld->ok = false;
+    return e;
+}
+
+// metadata under the architecture's prefix
+static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
-    snprintf(name, sizeof name, "%s.%s", m->config.arch->name, key);
-    return gguf_find(&m->gguf, name);
+    snprintf(name, sizeof name, "%s.%s", ld->m->config.name, key);
+    return gguf_find(&ld->m->gguf, name);
 }
 
-static double arch_float(const Model *m, const char *key, double otherwise) {
-    const Meta *v = arch_meta(m, key);
-    return v && v->type != GGUF_STR && v->type != GGUF_ARR ? meta_float(v, 0) : otherwise;
+// a number, or this layer's in an array
+static double load_number(Loader *ld, const char *key, double otherwise) {
+    const Meta *v = arch_meta(ld, key);
+    if (!v) return otherwise;
+    uint64_t i = v->type == GGUF_ARR && ld->l > 0 ? ld->l : 0;
+    double x = v->elem != GGUF_STR && i < v->n ? meta_float(v, i) : NAN;
+    if (!isfinite(x)) fail(refuse(ld), "key %.*s: want a number, or one a layer", STR_ARG(v->key));
+    return x;
 }
 
-static int64_t arch_int(const Model *m, const char *key, int l, int64_t otherwise) {
-    const Meta *v = arch_meta(m, key);
-    if (!v || v->elem == GGUF_STR || (v->type == GGUF_ARR && (uint64_t)l >= v->n)) return otherwise;
-    return meta_int(v, v->type == GGUF_ARR ? l : 0);
+enum { REQUIRED = INT_MIN };   // no other value will do
+
+static int load_int(Loader *ld, const char *key, int otherwise, int low, int high) {
+    double x = load_number(ld, key, otherwise);
+    const char *prefix = ld->m->config.name;
+    if (x == REQUIRED) fail(refuse(ld), "key %s.%s is missing", prefix, key);
+    else if (!(x >= low && x <= high))
+        fail(refuse(ld), "key %s.%s is %.15g, expected %d to %d", prefix, key, x, low, high);
+    return ld->ok ? x : low;
 }
 
-// Loading is sticky: after the first error nothing more is done, and that error is told.
-typedef struct { Model *m; Error *e; bool ok; int l; } Loader;
-
-static int need_int(Loader *ld, const char *key, int64_t otherwise, int64_t low, int64_t high) {
-    int64_t x = arch_int(ld->m, key, ld->l < 0 ? 0 : ld->l, otherwise);
-    if (ld->ok && (x < low || x > high))
-        ld->ok = fail(ld->e, x == INT64_MIN ? "key %s.%s is missing or not a number"
-                      : "key %s.%s is %lld, expected %lld to %lld", ld->m->config.arch->name, key,
-                      (long long)x, (long long)low, (long long)high);
-    return ld->ok ? x : (int)low;
+// Where architectures are named the key is theirs: llama.cpp ignores it in other files, whatever
+// it says. 0 is as good as no key.
+static float load_float(Loader *ld, const char *key, const char *archs, float otherwise) {
+    bool counts = !*archs || is_word(ld->m->config.name, archs);
+    double x = counts ? load_number(ld, key, 0) : 0;
+    return x != 0 ? x : otherwise;
 }
 
-static const Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
+static const Tensor *find_tensor(const Loader *ld, const char *name, const char *suffix) {
     char full[128];
-    if (ld->l < 0) snprintf(full, sizeof full, "%s%s", name, suffix);
-    else snprintf(full, sizeof full, "blk.%d.%s%s", ld->l, name, suffix);
+    snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix);
     return ld->ok ? gguf_tensor(&ld->m->gguf, full) : NULL;
 }
 
-static void missing(Loader *ld, const char *name) {
-    if (!ld->ok) return;
-    if (ld->l < 0) ld->ok = fail(ld->e, "tensor %s is missing", name);
-    else ld->ok = fail(ld->e, "tensor blk.%d.%s is missing", ld->l, name);
+static void need_data(Loader *ld, const void *data, const char *name, const char *suffix) {
+    if (!data) fail(refuse(ld), "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
 static void *own(Loader *ld, size_t size) {   // memory that lives as long as the model
     Model *m = ld->m;
-    void **owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned), *v = NULL;
+    void **owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
-    if (owned && (v = malloc(size))) m->owned[m->n_owned++] = v;
-    else ld->ok = fail(ld->e, "out of memory");
+    void *v = owned ? malloc(size) : NULL;
+    if (v) m->owned[m->n_owned++] = v;
+    else fail(refuse(ld), "out of memory");
     return v;
 }
 
 // n floats; 0: however many there are
-static const float *load_vector(Loader *ld, const char *name, const char *suffix, int64_t n) {
+static const float *load_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
     const Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
-    int64_t have = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+    size_t have = (size_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (n && have != n) {
-        ld->ok = fail(ld->e, "tensor %.*s: want %lld values, file has %lld", STR_ARG(t->name),
-                      (long long)n, (long long)have);
+        fail(refuse(ld), "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
         return NULL;
     }
-    if (t->type == 0) return (const float *)t->data;
+    if (t->type == QUANT_F32) return (const float *)t->data;
     float *v = own(ld, have * sizeof *v);
     if (v) quant_dequantize(t->type, t->data, v, have);
     return v;
 }
 
-static Norm load_norm(Loader *ld, const char *name, int64_t n) {
+static Norm load_norm(Loader *ld, const char *name, int n) {
     const float *w = load_vector(ld, name, ".weight", n);
     return (Norm){w, load_vector(ld, name, ".bias", n), n, 0};
 }
@@ -654,32 +632,32 @@ static Norm load_norm(Loader *ld, const char *name, int64_t n) {
 static Norm load_head_norm(Loader *ld, const char *name, int heads, int hd) {
     const Tensor *t = find_tensor(ld, name, ".weight");
     bool shared = t && t->ne[0] == hd && t->ne[1] == 1;
-    Norm w = load_norm(ld, name, shared ? hd : (int64_t)heads * hd);
+    Norm w = load_norm(ld, name, shared ? hd : heads * hd);
     w.group = t && t->ne[0] == hd ? hd : 0;
     return w;
 }
 
-// a [rows][cols] matrix, or n_expert of them; rows 0: however many the file has
-static Matrix load_matrix(Loader *ld, const char *name, int64_t cols, int64_t rows, int n_expert) {
+// a [rows][cols] matrix, or n of them; rows 0: however many the file has
+static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
     const Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
-    if (!rows) rows = t->ne[1];
-    if (t->ne[0] != cols || t->ne[1] != rows || t->ne[2] != n_expert || t->ne[3] != 1) {
-        ld->ok = fail(ld->e, "tensor %.*s: want [%lld,%lld,%d], file has [%lld,%lld,%lld]",
-                      STR_ARG(t->name), (long long)cols, (long long)rows, n_expert,
-                      (long long)t->ne[0], (long long)t->ne[1], (long long)t->ne[2]);
-        return (Matrix){0};
-    }
+    const int *ne = t->ne;
+    if (!rows) rows = ne[1];
+    if (ne[0] != cols || ne[1] != rows || ne[2] != n || ne[3] != 1)
+        fail(refuse(ld), "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
+             STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (find_tensor(ld, name, ".input_scale"))
-        ld->ok = fail(ld->e, "tensor %.*s: input scales are not supported", STR_ARG(t->name));
-    return (Matrix){t->data, t->type, rows, cols, load_vector(ld, name, ".bias", rows * n_expert),
-                    load_vector(ld, name, ".scale", n_expert),
+        fail(refuse(ld), "tensor %.*s: input scales are not supported", STR_ARG(t->name));
+    if (!ld->ok) return (Matrix){0};
+    const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
+    const float *scale = load_vector(ld, name, ".scale", n);
+    return (Matrix){t->data, t->type, rows, cols, bias, scale,
                     rows * quant_row_bytes(t->type, cols)};
 }
 
-static Matrix need_matrix(Loader *ld, const char *name, int64_t cols, int64_t rows, int n_expert) {
-    Matrix w = load_matrix(ld, name, cols, rows, n_expert);
-    if (!w.data) missing(ld, name);
+static Matrix need_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
+    Matrix w = load_matrix(ld, name, cols, rows, n);
+    need_data(ld, w.data, name, ".weight");
     return w;
 }
 
@@ -693,118 +671,112 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 
 static Matrix matrix_expert(const Matrix *w, int i) {
     Matrix one = *w;
-    one.data += i * w->step;
-    if (w->bias) one.bias += i * w->rows;
+    one.data += i * w->step;   // w may be a part of its tensor's rows
+    if (w->bias) one.bias += i * (w->step / quant_row_bytes(w->type, w->cols));
     if (w->scale) one.scale += i;
     return one;
 }
 
+typedef struct { const char *name; int rows; Matrix *w; } Piece;
+
+// matrices over the residual stream: one below the other in one tensor, or each in its own
+static void load_fused(Loader *ld, const char *name, int n_expert, const Piece *part, int n) {
+    int cols = ld->m->config.dim, rows = 0, at = 0;
+    for (int i = 0; i < n; i++) rows += part[i].rows;
+    Matrix all = load_matrix(ld, name, cols, rows, n_expert);
+    for (int i = 0; i < n; at += part[i++].rows)
+        *part[i].w = all.data ? matrix_rows(all, at, part[i].rows)
+                              : need_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
+}
+
 static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    int64_t q = (int64_t)w->n_head * c->hd, k = (int64_t)w->n_kv * c->hd, v = w->n_kv * c->vd;
-    Matrix qkv = load_matrix(ld, "attn_qkv", c->dim, 0, 1);
-    if (qkv.data) {
-        w->q = matrix_rows(qkv, 0, qkv.rows - k - v);
-        w->k = matrix_rows(qkv, qkv.rows - k - v, k);
-        w->v = matrix_rows(qkv, qkv.rows - v, v);
-    } else {
-        w->q = need_matrix(ld, "attn_q", c->dim, 0, 1);
-        w->k = need_matrix(ld, "attn_k", c->dim, k, 1);
-        w->v = need_matrix(ld, "attn_v", c->dim, v, 1);
-    }
-    if (ld->ok && w->q.rows != q && w->q.rows != 2 * q)
-        ld->ok = fail(ld->e, "layer %d: want %lld or %lld rows of attn_q, file has %lld", ld->l,
-                      (long long)q, (long long)(2 * q), (long long)w->q.rows);
-    w->o = need_matrix(ld, "attn_output", (int64_t)w->n_head * c->vd, c->dim, 1);
+    const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
+    const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
+    int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
+    if (first && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // attention is gated
+    load_fused(ld, "attn_qkv", 1,
+               (Piece[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
+    w->o = need_matrix(ld, "attn_output", w->n_head * c->vd, c->dim, 1);
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     w->q_norm = load_head_norm(ld, "attn_q_norm", w->n_head, c->hd);
     w->k_norm = load_head_norm(ld, "attn_k_norm", w->n_kv, c->hd);
 }
 
-// rows q, k, v, z of the first key head, of the second, ...: a copy with all q, all k, all v, all z
-static Matrix heads_apart(Loader *ld, Matrix w, int heads, int64_t qk, int64_t vz) {
-    size_t row = quant_row_bytes(w.type, w.cols), size[] = {qk * row, qk * row, vz * row, vz * row};
-    uint8_t *to = own(ld, w.rows * row);
-    const uint8_t *from = w.data;
-    w.data = to;
+// early files: rows q, k, v, z of the first key head, of the second, ...; a copy has all q, all k,
+// all v, all z
+static void heads_apart(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;
+    size_t vz = w->z.rows / c->n_key * row, size[] = {qk, qk, vz, vz};
+    const uint8_t *from = w->conv_in.data;
+    uint8_t *to = own(ld, c->n_key * 2 * (qk + vz));
+    w->conv_in.data = to;
+    w->z.data = to ? to + w->conv_in.rows * row : NULL;
     for (int p = 0; to && p < 4; from += size[p++])
-        for (int h = 0; h < heads; h++, to += size[p])
-            memcpy(to, from + h * (2 * size[0] + 2 * size[2]), size[p]);
-    return w;
+        for (int h = 0; h < c->n_key; h++, to += size[p])
+            memcpy(to, from + h * 2 * (qk + vz), size[p]);
 }
 
 static void load_delta(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    int64_t keys = (int64_t)c->n_key * c->dk, values = (int64_t)c->n_value * c->dv;
-    if (ld->ok && (c->n_key < 1 || c->n_value % c->n_key || c->dv < 1 || c->dk < 1 || c->conv < 1))
-        ld->ok = fail(ld->e, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
-                      ld->l, c->n_value, c->n_key, c->dv, c->dk);
-    Matrix all = load_matrix(ld, "ssm_in", c->dim, 2 * (keys + values), 1);
-    if (all.data) {   // of early files
-        all = heads_apart(ld, all, c->n_key, c->dk, values / c->n_key);
-        w->conv_in = matrix_rows(all, 0, 2 * keys + values);
-        w->z = matrix_rows(all, 2 * keys + values, values);
-    } else {
-        w->conv_in = need_matrix(ld, "attn_qkv", c->dim, 2 * keys + values, 1);
-        w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
-    }
+    int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
+    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
+        fail(refuse(ld), "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
+             ld->l, c->n_value, c->n_key, c->dv, c->dk);
+    load_fused(ld, "ssm_in", 1,
+               (Piece[]){{"attn_qkv", qkv, &w->conv_in}, {"attn_gate", values, &w->z}}, 2);
+    if (find_tensor(ld, "ssm_in", ".weight")) heads_apart(ld, w);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
     if (!w->beta_alpha.data) {
         w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
         w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
     }
     w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
-    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (2 * keys + values) * c->conv);
+    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
     w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
     w->a = load_vector(ld, "ssm_a", "", c->n_value);
     w->delta_norm = load_norm(ld, "ssm_norm", c->dv);
     w->delta_norm.group = c->dv;
-    if (!w->dt_bias) missing(ld, "ssm_dt");
-    if (!w->a) missing(ld, "ssm_a");
-    if (!w->delta_norm.w) missing(ld, "ssm_norm");
+    need_data(ld, w->dt_bias, "ssm_dt", ".bias");
+    need_data(ld, w->a, "ssm_a", "");
+    need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
 }
 
 static void load_ffn(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    int n = c->n_expert;
-    w->router = load_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
+    w->router = load_matrix(ld, "ffn_gate_inp", c->dim, c->n_expert, 1);
     if (!w->router.data) {
+        const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
         w->gate = load_matrix(ld, "ffn_gate", c->dim, w->ff, 1);
-        w->up = need_matrix(ld, "ffn_up", c->dim, 0, 1);
+        if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // one tensor for gate and up
+            load_fused(ld, "ffn_up", 1, (Piece[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
+        else w->up = need_matrix(ld, "ffn_up", c->dim, w->ff, 1);
         w->down = need_matrix(ld, "ffn_down", w->ff, c->dim, 1);
-        int64_t rows = w->up.rows;
-        if (!w->gate.data && rows == 2 * w->ff) {   // gate and up in one tensor
-            w->gate = matrix_rows(w->up, 0, w->ff);
-            w->up = matrix_rows(w->up, w->ff, w->ff);
-        } else if (ld->ok && rows != w->ff) {
-            ld->ok = fail(ld->e, "tensor blk.%d.ffn_up.weight: want %d rows, file has %lld", ld->l,
-                          w->ff, (long long)rows);
-        }
         return;
     }
-    Matrix both = load_matrix(ld, "ffn_gate_up_exps", c->dim, 0, n);
-    w->gate = both.data ? matrix_rows(both, 0, both.rows / 2)
-                        : need_matrix(ld, "ffn_gate_exps", c->dim, 0, n);
-    w->ff = w->gate.rows;
-    w->up = both.data ? matrix_rows(both, w->ff, w->ff)
-                      : need_matrix(ld, "ffn_up_exps", c->dim, w->ff, n);
-    w->down = need_matrix(ld, "ffn_down_exps", w->ff, c->dim, n);
+    const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
+    need_data(ld, down, "ffn_down_exps", ".weight");
+    int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    load_fused(ld, "ffn_gate_up_exps", n,
+               (Piece[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
+    w->down = need_matrix(ld, "ffn_down_exps", ff, c->dim, n);
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
-    if (w->shared_up.data) {
-        w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, w->shared_up.rows, 1);
-        w->shared_down = need_matrix(ld, "ffn_down_shexp", w->shared_up.rows, c->dim, 1);
-        w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
-    }
+    if (!w->shared_up.data) return;
+    ff = w->shared_up.rows;
+    w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
+    w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
+    w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
 }
 
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    w->n_head = need_int(ld, "attention.head_count", INT64_MIN, 1, 1 << 14);
-    w->n_kv = need_int(ld, "attention.head_count_kv", w->n_head, 1, w->n_head);
-    w->ff = need_int(ld, "feed_forward_length", c->n_expert ? 1 : INT64_MIN, 1, 1 << 20);
-    if (ld->ok && w->n_head % w->n_kv)
-        ld->ok =
-            fail(ld->e, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+    bool bare = c->arch->norm == BARE;
+    w->n_head = load_int(ld, "attention.head_count", REQUIRED, 1, 1 << 14);
+    w->n_kv = load_int(ld, "attention.head_count_kv", w->n_head, 1, w->n_head);
+    w->ff = load_int(ld, "feed_forward_length", c->n_expert ? 1 : REQUIRED, 1, 1 << 20);
+    if (w->n_head % w->n_kv)
+        fail(refuse(ld), "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
     w->attn_norm = load_norm(ld, "attn_norm", c->dim);
     w->attn_post_norm = load_norm(ld, "post_attention_norm", c->dim);
     w->ffn_norm = load_norm(ld, "ffn_norm", c->dim);
@@ -821,11 +793,11 @@ static void load_layer(Loader *ld, Layer *w) {
     if (c->arch->flags & ENCODER) {
         w->attn_post_norm = load_norm(ld, "attn_output_norm", c->dim);
         w->ffn_post_norm = load_norm(ld, "layer_output_norm", c->dim);
-    } else if (c->arch->norm != BARE && !w->attn_norm.w && !w->attn_post_norm.w) {
-        missing(ld, "attn_norm.weight");
+    } else if (!bare && !w->attn_post_norm.w) {
+        need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
     }
-    w->parallel = second.w || c->parallel ||
-                  (!w->ffn_norm.w && !w->ffn_post_norm.w && c->arch->norm != BARE);
+    bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
+    w->parallel = second.w || c->parallel || no_ffn_norm;
     if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
     else load_attention(ld, w);
     load_ffn(ld, w);
@@ -833,157 +805,118 @@ static void load_layer(Loader *ld, Layer *w) {
 
 // which layers see a window only, and which have RoPE
 static void load_pattern(Loader *ld, Layer *w) {
+    static const char key[] = "attention.sliding_window_pattern";   // a period, or one bool a layer
     const Config *c = &ld->m->config;
     const Arch *a = c->arch;
-    const Meta *pattern = arch_meta(ld->m, "attention.sliding_window_pattern");
-    int size = c->window;
-    bool local = a->local > 0 && size > 0;
-    if (local && pattern && pattern->type == GGUF_ARR && (uint64_t)ld->l < pattern->n) {
-        local = meta_int(pattern, ld->l);
-    } else if (local) {
-        int period = pattern && pattern->type != GGUF_ARR ? meta_int(pattern, 0) : a->local;
-        local = period < 1 || ld->l % period < period - 1;
-    }
-    w->window = local ? size : 0;
+    const Meta *pattern = arch_meta(ld, key);
+    bool windows = a->local && c->window, local = windows;
+    int period = windows ? load_int(ld, key, a->local, 0, INT_MAX) : 0;
+    if (pattern && pattern->type == GGUF_ARR) local = period;
+    else if (period) local = ld->l % period < period - 1;
+    w->window = local ? c->window : 0;
     w->rope = c->rope != NO_ROPE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
-              !(a->flags & LOCAL_ROPE && size > 0 && !local) &&
-              !(a->flags & ROPE_TUNED && !arch_int(ld->m, "rope.scaling.finetuned", 0, 1));
+              !(a->flags & LOCAL_ROPE && windows && !local);
 }
 
-// Numbers of the metadata, written over the defaults that stand in c before. Where architectures
-// are named the key is theirs: llama.cpp ignores it in other files, whatever it says.
-#define AT(field) offsetof(Config, field)
-#define GRANITE_MINICPM " granite granitemoe minicpm "
-static const struct { const char *key, *archs; size_t at; int low, high; } INT_KEYS[] = {
-    {"context_length", "", AT(n_ctx), 1, INT_MAX},
-    {"attention.key_length", "", AT(hd), 1, 4096},
-    {"attention.value_length", "", AT(vd), 1, 4096},
-    {"expert_count", "", AT(n_expert), 0, 4096},
-    {"expert_used_count", "", AT(n_used), 0, 4096},
-    {"expert_gating_func", "", AT(gating), SOFTMAX, LATE_SOFTMAX},
-    {"expert_weights_norm", "", AT(gates_normed), 0, 1},
-    {"ssm.conv_kernel", "", AT(conv), 0, 64},
-    {"ssm.group_count", "", AT(n_key), 0, 1 << 14},
-    {"ssm.time_step_rank", "", AT(n_value), 0, 1 << 14},
-    {"ssm.state_size", "", AT(dk), 0, 4096},
-    {"ssm.inner_size", "", AT(dv), 0, 1 << 20},
-    {"attention.causal", "", AT(causal), 0, 1},
-    {"pooling_type", "", AT(pooling), 0, 3},
-    {"attention.sliding_window", "", AT(window), 0, INT_MAX},
-    {"nextn_predict_layers", "", AT(n_skip), 0, 1024},
-    {"use_parallel_residual", " gptneox ", AT(parallel), 0, 1},
-    {"rope.dimension_sections", " glm4 ", AT(mrope), 0, 4096},
-};
-static const struct { const char *key, *archs; size_t at; } FLOAT_KEYS[] = {
-    {"embedding_scale", GRANITE_MINICPM, AT(embd_scale)},
-    {"residual_scale", GRANITE_MINICPM, AT(residual_scale)},
-    {"attention.scale", " granite granitemoe ", AT(attn_scale)},
-    {"logit_scale", GRANITE_MINICPM "command-r cohere2 ", AT(logit_scale)},
-    {"attn_logit_softcapping", " gemma2 ", AT(attn_cap)},
-    {"final_logit_softcapping", " gemma2 gemma3 ", AT(logit_cap)},
-    {"attention.clamp_kqv", " olmo ", AT(clamp_qkv)},
-    {"attention.temperature_scale", " mistral3 ", AT(temp_scale)},
-    {"expert_weights_scale", " deepseek ", AT(expert_scale)},
-    {"rope.freq_base", "", AT(rope_base)},
-    {"rope.freq_base_swa", " gemma2 gemma3 gpt-oss ", AT(rope_base_local)},
-    {"rope.scale_linear", "", AT(rope_factor)},
-    {"rope.scaling.factor", "", AT(rope_factor)},
-    {"rope.scaling.attn_factor", "", AT(rope_attn)},
-    {"rope.scaling.alpha", " hunyuan-dense ", AT(rope_alpha)},
-    {"rope.scaling.yarn_beta_fast", " mistral3 ", AT(yarn_fast)},
-    {"rope.scaling.yarn_beta_slow", " mistral3 ", AT(yarn_slow)},
-    {"rope.scaling.yarn_log_multiplier", " mistral3 ", AT(yarn_log)},
-};
-#undef AT
-
-static bool has_key(const Loader *ld, const char *key, const char *archs) {
-    char name[64];
-    snprintf(name, sizeof name, " %s ", ld->m->config.arch->name);
-    return (!*archs || strstr(archs, name)) && arch_meta(ld->m, key);
-}
-
-static void load_keys(Loader *ld) {
-    Config *c = &ld->m->config;
-    for (size_t i = 0; i < sizeof INT_KEYS / sizeof *INT_KEYS; i++) {
-        int *x = (int *)((char *)c + INT_KEYS[i].at);
-        if (has_key(ld, INT_KEYS[i].key, INT_KEYS[i].archs) || *x == INT_MIN)
-            *x = need_int(ld, INT_KEYS[i].key, INT64_MIN, INT_KEYS[i].low, INT_KEYS[i].high);
-    }
-    for (size_t i = 0; i < sizeof FLOAT_KEYS / sizeof *FLOAT_KEYS; i++) {
-        float *x = (float *)((char *)c + FLOAT_KEYS[i].at),
-              y = arch_float(ld->m, FLOAT_KEYS[i].key, 0);
-        if (y != 0 && has_key(ld, FLOAT_KEYS[i].key, FLOAT_KEYS[i].archs)) *x = y;   // 0: none
-    }
-}
-
-static const Arch *find_arch(const Model *m, Str name) {
-    char key[128];
-    snprintf(key, sizeof key, "%.*s.block_count", STR_ARG(name));
-    int64_t n_layer = gguf_int(&m->gguf, key, 0);
-    snprintf(key, sizeof key, "%.*s.nextn_predict_layers", STR_ARG(name));
-    n_layer -= gguf_int(&m->gguf, key, 0);
-    for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS; i++)
-        if (str_eq(name, ARCHS[i].name) && (!ARCHS[i].n_layer || ARCHS[i].n_layer == n_layer))
-            return &ARCHS[i];
-    return NULL;
-}
-
-static bool load_config(Loader *ld) {
+// the first row of ARCHS that has the file's architecture and size
+static bool load_arch(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
     Str name = gguf_str(&m->gguf, "general.architecture");
-    if (!name.s) return fail(ld->e, "key general.architecture is missing");
-    const Arch *a = find_arch(m, name);
-    if (!a)
-        return fail(ld->e, "architecture %.*s is not supported; --help lists those that are",
+    if (!name.s) return fail(refuse(ld), "key general.architecture is missing");
+    snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
+    double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
+    for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS && !c->arch; i++)
+        if (is_word(c->name, ARCHS[i].names) && (!ARCHS[i].n_layer || ARCHS[i].n_layer == layers))
+            c->arch = &ARCHS[i];
+    if (!c->arch || !str_eq(name, c->name))
+        return fail(refuse(ld), "architecture %.*s is not supported; --help lists those that are",
                     STR_ARG(name));
-    if (!m->gguf.n_tensors) return fail(ld->e, "no tensors: this is a vocabulary, not a model");
-    c->arch = a;
-    int dim = c->dim = need_int(ld, "embedding_length", INT64_MIN, 1, 1 << 20);
-    int layers = need_int(ld, "block_count", INT64_MIN, 1, m->gguf.n_tensors);
-    int heads = need_int(ld, "attention.head_count", INT64_MIN, 1, 1 << 14), flags = a->flags;
-    *c = (Config){
-        .arch = a, .dim = dim, .n_ctx = INT_MIN, .hd = dim / heads, .vd = dim / heads,
-        .eps = arch_float(m, a->norm == RMS ? "attention.layer_norm_rms_epsilon"
-                                            : "attention.layer_norm_epsilon", 1e-5),
-        .embd_scale = flags & EMBD_SQRT ? sqrtf(dim) : flags & MUP ? 12 : 1,
-        .residual_scale = flags & MUP ? 1.4f / sqrtf(layers) : 1,
-        .logit_scale = flags & MUP ? 256.0f / dim : 1,
-        .attn_cap = flags & CAPPED ? 50 : 0, .logit_cap = flags & CAPPED ? 30 : 0,
-        .alibi = flags & ALIBI_8 ? 8 : 0, .expert_scale = 1,
-        .gating = flags & GATES_LATE ? LATE_SOFTMAX : SOFTMAX,
-        .gates_normed = !!(flags & GATES_NORMED),
-        .causal = !(flags & ENCODER), .pooling = -1, .window = flags & WINDOW_4096 ? 4096 : 0,
-        .rope_base = 10000, .rope_factor = 1, .rope_attn = 1, .yarn_fast = 32, .yarn_slow = 1,
-    };
-    load_keys(ld);
-    c->n_layer = layers - c->n_skip;
-    c->n_rot = need_int(ld, "rope.dimension_count", c->hd, 0, c->hd);
-    c->n_ctx_orig = need_int(ld, "rope.scaling.original_context_length", c->n_ctx, 1, INT_MAX);
-    c->rope = c->mrope ? NEOX : a->rope;
-    char key[128];
-    snprintf(key, sizeof key, "%s.rope.scaling.type", a->name);
-    c->yarn = str_eq(gguf_str(&m->gguf, key), "yarn");
-    if (str_eq(gguf_str(&m->gguf, key), "none")) c->rope_factor = 1;
-    if (c->rope_alpha > 0 && c->hd > 2) c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
-    if (!c->rope_base_local) c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
-    if (!c->attn_scale)
-        c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? dim / (float)heads : c->hd);
-    if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
-    if (c->n_value) c->dv /= c->n_value;
-    if (c->n_layer < 1) return ld->ok && fail(ld->e, "all %d layers are extra ones", layers);
-    if (c->n_rot % 2 || !(c->rope_base > 0 && c->rope_base_local > 0))
-        return ld->ok && fail(ld->e, "RoPE: %d dimensions at base %g", c->n_rot, c->rope_base);
-    if (c->n_used > c->n_expert || (c->n_expert && !c->n_used))
-        return ld->ok && fail(ld->e, "%d of %d experts cannot be used", c->n_used, c->n_expert);
+    if (!m->gguf.n_tensors)
+        return fail(refuse(ld), "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
 
-// binds every weight; all that forward relies on is checked here
+static void load_rope(Loader *ld) {
+    Config *c = &ld->m->config;
+    const Arch *a = c->arch;
+    bool sections = is_word(c->name, "glm4") &&   // of GLM-4V: to text they are NEOX
+                    load_int(ld, "rope.dimension_sections", 0, 0, 4096);
+    bool untuned = a->flags & ROPE_TUNED && !load_number(ld, "rope.scaling.finetuned", 1);
+    c->rope = sections ? NEOX : untuned ? NO_ROPE : a->rope;
+    c->n_rot = load_int(ld, "rope.dimension_count", c->hd, 0, c->hd);
+    c->n_ctx_orig = load_int(ld, "rope.scaling.original_context_length", c->n_ctx, 1, INT_MAX);
+    c->rope_base = load_float(ld, "rope.freq_base", "", 10000);
+    float alpha = load_float(ld, "rope.scaling.alpha", "hunyuan-dense", 0);
+    if (alpha > 0 && c->hd > 2) c->rope_base *= powf(alpha, c->hd / (c->hd - 2.0f));
+    c->rope_base_local = load_float(ld, "rope.freq_base_swa", "gemma2 gemma3 gpt-oss",
+                                   a->flags & LOCAL_10000 ? 10000 : c->rope_base);
+    c->rope_factor = load_float(ld, "rope.scale_linear", "", 1);
+    c->rope_factor = load_float(ld, "rope.scaling.factor", "", c->rope_factor);
+    c->rope_attn = load_float(ld, "rope.scaling.attn_factor", "", 1);
+    c->yarn_fast = load_float(ld, "rope.scaling.yarn_beta_fast", "mistral3", 32);
+    c->yarn_slow = load_float(ld, "rope.scaling.yarn_beta_slow", "mistral3", 1);
+    c->yarn_log = load_float(ld, "rope.scaling.yarn_log_multiplier", "mistral3", 0);
+    Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
+    c->yarn = str_eq(type, "yarn");
+    if (str_eq(type, "none")) c->rope_factor = 1;
+    if (c->n_rot % 2 || !(c->rope_base > 0 && c->rope_base_local > 0))
+        fail(refuse(ld), "RoPE: %d dimensions at base %g", c->n_rot, c->rope_base);
+}
+
+static void load_config(Loader *ld) {
+    Config *c = &ld->m->config;
+    int flags = c->arch->flags, gating = flags & GATES_LATE ? LATE_SOFTMAX : SOFTMAX;
+    bool mup = flags & MUP, capped = flags & CAPPED;
+    int layers = load_int(ld, "block_count", REQUIRED, 1, ld->m->gguf.n_tensors);
+    c->n_layer = layers - load_int(ld, "nextn_predict_layers", 0, 0, layers - 1);
+    c->dim = load_int(ld, "embedding_length", REQUIRED, 1, 1 << 20);
+    c->n_ctx = load_int(ld, "context_length", REQUIRED, 1, INT_MAX);
+    c->eps = load_number(ld, c->arch->norm == RMS ? "attention.layer_norm_rms_epsilon"
+                                                 : "attention.layer_norm_epsilon", 1e-5);
+    c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
+    c->embd_scale = load_float(ld, "embedding_scale", "granite granitemoe minicpm", c->embd_scale);
+    c->residual_scale = load_float(ld, "residual_scale", "granite granitemoe minicpm",
+                                  mup ? 1.4f / sqrtf(layers) : 1);
+    c->logit_scale = load_float(ld, "logit_scale", "granite granitemoe minicpm command-r cohere2",
+                               mup ? 256.0f / c->dim : 1);
+    if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
+    c->logit_cap = load_float(ld, "final_logit_softcapping", "gemma2 gemma3", capped ? 30 : 0);
+    c->pooling = load_int(ld, "pooling_type", -1, -1, 3);
+    // attention
+    int heads = load_int(ld, "attention.head_count", REQUIRED, 1, 1 << 14);
+    c->hd = load_int(ld, "attention.key_length", c->dim / heads, 1, 4096);
+    c->vd = load_int(ld, "attention.value_length", c->dim / heads, 1, 4096);
+    c->window = flags & WINDOW_4096 ? 4096 : 0;
+    c->window = load_int(ld, "attention.sliding_window", c->window, 0, INT_MAX);
+    c->causal = load_int(ld, "attention.causal", !(flags & ENCODER), 0, 1);
+    c->parallel = is_word(c->name, "gptneox") && load_int(ld, "use_parallel_residual", 0, 0, 1);
+    c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)heads : c->hd);
+    c->attn_scale = load_float(ld, "attention.scale", "granite granitemoe", c->attn_scale);
+    c->attn_cap = load_float(ld, "attn_logit_softcapping", "gemma2", capped ? 50 : 0);
+    c->clamp_qkv = load_float(ld, "attention.clamp_kqv", "olmo", 0);
+    c->temp_scale = load_float(ld, "attention.temperature_scale", "mistral3", 0);
+    c->alibi = flags & ALIBI_8 ? 8 : 0;
+    load_rope(ld);
+    // experts
+    c->n_expert = load_int(ld, "expert_count", 0, 0, 4096);
+    c->n_used = load_int(ld, "expert_used_count", 0, c->n_expert > 0, c->n_expert);
+    c->gating = load_int(ld, "expert_gating_func", gating, SOFTMAX, LATE_SOFTMAX);
+    c->gates_normed = load_int(ld, "expert_weights_norm", !!(flags & GATES_NORMED), 0, 1);
+    c->expert_scale = load_float(ld, "expert_weights_scale", "deepseek", 1);
+    // delta-net
+    c->conv = load_int(ld, "ssm.conv_kernel", 0, 0, 64);
+    c->n_key = load_int(ld, "ssm.group_count", 0, 0, 1 << 14);
+    c->n_value = load_int(ld, "ssm.time_step_rank", 0, 0, 1 << 14);
+    c->dk = load_int(ld, "ssm.state_size", 0, 0, 4096);
+    c->dv = load_int(ld, "ssm.inner_size", 0, 0, 1 << 20) / (c->n_value ? c->n_value : 1);
+}
+
 static bool weights_load(Model *m, Error *e) {
-    Loader ld = {m, e, true, -1};
+    Loader ld = {.m = m, .e = e, .ok = true, .l = -1};
     Config *c = &m->config;
-    if (!load_config(&ld)) return false;
+    if (load_arch(&ld)) load_config(&ld);
+    if (!ld.ok) return false;
     m->freqs = load_vector(&ld, "rope_freqs", ".weight", c->n_rot / 2);
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", c->n_rot / 2);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", c->n_rot / 2);
@@ -991,20 +924,20 @@ static bool weights_load(Model *m, Error *e) {
     m->head = load_matrix(&ld, "output", c->dim, 0, 1);
     if (!m->head.data) m->head = m->embd;
     c->n_vocab = m->head.rows;
-    if (ld.ok && m->embd.rows < c->n_vocab)
-        return fail(e, "token_embd has %lld rows, output %d", (long long)m->embd.rows, c->n_vocab);
+    if (m->embd.rows < c->n_vocab)
+        fail(refuse(&ld), "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
     m->embd_norm = load_norm(&ld, "token_embd_norm", c->dim);
     m->out_norm = load_norm(&ld, "output_norm", c->dim);
-    if (!m->out_norm.w && c->arch->norm != BARE && !(c->arch->flags & ENCODER))
-        missing(&ld, "output_norm.weight");
+    if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
+        need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
-    if (!m->layers) return fail(e, "out of memory");
+    if (!m->layers) fail(refuse(&ld), "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
-        Layer *w = &m->layers[ld.l];
-        load_layer(&ld, w);
-        load_pattern(&ld, w);
+        snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
+        load_layer(&ld, &m->layers[ld.l]);
+        load_pattern(&ld, &m->layers[ld.l]);
     }
     return ld.ok;
 }
@@ -4261,9 +4194,9 @@ static void print_usage(void) {
     }
     printf("  -h, --help, --version\narchitectures:");
     for (size_t i = 0, column = 14; i < sizeof ARCHS / sizeof *ARCHS; i++) {
-        if (i && !strcmp(ARCHS[i].name, ARCHS[i - 1].name)) continue;
-        if (column + strlen(ARCHS[i].name) > 98) column = printf("\n ");
-        column += printf(" %s", ARCHS[i].name);
+        if (ARCHS[i].n_layer) continue;   // another row has the same name
+        if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ");
+        column += printf(" %s", ARCHS[i].names);
     }
     putchar('\n');
 }
@@ -4735,7 +4668,7 @@ static void print_info(const Model *m, const Session *s) {
     double weights = 0;
     for (size_t i = 0; i < m->gguf.n_meta; i++) print_meta(&m->gguf.meta[i]);
     printf("\narchitecture %s%s: %d layers, dim %d, head %d, vocabulary %d, context %d\n",
-           c->arch->name, c->arch->verified ? "" : " (unverified: no golden output)", c->n_layer,
+           c->name, is_word(c->name, VERIFIED) ? "" : " (unverified: no golden output)", c->n_layer,
            c->dim, c->hd, c->n_vocab, c->n_ctx);
     for (int type = 0; type < 64; type++) {
         const char *name = quant_name(type);
@@ -4777,7 +4710,7 @@ static bool run_model(Cli *cli, Model *m, Session *s, Error *e) {
     bool ok = !prompt || load_prompt(cli, m, &text, &ids, e);
     if (cli->chat && t->kind == TOKENIZER_NONE) ok = fail(e, "-i: the model has no tokenizer");
     if (ok && encoder && !cli->embed && !cli->info)
-        ok = fail(e, "%s: %s is an encoder; use --embed", cli->model, c->arch->name);
+        ok = fail(e, "%s: %s is an encoder; use --embed", cli->model, c->name);
     if (ok && prompt && !ids.n && !cli->tokens && t->bos >= 0)
         ok = tokens_add(&ids, t->bos) || fail(e, "out of memory");
     if (ok && prompt && !ids.n)

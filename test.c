@@ -702,10 +702,10 @@ static const Spoil BROKEN[] = {
     {"not a GGUF file", BYTES, "GGML", 0, 4, NULL},
     {"big-endian", BYTES, "\0\0\0\3", 4, 4, NULL},
     {"version 1", BYTES, "\1\0\0", 4, 4, NULL},
-    {"tensors do not fit", BYTES, "\xff\xff\xff\xff\xff\xff\xff\x7f", 8, 8, NULL},
-    {"metadata keys do not fit", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 16, 8, NULL},
-    {"ends inside the list of tensors", CUT, "", 4, 0, NULL},
-    {"its entry is cut off", CUT, "", 31, 0, NULL},
+    {"9223372036854775807 tensors", BYTES, "\xff\xff\xff\xff\xff\xff\xff\x7f", 8, 8, NULL},
+    {"18446744073709551615 metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 16, 8, NULL},
+    {"tensor : the file ends inside the list of tensors", CUT, "", 4, 0, NULL},
+    {"token_embd.weight: the file ends inside the list", CUT, "", 31, 0, NULL},
     {"ends inside the metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 24, 8, NULL},
     {"unknown value type 13", KEY, "llama.block_count", 13, 0, NULL},
     {"runs past the end", KEY, "general.architecture", GGUF_STR, (int64_t)1 << 62, NULL},
@@ -713,6 +713,7 @@ static const Spoil BROKEN[] = {
     {"unknown element type 99", KEY, "llama.block_count", GGUF_ARR, 99, NULL},
     {"values do not fit", KEY, "llama.block_count", GGUF_ARR, ((int64_t)1 << 56) + GGUF_F64, NULL},
     {"llama.block_count appears twice", TWICE, "llama.block_count", 0, 0, NULL},
+    {"alignment is 0, want a power of two", KEY, "general.alignment", GGUF_U32, 0, NULL},
     {"a power of two", KEY, "general.alignment", GGUF_U32, 48, NULL},
     {"this is part 3", NEW_KEY, "split.no", GGUF_U16, 2, NULL},
     {"split.count is out of range", NEW_KEY, "split.count", GGUF_U16, 0, NULL},
@@ -728,17 +729,20 @@ static const Spoil BROKEN[] = {
     {"general.architecture is missing", NO_KEY, "general.architecture", 0, 0, NULL},
     {"architecture mamba is not supported", KEY, "general.architecture", GGUF_STR, 0, "mamba"},
     {"block_count is missing", NO_KEY, "llama.block_count", 0, 0, NULL},
-    {"context_length is missing or not a number", KEY, "llama.context_length", GGUF_STR, 0, "8"},
+    {"context_length: want a number", KEY, "llama.context_length", GGUF_STR, 0, "8"},
     {"embedding_length is 0, expected 1", KEY, "llama.embedding_length", GGUF_U32, 0, NULL},
+    {"head_count_kv: want a number", KEY, "llama.attention.head_count_kv", GGUF_STR, 0, "2"},
+    {"epsilon: want", KEY, "llama.attention.layer_norm_rms_epsilon", GGUF_F32, 0x7fc00000, NULL},
+    {"key_length is 5000, expected", KEY, "llama.attention.key_length", GGUF_U32, 5000, NULL},
     {"3 KV heads", KEY, "llama.attention.head_count_kv", GGUF_U32, 3, NULL},
     {"RoPE: 3 dimensions", NEW_KEY, "llama.rope.dimension_count", GGUF_U32, 3, NULL},
-    {"tensor token_embd is missing", NO_TENSOR, "token_embd.weight", 0, 0, NULL},
-    {"tensor blk.0.attn_v is missing", NO_TENSOR, "blk.0.attn_v.weight", 0, 0, NULL},
+    {"tensor token_embd.weight is missing", NO_TENSOR, "token_embd.weight", 0, 0, NULL},
+    {"tensor blk.0.attn_v.weight is missing", NO_TENSOR, "blk.0.attn_v.weight", 0, 0, NULL},
     {"tensor output_norm.weight is missing", NO_TENSOR, "output_norm.weight", 0, 0, NULL},
     {"want 32 values", DIM, "blk.0.ffn_norm.weight", 0, 16, NULL},
-    {"want [32,32,1], file has [32,16,1]", DIM, "blk.0.attn_k.weight", 1, 16, NULL},
-    {"want 64 or 128 rows", DIM, "blk.0.attn_q.weight", 1, 63, NULL},
-    {"want 48 rows, file has 47", DIM, "blk.0.ffn_up.weight", 1, 47, NULL},
+    {"want [32,32,1,1], file has [32,16,1,1]", DIM, "blk.0.attn_k.weight", 1, 16, NULL},
+    {"want [32,64,1,1], file has [32,63,1,1]", DIM, "blk.0.attn_q.weight", 1, 63, NULL},
+    {"want [32,48,1,1], file has [32,47,1,1]", DIM, "blk.0.ffn_up.weight", 1, 47, NULL},
     {"token_embd has 32 rows, output 64", DIM, "token_embd.weight", 1, 32, NULL},
     {"tokenizer.ggml.model is missing", NO_KEY, "tokenizer.ggml.model", 0, 0, NULL},
     {"'rwkv' is not one of", KEY, "tokenizer.ggml.model", GGUF_STR, 0, "rwkv"},
@@ -806,6 +810,14 @@ static void test_gguf_cursor(void) {
     CHECK(read_bytes(&c, 1) == 0 && read_str(&c).n == 0 && c.bad, "a byte after the failure");
     c = (Cursor){bytes + 1, bytes + sizeof bytes, false};
     CHECK(read_str(&c).n == 0 && c.bad, "a string of 2^56 bytes");
+}
+
+// an expert of a matrix that is the lower half of its tensor: biases lie as far apart as weights
+static void test_gguf_experts(void) {
+    static const float data[8], bias[8];
+    Matrix both = {(const uint8_t *)data, QUANT_F32, 4, 1, bias, NULL, 4 * sizeof *data};
+    Matrix up = matrix_rows(both, 2, 2), one = matrix_expert(&up, 1);
+    CHECK(one.data == (const uint8_t *)(data + 6) && one.bias == bias + 6, "not the second's up");
 }
 
 // ==== ops ====
@@ -1221,7 +1233,7 @@ static void check_tensors_used(Session *s, const int32_t *ids, int n, const floa
         last_row(s, ids, n, got);
         wrote += pwrite(fd, old, 4 * count, at);
         bool used = memcmp(got, want, sizeof got) && wrote == (ssize_t)(8 * count);
-        CHECK(used, "%s: %.*s is not used", s->m->config.arch->name, STR_ARG(t->name));
+        CHECK(used, "%s: %.*s is not used", s->m->config.name, STR_ARG(t->name));
     }
     close(fd);
 }
@@ -1255,10 +1267,12 @@ static void test_every_architecture(void) {
         if (!test.quick || SHAPES[i].n_layer < 8) worst = fmax(worst, check_shape(&SHAPES[i]));
     for (size_t k = 0; k < sizeof ARCHS / sizeof *ARCHS; k++) {
         int n = ARCHS[k].n_layer;
-        bool found = false;
-        for (int i = 0; i < n_shapes; i++)
-            found |= !strcmp(ARCHS[k].name, SHAPES[i].arch) && (!n || n == SHAPES[i].n_layer);
-        CHECK(found, "%s with %d layers has no shape here", ARCHS[k].name, n);
+        char *rest, *name = strtok_r(text_of("%s", ARCHS[k].names), " ", &rest);
+        for (bool found = false; name; name = strtok_r(NULL, " ", &rest), found = false) {
+            for (int i = 0; i < n_shapes; i++)
+                found |= !strcmp(name, SHAPES[i].arch) && (!n || n == SHAPES[i].n_layer);
+            CHECK(found, "%s with %d layers has no shape here", name, n);
+        }
     }
     printf("  prefill, decode and reuse agree to NMSE %.1e, limit 1e-6\n", worst);
 }
@@ -1530,7 +1544,7 @@ static void tok_num(TokVocab *v, const char *key, uint32_t elem, const void *x, 
 
 static bool tok_open(TokVocab *v) {
     v->g.meta = v->meta;
-    qsort(v->meta, v->g.n_meta, sizeof *v->meta, meta_compare);
+    qsort(v->meta, v->g.n_meta, sizeof *v->meta, name_compare);
     return tokenizer_open(&v->t, &v->g, &v->e);
 }
 
@@ -1853,7 +1867,7 @@ static void test_cli_output(void) {
     for (const char *s = cli.out; *s; s++) lines += *s == '\n';
     CHECK(lines <= 40, "--help has %d lines: more than a screen", lines);
     for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS; i++)
-        CHECK(strstr(cli.out, ARCHS[i].name), "--help does not list %s", ARCHS[i].name);
+        CHECK(strstr(cli.out, ARCHS[i].names), "--help does not list %s", ARCHS[i].names);
 }
 
 static void test_cli_completion(void) {
@@ -3442,7 +3456,7 @@ static bool open_gpu(Session *s, const Model *m, Options o) {
     Error e = {{0}};
     int old = mute();
     bool ok = session_open(s, m, o, &e);
-    const char *said = unmute(old), *name = m->config.arch->name;
+    const char *said = unmute(old), *name = m->config.name;
     CHECK(ok, "%s: %s", name, e.text);
     CHECK(!s->o.cpu && s->gpu ? !*said : s->o.cpu || one_line(said), "%s says '%s'", name, said);
     for (int l = 0; l < m->config.n_layer; l++)   // a warm-up leaves no trace
@@ -3458,7 +3472,7 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
                           double far, double near) {
     Session s[2];
     size_t V = m->config.n_vocab;
-    const char *name = m->config.arch->name;
+    const char *name = m->config.name;
     float *logits = need(2 * n * V * sizeof *logits), *of[2] = {logits, logits + n * V};
     int prompt = n * 5 / 6, best = 0, cut = n - 4;
     o.threads = 1;
@@ -4033,6 +4047,7 @@ static const Test TESTS[] = {
     {"gguf_broken", test_gguf_broken, false},
     {"gguf_hostile", test_gguf_hostile, false},
     {"gguf_cursor", test_gguf_cursor, false},
+    {"gguf_experts", test_gguf_experts, false},
     {"golden_models", test_golden_models, false},
     {"golden_encoders", test_golden_encoders, false},
     {"story_greedy", test_story_greedy, false},
