@@ -4237,7 +4237,9 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 
 typedef struct {
     // what was asked for
-    const char *model, *prompt, *file, *logits, *ppl;
+    const char *model, *file, *logits, *ppl;
+    const char *prompt;              // [n_prompt] bytes, for --ppl those of its file
+    size_t n_prompt;
     int n_predict;
     bool help, version, chat, special, hide_prompt, tokenize, embed, info;
     Tokens bench;                    // P and N
@@ -4246,9 +4248,9 @@ typedef struct {
     Error e;
     Model m;
     Session s;
-    char *text;                      // [n_text] the prompt
-    size_t n_text, n_new;
+    char *text;                      // of a file
     Tokens ids;                      // of the prompt, and the n_new that followed
+    size_t n_new;
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;
     Detokenizer detokenizer;
@@ -4261,8 +4263,6 @@ static void on_interrupt(int sig) {
     (void)sig;
     interrupted = 1;
 }
-
-// -- options --
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
@@ -4335,8 +4335,8 @@ static bool parse_value(Cli *c, const Option *o, const char *text) {
         double x = *text == '-' ? -(double)-whole : (double)whole;
         if (o->kind == NUMBER) x = strtof(text, &end);
         else if (errno) return false;
-        if (end == text || isspace((unsigned char)*text)) return false;
-        if (!(x >= o->low && x <= o->high)) return false;   // nor is NaN
+        bool number = end != text && !isspace((unsigned char)*text);
+        if (!number || !(x >= o->low && x <= o->high)) return false;
         if (o->kind == NUMBER) *(float *)at = x;
         if (o->kind == INTEGER) *(int *)at = x;
         if (o->kind == SEED) *(uint64_t *)at = whole;
@@ -4352,8 +4352,8 @@ static bool parse_options(Cli *c, int argc, char **argv) {
         const char *arg = argv[i], *value = argv[i + 1];
         const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
         if (ended || arg[0] != '-' || !arg[1]) {
-            if (words == 2) return fail(&c->e, "'%s': one MODEL and one PROMPT are expected", arg);
-            word[words++] = arg;
+            word[words] = arg;
+            words += words < 2;
             continue;
         }
         ended = !strcmp(arg, "--");
@@ -4373,20 +4373,20 @@ static bool parse_options(Cli *c, int argc, char **argv) {
     int prompts = !!c->prompt + !!c->file + !!c->ids.id + !!prompt[0] + !!prompt[1];
     if (prompt[0]) c->prompt = prompt[0];
     if (c->help || c->version) return true;
+    if (c->chat && c->ids.id) return fail(&c->e, "-i takes text, not --tokens");
     if (prompts > 1) return fail(&c->e, "two prompts: give one of PROMPT, -p, -f, --tokens");
     if (!c->model) return fail(&c->e, "no MODEL.gguf given; see --help");
     return prompts || c->chat || c->ppl || c->bench.id || c->info ||
            fail(&c->e, "no PROMPT given; see --help");
 }
 
-// -- prompt --
-
 static bool read_file(Cli *c, const char *path) {
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
     size_t room = 0;
     ssize_t n = f ? getdelim(&c->text, &room, 0xFF, f) : -1;   // a byte that no UTF-8 text has
     bool ok = n > 0 || (f && feof(f)) || fail(&c->e, "%s: %s", path, strerror(errno));
-    c->n_text = n > 0 ? n : 0;
+    c->prompt = c->text;
+    c->n_prompt = n > 0 ? n : 0;
     if (f && f != stdin) fclose(f);
     return ok;
 }
@@ -4405,21 +4405,15 @@ static bool load_prompt(Cli *c) {
     const Tokenizer *t = c->m.tokenizer;
     const char *file = c->ppl ? c->ppl : c->file;
     if (file && !read_file(c, file)) return false;
-    if (!file && !c->prompt) return true;
-    if (!file) {
-        c->text = strdup(c->prompt);
-        c->n_text = strlen(c->prompt);
-    }
-    if (c->chat) return true;
+    if (!file && c->prompt) c->n_prompt = strlen(c->prompt);
+    if (!c->prompt || c->chat) return true;
     c->ids.n = 0;
-    if (!check_utf8(c, c->text, c->n_text) ||
-        !tokenize(t, c->text, c->n_text, true, c->special, &c->ids, &c->e)) return false;
+    if (!check_utf8(c, c->prompt, c->n_prompt)) return false;
+    if (!tokenize(t, c->prompt, c->n_prompt, true, c->special, &c->ids, &c->e)) return false;
     if (c->ids.n || c->tokenize) return true;
     if (t->bos < 0) return fail(&c->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&c->ids, t->bos) || fail(&c->e, "out of memory");
 }
-
-// -- text --
 
 static double tensor_bytes(const Tensor *t) {
     return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
@@ -4495,8 +4489,6 @@ static void print_notes(const Cli *c) {
             (unsigned long long)c->o.sampling.seed);
 }
 
-// -- chat --
-
 // A chat template is a Jinja program in the metadata. As llama.cpp does by default, the family is
 // recognised by a word that only its templates have, and a turn is written from this table: % is
 // where the user's text stands, then the reply. The start comes before the first turn.
@@ -4539,12 +4531,12 @@ static bool chat_turn(Cli *c, const ChatFamily *f, const char *user, size_t n) {
 static bool run_chat(Cli *c) {
     Str template = gguf_str(&c->m.gguf, "tokenizer.chat_template");
     const ChatFamily *f = CHATS, *end = CHATS + COUNT(CHATS);
-    while (f < end && !memmem(template.s, template.n, f->mark, strlen(f->mark))) f++;
     if (!template.n) return fail(&c->e, "the model has no chat template; -i needs one");
+    while (f < end && !memmem(template.s, template.n, f->mark, strlen(f->mark))) f++;
     if (f == end) return fail(&c->e, "the model's chat template is of an unknown family");
     char *line = NULL;
     size_t room = 0;
-    bool ok = !c->text || chat_turn(c, f, c->text, c->n_text);
+    bool ok = !c->prompt || chat_turn(c, f, c->prompt, c->n_prompt);
     while (ok && !interrupted) {
         if (isatty(STDIN_FILENO)) fputs("> ", stderr);
         ssize_t n = getline(&line, &room, stdin);
@@ -4555,8 +4547,6 @@ static bool run_chat(Cli *c) {
     free(line);
     return ok;
 }
-
-// -- logits, perplexity, embeddings --
 
 static bool write_row(void *ctx, int i, const float *logits) {
     Cli *c = ctx;
@@ -4627,8 +4617,6 @@ static bool pool_row(void *ctx, int i, const float *row) {
     return true;
 }
 
-// -- bench --
-
 enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // reads a memory of so many slices, in bytes
 
 static void read_slice(void *ctx, int i, int thread) {
@@ -4672,8 +4660,6 @@ static bool run_bench(Cli *c) {
     return true;
 }
 
-// -- info --
-
 static void print_meta(const Meta *m) {
     const uint8_t *p = m->v;
     printf("%.*s =", STR_ARG(m->key));
@@ -4710,8 +4696,6 @@ static bool print_info(const Cli *c) {
     return true;
 }
 
-// -- all of it --
-
 static bool run(Cli *c) {
     Model *m = &c->m;
     if (!(c->tokenize ? vocab_open : model_open)(m, c->model, &c->e)) return false;
@@ -4736,18 +4720,15 @@ static bool run(Cli *c) {
     if (c->embed) return session_run(&c->s, c->ids.id, c->ids.n, 0, true, pool_row, c, &c->e);
     if (c->logits) return run_logits(c);
     if (c->chat) return run_chat(c);
-    if (!c->hide_prompt && c->n_text) fwrite(c->text, 1, c->n_text, stdout);
-    c->detokenizer.started = c->n_text > 0;
+    if (!c->hide_prompt) fwrite(c->prompt, 1, c->n_prompt, stdout);
+    c->detokenizer.started = c->n_prompt > 0;
     return reply(c);
 }
 
 int main(int argc, char **argv) {
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
     Cli c = {.n_predict = 256,
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
-                            .repeat_penalty = 1, .repeat_last_n = 64,
-                            .seed = (uint64_t)t.tv_sec * 1000003 ^ t.tv_nsec}};
+                            .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
     bool ok = parse_options(&c, argc, argv);
     int status = ok ? 1 : 2;
