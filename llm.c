@@ -4309,10 +4309,8 @@ static const Option OPTIONS[] = {
 
 static void print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
-    for (size_t i = 0; i < COUNT(OPTIONS); i++) {
-        int n = printf("\n  %s %s", OPTIONS[i].name, OPTIONS[i].value);
-        printf("%*s%s", n < 27 ? 27 - n : 1, "", OPTIONS[i].help);
-    }
+    for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
+        printf("\n  %-19s %-7s%s", o->name, o->value, o->help);
     printf("\narchitectures:");
     for (size_t i = 0; i < COUNT(ARCHS); i++)
         if (i == 0 || strcmp(ARCHS[i].name, ARCHS[i - 1].name))
@@ -4335,8 +4333,7 @@ static bool parse_value(Cli *c, const Option *o, const char *text) {
         double x = *text == '-' ? -(double)-whole : (double)whole;
         if (o->kind == NUMBER) x = strtof(text, &end);
         else if (errno) return false;
-        bool number = end != text && !isspace((unsigned char)*text);
-        if (!number || !(x >= o->low && x <= o->high)) return false;
+        if (end == text || isspace((uint8_t)*text) || !(x >= o->low && x <= o->high)) return false;
         if (o->kind == NUMBER) *(float *)at = x;
         if (o->kind == INTEGER) *(int *)at = x;
         if (o->kind == SEED) *(uint64_t *)at = whole;
@@ -4479,8 +4476,7 @@ static void print_notes(const Cli *c) {
     if (c->o.window > n_ctx && s->m)
         fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
     if (n > window && s->m && !c->ppl && !c->bench.id)
-        fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
-                "-c %d keeps them\n", n - window, n);
+        fprintf(stderr, "note: the first %d tokens are out of sight; -c %d keeps them\n", n - window, n);
     if (!c->prefill) return;
     getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %d tokens %.1f tok/s, decode %zu tokens %.1f tok/s %.1f GB/s, "
@@ -4537,7 +4533,7 @@ static bool run_chat(Cli *c) {
     char *line = NULL;
     size_t room = 0;
     bool ok = !c->prompt || chat_turn(c, f, c->prompt, c->n_prompt);
-    while (ok && !interrupted) {
+    while (ok && !interrupted && !ferror(stdout)) {
         if (isatty(STDIN_FILENO)) fputs("> ", stderr);
         ssize_t n = getline(&line, &room, stdin);
         if (n < 0) break;
@@ -4720,7 +4716,7 @@ static bool run(Cli *c) {
     if (c->embed) return session_run(&c->s, c->ids.id, c->ids.n, 0, true, pool_row, c, &c->e);
     if (c->logits) return run_logits(c);
     if (c->chat) return run_chat(c);
-    if (!c->hide_prompt) fwrite(c->prompt, 1, c->n_prompt, stdout);
+    if (c->prompt && !c->hide_prompt) fwrite(c->prompt, 1, c->n_prompt, stdout);
     c->detokenizer.started = c->n_prompt > 0;
     return reply(c);
 }

@@ -1884,7 +1884,8 @@ static void test_cli_completion(void) {
 static void write_chat_model(void) {
     static const char key[] = "tokenizer.chat_template", mark[] = "{{ <|im_start|> }}";
     size_t n, old = strlen("general.description");
-    char *file = read_all("golden/story.gguf", &n), *at = memmem(file, n, "general.description", old);
+    char *file = read_all("golden/story.gguf", &n);
+    char *at = memmem(file, n, "general.description", old);
     uint64_t length[2] = {sizeof key - 1}, type = GGUF_STR;
     memcpy(&length[1], at + old + 4, 8);
     length[1] -= length[0] - old;
