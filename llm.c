@@ -4266,51 +4266,51 @@ static void on_interrupt(int sig) {
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
-    const char *name;
+    const char *usage;   // name and value
     int kind;
     size_t at;
     double low, high;
-    const char *value, *help;
+    const char *help;
 } Option;
 
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
-    {"-m", TEXT, AT(model), 0, 0, "MODEL", "the model, as the first argument"},
-    {"-p", TEXT, AT(prompt), 0, 0, "PROMPT", "the prompt, as the second argument"},
-    {"-f", TEXT, AT(file), 0, 0, "FILE", "prompt from a file, - for standard input"},
-    {"-i", SWITCH, AT(chat), 0, 0, "", "chat: the model's own template, turn after turn"},
-    {"-n", INTEGER, AT(n_predict), -1, INT_MAX, "N", "tokens to generate (256); -1: until the end"},
-    {"-c", INTEGER, AT(o.window), 1, INT_MAX, "N", "attention window (4096 or the model's less)"},
-    {"-b", INTEGER, AT(o.chunk), 1, 1 << 20, "N", "tokens of a prefill chunk (512)"},
-    {"-t", INTEGER, AT(o.threads), 1, 1024, "N", "CPU threads (the CPUs this process may run on)"},
-    {"--temp", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "T", "temperature (0.8); 0 is greedy"},
-    {"--top-k", INTEGER, PICK(top_k), 0, INT_MAX, "K", "the K likeliest tokens only (40); 0 all"},
-    {"--top-p", NUMBER, PICK(top_p), 0, 1, "P", "the likeliest that hold a share P (0.95); 1 all"},
-    {"--min-p", NUMBER, PICK(min_p), 0, 1, "P", "those at least P as likely as the best (0.05)"},
-    {"--repeat-penalty", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "R", "1.0: none"},
-    {"--repeat-last-n", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "N", "sees N (64); -1: all"},
-    {"--seed", SEED, PICK(seed), 0, 0x1p64, "S", "same seed, same text (from the clock)"},
-    {"--keep", INTEGER, AT(o.keep), 0, INT_MAX, "N", "pin the first N tokens in the window"},
-    {"--special", SWITCH, AT(special), 0, 0, "", "parse special tokens in PROMPT"},
-    {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "", "print the continuation alone"},
-    {"--cpu", SWITCH, AT(o.cpu), 0, 0, "", "do not use the GPU"},
-    {"--tokenize", SWITCH, AT(tokenize), 0, 0, "", "print the token ids of PROMPT"},
-    {"--tokens", LIST, AT(ids), 0, 0x1p64, "A,B,C", "token ids instead of PROMPT, as they are"},
-    {"--logits", TEXT, AT(logits), 0, 0, "FILE", "write float32 logits of every token"},
-    {"--embed", SWITCH, AT(embed), 0, 0, "", "print the pooled embedding of PROMPT"},
-    {"--ppl", TEXT, AT(ppl), 0, 0, "FILE", "perplexity of a text"},
-    {"--bench", PAIR, AT(bench), 1, 1 << 24, "[P,N]", "speed of P (512) tokens in, N (128) out"},
-    {"--info", SWITCH, AT(info), 0, 0, "", "metadata, architecture, formats, memory plan"},
-    {"-h", SWITCH, AT(help), 0, 0, "", "this page"},
-    {"--help", SWITCH, AT(help), 0, 0, "", "this page"},
-    {"--version", SWITCH, AT(version), 0, 0, "", "llm 1.0"},
+    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, as the first argument"},
+    {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, as the second argument"},
+    {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for standard input"},
+    {"-i", SWITCH, AT(chat), 0, 0, "chat: the model's own template, turn after turn"},
+    {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1: until the end"},
+    {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096 or the model's less)"},
+    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512)"},
+    {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
+    {"--temp T", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "temperature (0.8); 0 is greedy"},
+    {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},
+    {"--top-p P", NUMBER, PICK(top_p), 0, 1, "the likeliest that hold a share P (0.95); 1 all"},
+    {"--min-p P", NUMBER, PICK(min_p), 0, 1, "those at least P as likely as the best (0.05)"},
+    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "1.0 is none"},
+    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "looks back so far (64); -1: all"},
+    {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
+    {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
+    {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
+    {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
+    {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU"},
+    {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
+    {"--tokens A,B,C", LIST, AT(ids), 0, 0x1p64, "token ids instead of PROMPT, as they are"},
+    {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token"},
+    {"--embed", SWITCH, AT(embed), 0, 0, "print the pooled embedding of PROMPT"},
+    {"--ppl FILE", TEXT, AT(ppl), 0, 0, "perplexity of a text"},
+    {"--bench [P,N]", PAIR, AT(bench), 1, 1 << 24, "speed of P (512) tokens in, N (128) out"},
+    {"--info", SWITCH, AT(info), 0, 0, "metadata, architecture, formats, memory plan"},
+    {"-h", SWITCH, AT(help), 0, 0, "this page"},
+    {"--help", SWITCH, AT(help), 0, 0, "this page"},
+    {"--version", SWITCH, AT(version), 0, 0, "llm 1.0"},
 };
 
 static void print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
-        printf("\n  %-19s %-7s%s", o->name, o->value, o->help);
+        printf("\n  %-22s %s", o->usage, o->help);
     printf("\narchitectures:");
     for (size_t i = 0; i < COUNT(ARCHS); i++)
         if (i == 0 || strcmp(ARCHS[i].name, ARCHS[i - 1].name))
@@ -4348,6 +4348,7 @@ static bool parse_options(Cli *c, int argc, char **argv) {
     for (int i = 1, words = 0, ended = 0; i < argc; i++) {
         const char *arg = argv[i], *value = argv[i + 1];
         const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
+        size_t n = strlen(arg);
         if (ended || arg[0] != '-' || !arg[1]) {
             word[words] = arg;
             words += words < 2;
@@ -4355,15 +4356,15 @@ static bool parse_options(Cli *c, int argc, char **argv) {
         }
         ended = !strcmp(arg, "--");
         if (ended) continue;
-        while (o < end && strcmp(arg, o->name)) o++;
+        while (o < end && (strncmp(arg, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
         if (o == end) return fail(&c->e, "unknown option %s; see --help", arg);
         bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
         if (o->kind == PAIR && !pair) value = "512,128";
         else if (o->kind != SWITCH) i++;
         if (i == argc) return fail(&c->e, "%s needs a value; see --help", arg);
         if (!parse_value(c, o, value))
-            return fail(&c->e, "%s takes %s, %s from %.10g to %.10g, not '%s'", arg, o->value,
-                        o->kind == NUMBER ? "numbers" : "whole numbers", o->low, o->high, value);
+            return fail(&c->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
+                        o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
     }
     const char **prompt = c->model ? word : word + 1;
     if (!c->model) c->model = word[0];
@@ -4378,12 +4379,11 @@ static bool parse_options(Cli *c, int argc, char **argv) {
 }
 
 static bool read_file(Cli *c, const char *path) {
+    const size_t most = (1 << 28) + 1;   // what tokenize refuses; memory is taken as it is filled
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    size_t room = 0;
-    ssize_t n = f ? getdelim(&c->text, &room, 0xFF, f) : -1;   // a byte that no UTF-8 text has
-    bool ok = n > 0 || (f && feof(f)) || fail(&c->e, "%s: %s", path, strerror(errno));
-    c->prompt = c->text;
-    c->n_prompt = n > 0 ? n : 0;
+    c->prompt = c->text = malloc(most);
+    c->n_prompt = f && c->text ? fread(c->text, 1, most, f) : 0;
+    bool ok = (f && c->text && !ferror(f)) || fail(&c->e, "%s: %s", path, strerror(errno));
     if (f && f != stdin) fclose(f);
     return ok;
 }
@@ -4476,7 +4476,8 @@ static void print_notes(const Cli *c) {
     if (c->o.window > n_ctx && s->m)
         fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
     if (n > window && s->m && !c->ppl && !c->bench.id)
-        fprintf(stderr, "note: the first %d tokens are out of sight; -c %d keeps them\n", n - window, n);
+        fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
+                "-c %d keeps them\n", n - window, n);
     if (!c->prefill) return;
     getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %d tokens %.1f tok/s, decode %zu tokens %.1f tok/s %.1f GB/s, "
