@@ -4289,7 +4289,7 @@ static const Option OPTIONS[] = {
     {"--top-p P", NUMBER, PICK(top_p), 0, 1, "the likeliest that hold a share P (0.95); 1 all"},
     {"--min-p P", NUMBER, PICK(min_p), 0, 1, "those at least P as likely as the best (0.05)"},
     {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "1.0 is none"},
-    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "looks back so far (64); -1: all"},
+    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "for the last N (64); -1 all"},
     {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
     {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
