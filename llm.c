@@ -59,8 +59,10 @@
 #include <unistd.h>
 #ifdef __APPLE__
 #include <sys/sysctl.h>
+#define RSS_PER_MB 1048576.0   // ru_maxrss counts bytes there, kilobytes elsewhere
 #else
 #include <sched.h>
+#define RSS_PER_MB 1024.0
 #endif
 #include "quant.h"
 
@@ -4126,13 +4128,26 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 
 #ifndef LLM_NO_MAIN
 
-#define VERSION "1.0"
-
 typedef struct {
-    const char *model, *prompt, *file, *tokens, *logits, *ppl;
-    int n_predict, bench_prompt, bench_decode;
-    bool chat, special, hide_prompt, tokenize, embed, bench, info, seeded;
+    // what was asked for
+    const char *model, *file, *logits, *ppl;
+    const char *prompt;              // [n_prompt] bytes, for --ppl those of its file
+    size_t n_prompt;
+    int n_predict;
+    bool help, version, chat, special, hide_prompt, tokenize, embed, info;
+    Tokens bench;                    // P and N
     Options o;
+    // what it takes to answer
+    Error e;
+    Model m;
+    Session s;
+    char *text;                      // of a file
+    Tokens ids;                      // of the prompt, and the n_new that followed
+    size_t n_new;
+    void *work;                      // of one mode: a piece of text, an embedding, ...
+    FILE *out;
+    Detokenizer detokenizer;
+    double first, prefill, decode;   // when the first new token came; seconds before and after
 } Cli;
 
 static volatile sig_atomic_t interrupted;
@@ -4142,625 +4157,487 @@ static void on_interrupt(int sig) {
     interrupted = 1;
 }
 
-// -- options --
-
-typedef enum { SWITCH, TEXT, INTEGER, NUMBER, SEED, PAIR } OptionKind;
+enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
-    const char *name;
-    OptionKind kind;
+    const char *usage;   // name and value
+    int kind;
     size_t at;
     double low, high;
-    const char *value, *help;
+    const char *help;
 } Option;
 
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
-    {"-m", TEXT, AT(model), 0, 0, "MODEL", "the model, as the first argument"},
-    {"-p", TEXT, AT(prompt), 0, 0, "PROMPT", "the prompt, as the second argument"},
-    {"-f", TEXT, AT(file), 0, 0, "FILE", "prompt from a file, - for standard input"},
-    {"-i", SWITCH, AT(chat), 0, 0, "", "chat: the model's own template, turn after turn"},
-    {"-n", INTEGER, AT(n_predict), -1, INT_MAX, "N", "tokens to generate (256); -1: until the end"},
-    {"-c", INTEGER, AT(o.window), 1, INT_MAX, "N", "attention window (4096 or the model's less)"},
-    {"-b", INTEGER, AT(o.chunk), 1, 1 << 20, "N", "tokens of a prefill chunk (512)"},
-    {"-t", INTEGER, AT(o.threads), 1, 1024, "N", "CPU threads (the CPUs this process may run on)"},
-    {"--temp", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "T", "temperature (0.8); 0 is greedy"},
-    {"--top-k", INTEGER, PICK(top_k), 0, INT_MAX, "K", "the K likeliest tokens only (40); 0 all"},
-    {"--top-p", NUMBER, PICK(top_p), 0, 1, "P", "the likeliest that hold a share P (0.95); 1 all"},
-    {"--min-p", NUMBER, PICK(min_p), 0, 1, "P", "those at least P as likely as the best (0.05)"},
-    {"--repeat-penalty", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "R", "1.0: none"},
-    {"--repeat-last-n", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "N",
-     "what it sees (64); -1: all"},
-    {"--seed", SEED, PICK(seed), 0, 0, "S", "same seed, same text (from the clock)"},
-    {"--keep", INTEGER, AT(o.keep), 0, INT_MAX, "N", "pin the first N tokens in the window"},
-    {"--special", SWITCH, AT(special), 0, 0, "", "parse special tokens in PROMPT"},
-    {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "", "print the continuation alone"},
-    {"--cpu", SWITCH, AT(o.cpu), 0, 0, "", "do not use the GPU"},
-    {"--tokenize", SWITCH, AT(tokenize), 0, 0, "", "print the token ids of PROMPT"},
-    {"--tokens", TEXT, AT(tokens), 0, 0, "A,B,C", "token ids instead of PROMPT, as they are"},
-    {"--logits", TEXT, AT(logits), 0, 0, "FILE", "write float32 logits of every token"},
-    {"--embed", SWITCH, AT(embed), 0, 0, "", "print the pooled embedding of PROMPT"},
-    {"--ppl", TEXT, AT(ppl), 0, 0, "FILE", "perplexity of a text"},
-    {"--bench", PAIR, AT(bench), 0, 0, "[P,N]",
-     "speed of P (512) prompt, N (128) generated tokens"},
-    {"--info", SWITCH, AT(info), 0, 0, "", "metadata, architecture, formats, memory plan"},
+    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, as the first argument"},
+    {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, as the second argument"},
+    {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for standard input"},
+    {"-i", SWITCH, AT(chat), 0, 0, "chat: the model's own template, turn after turn"},
+    {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1: until the end"},
+    {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096 or the model's less)"},
+    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512)"},
+    {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
+    {"--temp T", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "temperature (0.8); 0 is greedy"},
+    {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},
+    {"--top-p P", NUMBER, PICK(top_p), 0, 1, "the likeliest that hold a share P (0.95); 1 all"},
+    {"--min-p P", NUMBER, PICK(min_p), 0, 1, "those at least P as likely as the best (0.05)"},
+    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "1.0 is none"},
+    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "for the last N (64); -1 all"},
+    {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
+    {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
+    {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
+    {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
+    {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU"},
+    {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
+    {"--tokens A,B,C", LIST, AT(ids), 0, 0x1p64, "token ids instead of PROMPT, as they are"},
+    {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token"},
+    {"--embed", SWITCH, AT(embed), 0, 0, "print the pooled embedding of PROMPT"},
+    {"--ppl FILE", TEXT, AT(ppl), 0, 0, "perplexity of a text"},
+    {"--bench [P,N]", PAIR, AT(bench), 1, 1 << 24, "speed of P (512) tokens in, N (128) out"},
+    {"--info", SWITCH, AT(info), 0, 0, "metadata, architecture, formats, memory plan"},
+    {"-h", SWITCH, AT(help), 0, 0, "this page"},
+    {"--help", SWITCH, AT(help), 0, 0, "this page"},
+    {"--version", SWITCH, AT(version), 0, 0, "llm 1.0"},
 };
 
 static void print_usage(void) {
-    puts("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
-    for (size_t i = 0; i < sizeof OPTIONS / sizeof *OPTIONS; i++) {
-        int n = printf("  %s %s", OPTIONS[i].name, OPTIONS[i].value);
-        printf("%*s%s\n", n < 26 ? 26 - n : 1, "", OPTIONS[i].help);
-    }
-    printf("  -h, --help, --version\narchitectures:");
-    for (size_t i = 0, column = 14; i < sizeof ARCHS / sizeof *ARCHS; i++) {
+    printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
+    for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
+        printf("\n  %-22s %s", o->usage, o->help);
+    printf("\narchitectures:");
+    for (size_t i = 0, column = 99; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
-        if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ");
+        if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ") - 1;
         column += printf(" %s", ARCHS[i].names);
     }
     putchar('\n');
 }
 
-// a whole number or any number, nothing around it
-static bool parse_number(const char *text, bool whole, double low, double high, double *x) {
+// one text, one number, or numbers with commas between them
+static bool parse_value(Cli *c, const Option *o, const char *text) {
+    void *at = (char *)c + o->at;
+    Tokens *list = o->kind >= LIST ? at : NULL;
     char *end;
-    *x = whole ? (double)strtoll(text, &end, 10) : strtof(text, &end);
-    return end != text && !*end && !isspace((unsigned char)*text) && *x >= low && *x <= high;
-}
-
-static bool parse_value(Cli *cli, const Option *o, const char *text, Error *e) {
-    void *at = (char *)cli + o->at;
-    double x = 0;
-    bool ok = o->kind == TEXT || o->kind == SEED ||
-              parse_number(text, o->kind == INTEGER, o->low, o->high, &x);
+    if (o->kind == SWITCH) *(bool *)at = true;
     if (o->kind == TEXT) *(const char **)at = text;
-    if (o->kind == INTEGER) *(int *)at = x;
-    if (o->kind == NUMBER) *(float *)at = x;
-    if (o->kind == SEED) {
-        *(uint64_t *)at = strtoull(text, NULL, 10);
-        ok = *text && !text[strspn(text, "0123456789")];
-        cli->seeded = true;
-    }
-    return ok || fail(e, "%s: '%s' is not a value it takes; see --help", o->name, text);
+    if (o->kind <= TEXT) return true;
+    if (list) list->n = 0;
+    do {
+        errno = 0;
+        uint64_t whole = strtoull(text, &end, 10);
+        double x = *text == '-' ? -(double)-whole : (double)whole;
+        if (o->kind == NUMBER) x = strtof(text, &end);
+        else if (errno) return false;
+        if (end == text || isspace((uint8_t)*text) || !(x >= o->low && x <= o->high)) return false;
+        if (o->kind == NUMBER) *(float *)at = x;
+        if (o->kind == INTEGER) *(int *)at = x;
+        if (o->kind == SEED) *(uint64_t *)at = whole;
+        if (list && !tokens_add(list, fmin(x, INT_MAX))) return false;
+        text = end + 1;
+    } while (list && *end == ',');
+    return !*end && (o->kind != PAIR || list->n == 2);
 }
 
-// "P,N" behind --bench, if that is what comes
-static bool parse_pair(Cli *cli, const char *text) {
-    double p, n;
-    char first[16] = "";
-    const char *comma = text ? strchr(text, ',') : NULL;
-    if (comma) snprintf(first, sizeof first, "%.*s", (int)(comma - text), text);
-    if (!comma || !parse_number(first, true, 1, 1 << 24, &p) ||
-        !parse_number(comma + 1, true, 1, 1 << 24, &n)) return false;
-    cli->bench_prompt = p;
-    cli->bench_decode = n;
-    return true;
-}
-
-// "1,2,3"; ids NULL: only checks the form
-static bool parse_tokens(const char *list, Tokens *ids, Error *e) {
-    for (char *end; *list; list = end + (*end == ',')) {
-        long long id = strtoll(list, &end, 10);
-        if (!isdigit((unsigned char)*list) || (*end && (*end != ',' || !end[1])))
-            return fail(e, "--tokens: '%.20s' is not a list of token ids", list);
-        if (id > INT_MAX) id = INT_MAX;   // no vocabulary is so large
-        if (ids && !tokens_add(ids, id)) return fail(e, "out of memory");
-    }
-    return true;
-}
-
-static bool parse_options(Cli *cli, int argc, char **argv, Error *e) {
-    const char *word[2];
-    int words = 0, used = 0;
-    for (int i = 1, options = 1; i < argc; i++) {
-        const char *arg = argv[i];
-        const Option *o = NULL;
-        if (options && !strcmp(arg, "--")) {
-            options = 0;
-        } else if (!options || arg[0] != '-' || !arg[1]) {
-            if (words == 2) return fail(e, "'%s': one MODEL and one PROMPT are expected", arg);
-            word[words++] = arg;
-        } else {
-            for (size_t k = 0; k < sizeof OPTIONS / sizeof *OPTIONS; k++)
-                if (!strcmp(arg, OPTIONS[k].name)) o = &OPTIONS[k];
-            if (!o) return fail(e, "unknown option %s; see --help", arg);
-            bool flag = o->kind == SWITCH || o->kind == PAIR;
-            if (flag) *(bool *)((char *)cli + o->at) = true;
-            if (o->kind == PAIR && i + 1 < argc && parse_pair(cli, argv[i + 1])) i++;
-            if (!flag && ++i == argc) return fail(e, "%s needs a value; see --help", arg);
-            if (!flag && !parse_value(cli, o, argv[i], e)) return false;
+static bool parse_options(Cli *c, int argc, char **argv) {
+    const char *word[3] = {NULL, NULL, NULL};
+    for (int i = 1, words = 0, ended = 0; i < argc; i++) {
+        const char *arg = argv[i], *value = argv[i + 1];
+        const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
+        size_t n = strlen(arg);
+        if (ended || arg[0] != '-' || !arg[1]) {
+            word[words] = arg;
+            words += words < 2;
+            continue;
         }
+        ended = !strcmp(arg, "--");
+        if (ended) continue;
+        while (o < end && (strncmp(arg, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
+        if (o == end) return fail(&c->e, "unknown option %s; see --help", arg);
+        bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
+        if (o->kind == PAIR && !pair) value = "512,128";
+        else if (o->kind != SWITCH) i++;
+        if (i == argc) return fail(&c->e, "%s needs a value; see --help", arg);
+        if (!parse_value(c, o, value))
+            return fail(&c->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
+                        o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
     }
-    if (!cli->model && words) cli->model = word[used++];
-    int prompts = !!cli->prompt + !!cli->file + !!cli->tokens + words - used;
-    if (prompts > 1) return fail(e, "two prompts: give one of PROMPT, -p, -f, --tokens");
-    if (used < words) cli->prompt = word[used];
-    if (!cli->model) return fail(e, "no MODEL.gguf given; see --help");
-    if (cli->tokens && !parse_tokens(cli->tokens, NULL, e)) return false;
-    return prompts || cli->chat || cli->ppl || cli->bench || cli->info ||
-           fail(e, "no PROMPT given; see --help");
+    const char **prompt = c->model ? word : word + 1;
+    if (!c->model) c->model = word[0];
+    int prompts = !!c->prompt + !!c->file + !!c->ids.id + !!prompt[0] + !!prompt[1];
+    if (prompt[0]) c->prompt = prompt[0];
+    if (c->help || c->version) return true;
+    if (c->chat && c->ids.id) return fail(&c->e, "-i takes text, not --tokens");
+    if (prompts > 1) return fail(&c->e, "two prompts: give one of PROMPT, -p, -f, --tokens");
+    if (!c->model) return fail(&c->e, "no MODEL.gguf given; see --help");
+    return prompts || c->chat || c->ppl || c->bench.id || c->info ||
+           fail(&c->e, "no PROMPT given; see --help");
 }
 
-// -- prompt --
-
-typedef struct { char *s; size_t n; } Text;
-
-static bool read_file(const char *path, Text *t, Error *e) {
-    bool in = !strcmp(path, "-");
-    FILE *f = in ? stdin : fopen(path, "rb");
-    size_t cap = 1 << 16, got;
-    *t = (Text){malloc(cap), 0};
-    while (f && t->s && (got = fread(t->s + t->n, 1, cap - t->n, f)) > 0) {
-        t->n += got;
-        char *more = t->n == cap ? realloc(t->s, cap *= 2) : t->s;
-        if (!more) free(t->s);
-        t->s = more;
-    }
-    int error = !f || ferror(f) ? errno : 0;
-    if (f && !in) fclose(f);
-    if (!t->s) return fail(e, "out of memory");
-    return !error || fail(e, "%s: %s", path, strerror(error));
+static bool read_file(Cli *c, const char *path) {
+    const size_t most = (1 << 28) + 1;   // what tokenize refuses; memory is taken as it is filled
+    FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
+    c->prompt = c->text = malloc(most);
+    c->n_prompt = f && c->text ? fread(c->text, 1, most, f) : 0;
+    bool ok = (f && c->text && !ferror(f)) || fail(&c->e, "%s: %s", path, strerror(errno));
+    if (f && f != stdin) fclose(f);
+    return ok;
 }
 
-static bool check_utf8(const char *s, size_t n, Error *e) {
+static bool check_utf8(Cli *c, const char *s, size_t n) {
     for (size_t i = 0, used; i < n; i += used) {
-        uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (!utf8_valid(c, used))
-            return fail(e, "the prompt is not UTF-8: byte %zu is 0x%02x", i, (unsigned char)s[i]);
+        uint32_t character = utf8_decode(s + i, n - i, &used);
+        if (!utf8_valid(character, used))
+            return fail(&c->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)s[i]);
     }
     return true;
 }
 
-// the prompt's bytes (for display) and its ids, from whichever option gave it
-static bool load_prompt(const Cli *cli, const Model *m, Text *text, Tokens *ids, Error *e) {
-    if (cli->tokens) return parse_tokens(cli->tokens, ids, e);
-    if (cli->file && !read_file(cli->file, text, e)) return false;
-    if (cli->prompt) {
-        *text = (Text){strdup(cli->prompt), strlen(cli->prompt)};
-        if (!text->s) return fail(e, "out of memory");
-    }
-    return check_utf8(text->s, text->n, e) &&
-           tokenize(m->tokenizer, text->s, text->n, true, cli->special, ids, e);
+// the text that was given, if one was, and its ids
+static bool load_prompt(Cli *c) {
+    const Tokenizer *t = c->m.tokenizer;
+    const char *file = c->ppl ? c->ppl : c->file;
+    if (file && !read_file(c, file)) return false;
+    if (!file && c->prompt) c->n_prompt = strlen(c->prompt);
+    if (!c->prompt || c->chat) return true;
+    c->ids.n = 0;
+    if (!check_utf8(c, c->prompt, c->n_prompt)) return false;
+    if (!tokenize(t, c->prompt, c->n_prompt, true, c->special, &c->ids, &c->e)) return false;
+    if (c->ids.n || c->tokenize) return true;
+    if (t->bos < 0) return fail(&c->e, "the prompt is empty and the model has no BOS token");
+    return tokens_add(&c->ids, t->bos) || fail(&c->e, "out of memory");
 }
 
-// -- modes --
-
-static double peak_megabytes(void) {
-    struct rusage u;
-    getrusage(RUSAGE_SELF, &u);
-#ifdef __APPLE__
-    return u.ru_maxrss / 1048576.0;
-#else
-    return u.ru_maxrss / 1024.0;
-#endif
-}
-
-static double matrix_bytes(const Matrix *w) {
-    return w->data ? (double)w->rows * quant_row_bytes(w->type, w->cols) : 0;
+static double tensor_bytes(const Tensor *t) {
+    return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
 }
 
 // what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
 static double token_bytes(const Session *s, int pos) {
-    const Config *c = &s->m->config;
-    double sum = matrix_bytes(&s->m->head) + quant_row_bytes(s->m->embd.type, c->dim);
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        const Matrix *one[] = {&w->q,         &w->k,           &w->v,
-                               &w->o,         &w->router,      &w->shared_gate,
-                               &w->shared_up, &w->shared_down, &w->shared_router,
-                               &w->conv_in,   &w->z,           &w->alpha,
-                               &w->beta,      &w->beta_alpha,  &w->delta_out};
-        const Matrix *ffn[] = {&w->gate, &w->up, &w->down};
-        for (size_t i = 0; i < sizeof one / sizeof *one; i++) sum += matrix_bytes(one[i]);
-        for (int i = 0; i < 3; i++) sum += matrix_bytes(ffn[i]) * (w->router.data ? c->n_used : 1);
-        sum += 4.0 * c->dim * 2;
-        int seen = pos + 1 < s->cache[l].window ? pos + 1 : s->cache[l].window;
-        sum += 2.0 * seen * (w->k.rows + w->v.rows);
-        if (w->conv_in.data) sum += 8.0 * c->n_value * c->dv * c->dk;
+    const Model *m = s->m;
+    const Config *k = &m->config;
+    double sum = 0;
+    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
+        const Tensor *t = &m->gguf.tensors[i];
+        bool layer = t->name.n > 4 && !memcmp(t->name.s, "blk.", 4);
+        bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
+        bool row = t->data == m->pos_embd.data || t->data == m->embd.data;
+        if (layer && atoi(t->name.s + 4) >= k->n_layer) continue;   // it predicts further tokens
+        if (row && t->data != m->head.data) sum += quant_row_bytes(t->type, t->ne[0]);
+        else sum += tensor_bytes(t) * (expert ? (double)k->n_used / k->n_expert : 1);
+    }
+    for (int l = 0; l < k->n_layer; l++) {
+        int most = s->cache[l].window + s->cache[l].keep, seen = pos < most ? pos + 1 : most;
+        sum += 2.0 * seen * m->layers[l].n_kv * (k->hd + k->vd);
     }
     return sum;
 }
 
-typedef struct {
-    const Cli *cli;
-    Session *s;
-    Detokenizer text;
-    char *piece;           // [piece_max]
-    int n;
-    double start, first;   // when evaluation began, when the first token came
-} Printer;
-
 static bool print_token(void *ctx, int32_t id) {
-    Printer *p = ctx;
-    const Tokenizer *t = p->s->m->tokenizer;
-    if (p->n++ == 0) p->first = now();
-    if (t->kind == TOKENIZER_NONE) printf(p->n > 1 ? " %d" : "%d", id);
-    else fwrite(p->piece, 1, detokenize(t, &p->text, id, p->piece), stdout);
+    Cli *c = ctx;
+    const Tokenizer *t = c->m.tokenizer;
+    if (!c->first) c->first = now();
+    if (t->kind == TOKENIZER_NONE) printf(c->n_new ? " %d" : "%d", id);
+    else fwrite(c->work, 1, detokenize(t, &c->detokenizer, id, c->work), stdout);
     fflush(stdout);
-    return !interrupted && !ferror(stdout);
+    c->n_new++;
+    return tokens_add(&c->ids, id) && !interrupted && !ferror(stdout);
 }
 
-static void print_statistics(const Printer *p, int n_prompt) {
-    double end = now(), prefill = (p->n ? p->first : end) - p->start, decode = end - p->first;
-    double speed = p->n > 1 ? (p->n - 1) / decode : 0;
-    fprintf(stderr,
-            "prefill %d tokens %.1f tok/s, decode %d tokens %.1f tok/s %.1f GB/s, peak %.0f MB, "
-            "seed %llu\n",
-            n_prompt, n_prompt / prefill, p->n, speed,
-            speed * token_bytes(p->s, p->s->n_history) * 1e-9, peak_megabytes(),
-            (unsigned long long)p->cli->o.sampling.seed);
-}
-
-static int run_completion(const Cli *cli, Session *s, const Text *text, const Tokens *ids, Error *e)
-{
-    const Tokenizer *t = s->m->tokenizer;
-    Printer p = {.cli = cli, .s = s, .piece = malloc(t->piece_max + 16), .start = now()};
-    if (!p.piece) return fail(e, "out of memory");
-    p.first = p.start;
-    p.text.started = text->n > 0;
-    if ((size_t)s->o.window < ids->n)
-        fprintf(stderr,
-                "note: the first %zu tokens of the prompt are out of sight; -c %zu keeps them\n",
-                ids->n - s->o.window, ids->n);
-    if (!cli->hide_prompt && text->n) fwrite(text->s, 1, text->n, stdout);
-    if (!cli->hide_prompt) fflush(stdout);
-    bool ok = cli->n_predict
-                  ? session_generate(s, ids->id, ids->n, cli->n_predict, print_token, &p, e)
-                  : session_eval(s, ids->id, ids->n, e) != NULL;
-    if (ok || p.n) putchar('\n');
-    free(p.piece);
-    if (!ok && !interrupted) return false;
-    print_statistics(&p, ids->n);
-    return true;
-}
-
-// -- chat --
-
-// A chat template is a Jinja program in the metadata. As llama.cpp does by default, the family is
-// recognised by a word that only its templates have, and the turns are written from this table.
-static const struct { const char *mark, *start, *user, *reply, *end; } CHATS[] = {
-    {"<|im_start|>", "", "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n",
-     "<|im_end|>\n"},
-    {"<|start_header_id|>", "", "<|start_header_id|>user<|end_header_id|>\n\n",
-     "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"},
-    {"<start_of_turn>", "", "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n",
-     "<end_of_turn>\n"},
-    {"<|channel|>", "", "<|start|>user<|message|>", "<|end|><|start|>assistant", "<|end|>"},
-    {"<|start_of_role|>", "", "<|start_of_role|>user<|end_of_role|>",
-     "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>\n"},
-    {"<|START_OF_TURN_TOKEN|>", "", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>",
-     "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"},
-    {"<｜User｜>", "", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"},
-    {"[gMASK]", "[gMASK]<sop>", "<|user|>\n", "<|assistant|>\n", ""},
-    {"[|assistant|]", "", "[|user|]", "\n[|assistant|]", "[|endofturn|]\n"},
-    {"<|end|>", "", "<|user|>\n", "<|end|>\n<|assistant|>\n", "<|end|>\n"},
-    {"<|user|>", "", "<|user|>\n", "</s>\n<|assistant|>\n", "</s>\n"},
-    {"[INST]", "", "[INST]", " [/INST]", "</s>"},
-};
-
-typedef struct { Printer p; Tokens ids; } Chat;
-
-static bool chat_token(void *ctx, int32_t id) {
-    Chat *c = ctx;
-    return tokens_add(&c->ids, id) && print_token(&c->p, id);
-}
-
-// one turn: the user's text between the template's words; only those may be special tokens
-static bool chat_turn(const Cli *cli, Chat *c, int kind, const char *user, size_t n, Error *e) {
-    Session *s = c->p.s;
-    const Tokenizer *t = s->m->tokenizer;
-    bool first = c->ids.n == 0;
-    char before[128];
-    snprintf(before, sizeof before, "%s%s", first ? CHATS[kind].start : CHATS[kind].end,
-             CHATS[kind].user);
-    if (first && t->add_bos && !tokens_add(&c->ids, t->bos)) return fail(e, "out of memory");
-    if (!check_utf8(user, n, e) || !tokenize(t, before, strlen(before), false, true, &c->ids, e) ||
-        !tokenize(t, user, n, false, false, &c->ids, e) ||
-        !tokenize(t, CHATS[kind].reply, strlen(CHATS[kind].reply), false, true, &c->ids, e))
-        return false;
-    c->p.text = (Detokenizer){.started = true};
-    size_t prompt = c->ids.n;
-    int32_t *copy = malloc(prompt * sizeof *copy);
-    if (!copy) return fail(e, "out of memory");
-    memcpy(copy, c->ids.id, prompt * sizeof *copy);   // ids grow while the copy is read
-    bool ok = session_generate(s, copy, prompt, cli->n_predict, chat_token, c, e);
-    free(copy);
-    putchar('\n');
+// evaluates c->ids, adds and prints what follows
+static bool reply(Cli *c) {
+    size_t n = c->ids.n;
+    double start = now();
+    c->first = 0;
+    fflush(stdout);
+    bool ok = c->n_predict
+                  ? session_generate(&c->s, c->ids.id, n, c->n_predict, print_token, c, &c->e)
+                  : session_eval(&c->s, c->ids.id, n, &c->e) != NULL;
+    double end = now();
+    if (!c->first) c->first = end;
+    c->prefill += c->first - start;
+    c->decode += end - c->first;
+    if (ok || interrupted || c->ids.n > n) putchar('\n');
+    fflush(stdout);
     return ok;
 }
 
-static bool run_chat(const Cli *cli, Session *s, const Text *text, Error *e) {
-    Str template = gguf_str(&s->m->gguf, "tokenizer.chat_template");
-    if (!template.n) return fail(e, "the model has no chat template; -i needs one");
-    int n_kinds = sizeof CHATS / sizeof *CHATS, kind = 0;
-    while (kind < n_kinds &&
-           !memmem(template.s, template.n, CHATS[kind].mark, strlen(CHATS[kind].mark)))
-        kind++;
-    if (kind == n_kinds)
-        return fail(e, "the model's chat template is of an unknown family");
-    Chat c = {
-        .p = {
-            .cli = cli, .s = s, .piece = malloc(s->m->tokenizer->piece_max + 16), .start = now()}};
-    bool ok = c.p.piece ? true : fail(e, "out of memory"), ask = isatty(STDIN_FILENO);
+// what goes to stderr when all went well
+static void print_notes(const Cli *c) {
+    const Session *s = &c->s;
+    struct rusage usage;
+    int n = c->ids.n - c->n_new, window = s->o.window, n_ctx = c->m.config.n_ctx;
+    double speed = s->n_history > n ? (s->n_history - n) / c->decode : 0;
+    if (c->m.tokenizer->note) fprintf(stderr, "note: %s\n", c->m.tokenizer->note);
+    if (c->o.window > n_ctx && s->m)
+        fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
+    if (n > window && s->m && !c->ppl && !c->bench.id)
+        fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
+                "-c %d keeps them\n", n - window, n);
+    if (!c->prefill) return;
+    getrusage(RUSAGE_SELF, &usage);
+    fprintf(stderr, "prefill %d tokens %.1f tok/s, decode %zu tokens %.1f tok/s %.1f GB/s, "
+            "peak %.0f MB, seed %llu\n", n, n / c->prefill, c->n_new, speed,
+            speed * token_bytes(s, s->n_history) * 1e-9, usage.ru_maxrss / RSS_PER_MB,
+            (unsigned long long)c->o.sampling.seed);
+}
+
+// A chat template is a Jinja program in the metadata. As llama.cpp does by default, the family is
+// recognised by a word that only its templates have, and a turn is written from this table: % is
+// where the user's text stands, then the reply. The start comes before the first turn.
+typedef struct { const char *mark, *start, *turn; } ChatFamily;
+static const ChatFamily CHATS[] = {
+    {"<|im_start|>", "", "<|im_start|>user\n%<|im_end|>\n<|im_start|>assistant\n%<|im_end|>\n"},
+    {"<|start_header_id|>", "", "<|start_header_id|>user<|end_header_id|>\n\n%<|eot_id|>"
+     "<|start_header_id|>assistant<|end_header_id|>\n\n%<|eot_id|>"},
+    {"<start_of_turn>", "",
+     "<start_of_turn>user\n%<end_of_turn>\n<start_of_turn>model\n%<end_of_turn>\n"},
+    {"<|channel|>", "", "<|start|>user<|message|>%<|end|><|start|>assistant%<|end|>"},
+    {"<|start_of_role|>", "", "<|start_of_role|>user<|end_of_role|>%<|end_of_text|>\n"
+     "<|start_of_role|>assistant<|end_of_role|>%<|end_of_text|>\n"},
+    {"<|START_OF_TURN_TOKEN|>", "", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>%<|END_OF_TURN_TOKEN|>"
+     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>%<|END_OF_TURN_TOKEN|>"},
+    {"<｜User｜>", "", "<｜User｜>%<｜Assistant｜>%<｜end▁of▁sentence｜>"},
+    {"[gMASK]", "[gMASK]<sop>", "<|user|>\n%<|assistant|>\n%"},
+    {"[|assistant|]", "", "[|user|]%\n[|assistant|]%[|endofturn|]\n"},
+    {"<|end|>", "", "<|user|>\n%<|end|>\n<|assistant|>\n%<|end|>\n"},
+    {"<|user|>", "", "<|user|>\n%</s>\n<|assistant|>\n%</s>\n"},
+    {"[INST]", "", "[INST]% [/INST]%</s>"},
+};
+
+// one turn: the user's text between the template's words; only those may be special tokens
+static bool chat_turn(Cli *c, const ChatFamily *f, const char *user, size_t n) {
+    const Tokenizer *t = c->m.tokenizer;
+    const char *middle = strchr(f->turn, '%') + 1, *end = strchr(middle, '%');
+    bool first = c->ids.n == 0;
+    char before[128];
+    snprintf(before, sizeof before, "%s%.*s", first ? f->start : end + 1,
+             (int)(middle - 1 - f->turn), f->turn);
+    if (first && t->add_bos && !tokens_add(&c->ids, t->bos)) return fail(&c->e, "out of memory");
+    c->detokenizer = (Detokenizer){.started = true};
+    return check_utf8(c, user, n) &&
+           tokenize(t, before, strlen(before), false, true, &c->ids, &c->e) &&
+           tokenize(t, user, n, false, false, &c->ids, &c->e) &&
+           tokenize(t, middle, end - middle, false, true, &c->ids, &c->e) && reply(c);
+}
+
+static bool run_chat(Cli *c) {
+    Str template = gguf_str(&c->m.gguf, "tokenizer.chat_template");
+    const ChatFamily *f = CHATS, *end = CHATS + COUNT(CHATS);
+    if (!template.n) return fail(&c->e, "the model has no chat template; -i needs one");
+    while (f < end && !memmem(template.s, template.n, f->mark, strlen(f->mark))) f++;
+    if (f == end) return fail(&c->e, "the model's chat template is of an unknown family");
     char *line = NULL;
-    size_t cap = 0;
-    if (ok && text->s) ok = chat_turn(cli, &c, kind, text->s, text->n, e);
-    while (ok && !interrupted) {
-        if (ask) fputs("> ", stderr);
-        ssize_t n = getline(&line, &cap, stdin);
+    size_t room = 0;
+    bool ok = !c->prompt || chat_turn(c, f, c->prompt, c->n_prompt);
+    while (ok && !interrupted && !ferror(stdout)) {
+        if (isatty(STDIN_FILENO)) fputs("> ", stderr);
+        ssize_t n = getline(&line, &room, stdin);
         if (n < 0) break;
-        if (n > 0 && line[n - 1] == '\n') n--;
-        if (n > 0) ok = chat_turn(cli, &c, kind, line, n, e);
+        if (line[n - 1] == '\n') n--;
+        if (n > 0) ok = chat_turn(c, f, line, n);
     }
-    if (ok) print_statistics(&c.p, c.ids.n - c.p.n);
     free(line);
-    free(c.p.piece);
-    free(c.ids.id);
     return ok;
 }
 
 static bool write_row(void *ctx, int i, const float *logits) {
-    struct { FILE *f; int n; } *out = ctx;
+    Cli *c = ctx;
+    size_t n = c->m.config.n_vocab;
     (void)i;
-    return fwrite(logits, sizeof *logits, out->n, out->f) == (size_t)out->n;
+    return fwrite(logits, sizeof *logits, n, c->out) == n;
 }
 
-static bool run_logits(const Cli *cli, Session *s, const Tokens *ids, Error *e) {
-    struct { FILE *f; int n; } out = {fopen(cli->logits, "wb"), s->m->config.n_vocab};
-    if (!out.f) return fail(e, "%s: %s", cli->logits, strerror(errno));
-    bool ok = session_run(s, ids->id, ids->n, 0, false, write_row, &out, e);
-    bool bad = ferror(out.f) | fclose(out.f);
-    if (bad) ok = fail(e, "%s: cannot be written whole", cli->logits);
+static bool run_logits(Cli *c) {
     struct stat st;
-    if (!ok && !stat(cli->logits, &st) && S_ISREG(st.st_mode)) remove(cli->logits);
+    c->out = fopen(c->logits, "wb");
+    if (!c->out) return fail(&c->e, "%s: %s", c->logits, strerror(errno));
+    bool ok = session_run(&c->s, c->ids.id, c->ids.n, 0, false, write_row, c, &c->e);
+    if (ferror(c->out) | fclose(c->out)) ok = fail(&c->e, "%s: cannot be written whole", c->logits);
+    if (!ok && !stat(c->logits, &st) && S_ISREG(st.st_mode)) remove(c->logits);
     return ok;
 }
 
-typedef struct { const int32_t *ids; int n, n_vocab; double nll, squares; long count; } Perplexity;
+typedef struct { const int32_t *ids; int n_vocab, count; double nll, squares; } Score;
 
 static bool score_row(void *ctx, int i, const float *logits) {
-    Perplexity *p = ctx;
-    if (i + 1 == p->n) return true;
+    Score *p = ctx;
     float top = logits[0];
     double sum = 0;
     for (int k = 1; k < p->n_vocab; k++) top = fmaxf(top, logits[k]);
     for (int k = 0; k < p->n_vocab; k++) sum += exp_fast(logits[k] - top);
-    double nll = log(sum) + top - logits[p->ids[i + 1]];
+    int32_t next = p->ids[i + 1];
+    double nll = log(sum) + top - (next < p->n_vocab ? logits[next] : -INFINITY);
     p->nll += nll;
     p->squares += nll * nll;
     p->count++;
-    return !interrupted;
+    return true;
 }
 
-static bool run_ppl(const Cli *cli, Session *s, Error *e) {
-    const Tokenizer *t = s->m->tokenizer;
-    Text text = {0};
-    Tokens ids = {0};
-    size_t n = s->o.window;
-    bool ok = read_file(cli->ppl, &text, e) && check_utf8(text.s, text.n, e) &&
-              tokenize(t, text.s, text.n, true, cli->special, &ids, e);
-    if (ok && ids.n < 2 * n)
-        ok = fail(e, "%s: %zu tokens; perplexity at -c %zu takes at least %zu", cli->ppl, ids.n, n,
-                  2 * n);
-    Perplexity p = {.n = n, .n_vocab = s->m->config.n_vocab};
-    size_t windows = ok ? ids.n / n : 0;
-    for (size_t w = 0; w < windows && ok; w++) {
-        int32_t *window = ids.id + w * n;
-        if (t->add_bos) window[0] = t->bos;
-        p.ids = window;
-        session_truncate(s, 0);
-        ok = session_run(s, window, n, n / 2, false, score_row, &p, e);
+static bool run_ppl(Cli *c) {
+    const Tokenizer *t = c->m.tokenizer;
+    size_t n = c->s.o.window, windows = c->ids.n / n;
+    Score p = {.ids = c->ids.id, .n_vocab = c->m.config.n_vocab};
+    if (windows < 2 || n < 3)
+        return fail(&c->e, "%s: %zu tokens; at -c %zu perplexity takes %zu at least", c->ppl,
+                    c->ids.n, n, larger(2 * n, 6));
+    for (size_t w = 0; w < windows; w++, p.ids += n) {
+        if (t->add_bos) c->ids.id[w * n] = t->bos;
+        session_truncate(&c->s, 0);
+        if (!session_run(&c->s, p.ids, n - 1, n / 2, false, score_row, &p, &c->e)) return false;
     }
-    if (ok && !p.count) ok = fail(e, "-c %zu leaves no token to score", n);
-    if (ok) {
-        double mean = p.nll / p.count, spread = p.squares / p.count - mean * mean;
-        double error = p.count > 1 ? sqrt(fmax(spread, 0) / (p.count - 1)) : 0;
-        printf("ppl %.4f +- %.4f tokens %zu windows %zu\n", exp(mean), exp(mean) * error, ids.n,
-               windows);
-    }
-    free(text.s);
-    free(ids.id);
-    return ok;
+    double mean = p.nll / p.count, variance = fmax(p.squares / p.count - mean * mean, 0);
+    printf("ppl %.4f +- %.4f tokens %zu windows %zu\n", exp(mean),
+           exp(mean) * sqrt(variance / larger(p.count - 1, 1)), c->ids.n, windows);
+    return true;
 }
 
-typedef struct { int pooling, last; double *x; size_t dim; } Pooled;
-
-// sums up rows; prints the result, L2-normalised, on one line: after each row if pooling is none
-static bool pool_row(void *ctx, int i, const float *x) {
-    Pooled *p = ctx;
-    double length = 0;
-    for (size_t j = 0; j < p->dim; j++)
-        p->x[j] = p->pooling == 1 ? p->x[j] + x[j] : p->pooling == 2 && i > 0 ? p->x[j] : x[j];
-    if (p->pooling && i < p->last) return true;
-    for (size_t j = 0; j < p->dim; j++) length += p->x[j] * p->x[j];
-    for (size_t j = 0; j < p->dim; j++)
-        printf(j ? " %.9g" : "%.9g", length > 0 ? p->x[j] / sqrt(length) : 0.0);
+// Pooling as the metadata says; not said: the last token of a causal model, an encoder's mean.
+// Prints the result, L2-normalised; without pooling each row is one.
+static bool pool_row(void *ctx, int i, const float *row) {
+    enum { NONE, MEAN, CLS, LAST };
+    Cli *c = ctx;
+    const Config *k = &c->m.config;
+    int pooling = k->pooling >= 0 ? k->pooling : k->causal ? LAST : MEAN;
+    double *x = c->work, length = 0;
+    for (int j = 0; j < k->dim && (i == 0 || pooling != CLS); j++)
+        x[j] = row[j] + (pooling == MEAN ? x[j] : 0);
+    if (pooling != NONE && i + 1 < (int)c->ids.n) return true;
+    for (int j = 0; j < k->dim; j++) length += x[j] * x[j];
+    for (int j = 0; j < k->dim; j++)
+        printf(j ? " %.9g" : "%.9g", length > 0 ? x[j] / sqrt(length) : 0.0);
     putchar('\n');
     return true;
 }
 
-// pooling as the metadata says; not said: the last token of a causal model, an encoder's mean
-static bool run_embedding(Session *s, const Tokens *ids, Error *e) {
-    const Config *c = &s->m->config;
-    int pooling = c->pooling >= 0 ? c->pooling : c->causal ? 3 : 1;
-    Pooled p = {pooling, (int)ids->n - 1, calloc(c->dim, sizeof(double)), c->dim};
-    if (!p.x) return fail(e, "out of memory");
-    bool ok = session_run(s, ids->id, ids->n, 0, true, pool_row, &p, e);
-    free(p.x);
-    return ok;
-}
+enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // reads a memory of so many slices, in bytes
 
-typedef struct { const uint64_t *words; size_t part; uint64_t *sums; } Reading;
-
-static void read_part(void *ctx, int i, int thread) {
-    Reading *r = ctx;
-    const uint64_t *p = r->words + i * r->part;
-    uint64_t sum[32] = {0};
+static void read_slice(void *ctx, int i, int thread) {
+    uint64_t *p = (uint64_t *)((char *)ctx + (size_t)i * SLICE), sum[32] = {0};
     (void)thread;
-    for (size_t k = 0; k < r->part; k += 32) {
+    for (size_t k = 0; k < SLICE / sizeof *p; k += 32) {
         prefetch((const char *)(p + k) + AHEAD, 256);
         for (int j = 0; j < 32; j++) sum[j] += p[k + j];
     }
-    for (int j = 0; j < 32; j++) r->sums[i] += sum[j];
+    for (int j = 0; j < 32; j++) p[0] += sum[j];   // so that the sums must be made
 }
 
-// bytes per second that all threads together read from memory
-static double read_bandwidth(Session *s, const uint64_t *words, size_t bytes) {
-    uint64_t sums[64] = {0};
-    Reading r = {words, bytes / 8 / 64, sums};
-    double start = now();
-    parallel(&s->pool, read_part, &r, 64);
-    volatile uint64_t keep = sums[0];   // the sums must be made
-    (void)keep;
-    return bytes / (now() - start);
-}
-
-static bool run_bench(const Cli *cli, Session *s, Error *e) {
-    enum { RUNS = 5 };
-    int n_prompt = cli->bench_prompt, total = n_prompt + cli->bench_decode + 1, n = n_prompt;
-    size_t bytes = (size_t)512 << 20;
-    uint64_t *words = malloc(bytes), rng = 1;
-    int32_t *ids = malloc(total * sizeof *ids);
-    if (!words || !ids) return free(words), free(ids), fail(e, "out of memory");
-    memset(words, 1, bytes);
-    for (int i = 0; i < total; i++) ids[i] = random_unit(&rng) * s->m->config.n_vocab;
+static bool run_bench(Cli *c) {
+    Session *s = &c->s;
+    int n_prompt = c->bench.id[0], n_decode = c->bench.id[1], n = n_prompt;
+    double decode = 0, best = 0, moved = 0, memory = (double)SLICES * SLICE;
+    for (uint64_t rng = 1; c->ids.n < (size_t)n_prompt + n_decode;)
+        if (!tokens_add(&c->ids, random_unit(&rng) * c->m.config.n_vocab))
+            return fail(&c->e, "out of memory");
 
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    bool ok = session_eval(s, ids, n < s->o.chunk ? n : s->o.chunk, e);
+    memset(c->work, 1, memory);
+    if (!session_eval(s, c->ids.id, n < s->o.chunk ? n : s->o.chunk, &c->e)) return false;
     session_truncate(s, 0);
-    double start = now(), decode = 0, best = 0, moved = 0;
-    ok = ok && session_eval(s, ids, n, e);
+    double start = now();
+    if (!session_eval(s, c->ids.id, n, &c->e)) return false;
     double prefill = now() - start;
-    for (int run = 0; run < RUNS && ok; run++) {
-        int end = n_prompt + (int)((int64_t)cli->bench_decode * (run + 1) / RUNS);
+    for (int run = 1; run <= RUNS; run++) {
         start = now();
-        for (; n < end && ok; moved += token_bytes(s, n - 1)) ok = session_eval(s, ids, ++n, e);
+        while (n < n_prompt + (int64_t)n_decode * run / RUNS)
+            if (!session_eval(s, c->ids.id, ++n, &c->e)) return false;
         decode += now() - start;
-        best = fmax(best, read_bandwidth(s, words, bytes));
+        start = now();
+        parallel(&s->pool, read_slice, c->work, SLICES);
+        best = fmax(best, memory / (now() - start));
     }
-    free(words);
-    free(ids);
-    if (!ok) return false;
+    while (n > n_prompt) moved += token_bytes(s, --n);
     printf("prefill %d tokens %.1f tok/s\n", n_prompt, n_prompt / prefill);
-    printf("decode %d tokens %.1f tok/s %.1f GB/s %.1f %% of %.1f GB/s\n", cli->bench_decode,
-           cli->bench_decode / decode, moved / decode * 1e-9, 100 * moved / decode / best,
-           best * 1e-9);
+    printf("decode %d tokens %.1f tok/s %.1f GB/s %.1f %% of %.1f GB/s\n", n_decode,
+           n_decode / decode, moved / decode * 1e-9, 100 * moved / decode / best, best * 1e-9);
     return true;
 }
 
 static void print_meta(const Meta *m) {
     const uint8_t *p = m->v;
-    printf("%.*s = ", STR_ARG(m->key));
-    if (m->type == GGUF_ARR) printf("[%llu] ", (unsigned long long)m->n);
+    printf("%.*s =", STR_ARG(m->key));
+    if (m->type == GGUF_ARR) printf(" [%llu]", (unsigned long long)m->n);
     for (uint64_t i = 0; i < m->n && i < 4; i++) {
         Str s = m->elem == GGUF_STR ? str_next(&p) : (Str){"", 0};
-        if (i) printf(", ");
+        putchar(' ');
         if (m->elem != GGUF_STR) printf("%.9g", meta_float(m, i));
-        for (size_t k = 0; k < s.n && k < 60; k++)
-            putchar((unsigned char)s.s[k] < ' ' ? ' ' : s.s[k]);
+        for (size_t k = 0; k < s.n && k < 60; k++) putchar((uint8_t)s.s[k] < ' ' ? ' ' : s.s[k]);
         if (s.n > 60) printf("...");
     }
-    printf(m->n > 4 ? ", ...\n" : "\n");
+    printf(m->n > 4 ? " ...\n" : "\n");
 }
 
-static void print_info(const Model *m, const Session *s) {
-    const Config *c = &m->config;
-    double weights = 0;
-    for (size_t i = 0; i < m->gguf.n_meta; i++) print_meta(&m->gguf.meta[i]);
+static bool print_info(const Cli *c) {
+    const Config *k = &c->m.config;
+    const Gguf *g = &c->m.gguf;
+    double bytes[64] = {0}, weights = 0;
+    int count[64] = {0};
+    for (size_t i = 0; i < g->n_meta; i++) print_meta(&g->meta[i]);
     printf("\narchitecture %s%s: %d layers, dim %d, head %d, vocabulary %d, context %d\n",
-           c->name, is_word(c->name, VERIFIED) ? "" : " (unverified: no golden output)", c->n_layer,
-           c->dim, c->hd, c->n_vocab, c->n_ctx);
-    for (int type = 0; type < 64; type++) {
-        const char *name = quant_name(type);
-        double bytes = 0;
-        int count = 0;
-        for (size_t i = 0; name && i < m->gguf.n_tensors; i++) {
-            const Tensor *t = &m->gguf.tensors[i];
-            if (t->type != type) continue;
-            bytes += (double)quant_row_bytes(type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
-            count++;
-        }
-        weights += bytes;
-        if (count)
-            printf("format %s: %d tensors, %.1f MB\n", name, count, bytes / 1048576);
+           k->name, is_word(k->name, VERIFIED) ? "" : " (unverified: no golden output)", k->n_layer,
+           k->dim, k->hd, k->n_vocab, k->n_ctx);
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        int type = g->tensors[i].type;
+        bytes[type] += tensor_bytes(&g->tensors[i]) / 1048576;
+        weights += tensor_bytes(&g->tensors[i]) / 1048576;
+        count[type]++;
     }
+    for (int i = 0; i < 64; i++)
+        if (count[i]) printf("format %s: %d tensors, %.1f MB\n", quant_name(i), count[i], bytes[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
-           weights / 1048576, s->kv_bytes / 1048576.0, s->o.window, s->scratch_bytes / 1048576.0);
+           weights, c->s.kv_bytes / 1048576.0, c->s.o.window, c->s.scratch_bytes / 1048576.0);
+    return true;
 }
 
-static bool run_tokenize(const Cli *cli, Model *m, Error *e) {
-    Text text = {0};
-    Tokens ids = {0};
-    bool ok = vocab_open(m, cli->model, e) && load_prompt(cli, m, &text, &ids, e);
-    for (size_t i = 0; ok && i < ids.n; i++) printf(i ? " %d" : "%d", ids.id[i]);
-    if (ok) putchar('\n');
-    free(text.s);
-    free(ids.id);
-    return ok;
-}
-
-// everything that needs the weights
-static bool run_model(Cli *cli, Model *m, Session *s, Error *e) {
-    Text text = {0};
-    Tokens ids = {0};
-    if (!model_open(m, cli->model, e)) return false;
-    const Config *c = &m->config;
-    const Tokenizer *t = m->tokenizer;
-    bool prompt = cli->prompt || cli->file || cli->tokens, encoder = c->arch->flags & ENCODER;
-    bool ok = !prompt || load_prompt(cli, m, &text, &ids, e);
-    if (cli->chat && t->kind == TOKENIZER_NONE) ok = fail(e, "-i: the model has no tokenizer");
-    if (ok && encoder && !cli->embed && !cli->info)
-        ok = fail(e, "%s: %s is an encoder; use --embed", cli->model, c->name);
-    if (ok && prompt && !ids.n && !cli->tokens && t->bos >= 0)
-        ok = tokens_add(&ids, t->bos) || fail(e, "out of memory");
-    if (ok && prompt && !ids.n)
-        ok = fail(e, cli->tokens ? "--tokens is empty"
-                                 : "the prompt is empty and the model has no BOS token");
-    if (encoder) cli->o.window = cli->o.chunk = larger(ids.n, 1); // it sees the whole text at once
-    ok = ok && session_open(s, m, cli->o, e);
-    if (ok) s->stop = &interrupted;
-    if (!ok) ;
-    else if (cli->info) print_info(m, s);
-    else if (cli->ppl) ok = run_ppl(cli, s, e);
-    else if (cli->bench) ok = run_bench(cli, s, e);
-    else if (cli->embed) ok = run_embedding(s, &ids, e);
-    else if (cli->logits) ok = run_logits(cli, s, &ids, e);
-    else if (cli->chat) ok = run_chat(cli, s, &text, e);
-    else ok = run_completion(cli, s, &text, &ids, e);
-    if (ok && t->note) fprintf(stderr, "note: %s\n", t->note);
-    if (ok && cli->o.window > c->n_ctx)
-        fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", cli->o.window,
-                c->n_ctx);
-    free(text.s);
-    free(ids.id);
-    return ok;
+static bool run(Cli *c) {
+    Model *m = &c->m;
+    if (!(c->tokenize ? vocab_open : model_open)(m, c->model, &c->e)) return false;
+    if (!load_prompt(c)) return false;
+    if (c->tokenize) {
+        for (size_t i = 0; i < c->ids.n; i++) printf(i ? " %d" : "%d", c->ids.id[i]);
+        return putchar('\n'), true;
+    }
+    if (m->config.arch->flags & ENCODER) {
+        if (!c->embed && !c->info)
+            return fail(&c->e, "%s: %s is an encoder; use --embed", c->model, m->config.name);
+        c->o.window = c->o.chunk = c->ids.n;   // it sees the whole text at once
+    }
+    if (!session_open(&c->s, m, c->o, &c->e)) return false;
+    c->s.stop = &interrupted;
+    size_t work = larger(m->config.dim * sizeof(double), m->tokenizer->piece_max);
+    c->work = calloc(1, c->bench.id ? (size_t)SLICES * SLICE : work);
+    if (!c->work) return fail(&c->e, "out of memory");
+    if (c->info) return print_info(c);
+    if (c->ppl) return run_ppl(c);
+    if (c->bench.id) return run_bench(c);
+    if (c->embed) return session_run(&c->s, c->ids.id, c->ids.n, 0, true, pool_row, c, &c->e);
+    if (c->logits) return run_logits(c);
+    if (c->chat) return run_chat(c);
+    if (c->prompt && !c->hide_prompt) fwrite(c->prompt, 1, c->n_prompt, stdout);
+    c->detokenizer.started = c->n_prompt > 0;
+    return reply(c);
 }
 
 int main(int argc, char **argv) {
-    Cli cli = {.n_predict = 256, .bench_prompt = 512, .bench_decode = 128,
-               .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
-                              .repeat_penalty = 1, .repeat_last_n = 64}};
-    Error e = {""};
-    Model m = {0};
-    Session s = {0};
-    struct timespec t;
-    for (int i = 1; i < argc && strcmp(argv[i], "--"); i++) {
-        if (!strcmp(argv[i], "-h") || !strcmp(argv[i], "--help")) return print_usage(), 0;
-        if (!strcmp(argv[i], "--version")) return puts("llm " VERSION), 0;
-    }
-    if (!parse_options(&cli, argc, argv, &e)) return fprintf(stderr, "llm: %s\n", e.text), 2;
-    clock_gettime(CLOCK_REALTIME, &t);
-    if (!cli.seeded) cli.o.sampling.seed = (uint64_t)t.tv_sec * 1000003 ^ t.tv_nsec;
-    signal(SIGINT, on_interrupt);
-    bool ok = cli.tokenize ? run_tokenize(&cli, &m, &e) : run_model(&cli, &m, &s, &e);
+    Cli c = {.n_predict = 256,
+             .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
+                            .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
+    bool ok = parse_options(&c, argc, argv);
+    int status = ok ? 1 : 2;
+    if (ok && c.help) print_usage();
+    else if (ok && c.version) puts("llm 1.0");
+    else if (ok) ok = run(&c);
     if (ok && (fflush(stdout) || ferror(stdout)))
-        ok = fail(&e, "standard output: %s", strerror(errno));
-    session_close(&s);
-    model_close(&m);
-    if (interrupted) return 130;
-    if (!ok) fprintf(stderr, "llm: %s\n", e.text);
-    return !ok;
+        ok = fail(&c.e, "standard output: %s", strerror(errno));
+    if (c.m.tokenizer && (ok || interrupted)) print_notes(&c);
+    if (!ok && !interrupted) fprintf(stderr, "llm: %s\n", c.e.text);
+    session_close(&c.s);
+    model_close(&c.m);
+    free(c.text);
+    free(c.ids.id);
+    free(c.bench.id);
+    free(c.work);
+    return interrupted ? 130 : ok ? 0 : status;
 }
 
 #endif   // LLM_NO_MAIN
-

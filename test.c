@@ -1802,11 +1802,17 @@ static void test_cli_refusals(void) {
         {2, "$S hi --repeat-penalty 0", "--repeat-penalty"},
         {2, "$S hi --repeat-last-n -2", "--repeat-last-n"},
         {2, "$S hi --seed 1x", "1x"},
+        {2, "$S hi --seed 18446744073709551616", "--seed"},
         {2, "$S hi --keep -1", "--keep"},
         {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"},
         {2, "$S -f x --tokens 1", "prompts"},
+        {2, "$S one two three", "prompts"},
         {2, "$S --tokens 1,x", "x"},
+        {2, "$S --tokens ''", "--tokens"},
+        {2, "$S -i --tokens 1", "-i"},
+        {2, "$S --bench 16", "--bench"},
+        {2, "$S --bench 16,0", "16,0"},
         {1, "nowhere.gguf hi", "nowhere.gguf"},
         {1, "golden hi", "not a regular file"},
         {1, "/dev/null hi", "not a regular file"},
@@ -1846,6 +1852,8 @@ static void test_cli_output(void) {
         {"", "$S --tokenize ''", "^\n$"},
         {"", "golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"", "$S --tokenize -- --help", "^[0-9 ]+\n$"},
+        {"", "$S --tokenize -p --help", "^[0-9 ]+\n$"},
+        {"printf 'a\\000b' |", "$S -f - --tokenize", "^64 188 65\n$"},
         {"", "$S 'Once upon' -n 0", "^Once upon\n$"},
         {"", "$S 'Once upon' -n 3 -n 0", "^Once upon\n$"},
         {"", "$G/llama.gguf --tokens 1,2,3 -n 5 --temp 0", "^[0-9]+( [0-9]+){4}\n$"},
@@ -1888,8 +1896,44 @@ static void test_cli_completion(void) {
     CHECK(!strncmp(first, "Once upon a time", 16), "no prompt: '%s'", first);
     llm("", "$S 'Once upon a time' -n 20");   // the seed comes from the clock
     CHECK(strcmp(cli.out, first), "no --seed, and the same text");
+    llm("", "$S 'Once upon a time' -n 2 -c 2000");
+    CHECK(matches(cli.err, "^note: -c 2000 .* 1024\nprefill .*\n$"), "'%s'", cli.err);
+    llm("", "$S 'Once upon a time' -n 2 -c 3");
+    CHECK(matches(cli.err, "^note: .* 2 tokens .*-c 5 .*\nprefill .*\n$"), "'%s'", cli.err);
+    llm("printf 'a\\000b' |", "$S -f - -n 0");
+    CHECK(cli.n == 4 && !memcmp(cli.out, "a\0b\n", 4), "a NUL: %zu bytes", cli.n);
     llm("", "$S 'Once upon a time' -n 5 >/dev/full");
     CHECK(cli.status == 1 && strstr(cli.err, "standard output"), "%d: '%s'", cli.status, cli.err);
+}
+
+// the storyteller with a chat template, in the place of its description
+static void write_chat_model(void) {
+    static const char key[] = "tokenizer.chat_template", mark[] = "{{ <|im_start|> }}";
+    size_t n, old = strlen("general.description");
+    char *file = read_all("golden/story.gguf", &n);
+    char *at = memmem(file, n, "general.description", old);
+    uint64_t length[2] = {sizeof key - 1}, type = GGUF_STR;
+    memcpy(&length[1], at + old + 4, 8);
+    length[1] -= length[0] - old;
+    memcpy(at - 8, &length[0], 8);
+    memcpy(at, key, length[0]);
+    memcpy(at + length[0], &type, 4);
+    memcpy(at + length[0] + 4, &length[1], 8);
+    memcpy(at + length[0] + 12, mark, sizeof mark - 1);
+    FILE *f = fopen(scratch("chat.gguf"), "wb");
+    REQUIRE(f && fwrite(file, 1, n, f) == n && !fclose(f), "chat.gguf cannot be written");
+}
+
+static void test_cli_chat(void) {
+    write_chat_model();
+    llm("printf 'one\\n\\ntwo' |", "$D/chat.gguf -i -n 9 --seed 1");
+    const char *first = cli.out;
+    CHECK(matches(first, "^.+\n.+\n$"), "not two replies: '%s'", first);
+    CHECK(matches(cli.err, "^prefill .* decode 18 tokens .*\n$"), "statistics: '%s'", cli.err);
+    llm("echo two |", "$D/chat.gguf one -i -n 9 --seed 1");
+    CHECK(!strcmp(cli.out, first), "PROMPT as the first message: '%s', not '%s'", cli.out, first);
+    llm("printf 'a\\377' |", "$D/chat.gguf -i");
+    CHECK(cli.status == 1 && strstr(cli.err, "byte 1"), "%d: '%s'", cli.status, cli.err);
 }
 
 static void test_cli_logits(void) {
@@ -1906,25 +1950,31 @@ static void test_cli_logits(void) {
     CHECK(access(scratch("cut"), F_OK), "a part of the logits was left behind");
 }
 
-// Ctrl-C ends generation: statistics, exit 130
+// Ctrl-C while it speaks or, in a chat, waits for the user: statistics, exit 130
 static void test_cli_interrupt(void) {
-    size_t n = 0;
-    int status = 0;
-    const char *arguments = "golden/story.gguf Once -n 100000000 -c 64";
-    char *command = text_of("exec %s %s >$D/stopped 2>$D/said", test.program, arguments);
+    static const char *const arguments[] = {"golden/story.gguf Once -n 100000000 -c 64",
+                                            "$D/chat.gguf Once -n 20 -i <>$D/nobody"};
+    write_chat_model();
     setenv("D", test.dir, 1);
-    pid_t child = fork();
-    if (child == 0) _exit(execl("/bin/sh", "sh", "-c", command, NULL));
-    for (int i = 0; i < 600 && n < 40; i++) {   // until it speaks
-        struct stat st;
-        usleep(50000);
-        n = stat(scratch("stopped"), &st) ? 0 : st.st_size;
+    CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
+    for (int a = 0; a < 2; a++) {
+        const char *shell = "rm -f $D/stopped; exec %s %s >$D/stopped 2>$D/said";
+        char *command = text_of(shell, test.program, arguments[a]);
+        size_t n = 0;
+        int status = 0;
+        pid_t child = fork();
+        if (child == 0) _exit(execl("/bin/sh", "sh", "-c", command, NULL));
+        for (int i = 0; i < 600 && n < 20; i++) {   // until it speaks
+            struct stat st;
+            usleep(50000);
+            n = stat(scratch("stopped"), &st) ? 0 : st.st_size;
+        }
+        kill(child, SIGINT);
+        waitpid(child, &status, 0);
+        const char *said = read_all(scratch("said"), &n);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 130, "status %x, not exit 130", status);
+        CHECK(matches(said, "prefill .*decode .*seed [0-9]+\n$"), "'%s'", said);
     }
-    kill(child, SIGINT);
-    waitpid(child, &status, 0);
-    const char *said = read_all(scratch("said"), &n);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 130, "status %x, not exit 130", status);
-    CHECK(matches(said, "prefill .*decode .*seed [0-9]+\n$"), "'%s'", said);
 }
 
 // ==== a GPU in software ====
@@ -4070,6 +4120,7 @@ static const Test TESTS[] = {
     {"cli_refusals", test_cli_refusals, false},
     {"cli_output", test_cli_output, false},
     {"cli_completion", test_cli_completion, false},
+    {"cli_chat", test_cli_chat, false},
     {"cli_logits", test_cli_logits, false},
     {"cli_interrupt", test_cli_interrupt, false},
 #ifdef LLM_METAL
