@@ -842,8 +842,7 @@ static bool load_arch(Loader *ld) {
 static void load_rope(Loader *ld) {
     Config *c = &ld->m->config;
     const Arch *a = c->arch;
-    bool sections = is_word(c->name, "glm4") &&   // of GLM-4V: to text they are NEOX
-                    load_int(ld, "rope.dimension_sections", 0, 0, 4096);
+    bool sections = load_float(ld, "rope.dimension_sections", "glm4", 0) > 0;   // NEOX, to text
     bool untuned = a->flags & ROPE_TUNED && !load_number(ld, "rope.scaling.finetuned", 1);
     c->rope = sections ? NEOX : untuned ? NO_ROPE : a->rope;
     c->n_rot = load_int(ld, "rope.dimension_count", c->hd, 0, c->hd);
@@ -892,7 +891,7 @@ static void load_config(Loader *ld) {
     c->window = flags & WINDOW_4096 ? 4096 : 0;
     c->window = load_int(ld, "attention.sliding_window", c->window, 0, INT_MAX);
     c->causal = load_int(ld, "attention.causal", !(flags & ENCODER), 0, 1);
-    c->parallel = is_word(c->name, "gptneox") && load_int(ld, "use_parallel_residual", 0, 0, 1);
+    c->parallel = load_float(ld, "use_parallel_residual", "gptneox", 0) > 0;
     c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)heads : c->hd);
     c->attn_scale = load_float(ld, "attention.scale", "granite granitemoe", c->attn_scale);
     c->attn_cap = load_float(ld, "attn_logit_softcapping", "gemma2", capped ? 50 : 0);
