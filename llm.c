@@ -3469,55 +3469,31 @@ static int char_to_byte(uint32_t c) {   // -1: c spells no byte
 
 // A dictionary of the file's own strings: a hash table over their numbers. Of equal strings the
 // first counts. The merges of BPE are such strings, too: "left right".
-typedef struct { uint32_t hash, index; } Slot;   // index 0: empty; else 1 + number of the string
-
 typedef struct {
-    Slot *slot;       // [mask + 1] at most half of them used
+    uint32_t *slot;   // [mask + 1] 1 + number of a string, 0: empty; at most half are used
     Str *str;         // [n] in the same block, pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
-static uint64_t hash(const char *s, size_t n) {   // FNV-1a
+static uint64_t hash(Str s) {   // FNV-1a
     uint64_t h = 0xCBF29CE484222325;
-    for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)s[i]) * 0x100000001B3;
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
     return h;
 }
 
-// the slot of a string with hash h, or the empty one that would be its own
-static Slot *dictionary_slot(const Dictionary *d, uint64_t h, Str s) {
-    for (uint32_t i = h;; i++) {
-        Slot *slot = &d->slot[i & d->mask];
-        if (!slot->index) return slot;
-        if (slot->hash != h >> 32 || d->str[slot->index - 1].n != s.n) continue;
-        if (!memcmp(d->str[slot->index - 1].s, s.s, s.n)) return slot;
+// the slot of a string, or the empty one that would be its own
+static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
+    for (uint64_t h = hash(s);; h++) {
+        uint32_t *slot = &d->slot[h & d->mask];
+        if (!*slot) return slot;
+        const Str *known = &d->str[*slot - 1];
+        if (known->n == s.n && !memcmp(known->s, s.s, s.n)) return slot;
     }
 }
 
 static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    return (int32_t)dictionary_slot(d, hash(s, n), (Str){s, n})->index - 1;
-}
-
-static bool dictionary_open(Dictionary *d, const Meta *m, Error *e) {
-    size_t size = 16;
-    if (m->n < 1 || m->n > 1 << 24)
-        return fail(e, "%.*s has %lld entries", STR_ARG(m->key), (long long)m->n);
-    while (size < 2 * m->n) size *= 2;
-    const uint8_t *p = m->v;
-    *d = (Dictionary){.n = m->n, .mask = size - 1};
-    d->slot = calloc(1, size * sizeof *d->slot + m->n * sizeof *d->str);
-    if (!d->slot) return fail(e, "out of memory");
-    d->str = (Str *)(d->slot + size);
-    for (uint32_t k = 0; k < d->n; k++) {
-        Str s = d->str[k] = str_next(&p);
-        uint64_t h = hash(s.s, s.n);
-        Slot *slot = dictionary_slot(d, h, s);
-        if (s.n > d->longest) d->longest = s.n;
-        if (s.n && !slot->index) *slot = (Slot){h >> 32, k + 1};
-        if (((slot - d->slot - h) & d->mask) > 1000)
-            return fail(e, "%.*s: made to collide", STR_ARG(m->key));
-    }
-    return true;
+    return (int32_t)*dictionary_slot(d, (Str){s, n}) - 1;
 }
 
 // The rules: regular expressions, each splits the pieces that the one before left. Alternatives
@@ -3572,7 +3548,7 @@ enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_EOG = 16, TOKEN_TYPE = 15 };   // EOG is a flag beside the type
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
-enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte that is not UTF-8
+enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
 
 typedef struct Tokenizer {
     int kind;
@@ -3591,22 +3567,21 @@ typedef struct Tokenizer {
 } Tokenizer;
 
 typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
-typedef struct { uint32_t c; uint64_t set; bool cut; } Char;   // its classes; does a piece begin?
+typedef struct { uint64_t set; uint32_t c; bool cut; } Char;   // its classes; does a piece begin?
 
-// a part of a word: its bytes (n = 0: joined to another part), the cost of joining it with the next
-typedef struct { int32_t prev, next; uint32_t at, n, cost; } Symbol;
-#define NEVER UINT32_MAX
+// a part of a word: its bytes (0: none begins here) and where the part before it begins
+typedef struct { uint32_t n, prev; } Symbol;
 
 typedef struct {
     const Tokenizer *t;
     Tokens *out;
-    Char *ch;          // a fragment of the text
-    char *text;        // [n_text] a word of it, spelled; what follows is scratch
-    Symbol *symbol;    // its parts
-    uint64_t *heap;    // [n_heap] cost, symbol
-    size_t n_text, n_heap;
-    int types;         // of tokens that are cut out of the text, 1 << TOKEN_...
-    bool space;        // the next fragment is to begin with one
+    Char *ch;         // a fragment of the text
+    char *text;       // [n_text] a word of it, spelled; what follows is scratch
+    Symbol *symbol;     // [n_text] its parts, each at its first byte
+    uint64_t *cost;   // [2 * n_text] of joining, a tree
+    size_t n_text;
+    int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
+    bool space;       // the next fragment is to begin with one
 } Work;
 
 static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
@@ -3658,98 +3633,71 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
 }
 
-// Joining. A word is a list of symbols, at first its characters. A heap, four children to a node,
-// holds the neighbours whose union the vocabulary knows, cheapest first, among equals the leftmost.
-// Joining two changes at most two pairs: n characters take O(n log n).
-static void heap_push(Work *w, uint64_t x) {
-    size_t i = w->n_heap++;
-    for (; i > 0 && x < w->heap[(i - 1) / 4]; i = (i - 1) / 4) w->heap[i] = w->heap[(i - 1) / 4];
-    w->heap[i] = x;
-}
-
-static uint64_t heap_pop(Work *w) {
-    uint64_t top = w->heap[0], last = w->heap[--w->n_heap];
-    size_t i = 0;
-    for (size_t best; (best = 4 * i + 1) < w->n_heap; i = best) {
-        for (size_t k = best + 1; k < 4 * i + 5 && k < w->n_heap; k++)
-            if (w->heap[k] < w->heap[best]) best = k;
-        if (last <= w->heap[best]) break;
-        w->heap[i] = w->heap[best];
-    }
-    w->heap[i] = last;
-    return top;
-}
-
-// pushes symbol i and the next, if the vocabulary knows them joined
-static void pair_push(Work *w, int32_t i) {
-    if (i < 0) return;
+// Joining. A word is a row of parts, at first its characters. The leaves of a tree hold what it
+// costs to join the part at a byte with the next one, other nodes the lesser of their children: the
+// root is the cheapest pair, of equal ones the leftmost. Joining two parts changes three leaves: a
+// word of n bytes takes O(n log n).
+static void pair_update(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
-    Symbol *a = &w->symbol[i];
-    a->cost = NEVER;
-    if (a->next < 0) return;
-    Symbol *b = &w->symbol[a->next];
-    char *s = w->text + a->at, *merge = w->text + w->n_text;
+    uint32_t a = w->symbol[i].n, b = i + a < w->n_text ? w->symbol[i + a].n : 0, cost = 0;
+    char *s = w->text + i, *merge = w->text + w->n_text;
     int32_t found = -1;
-    if (t->kind == TOKENIZER_SPM) {
-        found = dictionary_find(&t->tokens, s, a->n + b->n);
-        float cost = found < 0 ? 0 : 0 - meta_float(t->scores, found);
-        memcpy(&a->cost, &cost, 4);   // as an integer that compares as the float does
-        a->cost ^= a->cost >> 31 ? UINT32_MAX : 0x80000000;
-    } else if (a->n + b->n < t->merges.longest) {
-        memcpy(merge, s, a->n);
-        merge[a->n] = ' ';
-        memcpy(merge + a->n + 1, s + a->n, b->n);
-        a->cost = found = dictionary_find(&t->merges, merge, a->n + 1 + b->n);
+    if (a && b && t->kind == TOKENIZER_SPM) {
+        found = dictionary_find(&t->tokens, s, a + b);
+        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
+        memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
+        cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
+    } else if (a && b && a + b < t->merges.longest) {
+        memcpy(merge, s, a);
+        merge[a] = ' ';
+        memcpy(merge + a + 1, s + a, b);
+        cost = found = dictionary_find(&t->merges, merge, a + 1 + b);
     }
-    if (found < 0) a->cost = NEVER;
-    else heap_push(w, (uint64_t)a->cost << 32 | i);
+    size_t k = w->n_text + i;
+    w->cost[k] = found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
+    for (; k > 1; k /= 2) w->cost[k / 2] = w->cost[k] < w->cost[k ^ 1] ? w->cost[k] : w->cost[k ^ 1];
 }
 
-// a symbol's token, or those of its bytes; byte-level BPE has all bytes
+// a symbol's token, or those of its bytes
 static void symbol_emit(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     int32_t id = dictionary_find(&t->tokens, s, n);
-    w->out->id[w->out->n] = id;
-    w->out->n += id >= 0;
-    for (size_t i = 0; id < 0 && i < n && t->pre->flags & PRE_SPACES; i++) {
+    if (id >= 0) w->out->id[w->out->n++] = id;
+    for (size_t i = 0; id < 0 && i < n; i++) {
         char hex[8];
         snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)s[i]);
-        int32_t byte = dictionary_find(&t->tokens, hex, 6);
+        int32_t byte = t->pre->flags & PRE_SPACES ? dictionary_find(&t->tokens, hex, 6) : -1;
         if (byte < 0) byte = dictionary_find(&t->tokens, s + i, 1);
-        if (byte < 0) byte = t->unk;
+        if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
         if (byte >= 0) w->out->id[w->out->n++] = byte;
     }
 }
 
 static void word_join(Work *w) {
+    const Tokenizer *t = w->t;
     Symbol *symbol = w->symbol;
-    int32_t n = 0;
-    bool whole = w->t->pre->flags & PRE_WHOLE ||
-                 (w->t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
-    if (whole) whole = dictionary_find(&w->t->tokens, w->text, w->n_text) >= 0;
-    for (size_t at = 0; at < w->n_text; n++) {
-        size_t rest = w->n_text - at, len = whole ? rest : utf8_length(w->text[at]);
-        symbol[n] = (Symbol){n - 1, n + 1, at, len < rest ? len : rest, NEVER};
-        at += symbol[n].n;
+    size_t n = w->n_text, len;
+    bool whole = t->pre->flags & PRE_WHOLE ||
+                 (t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
+    whole = whole && dictionary_find(&t->tokens, w->text, n) >= 0;
+    memset(symbol, 0, n * sizeof *symbol);
+    memset(w->cost, -1, 2 * n * sizeof *w->cost);
+    for (size_t i = 0, prev = 0; i < n; prev = i, i += len) {
+        len = whole ? n : utf8_length(w->text[i]);
+        if (len > n - i) len = n - i;
+        symbol[i] = (Symbol){len, prev};
     }
-    symbol[n - 1].next = -1;
-    w->n_heap = 0;
-    for (int32_t i = 0; i < n; i++) pair_push(w, i);
-    while (w->n_heap) {
-        uint64_t x = heap_pop(w);
-        int32_t i = (uint32_t)x;
-        Symbol *a = &symbol[i];
-        if (a->n == 0 || a->cost != x >> 32) continue;   // the pair has changed since
-        Symbol *b = &symbol[a->next];
-        a->n += b->n;
-        b->n = 0;
-        a->next = b->next;
-        if (b->next >= 0) symbol[b->next].prev = i;
-        pair_push(w, a->prev);
-        pair_push(w, i);
+    for (size_t i = 0; i < n; i += symbol[i].n) pair_update(w, i);
+    while (w->cost[1] != UINT64_MAX) {
+        uint32_t a = w->cost[1], b = a + symbol[a].n, next = b + symbol[b].n;
+        symbol[a].n = next - a;
+        symbol[b].n = 0;
+        if (next < n) symbol[next].prev = a;
+        pair_update(w, b);
+        pair_update(w, a);
+        pair_update(w, symbol[a].prev);
     }
-    for (int32_t i = 0; i >= 0; i = symbol[i].next)
-        symbol_emit(w, w->text + symbol[i].at, symbol[i].n);
+    for (size_t i = 0; i < n; i += symbol[i].n) symbol_emit(w, w->text + i, symbol[i].n);
 }
 
 // WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
@@ -3765,17 +3713,28 @@ static void word_pieces(Work *w) {
     }
 }
 
+// appends a character to the word, as the vocabulary spells it
+static void word_add(Work *w, uint32_t c) {
+    char bytes[4] = {c}, *to = w->text + w->n_text;
+    bool spaces = w->t->pre->flags & PRE_SPACES;
+    size_t n = c >= RAW_BYTE ? 1 : utf8_encode(spaces && c == ' ' ? SPM_SPACE : c, bytes);
+    for (size_t i = 0; i < n; i++)
+        if (spaces) *to++ = bytes[i];
+        else to += utf8_encode(byte_to_char(bytes[i]), to);
+    w->n_text = to - w->text;
+}
+
 // decodes a fragment, splits it by the rules, spells each word and looks for its tokens
 static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
-    bool spaces = t->pre->flags & PRE_SPACES, wpm = t->kind == TOKENIZER_WPM;
+    bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
     Char *ch = w->ch, *end = ch, *next;
-    if (w->space) *end++ = (Char){' ', 0, true};
+    if (w->space) *end++ = (Char){.c = ' ', .cut = true};
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (t->kind == TOKENIZER_SPM && c == UTF8_BAD && used == 1) c = RAW_BYTE + (uint8_t)s[i];
+        if (spm && c != ' ') c = RAW_BYTE + (uint8_t)s[i], used = 1;   // bytes are kept as they are
         if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
-        *end = (Char){c, *t->pre->rule ? unicode_classes(c) : 0, end == ch};
+        *end = (Char){spm ? 0 : unicode_classes(c), c, end == ch};
         end += c || !wpm;
     }
     end->cut = true;
@@ -3786,15 +3745,10 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
         }
     for (; ch < end; ch++) {
         if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;
-        char bytes[4] = {ch->c - RAW_BYTE}, *to = w->text + w->n_text;
-        size_t len = 1;
-        if (ch->c < RAW_BYTE) len = utf8_encode(spaces && ch->c == ' ' ? SPM_SPACE : ch->c, bytes);
-        for (size_t k = 0; k < len; k++)
-            if (spaces) *to++ = bytes[k];
-            else to += utf8_encode(byte_to_char(bytes[k]), to);
-        w->n_text = to - w->text;
-        if (ch[1].cut && !wpm) word_join(w);
-        if (ch[1].cut && wpm && !(ch->set & CLASS('s'))) word_pieces(w);
+        word_add(w, ch->c);
+        if (!ch[1].cut) continue;
+        if (!wpm) word_join(w);
+        else if (!(ch->set & CLASS('s'))) word_pieces(w);
     }
     w->space = false;
 }
@@ -3825,22 +3779,22 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
                      bool parse_special, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
     if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
-    size_t m = 4 * n + 8;   // a bad byte reads as U+FFFD, a space as U+2581: room for three of each
+    size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
     int32_t *id = realloc(out->id, (out->n + m) * sizeof *id);
     if (id) out->id = id;
     Work w = {.t = t, .out = out, .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
                                   SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
-    w.ch = malloc(m * (sizeof *w.ch + sizeof *w.symbol + 2 * sizeof *w.heap + 4));
-    if (!id || !w.ch) return free(w.ch), fail(e, "out of memory");
-    w.heap = (uint64_t *)(w.ch + m);
-    w.symbol = (Symbol *)(w.heap + 2 * m);
+    w.cost = malloc(m * (2 * sizeof *w.cost + sizeof *w.symbol + 2) + (n + 2) * sizeof *w.ch);
+    if (!id || !w.cost) return free(w.cost), fail(e, "out of memory");
+    w.ch = (Char *)(w.cost + 2 * m);
+    w.symbol = (Symbol *)(w.ch + n + 2);
     w.text = (char *)(w.symbol + m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
     text_tokenize(&w, text, n, 0);
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
-    free(w.ch);
+    free(w.cost);
     return true;
 }
 
@@ -3911,28 +3865,48 @@ static const struct { const char *name, *pre; int kind, bos, eos, unk, sep; } MO
 };
 
 // an array of n entries, of any number if n is 0
-static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, uint64_t n, Error *e)
-{
+static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
-    if (m && m->type == GGUF_ARR && m->elem == elem && (!n || m->n == n)) return m;
     const char *of = elem == GGUF_STR ? "strings" : elem == GGUF_F32 ? "f32" : "i32";
-    if (!m) fail(e, "%s is missing", key);
-    else if (m->type != GGUF_ARR || m->elem != elem) fail(e, "%s must be an array of %s", key, of);
-    else fail(e, "%s has %lld entries for %lld tokens", key, (long long)m->n, (long long)n);
-    return NULL;
+    if (!m) return fail(e, "%s is missing", key), NULL;
+    if (m->type != GGUF_ARR || m->elem != elem)
+        return fail(e, "%s must be an array of %s", key, of), NULL;
+    if (n && m->n != n)
+        return fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n), NULL;
+    return m;
+}
+
+static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error *e) {
+    const Meta *m = vocab_array(g, key, GGUF_STR, 0, e);
+    size_t size = 16;
+    if (!m) return false;
+    if (m->n < 1 || m->n > 1 << 24) return fail(e, "%s has %lld entries", key, (long long)m->n);
+    while (size < 2 * m->n) size *= 2;
+    *d = (Dictionary){.n = m->n, .mask = size - 1};
+    d->slot = calloc(1, size * sizeof *d->slot + m->n * sizeof *d->str);
+    if (!d->slot) return fail(e, "out of memory");
+    d->str = (Str *)(d->slot + size);
+    const uint8_t *p = m->v;
+    for (uint32_t i = 0; i < d->n; i++) {
+        Str s = d->str[i] = str_next(&p);
+        uint32_t *slot = dictionary_slot(d, s);
+        if (s.n > d->longest) d->longest = s.n;
+        if (s.n && !*slot) *slot = i + 1;
+        if (((slot - d->slot - hash(s)) & d->mask) > 1000) return fail(e, "%s: made to collide", key);
+    }
+    return true;
 }
 
 static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
-    const Meta *m = vocab_array(g, "tokenizer.ggml.tokens", GGUF_STR, 0, e), *types = NULL;
-    if (!m || !dictionary_open(&t->tokens, m, e)) return false;
-    t->n_vocab = m->n;
+    const Meta *types = gguf_find(g, "tokenizer.ggml.token_type");
+    if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
+    t->n_vocab = t->tokens.n;
     t->piece_max = 3 * (t->tokens.longest + 4);
     t->special = malloc(t->n_vocab * (sizeof *t->special + 1));
     if (!t->special) return fail(e, "out of memory");
     t->type = (uint8_t *)(t->special + t->n_vocab);
-    if (gguf_find(g, "tokenizer.ggml.token_type") &&
-        !(types = vocab_array(g, "tokenizer.ggml.token_type", GGUF_I32, t->n_vocab, e)))
-        return false;
+    if (types) types = vocab_array(g, "tokenizer.ggml.token_type", GGUF_I32, t->n_vocab, e);
+    if (!types && gguf_find(g, "tokenizer.ggml.token_type")) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
         t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
@@ -3940,8 +3914,7 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     if (t->kind == TOKENIZER_SPM)
         t->scores = vocab_array(g, "tokenizer.ggml.scores", GGUF_F32, t->n_vocab, e);
     if (t->kind != TOKENIZER_BPE) return t->kind == TOKENIZER_WPM || t->scores;
-    m = vocab_array(g, "tokenizer.ggml.merges", GGUF_STR, 0, e);
-    if (!m || !dictionary_open(&t->merges, m, e)) return false;
+    if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
         if (s.n < 3 || !memchr(s.s + 1, ' ', s.n - 2))
