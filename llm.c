@@ -3653,9 +3653,10 @@ static void pair_update(Work *w, uint32_t i) {
         memcpy(merge + a + 1, s + a, b);
         cost = found = dictionary_find(&t->merges, merge, a + 1 + b);
     }
+    uint64_t *tree = w->cost;
     size_t k = w->n_text + i;
-    w->cost[k] = found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
-    for (; k > 1; k /= 2) w->cost[k / 2] = w->cost[k] < w->cost[k ^ 1] ? w->cost[k] : w->cost[k ^ 1];
+    tree[k] = found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
+    for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
 // a symbol's token, or those of its bytes
@@ -3810,18 +3811,16 @@ static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation 
 // front of the first word stays.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
-// the characters that are whole after one more byte; bytes that are not UTF-8 become U+FFFD
+// the characters that are whole after one more byte; a byte that is not UTF-8 becomes U+FFFD
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
-    bool more = d->n == 0 || (byte & 0xC0) == 0x80;
+    if ((byte & 0xC0) != 0x80)
+        for (; d->n; d->n--) n += utf8_encode(UTF8_BAD, out + n);
     d->pending[d->n++] = byte;
-    while (d->n && (!more || d->n >= utf8_length(d->pending[0]))) {
-        uint32_t c = utf8_decode(d->pending, d->n, &used);
-        if (!utf8_valid(c, used)) c = UTF8_BAD, used = 1;
-        n += utf8_encode(c, out + n);
-        d->n -= used;
-        memmove(d->pending, d->pending + used, d->n);
-    }
+    if (d->n < utf8_length(d->pending[0])) return n;
+    uint32_t c = utf8_decode(d->pending, d->n, &used);
+    if (!utf8_valid(c, used)) c = UTF8_BAD, used = 1;
+    for (; d->n; d->n -= used) n += utf8_encode(c, out + n);
     return n;
 }
 
@@ -3831,7 +3830,7 @@ static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *o
     if (id < 0 || id >= t->n_vocab) return 0;
     int type = t->type[id] & TOKEN_TYPE;
     Str s = t->tokens.str[id];
-    bool spaces = t->pre->flags & PRE_SPACES, strip = !d->started && t->space_prefix;
+    bool strip = !d->started && t->space_prefix;
     size_t n = 0, used;
     if (type != TOKEN_NORMAL && type != TOKEN_USER && type != TOKEN_BYTE) return 0;
     d->started = true;
@@ -3839,7 +3838,8 @@ static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *o
         return utf8_push(d, strtol((char[]){s.s[3], s.s[4], 0}, NULL, 16), out);
     for (size_t i = 0; i < s.n; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        int byte = spaces ? c == SPM_SPACE ? ' ' : -1 : char_to_byte(c);
+        int byte = c == SPM_SPACE ? ' ' : -1;
+        if (!(t->pre->flags & PRE_SPACES)) byte = char_to_byte(c);
         if (type == TOKEN_USER) byte = -1;
         if (strip && i == 0 && byte == ' ') continue;
         if (byte >= 0) n += utf8_push(d, byte, out + n);
@@ -3848,20 +3848,35 @@ static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *o
     return n;
 }
 
-// Ends of generation, known by their spelling as metadata often lacks them.
-static const char *const EOG_TOKENS[] = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
-    "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|fim_repo|>",
-    "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"};
+// Types of tokens known by their spelling, as metadata often lacks or mistakes them: ends of
+// generation, control tokens, marks inside a turn. `with`: only where that token is, too.
+static const struct { int type; const char *with, *names[36]; } KNOWN_TOKENS[] = {
+    {TOKEN_CONTROL | TOKEN_EOG, NULL,
+     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+      "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+      "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+      "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+      "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"}},
+    {TOKEN_CONTROL, NULL,
+     {"<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+      "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+      "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
+      "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|prefix|>", "<|suffix|>",
+      "<|middle|>"}},
+    {TOKEN_USER, NULL, {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}},
+    {TOKEN_USER, "<|return|>", {"<|end|>"}},   // gpt-oss
+    {TOKEN_USER, "<|calls|>", {"<|end|>"}},   // Solar
+    {TOKEN_NORMAL, "<|tool_response>", {"</s>"}},   // Gemma 4
+};
+
 // what holds where the metadata is silent
-static const struct { const char *name, *pre; int kind, bos, eos, unk, sep; } MODELS[] = {
-    {"none", "", TOKENIZER_NONE, -1, -1, -1, -1}, {"no_vocab", "", TOKENIZER_NONE, -1, -1, -1, -1},
-    {"llama", "(SentencePiece)", TOKENIZER_SPM, 1, 2, 0, -1},
-    {"bert", "(WordPiece)", TOKENIZER_WPM, 101, -1, 100, 102},
-    {"gpt2", NULL, TOKENIZER_BPE, 11, 11, -1, -1},
-    {"gemma4", "gemma4", TOKENIZER_BPE, -1, -1, -1, -1},
+static const struct { const char *name, *pre; Tokenizer t; } MODELS[] = {
+    {"none", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+    {"no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+    {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
+    {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
+    {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
+    {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
 // an array of n entries, of any number if n is 0
@@ -3892,7 +3907,8 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
         uint32_t *slot = dictionary_slot(d, s);
         if (s.n > d->longest) d->longest = s.n;
         if (s.n && !*slot) *slot = i + 1;
-        if (((slot - d->slot - hash(s)) & d->mask) > 1000) return fail(e, "%s: made to collide", key);
+        if (((slot - d->slot - hash(s)) & d->mask) > 1000)
+            return fail(e, "%s: made to collide", key);
     }
     return true;
 }
@@ -3923,36 +3939,29 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-static void token_set(Tokenizer *t, const char *text, int type) {
-    int32_t id = token_find(t, text);
-    if (id >= 0) t->type[id] = type;
-}
-
 static int longer_first(const void *a, const void *b) {
     const Str *x = a, *y = b;
     return (x->n < y->n) - (x->n > y->n);
 }
 
 static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
-    int32_t other = -1;
-    const struct { const char *name; int32_t *id; bool eog; } ids[] = {
-        {"cls", &t->bos, false}, {"bos", &t->bos, false}, {"unknown", &t->unk, false},
-        {"seperator", &t->sep, false}, {"eos", &t->eos, true}, {"eot", &other, true},
-        {"eom", &other, true}, {"fim_pad", &other, true}, {"fim_rep", &other, true},
-        {"fim_sep", &other, true}};
+    static const char *const keys[] = {"bos", "unknown", "seperator", "eos",   // from here on they
+                                       "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};   // end it
+    int32_t *const kept[] = {&t->bos, &t->unk, &t->sep, &t->eos};
     bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
-    for (size_t i = !wpm; i < COUNT(ids); i++, other = -1) {
+    for (size_t i = 0; i < COUNT(keys); i++) {
+        int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;
         char key[64];
-        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", ids[i].name);
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
         const Meta *m = gguf_find(g, key);
-        int64_t x = gguf_int(g, key, *ids[i].id < t->n_vocab ? *ids[i].id : -1);
         if (m && (m->type == GGUF_STR || m->type == GGUF_ARR))
             return fail(e, "%s must be a number", key);
-        if (x == UINT32_MAX) x = -1;   // none
-        if (x < -1 || x >= t->n_vocab)
-            return fail(e, "%s is %lld, but there are %d tokens", key, (long long)x, t->n_vocab);
-        *ids[i].id = x;
-        if (x >= 0 && ids[i].eog) t->type[x] |= TOKEN_EOG;
+        if (m) id = meta_int(m, 0);
+        if (id == UINT32_MAX) id = -1;   // none
+        if (id < -1 || id >= t->n_vocab)
+            return fail(e, "%s is %lld, but there are %d tokens", key, (long long)id, t->n_vocab);
+        if (i < COUNT(kept)) *kept[i] = id;
+        if (i >= 3 && id >= 0) t->type[id] |= TOKEN_EOG;
     }
     // BERT's files do not say so, Gemma 4's say no and mean yes
     bool forced = wpm || (!spm && t->pre->flags & PRE_SPACES);
@@ -3963,19 +3972,22 @@ static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
     t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
     if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
+    return true;
+}
 
-    for (size_t i = 0; i < COUNT(EOG_TOKENS); i++)
-        token_set(t, EOG_TOKENS[i], TOKEN_CONTROL | TOKEN_EOG);
-    // gpt-oss and Solar write <|end|> inside a turn; Gemma 4's </s> ends nothing
-    bool call = token_find(t, "<|call|>") >= 0 || token_find(t, "<|calls|>") >= 0;
-    if (call && (token_find(t, "<|return|>") >= 0 || token_find(t, "<|flush|>") >= 0))
-        token_set(t, "<|end|>", TOKEN_USER);
-    if (token_find(t, "<|tool_response>") >= 0) token_set(t, "</s>", TOKEN_NORMAL);
+// gives known tokens their types and collects the special ones
+static void tokenizer_special(Tokenizer *t) {
+    for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
+        if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
+        for (const char *const *name = KNOWN_TOKENS[i].names; *name; name++) {
+            int32_t id = token_find(t, *name);
+            if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
+        }
+    }
     for (int32_t i = 0; i < t->n_vocab; i++)
         if (SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1 && t->tokens.str[i].n)
             t->special[t->n_special++] = t->tokens.str[i];
     qsort(t->special, t->n_special, sizeof *t->special, longer_first);
-    return true;
 }
 
 // g must stay open as long as t. False: e says what is missing, wrong or unknown.
@@ -3988,17 +4000,20 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
                     STR_ARG(model));
-    *t = (Tokenizer){.kind = MODELS[i].kind, .bos = MODELS[i].bos, .eos = MODELS[i].eos,
-                     .unk = MODELS[i].unk, .sep = MODELS[i].sep};
+    *t = MODELS[i].t;
+    if (t->kind == TOKENIZER_NONE) return true;
     if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
     else if (!pre.n) t->note = "tokenizer.ggml.pre is missing: 'default' is assumed";
     if (!pre.n) pre = (Str){"default", 7};
-    for (i = 0; i < COUNT(PRE_TOKENIZERS) && !t->pre; i++)
-        for (const char *s = PRE_TOKENIZERS[i].names; s; s = strchr(s, ' '), s += s != NULL)
-            if (strcspn(s, " ") == pre.n && !memcmp(s, pre.s, pre.n)) t->pre = &PRE_TOKENIZERS[i];
-    if (t->kind == TOKENIZER_NONE) return true;
+    for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
+        for (const char *s = PRE_TOKENIZERS[i].names, *end; *s; s = end + (*end == ' ')) {
+            end = s + strcspn(s, " ");
+            if (!str_compare((Str){s, end - s}, pre)) t->pre = &PRE_TOKENIZERS[i];
+        }
     if (!t->pre) return fail(e, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
-    return tokenizer_vocab(t, g, e) && tokenizer_ids(t, g, e);
+    if (!tokenizer_vocab(t, g, e) || !tokenizer_ids(t, g, e)) return false;
+    tokenizer_special(t);
+    return true;
 }
 
 static void tokenizer_close(Tokenizer *t) {
