@@ -4029,41 +4029,32 @@ static void tokenizer_close(Tokenizer *t) {
 // the cuts see the tempered distribution. Nothing sorts a whole vocabulary: sort_top moves the k
 // best to the front, one comparison for each of the others.
 
-static bool better(Candidate a, Candidate b) {   // ties: the lower id
-    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+static int best_first(const void *a, const void *b) {   // ties: the lower id
+    const Candidate *x = a, *y = b;
+    return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
 }
 
-static void sift_down(Candidate *heap, size_t i, size_t n) {   // the worst of a heap is its root
-    for (size_t child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && better(heap[child], heap[child + 1])) child++;
-        if (!better(heap[i], heap[child])) return;
-        Candidate t = heap[i];
-        heap[i] = heap[child];
-        heap[child] = t;
-    }
-}
-
-static void sort_top(Candidate *c, size_t n, size_t k) {   // the k best of n to the front, in order
-    for (size_t i = k / 2; i-- > 0;) sift_down(c, i, k);
+// The k best of n to the front, in order: what the k-th best so far does not beat gathers behind
+// it, and is sorted in when there are k of them.
+static void sort_top(Candidate *c, size_t n, size_t k) {
+    size_t gathered = k;
+    qsort(c, k, sizeof *c, best_first);
     for (size_t i = k; i < n; i++) {
-        if (!better(c[i], c[0])) continue;
-        Candidate t = c[0];
-        c[0] = c[i];
-        c[i] = t;
-        sift_down(c, 0, k);
+        if (c[i].logit < c[k - 1].logit) continue;
+        Candidate x = c[i];
+        c[i] = c[gathered];
+        c[gathered++] = x;
+        if (gathered < 2 * k) continue;
+        qsort(c, gathered, sizeof *c, best_first);
+        gathered = k;
     }
-    for (size_t i = k; i-- > 1;) {
-        Candidate t = c[0];
-        c[0] = c[i];
-        c[i] = t;
-        sift_down(c, 0, i);
-    }
+    qsort(c, gathered, sizeof *c, best_first);
 }
 
 // Positive logits are divided, negative ones multiplied; each id of the last tokens once: what is
 // done is marked by a negative id. c[i].id == i on entry.
 static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
-    for (int i = 0; i < n_last && penalty != 1; i++) {
+    for (int i = 0; i < n_last; i++) {
         if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
         c[last[i]].logit *= c[last[i]].logit > 0 ? 1 / penalty : penalty;
         c[last[i]].id = -1;
@@ -4088,21 +4079,26 @@ static float best_logit(const Candidate *c, size_t n) {
     return top;
 }
 
+// adds up weights, e to the (logit - top), until they are enough; how many candidates that takes
+static size_t weigh(const Candidate *c, size_t n, float top, double enough, double *sum) {
+    size_t i = 0;
+    *sum = 0;
+    do *sum += exp_fast(c[i++].logit - top);
+    while (i < n && *sum < enough);
+    return i;
+}
+
 // the fewest best candidates that hold a share p of the probability
 static size_t sample_top_p(Candidate *c, size_t n, float p) {
     if (p >= 1) return n;
     float top = best_logit(c, n);
-    double total = 0;
-    for (size_t i = 0; i < n; i++) total += exp_fast(c[i].logit - top);
+    double total, sum;
+    weigh(c, n, top, INFINITY, &total);
     for (size_t k = 128;; k *= 8) {
         if (k > n) k = n;
         sort_top(c, n, k);
-        double sum = 0;
-        for (size_t i = 0; i < k; i++) {
-            sum += exp_fast(c[i].logit - top);
-            if (sum >= p * total) return i + 1;
-        }
-        if (k == n) return n;
+        size_t enough = weigh(c, k, top, p * total, &sum);
+        if (sum >= p * total || k == n) return enough;
     }
 }
 
@@ -4125,14 +4121,9 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
 
 static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng) {
     float top = best_logit(c, n);
-    double total = 0, sum = 0;
-    for (size_t i = 0; i < n; i++) total += exp_fast(c[i].logit - top);
-    double r = random_unit(rng) * total;
-    for (size_t i = 0; i < n; i++) {
-        sum += exp_fast(c[i].logit - top);
-        if (r < sum) return c[i].id;
-    }
-    return c[n - 1].id;
+    double total, sum;
+    weigh(c, n, top, INFINITY, &total);
+    return c[weigh(c, n, top, random_unit(rng) * total, &sum) - 1].id;
 }
 
 // last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
@@ -4143,8 +4134,8 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp <= 0) {
         size_t best = 0;
-        for (size_t i = 1; i < n; i++) best = better(c[i], c[best]) ? i : best;
-        return c[best].id;
+        for (size_t i = 1; i < n; i++) best = c[i].logit > c[best].logit ? i : best;
+        return best;
     }
     sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, o->top_k);
@@ -4203,13 +4194,13 @@ bool model_open(Model *m, const char *path, Error *e) {
 // false to stop. An end-of-generation id ends it and is not handed out.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
-    Tokens all = {malloc((size_t)n * sizeof *ids), n};
-    bool ok = all.id ? true : fail(e, "out of memory");
-    if (ok) memcpy(all.id, ids, (size_t)n * sizeof *ids);
-    for (int i = 0; ok && (n_predict < 0 || i < n_predict); i++) {
+    Tokens all = {0};
+    bool ok = true;
+    for (int i = 0; ok && i < n; i++) ok = tokens_add(&all, ids[i]) || fail(e, "out of memory");
+    while (ok && n_predict-- != 0) {
         const float *logits = session_eval(s, all.id, all.n, e);
+        int32_t id = logits ? session_sample(s, logits) : -1;
         ok = logits != NULL;
-        int32_t id = ok ? session_sample(s, logits) : -1;
         if (!ok || token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
         ok = tokens_add(&all, id) || fail(e, "out of memory");
     }
