@@ -3461,12 +3461,6 @@ static uint32_t byte_to_char(uint8_t b) {
     return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
 }
 
-static int char_to_byte(uint32_t c) {   // -1: c spells no byte
-    for (int b = 0; b < 256; b++)
-        if (byte_to_char(b) == c) return b;
-    return -1;
-}
-
 // A dictionary of the file's own strings: a hash table over their numbers. Of equal strings the
 // first counts. The merges of BPE are such strings, too: "left right".
 typedef struct {
@@ -3508,12 +3502,14 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 // [..] one of, [^..] none of; ? * + as usual, 3 one to three times; ! white space or the end
 // follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
 // $ alone: the white space at the end of a piece.
-enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };   // a word that is a token needs no joining;
-                                                       // BOS is added; spelled by spaces, not bytes
+enum {
+    PRE_WHOLE = 1,    // a word that is a token needs no joining
+    PRE_BOS = 2,      // BOS is added
+    PRE_SPACES = 4,   // a space is spelled as U+2581, other bytes as they are
+};
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
-#define RULE_QWEN2  "i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"
 #define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
 
 static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
@@ -3529,7 +3525,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
      PRE_WHOLE | PRE_BOS, {RULE_LLAMA3}},
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
     {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
-     {RULE_QWEN2}},
+     {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
     {"bloom poro-chat gpt3-finnish", 0, {" ?[^sb]+"}},
     {"qwen35", 0, {"i|[^rLN]?[LM]+|N| ?[^sLMN]+r*|s*r+|s+!|s+"}},
@@ -3577,7 +3573,7 @@ typedef struct {
     Tokens *out;
     Char *ch;         // a fragment of the text
     char *text;       // [n_text] a word of it, spelled; what follows is scratch
-    Symbol *symbol;     // [n_text] its parts, each at its first byte
+    Symbol *symbol;   // [n_text] its parts, each at its first byte
     uint64_t *cost;   // [2 * n_text] of joining, a tree
     size_t n_text;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
@@ -3827,19 +3823,19 @@ static size_t utf8_push(Detokenizer *d, char byte, char *out) {
 // Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
 // bytes. Control tokens have no text.
 static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
-    if (id < 0 || id >= t->n_vocab) return 0;
-    int type = t->type[id] & TOKEN_TYPE;
-    Str s = t->tokens.str[id];
-    bool strip = !d->started && t->space_prefix;
-    size_t n = 0, used;
+    int type = id >= 0 && id < t->n_vocab ? t->type[id] & TOKEN_TYPE : TOKEN_UNUSED;
     if (type != TOKEN_NORMAL && type != TOKEN_USER && type != TOKEN_BYTE) return 0;
+    bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
+    Str s = t->tokens.str[id];
+    size_t n = 0, used;
     d->started = true;
     if (type == TOKEN_BYTE && s.n == 6)   // <0x0A>
         return utf8_push(d, strtol((char[]){s.s[3], s.s[4], 0}, NULL, 16), out);
     for (size_t i = 0; i < s.n; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        int byte = c == SPM_SPACE ? ' ' : -1;
-        if (!(t->pre->flags & PRE_SPACES)) byte = char_to_byte(c);
+        int byte = spaces && c == SPM_SPACE ? ' ' : -1;   // -1: it spells itself
+        for (int b = 0; b < 256 && !spaces; b++)
+            if (byte_to_char(b) == c) byte = b;
         if (type == TOKEN_USER) byte = -1;
         if (strip && i == 0 && byte == ' ') continue;
         if (byte >= 0) n += utf8_push(d, byte, out + n);
@@ -3914,15 +3910,15 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
 }
 
 static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
-    const Meta *types = gguf_find(g, "tokenizer.ggml.token_type");
+    const char *key = "tokenizer.ggml.token_type";
+    const Meta *types = gguf_find(g, key);
     if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
     t->n_vocab = t->tokens.n;
     t->piece_max = 3 * (t->tokens.longest + 4);
     t->special = malloc(t->n_vocab * (sizeof *t->special + 1));
     if (!t->special) return fail(e, "out of memory");
     t->type = (uint8_t *)(t->special + t->n_vocab);
-    if (types) types = vocab_array(g, "tokenizer.ggml.token_type", GGUF_I32, t->n_vocab, e);
-    if (!types && gguf_find(g, "tokenizer.ggml.token_type")) return false;
+    if (types && !vocab_array(g, key, GGUF_I32, t->n_vocab, e)) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
         t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
