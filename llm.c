@@ -3552,13 +3552,14 @@ typedef struct Tokenizer {
     bool add_bos, add_eos;           // WordPiece adds sep in the place of eos
     bool space_prefix;               // text begins with a space
     bool lower_case, strip_accents;  // WordPiece
-    int32_t n_vocab, n_special;
+    int32_t n_vocab;
     const char *note;                // NULL, or what the user should know
     const PreTokenizer *pre;
     const Meta *scores;              // SentencePiece: [n_vocab]
     Dictionary tokens, merges;
-    Str *special;                    // [n_special] texts that may be cut out, longest first
-    uint8_t *type;                   // [n_vocab] in the same block
+    uint8_t *type;                   // [n_vocab]
+    uint8_t *special_length;         // [tokens.longest + 1] in the same block: of so many bytes
+    bool special_first[256];         // is, and with this byte begins, a token that may be cut out
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
 
@@ -3750,18 +3751,15 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
-// Cuts the special tokens from the k-th on out of a text, longer ones first wherever they stand.
-static void text_tokenize(Work *w, const char *s, size_t n, int32_t k) {
+// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
+static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
-    for (int32_t next; k < t->n_special; k = next) {
-        size_t len = t->special[k].n;
-        bool first[256] = {false};   // what the tokens of this length begin with
-        for (next = k; next < t->n_special && t->special[next].n == len; next++)
-            first[(uint8_t)t->special[next].s[0]] = true;
-        for (size_t i = 0; i + len <= n; i++) {
-            int32_t id = first[(uint8_t)s[i]] ? dictionary_find(&t->tokens, s + i, len) : -1;
+    for (len = len < n ? len : n; len > 0; len--) {
+        for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
+            if (!t->special_first[(uint8_t)s[i]]) continue;
+            int32_t id = dictionary_find(&t->tokens, s + i, len);
             if (id < 0 || !(w->types >> (t->type[id] & TOKEN_TYPE) & 1)) continue;
-            text_tokenize(w, s, i, next);
+            text_tokenize(w, s, i, len - 1);
             w->out->id[w->out->n++] = id;
             w->space = t->space_prefix;
             s += i + len, n -= i + len, i = -1;
@@ -3789,7 +3787,7 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
     w.symbol = (Symbol *)(w.ch + n + 2);
     w.text = (char *)(w.symbol + m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
-    text_tokenize(&w, text, n, 0);
+    text_tokenize(&w, text, n, t->tokens.longest);
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
     free(w.cost);
     return true;
@@ -3915,9 +3913,9 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
     t->n_vocab = t->tokens.n;
     t->piece_max = 3 * (t->tokens.longest + 4);
-    t->special = malloc(t->n_vocab * (sizeof *t->special + 1));
-    if (!t->special) return fail(e, "out of memory");
-    t->type = (uint8_t *)(t->special + t->n_vocab);
+    t->type = calloc(t->n_vocab + t->tokens.longest + 1, 1);
+    if (!t->type) return fail(e, "out of memory");
+    t->special_length = t->type + t->n_vocab;
     if (types && !vocab_array(g, key, GGUF_I32, t->n_vocab, e)) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
@@ -3933,11 +3931,6 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
             return fail(e, "merge %u, '%.*s', is not two strings", i, STR_ARG(s));
     }
     return true;
-}
-
-static int longer_first(const void *a, const void *b) {
-    const Str *x = a, *y = b;
-    return (x->n < y->n) - (x->n > y->n);
 }
 
 static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
@@ -3971,7 +3964,7 @@ static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// gives known tokens their types and collects the special ones
+// gives known tokens their types and notes how special ones look
 static void tokenizer_special(Tokenizer *t) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
@@ -3980,10 +3973,12 @@ static void tokenizer_special(Tokenizer *t) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
-    for (int32_t i = 0; i < t->n_vocab; i++)
-        if (SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1 && t->tokens.str[i].n)
-            t->special[t->n_special++] = t->tokens.str[i];
-    qsort(t->special, t->n_special, sizeof *t->special, longer_first);
+    for (int32_t i = 0; i < t->n_vocab; i++) {
+        Str s = t->tokens.str[i];
+        if (!s.n || !(SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1)) continue;
+        t->special_first[(uint8_t)s.s[0]] = true;
+        t->special_length[s.n] = true;
+    }
 }
 
 // g must stay open as long as t. False: e says what is missing, wrong or unknown.
@@ -4015,7 +4010,7 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
 static void tokenizer_close(Tokenizer *t) {
     free(t->tokens.slot);
     free(t->merges.slot);
-    free(t->special);
+    free(t->type);
     *t = (Tokenizer){0};
 }
 // ---- 10. sampler ----

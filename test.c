@@ -1676,7 +1676,7 @@ static void test_tokenizer_streaming(void) {
     d = (Detokenizer){.started = true};
     CHECK(detokenize(&v.t, &d, 0, out) == 2, "a continuation keeps its space");
     CHECK(!strcmp(tok_ids(&v.t, "x😀\xFF", 6, true, false), " 1 0 1 2 3 4 0"), "bytes");
-    CHECK(!strcmp(tok_ids(&v.t, "\xC1\xA1", 2, false, false), " 0 0 0 0 0"), "an overlong a is no a");
+    CHECK(!strcmp(tok_ids(&v.t, "\xC1\xA1", 2, false, false), " 0 0 0 0 0"), "overlong");
     tokenizer_close(&v.t);
 }
 
