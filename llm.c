@@ -3470,24 +3470,20 @@ typedef struct {
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
-static uint64_t hash(Str s) {   // FNV-1a
-    uint64_t h = 0xCBF29CE484222325;
-    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
-    return h;
-}
-
-// the slot of a string, or the empty one that would be its own
+// the slot of a string, or the empty one that would be its own; NULL: strings made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
-    for (uint64_t h = hash(s);; h++) {
-        uint32_t *slot = &d->slot[h & d->mask];
-        if (!*slot) return slot;
-        const Str *known = &d->str[*slot - 1];
-        if (known->n == s.n && !memcmp(known->s, s.s, s.n)) return slot;
+    uint64_t h = 0xCBF29CE484222325;   // FNV-1a
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
+    for (int probe = 0; probe < 1000; probe++) {
+        uint32_t *slot = &d->slot[(h + probe) & d->mask];
+        if (!*slot || !str_compare(d->str[*slot - 1], s)) return slot;
     }
+    return NULL;
 }
 
 static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    return (int32_t)*dictionary_slot(d, (Str){s, n}) - 1;
+    const uint32_t *slot = dictionary_slot(d, (Str){s, n});
+    return slot ? (int32_t)*slot - 1 : -1;
 }
 
 // The rules: regular expressions, each splits the pieces that the one before left. Alternatives
@@ -3502,11 +3498,9 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 // [..] one of, [^..] none of; ? * + as usual, 3 one to three times; ! white space or the end
 // follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
 // $ alone: the white space at the end of a piece.
-enum {
-    PRE_WHOLE = 1,    // a word that is a token needs no joining
-    PRE_BOS = 2,      // BOS is added
-    PRE_SPACES = 4,   // a space is spelled as U+2581, other bytes as they are
-};
+//
+// Flags: a word that is a token needs no joining; BOS is added; only spaces are spelled anew.
+enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
@@ -3562,6 +3556,10 @@ typedef struct Tokenizer {
     bool special_first[256];         // is, and with this byte begins, a token that may be cut out
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
+
+static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
+    return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
+}
 
 typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
 typedef struct { uint64_t set; uint32_t c; bool cut; } Char;   // its classes; does a piece begin?
@@ -3656,21 +3654,7 @@ static void pair_update(Work *w, uint32_t i) {
     for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
-// a symbol's token, or those of its bytes
-static void symbol_emit(Work *w, const char *s, size_t n) {
-    const Tokenizer *t = w->t;
-    int32_t id = dictionary_find(&t->tokens, s, n);
-    if (id >= 0) w->out->id[w->out->n++] = id;
-    for (size_t i = 0; id < 0 && i < n; i++) {
-        char hex[8];
-        snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)s[i]);
-        int32_t byte = t->pre->flags & PRE_SPACES ? dictionary_find(&t->tokens, hex, 6) : -1;
-        if (byte < 0) byte = dictionary_find(&t->tokens, s + i, 1);
-        if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
-        if (byte >= 0) w->out->id[w->out->n++] = byte;
-    }
-}
-
+// joins the parts of a word; each is a token, or its bytes are
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     Symbol *symbol = w->symbol;
@@ -3695,7 +3679,18 @@ static void word_join(Work *w) {
         pair_update(w, a);
         pair_update(w, symbol[a].prev);
     }
-    for (size_t i = 0; i < n; i += symbol[i].n) symbol_emit(w, w->text + i, symbol[i].n);
+    for (size_t i = 0; i < n; i += symbol[i].n) {
+        int32_t id = dictionary_find(&t->tokens, w->text + i, symbol[i].n);
+        if (id >= 0) w->out->id[w->out->n++] = id;
+        for (size_t k = i; id < 0 && k < i + symbol[i].n; k++) {
+            char hex[8];
+            snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)w->text[k]);
+            int32_t byte = t->pre->flags & PRE_SPACES ? token_find(t, hex) : -1;
+            if (byte < 0) byte = dictionary_find(&t->tokens, w->text + k, 1);
+            if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
+            if (byte >= 0) w->out->id[w->out->n++] = byte;
+        }
+    }
 }
 
 // WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
@@ -3711,21 +3706,11 @@ static void word_pieces(Work *w) {
     }
 }
 
-// appends a character to the word, as the vocabulary spells it
-static void word_add(Work *w, uint32_t c) {
-    char bytes[4] = {c}, *to = w->text + w->n_text;
-    bool spaces = w->t->pre->flags & PRE_SPACES;
-    size_t n = c >= RAW_BYTE ? 1 : utf8_encode(spaces && c == ' ' ? SPM_SPACE : c, bytes);
-    for (size_t i = 0; i < n; i++)
-        if (spaces) *to++ = bytes[i];
-        else to += utf8_encode(byte_to_char(bytes[i]), to);
-    w->n_text = to - w->text;
-}
-
 // decodes a fragment, splits it by the rules, spells each word and looks for its tokens
 static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
+    bool spaces = t->pre->flags & PRE_SPACES;
     Char *ch = w->ch, *end = ch, *next;
     if (w->space) *end++ = (Char){.c = ' ', .cut = true};
     for (size_t i = 0, used; i < n; i += used) {
@@ -3743,7 +3728,13 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
         }
     for (; ch < end; ch++) {
         if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;
-        word_add(w, ch->c);
+        char bytes[4] = {ch->c}, *to = w->text + w->n_text;
+        size_t len = 1;
+        if (ch->c < RAW_BYTE) len = utf8_encode(spaces && ch->c == ' ' ? SPM_SPACE : ch->c, bytes);
+        for (size_t i = 0; i < len; i++)
+            if (spaces) *to++ = bytes[i];
+            else to += utf8_encode(byte_to_char(bytes[i]), to);
+        w->n_text = to - w->text;
         if (!ch[1].cut) continue;
         if (!wpm) word_join(w);
         else if (!(ch->set & CLASS('s'))) word_pieces(w);
@@ -3791,10 +3782,6 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
     free(w.cost);
     return true;
-}
-
-static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
-    return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
 }
 
 static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation end here?
@@ -3899,10 +3886,9 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
     for (uint32_t i = 0; i < d->n; i++) {
         Str s = d->str[i] = str_next(&p);
         uint32_t *slot = dictionary_slot(d, s);
+        if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
         if (s.n && !*slot) *slot = i + 1;
-        if (((slot - d->slot - hash(s)) & d->mask) > 1000)
-            return fail(e, "%s: made to collide", key);
     }
     return true;
 }
@@ -3933,7 +3919,8 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
+// what the metadata says about special tokens, and what is known of them without
+static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     static const char *const keys[] = {"bos", "unknown", "seperator", "eos",   // from here on they
                                        "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};   // end it
     int32_t *const kept[] = {&t->bos, &t->unk, &t->sep, &t->eos};
@@ -3961,11 +3948,6 @@ static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
     t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
     if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
-    return true;
-}
-
-// gives known tokens their types and notes how special ones look
-static void tokenizer_special(Tokenizer *t) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
         for (const char *const *name = KNOWN_TOKENS[i].names; *name; name++) {
@@ -3979,6 +3961,7 @@ static void tokenizer_special(Tokenizer *t) {
         t->special_first[(uint8_t)s.s[0]] = true;
         t->special_length[s.n] = true;
     }
+    return true;
 }
 
 // g must stay open as long as t. False: e says what is missing, wrong or unknown.
@@ -4002,9 +3985,7 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
             if (!str_compare((Str){s, end - s}, pre)) t->pre = &PRE_TOKENIZERS[i];
         }
     if (!t->pre) return fail(e, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
-    if (!tokenizer_vocab(t, g, e) || !tokenizer_ids(t, g, e)) return false;
-    tokenizer_special(t);
-    return true;
+    return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
 
 static void tokenizer_close(Tokenizer *t) {
