@@ -3921,11 +3921,11 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
 
 // what the metadata says about special tokens, and what is known of them without
 static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
-    static const char *const keys[] = {"bos", "unknown", "seperator", "eos",   // from here on they
-                                       "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};   // end it
-    int32_t *const kept[] = {&t->bos, &t->unk, &t->sep, &t->eos};
+    static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
+                                       "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
+    int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
     bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
-    for (size_t i = 0; i < COUNT(keys); i++) {
+    for (size_t i = !wpm; i < COUNT(keys); i++) {
         int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;
         char key[64];
         snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
@@ -3937,7 +3937,7 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
         if (id < -1 || id >= t->n_vocab)
             return fail(e, "%s is %lld, but there are %d tokens", key, (long long)id, t->n_vocab);
         if (i < COUNT(kept)) *kept[i] = id;
-        if (i >= 3 && id >= 0) t->type[id] |= TOKEN_EOG;
+        if (i >= 4 && id >= 0) t->type[id] |= TOKEN_EOG;
     }
     // BERT's files do not say so, Gemma 4's say no and mean yes
     bool forced = wpm || (!spm && t->pre->flags & PRE_SPACES);
@@ -4051,8 +4051,9 @@ static float best_logit(const Candidate *c, size_t n) {
     return top;
 }
 
-// adds up weights, e to the (logit - top), until they are enough; how many candidates that takes
-static size_t weigh(const Candidate *c, size_t n, float top, double enough, double *sum) {
+// adds up weights, e to the logit less the best, until they are enough; how many that takes
+static size_t weigh(const Candidate *c, size_t n, double enough, double *sum) {
+    float top = best_logit(c, n);
     size_t i = 0;
     *sum = 0;
     do *sum += exp_fast(c[i++].logit - top);
@@ -4063,13 +4064,12 @@ static size_t weigh(const Candidate *c, size_t n, float top, double enough, doub
 // the fewest best candidates that hold a share p of the probability
 static size_t sample_top_p(Candidate *c, size_t n, float p) {
     if (p >= 1) return n;
-    float top = best_logit(c, n);
     double total, sum;
-    weigh(c, n, top, INFINITY, &total);
+    weigh(c, n, INFINITY, &total);
     for (size_t k = 128;; k *= 8) {
         if (k > n) k = n;
         sort_top(c, n, k);
-        size_t enough = weigh(c, k, top, p * total, &sum);
+        size_t enough = weigh(c, k, p * total, &sum);
         if (sum >= p * total || k == n) return enough;
     }
 }
@@ -4092,10 +4092,9 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
 }
 
 static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng) {
-    float top = best_logit(c, n);
     double total, sum;
-    weigh(c, n, top, INFINITY, &total);
-    return c[weigh(c, n, top, random_unit(rng) * total, &sum) - 1].id;
+    weigh(c, n, INFINITY, &total);
+    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
 // last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
