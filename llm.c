@@ -3564,15 +3564,12 @@ static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there
 typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
 typedef struct { uint64_t set; uint32_t c; bool cut; } Char;   // its classes; does a piece begin?
 
-// a part of a word: its bytes (0: none begins here) and where the part before it begins
-typedef struct { uint32_t n, prev; } Symbol;
-
 typedef struct {
     const Tokenizer *t;
     Tokens *out;
     Char *ch;         // a fragment of the text
     char *text;       // [n_text] a word of it, spelled; what follows is scratch
-    Symbol *symbol;   // [n_text] its parts, each at its first byte
+    uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
     uint64_t *cost;   // [2 * n_text] of joining, a tree
     size_t n_text;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
@@ -3634,7 +3631,7 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
 // word of n bytes takes O(n log n).
 static void pair_update(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
-    uint32_t a = w->symbol[i].n, b = i + a < w->n_text ? w->symbol[i + a].n : 0, cost = 0;
+    uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
     char *s = w->text + i, *merge = w->text + w->n_text;
     int32_t found = -1;
     if (a && b && t->kind == TOKENIZER_SPM) {
@@ -3657,32 +3654,31 @@ static void pair_update(Work *w, uint32_t i) {
 // joins the parts of a word; each is a token, or its bytes are
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
-    Symbol *symbol = w->symbol;
-    size_t n = w->n_text, len;
+    uint32_t *part = w->part;
+    size_t n = w->n_text;
     bool whole = t->pre->flags & PRE_WHOLE ||
                  (t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
     whole = whole && dictionary_find(&t->tokens, w->text, n) >= 0;
-    memset(symbol, 0, n * sizeof *symbol);
+    memset(part, 0, n * sizeof *part);
     memset(w->cost, -1, 2 * n * sizeof *w->cost);
-    for (size_t i = 0, prev = 0; i < n; prev = i, i += len) {
-        len = whole ? n : utf8_length(w->text[i]);
-        if (len > n - i) len = n - i;
-        symbol[i] = (Symbol){len, prev};
+    for (size_t i = 0; i < n; i += part[i]) {
+        size_t len = whole ? n : utf8_length(w->text[i]);
+        part[i] = len < n - i ? len : n - i;
     }
-    for (size_t i = 0; i < n; i += symbol[i].n) pair_update(w, i);
+    for (size_t i = 0; i < n; i += part[i]) pair_update(w, i);
     while (w->cost[1] != UINT64_MAX) {
-        uint32_t a = w->cost[1], b = a + symbol[a].n, next = b + symbol[b].n;
-        symbol[a].n = next - a;
-        symbol[b].n = 0;
-        if (next < n) symbol[next].prev = a;
+        uint32_t a = w->cost[1], b = a + part[a], before = a ? a - 1 : 0;
+        while (!part[before]) before--;
+        part[a] += part[b];
+        part[b] = 0;
         pair_update(w, b);
         pair_update(w, a);
-        pair_update(w, symbol[a].prev);
+        pair_update(w, before);
     }
-    for (size_t i = 0; i < n; i += symbol[i].n) {
-        int32_t id = dictionary_find(&t->tokens, w->text + i, symbol[i].n);
+    for (size_t i = 0; i < n; i += part[i]) {
+        int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
         if (id >= 0) w->out->id[w->out->n++] = id;
-        for (size_t k = i; id < 0 && k < i + symbol[i].n; k++) {
+        for (size_t k = i; id < 0 && k < i + part[i]; k++) {
             char hex[8];
             snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)w->text[k]);
             int32_t byte = t->pre->flags & PRE_SPACES ? token_find(t, hex) : -1;
@@ -3772,11 +3768,11 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
                                   SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
-    w.cost = malloc(m * (2 * sizeof *w.cost + sizeof *w.symbol + 2) + (n + 2) * sizeof *w.ch);
+    w.cost = malloc(m * (2 * sizeof *w.cost + sizeof *w.part + 2) + (n + 2) * sizeof *w.ch);
     if (!id || !w.cost) return free(w.cost), fail(e, "out of memory");
     w.ch = (Char *)(w.cost + 2 * m);
-    w.symbol = (Symbol *)(w.ch + n + 2);
-    w.text = (char *)(w.symbol + m);
+    w.part = (uint32_t *)(w.ch + n + 2);
+    w.text = (char *)(w.part + m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
     text_tokenize(&w, text, n, t->tokens.longest);
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
