@@ -3355,63 +3355,29 @@ static uint32_t byte_to_char(uint8_t b) {
     return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
 }
 
-static int char_to_byte(uint32_t c) {   // -1: c spells no byte
-    for (int b = 0; b < 256; b++)
-        if (byte_to_char(b) == c) return b;
-    return -1;
-}
-
 // A dictionary of the file's own strings: a hash table over their numbers. Of equal strings the
 // first counts. The merges of BPE are such strings, too: "left right".
-typedef struct { uint32_t hash, index; } Slot;   // index 0: empty; else 1 + number of the string
-
 typedef struct {
-    Slot *slot;       // [mask + 1] at most half of them used
+    uint32_t *slot;   // [mask + 1] 1 + number of a string, 0: empty; at most half are used
     Str *str;         // [n] in the same block, pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
-static uint64_t hash(const char *s, size_t n) {   // FNV-1a
-    uint64_t h = 0xCBF29CE484222325;
-    for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)s[i]) * 0x100000001B3;
-    return h;
-}
-
-// the slot of a string with hash h, or the empty one that would be its own
-static Slot *dictionary_slot(const Dictionary *d, uint64_t h, Str s) {
-    for (uint32_t i = h;; i++) {
-        Slot *slot = &d->slot[i & d->mask];
-        if (!slot->index) return slot;
-        if (slot->hash != h >> 32 || d->str[slot->index - 1].n != s.n) continue;
-        if (!memcmp(d->str[slot->index - 1].s, s.s, s.n)) return slot;
+// the slot of a string, or the empty one that would be its own; NULL: strings made to collide
+static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
+    uint64_t h = 0xCBF29CE484222325;   // FNV-1a
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
+    for (int probe = 0; probe < 1000; probe++) {
+        uint32_t *slot = &d->slot[(h + probe) & d->mask];
+        if (!*slot || !str_compare(d->str[*slot - 1], s)) return slot;
     }
+    return NULL;
 }
 
 static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    return (int32_t)dictionary_slot(d, hash(s, n), (Str){s, n})->index - 1;
-}
-
-static bool dictionary_open(Dictionary *d, const Meta *m, Error *e) {
-    size_t size = 16;
-    if (m->n < 1 || m->n > 1 << 24)
-        return fail(e, "%.*s has %lld entries", STR_ARG(m->key), (long long)m->n);
-    while (size < 2 * m->n) size *= 2;
-    const uint8_t *p = m->v;
-    *d = (Dictionary){.n = m->n, .mask = size - 1};
-    d->slot = calloc(1, size * sizeof *d->slot + m->n * sizeof *d->str);
-    if (!d->slot) return fail(e, "out of memory");
-    d->str = (Str *)(d->slot + size);
-    for (uint32_t k = 0; k < d->n; k++) {
-        Str s = d->str[k] = str_next(&p);
-        uint64_t h = hash(s.s, s.n);
-        Slot *slot = dictionary_slot(d, h, s);
-        if (s.n > d->longest) d->longest = s.n;
-        if (s.n && !slot->index) *slot = (Slot){h >> 32, k + 1};
-        if (((slot - d->slot - h) & d->mask) > 1000)
-            return fail(e, "%.*s: made to collide", STR_ARG(m->key));
-    }
-    return true;
+    const uint32_t *slot = dictionary_slot(d, (Str){s, n});
+    return slot ? (int32_t)*slot - 1 : -1;
 }
 
 // The rules: regular expressions, each splits the pieces that the one before left. Alternatives
@@ -3426,12 +3392,12 @@ static bool dictionary_open(Dictionary *d, const Meta *m, Error *e) {
 // [..] one of, [^..] none of; ? * + as usual, 3 one to three times; ! white space or the end
 // follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
 // $ alone: the white space at the end of a piece.
-enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };   // a word that is a token needs no joining;
-                                                       // BOS is added; spelled by spaces, not bytes
+//
+// Flags: a word that is a token needs no joining; BOS is added; only spaces are spelled anew.
+enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
-#define RULE_QWEN2  "i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"
 #define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
 
 static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
@@ -3447,7 +3413,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
      PRE_WHOLE | PRE_BOS, {RULE_LLAMA3}},
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
     {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
-     {RULE_QWEN2}},
+     {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
     {"bloom poro-chat gpt3-finnish", 0, {" ?[^sb]+"}},
     {"qwen35", 0, {"i|[^rLN]?[LM]+|N| ?[^sLMN]+r*|s*r+|s+!|s+"}},
@@ -3466,7 +3432,7 @@ enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_EOG = 16, TOKEN_TYPE = 15 };   // EOG is a flag beside the type
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
-enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte that is not UTF-8
+enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
 
 typedef struct Tokenizer {
     int kind;
@@ -3474,33 +3440,34 @@ typedef struct Tokenizer {
     bool add_bos, add_eos;           // WordPiece adds sep in the place of eos
     bool space_prefix;               // text begins with a space
     bool lower_case, strip_accents;  // WordPiece
-    int32_t n_vocab, n_special;
+    int32_t n_vocab;
     const char *note;                // NULL, or what the user should know
     const PreTokenizer *pre;
     const Meta *scores;              // SentencePiece: [n_vocab]
     Dictionary tokens, merges;
-    Str *special;                    // [n_special] texts that may be cut out, longest first
-    uint8_t *type;                   // [n_vocab] in the same block
+    uint8_t *type;                   // [n_vocab]
+    uint8_t *special_length;         // [tokens.longest + 1] in the same block: of so many bytes
+    bool special_first[256];         // is, and with this byte begins, a token that may be cut out
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
 
-typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
-typedef struct { uint32_t c; uint64_t set; bool cut; } Char;   // its classes; does a piece begin?
+static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
+    return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
+}
 
-// a part of a word: its bytes (n = 0: joined to another part), the cost of joining it with the next
-typedef struct { int32_t prev, next; uint32_t at, n, cost; } Symbol;
-#define NEVER UINT32_MAX
+typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
+typedef struct { uint64_t set; uint32_t c; bool cut; } Char;   // its classes; does a piece begin?
 
 typedef struct {
     const Tokenizer *t;
     Tokens *out;
-    Char *ch;          // a fragment of the text
-    char *text;        // [n_text] a word of it, spelled; what follows is scratch
-    Symbol *symbol;    // its parts
-    uint64_t *heap;    // [n_heap] cost, symbol
-    size_t n_text, n_heap;
-    int types;         // of tokens that are cut out of the text, 1 << TOKEN_...
-    bool space;        // the next fragment is to begin with one
+    Char *ch;         // a fragment of the text
+    char *text;       // [n_text] a word of it, spelled; what follows is scratch
+    uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
+    uint64_t *cost;   // [2 * n_text] of joining, a tree
+    size_t n_text;
+    int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
+    bool space;       // the next fragment is to begin with one
 } Work;
 
 static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
@@ -3552,98 +3519,68 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
 }
 
-// Joining. A word is a list of symbols, at first its characters. A heap, four children to a node,
-// holds the neighbours whose union the vocabulary knows, cheapest first, among equals the leftmost.
-// Joining two changes at most two pairs: n characters take O(n log n).
-static void heap_push(Work *w, uint64_t x) {
-    size_t i = w->n_heap++;
-    for (; i > 0 && x < w->heap[(i - 1) / 4]; i = (i - 1) / 4) w->heap[i] = w->heap[(i - 1) / 4];
-    w->heap[i] = x;
-}
-
-static uint64_t heap_pop(Work *w) {
-    uint64_t top = w->heap[0], last = w->heap[--w->n_heap];
-    size_t i = 0;
-    for (size_t best; (best = 4 * i + 1) < w->n_heap; i = best) {
-        for (size_t k = best + 1; k < 4 * i + 5 && k < w->n_heap; k++)
-            if (w->heap[k] < w->heap[best]) best = k;
-        if (last <= w->heap[best]) break;
-        w->heap[i] = w->heap[best];
-    }
-    w->heap[i] = last;
-    return top;
-}
-
-// pushes symbol i and the next, if the vocabulary knows them joined
-static void pair_push(Work *w, int32_t i) {
-    if (i < 0) return;
+// Joining. A word is a row of parts, at first its characters. The leaves of a tree hold what it
+// costs to join the part at a byte with the next one, other nodes the lesser of their children: the
+// root is the cheapest pair, of equal ones the leftmost. Joining two parts changes three leaves: a
+// word of n bytes takes O(n log n).
+static void pair_update(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
-    Symbol *a = &w->symbol[i];
-    a->cost = NEVER;
-    if (a->next < 0) return;
-    Symbol *b = &w->symbol[a->next];
-    char *s = w->text + a->at, *merge = w->text + w->n_text;
+    uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
+    char *s = w->text + i, *merge = w->text + w->n_text;
     int32_t found = -1;
-    if (t->kind == TOKENIZER_SPM) {
-        found = dictionary_find(&t->tokens, s, a->n + b->n);
-        float cost = found < 0 ? 0 : 0 - meta_float(t->scores, found);
-        memcpy(&a->cost, &cost, 4);   // as an integer that compares as the float does
-        a->cost ^= a->cost >> 31 ? UINT32_MAX : 0x80000000;
-    } else if (a->n + b->n < t->merges.longest) {
-        memcpy(merge, s, a->n);
-        merge[a->n] = ' ';
-        memcpy(merge + a->n + 1, s + a->n, b->n);
-        a->cost = found = dictionary_find(&t->merges, merge, a->n + 1 + b->n);
+    if (a && b && t->kind == TOKENIZER_SPM) {
+        found = dictionary_find(&t->tokens, s, a + b);
+        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
+        memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
+        cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
+    } else if (a && b && a + b < t->merges.longest) {
+        memcpy(merge, s, a);
+        merge[a] = ' ';
+        memcpy(merge + a + 1, s + a, b);
+        cost = found = dictionary_find(&t->merges, merge, a + 1 + b);
     }
-    if (found < 0) a->cost = NEVER;
-    else heap_push(w, (uint64_t)a->cost << 32 | i);
+    uint64_t *tree = w->cost;
+    size_t k = w->n_text + i;
+    tree[k] = found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
+    for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
-// a symbol's token, or those of its bytes; byte-level BPE has all bytes
-static void symbol_emit(Work *w, const char *s, size_t n) {
-    const Tokenizer *t = w->t;
-    int32_t id = dictionary_find(&t->tokens, s, n);
-    w->out->id[w->out->n] = id;
-    w->out->n += id >= 0;
-    for (size_t i = 0; id < 0 && i < n && t->pre->flags & PRE_SPACES; i++) {
-        char hex[8];
-        snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)s[i]);
-        int32_t byte = dictionary_find(&t->tokens, hex, 6);
-        if (byte < 0) byte = dictionary_find(&t->tokens, s + i, 1);
-        if (byte < 0) byte = t->unk;
-        if (byte >= 0) w->out->id[w->out->n++] = byte;
-    }
-}
-
+// joins the parts of a word; each is a token, or its bytes are
 static void word_join(Work *w) {
-    Symbol *symbol = w->symbol;
-    int32_t n = 0;
-    bool whole = w->t->pre->flags & PRE_WHOLE ||
-                 (w->t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
-    if (whole) whole = dictionary_find(&w->t->tokens, w->text, w->n_text) >= 0;
-    for (size_t at = 0; at < w->n_text; n++) {
-        size_t rest = w->n_text - at, len = whole ? rest : utf8_length(w->text[at]);
-        symbol[n] = (Symbol){n - 1, n + 1, at, len < rest ? len : rest, NEVER};
-        at += symbol[n].n;
+    const Tokenizer *t = w->t;
+    uint32_t *part = w->part;
+    size_t n = w->n_text;
+    bool whole = t->pre->flags & PRE_WHOLE ||
+                 (t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
+    whole = whole && dictionary_find(&t->tokens, w->text, n) >= 0;
+    memset(part, 0, n * sizeof *part);
+    memset(w->cost, -1, 2 * n * sizeof *w->cost);
+    for (size_t i = 0; i < n; i += part[i]) {
+        size_t len = whole ? n : utf8_length(w->text[i]);
+        part[i] = len < n - i ? len : n - i;
     }
-    symbol[n - 1].next = -1;
-    w->n_heap = 0;
-    for (int32_t i = 0; i < n; i++) pair_push(w, i);
-    while (w->n_heap) {
-        uint64_t x = heap_pop(w);
-        int32_t i = (uint32_t)x;
-        Symbol *a = &symbol[i];
-        if (a->n == 0 || a->cost != x >> 32) continue;   // the pair has changed since
-        Symbol *b = &symbol[a->next];
-        a->n += b->n;
-        b->n = 0;
-        a->next = b->next;
-        if (b->next >= 0) symbol[b->next].prev = i;
-        pair_push(w, a->prev);
-        pair_push(w, i);
+    for (size_t i = 0; i < n; i += part[i]) pair_update(w, i);
+    while (w->cost[1] != UINT64_MAX) {
+        uint32_t a = w->cost[1], b = a + part[a], before = a ? a - 1 : 0;
+        while (!part[before]) before--;
+        part[a] += part[b];
+        part[b] = 0;
+        pair_update(w, b);
+        pair_update(w, a);
+        pair_update(w, before);
     }
-    for (int32_t i = 0; i >= 0; i = symbol[i].next)
-        symbol_emit(w, w->text + symbol[i].at, symbol[i].n);
+    for (size_t i = 0; i < n; i += part[i]) {
+        int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
+        if (id >= 0) w->out->id[w->out->n++] = id;
+        for (size_t k = i; id < 0 && k < i + part[i]; k++) {
+            char hex[8];
+            snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)w->text[k]);
+            int32_t byte = t->pre->flags & PRE_SPACES ? token_find(t, hex) : -1;
+            if (byte < 0) byte = dictionary_find(&t->tokens, w->text + k, 1);
+            if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
+            if (byte >= 0) w->out->id[w->out->n++] = byte;
+        }
+    }
 }
 
 // WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
@@ -3662,14 +3599,15 @@ static void word_pieces(Work *w) {
 // decodes a fragment, splits it by the rules, spells each word and looks for its tokens
 static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
-    bool spaces = t->pre->flags & PRE_SPACES, wpm = t->kind == TOKENIZER_WPM;
+    bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
+    bool spaces = t->pre->flags & PRE_SPACES;
     Char *ch = w->ch, *end = ch, *next;
-    if (w->space) *end++ = (Char){' ', 0, true};
+    if (w->space) *end++ = (Char){.c = ' ', .cut = true};
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (t->kind == TOKENIZER_SPM && c == UTF8_BAD && used == 1) c = RAW_BYTE + (uint8_t)s[i];
+        if (spm && c != ' ') c = RAW_BYTE + (uint8_t)s[i], used = 1;   // bytes are kept as they are
         if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
-        *end = (Char){c, *t->pre->rule ? unicode_classes(c) : 0, end == ch};
+        *end = (Char){spm ? 0 : unicode_classes(c), c, end == ch};
         end += c || !wpm;
     }
     end->cut = true;
@@ -3680,31 +3618,29 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
         }
     for (; ch < end; ch++) {
         if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;
-        char bytes[4] = {ch->c - RAW_BYTE}, *to = w->text + w->n_text;
+        char bytes[4] = {ch->c}, *to = w->text + w->n_text;
         size_t len = 1;
         if (ch->c < RAW_BYTE) len = utf8_encode(spaces && ch->c == ' ' ? SPM_SPACE : ch->c, bytes);
-        for (size_t k = 0; k < len; k++)
-            if (spaces) *to++ = bytes[k];
-            else to += utf8_encode(byte_to_char(bytes[k]), to);
+        for (size_t i = 0; i < len; i++)
+            if (spaces) *to++ = bytes[i];
+            else to += utf8_encode(byte_to_char(bytes[i]), to);
         w->n_text = to - w->text;
-        if (ch[1].cut && !wpm) word_join(w);
-        if (ch[1].cut && wpm && !(ch->set & CLASS('s'))) word_pieces(w);
+        if (!ch[1].cut) continue;
+        if (!wpm) word_join(w);
+        else if (!(ch->set & CLASS('s'))) word_pieces(w);
     }
     w->space = false;
 }
 
-// Cuts the special tokens from the k-th on out of a text, longer ones first wherever they stand.
-static void text_tokenize(Work *w, const char *s, size_t n, int32_t k) {
+// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
+static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
-    for (int32_t next; k < t->n_special; k = next) {
-        size_t len = t->special[k].n;
-        bool first[256] = {false};   // what the tokens of this length begin with
-        for (next = k; next < t->n_special && t->special[next].n == len; next++)
-            first[(uint8_t)t->special[next].s[0]] = true;
-        for (size_t i = 0; i + len <= n; i++) {
-            int32_t id = first[(uint8_t)s[i]] ? dictionary_find(&t->tokens, s + i, len) : -1;
+    for (len = len < n ? len : n; len > 0; len--) {
+        for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
+            if (!t->special_first[(uint8_t)s[i]]) continue;
+            int32_t id = dictionary_find(&t->tokens, s + i, len);
             if (id < 0 || !(w->types >> (t->type[id] & TOKEN_TYPE) & 1)) continue;
-            text_tokenize(w, s, i, next);
+            text_tokenize(w, s, i, len - 1);
             w->out->id[w->out->n++] = id;
             w->space = t->space_prefix;
             s += i + len, n -= i + len, i = -1;
@@ -3719,27 +3655,23 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
                      bool parse_special, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
     if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
-    size_t m = 4 * n + 8;   // a bad byte reads as U+FFFD, a space as U+2581: room for three of each
+    size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
     int32_t *id = realloc(out->id, (out->n + m) * sizeof *id);
     if (id) out->id = id;
     Work w = {.t = t, .out = out, .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
                                   SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
-    w.ch = malloc(m * (sizeof *w.ch + sizeof *w.symbol + 2 * sizeof *w.heap + 4));
-    if (!id || !w.ch) return free(w.ch), fail(e, "out of memory");
-    w.heap = (uint64_t *)(w.ch + m);
-    w.symbol = (Symbol *)(w.heap + 2 * m);
-    w.text = (char *)(w.symbol + m);
+    w.cost = malloc(m * (2 * sizeof *w.cost + sizeof *w.part + 2) + (n + 2) * sizeof *w.ch);
+    if (!id || !w.cost) return free(w.cost), fail(e, "out of memory");
+    w.ch = (Char *)(w.cost + 2 * m);
+    w.part = (uint32_t *)(w.ch + n + 2);
+    w.text = (char *)(w.part + m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
-    text_tokenize(&w, text, n, 0);
+    text_tokenize(&w, text, n, t->tokens.longest);
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
-    free(w.ch);
+    free(w.cost);
     return true;
-}
-
-static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
-    return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
 }
 
 static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation end here?
@@ -3750,36 +3682,35 @@ static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation 
 // front of the first word stays.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
-// the characters that are whole after one more byte; bytes that are not UTF-8 become U+FFFD
+// the characters that are whole after one more byte; a byte that is not UTF-8 becomes U+FFFD
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
-    bool more = d->n == 0 || (byte & 0xC0) == 0x80;
+    if ((byte & 0xC0) != 0x80)
+        for (; d->n; d->n--) n += utf8_encode(UTF8_BAD, out + n);
     d->pending[d->n++] = byte;
-    while (d->n && (!more || d->n >= utf8_length(d->pending[0]))) {
-        uint32_t c = utf8_decode(d->pending, d->n, &used);
-        if (!utf8_valid(c, used)) c = UTF8_BAD, used = 1;
-        n += utf8_encode(c, out + n);
-        d->n -= used;
-        memmove(d->pending, d->pending + used, d->n);
-    }
+    if (d->n < utf8_length(d->pending[0])) return n;
+    uint32_t c = utf8_decode(d->pending, d->n, &used);
+    if (!utf8_valid(c, used)) c = UTF8_BAD, used = 1;
+    for (; d->n; d->n -= used) n += utf8_encode(c, out + n);
     return n;
 }
 
 // Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
 // bytes. Control tokens have no text.
 static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
-    if (id < 0 || id >= t->n_vocab) return 0;
-    int type = t->type[id] & TOKEN_TYPE;
-    Str s = t->tokens.str[id];
-    bool spaces = t->pre->flags & PRE_SPACES, strip = !d->started && t->space_prefix;
-    size_t n = 0, used;
+    int type = id >= 0 && id < t->n_vocab ? t->type[id] & TOKEN_TYPE : TOKEN_UNUSED;
     if (type != TOKEN_NORMAL && type != TOKEN_USER && type != TOKEN_BYTE) return 0;
+    bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
+    Str s = t->tokens.str[id];
+    size_t n = 0, used;
     d->started = true;
     if (type == TOKEN_BYTE && s.n == 6)   // <0x0A>
         return utf8_push(d, strtol((char[]){s.s[3], s.s[4], 0}, NULL, 16), out);
     for (size_t i = 0; i < s.n; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        int byte = spaces ? c == SPM_SPACE ? ' ' : -1 : char_to_byte(c);
+        int byte = spaces && c == SPM_SPACE ? ' ' : -1;   // -1: it spells itself
+        for (int b = 0; b < 256 && !spaces; b++)
+            if (byte_to_char(b) == c) byte = b;
         if (type == TOKEN_USER) byte = -1;
         if (strip && i == 0 && byte == ' ') continue;
         if (byte >= 0) n += utf8_push(d, byte, out + n);
@@ -3788,45 +3719,80 @@ static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *o
     return n;
 }
 
-// Ends of generation, known by their spelling as metadata often lacks them.
-static const char *const EOG_TOKENS[] = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
-    "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|fim_repo|>",
-    "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"};
+// Types of tokens known by their spelling, as metadata often lacks or mistakes them: ends of
+// generation, control tokens, marks inside a turn. `with`: only where that token is, too.
+static const struct { int type; const char *with, *names[36]; } KNOWN_TOKENS[] = {
+    {TOKEN_CONTROL | TOKEN_EOG, NULL,
+     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+      "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+      "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+      "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+      "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"}},
+    {TOKEN_CONTROL, NULL,
+     {"<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+      "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+      "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
+      "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|prefix|>", "<|suffix|>",
+      "<|middle|>"}},
+    {TOKEN_USER, NULL, {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}},
+    {TOKEN_USER, "<|return|>", {"<|end|>"}},   // gpt-oss
+    {TOKEN_USER, "<|calls|>", {"<|end|>"}},   // Solar
+    {TOKEN_NORMAL, "<|tool_response>", {"</s>"}},   // Gemma 4
+};
+
 // what holds where the metadata is silent
-static const struct { const char *name, *pre; int kind, bos, eos, unk, sep; } MODELS[] = {
-    {"none", "", TOKENIZER_NONE, -1, -1, -1, -1}, {"no_vocab", "", TOKENIZER_NONE, -1, -1, -1, -1},
-    {"llama", "(SentencePiece)", TOKENIZER_SPM, 1, 2, 0, -1},
-    {"bert", "(WordPiece)", TOKENIZER_WPM, 101, -1, 100, 102},
-    {"gpt2", NULL, TOKENIZER_BPE, 11, 11, -1, -1},
-    {"gemma4", "gemma4", TOKENIZER_BPE, -1, -1, -1, -1},
+static const struct { const char *name, *pre; Tokenizer t; } MODELS[] = {
+    {"none", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+    {"no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+    {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
+    {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
+    {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
+    {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
 // an array of n entries, of any number if n is 0
-static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, uint64_t n, Error *e)
-{
+static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
-    if (m && m->type == GGUF_ARR && m->elem == elem && (!n || m->n == n)) return m;
     const char *of = elem == GGUF_STR ? "strings" : elem == GGUF_F32 ? "f32" : "i32";
-    if (!m) fail(e, "%s is missing", key);
-    else if (m->type != GGUF_ARR || m->elem != elem) fail(e, "%s must be an array of %s", key, of);
-    else fail(e, "%s has %lld entries for %lld tokens", key, (long long)m->n, (long long)n);
-    return NULL;
+    if (!m) return fail(e, "%s is missing", key), NULL;
+    if (m->type != GGUF_ARR || m->elem != elem)
+        return fail(e, "%s must be an array of %s", key, of), NULL;
+    if (n && m->n != n)
+        return fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n), NULL;
+    return m;
+}
+
+static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error *e) {
+    const Meta *m = vocab_array(g, key, GGUF_STR, 0, e);
+    size_t size = 16;
+    if (!m) return false;
+    if (m->n < 1 || m->n > 1 << 24) return fail(e, "%s has %lld entries", key, (long long)m->n);
+    while (size < 2 * m->n) size *= 2;
+    *d = (Dictionary){.n = m->n, .mask = size - 1};
+    d->slot = calloc(1, size * sizeof *d->slot + m->n * sizeof *d->str);
+    if (!d->slot) return fail(e, "out of memory");
+    d->str = (Str *)(d->slot + size);
+    const uint8_t *p = m->v;
+    for (uint32_t i = 0; i < d->n; i++) {
+        Str s = d->str[i] = str_next(&p);
+        uint32_t *slot = dictionary_slot(d, s);
+        if (!slot) return fail(e, "%s: made to collide", key);
+        if (s.n > d->longest) d->longest = s.n;
+        if (s.n && !*slot) *slot = i + 1;
+    }
+    return true;
 }
 
 static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
-    const Meta *m = vocab_array(g, "tokenizer.ggml.tokens", GGUF_STR, 0, e), *types = NULL;
-    if (!m || !dictionary_open(&t->tokens, m, e)) return false;
-    t->n_vocab = m->n;
+    const char *key = "tokenizer.ggml.token_type";
+    const Meta *types = gguf_find(g, key);
+    if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
+    t->n_vocab = t->tokens.n;
     t->piece_max = 3 * (t->tokens.longest + 4);
-    t->special = malloc(t->n_vocab * (sizeof *t->special + 1));
-    if (!t->special) return fail(e, "out of memory");
-    t->type = (uint8_t *)(t->special + t->n_vocab);
-    if (gguf_find(g, "tokenizer.ggml.token_type") &&
-        !(types = vocab_array(g, "tokenizer.ggml.token_type", GGUF_I32, t->n_vocab, e)))
-        return false;
+    t->type = calloc(t->n_vocab + t->tokens.longest + 1, 1);
+    if (!t->type) return fail(e, "out of memory");
+    t->special_length = t->type + t->n_vocab;
+    if (types && !vocab_array(g, key, GGUF_I32, t->n_vocab, e)) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
         t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
@@ -3834,8 +3800,7 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     if (t->kind == TOKENIZER_SPM)
         t->scores = vocab_array(g, "tokenizer.ggml.scores", GGUF_F32, t->n_vocab, e);
     if (t->kind != TOKENIZER_BPE) return t->kind == TOKENIZER_WPM || t->scores;
-    m = vocab_array(g, "tokenizer.ggml.merges", GGUF_STR, 0, e);
-    if (!m || !dictionary_open(&t->merges, m, e)) return false;
+    if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
         if (s.n < 3 || !memchr(s.s + 1, ' ', s.n - 2))
@@ -3844,36 +3809,25 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-static void token_set(Tokenizer *t, const char *text, int type) {
-    int32_t id = token_find(t, text);
-    if (id >= 0) t->type[id] = type;
-}
-
-static int longer_first(const void *a, const void *b) {
-    const Str *x = a, *y = b;
-    return (x->n < y->n) - (x->n > y->n);
-}
-
-static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
-    int32_t other = -1;
-    const struct { const char *name; int32_t *id; bool eog; } ids[] = {
-        {"cls", &t->bos, false}, {"bos", &t->bos, false}, {"unknown", &t->unk, false},
-        {"seperator", &t->sep, false}, {"eos", &t->eos, true}, {"eot", &other, true},
-        {"eom", &other, true}, {"fim_pad", &other, true}, {"fim_rep", &other, true},
-        {"fim_sep", &other, true}};
+// what the metadata says about special tokens, and what is known of them without
+static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
+    static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
+                                       "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
+    int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
     bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
-    for (size_t i = !wpm; i < COUNT(ids); i++, other = -1) {
+    for (size_t i = !wpm; i < COUNT(keys); i++) {
+        int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;
         char key[64];
-        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", ids[i].name);
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
         const Meta *m = gguf_find(g, key);
-        int64_t x = gguf_int(g, key, *ids[i].id < t->n_vocab ? *ids[i].id : -1);
         if (m && (m->type == GGUF_STR || m->type == GGUF_ARR))
             return fail(e, "%s must be a number", key);
-        if (x == UINT32_MAX) x = -1;   // none
-        if (x < -1 || x >= t->n_vocab)
-            return fail(e, "%s is %lld, but there are %d tokens", key, (long long)x, t->n_vocab);
-        *ids[i].id = x;
-        if (x >= 0 && ids[i].eog) t->type[x] |= TOKEN_EOG;
+        if (m) id = meta_int(m, 0);
+        if (id == UINT32_MAX) id = -1;   // none
+        if (id < -1 || id >= t->n_vocab)
+            return fail(e, "%s is %lld, but there are %d tokens", key, (long long)id, t->n_vocab);
+        if (i < COUNT(kept)) *kept[i] = id;
+        if (i >= 4 && id >= 0) t->type[id] |= TOKEN_EOG;
     }
     // BERT's files do not say so, Gemma 4's say no and mean yes
     bool forced = wpm || (!spm && t->pre->flags & PRE_SPACES);
@@ -3884,18 +3838,19 @@ static bool tokenizer_ids(Tokenizer *t, const Gguf *g, Error *e) {
     t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
     if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
-
-    for (size_t i = 0; i < COUNT(EOG_TOKENS); i++)
-        token_set(t, EOG_TOKENS[i], TOKEN_CONTROL | TOKEN_EOG);
-    // gpt-oss and Solar write <|end|> inside a turn; Gemma 4's </s> ends nothing
-    bool call = token_find(t, "<|call|>") >= 0 || token_find(t, "<|calls|>") >= 0;
-    if (call && (token_find(t, "<|return|>") >= 0 || token_find(t, "<|flush|>") >= 0))
-        token_set(t, "<|end|>", TOKEN_USER);
-    if (token_find(t, "<|tool_response>") >= 0) token_set(t, "</s>", TOKEN_NORMAL);
-    for (int32_t i = 0; i < t->n_vocab; i++)
-        if (SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1 && t->tokens.str[i].n)
-            t->special[t->n_special++] = t->tokens.str[i];
-    qsort(t->special, t->n_special, sizeof *t->special, longer_first);
+    for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
+        if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
+        for (const char *const *name = KNOWN_TOKENS[i].names; *name; name++) {
+            int32_t id = token_find(t, *name);
+            if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
+        }
+    }
+    for (int32_t i = 0; i < t->n_vocab; i++) {
+        Str s = t->tokens.str[i];
+        if (!s.n || !(SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1)) continue;
+        t->special_first[(uint8_t)s.s[0]] = true;
+        t->special_length[s.n] = true;
+    }
     return true;
 }
 
@@ -3909,23 +3864,24 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
                     STR_ARG(model));
-    *t = (Tokenizer){.kind = MODELS[i].kind, .bos = MODELS[i].bos, .eos = MODELS[i].eos,
-                     .unk = MODELS[i].unk, .sep = MODELS[i].sep};
+    *t = MODELS[i].t;
+    if (t->kind == TOKENIZER_NONE) return true;
     if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
     else if (!pre.n) t->note = "tokenizer.ggml.pre is missing: 'default' is assumed";
     if (!pre.n) pre = (Str){"default", 7};
-    for (i = 0; i < COUNT(PRE_TOKENIZERS) && !t->pre; i++)
-        for (const char *s = PRE_TOKENIZERS[i].names; s; s = strchr(s, ' '), s += s != NULL)
-            if (strcspn(s, " ") == pre.n && !memcmp(s, pre.s, pre.n)) t->pre = &PRE_TOKENIZERS[i];
-    if (t->kind == TOKENIZER_NONE) return true;
+    for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
+        for (const char *s = PRE_TOKENIZERS[i].names, *end; *s; s = end + (*end == ' ')) {
+            end = s + strcspn(s, " ");
+            if (!str_compare((Str){s, end - s}, pre)) t->pre = &PRE_TOKENIZERS[i];
+        }
     if (!t->pre) return fail(e, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
-    return tokenizer_vocab(t, g, e) && tokenizer_ids(t, g, e);
+    return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
 
 static void tokenizer_close(Tokenizer *t) {
     free(t->tokens.slot);
     free(t->merges.slot);
-    free(t->special);
+    free(t->type);
     *t = (Tokenizer){0};
 }
 // ---- 10. sampler ----
@@ -3935,41 +3891,32 @@ static void tokenizer_close(Tokenizer *t) {
 // the cuts see the tempered distribution. Nothing sorts a whole vocabulary: sort_top moves the k
 // best to the front, one comparison for each of the others.
 
-static bool better(Candidate a, Candidate b) {   // ties: the lower id
-    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+static int best_first(const void *a, const void *b) {   // ties: the lower id
+    const Candidate *x = a, *y = b;
+    return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
 }
 
-static void sift_down(Candidate *heap, size_t i, size_t n) {   // the worst of a heap is its root
-    for (size_t child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && better(heap[child], heap[child + 1])) child++;
-        if (!better(heap[i], heap[child])) return;
-        Candidate t = heap[i];
-        heap[i] = heap[child];
-        heap[child] = t;
-    }
-}
-
-static void sort_top(Candidate *c, size_t n, size_t k) {   // the k best of n to the front, in order
-    for (size_t i = k / 2; i-- > 0;) sift_down(c, i, k);
+// The k best of n to the front, in order: what the k-th best so far does not beat gathers behind
+// it, and is sorted in when there are k of them.
+static void sort_top(Candidate *c, size_t n, size_t k) {
+    size_t gathered = k;
+    qsort(c, k, sizeof *c, best_first);
     for (size_t i = k; i < n; i++) {
-        if (!better(c[i], c[0])) continue;
-        Candidate t = c[0];
-        c[0] = c[i];
-        c[i] = t;
-        sift_down(c, 0, k);
+        if (c[i].logit < c[k - 1].logit) continue;
+        Candidate x = c[i];
+        c[i] = c[gathered];
+        c[gathered++] = x;
+        if (gathered < 2 * k) continue;
+        qsort(c, gathered, sizeof *c, best_first);
+        gathered = k;
     }
-    for (size_t i = k; i-- > 1;) {
-        Candidate t = c[0];
-        c[0] = c[i];
-        c[i] = t;
-        sift_down(c, 0, i);
-    }
+    qsort(c, gathered, sizeof *c, best_first);
 }
 
 // Positive logits are divided, negative ones multiplied; each id of the last tokens once: what is
 // done is marked by a negative id. c[i].id == i on entry.
 static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
-    for (int i = 0; i < n_last && penalty != 1; i++) {
+    for (int i = 0; i < n_last; i++) {
         if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
         c[last[i]].logit *= c[last[i]].logit > 0 ? 1 / penalty : penalty;
         c[last[i]].id = -1;
@@ -3994,21 +3941,26 @@ static float best_logit(const Candidate *c, size_t n) {
     return top;
 }
 
+// adds up weights, e to the logit less the best, until they are enough; how many that takes
+static size_t weigh(const Candidate *c, size_t n, double enough, double *sum) {
+    float top = best_logit(c, n);
+    size_t i = 0;
+    *sum = 0;
+    do *sum += exp_fast(c[i++].logit - top);
+    while (i < n && *sum < enough);
+    return i;
+}
+
 // the fewest best candidates that hold a share p of the probability
 static size_t sample_top_p(Candidate *c, size_t n, float p) {
     if (p >= 1) return n;
-    float top = best_logit(c, n);
-    double total = 0;
-    for (size_t i = 0; i < n; i++) total += exp_fast(c[i].logit - top);
+    double total, sum;
+    weigh(c, n, INFINITY, &total);
     for (size_t k = 128;; k *= 8) {
         if (k > n) k = n;
         sort_top(c, n, k);
-        double sum = 0;
-        for (size_t i = 0; i < k; i++) {
-            sum += exp_fast(c[i].logit - top);
-            if (sum >= p * total) return i + 1;
-        }
-        if (k == n) return n;
+        size_t enough = weigh(c, k, p * total, &sum);
+        if (sum >= p * total || k == n) return enough;
     }
 }
 
@@ -4030,15 +3982,9 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
 }
 
 static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng) {
-    float top = best_logit(c, n);
-    double total = 0, sum = 0;
-    for (size_t i = 0; i < n; i++) total += exp_fast(c[i].logit - top);
-    double r = random_unit(rng) * total;
-    for (size_t i = 0; i < n; i++) {
-        sum += exp_fast(c[i].logit - top);
-        if (r < sum) return c[i].id;
-    }
-    return c[n - 1].id;
+    double total, sum;
+    weigh(c, n, INFINITY, &total);
+    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
 // last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
@@ -4049,8 +3995,8 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp <= 0) {
         size_t best = 0;
-        for (size_t i = 1; i < n; i++) best = better(c[i], c[best]) ? i : best;
-        return c[best].id;
+        for (size_t i = 1; i < n; i++) best = c[i].logit > c[best].logit ? i : best;
+        return best;
     }
     sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, o->top_k);
@@ -4109,13 +4055,13 @@ bool model_open(Model *m, const char *path, Error *e) {
 // false to stop. An end-of-generation id ends it and is not handed out.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
-    Tokens all = {malloc((size_t)n * sizeof *ids), n};
-    bool ok = all.id ? true : fail(e, "out of memory");
-    if (ok) memcpy(all.id, ids, (size_t)n * sizeof *ids);
-    for (int i = 0; ok && (n_predict < 0 || i < n_predict); i++) {
+    Tokens all = {0};
+    bool ok = true;
+    for (int i = 0; ok && i < n; i++) ok = tokens_add(&all, ids[i]) || fail(e, "out of memory");
+    while (ok && n_predict-- != 0) {
         const float *logits = session_eval(s, all.id, all.n, e);
+        int32_t id = logits ? session_sample(s, logits) : -1;
         ok = logits != NULL;
-        int32_t id = ok ? session_sample(s, logits) : -1;
         if (!ok || token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
         ok = tokens_add(&all, id) || fail(e, "out of memory");
     }

@@ -1660,9 +1660,10 @@ static const char *tok_ids(const Tokenizer *t, const char *text, size_t n, bool 
 
 static void test_tokenizer_special(void) {
     TokVocab v;
-    const int32_t types[] = {1, 1, 1, 3, 4, 4, 1, 3, 2, 1, 1}, eos = 7, yes = 1, bos = 3;
-    tok_vocab(&v, "gpt2", "gpt-2", "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c", "a b");
-    tok_num(&v, "tokenizer.ggml.token_type", GGUF_I32, types, 11);
+    const int32_t types[] = {1, 1, 1, 3, 4, 4, 1, 3, 2, 1, 1, 4, 3}, eos = 7, yes = 1, bos = 3;
+    tok_vocab(&v, "gpt2", "gpt-2",
+              "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>", "a b");
+    tok_num(&v, "tokenizer.ggml.token_type", GGUF_I32, types, 13);
     tok_num(&v, "tokenizer.ggml.eos_token_id", GGUF_I32, &eos, 0);
     tok_num(&v, "tokenizer.ggml.bos_token_id", GGUF_I32, &bos, 0);
     tok_num(&v, "tokenizer.ggml.add_bos_token", GGUF_I32, &yes, 0);
@@ -1672,6 +1673,7 @@ static void test_tokenizer_special(void) {
     CHECK(!strcmp(tok_ids(&v.t, "ab<s>", 5, false, true), " 2 3"), "parsed");
     CHECK(!strcmp(tok_ids(&v.t, "a<u>b", 5, false, true), " 0 8 1"), "unknown, parsed");
     CHECK(!strcmp(tok_ids(&v.t, "c<s>", 4, false, false), " 10"), "bytes without tokens: nothing");
+    CHECK(!strcmp(tok_ids(&v.t, "<PRE>a<|start|>", 15, false, false), " 0 12"), "known");
     CHECK(!strcmp(tok_ids(&v.t, "", 0, true, false), " 3"), "empty");
     for (int32_t id = -2; id < 13; id++)
         CHECK(token_is_eog(&v.t, id) == (id == 6 || id == 7 || id == 9), "eog %d", id);
@@ -1683,15 +1685,15 @@ static void test_tokenizer_special(void) {
 static void test_tokenizer_streaming(void) {
     static const struct { int32_t id; const char *text; } steps[] = {
         {7, ""}, {0, "x"}, {0, " x"}, {1, ""}, {2, ""}, {3, ""}, {4, "😀"}, {5, "a"}, {1, ""},
-        {5, "\uFFFDa"}, {4, "\uFFFD"}, {6, ""}, {0, " x"}};
-    const int32_t types[] = {1, 6, 6, 6, 6, 1, 3, 2};
-    const float scores[8] = {0};
+        {5, "\uFFFDa"}, {4, "\uFFFD"}, {6, ""}, {0, " x"}, {1, ""}, {8, "\uFFFD\u00E9"}};
+    const int32_t types[] = {1, 6, 6, 6, 6, 1, 3, 2, 1};
+    const float scores[9] = {0};
     char out[128];
     TokVocab v;
     Detokenizer d = {0};
-    tok_vocab(&v, "llama", NULL, "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>", NULL);
-    tok_num(&v, "tokenizer.ggml.token_type", GGUF_I32, types, 8);
-    tok_num(&v, "tokenizer.ggml.scores", GGUF_F32, scores, 8);
+    tok_vocab(&v, "llama", NULL, "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>,\u00E9", NULL);
+    tok_num(&v, "tokenizer.ggml.token_type", GGUF_I32, types, 9);
+    tok_num(&v, "tokenizer.ggml.scores", GGUF_F32, scores, 9);
     CHECK(tok_open(&v) && v.t.piece_max <= sizeof out, "%s", v.e.text);
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
         size_t n = detokenize(&v.t, &d, steps[i].id, out);
@@ -1700,6 +1702,7 @@ static void test_tokenizer_streaming(void) {
     d = (Detokenizer){.started = true};
     CHECK(detokenize(&v.t, &d, 0, out) == 2, "a continuation keeps its space");
     CHECK(!strcmp(tok_ids(&v.t, "x😀\xFF", 6, true, false), " 1 0 1 2 3 4 0"), "bytes");
+    CHECK(!strcmp(tok_ids(&v.t, "\xC1\xA1", 2, false, false), " 0 0 0 0 0"), "overlong");
     tokenizer_close(&v.t);
 }
 
