@@ -3370,7 +3370,7 @@ static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
     for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
     for (int probe = 0; probe < 1000; probe++) {
         uint32_t *slot = &d->slot[(h + probe) & d->mask];
-        if (!*slot || !str_compare(d->str[*slot - 1], s)) return slot;
+        if (!*slot || !name_compare(&d->str[*slot - 1], &s)) return slot;
     }
     return NULL;
 }

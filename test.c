@@ -366,26 +366,27 @@ static const Model *random_model(const Shape *shape) {
     return open_model(scratch("random.gguf"));
 }
 
-// For `make bench`: the shape of Qwen3-0.6B, weights of one type, no vocabulary. Its bytes are 0 to
-// 31: wherever a format has f16 scales, they are below 1/128, and nothing overflows.
+// For `make bench`: the shape of Qwen3-0.6B, weights of one type, no vocabulary. Norms are ones; the
+// bytes of weights are 0 to 31: wherever a format has f16 scales, they are below 1/128.
 static void put_bench_tensor(Writer *w, const char *name, int type, int cols, int rows) {
     put_text(&w->tensors, text_of("%s.weight", name));
     put_int(&w->tensors, 1 + (rows > 0), 4);
     put_int(&w->tensors, cols, 8);
     if (rows) put_int(&w->tensors, rows, 8);
-    put_int(&w->tensors, rows ? type : QUANT_F16, 4);
+    put_int(&w->tensors, rows ? type : QUANT_F32, 4);
     put_int(&w->tensors, w->data.n, 8);
-    w->data.n += quant_row_bytes(rows ? type : QUANT_F16, cols) * larger(rows, 1);
+    w->data.n += quant_row_bytes(rows ? type : QUANT_F32, cols) * larger(rows, 1);
     w->data.n += -w->data.n % 32;
     w->n_tensors++;
 }
 
 static int write_bench_model(const char *type_name, const char *path) {
     static const struct { const char *name; int cols, rows; } parts[] = {
-        {"attn_q", 1024, 2048}, {"attn_k", 1024, 1024}, {"attn_v", 1024, 1024},
-        {"attn_output", 2048, 1024}, {"ffn_gate", 1024, 3072}, {"ffn_up", 1024, 3072},
-        {"ffn_down", 3072, 1024}, {"attn_norm", 1024, 0}, {"ffn_norm", 1024, 0},
-        {"attn_q_norm", 128, 0}, {"attn_k_norm", 128, 0}};
+        {"attn_norm", 1024, 0}, {"ffn_norm", 1024, 0}, {"attn_q_norm", 128, 0},
+        {"attn_k_norm", 128, 0}, {"attn_q", 1024, 2048}, {"attn_k", 1024, 1024},
+        {"attn_v", 1024, 1024}, {"attn_output", 2048, 1024}, {"ffn_gate", 1024, 3072},
+        {"ffn_up", 1024, 3072}, {"ffn_down", 3072, 1024}};
+    enum { LAYERS = 28, NORMS = 4, PARTS_OF_LAYER = sizeof parts / sizeof *parts };
     int type = quant_type_from_name(type_name);
     if (type < 0) return printf("%s is not a format\n", type_name), 2;
     Writer w = {0};
@@ -395,13 +396,18 @@ static int write_bench_model(const char *type_name, const char *path) {
              "feed_forward_length=3072 attention.head_count=16 attention.head_count_kv=8 "
              "attention.key_length=128 attention.value_length=128 rope.freq_base=1000000. "
              "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936");
-    put_bench_tensor(&w, "token_embd", type, 1024, 151936);
     put_bench_tensor(&w, "output_norm", type, 1024, 0);
-    for (int i = 0; i < 28 * 11; i++)
-        put_bench_tensor(&w, text_of("blk.%d.%s", i / 11, parts[i % 11].name), type,
-                         parts[i % 11].cols, parts[i % 11].rows);
-    size_t left = w.data.n, pool = 1 << 20;
+    size_t norms = 0;
+    for (int k = 0; k < PARTS_OF_LAYER; k++) {
+        if (k == NORMS) norms = w.data.n;
+        for (int l = 0; l < LAYERS; l++)
+            put_bench_tensor(&w, text_of("blk.%d.%s", l, parts[k].name), type, parts[k].cols,
+                             parts[k].rows);
+    }
+    put_bench_tensor(&w, "token_embd", type, 1024, 151936);
+    size_t left = w.data.n - norms, pool = 1 << 20;
     w.data = (Bytes){0};
+    for (size_t i = 0; i < norms; i += 4) put(&w.data, &(float){1}, 4);
     write_gguf(&w, path);
     uint8_t *bytes = need(pool);
     for (size_t i = 0; i < pool; i++) bytes[i] = random_bits() & 31;
