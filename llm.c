@@ -332,7 +332,7 @@ static bool read_head(Cursor *c, Gguf *g, Gguf *part, Error *e) {
 // part i of a model: the tensors of all parts are collected, the metadata of part 0 alone
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
-    Gguf part;
+    Gguf part = {0};
     Cursor c = {map->base, map->base + map->size, false};
     if (!read_head(&c, g, &part, e)) return false;
     Meta *m = part.meta;
@@ -544,7 +544,7 @@ typedef struct {
     Error *e, later;          // e: where an error goes; after the first, to later
     bool ok;
     int l;                    // the layer, or -1
-    char prefix[16];          // of its tensors: "blk.0."
+    char prefix[24];          // of its tensors: "blk.0."
 } Loader;
 
 static Error *refuse(Loader *ld) {   // for fail()
@@ -3872,7 +3872,7 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
         for (const char *s = PRE_TOKENIZERS[i].names, *end; *s; s = end + (*end == ' ')) {
             end = s + strcspn(s, " ");
-            if (!str_compare((Str){s, end - s}, pre)) t->pre = &PRE_TOKENIZERS[i];
+            if (!name_compare(&(Str){s, end - s}, &pre)) t->pre = &PRE_TOKENIZERS[i];
         }
     if (!t->pre) return fail(e, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
@@ -4526,8 +4526,10 @@ static bool print_info(const Cli *c) {
         weights += tensor_bytes(&g->tensors[i]) / 1048576;
         count[type]++;
     }
-    for (int i = 0; i < 64; i++)
-        if (count[i]) printf("format %s: %d tensors, %.1f MB\n", quant_name(i), count[i], bytes[i]);
+    for (int i = 0; i < 64; i++) {
+        const char *name = quant_name(i);
+        if (name && count[i]) printf("format %s: %d tensors, %.1f MB\n", name, count[i], bytes[i]);
+    }
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights, c->s.kv_bytes / 1048576.0, c->s.o.window, c->s.scratch_bytes / 1048576.0);
     return true;

@@ -366,8 +366,8 @@ static const Model *random_model(const Shape *shape) {
     return open_model(scratch("random.gguf"));
 }
 
-// For `make bench`: the shape of Qwen3-0.6B, weights of one type, no vocabulary. Norms are ones; the
-// bytes of weights are 0 to 31: wherever a format has f16 scales, they are below 1/128.
+// For `make bench`: the shape of Qwen3-0.6B, weights of one type, no vocabulary. Norms are ones,
+// bytes of weights 0 to 31: wherever a format has f16 scales, they are below 1/128.
 static void put_bench_tensor(Writer *w, const char *name, int type, int cols, int rows) {
     put_text(&w->tensors, text_of("%s.weight", name));
     put_int(&w->tensors, 1 + (rows > 0), 4);
