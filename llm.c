@@ -1107,6 +1107,7 @@ enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 0 };   // n > 1 is faster in float 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
+typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
 INLINE vf load_f32(const void *p) {
     vf v;
@@ -1255,7 +1256,7 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets
             sum[4] += load_f32((offsets ? m : d) + i) * load_f32(x->s + i);
     }
     UNROLL for (int i = 0; i < 64; i += LANES) {
-        vb w = (vb)load_i32(q + 4 * i) ^ (int8_t)(offsets ? 0 : CODE_BIAS);   // + 128
+        vub w = (vub)load_i32(q + 4 * i) + (uint8_t)(offsets ? 0 : CODE_BIAS);
         vi dot = dot_bytes((vi){0}, (vi)w, load_i32(x->q + 4 * i));
         sum[i / LANES % 4] += __builtin_convertvector(dot, vf) * spread(scale, i);
     }
