@@ -1184,10 +1184,16 @@ INLINE float sum_lanes(vf v) {
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
-enum { AHEAD = 4096 };   // bytes to prefetch ahead, so that waiting for memory overlaps with work
+// Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
+// requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So L2 is asked first.
+enum { NEAR = 2048, FAR = 8192 };   // bytes ahead
 
 INLINE void prefetch(const void *p, int bytes) {   // where nothing is mapped it does nothing
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
+}
+INLINE void prefetch_ahead(const void *p, int bytes) {
+    prefetch((const char *)p + NEAR, bytes);
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + FAR + i, 0, 2);
 }
 
 // -- activations in int8 --
@@ -1271,7 +1277,7 @@ INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int bytes, bool offsets
         vf sum[5] = {{0}};
         int64_t i = 0;
         for (; i + 256 <= cols; i += 256) {
-            prefetch(w + i / 256 * bytes + AHEAD, bytes);
+            prefetch_ahead(w + i / 256 * bytes, bytes);
             decode(w, i, 8, q, d, m);
             dot256(q, d, m, offsets, x + i / 256, sum);
         }
@@ -1295,7 +1301,7 @@ INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_
         vf sum[4] = {{0}};
         int64_t i = 0;
         for (; i + STEP <= cols; i += STEP) {
-            prefetch(w + i * size + AHEAD, STEP * size);
+            prefetch_ahead(w + i * size, STEP * size);
             UNROLL for (int j = 0; j < 4; j++)
                 sum[j] += load(w + (i + j * LANES) * size) * load_f32(x + i + j * LANES);
         }
@@ -2108,7 +2114,7 @@ static size_t part_size(const Attention *a) { return 2 + a->vd; }
 INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *v,
                           int keys, int heads, float *s) {
     for (int j = 0; j < keys; j++, k += a->hd) {
-        prefetch(k + AHEAD / 2, 2 * a->hd);
+        prefetch_ahead(k, 2 * a->hd);
         prefetch(v + (size_t)j * a->vd, 2 * a->vd);   // needed when the scores are known
         vf sum[4] = {{0}};
         int e = 0;
@@ -4461,7 +4467,7 @@ static void read_slice(void *ctx, int i, int thread) {
     uint64_t *p = (uint64_t *)((char *)ctx + (size_t)i * SLICE), sum[32] = {0};
     (void)thread;
     for (size_t k = 0; k < SLICE / sizeof *p; k += 32) {
-        prefetch((const char *)(p + k) + AHEAD, 256);
+        prefetch_ahead(p + k, 256);
         for (int j = 0; j < 32; j++) sum[j] += p[k + j];
     }
     for (int j = 0; j < 32; j++) p[0] += sum[j];   // so that the sums must be made
