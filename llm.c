@@ -1128,6 +1128,7 @@ INLINE vf load_bf16(const void *p) {
 
 #if defined(SIMD_VNNI)
 INLINE vf load_f16(const void *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+INLINE void store_f16(void *p, vf v) { _mm256_storeu_si256(p, _mm512_cvtps_ph((__m512)v, 0)); }
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
@@ -1138,6 +1139,7 @@ INLINE vf spread(const float *d, int i) {
 }
 #elif defined(QUANT_X86)
 INLINE vf load_f16(const void *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
+INLINE void store_f16(void *p, vf v) { _mm_storeu_si128(p, _mm256_cvtps_ph((__m256)v, 0)); }
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     __m256i size = _mm256_abs_epi8((__m256i)w), y = _mm256_sign_epi8((__m256i)x, (__m256i)w);
     return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(size, y), _mm256_set1_epi16(1));
@@ -1149,11 +1151,17 @@ INLINE vf spread(const float *d, int i) {
 INLINE vf spread(const float *d, int i) { return (vf){0} + d[i / 4]; }
 #if defined(QUANT_NEON)
 INLINE vf load_f16(const void *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
+INLINE void store_f16(void *p, vf v) {
+    vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32((float32x4_t)v)));
+}
 #else
 INLINE vf load_f16(const void *p) {
     vf v;
     for (int i = 0; i < LANES; i++) v[i] = quant_half((const uint8_t *)p + 2 * i);
     return v;
+}
+INLINE void store_f16(void *p, vf v) {
+    for (int i = 0; i < LANES; i++) ((uint16_t *)p)[i] = quant_f32_to_f16(v[i]);
 }
 #endif
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
@@ -1910,10 +1918,15 @@ static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lane
         float *row = s + TILE * j;
         for (int i = 0; a->slopes && i < TILE; i++)
             row[i] -= l->slope[i] * (float)abs(l->pos[i] - p);
-        for (int i = 0; masked && i < TILE; i++)
-            row[i] = row_visible(a, p, l->pos[i]) ? row[i] : 10 * LEAST;
-        UNROLL for (int v = 0; v < VECTORS; v++)
-            top[v] = larger_of(top[v], load_f32(row + v * LANES));
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            vf x = load_f32(row + v * LANES);
+            vi pos = load_i32(l->pos + v * LANES);
+            vi near = ((pos >= p) & ((pos - p < a->window) | -(p < a->keep))) | -!a->causal;
+            vi hidden = ~near | -(p < 0);
+            if (masked) x = (vf)(((vi)x & ~hidden) | ((vi)((vf){0} + 10 * LEAST) & hidden));
+            memcpy(row + v * LANES, &x, sizeof x);
+            top[v] = larger_of(top[v], x);
+        }
     }
     memcpy(most, top, sizeof most);
     for (int j = 0; j < keys; j++) {
@@ -2701,6 +2714,12 @@ static void clamp(float *x, int64_t n, float limit) {
     for (int64_t i = 0; i < n; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
 }
 
+static void narrow(const float *x, int n, uint16_t *to) {   // to f16
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store_f16(to + i, load_f32(x + i));
+    for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
+}
+
 // norm and rotate one token's q and k, write its k and v into the ring
 static void rope_row(Session *s, const void *of, int i) {
     const Layer *w = of;
@@ -2730,8 +2749,8 @@ static void rope_row(Session *s, const void *of, int i) {
     for (int h = 0; h < w->n_kv; h++) {
         uint16_t *kr = cache->k + ((size_t)h * cache->rows + row) * c->hd;
         uint16_t *vr = cache->v + ((size_t)h * cache->rows + row) * c->vd;
-        for (int j = 0; j < c->hd; j++) kr[j] = quant_f32_to_f16(k[h * c->hd + j]);
-        for (int j = 0; j < c->vd; j++) vr[j] = quant_f32_to_f16(v[h * c->vd + j]);
+        narrow(k + h * c->hd, c->hd, kr);
+        narrow(v + h * c->vd, c->vd, vr);
     }
     cache->pos[row] = pos;
 }
