@@ -281,6 +281,7 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   g FFN without gate  u gate and up fused  x experts  m theirs fused  s shared expert  S its gate
 //   P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
+//   y with ssm_in, as early files  v QKV with gates fused
 // and, of the program: l a linear layer, ^ tensors that are in no layer.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
@@ -291,11 +292,12 @@ static const char PARTS[] =
     "output_norm:32:^!0!E+n output:32,64:^!T!E+O attn_norm:32:!0!p!E+n attn_norm_2:32:2+n "
     "ffn_norm:32:!0!p!E!1!a+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
     "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
-    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d+b attn_q:32,128:d!l "
-    "attn_k:32,32:!f!l+b attn_v:32,32:!f!l+b attn_output:64,32:!l+o attn_q_norm:16:k!l "
-    "attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j attn_k_norm:16,2:j "
-    "attn_sinks:4:i attn_qkv:32,64:l attn_gate:32,32:l ssm_ba:32,8:lD ssm_alpha:32,4:l!D "
-    "ssm_beta:32,4:l!D ssm_conv1d:4,64:l ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
+    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d+b attn_q:32,128:d!l!v "
+    "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v+b attn_v:32,32:!f!l!v+b attn_output:64,32:!l+o "
+    "attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j "
+    "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l!y attn_gate:32,32:l!y ssm_in:32,96:ly "
+    "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l ssm_dt.bias:4:l "
+    "ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
     "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m+B "
     "ffn_up_exps:32,48,6:x!m+B ffn_down_exps:48,32,6:x+B ffn_gate_shexp:32,48:s "
@@ -1178,6 +1180,8 @@ static const Shape SHAPES[] = {
     {"qwen35", 4, "dak", DELTA_KEYS "rope.dimension_count=8"},
     {"qwen35moe", 4, "dakxsS", DELTA_KEYS EXPERT_KEYS},
     {"qwen3next", 4, "dDakxmsS", DELTA_KEYS EXPERT_KEYS},
+    {"qwen3next", 4, "dDyakx", DELTA_KEYS EXPERT_KEYS},
+    {"qwen35", 4, "dvak", DELTA_KEYS},
     {"bert", 3, "nboBgENP", "attention.causal=0"},
     {"nomic-bert", 3, "nfEN", "attention.causal=0"},
     {"olmo", 3, "0T", "attention.clamp_kqv=1."},
@@ -1232,6 +1236,7 @@ static void check_tensors_used(Session *s, const int32_t *ids, int n, const floa
         int layer = -1;
         sscanf(t->name.s, "blk.%d.", &layer);
         if (layer > 1 && layer < s->m->config.n_layer - 1) continue;
+        if (strstr(t->name.s, "ssm_in.") == t->name.s + 6) continue;   // a copy is in use
         memcpy(old, t->data, 4 * count);
         for (size_t k = 0; k < count; k++) changed[k] = 0.2f - old[k];
         ssize_t wrote = pwrite(fd, changed, 4 * count, at);
