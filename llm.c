@@ -8,15 +8,17 @@
 //    1. base         errors, strings, the arena
 //    2. GGUF         the file format: metadata and tensors, all checked before they are believed
 //    3. model        the table of architectures, hyperparameters, weights
-//    4. matmul       threads, int8 activations, matrix x vector and matrix x matrix
-//    5. attention    online softmax over the f16 ring
-//    6. ops          norms, RoPE, activations, experts, the gated delta rule
-//    7. forward      one function for prefill and decode
-//    8. session      the KV ring, prefix reuse, the memory plan
-//    9. tokenizer    SentencePiece, byte-level BPE, WordPiece
-//   10. sampler      penalty, temperature, top-k, top-p, min-p
-//   11. generate     the loop around all of it
-//   12. main         the command line
+//    4. loading      which bytes of the file are which weights
+//    5. matmul       threads, int8 activations, matrix x vector and matrix x matrix
+//    6. attention    online softmax over the f16 ring
+//    7. ops          norms, RoPE, activations
+//    8. mixers       FFN, experts, the gated delta rule
+//    9. forward      one function for prefill and decode
+//   10. session      the KV ring, prefix reuse, the memory plan
+//   11. tokenizer    SentencePiece, byte-level BPE, WordPiece; before it the tables of Unicode
+//   12. sampler      penalty, temperature, top-k, top-p, min-p
+//   13. generate     the loop around all of it
+//   14. main         the command line
 //
 // Short names: n tokens in this call, pos their first position, l layer, h head, dim = width of
 // the residual stream, hd = width of a head, ff = width of the feed-forward layer, W = window.
@@ -943,7 +945,7 @@ static bool weights_load(Model *m, Error *e) {
     return ld.ok;
 }
 
-// ---- 4. matmul ----
+// ---- 5. matmul ----
 //
 // Nearly all time goes here. One token (decode) reads every weight once and uses it once: it runs
 // at the speed of memory if codes turn into products fast enough. A chunk (prefill) uses a weight n
@@ -1225,9 +1227,10 @@ static float round_32(const float *x, int8_t *q, int sum[2]) {
     for (int i = 0; i < 32; i++) y[i] = x[i] * inverse + MAGIC;
     memcpy(bits, y, sizeof bits);
     for (int i = 0; i < 32; i++) q[i] = (int8_t)bits[i];
-    sum[0] = sum[1] = 0;
-    for (int i = 0; i < 16; i++) sum[0] += bits[i] - MAGIC_BITS;
-    for (int i = 0; i < 16; i++) sum[1] += bits[16 + i] - MAGIC_BITS;
+    uint32_t total[2] = {0, 0};   // unsigned, as NaN's bits overflow
+    for (int i = 0; i < 16; i++) total[0] += (uint32_t)bits[i] - MAGIC_BITS;
+    for (int i = 0; i < 16; i++) total[1] += (uint32_t)bits[16 + i] - MAGIC_BITS;
+    memcpy(sum, total, sizeof total);
     return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
@@ -1795,7 +1798,7 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
     parallel(p, pack_task, &c, c.pack[k]);
     parallel(p, matmul_task, &c, c.task[k]);
 }
-// ---- 5. attention ----
+// ---- 6. attention ----
 //
 // Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of KEYS rows; each
 // query keeps the largest score so far, the sum of exp(score - largest) and the sum of the values
@@ -2831,7 +2834,7 @@ static void head(Session *s, int first, int n) {
     }
 }
 
-// ---- 8. session ----
+// ---- 10. session ----
 //
 // The KV cache of a layer is a ring of w + chunk rows: w = the window it sees, and room for a
 // chunk, so that writing a chunk overwrites no row that one of its own queries must see. A row
@@ -3364,7 +3367,7 @@ static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
     if (!lower_case || d == INT32_MAX) return c;
     return d == 0 ? c | 1 : d == -1 ? c + (c & 1) : c + d;
 }
-// ---- 9. tokenizer ----
+// ---- 11. tokenizer ----
 //
 // Text becomes ids in four steps: special tokens are cut out; rules split the rest into words; a
 // word is spelled as the vocabulary does; its parts join, two neighbours at a time, for as long as
@@ -3910,7 +3913,7 @@ static void tokenizer_close(Tokenizer *t) {
     free(t->type);
     *t = (Tokenizer){0};
 }
-// ---- 10. sampler ----
+// ---- 12. sampler ----
 //
 // Stages over one array of candidates, each a function that reorders or shortens it: penalty,
 // temperature, top-k, top-p, min-p; then greedy choice or a draw. llama.cpp tempers last; here
@@ -4041,7 +4044,7 @@ int32_t session_sample(Session *s, const float *logits) {
                   s->candidates);
 }
 
-// ---- 11. generate ----
+// ---- 13. generate ----
 
 static bool tokens_add(Tokens *t, int32_t id) {
     int32_t *more = realloc(t->id, (t->n + 1) * sizeof *more);
@@ -4095,7 +4098,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
     return ok;
 }
 
-// ---- 12. main ----
+// ---- 14. main ----
 
 #ifndef LLM_NO_MAIN
 
