@@ -632,7 +632,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exa
 }
 
 #ifdef SIMD_AMX
-static const double MATMUL_EXACT = 3e-5;   // weights and activations are rounded to bf16
+static const double MATMUL_EXACT = 2e-5;   // both are rounded to bf16
 #else
 static const double MATMUL_EXACT = 1e-7;
 #endif
@@ -1345,7 +1345,7 @@ static void test_chunks_and_threads(void) {
             bool same = !memcmp(got, one, size * sizeof *got);
             CHECK(same, "%s: %d threads differ from one", names[i], threads[k]);
         }
-        double limit = i < 3 ? 1e-6 : golden_limit(names[i]);
+        double limit = i < 3 ? 1e-6 : MATMUL_EXACT > 1e-7 ? 2e-3 : 1e-3;   // int8 against bf16
         CHECK(worst < limit, "%s: chunk sizes differ by %.2g", names[i], worst);
         printf("  %-16s chunk sizes differ by NMSE %.1e\n", names[i], worst);
     }
