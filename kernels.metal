@@ -92,7 +92,7 @@ constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E
 static inline void group_decode(int format, device const uchar *row, int g, thread int8_t *q,
                                 thread float *d, thread float *m) {
     switch (format) {
-#define X(id, name, weights, bytes, per16, offsets) \
+#define X(id, name, weights, bytes, per16, bias) \
     case id: \
         row += (ulong)(g / 8) * (256 / weights * bytes); \
         decode_##name((device const block_##name *)row, g % 8, 1, q, d, m); \
@@ -104,7 +104,7 @@ static inline void group_decode(int format, device const uchar *row, int g, thre
 
 static inline bool format_offsets(int format) {
     switch (format) {
-#define X(id, name, weights, bytes, per16, offsets) case id: return offsets;
+#define X(id, name, weights, bytes, per16, bias) case id: return !bias;
     QUANT_TYPES(X)
 #undef X
     }

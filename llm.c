@@ -1085,7 +1085,7 @@ static void parallel(Pool *p, Task *fn, void *ctx, int n) {
 //   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits, where |w| times x
 //           with w's sign fits: at most 2 * 128 * 127
 //   NEON    sdot, or widening products
-// spread(d, i) gives lane j the scale of its 16 weights, d[(i + j) / 4].
+// evens and odds give each pair of lanes its first and its second number.
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -1132,11 +1132,8 @@ INLINE void store_f16(void *p, vf v) { _mm256_storeu_si256(p, _mm512_cvtps_ph((_
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
-INLINE vf spread(const float *d, int i) {
-    __m512i at = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    at = _mm512_add_epi32(at, _mm512_set1_epi32(i / 4));
-    return (vf)_mm512_permutexvar_ps(at, _mm512_loadu_ps(d));
-}
+INLINE vf evens(vf v) { return (vf)_mm512_moveldup_ps((__m512)v); }
+INLINE vf odds(vf v) { return (vf)_mm512_movehdup_ps((__m512)v); }
 #elif defined(QUANT_X86)
 INLINE vf load_f16(const void *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
 INLINE void store_f16(void *p, vf v) { _mm_storeu_si128(p, _mm256_cvtps_ph((__m256)v, 0)); }
@@ -1144,11 +1141,11 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
     __m256i size = _mm256_abs_epi8((__m256i)w), y = _mm256_sign_epi8((__m256i)x, (__m256i)w);
     return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(size, y), _mm256_set1_epi16(1));
 }
-INLINE vf spread(const float *d, int i) {
-    return (vf)_mm256_set_m128(_mm_set1_ps(d[i / 4 + 1]), _mm_set1_ps(d[i / 4]));
-}
+INLINE vf evens(vf v) { return (vf)_mm256_moveldup_ps((__m256)v); }
+INLINE vf odds(vf v) { return (vf)_mm256_movehdup_ps((__m256)v); }
 #else
-INLINE vf spread(const float *d, int i) { return (vf){0} + d[i / 4]; }
+INLINE vf evens(vf v) { return (vf){v[0], v[0], v[2], v[2]}; }
+INLINE vf odds(vf v) { return (vf){v[1], v[1], v[3], v[3]}; }
 #if defined(QUANT_NEON)
 INLINE vf load_f16(const void *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 INLINE void store_f16(void *p, vf v) {
@@ -1232,73 +1229,85 @@ static float round_32(const float *x, int8_t *q, int sum[2]) {
     return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
-// a token's activations, 256 at a time as decoders give weights; s = d * (sum of 16 codes)
-typedef struct { int8_t q[256]; float d[16], s[16]; } Act;
+// A token's activations, 256 at a time and in the decoders' order: eight k of 32 numbers is
+// q[k][..]. s = d * (sum of 16 codes).
+typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } Act;
 
 static void act_quantize(const float *x, int64_t cols, Act *a) {
     for (int64_t i = 0; i < cols; i += 32) {
         Act *b = a + i / 256;
-        int at = i % 256, sum[2];
-        if (at == 0 && cols - i < 256) memset(b, 0, sizeof *b);
-        float d = round_32(x + i, b->q + at, sum);
+        int8_t q[32];
+        int g = i / 32 % 8, sum[2];
+        if (g == 0 && cols - i < 256) memset(b, 0, sizeof *b);
+        float d = round_32(x + i, q, sum);
+        UNROLL for (int k = 0; k < 4; k++) memcpy(b->q[k][g], q + 8 * k, 8);
         for (int h = 0; h < 2; h++) {
-            b->d[at / 16 + h] = d;
-            b->s[at / 16 + h] = d * sum[h];
+            b->d[2 * g + h] = d;
+            b->s[2 * g + h] = d * sum[h];
         }
     }
 }
 
 // -- matrix x vector --
 
-// Decodes groups of 32 weights, at most 8, of a row from weight `at` on. Such functions are
-// constant arguments below: after inlining each format has a loop of its own.
-#define DECODE_ARGS const uint8_t *row, int64_t at, int groups, int8_t *q, float *d, float *m
+// Decodes 256 weights of a row. Such functions are constant arguments below: after inlining each
+// format has a loop of its own.
+#define DECODE_ARGS const uint8_t *b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
 // out[rows] = consecutive rows times x: floats, or for block formats Act[cols/256]
 #define ROWS_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
 typedef void RowsFn(ROWS_ARGS);
 
-// Sums of 256 weights times activations, in the lanes of sum[0..3]; sum[4]: offsets, or without
-// them what CODE_BIAS adds, -CODE_BIAS times d * (sum of activations). With VNNI, 64 weights
-// are load, add, dot, convert, permute, fma: on two ports 12 cycles per 256, and the scales 3.
-INLINE void dot256(const int8_t *q, const float *d, const float *m, bool offsets, const Act *x,
-                   vf sum[5]) {
-    float scale[16] __attribute__((aligned(64)));
+// 256 weights of a row from `at` on: where they are, or at its end a copy[272] filled with zeros
+static const uint8_t *whole_256(const Matrix *w, const uint8_t *row, int64_t at, uint8_t *copy) {
+    row += quant_row_bytes(w->type, at);
+    if (w->cols - at >= 256) return row;
+    memset(copy, 0, 272);
+    return memcpy(copy, row, quant_row_bytes(w->type, w->cols - at));
+}
+
+// Sums of 256 weights times activations. Codes and activations lie so that a lane meets numbers of
+// one scale only: four dot products (or two, where scales stand per 16) are added as integers
+// before they are converted and scaled. sum[0]: products; sum[1]: offsets, or without them what
+// the bias adds, which is to be taken off -bias times.
+INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, int bias,
+                   const Act *x, vf sum[2]) {
     UNROLL for (int i = 0; i < 16; i += LANES) {
-        vf y = load_f32(d + i) * load_f32(x->d + i);
-        memcpy(scale + i, &y, sizeof y);
-        if (offsets || CODE_BIAS > 0)
-            sum[4] += load_f32((offsets ? m : d) + i) * load_f32(x->s + i);
-    }
-    UNROLL for (int i = 0; i < 64; i += LANES) {
-        vub w = (vub)load_i32(q + 4 * i) + (uint8_t)(offsets ? 0 : CODE_BIAS);
-        vi dot = dot_bytes((vi){0}, (vi)w, load_i32(x->q + 4 * i));
-        sum[i / LANES % 4] += __builtin_convertvector(dot, vf) * spread(scale, i);
+        vf scale = load_f32(d + i) * load_f32(x->d + i);
+        vi dot[2] = {{0}};
+        if (!bias || CODE_BIAS) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
+        UNROLL for (int k = 0; k < 4; k++) {
+            vub w = (vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(CODE_BIAS ? bias : 0);
+            int part = per16 ? k / 2 : 0;
+            dot[part] = dot_bytes(dot[part], (vi)w, load_i32(x->q[k][i / 2]));
+        }
+        vf first = __builtin_convertvector(dot[0], vf), other = __builtin_convertvector(dot[1], vf);
+        sum[0] += first * (per16 ? evens(scale) : scale);
+        if (per16) sum[0] += other * odds(scale);
     }
 }
 
-INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int bytes, bool offsets,
+INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bool per16, int bias,
                        const uint8_t *w, int64_t rows, int64_t cols, const Act *x, float *out) {
+    Matrix one = {.type = type, .cols = cols};
+    uint8_t last[272];
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     size_t row = cols / 32 * bytes / 8;
     for (int64_t r = 0; r < rows; r++, w += row) {
-        vf sum[5] = {{0}};
-        int64_t i = 0;
-        for (; i + 256 <= cols; i += 256) {
-            prefetch_ahead(w + i / 256 * bytes, bytes);
-            decode(w, i, 8, q, d, m);
-            dot256(q, d, m, offsets, x + i / 256, sum);
+        vf sum[2] = {{0}};
+        const uint8_t *b = w, *end = w + cols / 256 * bytes;
+        const Act *a = x;
+        for (; b < end; b += bytes, a++) {
+            prefetch_ahead(b, bytes);
+            decode(b, q, d, m);
+            dot256(q, d, m, per16, bias, a, sum);
         }
-        if (i < cols) {
-            memset(q, 0, sizeof q);
-            memset(d, 0, sizeof d);
-            memset(m, 0, sizeof m);
-            tail(w, i, (int)(cols - i) / 32, q, d, m);
-            dot256(q, d, m, offsets, x + i / 256, sum);
+        if (cols % 256) {
+            tail(whole_256(&one, w, cols / 256 * 256, last), q, d, m);
+            dot256(q, d, m, per16, bias, a, sum);
         }
-        sum[4] *= offsets ? 1.0f : -CODE_BIAS;
-        out[r] = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]) + sum[4]);
+        out[r] = sum_lanes(sum[0] + sum[1] * (bias ? -(float)bias : 1));
     }
 }
 
@@ -1326,16 +1335,11 @@ INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_
     }
 }
 
-#define QUANT_X(id, name, weights, bytes, per16, offsets)                                          \
-    INLINE void decode_at_##name(DECODE_ARGS) {                                                    \
-        decode_##name((const block_##name *)row + at / weights, 0, groups, q, d, m);               \
-    }                                                                                              \
-    static void unpack_##name(DECODE_ARGS) {                                                       \
-        if (groups == 8) decode_at_##name(row, at, 8, q, d, m);   /* unrolled */                   \
-        else decode_at_##name(row, at, groups, q, d, m);                                           \
-    }                                                                                              \
+#define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
+    INLINE void inline_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
+    static void unpack_##name(DECODE_ARGS) { inline_##name(b, q, d, m); }                          \
     static void rows_##name(ROWS_ARGS) {                                                           \
-        block_rows(decode_at_##name, unpack_##name, 256 / weights * bytes, offsets, w, rows,       \
+        block_rows(inline_##name, unpack_##name, id, 256 / weights * bytes, per16, bias, w, rows,  \
                    cols, x, out);                                                                  \
     }
 QUANT_TYPES(QUANT_X)
@@ -1355,8 +1359,8 @@ static const Format formats[64] = {   // unpack NULL: float weights
     [QUANT_F32] = {rows_f32, NULL, false, false},
     [QUANT_F16] = {rows_f16, NULL, false, false},
     [QUANT_BF16] = {rows_bf16, NULL, false, false},
-#define QUANT_X(id, name, weights, bytes, per16, offsets)                                          \
-    [id] = {rows_##name, unpack_##name, per16, offsets},
+#define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
+    [id] = {rows_##name, unpack_##name, per16, !bias},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
@@ -1510,25 +1514,59 @@ INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {   // `
         store_bf16((char *)to + p * next, lo, hi);
 }
 
+// 32 of 256 numbers as decoders order codes: an eight of four groups
+INLINE void store_eights(void *to, size_t next, int parts, const float *x, int i) {
+    vf half[2];
+    x += i / 2 * 8 + i % 2 * 128;
+    for (int h = 0; h < 2; h++, x += 64) {
+        __m512d lo = _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)x));
+        half[h] = (vf)_mm512_insertf64x4(lo, _mm256_loadu_pd((const double *)(x + 32)), 1);
+    }
+    store_parts(to, next, parts, half[0], half[1]);
+}
+
 static void act_pack(const Matmul *job, int t, ActTile *a) {
     int64_t cols = job->w->cols;
     int parts = act_parts(job->w);
-    for (int64_t i = 0; i < cols; i += 32, a += parts)
+    for (int64_t i = 0; i < cols; i += 256, a += 8 * parts)
         for (int k = 0; k < TOKENS; k++) {
             const float *x = job->x + (t + k < job->n ? t + k : t) * cols + i;
-            float edge[32] = {0};
-            if (cols - i < 32) x = memcpy(edge, x, (cols - i) * sizeof *x);
-            store_parts(a->x[k / 16][k % 16], sizeof *a, parts, load_f32(x), load_f32(x + 16));
+            float edge[256] = {0};
+            if (cols - i < 256) x = memcpy(edge, x, (cols - i) * sizeof *x);
+            for (int j = 0; j < 8; j++)
+                store_eights(a[j * parts].x[k / 16][k % 16], sizeof *a, parts, x, j);
         }
 }
 
-INLINE void widen_codes(const int8_t *q, const float *d, const float *m, uint16_t *to) {
-    for (int g = 0; g < 16; g += 2, q += 32) {
-        __m512i lo = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q));
-        __m512i hi = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q + 1));
-        store_bf16(to + 16 * g, (vf)_mm512_cvtepi32_ps(lo) * d[g] + m[g],
-                   (vf)_mm512_cvtepi32_ps(hi) * d[g + 1] + m[g + 1]);
+// the numbers of eights of groups g and g+1
+INLINE vf spread_pair(const float *d, int g, int half) {
+    __m512i at = _mm512_set1_epi32(2 * g + half);
+    at = _mm512_mask_add_epi32(at, 0xff00, at, _mm512_set1_epi32(2));
+    return (vf)_mm512_maskz_permutexvar_ps(0xffff, at, _mm512_loadu_ps(d));
+}
+
+INLINE void widen_codes(const int8_t *q, const float *d, const float *m, bool per16, bool offsets,
+                        uint16_t *to) {
+    UNROLL for (int i = 0; i < 8; i++, q += 32, to += 32) {
+        vf w[2];
+        int half = per16 ? i / 4 : 0;
+        UNROLL for (int h = 0; h < 2; h++) {
+            __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q + h));
+            w[h] = (vf)_mm512_cvtepi32_ps(codes) * spread_pair(d, i % 2 * 4 + 2 * h, half);
+            if (offsets) w[h] += spread_pair(m, i % 2 * 4 + 2 * h, half);
+        }
+        store_bf16(to, w[0], w[1]);
     }
+}
+
+static void widen_256(const Format *f, const uint8_t *b, uint16_t *to) {
+    int8_t q[256] __attribute__((aligned(64)));
+    float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
+    f->unpack(b, q, d, m);
+    if (f->per16 && f->offsets) widen_codes(q, d, m, true, true, to);
+    else if (f->per16) widen_codes(q, d, m, true, false, to);
+    else if (f->offsets) widen_codes(q, d, m, false, true, to);
+    else widen_codes(q, d, m, false, false, to);
 }
 
 // rows r .. r+15 from weight k on, as pairs [depth/32][parts][16][16][2]
@@ -1536,23 +1574,21 @@ static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_
     size_t row_bytes = quant_row_bytes(w->type, w->cols);
     int parts = weight_parts(w);
     for (int i = 0; i < depth; i += 256) {
-        uint16_t rows[MAX_PARTS][TILE][256];
+        uint16_t rows[MAX_PARTS][TILE][256] __attribute__((aligned(64)));
         int some = depth - i < 256 ? depth - i : 256;
         for (int j = 0; j < TILE; j++) {
-            int8_t q[256];
-            float d[16], m[16], x[256] = {0};
+            uint8_t last[272];
             const uint8_t *row = w->data + (r + j < w->rows ? r + j : w->rows - 1) * row_bytes;
             if (formats[w->type].unpack) {
-                formats[w->type].unpack(row, k + i, some / 32, q, d, m);
-                widen_codes(q, d, m, rows[0][j]);
+                widen_256(&formats[w->type], whole_256(w, row, k + i, last), rows[0][j]);
             } else {
+                float x[256] = {0};
                 quant_dequantize(w->type, row + quant_row_bytes(w->type, k + i), x, some);
-                for (int g = 0; g < 256; g += 32)
-                    store_parts(&rows[0][j][g], sizeof *rows, parts, load_f32(x + g),
-                                load_f32(x + g + 16));
+                for (int g = 0; g < 8; g++)
+                    store_eights(&rows[0][j][32 * g], sizeof *rows, parts, x, g);
             }
         }
-        for (int g = 0; g < (some + 31) / 32; g++)
+        for (int g = 0; g < 8; g++)
             for (int p = 0; p < parts; p++, panel += TILE_SIZE)
                 transpose((uint32_t *)rows[p] + 16 * g, 128, 16, 0, (uint32_t *)panel);
     }
@@ -1589,7 +1625,7 @@ static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *p
     vf sum[2][TOKENS][VECTORS];
     float *out[] = {(float *)sum[0][0], (float *)sum[1][0], (float *)sum[0][16],
                     (float *)sum[1][16]};
-    int n = (depth + 31) / 32, parts = weight_parts(job->w);
+    int n = (depth + 255) / 256 * 8, parts = weight_parts(job->w);
     if (act_parts(job->w) == 1) multiply_tiles(a, 1, panel, 1, TILE_BYTES, n, out);
     else multiply_tiles(a, 3, panel, parts, TILE_BYTES, n, out);
     tile_out(job, r, t, TOKENS, sum[0], first, last);
@@ -1627,23 +1663,24 @@ static void act_pack(const Matmul *job, int t, ActTile *a) {
         }
 }
 
-// rows r .. r+15 from weight k on: codes [depth/4][16][4]; scales and offsets [depth/16][16]
+// rows r .. r+15 from weight k on: codes [depth/4][16][4], in the decoders' order; scales and
+// offsets [depth/16][16]
 static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *codes) {
     const Format *f = &formats[w->type];
     float *d = (float *)(codes + TILE * DEPTH), *m = d + DEPTH;
     uint32_t flip = f->offsets || !CODE_BIAS ? 0 : 0x80808080;
     size_t row_bytes = quant_row_bytes(w->type, w->cols);
     for (int i = 0; i < depth; i += 256) {
-        int8_t q[TILE][256] = {{0}};
-        float scale[TILE][16] = {{0}}, offset[TILE][16] = {{0}};
-        int groups = depth - i < 256 ? (depth - i) / 32 : 8;
+        int8_t q[TILE][256];
+        float scale[TILE][16], offset[TILE][16];
+        uint8_t last[272];
         for (int j = 0; j < TILE; j++) {
-            int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-            f->unpack(w->data + row * row_bytes, k + i, groups, q[j], scale[j], offset[j]);
+            const uint8_t *row = w->data + (r + j < w->rows ? r + j : w->rows - 1) * row_bytes;
+            f->unpack(whole_256(w, row, k + i, last), q[j], scale[j], offset[j]);
         }
-        transpose((uint32_t *)q, 64, 8 * groups, flip, (uint32_t *)(codes + TILE * i));
-        transpose((uint32_t *)scale, 16, 2 * groups, 0, (uint32_t *)d + i);
-        if (f->offsets) transpose((uint32_t *)offset, 16, 2 * groups, 0, (uint32_t *)m + i);
+        transpose((uint32_t *)q, 64, 64, flip, (uint32_t *)(codes + TILE * i));
+        transpose((uint32_t *)scale, 16, 16, 0, (uint32_t *)d + i);
+        if (f->offsets) transpose((uint32_t *)offset, 16, 16, 0, (uint32_t *)m + i);
     }
 }
 
@@ -1652,16 +1689,17 @@ INLINE void tile_int8(const uint8_t *w, const ActTile *a, int depth, bool per16,
     vf sum[TOKENS][VECTORS] = {{{0}}};
     const float *d = (const float *)(w + TILE * DEPTH), *m = d + DEPTH;
     int step = per16 ? 16 : 32;
-    for (int k = 0; k < depth; k += step, w += TILE * step, d += step, m += step) {
+    for (int k = 0; k < depth; k += step, d += step, m += step) {
         int part = per16 ? k / 16 % 2 : 2;
         const ActTile *x = a + k / 32;
+        const uint8_t *eights = w + TILE * (k / 256 * 256 + k % 256 / 32 * 8 + part % 2 * 128);
         vi dot[TOKENS][VECTORS];
         UNROLL for (int t = 0; t < TOKENS; t++)
             UNROLL for (int v = 0; v < VECTORS; v++)
                 dot[t][v] = (vi){0} + (offsets ? MAGIC_BITS : x->start[part][t]);
         UNROLL for (int s = 0; s < step / 4; s++)
             UNROLL for (int v = 0; v < VECTORS; v++) {
-                vi codes = load_i32(w + 4 * (TILE * s + LANES * v));
+                vi codes = load_i32(eights + TILE * (s / 2 * 64 + s % 2 * 4) + 4 * LANES * v);
                 UNROLL for (int t = 0; t < TOKENS; t++) {
                     int32_t four;
                     memcpy(&four, x->q[part % 2 * 4 + s][t], 4);
@@ -1701,14 +1739,14 @@ typedef struct {
     uint8_t *panels;                          // [threads][PANEL_BYTES]
 } MatmulCall;
 
+static size_t act_tiles(int64_t cols) { return (cols + 255) / 256 * 8; }   // of one part
+
 // bytes for n rows of x in all, of at most cols columns, in one call's jobs; floats: of weights
 static size_t matmul_scratch(size_t n, size_t cols, int threads, bool floats) {
     size_t tiles = n / TOKENS + (n < MAX_JOBS ? n : MAX_JOBS);
     return threads * (size_t)PANEL_BYTES + 64 +
-           tiles * (cols / 32 + 8) * (floats ? MAX_PARTS : 1) * sizeof(ActTile);
+           tiles * act_tiles(cols) * (floats ? MAX_PARTS : 1) * sizeof(ActTile);
 }
-
-static size_t act_tiles(const Matrix *w, int64_t cols) { return (cols + 31) / 32 * act_parts(w); }
 
 static void pack_task(void *ctx, int i, int thread) {
     MatmulCall *c = ctx;
@@ -1717,8 +1755,9 @@ static void pack_task(void *ctx, int i, int thread) {
     while (i >= c->pack[j + 1]) j++;
     const Matmul *job = &c->jobs[j];
     int64_t tile = i - c->pack[j], cols = job->w->cols;
+    size_t at = tile * act_tiles(cols) * act_parts(job->w);
     if (job->n == 1) act_quantize(job->x, cols, (Act *)c->act[j]);
-    else act_pack(job, tile * TOKENS, (ActTile *)c->act[j] + tile * act_tiles(job->w, cols));
+    else act_pack(job, tile * TOKENS, (ActTile *)c->act[j] + at);
 }
 
 static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t end) {
@@ -1745,8 +1784,8 @@ static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end
         for (int t = 0, tokens = TOKENS; t < job->n; t += tokens)
             for (int64_t q = r; q < end; q += step) {
                 const uint8_t *tile = panel + (q - r) / TILE * TILE_BYTES;
-                const ActTile *a = (const ActTile *)act + t / TOKENS * act_tiles(w, w->cols) +
-                                   act_tiles(w, k);
+                const ActTile *a = (const ActTile *)act +
+                                   (t / TOKENS * act_tiles(w->cols) + act_tiles(k)) * act_parts(w);
                 if (block) multiply_block(job, a, tile, q, deep, t, k == 0, k + deep == w->cols);
                 else tokens = run_float(job, (const float *)tile, q, k, deep, t);
             }
@@ -1784,7 +1823,7 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
             c.act[j] = at;
             c.pack[j + 1] += tiles;
             at += job->n == 1 ? (cols + 255) / 256 * sizeof(Act)
-                              : tiles * act_tiles(job->w, cols) * sizeof(ActTile);
+                              : tiles * act_tiles(cols) * act_parts(job->w) * sizeof(ActTile);
         }
         // one token: long runs of memory, as 128 KB read 10 % faster than 32; but tasks for all
         size_t rows = job->n > 1 ? PANEL : larger(131072 / row_bytes, 1), least = BLOCK_ROWS;

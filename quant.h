@@ -17,12 +17,14 @@
 //   decode_X(const block_X *b, int g, int n, int8_t *q, float *d, float *m)
 //
 // 256 weights are 8 groups of 32, whatever the block size: b is the first of 256 weights' blocks.
-// It decodes groups g .. g+n-1 (g + n <= 8) to q[32*n], d[2*n], m[2*n]. Apply the formula, or dot q
-// with int8 activations and apply d and m to 16 products at a time. A CPU asks for 256 weights with
-// constants, decode_X(b, 0, 8, q, d, m); a GPU lane for its group, decode_X(b, g, 1, q, d, m); a
-// row's tail for n < 8. Only the n groups' blocks are read, and they may have any address. No
-// offsets means m = -0.0f, which changes no float it is added to (+0.0f would turn -0.0f into
-// +0.0f). Every d*q is exact in a float, so the result is ggml's even where multiply-add is fused.
+// A GPU lane asks for its group, decode_X(b, g, 1, q, d, m), and gets q[32], d[2], m[2] in order. A
+// CPU asks for all, decode_X(b, 0, 8, q, d, m), and gets d[16] and m[16] in order, but q[4][8][8]:
+// eight k of group i is q[k][i]. So a lane of a wide register meets the same group in all of q, and
+// dot products of q with activations in that order are added up as integers, four at a time, before
+// d and m are applied. Only the n groups' blocks are read, and they may have any address; the end
+// of a row is decoded from a copy with zeros behind. No offsets means m = -0.0f, which changes no
+// float it is added to (+0.0f would turn -0.0f into +0.0f). Every d*q is exact in a float, so the
+// result is ggml's even where multiply-add is fused.
 //
 // HOW TO READ. First section 4: three formats, with byte map and formula, as all have. "Run 32" in
 // a map: 32 bytes hold the low bits of weights 0..31, above them those of 32..63, and so on. Then
@@ -145,45 +147,55 @@ QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
     return quant_f16_to_f32(quant_u16(p));
 }
 // eight fields of 1, 2 or 4 bits, side by side, to the eight bytes of a word
+#if defined(QUANT_X86) && defined(__BMI2__)
+QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) {
+    return _pdep_u64(x, 0x0101010101010101 * ((1u << bits) - 1));
+}
+#else
 QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) {
     x = (x | x << (32 - 4 * bits)) & 0x0000000100000001 * ((1u << 4 * bits) - 1);
     x = (x | x << (16 - 2 * bits)) & 0x0001000100010001 * ((1u << 2 * bits) - 1);
     return (x | x << (8 - bits)) & 0x0101010101010101 * ((1u << bits) - 1);
 }
+#endif
 
 // ---- 3. the words decoders are made of ----
-// Each word is written once, on vectors of QUANT_LANES codes: 64 in AVX-512 (two groups, a and b),
-// 32 in AVX2, 16 in NEON, and 1 in plain C, which is what a GPU compiles and which says what an
-// operation means. With n = 8 the loops unroll: codes stay in registers from word to word, and on
-// to a caller that loads q, d and m as they were stored, QUANT_LANES bytes at a time. `left` counts
-// the codes from here to the last.
+// Each word is written once, on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in
+// NEON, and 1 in plain C, which is what a GPU compiles and which says what an operation means. With
+// n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
+// q, d and m as they were stored, QUANT_LANES bytes at a time. Vectors are made of EIGHTS, eight
+// consecutive weights: the t-th is eight t/n of group t%n.
+
+// first weight of the t-th eight, counted from that of group 0 (vectors longer than q: from above)
+QUANT_INLINE int quant_eight(int t, int n) { return t % n * 32 + t / n % 4 * 8; }
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #if defined(QUANT_SCALAR)
-enum { QUANT_LANES = 1, QUANT_SCALES = 1 };
+enum { QUANT_LANES = 1, QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
 typedef int quant_v;                                                // codes
 typedef int32_t quant_i;                                            // scales
-QUANT_INLINE quant_v quant_get(QUANT_THREAD const int8_t *q, int left) { return *q; }
-QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int left, quant_v v) { *q = (int8_t)v; }
-QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *a, QUANT_DEVICE const uint8_t *b,
-                                int run) {
-    return *a;
+QUANT_INLINE quant_v quant_get(QUANT_THREAD const int8_t *q, int n) { return *q; }
+QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) { *q = (int8_t)v; }
+QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
+                                QUANT_THREAD const int *byte, int field) {
+    return p[*block + *byte];
 }
-// right, or left by a negative count
-QUANT_INLINE quant_v quant_shift(quant_v v, QUANT_THREAD const int *s) {
-    return *s < 0 ? v << -*s : v >> *s;
+// bits to .. to+bits-1, after a shift to the right, or to the left by a negative count
+QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
+    return (*s < 0 ? v << -*s : v >> *s) & ((1 << bits) - 1) << to;
 }
 QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
     return table[v];
 }
-// bit j of the words, as 0 or 255
-QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int left) {
-    return w[j / 32] >> j % 32 & 1 ? 255 : 0;
+// weight j's bit of the words, as 0 or 255
+QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
+    return w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 1 ? 255 : 0;
 }
-// field j of 2 or 4 bits of the words
-QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int left) {
-    return (int)(w[j * bits / 32] >> j * bits % 32 & ((1u << bits) - 1));
+// weight j's field of 2 or 4 bits of the words
+QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
+    int bit = (quant_eight(j / 8, n) + j % 8) * bits;
+    return (int)(w[bit / 32] >> bit % 32 & ((1u << bits) - 1));
 }
 // the byte of 16 weights i, of 16 or 8 bytes that are for `per` weights each
 QUANT_INLINE void quant_widen(QUANT_THREAD quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
@@ -205,12 +217,13 @@ QUANT_INLINE void quant_halves(QUANT_THREAD float *d, QUANT_DEVICE const uint8_t
 
 #else
 #if defined(QUANT_AVX512)
-enum { QUANT_LANES = 64, QUANT_SCALES = 16 };
+enum { QUANT_LANES = 64 };
 #elif defined(QUANT_X86)
-enum { QUANT_LANES = 32, QUANT_SCALES = 16 };
+enum { QUANT_LANES = 32 };
 #else
-enum { QUANT_LANES = 16, QUANT_SCALES = 16 };
+enum { QUANT_LANES = 16 };
 #endif
+enum { QUANT_EIGHTS = QUANT_LANES / 8, QUANT_SCALES = 16 };
 typedef uint8_t quant_v __attribute__((vector_size(QUANT_LANES)));
 typedef uint64_t quant_w __attribute__((vector_size(QUANT_LANES)));
 typedef uint8_t quant_b __attribute__((vector_size(16)));
@@ -223,25 +236,29 @@ QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) {
 }
 
 #if defined(QUANT_AVX512)
-// bytes of two groups: 32 each, or 16 twice, or two 8s twice
-QUANT_INLINE quant_v quant_load(const uint8_t *a, const uint8_t *b, int run) {
-    if (run < 32) {
-        __m512i v = _mm512_maskz_broadcast_i32x4(0xffff, _mm_loadu_si128((const __m128i *)a));
-        v = _mm512_mask_broadcast_i32x4(v, 0xff00, _mm_loadu_si128((const __m128i *)b));
-        return (quant_v)(run == 8 ? _mm512_maskz_permutex_epi64(0xff, v, 0x50) : v);
+// Eights from their blocks and bytes. A field of 64 or 128 bytes is read whole, and its eights go
+// where they belong in one instruction; so do those of 16 bytes from each block.
+QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field) {
+    __m512i a = _mm512_setzero_si512(), b = a;
+    bool whole = field == 64 || field == 128;
+    quant_w at;
+    if (field == 32 && byte[0] == byte[1]) return (quant_v)((quant_w){0} + quant_u64(p + byte[0]));
+    QUANT_UNROLL for (int t = 0; t < 8; t++)
+        at[t] = (uint64_t)(whole ? byte[t] / 8 : t % 4 * 2 + t / 4 * 8 + byte[t] / 8 % 2);
+    if (whole) {
+        a = _mm512_loadu_si512(p);
+        b = _mm512_loadu_si512(p + field - 64);
+    } else QUANT_UNROLL for (int t = 0; t < 4; t++) {
+        const uint8_t *x = p + block[t] + byte[t] / 16 * 16;
+        const uint8_t *y = p + block[t + 4] + byte[t + 4] / 16 * 16;
+        __mmask16 to = (__mmask16)(0xffff << 4 * t);
+        a = _mm512_mask_broadcast_i32x4(a, to, _mm_loadu_si128((const __m128i *)x));
+        b = _mm512_mask_broadcast_i32x4(b, to, _mm_loadu_si128((const __m128i *)y));
     }
-    if (b == a + 32) return (quant_v)_mm512_loadu_si512(a);
-    __m256i v = _mm256_loadu_si256((const __m256i *)a), w = _mm256_loadu_si256((const __m256i *)b);
-    return (quant_v)(a == b ? _mm512_maskz_broadcast_i64x4(0xff, v)
-                            : _mm512_inserti64x4(_mm512_castsi256_si512(v), w, 1));
+    return (quant_v)_mm512_permutex2var_epi64(a, (__m512i)at, b);
 }
-QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
-    __m128i one = _mm_loadu_si128((const __m128i *)table);
-    __m512i t = _mm512_maskz_broadcast_i32x4(0xffff, one);
-    return (quant_v)_mm512_shuffle_epi8(t, (__m512i)v);
-}
-QUANT_INLINE quant_v quant_where(const uint32_t *w, int j, int left) {
-    return (quant_v)_mm512_movm_epi8(w[j / 32] | (left < 64 ? 0 : (uint64_t)w[j / 32 + 1] << 32));
+QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {           // in each 16 bytes
+    return (quant_v)_mm512_shuffle_epi8((__m512i)v, (__m512i)at);
 }
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
     *v = (quant_i)_mm512_maskz_cvtepu8_epi32(0xffff, (__m128i)b);
@@ -252,21 +269,18 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
     _mm512_storeu_ps(d, _mm512_maskz_permutexvar_ps(0xffff, twice, v));
 }
 #elif defined(QUANT_X86)
-QUANT_INLINE quant_v quant_load(const uint8_t *a, const uint8_t *b, int run) {
-    if (run >= 32) return (quant_v)_mm256_loadu_si256((const __m256i *)a);
-    __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)a));
-    return (quant_v)(run == 8 ? _mm256_permute4x64_epi64(v, 0x50) : v);
+QUANT_INLINE __m128i quant_pair(const uint8_t *p, int a, int b) {
+    if (a == b) return _mm_castpd_si128(_mm_loaddup_pd((const double *)(p + a)));
+    if (b == a + 8) return _mm_loadu_si128((const __m128i *)(p + a));
+    return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(p + a)),
+                              _mm_loadl_epi64((const __m128i *)(p + b)));
 }
-QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
-    __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
-    return (quant_v)_mm256_shuffle_epi8(t, (__m256i)v);
+QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field) {
+    return (quant_v)_mm256_set_m128i(quant_pair(p, block[2] + byte[2], block[3] + byte[3]),
+                                     quant_pair(p, block[0] + byte[0], block[1] + byte[1]));
 }
-QUANT_INLINE quant_v quant_where(const uint32_t *w, int j, int left) {
-    const long long one = 0x0101010101010101;
-    __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
-    __m256i v = _mm256_shuffle_epi8(_mm256_set1_epi32((int)w[j / 32]),
-                                    _mm256_setr_epi64x(0, one, 2 * one, 3 * one));
-    return (quant_v)_mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit);
+QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
+    return (quant_v)_mm256_shuffle_epi8((__m256i)v, (__m256i)at);
 }
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
     __m256i *to = (__m256i *)v;
@@ -278,53 +292,77 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
     _mm256_storeu_ps(d + 8, _mm256_cvtph_ps(_mm_unpackhi_epi16((__m128i)h, (__m128i)h)));
 }
 #else
-QUANT_INLINE quant_v quant_load(const uint8_t *a, const uint8_t *b, int run) {
-    return quant_join(quant_u64(a), quant_u64(run < 16 ? a : a + 8));
+QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field) {
+    return quant_join(quant_u64(p + block[0] + byte[0]), quant_u64(p + block[1] + byte[1]));
 }
 #if defined(QUANT_NEON)
-QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
-    return (quant_v)vqtbl1q_u8((uint8x16_t)vld1q_s8(table), (uint8x16_t)v);
+QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
+    return (quant_v)vqtbl1q_u8((uint8x16_t)v, (uint8x16_t)at);
 }
 #else
-QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
-    for (int i = 0; i < 16; i++) v[i] = (uint8_t)table[v[i]];
-    return v;
+QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
+    for (int i = 0; i < 16; i++) at[i] = v[at[i]];
+    return at;
 }
 #endif
-QUANT_INLINE quant_v quant_where(const uint32_t *w, int j, int left) {
-    const uint64_t one = 0x0101010101010101, bit = 0x8040201008040201;
-    uint32_t a = w[j / 32] >> j % 32;
-    quant_b mask = quant_join(bit, bit);
-    return (quant_v)((quant_join((a & 255) * one, (a >> 8 & 255) * one) & mask) == mask);
-}
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
     for (int i = 0; i < 16; i++) (*v)[i] = b[i];
 }
+QUANT_INLINE void quant_halves8(float *d, quant_b h) {
+    for (int i = 0; i < 16; i++) d[i] = quant_half((const uint8_t *)&h + i / 2 * 2);
+}
 #endif
 
-QUANT_INLINE quant_v quant_get(const int8_t *q, int left) {
+// AVX-512's dot product wants codes + 128: where the caller adds that, the compiler drops - 128
+QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
+    const uint8_t bias = QUANT_LANES == 64 ? 128 : 0;
+    quant_v t;
+    QUANT_UNROLL for (int i = 0; i < QUANT_LANES; i += 16)
+        __builtin_memcpy((char *)&t + i, table, 16);
+    return quant_pick(t + bias, v) - bias;
+}
+QUANT_INLINE quant_v quant_get(const int8_t *q, int n) {
     quant_v v = {0};
-    if (left < QUANT_LANES) __builtin_memcpy(&v, q, 32 % QUANT_LANES);
-    else __builtin_memcpy(&v, q, QUANT_LANES);
+    __builtin_memcpy(&v, q, QUANT_LANES < 32 * n ? QUANT_LANES : 32);
     return v;
 }
-QUANT_INLINE void quant_put(int8_t *q, int left, quant_v v) {
-    if (left < QUANT_LANES) __builtin_memcpy(q, &v, 32 % QUANT_LANES);
-    else __builtin_memcpy(q, &v, QUANT_LANES);
+QUANT_INLINE void quant_put(int8_t *q, int n, quant_v v) {
+    __builtin_memcpy(q, &v, QUANT_LANES < 32 * n ? QUANT_LANES : 32);
 }
-QUANT_INLINE quant_v quant_shift(quant_v v, const int *s) {
+#if defined(QUANT_AVX512) && defined(__GFNI__)
+// one product with 8 x 8 bits for each eight: row 7 - i, of bit i, selects bit i + s
+QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
+    const uint64_t same = 0x0102040810204080, ones = bits < 8 ? (1ull << bits % 8 * 8) - 1 : ~0ull;
+    quant_w rows;
+    QUANT_UNROLL for (int t = 0; t < 8; t++)
+        rows[t] = (s[t] < 0 ? same >> -8 * s[t] : same << 8 * s[t]) & ones << (8 - bits - to) * 8;
+    return (quant_v)_mm512_gf2p8affine_epi64_epi8((__m512i)v, (__m512i)rows, 0);
+}
+#else
+QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
     quant_w right = {0}, left = {0};
-    QUANT_UNROLL for (int k = 0; k < QUANT_LANES / 8; k++) {
-        right[k] = (uint64_t)(s[k] > 0 ? s[k] : 0);
-        left[k] = (uint64_t)(s[k] < 0 ? -s[k] : 0);
+    QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
+        right[t] = (uint64_t)(s[t] > 0 ? s[t] : 0);
+        left[t] = (uint64_t)(s[t] < 0 ? -s[t] : 0);
     }
-    return (quant_v)((quant_w)v >> right << left);
+    return (quant_v)((quant_w)v >> right << left) & (uint8_t)(((1 << bits) - 1) << to);
 }
-QUANT_INLINE quant_v quant_take(const uint32_t *w, int bits, int j, int left) {
+#endif
+QUANT_INLINE quant_v quant_where(const uint32_t *w, int j, int n) {
+    const uint64_t one = 0x0101010101010101, bit = 0x8040201008040201;
+    quant_w x = {0}, at = {0}, bits = {0};
+    QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
+        x[t] = w[(j / 8 + t) % n];
+        at[t] = (uint64_t)((j / 8 + t) / n % 4 + t % 2 * 8) * one;
+        bits[t] = bit;
+    }
+    return (quant_v)((quant_pick((quant_v)x, (quant_v)at) & (quant_v)bits) == (quant_v)bits);
+}
+QUANT_INLINE quant_v quant_take(const uint32_t *w, int bits, int j, int n) {
     quant_w x = {0};                                                // 8 fields in each lane
-    QUANT_UNROLL for (int k = 0; k < QUANT_LANES / 8; k++) {
-        int bit = (j + (left < 64 ? k % 4 : k) * 8) * bits;
-        x[k] = w[bit / 32] >> bit % 32 & (0xffffffff >> (32 - 8 * bits));
+    QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
+        int bit = quant_eight(j / 8 + t, n) * bits;
+        x[t] = w[bit / 32] >> bit % 32 & (0xffffffff >> (32 - 8 * bits));
     }
     x = (x | x << (32 - 4 * bits)) & 0x0000000100000001 * ((1u << 4 * bits) - 1);
     x = (x | x << (16 - 2 * bits)) & 0x0001000100010001 * ((1u << 2 * bits) - 1);
@@ -337,12 +375,12 @@ QUANT_INLINE quant_b quant_twice(uint64_t s) {
 }
 #else
 QUANT_INLINE quant_b quant_twice(uint64_t s) {
-    quant_b bytes = quant_join(s, 0), twice = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
-    return quant_shuffle((const int8_t *)&bytes, twice);
+    quant_b twice = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
+    return quant_pick(quant_join(s, 0), twice);
 }
 #endif
 // Scales, not codes, are what a decoder costs: 16 at once, from two words by one conversion. If n
-// is not 8 those of groups g to g + n - 1 are chosen.
+// is 1 those of group g are chosen.
 QUANT_INLINE void quant_widen(quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
     quant_widen16(v, per == 16 ? quant_join(lo, hi) : quant_twice(lo));
 }
@@ -354,21 +392,16 @@ QUANT_INLINE void quant_put_scale(float *d, const quant_i *v, float D, int g, in
     quant_i bits = (quant_i)(__builtin_convertvector(*v, quant_f) * D);
     quant_put_bits(d, &bits, g, n);
 }
-#if defined(QUANT_X86)
-QUANT_INLINE uint64_t quant_f16x4(const uint8_t *p, int size) {
-    uint16_t x[4];
-    QUANT_UNROLL for (int i = 0; i < 4; i++) __builtin_memcpy(&x[i], p + i * size, 2);
-    return x[0] | (uint64_t)x[1] << 16 | (uint64_t)x[2] << 32 | (uint64_t)x[3] << 48;
-}
 QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
+    uint64_t lo = 0, hi = 0;
     if (n < 8) for (int i = 0; i < 2 * n; i++) d[i] = quant_half(p + i / 2 * size);
-    else quant_halves8(d, quant_join(quant_f16x4(p, size), quant_f16x4(p + 4 * size, size)));
+    if (n < 8) return;
+    QUANT_UNROLL for (int i = 3; i >= 0; i--) {
+        lo = lo << 16 | quant_u16(p + i * size);
+        hi = hi << 16 | quant_u16(p + (4 + i) * size);
+    }
+    quant_halves8(d, quant_join(lo, hi));
 }
-#else
-QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
-    for (int i = 0; i < 2 * n; i++) d[i] = quant_half(p + i / 2 * size);
-}
-#endif
 #endif
 #pragma GCC diagnostic pop
 
@@ -378,42 +411,44 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
                                int weights, int run, int bits, int to, int g, int n) {
     int period = run * 8 / bits;
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        int a = 32 * g + j, b = 32 * n - j < 64 ? a : a + 32, s[8];
-        QUANT_UNROLL for (int k = 0; k < 8; k++)
-            s[k] = ((k < 4 ? a : b - 32) + 8 * k) % period / run * bits - to;
-        QUANT_DEVICE const uint8_t *pa = p + a / weights * size + a % weights / period * run;
-        QUANT_DEVICE const uint8_t *pb = p + b / weights * size + b % weights / period * run;
-        quant_v v = quant_load(pa + a % period % run, pb + b % period % run, run);
-        if (bits < 8) v = quant_shift(v, s) & (uint8_t)(((1 << bits) - 1) << to);
-        if (to) v |= quant_get(q + j, 32 * n - j);
-        quant_put(q + j, 32 * n - j, v);
+        int block[8], byte[8], s[8];
+        QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
+            int i = 32 * g + quant_eight(j / 8 + t, n) + j % 8;
+            block[t] = i / weights * size;
+            byte[t] = i % weights / period * run + i % run;
+            s[t] = i % period / run * bits - to;
+        }
+        quant_v v = quant_load(p, block, byte, weights < 256 ? 0 : 32 * bits);
+        if (bits < 8) v = quant_field(v, s, bits, to);
+        if (to) v |= quant_get(q + j, n);
+        quant_put(q + j, n, v);
     }
 }
 // codes: consecutive fields of 1, 2 or 4 bits from words, lowest first
 QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                int to, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v v = bits == 1 ? quant_where(w, j, 32 * n - j) & (uint8_t)(1 << to)
-                              : quant_take(w, bits, j, 32 * n - j);
-        if (to) v |= quant_get(q + j, 32 * n - j);
-        quant_put(q + j, 32 * n - j, v);
+        quant_v v = bits == 1 ? quant_where(w, j, n) & (uint8_t)(1 << to)
+                              : quant_take(w, bits, j, n);
+        if (to) v |= quant_get(q + j, n);
+        quant_put(q + j, n, v);
     }
 }
 // q = table[q], q in 0..15
 QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *table, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
-        quant_put(q + j, 32 * n - j, quant_shuffle(table, quant_get(q + j, 32 * n - j)));
+        quant_put(q + j, n, quant_shuffle(table, quant_get(q + j, n)));
 }
 // q += c
 QUANT_INLINE void quant_add(QUANT_THREAD int8_t *q, int c, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
-        quant_put(q + j, 32 * n - j, quant_get(q + j, 32 * n - j) + (uint8_t)c);
+        quant_put(q + j, n, quant_get(q + j, n) + (uint8_t)c);
 }
 // q = -q where a bit of the words is set
 QUANT_INLINE void quant_negate(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v minus = quant_where(w, j, 32 * n - j);
-        quant_put(q + j, 32 * n - j, (quant_get(q + j, 32 * n - j) ^ minus) - minus);
+        quant_v minus = quant_where(w, j, n);
+        quant_put(q + j, n, (quant_get(q + j, n) ^ minus) - minus);
     }
 }
 // d = D * (byte - bias); 16 bytes in lo and hi, or 8 in lo, are the scales of `per` weights each
@@ -426,6 +461,28 @@ QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint
         quant_put_scale(d + i, &v, D, g, n);
     }
 }
+// the same for 4 scales (d, times D), 4 offsets (m, times M), 4 scales and 4 offsets of 32 weights
+#if defined(QUANT_AVX512)
+QUANT_INLINE void quant_scales_offsets(float *d, float *m, float D, float M, uint64_t lo,
+                                       uint64_t hi, int g, int n) {
+    __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 8, 8, 9, 9, 10, 10, 11, 11);
+    __m512i next = _mm512_add_epi32(twice, _mm512_set1_epi32(4));
+    __m512 both = _mm512_mask_broadcastss_ps(_mm512_set1_ps(D), 0xf0f0, _mm_set_ss(M));
+    quant_i v;
+    quant_widen16(&v, quant_join(lo, hi));
+    both = _mm512_mul_ps(both, (__m512)__builtin_convertvector(v, quant_f));
+    quant_i a = (quant_i)_mm512_maskz_permutexvar_ps(0xffff, twice, both);
+    quant_i b = (quant_i)_mm512_maskz_permutexvar_ps(0xffff, next, both);
+    quant_put_bits(d, &a, g, n);
+    quant_put_bits(m, &b, g, n);
+}
+#else
+QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float *m, float D,
+                                       float M, uint64_t lo, uint64_t hi, int g, int n) {
+    quant_scales(d, D, (lo & 0xffffffff) | hi << 32, 0, 32, 0, g, n);
+    quant_scales(m, M, lo >> 32 | hi >> 32 << 32, 0, 32, 0, g, n);
+}
+#endif
 // E8M0 (MXFP4), halved: 2^(byte - 128) by the 8 bytes of s; 0 and 1 are denormal floats
 QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
     for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
@@ -485,18 +542,17 @@ QUANT_DECODER(q4_0) {
 //   scales: the low 6 bits of bytes 0-3 are sc 0-3, of bytes 4-7 mn 0-3. The others: low nibble of
 //   byte 8+j under the top 2 bits of byte j is sc 4+j; high nibble, top of byte 4+j: mn 4+j
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
-// four 6-bit fields at a time, in the bytes of a word (Q5_K has the same)
-QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, float D, float dmin,
+// (Q5_K has the same)
+QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, float D, float M,
                                  QUANT_DEVICE const uint8_t *s, int g, int n) {
-    uint32_t x = quant_u32(s), y = quant_u32(s + 4), z = quant_u32(s + 8);
-    uint32_t sc = (z & 0x0f0f0f0f) | (x >> 2 & 0x30303030);
-    uint32_t mn = (z >> 4 & 0x0f0f0f0f) | (y >> 2 & 0x30303030);
-    quant_scales(d, D, (x & 0x3f3f3f3f) | (uint64_t)sc << 32, 0, 32, 0, g, n);
-    quant_scales(m, -dmin, (y & 0x3f3f3f3f) | (uint64_t)mn << 32, 0, 32, 0, g, n);
+    uint64_t x = quant_u64(s), z = quant_u32(s + 8), nibbles = 0x0f0f0f0f;
+    uint64_t low = x & 0x3f3f3f3f3f3f3f3f;                         // sc 0-3, mn 0-3
+    uint64_t high = (z & nibbles) | (z >> 4 & nibbles) << 32 | (x >> 2 & 0x3030303030303030);
+    quant_scales_offsets(d, m, D, M, low, high, g, n);
 }
 QUANT_DECODER(q4_K) {
     quant_fields(q, b->qs, 0, 256, 32, 4, 0, g, n);
-    quant_scales_k(d, m, quant_half(b->d), quant_half(b->dmin), b->scales, g, n);
+    quant_scales_k(d, m, quant_half(b->d), -quant_half(b->dmin), b->scales, g, n);
 }
 
 // ==== end of the first sitting ===================================================================
@@ -565,7 +621,7 @@ QUANT_DECODER(mxfp4) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
     quant_lookup(q, quant_fp4, n);
     uint64_t e = 0;
-    QUANT_UNROLL for (int i = 0; i < n; i++) e |= (uint64_t)b[g + i].e << 8 * i;
+    QUANT_UNROLL for (int i = n - 1; i >= 0; i--) e = e << 8 | b[g + i].e;
     quant_e8m0(d, e, n);
     quant_no_offsets(m, n);
 }
@@ -576,8 +632,8 @@ QUANT_DECODER(mxfp4) {
 typedef struct { uint8_t d[4], qs[32]; } block_nvfp4;
 QUANT_DECODER(nvfp4) {
     uint64_t s[2] = {0, 0};
-    QUANT_UNROLL for (int i = 0; i < 2 * n; i++)
-        s[i / 8] |= (uint64_t)b[(2 * g + i) / 4].d[(2 * g + i) % 4] << i % 8 * 8;
+    QUANT_UNROLL for (int i = 0; i < n; i++)
+        s[i / 4] |= (uint64_t)quant_u16(b[(g + i) / 2].d + (g + i) % 2 * 2) << i % 4 * 16;
     quant_fields(q, b->qs, sizeof *b, 64, 8, 4, 0, g, n);
     quant_lookup(q, quant_fp4, n);
     quant_e4m3(d, s[0], s[1], n);
@@ -626,7 +682,7 @@ typedef struct { uint8_t d[2], dmin[2], scales[12], qh[32], qs[128]; } block_q5_
 QUANT_DECODER(q5_K) {
     quant_fields(q, b->qs, 0, 256, 32, 4, 0, g, n);
     quant_fields(q, b->qh, 0, 256, 32, 1, 4, g, n);
-    quant_scales_k(d, m, quant_half(b->d), quant_half(b->dmin), b->scales, g, n);
+    quant_scales_k(d, m, quant_half(b->d), -quant_half(b->dmin), b->scales, g, n);
 }
 
 // Q6_K ------------------------------------------------------------ 6.5625 bits per weight
@@ -712,7 +768,9 @@ QUANT_DECODER(tq1_0) {
         uint8_t x[16];
         if (k < 15) for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j] * power);
         else for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j % 4] * quant_pow3[j / 4]);
-        for (int j = 0; j < 16; j++) q[16 * i + j] = (int8_t)((x[j] > 85) + (x[j] > 170) - 1);
+        for (int j = 0; j < 16; j++)
+            q[((i % 2 * 2 + j / 8) * n + i / 2) * 8 + j % 8] =
+                (int8_t)((x[j] > 85) + (x[j] > 170) - 1);
     }
     quant_halves(d, b->d, 0, n);
     quant_no_offsets(m, n);
@@ -1185,24 +1243,24 @@ QUANT_DECODER(iq1_m) {
 
 // ---- 9. table, and public functions ----
 // In order to add a format: its row here, which also makes it known to everything below.
-// X(id, name, weights_per_block, bytes_per_block, per16, offsets): per16 = 1 if the two
-// scales of a group may differ, offsets = 1 if m is used
+// X(id, name, weights_per_block, bytes_per_block, per16, bias): per16 = 1 if the two scales of a
+// group may differ; codes are -bias or more, and 0 or more only in formats with offsets
 
 #define QUANT_TYPES(X)                                                                             \
-    X(2, q4_0, 32, 18, 0, 0)          X(3, q4_1, 32, 20, 0, 1)                                     \
-    X(6, q5_0, 32, 22, 0, 0)          X(7, q5_1, 32, 24, 0, 1)                                     \
-    X(8, q8_0, 32, 34, 0, 0)          X(10, q2_K, 256, 84, 1, 1)                                   \
-    X(11, q3_K, 256, 110, 1, 0)       X(12, q4_K, 256, 144, 0, 1)                                  \
-    X(13, q5_K, 256, 176, 0, 1)       X(14, q6_K, 256, 210, 1, 0)                                  \
-    X(16, iq2_xxs, 256, 66, 0, 0)     X(17, iq2_xs, 256, 74, 1, 0)                                 \
-    X(18, iq3_xxs, 256, 98, 0, 0)     X(19, iq1_s, 256, 50, 0, 0)                                  \
-    X(20, iq4_nl, 32, 18, 0, 0)       X(21, iq3_s, 256, 110, 0, 0)                                 \
-    X(22, iq2_s, 256, 82, 1, 0)       X(23, iq4_xs, 256, 136, 0, 0)                                \
-    X(29, iq1_m, 256, 56, 1, 0)       X(34, tq1_0, 256, 54, 0, 0)                                  \
-    X(35, tq2_0, 256, 66, 0, 0)       X(39, mxfp4, 32, 17, 0, 0)                                   \
-    X(40, nvfp4, 64, 36, 1, 0)        X(41, q1_0, 128, 18, 0, 0)                                   \
-    X(42, q2_0, 64, 18, 0, 0)
-#define QUANT_X(id, name, weights, bytes, per16, offsets)                                          \
+    X(2, q4_0, 32, 18, 0, 8)          X(3, q4_1, 32, 20, 0, 0)                                     \
+    X(6, q5_0, 32, 22, 0, 16)         X(7, q5_1, 32, 24, 0, 0)                                     \
+    X(8, q8_0, 32, 34, 0, 128)        X(10, q2_K, 256, 84, 1, 0)                                   \
+    X(11, q3_K, 256, 110, 1, 4)       X(12, q4_K, 256, 144, 0, 0)                                  \
+    X(13, q5_K, 256, 176, 0, 0)       X(14, q6_K, 256, 210, 1, 32)                                 \
+    X(16, iq2_xxs, 256, 66, 0, 43)    X(17, iq2_xs, 256, 74, 1, 43)                                \
+    X(18, iq3_xxs, 256, 98, 0, 62)    X(19, iq1_s, 256, 50, 0, 9)                                  \
+    X(20, iq4_nl, 32, 18, 0, 128)     X(21, iq3_s, 256, 110, 0, 15)                                \
+    X(22, iq2_s, 256, 82, 1, 43)      X(23, iq4_xs, 256, 136, 0, 128)                              \
+    X(29, iq1_m, 256, 56, 1, 9)       X(34, tq1_0, 256, 54, 0, 1)                                  \
+    X(35, tq2_0, 256, 66, 0, 1)       X(39, mxfp4, 32, 17, 0, 128)                                 \
+    X(40, nvfp4, 64, 36, 1, 128)      X(41, q1_0, 128, 18, 0, 1)                                   \
+    X(42, q2_0, 64, 18, 0, 1)
+#define QUANT_X(id, name, weights, bytes, per16, bias)                                          \
     typedef char quant_size_of_##name[sizeof(block_##name) == bytes ? 1 : -1];
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -1213,15 +1271,6 @@ QUANT_TYPES(QUANT_X)
 enum { QUANT_F32 = 0, QUANT_F16 = 1, QUANT_BF16 = 30 };
 
 // float to half, to the nearest, ties to even; NaN stays NaN
-#if defined(QUANT_X86)
-QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
-    return (uint16_t)_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(f), _MM_FROUND_TO_NEAREST_INT), 0);
-}
-#elif defined(QUANT_NEON)
-QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
-    return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(f))), 0);
-}
-#else
 QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
     union { float f; uint32_t u; } x = {f};
     uint32_t sign = x.u >> 16 & 0x8000, u = x.u & 0x7fffffff, shift = 126 - (u >> 23);
@@ -1233,7 +1282,6 @@ QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
     u = (u & 0x7fffff) | 0x800000;
     return (uint16_t)(sign | (u + (1u << (shift - 1)) - 1 + (u >> shift & 1)) >> shift);
 }
-#endif
 
 QUANT_INLINE float quant_bf16_to_f32(uint16_t h) { return quant_from_bits((uint32_t)h << 16); }
 QUANT_INLINE uint16_t quant_f32_to_bf16(float f) {
@@ -1247,7 +1295,7 @@ QUANT_API const char *quant_name(int ggml_type) {
     case QUANT_F32: return "f32";
     case QUANT_F16: return "f16";
     case QUANT_BF16: return "bf16";
-#define QUANT_X(id, name, weights, bytes, per16, offsets) case id: return #name;
+#define QUANT_X(id, name, weights, bytes, per16, bias) case id: return #name;
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
     default: return NULL;
@@ -1261,7 +1309,7 @@ QUANT_API size_t quant_row_bytes(int ggml_type, size_t n) {
     case QUANT_F32: bytes = 4; break;
     case QUANT_F16:
     case QUANT_BF16: bytes = 2; break;
-#define QUANT_X(id, name, w, b, per16, offsets) case id: weights = w, bytes = b; break;
+#define QUANT_X(id, name, w, b, per16, bias) case id: weights = w, bytes = b; break;
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
     default: return 0;
@@ -1292,18 +1340,20 @@ QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size
     else if (ggml_type == QUANT_BF16)
         for (size_t i = 0; i < n; i++) dst[i] = quant_bf16_to_f32((uint16_t)quant_u16(p + 2 * i));
     else for (size_t i = 0; i < n; i += 256) {
-        int8_t q[256];
-        float d[16], m[16];
-        int groups = n - i < 256 ? (int)(n - i) / 32 : 8;
+        int8_t q[256] = {0};
+        float d[16] = {0}, m[16] = {0};
+        uint8_t last[272] = {0};                                    // blocks of 256 weights at most
+        size_t left = n - i < 256 ? n - i : 256, bytes = quant_row_bytes(ggml_type, left);
+        const uint8_t *b = p + quant_row_bytes(ggml_type, i);
+        if (left < 256) b = (const uint8_t *)__builtin_memcpy(last, b, bytes);
         switch (ggml_type) {
-#define QUANT_X(id, name, weights, bytes, per16, offsets)                                          \
-        case id:                                                                                   \
-            decode_##name((const block_##name *)p + i / weights, 0, groups, q, d, m);              \
-            break;
+#define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
+        case id: decode_##name((const block_##name *)b, 0, 8, q, d, m); break;
         QUANT_TYPES(QUANT_X)
 #undef QUANT_X
         }
-        for (int j = 0; j < 32 * groups; j++) dst[i + (size_t)j] = d[j / 16] * q[j] + m[j / 16];
+        for (size_t j = 0; j < left; j++)
+            dst[i + j] = d[j / 16] * q[j / 8 % 4 * 64 + j / 32 * 8 + j % 8] + m[j / 16];
     }
     return true;
 }
