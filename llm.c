@@ -2274,7 +2274,7 @@ typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
-    float *conv, *state;        // delta-net: [conv-1][channels], [n_value][dv][dk]
+    float *conv, *state;        // delta-net: [conv-1][channels], [n_value][blocks][dk][DELTA_ROWS]
 } Cache;
 
 typedef struct Session {
@@ -2474,18 +2474,20 @@ static void choose_experts(Session *s, const void *unused, int i) {
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
-// Runs `rows` of the sorted order, which belong to whole experts: their tokens side by side, so
-// that an expert's weights are read and decoded once for all of them.
-static void run_experts(Session *s, const Layer *w, const int32_t *order, int rows) {
+// Runs the first experts of the sorted order, as many as fit the buffers; returns how many rows. An
+// expert's tokens stand side by side: its weights are read and decoded once for all of them.
+static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
     const Config *c = &s->m->config;
     Matrix gate[MAX_JOBS / 2], up[MAX_JOBS / 2], down[MAX_JOBS / 2];
     Matmul in[MAX_JOBS] = {{0}}, back[MAX_JOBS / 2] = {{0}};
     size_t dim = c->dim, ff = w->ff;
-    int jobs = 0;
-    for (int r = 0, n = 0; r < rows; r += n, jobs++) {
-        int e = s->chosen[order[r]];
-        for (n = 0; r + n < rows && s->chosen[order[r + n]] == e; n++)
-            memcpy(s->gathered + (r + n) * dim, s->h + order[r + n] / c->n_used * dim, 4 * dim);
+    int jobs = 0, rows = 0;
+    for (int n = 1; rows < left && jobs < MAX_JOBS / 2; rows += n, jobs++) {
+        int r = rows, e = s->chosen[order[r]];
+        for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
+        if (r + n > limit) break;
+        for (int i = r; i < r + n; i++)
+            memcpy(s->gathered + i * dim, s->h + order[i] / c->n_used * dim, 4 * dim);
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
@@ -2498,6 +2500,7 @@ static void run_experts(Session *s, const Layer *w, const int32_t *order, int ro
     matmul(&s->pool, s->matmul_scratch, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
+    return rows;
 }
 
 // the expert that sees every token, with its own weight where there is a router for it
@@ -2527,17 +2530,7 @@ static void experts(Session *s, const Layer *w, int n) {
         for (int i = 0; i < rows; i++)
             if (s->chosen[i] == e) s->order[at++] = i;
     memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
-    for (int first = 0, last; first < rows; first = last) {
-        int jobs = 0;
-        last = first;
-        for (int next; last < rows && jobs < MAX_JOBS / 2; last = next, jobs++) {
-            for (next = last;
-                 next < rows && s->chosen[s->order[next]] == s->chosen[s->order[last]];)
-                next++;
-            if (next - first > limit) break;
-        }
-        run_experts(s, w, s->order + first, last - first);
-    }
+    for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     if (w->shared_up.data) shared_expert(s, w, n);
 }
 
@@ -2546,28 +2539,30 @@ static void experts(Session *s, const Layer *w, int n) {
 // A head's memory is a matrix S of dv x dk. A token decays it, asks it for the value stored under
 // its key, and writes the difference to its own value:  S *= g;  S += b (v - S k) k';  o = S q.
 
-// causal convolution over time of one block of channels, in place, then SiLU
+enum { DELTA_ROWS = 4 * LANES, CONV_BLOCK = 64 };
+static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
+
+// Causal convolution over time of one block of channels, then SiLU. The rows before the chunk come
+// first, so that token t's inputs begin in row t, where its result is put.
 static void delta_conv(void *ctx, int block, int thread) {
-    RowCall *call = ctx;
-    Session *s = call->s;
-    const Config *c = &s->m->config;
-    const Layer *w = call->of;
-    size_t channels = w->conv_in.rows;
-    int n = s->n, past = c->conv - 1;
+    Session *s = ctx;
+    const Layer *w = &s->m->layers[s->l];
+    size_t channels = w->conv_in.rows, first = (size_t)block * CONV_BLOCK;
+    int n = s->n, past = s->m->config.conv - 1;
+    int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
+    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
     (void)thread;
-    for (size_t ch = block * 64; ch < channels && ch < (size_t)block * 64 + 64; ch++) {
-        const float *tap = w->conv + ch * c->conv;
-        float *old = s->cache[s->l].conv + ch, *mix = s->mix + ch, seen[64];
-        for (int j = 0; j < past; j++) seen[j] = old[j * channels];
-        for (int t = 0; t < n; t++) {   // seen: the raw inputs before t
-            float x = mix[t * channels], y = tap[past] * x;
-            for (int j = 0; j < past; j++) y += tap[j] * seen[j];
-            for (int j = 1; j < past; j++) seen[j - 1] = seen[j];
-            if (past) seen[past - 1] = x;
-            mix[t * channels] = y / (1 + expf(-y));
-        }
-        for (int j = 0; j < past; j++) old[j * channels] = seen[j];
+    for (int j = 0; j <= past; j++)
+        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
+    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
+    for (int t = 0; t < n; t++) {
+        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
+        prefetch(x + (past + 8) * channels, sizeof y);   // rows are too far apart for the hardware
+        for (int j = 0; j <= past; j++)
+            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
+        activate(x, NULL, y, width, SILU);
     }
+    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
 
 // unit keys and queries; decay and write strength of each value head
@@ -2591,36 +2586,46 @@ static void delta_gates_row(Session *s, const void *of, int i) {
     }
 }
 
-// One row of S against every token of the chunk: S never leaves the first-level cache, and the
-// rows are independent, so prefill and decode are the same recurrence. Per token and row that is
-// 4 dk multiply-adds; a 27B hybrid spends some 3 % of a prefill token here.
+// A task has DELTA_ROWS rows of S, side by side in the vectors' lanes, and runs over the chunk's
+// tokens: prefill and decode are one recurrence, and S stays in L1. The pass that writes a token
+// reads for its query and the next token's key: 4 dk dv multiply-adds, 65,536 for 128 x 128. The
+// chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
 static void delta_rule(void *ctx, int task, int thread) {
-    RowCall *call = ctx;
-    Session *s = call->s;
+    enum { V = DELTA_ROWS / LANES };
+    Session *s = ctx;
     const Config *c = &s->m->config;
-    const Layer *w = call->of;
-    int channels = w->conv_in.rows, h = task / c->dv, r = task % c->dv, dk = c->dk;
+    int blocks = delta_blocks(c), h = task / blocks, r = task % blocks * DELTA_ROWS, dk = c->dk;
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
-    float *state = s->cache[s->l].state + (size_t)task * dk;
+    size_t channels = s->m->layers[s->l].conv_in.rows;
+    size_t bytes = (c->dv - r < DELTA_ROWS ? c->dv - r : DELTA_ROWS) * sizeof(float);
+    float *state = s->cache[s->l].state + (size_t)task * dk * DELTA_ROWS;
+    const float *q = s->mix + (size_t)key * dk, *k = q + (size_t)c->n_key * dk;
+    const float *value = s->mix + (size_t)2 * c->n_key * dk + h * c->dv + r;
+    vf asked[V] = {{0}};
     (void)thread;
-    for (int t = 0; t < s->n; t++) {
-        const float *mix = s->mix + (size_t)t * channels;
-        const float *q = mix + (size_t)key * dk, *k = q + (size_t)c->n_key * dk;
+    for (int j = 0; j < dk; j++)
+        UNROLL for (int v = 0; v < V; v++)
+            asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
+    for (int t = 0; t < s->n; t++, q += channels, k += channels, value += channels) {
+        const float *next = t + 1 < s->n ? k + channels : k;
         size_t gate = (size_t)t * c->n_value + h;
-        float v = mix[(size_t)2 * c->n_key * dk + task], decay = s->decay[gate];
-        float lane[16] = {0}, sum = 0;
-        int j = 0;
-        for (; j + 16 <= dk; j += 16)
-            for (int i = 0; i < 16; i++) lane[i] += (state[j + i] *= decay) * k[j + i];
-        for (; j < dk; j++) lane[0] += (state[j] *= decay) * k[j];
-        for (int i = 0; i < 16; i++) sum += lane[i], lane[i] = 0;
-        float write = s->write[gate] * (v - sum);
-        for (j = 0; j + 16 <= dk; j += 16)
-            for (int i = 0; i < 16; i++) lane[i] += (state[j + i] += write * k[j + i]) * q[j + i];
-        for (; j < dk; j++) lane[0] += (state[j] += write * k[j]) * q[j];
-        sum = 0;
-        for (int i = 0; i < 16; i++) sum += lane[i];
-        s->att[((size_t)t * c->n_value + h) * c->dv + r] = sum;
+        float g = s->decay[gate], b = s->write[gate];
+        vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
+        prefetch(q + 2 * channels, dk * sizeof *q);
+        prefetch(k + 2 * channels, dk * sizeof *k);
+        memcpy(write, value, bytes);
+        UNROLL for (int v = 0; v < V; v++) write[v] = (write[v] - asked[v] * g) * b;
+        for (int j = 0; j < dk; j++) {
+            UNROLL for (int v = 0; v < V; v++) {
+                float *at = state + j * DELTA_ROWS + v * LANES;
+                vf row = load_f32(at) * g + write[v] * k[j];
+                memcpy(at, &row, sizeof row);
+                out[v] += row * q[j];
+                ask[v] += row * next[j];
+            }
+        }
+        memcpy(asked, ask, sizeof ask);
+        memcpy(s->att + gate * c->dv + r, out, bytes);
     }
 }
 
@@ -2634,16 +2639,16 @@ static void delta_out_row(Session *s, const void *of, int i) {
 
 static void delta_net(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
-    RowCall call = {s, w, NULL};
     bool fused = w->beta_alpha.data;
-    Matmul in[] = {{&w->conv_in, s->h, s->mix, n}, {&w->z, s->h, s->z, n},
+    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
+    Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
                    {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
     matmul(&s->pool, s->matmul_scratch, in, fused ? 3 : 4);
-    parallel(&s->pool, delta_conv, &call, (w->conv_in.rows + 63) / 64);
+    parallel(&s->pool, delta_conv, s, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     each_row(s, w, n, delta_gates_row);
-    parallel(&s->pool, delta_rule, &call, c->n_value * c->dv);
+    parallel(&s->pool, delta_rule, s, c->n_value * delta_blocks(c));
     each_row(s, &w->delta_norm, n, delta_out_row);
     matmul(&s->pool, s->matmul_scratch, &back, 1);
 }
@@ -2656,14 +2661,13 @@ static void delta_net(Session *s, const Layer *w, int n) {
 static void embed_row(Session *s, const void *unused, int i) {
     const Model *m = s->m;
     const Config *c = &m->config;
-    float *x = s->x + (size_t)i * c->dim;
+    float *x = s->x + (size_t)i * c->dim, *y = s->h + (size_t)i * c->dim;
     size_t row = quant_row_bytes(m->embd.type, c->dim);
     (void)unused;
     quant_dequantize(m->embd.type, m->embd.data + s->ids[i] * row, x, c->dim);
     for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
     const Matrix *extra[2] = {&m->pos_embd, &m->type_embd};
     for (int k = 0; k < 2; k++) {   // learned position, token type 0
-        float *y = s->h + (size_t)i * c->dim;
         if (!extra[k]->data) continue;
         row = k ? 0 : (s->pos + i) * quant_row_bytes(extra[k]->type, c->dim);
         quant_dequantize(extra[k]->type, extra[k]->data + row, y, c->dim);
@@ -2711,8 +2715,8 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-static void clamp(float *x, int64_t n, float limit) {
-    for (int64_t i = 0; i < n; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
+static void clamp(float *x, int64_t n, float limit) {   // 0: none
+    for (int64_t i = 0; i < n && limit > 0; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
 }
 
 static void narrow(const float *x, int n, uint16_t *to) {   // to f16
@@ -2731,15 +2735,12 @@ static void rope_row(Session *s, const void *of, int i) {
     int64_t q_dim = (int64_t)w->n_head * c->hd;
     float *q = s->q + i * q_dim, *k = s->k + i * w->k.rows, *v = s->v + i * w->v.rows;
     const float *turn = s->rope[w->window > 0] + (size_t)i * c->n_rot;
-    if (c->clamp_qkv > 0) {
-        clamp(q, q_dim, c->clamp_qkv);
-        clamp(k, w->k.rows, c->clamp_qkv);
-        clamp(v, w->v.rows, c->clamp_qkv);
-    }
+    clamp(v, w->v.rows, c->clamp_qkv);
     for (int p = 0; p < 2; p++) {
         float *x = p ? k : q;
         int heads = p ? w->n_kv : w->n_head;
         const Norm *n = p ? &w->k_norm : &w->q_norm;
+        clamp(x, heads * c->hd, c->clamp_qkv);
         if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
         for (int h = 0; w->rope && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
         if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
@@ -2748,10 +2749,9 @@ static void rope_row(Session *s, const void *of, int i) {
         c->temp_scale ? 1 + c->temp_scale * logf(floorf(pos / (float)c->n_ctx_orig) + 1) : 1;
     for (int j = 0; far != 1 && j < q_dim; j++) q[j] *= far;
     for (int h = 0; h < w->n_kv; h++) {
-        uint16_t *kr = cache->k + ((size_t)h * cache->rows + row) * c->hd;
-        uint16_t *vr = cache->v + ((size_t)h * cache->rows + row) * c->vd;
-        narrow(k + h * c->hd, c->hd, kr);
-        narrow(v + h * c->vd, c->vd, vr);
+        size_t at = (size_t)h * cache->rows + row;
+        narrow(k + h * c->hd, c->hd, cache->k + at * c->hd);
+        narrow(v + h * c->vd, c->vd, cache->v + at * c->vd);
     }
     cache->pos[row] = pos;
 }
@@ -2872,7 +2872,8 @@ static void plan_caches(Session *s, Arena *a) {
     for (int l = 0; l < c->n_layer; l++) {
         if (!s->m->layers[l].conv_in.data) continue;
         s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, sizeof(float));
-        s->cache[l].state = arena_take(a, (size_t)c->n_value * c->dv * c->dk, sizeof(float));
+        s->cache[l].state = arena_take(a, (size_t)c->n_value * delta_blocks(c) * c->dk,
+                                       DELTA_ROWS * sizeof(float));
     }
     s->n_recurrent = (a->used - start) / sizeof(float);
     s->saved = arena_take(a, s->n_recurrent, sizeof(float));
@@ -2940,7 +2941,7 @@ static void plan_scratch(Session *s, Arena *a) {
     s->k = arena_take(a, n * w.k, f);
     s->v = arena_take(a, n * w.v, f);
     s->att = arena_take(a, n * w.att, f);
-    s->mix = arena_take(a, n * w.mix, f);
+    s->mix = arena_take(a, (n + c->conv) * w.mix, f);
     s->z = arena_take(a, n * w.z, f);
     s->ba = arena_take(a, n * 2 * c->n_value, f);
     s->decay = arena_take(a, n * c->n_value, f);
