@@ -397,9 +397,8 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp 0.5.0 on random models (f32 weights, 160 tokens, its
-// options and special cases): the logits are equal to an NMSE of 1e-6 (ernie4_5's attn_output.bias
-// aside, which is ignored there). For those in VERIFIED the
-// tests hold recorded logits of llama.cpp.
+// options and special cases): the logits are equal to an NMSE of 1e-6 (but for ernie4_5's
+// attn_output.bias, ignored there). For those in VERIFIED the tests hold llama.cpp's logits.
 
 enum { RMS, LAYER, BARE };                    // norm: RMSNorm, LayerNorm, LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // GELU in its tanh form
@@ -420,7 +419,6 @@ enum {
     ENCODER = 4096,        // sees the whole text; norms stand after the residual
     DELTA_TILED = 8192,    // value head h reads key head h % n_key, not h / (n_value / n_key)
     GATES_NORMED = 16384,  // weights of the chosen experts are divided by their sum
-    GATES_LATE = 32768,    // experts are chosen by raw logits, the softmax is over the chosen
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
 };
@@ -435,11 +433,11 @@ typedef struct {
 } Arch;
 
 static const Arch ARCHS[] = {
-    {"llama mistral3", RMS, SILU, NORM, .flags = GATES_NORMED},
+    {"ernie4_5-moe llama mistral3", RMS, SILU, NORM, .flags = GATES_NORMED},
     {"baichuan", RMS, SILU, NORM, .n_layer = 32},
     {"baichuan", RMS, SILU, NO_ROPE, .flags = ALIBI_8, .n_layer = 40},
     {"baichuan", RMS, SILU, NO_ROPE, .flags = 0},
-    {"chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, NORM, .flags = 0},
+    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, NORM, .flags = 0},
     {"smollm3", RMS, SILU, NORM, .no_rope = 4},
     {"granite", RMS, SILU, NORM, .flags = ROPE_TUNED | LOGIT_DIVIDE},
     {"granitemoe", RMS, SILU, NORM, .flags = LOGIT_DIVIDE | GATES_NORMED},
@@ -448,15 +446,16 @@ static const Arch ARCHS[] = {
     {"olmo", BARE, SILU, NORM, .flags = 0},
     {"command-r", LAYER, SILU, NORM, .flags = 0},
     {"cohere2", LAYER, SILU, NORM, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4},
-
     {"exaone4", RMS, SILU, NEOX, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
     {"exaone exaone4 olmoe phi3 qwen2 qwen2moe qwen3 seed_oss", RMS, SILU, NEOX, .flags = 0},
-    {"qwen3moe qwen3next", RMS, SILU, NEOX, .flags = GATES_NORMED},
+    {"dots1 glm4moe", RMS, SILU, NEOX, .flags = 0},
+    {"minimax-m2 qwen3moe qwen3next", RMS, SILU, NEOX, .flags = GATES_NORMED},
     {"qwen35", RMS, SILU, NEOX, .flags = DELTA_TILED},
     {"qwen35moe", RMS, SILU, NEOX, .flags = DELTA_TILED | GATES_NORMED},
     {"hunyuan-dense", RMS, SILU, NEOX, .flags = QK_NORM_LATE},
+    {"hunyuan-moe", RMS, SILU, NEOX, .flags = QK_NORM_LATE | GATES_NORMED},
     {"olmo2", RMS, SILU, NEOX, .flags = LOCAL_UNSCALED, .local = 4},
-    {"gpt-oss", RMS, SWIGLU_OAI, NEOX, .flags = GATES_LATE, .local = 2},
+    {"gpt-oss", RMS, SWIGLU_OAI, NEOX, .flags = GATES_NORMED, .local = 2},
     {"gemma", RMS, GELU, NEOX, .flags = EMBD_SQRT},
     {"gemma2", RMS, GELU, NEOX, .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
     {"gemma2", RMS, GELU, NEOX, .flags = GEMMA2, .local = 2},
@@ -471,8 +470,8 @@ static const Arch ARCHS[] = {
     {"nomic-bert", LAYER, SILU, NEOX, .flags = ENCODER},
 };
 
-static const char VERIFIED[] = "bert gemma gemma2 gemma3 gpt-oss llama mistral3 nomic-bert phi3 "
-                               "qwen2 qwen3 qwen35 qwen3moe";
+static const char VERIFIED[] = "bert gemma gemma2 gemma3 glm4moe gpt-oss llama mistral3 nomic-bert "
+                               "phi3 qwen2 qwen3 qwen35 qwen3moe";
 
 typedef struct {
     char name[32];                             // of the architecture
@@ -487,7 +486,8 @@ typedef struct {
     bool yarn;
     int n_ctx_orig;                            // context length before RoPE scaling
     int n_expert, n_used;
-    float expert_scale;
+    float gates_scale;
+    bool sigmoid, gates_normed;                // how logits become experts' weights
     int parallel;                              // attention and FFN read the same stream
     int conv, n_key, n_value, dk, dv;          // delta-net: convolution, heads, widths
     int causal, pooling;                       // -1 not said, 0 none, 1 mean, 2 CLS, 3 last
@@ -513,7 +513,7 @@ typedef struct {
     Norm attn_norm, attn_post_norm, ffn_norm, ffn_post_norm;
     Norm q_norm, k_norm;                       // per head (n = hd), per projection, or [head][hd]
     Matrix q, k, v, o;                         // q has 2 x hd rows a head where attention is gated
-    const float *sinks;                        // [n_head]
+    const float *sinks, *router_bias;          // [n_head]; [n_expert], for the choice only
     Matrix gate, up, down;                     // dense FFN, or all experts' with step
     Matrix router, shared_gate, shared_up, shared_down, shared_router;
     Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net; conv_in: q, k, v
@@ -750,6 +750,7 @@ static void load_delta(Loader *ld, Layer *w) {
 static void load_ffn(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     w->router = load_matrix(ld, "ffn_gate_inp", c->dim, c->n_expert, 1);
+    w->router_bias = load_vector(ld, "exp_probs_b", ".bias", c->n_expert);
     if (!w->router.data) {
         const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
         w->gate = load_matrix(ld, "ffn_gate", c->dim, w->ff, 1);
@@ -904,7 +905,12 @@ static void load_config(Loader *ld) {
     // experts
     c->n_expert = load_int(ld, "expert_count", 0, 0, 4096);
     c->n_used = load_int(ld, "expert_used_count", 0, c->n_expert > 0, c->n_expert);
-    c->expert_scale = load_float(ld, "expert_weights_scale", "deepseek", 1);
+    load_int(ld, "expert_group_count", 0, 0, 1);   // a choice of groups first: not supported
+    c->gates_scale = load_float(ld, "expert_weights_scale", "bailingmoe deepseek dots1 glm4moe", 1);
+    c->gates_normed = flags & GATES_NORMED ||
+                      load_float(ld, "expert_weights_norm", "bailingmoe dots1 glm4moe", 0) > 0;
+    c->sigmoid = is_word(c->name, "dots1 glm4moe minimax-m2") &&
+                 load_int(ld, "expert_gating_func", 2, 1, 2) == 2;   // 1: softmax
     // delta-net
     c->conv = load_int(ld, "ssm.conv_kernel", 0, 0, 64);
     c->n_key = load_int(ld, "ssm.group_count", 0, 0, 1 << 14);
@@ -2313,7 +2319,7 @@ typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
-    float *conv, *state;        // delta-net: [conv-1][channels], [n_value][dv][dk]
+    float *conv, *state;        // delta-net: [conv-1][channels], [n_value][blocks][dk][DELTA_ROWS]
 } Cache;
 
 typedef struct Session {
@@ -2486,45 +2492,46 @@ static void ffn(Session *s, const Ffn *f, float *out, int n) {   // of s->h
 // -- experts --
 
 // The router's choice for one token: probabilities, the n_used best, their weights.
-static void choose_experts(Session *s, const void *unused, int i) {
+static void choose_experts(Session *s, const void *of, int i) {
     const Config *c = &s->m->config;
-    (void)unused;
+    const float *bias = ((const Layer *)of)->router_bias;
     float *p = s->route + (size_t)i * c->n_expert, *weight = s->weight + (size_t)i * c->n_used;
     int32_t *chosen = s->chosen + (size_t)i * c->n_used;
-    bool late = c->arch->flags & GATES_LATE;
-    float top = p[0], sum = 0, scale = c->expert_scale;
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
-    for (int e = 0; e < c->n_expert && !late; e++) sum += p[e] = expf(p[e] - top);
-    for (int e = 0; e < c->n_expert && !late; e++) p[e] /= sum;
-    for (int k = 0; k < c->n_used; k++) {
-        int best = -1;
-        for (int e = 0; e < c->n_expert; e++) {
-            bool taken = false;
-            for (int j = 0; j < k; j++) taken |= chosen[j] == e;
-            if (!taken && (best < 0 || p[e] > p[best])) best = e;
+    for (int e = 0; e < c->n_expert; e++)
+        all += p[e] = c->sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
+    for (int e = 0; e < c->n_expert && !c->sigmoid; e++) p[e] /= all;
+    for (int e = 0; e < c->n_expert; e++) {   // the best so far, sorted, and their scores
+        float score = p[e] + (bias ? bias[e] : 0);
+        int k = e < c->n_used ? e : c->n_used - 1;
+        if (e > k && !(score > weight[k])) continue;
+        for (; k > 0 && score > weight[k - 1]; k--) {
+            chosen[k] = chosen[k - 1];
+            weight[k] = weight[k - 1];
         }
-        chosen[k] = best;
-        weight[k] = late ? expf(p[best] - top) : p[best];
+        chosen[k] = e;
+        weight[k] = score;
     }
-    sum = 0;
-    for (int k = 0; k < c->n_used; k++) sum += weight[k];
-    if (late) scale /= sum;
-    else if (c->arch->flags & GATES_NORMED) scale /= fmaxf(sum, 6.103515625e-5f);
+    for (int k = 0; k < c->n_used; k++) sum += weight[k] = p[chosen[k]];
+    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
-// Runs `rows` of the sorted order, which belong to whole experts: their tokens side by side, so
-// that an expert's weights are read and decoded once for all of them.
-static void run_experts(Session *s, const Layer *w, const int32_t *order, int rows) {
+// Runs the first experts of the sorted order, as many as fit the buffers; returns how many rows. An
+// expert's tokens stand side by side: its weights are read and decoded once for all of them.
+static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
     const Config *c = &s->m->config;
     Matrix gate[MAX_JOBS / 2], up[MAX_JOBS / 2], down[MAX_JOBS / 2];
     Matmul in[MAX_JOBS] = {{0}}, back[MAX_JOBS / 2] = {{0}};
     size_t dim = c->dim, ff = w->ff;
-    int jobs = 0;
-    for (int r = 0, n = 0; r < rows; r += n, jobs++) {
-        int e = s->chosen[order[r]];
-        for (n = 0; r + n < rows && s->chosen[order[r + n]] == e; n++)
-            memcpy(s->gathered + (r + n) * dim, s->h + order[r + n] / c->n_used * dim, 4 * dim);
+    int jobs = 0, rows = 0;
+    for (int n = 1; rows < left && jobs < MAX_JOBS / 2; rows += n, jobs++) {
+        int r = rows, e = s->chosen[order[r]];
+        for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
+        if (r + n > limit) break;
+        for (int i = r; i < r + n; i++)
+            memcpy(s->gathered + i * dim, s->h + order[i] / c->n_used * dim, 4 * dim);
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
@@ -2537,6 +2544,7 @@ static void run_experts(Session *s, const Layer *w, const int32_t *order, int ro
     matmul(&s->pool, s->matmul_scratch, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
+    return rows;
 }
 
 // the expert that sees every token, with its own weight where there is a router for it
@@ -2566,17 +2574,7 @@ static void experts(Session *s, const Layer *w, int n) {
         for (int i = 0; i < rows; i++)
             if (s->chosen[i] == e) s->order[at++] = i;
     memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
-    for (int first = 0, last; first < rows; first = last) {
-        int jobs = 0;
-        last = first;
-        for (int next; last < rows && jobs < MAX_JOBS / 2; last = next, jobs++) {
-            for (next = last;
-                 next < rows && s->chosen[s->order[next]] == s->chosen[s->order[last]];)
-                next++;
-            if (next - first > limit) break;
-        }
-        run_experts(s, w, s->order + first, last - first);
-    }
+    for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     if (w->shared_up.data) shared_expert(s, w, n);
 }
 
@@ -2585,28 +2583,30 @@ static void experts(Session *s, const Layer *w, int n) {
 // A head's memory is a matrix S of dv x dk. A token decays it, asks it for the value stored under
 // its key, and writes the difference to its own value:  S *= g;  S += b (v - S k) k';  o = S q.
 
-// causal convolution over time of one block of channels, in place, then SiLU
+enum { DELTA_ROWS = 4 * LANES, CONV_BLOCK = 64 };
+static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
+
+// Causal convolution over time of one block of channels, then SiLU. The rows before the chunk come
+// first, so that token t's inputs begin in row t, where its result is put.
 static void delta_conv(void *ctx, int block, int thread) {
-    RowCall *call = ctx;
-    Session *s = call->s;
-    const Config *c = &s->m->config;
-    const Layer *w = call->of;
-    size_t channels = w->conv_in.rows;
-    int n = s->n, past = c->conv - 1;
+    Session *s = ctx;
+    const Layer *w = &s->m->layers[s->l];
+    size_t channels = w->conv_in.rows, first = (size_t)block * CONV_BLOCK;
+    int n = s->n, past = s->m->config.conv - 1;
+    int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
+    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
     (void)thread;
-    for (size_t ch = block * 64; ch < channels && ch < (size_t)block * 64 + 64; ch++) {
-        const float *tap = w->conv + ch * c->conv;
-        float *old = s->cache[s->l].conv + ch, *mix = s->mix + ch, seen[64];
-        for (int j = 0; j < past; j++) seen[j] = old[j * channels];
-        for (int t = 0; t < n; t++) {   // seen: the raw inputs before t
-            float x = mix[t * channels], y = tap[past] * x;
-            for (int j = 0; j < past; j++) y += tap[j] * seen[j];
-            for (int j = 1; j < past; j++) seen[j - 1] = seen[j];
-            if (past) seen[past - 1] = x;
-            mix[t * channels] = y / (1 + expf(-y));
-        }
-        for (int j = 0; j < past; j++) old[j * channels] = seen[j];
+    for (int j = 0; j <= past; j++)
+        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
+    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
+    for (int t = 0; t < n; t++) {
+        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
+        prefetch(x + (past + 8) * channels, sizeof y);   // rows are too far apart for the hardware
+        for (int j = 0; j <= past; j++)
+            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
+        activate(x, NULL, y, width, SILU);
     }
+    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
 
 // unit keys and queries; decay and write strength of each value head
@@ -2630,36 +2630,46 @@ static void delta_gates_row(Session *s, const void *of, int i) {
     }
 }
 
-// One row of S against every token of the chunk: S never leaves the first-level cache, and the
-// rows are independent, so prefill and decode are the same recurrence. Per token and row that is
-// 4 dk multiply-adds; a 27B hybrid spends some 3 % of a prefill token here.
+// A task has DELTA_ROWS rows of S, side by side in the vectors' lanes, and runs over the chunk's
+// tokens: prefill and decode are one recurrence, and S stays in L1. The pass that writes a token
+// reads for its query and the next token's key: 4 dk dv multiply-adds, 65,536 for 128 x 128. The
+// chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
 static void delta_rule(void *ctx, int task, int thread) {
-    RowCall *call = ctx;
-    Session *s = call->s;
+    enum { V = DELTA_ROWS / LANES };
+    Session *s = ctx;
     const Config *c = &s->m->config;
-    const Layer *w = call->of;
-    int channels = w->conv_in.rows, h = task / c->dv, r = task % c->dv, dk = c->dk;
+    int blocks = delta_blocks(c), h = task / blocks, r = task % blocks * DELTA_ROWS, dk = c->dk;
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
-    float *state = s->cache[s->l].state + (size_t)task * dk;
+    size_t channels = s->m->layers[s->l].conv_in.rows;
+    size_t bytes = (c->dv - r < DELTA_ROWS ? c->dv - r : DELTA_ROWS) * sizeof(float);
+    float *state = s->cache[s->l].state + (size_t)task * dk * DELTA_ROWS;
+    const float *q = s->mix + (size_t)key * dk, *k = q + (size_t)c->n_key * dk;
+    const float *value = s->mix + (size_t)2 * c->n_key * dk + h * c->dv + r;
+    vf asked[V] = {{0}};
     (void)thread;
-    for (int t = 0; t < s->n; t++) {
-        const float *mix = s->mix + (size_t)t * channels;
-        const float *q = mix + (size_t)key * dk, *k = q + (size_t)c->n_key * dk;
+    for (int j = 0; j < dk; j++)
+        UNROLL for (int v = 0; v < V; v++)
+            asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
+    for (int t = 0; t < s->n; t++, q += channels, k += channels, value += channels) {
+        const float *next = t + 1 < s->n ? k + channels : k;
         size_t gate = (size_t)t * c->n_value + h;
-        float v = mix[(size_t)2 * c->n_key * dk + task], decay = s->decay[gate];
-        float lane[16] = {0}, sum = 0;
-        int j = 0;
-        for (; j + 16 <= dk; j += 16)
-            for (int i = 0; i < 16; i++) lane[i] += (state[j + i] *= decay) * k[j + i];
-        for (; j < dk; j++) lane[0] += (state[j] *= decay) * k[j];
-        for (int i = 0; i < 16; i++) sum += lane[i], lane[i] = 0;
-        float write = s->write[gate] * (v - sum);
-        for (j = 0; j + 16 <= dk; j += 16)
-            for (int i = 0; i < 16; i++) lane[i] += (state[j + i] += write * k[j + i]) * q[j + i];
-        for (; j < dk; j++) lane[0] += (state[j] += write * k[j]) * q[j];
-        sum = 0;
-        for (int i = 0; i < 16; i++) sum += lane[i];
-        s->att[((size_t)t * c->n_value + h) * c->dv + r] = sum;
+        float g = s->decay[gate], b = s->write[gate];
+        vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
+        prefetch(q + 2 * channels, dk * sizeof *q);
+        prefetch(k + 2 * channels, dk * sizeof *k);
+        memcpy(write, value, bytes);
+        UNROLL for (int v = 0; v < V; v++) write[v] = (write[v] - asked[v] * g) * b;
+        for (int j = 0; j < dk; j++) {
+            UNROLL for (int v = 0; v < V; v++) {
+                float *at = state + j * DELTA_ROWS + v * LANES;
+                vf row = load_f32(at) * g + write[v] * k[j];
+                memcpy(at, &row, sizeof row);
+                out[v] += row * q[j];
+                ask[v] += row * next[j];
+            }
+        }
+        memcpy(asked, ask, sizeof ask);
+        memcpy(s->att + gate * c->dv + r, out, bytes);
     }
 }
 
@@ -2673,16 +2683,16 @@ static void delta_out_row(Session *s, const void *of, int i) {
 
 static void delta_net(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
-    RowCall call = {s, w, NULL};
     bool fused = w->beta_alpha.data;
-    Matmul in[] = {{&w->conv_in, s->h, s->mix, n}, {&w->z, s->h, s->z, n},
+    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
+    Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
                    {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
     matmul(&s->pool, s->matmul_scratch, in, fused ? 3 : 4);
-    parallel(&s->pool, delta_conv, &call, (w->conv_in.rows + 63) / 64);
+    parallel(&s->pool, delta_conv, s, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     each_row(s, w, n, delta_gates_row);
-    parallel(&s->pool, delta_rule, &call, c->n_value * c->dv);
+    parallel(&s->pool, delta_rule, s, c->n_value * delta_blocks(c));
     each_row(s, &w->delta_norm, n, delta_out_row);
     matmul(&s->pool, s->matmul_scratch, &back, 1);
 }
@@ -2695,14 +2705,13 @@ static void delta_net(Session *s, const Layer *w, int n) {
 static void embed_row(Session *s, const void *unused, int i) {
     const Model *m = s->m;
     const Config *c = &m->config;
-    float *x = s->x + (size_t)i * c->dim;
+    float *x = s->x + (size_t)i * c->dim, *y = s->h + (size_t)i * c->dim;
     size_t row = quant_row_bytes(m->embd.type, c->dim);
     (void)unused;
     quant_dequantize(m->embd.type, m->embd.data + s->ids[i] * row, x, c->dim);
     for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
     const Matrix *extra[2] = {&m->pos_embd, &m->type_embd};
     for (int k = 0; k < 2; k++) {   // learned position, token type 0
-        float *y = s->h + (size_t)i * c->dim;
         if (!extra[k]->data) continue;
         row = k ? 0 : (s->pos + i) * quant_row_bytes(extra[k]->type, c->dim);
         quant_dequantize(extra[k]->type, extra[k]->data + row, y, c->dim);
@@ -2750,8 +2759,8 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-static void clamp(float *x, int64_t n, float limit) {
-    for (int64_t i = 0; i < n; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
+static void clamp(float *x, int64_t n, float limit) {   // 0: none
+    for (int64_t i = 0; i < n && limit > 0; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
 }
 
 static void narrow(const float *x, int n, uint16_t *to) {   // to f16
@@ -2770,15 +2779,12 @@ static void rope_row(Session *s, const void *of, int i) {
     int64_t q_dim = (int64_t)w->n_head * c->hd;
     float *q = s->q + i * q_dim, *k = s->k + i * w->k.rows, *v = s->v + i * w->v.rows;
     const float *turn = s->rope[w->window > 0] + (size_t)i * c->n_rot;
-    if (c->clamp_qkv > 0) {
-        clamp(q, q_dim, c->clamp_qkv);
-        clamp(k, w->k.rows, c->clamp_qkv);
-        clamp(v, w->v.rows, c->clamp_qkv);
-    }
+    clamp(v, w->v.rows, c->clamp_qkv);
     for (int p = 0; p < 2; p++) {
         float *x = p ? k : q;
         int heads = p ? w->n_kv : w->n_head;
         const Norm *n = p ? &w->k_norm : &w->q_norm;
+        clamp(x, heads * c->hd, c->clamp_qkv);
         if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
         for (int h = 0; w->rope && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
         if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
@@ -2787,10 +2793,9 @@ static void rope_row(Session *s, const void *of, int i) {
         c->temp_scale ? 1 + c->temp_scale * logf(floorf(pos / (float)c->n_ctx_orig) + 1) : 1;
     for (int j = 0; far != 1 && j < q_dim; j++) q[j] *= far;
     for (int h = 0; h < w->n_kv; h++) {
-        uint16_t *kr = cache->k + ((size_t)h * cache->rows + row) * c->hd;
-        uint16_t *vr = cache->v + ((size_t)h * cache->rows + row) * c->vd;
-        narrow(k + h * c->hd, c->hd, kr);
-        narrow(v + h * c->vd, c->vd, vr);
+        size_t at = (size_t)h * cache->rows + row;
+        narrow(k + h * c->hd, c->hd, cache->k + at * c->hd);
+        narrow(v + h * c->vd, c->vd, cache->v + at * c->vd);
     }
     cache->pos[row] = pos;
 }
@@ -2911,7 +2916,8 @@ static void plan_caches(Session *s, Arena *a) {
     for (int l = 0; l < c->n_layer; l++) {
         if (!s->m->layers[l].conv_in.data) continue;
         s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, sizeof(float));
-        s->cache[l].state = arena_take(a, (size_t)c->n_value * c->dv * c->dk, sizeof(float));
+        s->cache[l].state = arena_take(a, (size_t)c->n_value * delta_blocks(c) * c->dk,
+                                       DELTA_ROWS * sizeof(float));
     }
     s->n_recurrent = (a->used - start) / sizeof(float);
     s->saved = arena_take(a, s->n_recurrent, sizeof(float));
@@ -2979,7 +2985,7 @@ static void plan_scratch(Session *s, Arena *a) {
     s->k = arena_take(a, n * w.k, f);
     s->v = arena_take(a, n * w.v, f);
     s->att = arena_take(a, n * w.att, f);
-    s->mix = arena_take(a, n * w.mix, f);
+    s->mix = arena_take(a, (n + c->conv) * w.mix, f);
     s->z = arena_take(a, n * w.z, f);
     s->ba = arena_take(a, n * 2 * c->n_value, f);
     s->decay = arena_take(a, n * c->n_value, f);

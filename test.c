@@ -279,7 +279,7 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   the FFN, it runs beside attention  2 two norms for that  a it is called post_attention_norm
 //   k K j norm of q and k: of [hd], [heads * hd], [heads][hd]   i sinks
 //   g FFN without gate  u gate and up fused  x experts  m theirs fused  s shared expert  S its gate
-//   P learned positions  N norm of the embedding  T no head  E encoder
+//   r the router's bias  P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
 //   y with ssm_in, as early files  v QKV with gates fused
 // and, of the program: l a linear layer, ^ tensors that are in no layer.
@@ -301,7 +301,7 @@ static const char PARTS[] =
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
     "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m+B "
     "ffn_up_exps:32,48,6:x!m+B ffn_down_exps:48,32,6:x+B ffn_gate_shexp:32,48:s "
-    "ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S";
+    "exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S";
 
 typedef struct {
     const char *arch;
@@ -1049,7 +1049,7 @@ static void test_golden_models(void) {
         "qwen2-yarn",    "qwen3",           "gemma",         "gemma2",     "gemma3",
         "phi3",          "phi3-long",       "phi3-short",    "llama-moe",  "qwen3moe",
         "gpt-oss",       "qwen35",          "llama.q4_0",    "qwen2.q5_1", "gemma3.iq4_nl",
-        "gpt-oss.mxfp4", "llama256.q4_K_M", "qwen2-256.q2_K"};
+        "gpt-oss.mxfp4", "llama256.q4_K_M", "qwen2-256.q2_K", "glm4moe"};
     static const int chunks[] = {48, 1, 7, 5};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         int32_t ids[64];
@@ -1175,6 +1175,12 @@ static const Shape SHAPES[] = {
     {"olmoe", 3, "Kx", EXPERT_KEYS},
     {"granitemoe", 3, "xs", EXPERT_KEYS "embedding_scale=3. residual_scale=0.5 logit_scale=2."},
     {"deepseek", 3, "xs", EXPERT_KEYS "expert_weights_scale=2."},
+    {"glm4moe", 3, "abxsr", EXPERT_KEYS "expert_weights_norm=1 expert_weights_scale=2."},
+    {"dots1", 3, "kxsr", EXPERT_KEYS "expert_gating_func=1"},
+    {"minimax-m2", 3, "Kxr", EXPERT_KEYS},
+    {"ernie4_5-moe", 3, "xsr", EXPERT_KEYS},
+    {"bailingmoe", 3, "xs", EXPERT_KEYS},
+    {"hunyuan-moe", 3, "kxs", EXPERT_KEYS},
     {"gpt-oss", 4, "boaxBi", EXPERT_KEYS WINDOW_KEYS},
     {"qwen35", 4, "dak", DELTA_KEYS "rope.dimension_count=8"},
     {"qwen35moe", 4, "dakxsS", DELTA_KEYS EXPERT_KEYS},
