@@ -1264,12 +1264,10 @@ typedef void DecodeFn(DECODE_ARGS);
 #define ROWS_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
 typedef void RowsFn(ROWS_ARGS);
 
-// 256 weights of a row from `at` on: where they are, or at its end a copy[272] filled with zeros
-static const uint8_t *whole_256(const Matrix *w, const uint8_t *row, int64_t at, uint8_t *copy) {
-    row += quant_row_bytes(w->type, at);
-    if (w->cols - at >= 256) return row;
+// the end of a row, less than 256 weights, with zeros behind
+static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8_t copy[272]) {
     memset(copy, 0, 272);
-    return memcpy(copy, row, quant_row_bytes(w->type, w->cols - at));
+    return memcpy(copy, b, quant_row_bytes(type, left));
 }
 
 // Sums of 256 weights times activations. Codes and activations lie so that a lane meets numbers of
@@ -1295,22 +1293,20 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, 
 
 INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bool per16, int bias,
                        const uint8_t *w, int64_t rows, int64_t cols, const Act *x, float *out) {
-    Matrix one = {.type = type, .cols = cols};
     uint8_t last[272];
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
-    size_t row = cols / 32 * bytes / 8;
-    for (int64_t r = 0; r < rows; r++, w += row) {
+    for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
         vf sum[2] = {{0}};
-        const uint8_t *b = w, *end = w + cols / 256 * bytes;
+        const uint8_t *b = w;
         const Act *a = x;
-        for (; b < end; b += bytes, a++) {
+        for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
             decode(b, q, d, m);
             dot256(q, d, m, per16, bias, a, sum);
         }
         if (cols % 256) {
-            tail(whole_256(&one, w, cols / 256 * 256, last), q, d, m);
+            tail(padded_256(type, b, cols % 256, last), q, d, m);
             dot256(q, d, m, per16, bias, a, sum);
         }
         out[r] = sum_lanes(sum[0] + sum[1] * (bias ? -(float)bias : 1));
@@ -1371,6 +1367,14 @@ static const Format formats[64] = {   // unpack NULL: float weights
 #undef QUANT_X
 };
 
+// weights k .. k+255 of row r
+static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *d, float *m) {
+    uint8_t last[272];
+    const uint8_t *b = w->data + r * quant_row_bytes(w->type, w->cols) + quant_row_bytes(w->type, k);
+    if (w->cols - k < 256) b = padded_256(w->type, b, w->cols - k, last);
+    formats[w->type].unpack(b, q, d, m);
+}
+
 // -- matrix x matrix --
 // out[n][rows] in tiles of 16 rows x some tokens, which stay in registers. Rows lie across the
 // lanes and activations are broadcast, so nothing is summed across lanes. A task takes PANEL rows
@@ -1396,16 +1400,15 @@ enum {
 #if defined(SIMD_VNNI)
 // four words at a time: vector i gets rows i, 4+i, 8+i, 12+i, so that transposing 4 x 4 words
 // inside 128 bits finishes it
-static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to) {
+static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
     for (int k = 0; k < n; k += 4) {
-        __m512i v[4], flips = _mm512_set1_epi32((int)flip);
+        __m512i v[4];
         UNROLL for (int i = 0; i < 4; i++) {
             const uint32_t *p = rows + stride * i + k;
             v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)p));
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 4 * stride)), 1);
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 8 * stride)), 2);
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 12 * stride)), 3);
-            v[i] = _mm512_xor_si512(v[i], flips);
         }
         __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
         __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
@@ -1416,9 +1419,9 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, ui
     }
 }
 #else
-static void transpose(const uint32_t *rows, int stride, int n, uint32_t flip, uint32_t *to) {
+static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
     for (int i = 0; i < n; i++)
-        for (int r = 0; r < TILE; r++) to[TILE * i + r] = rows[stride * r + i] ^ flip;
+        for (int r = 0; r < TILE; r++) to[TILE * i + r] = rows[stride * r + i];
 }
 #endif
 
@@ -1464,7 +1467,7 @@ static void panel_float(const Matrix *w, int64_t r, int64_t k, int depth, float 
         int64_t row = r + j < w->rows ? r + j : w->rows - 1;
         quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j], depth);
     }
-    transpose((uint32_t *)rows, FLOAT_DEPTH, depth, 0, (uint32_t *)columns);
+    transpose((uint32_t *)rows, FLOAT_DEPTH, depth, (uint32_t *)columns);
 }
 
 // as many tokens from t on as there are registers for; returns how many
@@ -1551,52 +1554,43 @@ INLINE vf spread_pair(const float *d, int g, int half) {
     return (vf)_mm512_maskz_permutexvar_ps(0xffff, at, _mm512_loadu_ps(d));
 }
 
-INLINE void widen_codes(const int8_t *q, const float *d, const float *m, bool per16, bool offsets,
-                        uint16_t *to) {
+static void widen_codes(const int8_t *q, const float *d, const float *m, uint16_t *to) {
     UNROLL for (int i = 0; i < 8; i++, q += 32, to += 32) {
         vf w[2];
-        int half = per16 ? i / 4 : 0;
         UNROLL for (int h = 0; h < 2; h++) {
             __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q + h));
-            w[h] = (vf)_mm512_cvtepi32_ps(codes) * spread_pair(d, i % 2 * 4 + 2 * h, half);
-            if (offsets) w[h] += spread_pair(m, i % 2 * 4 + 2 * h, half);
+            int g = i % 2 * 4 + 2 * h;
+            w[h] = (vf)_mm512_cvtepi32_ps(codes) * spread_pair(d, g, i / 4) +
+                   spread_pair(m, g, i / 4);
         }
         store_bf16(to, w[0], w[1]);
     }
 }
 
-static void widen_256(const Format *f, const uint8_t *b, uint16_t *to) {
-    int8_t q[256] __attribute__((aligned(64)));
-    float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
-    f->unpack(b, q, d, m);
-    if (f->per16 && f->offsets) widen_codes(q, d, m, true, true, to);
-    else if (f->per16) widen_codes(q, d, m, true, false, to);
-    else if (f->offsets) widen_codes(q, d, m, false, true, to);
-    else widen_codes(q, d, m, false, false, to);
-}
-
 // rows r .. r+15 from weight k on, as pairs [depth/32][parts][16][16][2]
 static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel) {
-    size_t row_bytes = quant_row_bytes(w->type, w->cols);
+    size_t size = quant_row_bytes(w->type, 1), row_bytes = w->cols * size;   // of float weights
     int parts = weight_parts(w);
     for (int i = 0; i < depth; i += 256) {
         uint16_t rows[MAX_PARTS][TILE][256] __attribute__((aligned(64)));
         int some = depth - i < 256 ? depth - i : 256;
         for (int j = 0; j < TILE; j++) {
-            uint8_t last[272];
-            const uint8_t *row = w->data + (r + j < w->rows ? r + j : w->rows - 1) * row_bytes;
+            int64_t row = r + j < w->rows ? r + j : w->rows - 1;
             if (formats[w->type].unpack) {
-                widen_256(&formats[w->type], whole_256(w, row, k + i, last), rows[0][j]);
+                int8_t q[256] __attribute__((aligned(64)));
+                float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
+                unpack_row(w, row, k + i, q, d, m);
+                widen_codes(q, d, m, rows[0][j]);
             } else {
                 float x[256] = {0};
-                quant_dequantize(w->type, row + quant_row_bytes(w->type, k + i), x, some);
+                quant_dequantize(w->type, w->data + row * row_bytes + (k + i) * size, x, some);
                 for (int g = 0; g < 8; g++)
                     store_eights(&rows[0][j][32 * g], sizeof *rows, parts, x, g);
             }
         }
         for (int g = 0; g < 8; g++)
             for (int p = 0; p < parts; p++, panel += TILE_SIZE)
-                transpose((uint32_t *)rows[p] + 16 * g, 128, 16, 0, (uint32_t *)panel);
+                transpose((uint32_t *)rows[p] + 16 * g, 128, 16, (uint32_t *)panel);
     }
 }
 
@@ -1674,19 +1668,17 @@ static void act_pack(const Matmul *job, int t, ActTile *a) {
 static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *codes) {
     const Format *f = &formats[w->type];
     float *d = (float *)(codes + TILE * DEPTH), *m = d + DEPTH;
-    uint32_t flip = f->offsets || !CODE_BIAS ? 0 : 0x80808080;
-    size_t row_bytes = quant_row_bytes(w->type, w->cols);
     for (int i = 0; i < depth; i += 256) {
         int8_t q[TILE][256];
         float scale[TILE][16], offset[TILE][16];
-        uint8_t last[272];
         for (int j = 0; j < TILE; j++) {
-            const uint8_t *row = w->data + (r + j < w->rows ? r + j : w->rows - 1) * row_bytes;
-            f->unpack(whole_256(w, row, k + i, last), q[j], scale[j], offset[j]);
+            int64_t row = r + j < w->rows ? r + j : w->rows - 1;
+            unpack_row(w, row, k + i, q[j], scale[j], offset[j]);
+            for (int c = 0; c < 256 && !f->offsets; c++) q[j][c] ^= CODE_BIAS;   // adds it
         }
-        transpose((uint32_t *)q, 64, 64, flip, (uint32_t *)(codes + TILE * i));
-        transpose((uint32_t *)scale, 16, 16, 0, (uint32_t *)d + i);
-        if (f->offsets) transpose((uint32_t *)offset, 16, 16, 0, (uint32_t *)m + i);
+        transpose((uint32_t *)q, 64, 64, (uint32_t *)(codes + TILE * i));
+        transpose((uint32_t *)scale, 16, 16, (uint32_t *)d + i);
+        if (f->offsets) transpose((uint32_t *)offset, 16, 16, (uint32_t *)m + i);
     }
 }
 
@@ -2002,7 +1994,7 @@ static void pack_queries(const float *q, int hd, uint32_t *to) {
             store_parts(rows[0][k], sizeof *rows, 2, load_f32(x), load_f32(x + 16));
         }
         for (int p = 0; p < 2; p++)
-            transpose((uint32_t *)rows[p], 16, 16, 0, to + p * TILE_SIZE / 4);
+            transpose((uint32_t *)rows[p], 16, 16, to + p * TILE_SIZE / 4);
     }
 }
 
@@ -2065,7 +2057,7 @@ static void lanes_block(const Attention *a, int r, int keys, bool masked, const 
             for (int i = 0; i < TILE; i++)
                 store_pairs(part[0][i], load_f32(s[t][j + 2 * i]), load_f32(s[t][j + 2 * i + 1]));
             for (int y = 0; y < 2; y++)
-                transpose(part[y][0], 16, 16, 0, (uint32_t *)p[j / 32][y].x[t]);
+                transpose(part[y][0], 16, 16, (uint32_t *)p[j / 32][y].x[t]);
         }
     }
     for (int e = 0; e < width; e += 32, pairs += packed_bytes(KEYS, 32)) {
