@@ -762,16 +762,17 @@ QUANT_DECODER(tq2_0) {
 QUANT_TABLE uint8_t quant_pow3[5] = {1, 3, 9, 27, 81};
 typedef struct { uint8_t qs[52], d[2]; } block_tq1_0;
 QUANT_DECODER(tq1_0) {
+    int8_t w[256];                                                  // in order
     for (int i = 0; i < 2 * n; i++) {                               // 16 weights at a time
         int k = 2 * g + i, power = quant_pow3[k < 10 ? k / 2 : k < 15 ? k - 10 : 0];
         QUANT_DEVICE const uint8_t *p = b->qs + (k < 10 ? k % 2 * 16 : k < 15 ? 32 : 48);
         uint8_t x[16];
         if (k < 15) for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j] * power);
         else for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j % 4] * quant_pow3[j / 4]);
-        for (int j = 0; j < 16; j++)
-            q[((i % 2 * 2 + j / 8) * n + i / 2) * 8 + j % 8] =
-                (int8_t)((x[j] > 85) + (x[j] > 170) - 1);
+        for (int j = 0; j < 16; j++) w[16 * i + j] = (int8_t)((x[j] > 85) + (x[j] > 170) - 1);
     }
+    for (int t = 0; t < 4 * n; t++)
+        for (int j = 0; j < 8; j++) q[8 * t + j] = w[quant_eight(t, n) + j];
     quant_halves(d, b->d, 0, n);
     quant_no_offsets(m, n);
 }
