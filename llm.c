@@ -1087,7 +1087,7 @@ static void parallel(Pool *p, Task *fn, void *ctx, int n) {
 // -- vectors --
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
 // dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
-//   VNNI    one instruction; w is unsigned there, so signed codes get CODE_BIAS added
+//   VNNI    one instruction; w is unsigned there, so signed codes get a bias added
 //   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits, where |w| times x
 //           with w's sign fits: at most 2 * 128 * 127
 //   NEON    sdot, or widening products
@@ -1279,7 +1279,7 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, 
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}};
-        if (!bias || CODE_BIAS) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
+        if (!bias || CODE_BIAS > 0) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
         UNROLL for (int k = 0; k < 4; k++) {
             vub w = (vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(CODE_BIAS ? bias : 0);
             int part = per16 ? k / 2 : 0;
@@ -1523,74 +1523,53 @@ INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {   // `
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// 32 of 256 numbers as decoders order codes: an eight of four groups
-INLINE void store_eights(void *to, size_t next, int parts, const float *x, int i) {
-    vf half[2];
-    x += i / 2 * 8 + i % 2 * 128;
-    for (int h = 0; h < 2; h++, x += 64) {
-        __m512d lo = _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)x));
-        half[h] = (vf)_mm512_insertf64x4(lo, _mm256_loadu_pd((const double *)(x + 32)), 1);
-    }
-    store_parts(to, next, parts, half[0], half[1]);
-}
-
 static void act_pack(const Matmul *job, int t, ActTile *a) {
     int64_t cols = job->w->cols;
     int parts = act_parts(job->w);
-    for (int64_t i = 0; i < cols; i += 256, a += 8 * parts)
+    for (int64_t i = 0; i < cols; i += 32, a += parts)
         for (int k = 0; k < TOKENS; k++) {
             const float *x = job->x + (t + k < job->n ? t + k : t) * cols + i;
-            float edge[256] = {0};
-            if (cols - i < 256) x = memcpy(edge, x, (cols - i) * sizeof *x);
-            for (int j = 0; j < 8; j++)
-                store_eights(a[j * parts].x[k / 16][k % 16], sizeof *a, parts, x, j);
+            float edge[32] = {0};
+            if (cols - i < 32) x = memcpy(edge, x, (cols - i) * sizeof *x);
+            store_parts(a->x[k / 16][k % 16], sizeof *a, parts, load_f32(x), load_f32(x + 16));
         }
 }
 
-// the numbers of eights of groups g and g+1
-INLINE vf spread_pair(const float *d, int g, int half) {
-    __m512i at = _mm512_set1_epi32(2 * g + half);
-    at = _mm512_mask_add_epi32(at, 0xff00, at, _mm512_set1_epi32(2));
-    return (vf)_mm512_maskz_permutexvar_ps(0xffff, at, _mm512_loadu_ps(d));
-}
-
-static void widen_codes(const int8_t *q, const float *d, const float *m, uint16_t *to) {
-    UNROLL for (int i = 0; i < 8; i++, q += 32, to += 32) {
-        vf w[2];
-        UNROLL for (int h = 0; h < 2; h++) {
-            __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q + h));
-            int g = i % 2 * 4 + 2 * h;
-            w[h] = (vf)_mm512_cvtepi32_ps(codes) * spread_pair(d, g, i / 4) +
-                   spread_pair(m, g, i / 4);
-        }
-        store_bf16(to, w[0], w[1]);
-    }
+// half of group g: two eights
+INLINE vf half_group(const int8_t *q, const float *d, const float *m, int g, int half) {
+    const uint8_t *code = (const uint8_t *)q + 128 * half + 8 * g;
+    __m512i v = _mm512_cvtepi8_epi32((__m128i)quant_join(quant_u64(code), quant_u64(code + 64)));
+    return (vf)_mm512_cvtepi32_ps(v) * d[2 * g + half] + m[2 * g + half];
 }
 
 // rows r .. r+15 from weight k on, as pairs [depth/32][parts][16][16][2]
 static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel) {
-    size_t size = quant_row_bytes(w->type, 1), row_bytes = w->cols * size;   // of float weights
+    size_t row_bytes = quant_row_bytes(w->type, w->cols);
     int parts = weight_parts(w);
     for (int i = 0; i < depth; i += 256) {
         uint16_t rows[MAX_PARTS][TILE][256] __attribute__((aligned(64)));
         int some = depth - i < 256 ? depth - i : 256;
         for (int j = 0; j < TILE; j++) {
             int64_t row = r + j < w->rows ? r + j : w->rows - 1;
+            int8_t q[256];
+            float d[16], m[16], x[256];
             if (formats[w->type].unpack) {
-                int8_t q[256] __attribute__((aligned(64)));
-                float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
                 unpack_row(w, row, k + i, q, d, m);
-                widen_codes(q, d, m, rows[0][j]);
-            } else {
-                float x[256] = {0};
-                quant_dequantize(w->type, w->data + row * row_bytes + (k + i) * size, x, some);
                 for (int g = 0; g < 8; g++)
-                    store_eights(&rows[0][j][32 * g], sizeof *rows, parts, x, g);
+                    store_bf16(&rows[0][j][32 * g], half_group(q, d, m, g, 0),
+                               half_group(q, d, m, g, 1));
+                continue;
             }
+            memset(x + (some - 1) / 32 * 32, 0, 32 * sizeof *x);
+            quant_dequantize(w->type, w->data + row * row_bytes + quant_row_bytes(w->type, k + i), x,
+                             some);
+            for (int g = 0; g < some; g += 32)
+                store_parts(&rows[0][j][g], sizeof *rows, parts, load_f32(x + g),
+                            load_f32(x + g + 16));
         }
-        for (int g = 0; g < 8; g++)
+        for (int g = 0; g < some; g += 32)
             for (int p = 0; p < parts; p++, panel += TILE_SIZE)
-                transpose((uint32_t *)rows[p] + 16 * g, 128, 16, (uint32_t *)panel);
+                transpose((uint32_t *)&rows[p][0][g], 128, 16, (uint32_t *)panel);
     }
 }
 
@@ -1625,7 +1604,7 @@ static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *p
     vf sum[2][TOKENS][VECTORS];
     float *out[] = {(float *)sum[0][0], (float *)sum[1][0], (float *)sum[0][16],
                     (float *)sum[1][16]};
-    int n = (depth + 255) / 256 * 8, parts = weight_parts(job->w);
+    int n = (depth + 31) / 32, parts = weight_parts(job->w);
     if (act_parts(job->w) == 1) multiply_tiles(a, 1, panel, 1, TILE_BYTES, n, out);
     else multiply_tiles(a, 3, panel, parts, TILE_BYTES, n, out);
     tile_out(job, r, t, TOKENS, sum[0], first, last);
@@ -1737,7 +1716,7 @@ typedef struct {
     uint8_t *panels;                          // [threads][PANEL_BYTES]
 } MatmulCall;
 
-static size_t act_tiles(int64_t cols) { return (cols + 255) / 256 * 8; }   // of one part
+static size_t act_tiles(int64_t cols) { return (cols + 31) / 32; }   // of one part
 
 // bytes for n rows of x in all, of at most cols columns, in one call's jobs; floats: of weights
 static size_t matmul_scratch(size_t n, size_t cols, int threads, bool floats) {

@@ -164,9 +164,9 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) {
 // NEON, and 1 in plain C, which is what a GPU compiles and which says what an operation means. With
 // n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
 // q, d and m as they were stored, QUANT_LANES bytes at a time. Vectors are made of EIGHTS, eight
-// consecutive weights: the t-th is eight t/n of group t%n.
+// consecutive weights: the t-th is eight t/n of group g + t%n.
 
-// first weight of the t-th eight, counted from that of group 0 (vectors longer than q: from above)
+// first weight of the t-th eight, from that of group g; a vector longer than q repeats some
 QUANT_INLINE int quant_eight(int t, int n) { return t % n * 32 + t / n % 4 * 8; }
 
 #pragma GCC diagnostic push
@@ -301,8 +301,12 @@ QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
 }
 #else
 QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
-    for (int i = 0; i < 16; i++) at[i] = v[at[i]];
-    return at;
+    uint8_t from[16], to[16];
+    __builtin_memcpy(from, &v, 16);
+    __builtin_memcpy(to, &at, 16);
+    for (int i = 0; i < 16; i++) to[i] = from[to[i]];
+    __builtin_memcpy(&v, to, 16);
+    return v;
 }
 #endif
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
@@ -1329,6 +1333,24 @@ QUANT_API int quant_type_from_name(const char *name) {
     return -1;
 }
 
+// an eight of codes, or of halves, to floats
+#if defined(QUANT_X86)
+QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
+    __m128i codes = _mm_loadl_epi64((const __m128i *)q);
+    _mm256_storeu_ps(dst, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)) * d + m);
+}
+QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
+    _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+}
+#else
+QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
+    for (int i = 0; i < 8; i++) dst[i] = d * q[i] + m;
+}
+QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
+    for (int i = 0; i < 8; i++) dst[i] = quant_half(p + 2 * i);
+}
+#endif
+
 // src, at any address, to n floats; false if the type is unknown or n is not whole blocks
 QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size_t n) {
     const uint8_t *p = (const uint8_t *)src;
@@ -1337,24 +1359,28 @@ QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size
     if (ggml_type == QUANT_F32)
         for (size_t i = 0; i < n; i++) dst[i] = quant_from_bits(quant_u32(p + 4 * i));
     else if (ggml_type == QUANT_F16)
-        for (size_t i = 0; i < n; i++) dst[i] = quant_half(p + 2 * i);
+        for (size_t i = 0; i < n; i += i + 8 <= n ? 8 : 1)
+            if (i + 8 <= n) quant_floats(dst + i, p + 2 * i);
+            else dst[i] = quant_half(p + 2 * i);
     else if (ggml_type == QUANT_BF16)
         for (size_t i = 0; i < n; i++) dst[i] = quant_bf16_to_f32((uint16_t)quant_u16(p + 2 * i));
-    else for (size_t i = 0; i < n; i += 256) {
-        int8_t q[256] = {0};
-        float d[16] = {0}, m[16] = {0};
-        uint8_t last[272] = {0};                                    // blocks of 256 weights at most
-        size_t left = n - i < 256 ? n - i : 256, bytes = quant_row_bytes(ggml_type, left);
-        const uint8_t *b = p + quant_row_bytes(ggml_type, i);
-        if (left < 256) b = (const uint8_t *)__builtin_memcpy(last, b, bytes);
+    else for (size_t i = 0; i < n; i += 256, p += quant_row_bytes(ggml_type, 256)) {
+        int8_t q[256];
+        float d[16], m[16];
+        uint8_t last[272];                                          // blocks of 256 weights at most
+        size_t left = n - i < 256 ? n - i : 256;
+        const uint8_t *b = left < 256 ? last : p;
+        if (left < 256) __builtin_memset(last, 0, sizeof last);
+        if (left < 256) __builtin_memcpy(last, p, quant_row_bytes(ggml_type, left));
         switch (ggml_type) {
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
         case id: decode_##name((const block_##name *)b, 0, 8, q, d, m); break;
         QUANT_TYPES(QUANT_X)
 #undef QUANT_X
+        default: return false;
         }
-        for (size_t j = 0; j < left; j++)
-            dst[i + j] = d[j / 16] * q[j / 8 % 4 * 64 + j / 32 * 8 + j % 8] + m[j / 16];
+        for (size_t j = 0; j < left; j += 8)
+            quant_weights(dst + i + j, q + j / 8 % 4 * 64 + j / 32 * 8, d[j / 16], m[j / 16]);
     }
     return true;
 }
