@@ -337,7 +337,7 @@ QUANT_INLINE void quant_put(int8_t *q, int n, quant_v v) {
 // one product with 8 x 8 bits for each eight: row 7 - i, of bit i, selects bit i + s
 QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
     const uint64_t same = 0x0102040810204080, ones = bits < 8 ? (1ull << bits % 8 * 8) - 1 : ~0ull;
-    quant_w rows;
+    quant_w rows = {0};
     QUANT_UNROLL for (int t = 0; t < 8; t++)
         rows[t] = (s[t] < 0 ? same >> -8 * s[t] : same << 8 * s[t]) & ones << (8 - bits - to) * 8;
     return (quant_v)_mm512_gf2p8affine_epi64_epi8((__m512i)v, (__m512i)rows, 0);
