@@ -216,14 +216,17 @@ static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
     return true;
 }
 
+static double tensor_bytes(const Tensor *t) {
+    return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
+}
+
 // finds the tensor's bytes, all in the map; offsets count from `start`
 static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, Error *e) {
-    size_t room = map->size - start, at = t->offset;
-    double size = (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
+    size_t at = t->offset;
+    double size = tensor_bytes(t), room = (double)map->size - start - at;
     if (at % align) return fail(e, "offset %zu is not a multiple of the alignment %zu", at, align);
-    if (at > room) return fail(e, "offset %zu is past the end of the file", at);
-    if (size > room - at)
-        return fail(e, "%.0f bytes, the file has %zu: is it truncated?", size, room - at);
+    if (room < 0) return fail(e, "offset %zu is past the end of the file", at);
+    if (size > room) return fail(e, "%.0f bytes, the file has %.0f: is it truncated?", size, room);
     t->data = map->base + start + at;
     return true;
 }
@@ -308,55 +311,46 @@ static void gguf_close(Gguf *g) {
     *g = (Gguf){0};
 }
 
-// the fixed part of the head; makes room for the part's lists behind those of g
-static bool read_head(Cursor *c, Gguf *g, Gguf *part, Error *e) {
-    size_t size = c->end - c->p;
-    uint32_t magic = read_bytes(c, 4), version = read_bytes(c, 4);
-    uint64_t n_tensors = read_bytes(c, 8), n_meta = read_bytes(c, 8);
+// part i of a model: the tensors of all parts are collected, the metadata of part 0 alone
+static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
+    Error why;
+    Cursor c = {map->base, map->base + map->size, false};
+    uint32_t magic = read_bytes(&c, 4), version = read_bytes(&c, 4);
+    uint64_t n_tensors = read_bytes(&c, 8), n_meta = read_bytes(&c, 8);
     if (magic != 0x46554747) return fail(e, "not a GGUF file: it starts with %08x", magic);
     if (version >= 0x01000000) return fail(e, "a big-endian GGUF file; little endian is expected");
     if (version != 2 && version != 3)
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
-    if (n_tensors > size / 32 || n_meta > size / 13)
+    if (n_tensors > map->size / 32 || n_meta > map->size / 13)
         return fail(e, "%zu tensors and %zu metadata keys do not fit into %zu bytes",
-                    (size_t)n_tensors, (size_t)n_meta, size);
-    Meta *meta = realloc(g->meta, (g->n_meta + n_meta + 1) * sizeof *meta);
-    if (meta) g->meta = meta;
-    Tensor *tensors = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *tensors);
-    if (tensors) g->tensors = tensors;
-    if (!meta || !tensors) return fail(e, "out of memory");
-    *part = (Gguf){.meta = meta + g->n_meta, .tensors = tensors + g->n_tensors,
-                   .n_meta = n_meta, .n_tensors = n_tensors};
-    return true;
-}
+                    (size_t)n_tensors, (size_t)n_meta, map->size);
+    Meta *m = realloc(g->meta, (g->n_meta + n_meta + 1) * sizeof *m);
+    if (m) g->meta = m;
+    Tensor *t = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *t);
+    if (t) g->tensors = t;
+    if (!m || !t) return fail(e, "out of memory");
 
-// part i of a model: the tensors of all parts are collected, the metadata of part 0 alone
-static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
-    Error why;
-    Gguf part = {0};
-    Cursor c = {map->base, map->base + map->size, false};
-    if (!read_head(&c, g, &part, e)) return false;
-    Meta *m = part.meta;
-    for (size_t k = 0; k < part.n_meta; k++)
+    m += g->n_meta;
+    t += g->n_tensors;
+    for (size_t k = 0; k < n_meta; k++)
         if (!read_meta(&c, &m[k], &why))
             return fail(e, "key %.*s: %s", STR_ARG(m[k].key), why.text);
-    if (!sort_names(m, part.n_meta, sizeof(Meta), "key", e)) return false;
+    if (!sort_names(m, n_meta, sizeof *m, "key", e)) return false;
+    Gguf part = {.meta = m, .n_meta = n_meta};
     int64_t align = gguf_int(&part, "general.alignment", 32), no = gguf_int(&part, "split.no", i);
     if (align < 8 || align > 1 << 20 || (align & (align - 1)))
         return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
     if (no != i) return fail(e, "this is part %d of a model; open part 1", (int)no + 1);
-    Tensor *t = part.tensors;
-    for (size_t k = 0; k < part.n_tensors; k++)
+    for (size_t k = 0; k < n_tensors; k++)
         if (!read_tensor(&c, &t[k], &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (c.p - map->base + align - 1) / align * align;
-    if (start > map->size) start = map->size;
-    for (size_t k = 0; k < part.n_tensors; k++)
+    for (size_t k = 0; k < n_tensors; k++)
         if (!tensor_place(&t[k], map, start, align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
-    g->n_tensors += part.n_tensors;
-    if (i == 0) g->n_meta = part.n_meta;
+    g->n_tensors += n_tensors;
+    if (i == 0) g->n_meta = n_meta;
     return true;
 }
 
@@ -2887,25 +2881,12 @@ static void head(Session *s, int first, int n) {
 #ifdef LLM_METAL
 #include "metal.c"
 #else
-static void gpu_open(Session *s) { (void)s; }
-static void gpu_close(Session *s) { (void)s; }
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
-}
-static bool gpu_head(Session *s, int first, int n) { return (void)s, (void)first, (void)n, false; }
-static int32_t gpu_argmax(const Session *s, const float *logits) {
-    return (void)s, (void)logits, -1;
-}
+#define gpu_open(s) (void)(s)
+#define gpu_close(s) (void)(s)
+#define gpu_forward(...) false
+#define gpu_head(...) false
+#define gpu_argmax(...) (-1)
 #endif
-
-// whole pages of 16 KB (what a GPU can share), zeroed when they are first touched; NULL: no memory
-static void *pages_alloc(size_t size, void **base, size_t *whole) {
-    *whole = size + 2 * 16384;
-    *base = size > (size_t)1 << 46 ? MAP_FAILED
-            : mmap(NULL, *whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (*base == MAP_FAILED) *base = NULL;
-    return *base ? (void *)(((uintptr_t)*base + 16383) & ~(uintptr_t)16383) : NULL;
-}
 
 // places every cache; with a counting arena it only adds up
 static void plan_caches(Session *s, Arena *a) {
@@ -2935,35 +2916,32 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
-typedef struct { size_t q, k, v, att, mix, z, ff, cols, heads, ring; } Widest;   // over layers
-
-static Widest widest_layer(const Session *s) {
-    const Config *c = &s->m->config;
-    Widest x = {.cols = c->dim};
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0,
-               q = (size_t)w->n_head * c->hd;
-        x.q = larger(x.q, q);
-        x.k = larger(x.k, w->k.rows);
-        x.v = larger(x.v, w->v.rows);
-        x.att = larger(x.att, larger(values, (size_t)w->n_head * c->vd));
-        x.mix = larger(x.mix, larger(w->conv_in.rows, (size_t)w->q.rows > q ? w->q.rows : 0));
-        x.z = larger(x.z, larger(values, (size_t)w->q.rows > q ? q : 0));
-        x.ff = larger(x.ff, larger(w->ff, w->shared_up.rows));
-        x.heads = larger(x.heads, w->n_head);
-        x.ring = larger(x.ring, s->cache[l].rows);
-    }
-    x.cols = larger(x.cols, larger(x.att, x.ff));
-    return x;
-}
-
-// Every buffer that forward uses. Attention's and the FFN's buffers never live together, nor with
-// the logits: they share bytes.
+// Every buffer that forward uses, for the widest layer. Attention's and the FFN's buffers never
+// live together, nor with the logits: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    Widest w = widest_layer(s);
     size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
+    size_t heads = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, ring = 0;
+    bool floats = false;
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
+        size_t q = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > q ? q : 0;
+        heads = larger(heads, w->n_head);
+        k = larger(k, w->k.rows);
+        v = larger(v, w->v.rows);
+        att = larger(att, larger(values, (size_t)w->n_head * c->vd));
+        mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
+        z = larger(z, larger(values, gated));
+        ff = larger(ff, larger(w->ff, w->shared_up.rows));
+        ring = larger(ring, s->cache[l].rows);
+    }
+    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
+        const Tensor *t = &s->m->gguf.tensors[i];
+        floats |= t->n_dims > 1 && !formats[t->type].unpack;
+    }
+    size_t widest = larger(c->dim, larger(att, ff));
+    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, widest, s->o.threads, floats));
     s->x = arena_take(a, n * c->dim, f);
     s->h = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
@@ -2972,27 +2950,21 @@ static void plan_scratch(Session *s, Arena *a) {
         s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
     }
     s->slopes = arena_take(a, s->m->layers[0].n_head, f);
-    bool floats = false;
-    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
-        const Tensor *t = &s->m->gguf.tensors[i];
-        floats |= t->n_dims > 1 && !formats[t->type].unpack;
-    }
-    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, w.cols, s->o.threads, floats));
     size_t mark = a->used;
     s->attention_scratch =
-        arena_take(a, 1, attention_scratch(w.heads, c->hd, c->vd, w.ring, s->o.threads));
-    s->q = arena_take(a, n * w.q, f);
-    s->k = arena_take(a, n * w.k, f);
-    s->v = arena_take(a, n * w.v, f);
-    s->att = arena_take(a, n * w.att, f);
-    s->mix = arena_take(a, (n + c->conv) * w.mix, f);
-    s->z = arena_take(a, n * w.z, f);
+        arena_take(a, 1, attention_scratch(heads, c->hd, c->vd, ring, s->o.threads));
+    s->q = arena_take(a, n * heads * c->hd, f);
+    s->k = arena_take(a, n * k, f);
+    s->v = arena_take(a, n * v, f);
+    s->att = arena_take(a, n * att, f);
+    s->mix = arena_take(a, (n + c->conv) * mix, f);
+    s->z = arena_take(a, n * z, f);
     s->ba = arena_take(a, n * 2 * c->n_value, f);
     s->decay = arena_take(a, n * c->n_value, f);
     s->write = arena_take(a, n * c->n_value, f);
     a->used = mark;
-    s->gate = arena_take(a, rows * w.ff, f);
-    s->up = arena_take(a, rows * w.ff, f);
+    s->gate = arena_take(a, rows * ff, f);
+    s->up = arena_take(a, rows * ff, f);
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
     s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
     s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
@@ -3026,6 +2998,32 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
                              : exp2f(-max_bias / 2 * (2 * (h - whole) + 1) / whole);
 }
 
+static void session_truncate(Session *s, int p) {   // forgets positions p and later
+    for (int l = 0; l < s->m->config.n_layer; l++)
+        for (int i = 0; i < s->cache[l].rows; i++)
+            if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
+    if (s->n_recurrent && p > 0) memcpy(s->recurrent, s->saved, s->n_recurrent * sizeof *s->saved);
+    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
+    if (p == 0) s->saved_pos = -1;
+    s->n_history = p;
+}
+
+// Runs a plan to learn the size, and again to place the buffers: in whole pages of 16 KB (what a
+// GPU can share), zeroed when they are first touched.
+static bool carry_out(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
+                      const char *what, Error *e) {
+    Arena a = {0};
+    plan(s, &a);
+    *bytes = a.peak + 2 * 16384;
+    void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
+              : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
+    *base = p;
+    a = (Arena){.base = (char *)(((uintptr_t)p + 16383) & ~(uintptr_t)16383)};
+    plan(s, &a);
+    return true;
+}
+
 void session_close(Session *s) {
     gpu_close(s);
     if (s->pool_open) pool_close(&s->pool);
@@ -3038,30 +3036,19 @@ void session_close(Session *s) {
 
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
-    Arena count = {0}, kv = {0}, scratch = {0};
-    *s = (Session){.m = m, .o = o, .saved_pos = -1, .rng = o.sampling.seed};
+    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
     if (!s->o.window) s->o.window = c->n_ctx < 4096 ? c->n_ctx : 4096;
     if (!s->o.chunk) s->o.chunk = 512;
     if (!s->o.threads) s->o.threads = count_cpus();
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
-
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;
     if (rows > INT32_MAX / 2) return fail(e, "a window of %d tokens is too large", s->o.window);
-    plan_caches(s, &count);
-    kv.base = pages_alloc(count.peak, &s->kv_base, &s->kv_bytes);
-    if (!kv.base)
-        return fail(e, "no memory for a KV cache of %zu MB; try a smaller -c", count.peak >> 20);
-    plan_caches(s, &kv);
-    for (int l = 0; l < c->n_layer; l++)
-        for (int i = 0; i < s->cache[l].rows; i++) s->cache[l].pos[i] = -1;
-
-    count = (Arena){0};
-    plan_scratch(s, &count);
-    scratch.base = pages_alloc(count.peak, &s->scratch_base, &s->scratch_bytes);
-    if (!scratch.base)
-        return fail(e, "no memory for %zu MB of scratch; try a smaller -b", count.peak >> 20);
-    plan_scratch(s, &scratch);
+    if (!carry_out(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
+        !carry_out(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
+                   "scratch; try a smaller -b", e))
+        return false;
+    session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
     alibi_slopes(s->slopes, m->layers[0].n_head, c->alibi);
     s->pool_open = pool_open(&s->pool, s->o.threads);
@@ -3081,16 +3068,6 @@ static bool rows_resident(const Session *s, int p) {
             if (c->pos[i] != i) return false;
     }
     return true;
-}
-
-static void session_truncate(Session *s, int p) {   // forgets positions p and later
-    for (int l = 0; l < s->m->config.n_layer; l++)
-        for (int i = 0; i < s->cache[l].rows; i++)
-            if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
-    if (s->n_recurrent && p > 0) memcpy(s->recurrent, s->saved, s->n_recurrent * sizeof *s->saved);
-    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
-    if (p == 0) s->saved_pos = -1;
-    s->n_history = p;
 }
 
 // Prepares the caches to continue after the longest usable part of ids; returns its length.
@@ -3148,7 +3125,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             const float *out = s->logits + (size_t)row * m->config.n_vocab;
             if (hidden) norm_row(s, &m->out_norm, i);
             else if (row == 0 && !(gpu && i == first) && !gpu_head(s, i, rows)) head(s, i, rows);
-            if (!fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
+            if (fn && !fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
                 return fail(e, "stopped");
         }
         p += count;
@@ -3156,15 +3133,8 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
     return true;
 }
 
-static bool keep_logits(void *ctx, int i, const float *logits) {
-    (void)i;
-    *(const float **)ctx = logits;
-    return true;
-}
-
 const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
-    const float *logits = NULL;
-    return session_run(s, ids, n, n - 1, false, keep_logits, &logits, e) ? logits : NULL;
+    return session_run(s, ids, n, n - 1, false, NULL, NULL, e) ? s->logits : NULL;
 }
 
 // ---- appendix: Unicode ----
@@ -4322,10 +4292,6 @@ static bool load_prompt(Cli *c) {
     if (c->ids.n || c->tokenize) return true;
     if (t->bos < 0) return fail(&c->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&c->ids, t->bos) || fail(&c->e, "out of memory");
-}
-
-static double tensor_bytes(const Tensor *t) {
-    return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
 }
 
 // what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
