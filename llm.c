@@ -251,11 +251,6 @@ static const Meta *gguf_find(const Gguf *g, const char *key) {
     return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
-static const Tensor *gguf_tensor(const Gguf *g, const char *key) {
-    Str name = {key, strlen(key)};
-    return bsearch(&name, g->tensors, g->n_tensors, sizeof *g->tensors, name_compare);
-}
-
 static double meta_float(const Meta *m, uint64_t i) {
     union { uint64_t u; int8_t i8; int16_t i16; int32_t i32; int64_t i64; float f; double d; } x;
     x.u = 0;
@@ -587,9 +582,10 @@ static float load_float(Loader *ld, const char *key, const char *archs, float ot
 }
 
 static const Tensor *find_tensor(const Loader *ld, const char *name, const char *suffix) {
+    const Gguf *g = &ld->m->gguf;
     char full[128];
-    snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix);
-    return ld->ok ? gguf_tensor(&ld->m->gguf, full) : NULL;
+    Str key = {full, snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix)};
+    return ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof(Tensor), name_compare) : NULL;
 }
 
 static void need_data(Loader *ld, const void *data, const char *name, const char *suffix) {
@@ -621,18 +617,13 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-static Norm load_norm(Loader *ld, const char *name, int n) {
-    const float *w = load_vector(ld, name, ".weight", n);
-    return (Norm){w, load_vector(ld, name, ".bias", n), n, 0};
-}
-
-// of q or k: one for all heads [hd], for the whole projection [heads * hd], or [heads][hd]
-static Norm load_head_norm(Loader *ld, const char *name, int heads, int hd) {
+// n weights; for heads one for all [n], one each [heads][n], or the whole projection [heads * n]
+static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     const Tensor *t = find_tensor(ld, name, ".weight");
-    bool shared = t && t->ne[0] == hd && t->ne[1] == 1;
-    Norm w = load_norm(ld, name, shared ? hd : heads * hd);
-    w.group = t && t->ne[0] == hd ? hd : 0;
-    return w;
+    bool by_head = t && t->ne[0] == n;
+    int size = by_head && t->ne[1] == 1 ? n : heads * n;
+    const float *w = load_vector(ld, name, ".weight", size);
+    return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head ? n : 0};
 }
 
 // a [rows][cols] matrix, or n of them; rows 0: however many the file has
@@ -697,8 +688,8 @@ static void load_attention(Loader *ld, Layer *w) {
                (Piece[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
     w->o = need_matrix(ld, "attn_output", w->n_head * c->vd, c->dim, 1);
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
-    w->q_norm = load_head_norm(ld, "attn_q_norm", w->n_head, c->hd);
-    w->k_norm = load_head_norm(ld, "attn_k_norm", w->n_kv, c->hd);
+    w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, c->hd);
+    w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, c->hd);
 }
 
 // early files: rows q, k, v, z of the first key head, of the second, ...; a copy has all q, all k,
@@ -734,8 +725,7 @@ static void load_delta(Loader *ld, Layer *w) {
     w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
     w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
     w->a = load_vector(ld, "ssm_a", "", c->n_value);
-    w->delta_norm = load_norm(ld, "ssm_norm", c->dv);
-    w->delta_norm.group = c->dv;
+    w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
     need_data(ld, w->dt_bias, "ssm_dt", ".bias");
     need_data(ld, w->a, "ssm_a", "");
     need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
@@ -769,29 +759,31 @@ static void load_ffn(Loader *ld, Layer *w) {
 }
 
 static void load_layer(Loader *ld, Layer *w) {
+    static const char key[] = "attention.sliding_window_pattern";   // a period, or one bool a layer
     const Config *c = &ld->m->config;
-    bool bare = c->arch->norm == BARE;
+    const Arch *a = c->arch;
+    bool bare = a->norm == BARE, windows = a->local && c->window, local = windows;
     w->n_head = load_int(ld, "attention.head_count", REQUIRED, 1, 1 << 14);
     w->n_kv = load_int(ld, "attention.head_count_kv", w->n_head, 1, w->n_head);
     w->ff = load_int(ld, "feed_forward_length", c->n_expert ? 1 : REQUIRED, 1, 1 << 20);
     if (w->n_head % w->n_kv)
         fail(refuse(ld), "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
-    w->attn_norm = load_norm(ld, "attn_norm", c->dim);
-    w->attn_post_norm = load_norm(ld, "post_attention_norm", c->dim);
-    w->ffn_norm = load_norm(ld, "ffn_norm", c->dim);
-    w->ffn_post_norm = load_norm(ld, "post_ffw_norm", c->dim);
+    w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
+    w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
+    w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
+    w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
     if (!w->ffn_norm.w && !w->ffn_post_norm.w) {   // then it is the norm before the FFN
         w->ffn_norm = w->attn_post_norm;
         w->attn_post_norm = (Norm){0};
     }
-    Norm second = load_norm(ld, "attn_norm_2", c->dim);
+    Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
     if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
-    if (c->arch->flags & ENCODER) {
-        w->attn_post_norm = load_norm(ld, "attn_output_norm", c->dim);
-        w->ffn_post_norm = load_norm(ld, "layer_output_norm", c->dim);
+    if (a->flags & ENCODER) {
+        w->attn_post_norm = load_norm(ld, "attn_output_norm", 1, c->dim);
+        w->ffn_post_norm = load_norm(ld, "layer_output_norm", 1, c->dim);
     } else if (!bare && !w->attn_post_norm.w) {
         need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
     }
@@ -800,15 +792,8 @@ static void load_layer(Loader *ld, Layer *w) {
     if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
     else load_attention(ld, w);
     load_ffn(ld, w);
-}
-
-// which layers see a window only, and which have RoPE
-static void load_pattern(Loader *ld, Layer *w) {
-    static const char key[] = "attention.sliding_window_pattern";   // a period, or one bool a layer
-    const Config *c = &ld->m->config;
-    const Arch *a = c->arch;
+    // which layers see a window only, and which have RoPE
     const Meta *pattern = arch_meta(ld, key);
-    bool windows = a->local && c->window, local = windows;
     int period = windows ? load_int(ld, key, a->local, 0, INT_MAX) : 0;
     if (pattern && pattern->type == GGUF_ARR) local = period;
     else if (period) local = ld->l % period < period - 1;
@@ -929,8 +914,8 @@ static bool weights_load(Model *m, Error *e) {
         fail(refuse(&ld), "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
-    m->embd_norm = load_norm(&ld, "token_embd_norm", c->dim);
-    m->out_norm = load_norm(&ld, "output_norm", c->dim);
+    m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);
+    m->out_norm = load_norm(&ld, "output_norm", 1, c->dim);
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
@@ -938,7 +923,6 @@ static bool weights_load(Model *m, Error *e) {
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
-        load_pattern(&ld, &m->layers[ld.l]);
     }
     return ld.ok;
 }
@@ -2893,7 +2877,7 @@ static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
     size_t start = a->used;
-    s->recurrent = a->base ? (float *)(a->base + start) : NULL;
+    s->recurrent = arena_take(a, 0, 0);
     for (int l = 0; l < c->n_layer; l++) {
         if (!s->m->layers[l].conv_in.data) continue;
         s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, sizeof(float));
@@ -2994,8 +2978,7 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int whole = 1;
     while (2 * whole <= n_head) whole *= 2;
     for (int h = 0; h < n_head; h++)
-        slope[h] = h < whole ? exp2f(-max_bias * (h + 1) / whole)
-                             : exp2f(-max_bias / 2 * (2 * (h - whole) + 1) / whole);
+        slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
 }
 
 static void session_truncate(Session *s, int p) {   // forgets positions p and later
@@ -3010,8 +2993,8 @@ static void session_truncate(Session *s, int p) {   // forgets positions p and l
 
 // Runs a plan to learn the size, and again to place the buffers: in whole pages of 16 KB (what a
 // GPU can share), zeroed when they are first touched.
-static bool carry_out(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
-                      const char *what, Error *e) {
+static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
+                       const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
     *bytes = a.peak + 2 * 16384;
@@ -3044,9 +3027,9 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!s->cache) return fail(e, "out of memory");
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;
     if (rows > INT32_MAX / 2) return fail(e, "a window of %d tokens is too large", s->o.window);
-    if (!carry_out(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
-        !carry_out(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
-                   "scratch; try a smaller -b", e))
+    if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
+        !place_plan(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
+                    "scratch; try a smaller -b", e))
         return false;
     session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
@@ -3763,29 +3746,26 @@ static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *o
 
 // Types of tokens known by their spelling, as metadata often lacks or mistakes them: ends of
 // generation, control tokens, marks inside a turn. `with`: only where that token is, too.
-static const struct { int type; const char *with, *names[36]; } KNOWN_TOKENS[] = {
+static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_CONTROL | TOKEN_EOG, NULL,
-     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-      "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-      "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
-      "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
-      "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"}},
+     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
+     "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+     "<turn|> <|tool_response> [e~[ <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> "
+     "<PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"},
     {TOKEN_CONTROL, NULL,
-     {"<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
-      "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
-      "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
-      "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|prefix|>", "<|suffix|>",
-      "<|middle|>"}},
-    {TOKEN_USER, NULL, {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}},
-    {TOKEN_USER, "<|return|>", {"<|end|>"}},   // gpt-oss
-    {TOKEN_USER, "<|calls|>", {"<|end|>"}},   // Solar
-    {TOKEN_NORMAL, "<|tool_response>", {"</s>"}},   // Gemma 4
+     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
+     "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> "
+     "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> "
+     "<|prefix|> <|suffix|> <|middle|>"},
+    {TOKEN_USER, NULL, "<|channel|> <|message|> <|start|> <|constrain|>"},
+    {TOKEN_USER, "<|return|>", "<|end|>"},   // gpt-oss
+    {TOKEN_USER, "<|calls|>", "<|end|>"},   // Solar
+    {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
 };
 
 // what holds where the metadata is silent
-static const struct { const char *name, *pre; Tokenizer t; } MODELS[] = {
-    {"none", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
-    {"no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
+    {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
     {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
     {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
     {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
@@ -3882,8 +3862,9 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
-        for (const char *const *name = KNOWN_TOKENS[i].names; *name; name++) {
-            int32_t id = token_find(t, *name);
+        for (const char *name = KNOWN_TOKENS[i].names, *end; *name; name = end + (*end == ' ')) {
+            end = name + strcspn(name, " ");
+            int32_t id = dictionary_find(&t->tokens, name, end - name);
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
@@ -3899,24 +3880,24 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
 // g must stay open as long as t. False: e says what is missing, wrong or unknown.
 static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
+    char name[64];
     size_t i = 0;
     *t = (Tokenizer){0};
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
-    while (i < COUNT(MODELS) && !str_eq(model, MODELS[i].name)) i++;
+    snprintf(name, sizeof name, "%.*s", STR_ARG(model));
+    while (i < COUNT(MODELS) && !is_word(name, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
-        return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
-                    STR_ARG(model));
+        return fail(e, "tokenizer.ggml.model '%s' is not one of llama, gpt2, gemma4, bert, none",
+                    name);
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
     if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
     else if (!pre.n) t->note = "tokenizer.ggml.pre is missing: 'default' is assumed";
     if (!pre.n) pre = (Str){"default", 7};
+    snprintf(name, sizeof name, "%.*s", STR_ARG(pre));
     for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
-        for (const char *s = PRE_TOKENIZERS[i].names, *end; *s; s = end + (*end == ' ')) {
-            end = s + strcspn(s, " ");
-            if (!name_compare(&(Str){s, end - s}, &pre)) t->pre = &PRE_TOKENIZERS[i];
-        }
-    if (!t->pre) return fail(e, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
+        if (is_word(name, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
+    if (!t->pre) return fail(e, "tokenizer.ggml.pre '%s' is unknown", name);
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
 
@@ -4023,28 +4004,23 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng) {
-    double total, sum;
-    weigh(c, n, INFINITY, &total);
-    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
-}
-
 // last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
 static int32_t sample(const Sampling *o, const float *logits, size_t n, const int32_t *last,
                       int n_last, uint64_t *rng, Candidate *c) {
+    double total, sum;
     for (size_t i = 0; i < n; i++)   // NaN never wins
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp <= 0) {
-        size_t best = 0;
-        for (size_t i = 1; i < n; i++) best = c[i].logit > c[best].logit ? i : best;
-        return best;
+        sort_top(c, n, 1);
+        return c[0].id;
     }
     sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, o->top_k);
     n = sample_top_p(c, n, o->top_p);
     n = sample_min_p(c, n, o->min_p);
-    return sample_draw(c, n, rng);
+    weigh(c, n, INFINITY, &total);
+    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
 int32_t session_sample(Session *s, const float *logits) {
@@ -4187,7 +4163,7 @@ static const Option OPTIONS[] = {
     {"--version", SWITCH, AT(version), 0, 0, "llm 1.0"},
 };
 
-static void print_usage(void) {
+static bool print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
         printf("\n  %-22s %s", o->usage, o->help);
@@ -4197,7 +4173,7 @@ static void print_usage(void) {
         if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ") - 1;
         column += printf(" %s", ARCHS[i].names);
     }
-    putchar('\n');
+    return putchar('\n'), true;
 }
 
 // one text, one number, or numbers with commas between them
@@ -4231,13 +4207,10 @@ static bool parse_options(Cli *c, int argc, char **argv) {
         const char *arg = argv[i], *value = argv[i + 1];
         const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
         size_t n = strlen(arg);
-        if (ended || arg[0] != '-' || !arg[1]) {
-            word[words] = arg;
-            words += words < 2;
-            continue;
-        }
-        ended = !strcmp(arg, "--");
-        if (ended) continue;
+        bool option = !ended && arg[0] == '-' && arg[1];
+        if (!option) word[words < 2 ? words++ : 2] = arg;
+        ended = ended || !strcmp(arg, "--");
+        if (!option || ended) continue;
         while (o < end && (strncmp(arg, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
         if (o == end) return fail(&c->e, "unknown option %s; see --help", arg);
         bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
@@ -4552,21 +4525,21 @@ static void print_meta(const Meta *m) {
 static bool print_info(const Cli *c) {
     const Config *k = &c->m.config;
     const Gguf *g = &c->m.gguf;
-    double bytes[64] = {0}, weights = 0;
-    int count[64] = {0};
+    double weights = 0;
     for (size_t i = 0; i < g->n_meta; i++) print_meta(&g->meta[i]);
     printf("\narchitecture %s%s: %d layers, dim %d, head %d, vocabulary %d, context %d\n",
            k->name, is_word(k->name, VERIFIED) ? "" : " (unverified: no golden output)", k->n_layer,
            k->dim, k->hd, k->n_vocab, k->n_ctx);
-    for (size_t i = 0; i < g->n_tensors; i++) {
-        int type = g->tensors[i].type;
-        bytes[type] += tensor_bytes(&g->tensors[i]) / 1048576;
-        weights += tensor_bytes(&g->tensors[i]) / 1048576;
-        count[type]++;
-    }
-    for (int i = 0; i < 64; i++) {
-        const char *name = quant_name(i);
-        if (name && count[i]) printf("format %s: %d tensors, %.1f MB\n", name, count[i], bytes[i]);
+    for (int type = 0; type < 64; type++) {
+        double size = 0;
+        int count = 0;
+        for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
+            if (t->type != type) continue;
+            size += tensor_bytes(t) / 1048576;
+            count++;
+        }
+        if (count) printf("format %s: %d tensors, %.1f MB\n", quant_name(type), count, size);
+        weights += size;
     }
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights, c->s.kv_bytes / 1048576.0, c->s.o.window, c->s.scratch_bytes / 1048576.0);
@@ -4575,6 +4548,8 @@ static bool print_info(const Cli *c) {
 
 static bool run(Cli *c) {
     Model *m = &c->m;
+    if (c->help) return print_usage();
+    if (c->version) return puts("llm 1.0"), true;
     if (!(c->tokenize ? vocab_open : model_open)(m, c->model, &c->e)) return false;
     if (!load_prompt(c)) return false;
     if (c->tokenize) {
@@ -4607,11 +4582,7 @@ int main(int argc, char **argv) {
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
-    bool ok = parse_options(&c, argc, argv);
-    int status = ok ? 1 : 2;
-    if (ok && c.help) print_usage();
-    else if (ok && c.version) puts("llm 1.0");
-    else if (ok) ok = run(&c);
+    bool asked = parse_options(&c, argc, argv), ok = asked && run(&c);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&c.e, "standard output: %s", strerror(errno));
     if (c.m.tokenizer && (ok || interrupted)) print_notes(&c);
@@ -4622,7 +4593,7 @@ int main(int argc, char **argv) {
     free(c.ids.id);
     free(c.bench.id);
     free(c.work);
-    return interrupted ? 130 : ok ? 0 : status;
+    return interrupted ? 130 : ok ? 0 : asked ? 1 : 2;
 }
 
 #endif   // LLM_NO_MAIN
