@@ -4115,10 +4115,7 @@ typedef struct {
 
 static volatile sig_atomic_t interrupted;
 
-static void on_interrupt(int sig) {
-    (void)sig;
-    interrupted = 1;
-}
+static void on_interrupt(int sig) { interrupted = sig; }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
