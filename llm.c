@@ -267,8 +267,7 @@ static double meta_float(const Meta *m, uint64_t i) {
 }
 
 static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped: counts are checked by their users
-    double d = meta_float(m, i);
-    return d != d ? 0 : fmin(fmax(d, -1e15), 1e15);
+    return fmin(fmax(meta_float(m, i), -1e15), 1e15);
 }
 
 static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
@@ -532,18 +531,13 @@ typedef struct {
 
 typedef struct {
     Model *m;
-    Error *e, later;          // e: where an error goes; after the first, to later
+    Error *e;
     bool ok;
     int l;                    // the layer, or -1
     char prefix[24];          // of its tensors: "blk.0."
 } Loader;
 
-static Error *refuse(Loader *ld) {   // for fail()
-    Error *e = ld->e;
-    ld->e = &ld->later;
-    ld->ok = false;
-    return e;
-}
+#define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
 // metadata under the architecture's prefix
 static const Meta *arch_meta(const Loader *ld, const char *key) {
@@ -558,7 +552,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     if (!v) return otherwise;
     uint64_t i = v->type == GGUF_ARR && ld->l > 0 ? ld->l : 0;
     double x = v->elem != GGUF_STR && i < v->n ? meta_float(v, i) : NAN;
-    if (!isfinite(x)) fail(refuse(ld), "key %.*s: want a number, or one a layer", STR_ARG(v->key));
+    if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
     return x;
 }
 
@@ -567,9 +561,9 @@ enum { REQUIRED = INT_MIN };   // no other value will do
 static int load_int(Loader *ld, const char *key, int otherwise, int low, int high) {
     double x = load_number(ld, key, otherwise);
     const char *prefix = ld->m->config.name;
-    if (x == REQUIRED) fail(refuse(ld), "key %s.%s is missing", prefix, key);
+    if (x == REQUIRED) refuse(ld, "key %s.%s is missing", prefix, key);
     else if (!(x >= low && x <= high))
-        fail(refuse(ld), "key %s.%s is %.15g, expected %d to %d", prefix, key, x, low, high);
+        refuse(ld, "key %s.%s is %.15g, expected %d to %d", prefix, key, x, low, high);
     return ld->ok ? x : low;
 }
 
@@ -589,7 +583,7 @@ static const Tensor *find_tensor(const Loader *ld, const char *name, const char 
 }
 
 static void need_data(Loader *ld, const void *data, const char *name, const char *suffix) {
-    if (!data) fail(refuse(ld), "tensor %s%s%s is missing", ld->prefix, name, suffix);
+    if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
 static void *own(Loader *ld, size_t size) {   // memory that lives as long as the model
@@ -598,7 +592,7 @@ static void *own(Loader *ld, size_t size) {   // memory that lives as long as th
     if (owned) m->owned = owned;
     void *v = owned ? malloc(size) : NULL;
     if (v) m->owned[m->n_owned++] = v;
-    else fail(refuse(ld), "out of memory");
+    else refuse(ld, "out of memory");
     return v;
 }
 
@@ -607,10 +601,9 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     const Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
     size_t have = (size_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
-    if (n && have != n) {
-        fail(refuse(ld), "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
-        return NULL;
-    }
+    if (n && have != n)
+        refuse(ld, "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
+    if (!ld->ok) return NULL;
     if (t->type == QUANT_F32) return (const float *)t->data;
     float *v = own(ld, have * sizeof *v);
     if (v) quant_dequantize(t->type, t->data, v, have);
@@ -633,10 +626,10 @@ static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int 
     const int *ne = t->ne;
     if (!rows) rows = ne[1];
     if (ne[0] != cols || ne[1] != rows || ne[2] != n || ne[3] != 1)
-        fail(refuse(ld), "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
-             STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
+        refuse(ld, "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
+               STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (find_tensor(ld, name, ".input_scale"))
-        fail(refuse(ld), "tensor %.*s: input scales are not supported", STR_ARG(t->name));
+        refuse(ld, "tensor %.*s: input scales are not supported", STR_ARG(t->name));
     if (!ld->ok) return (Matrix){0};
     const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
     const float *scale = load_vector(ld, name, ".scale", n);
@@ -711,8 +704,8 @@ static void load_delta(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
     if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
-        fail(refuse(ld), "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
-             ld->l, c->n_value, c->n_key, c->dv, c->dk);
+        refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
+               ld->l, c->n_value, c->n_key, c->dv, c->dk);
     load_fused(ld, "ssm_in", 1,
                (Piece[]){{"attn_qkv", qkv, &w->conv_in}, {"attn_gate", values, &w->z}}, 2);
     if (find_tensor(ld, "ssm_in", ".weight")) heads_apart(ld, w);
@@ -767,7 +760,7 @@ static void load_layer(Loader *ld, Layer *w) {
     w->n_kv = load_int(ld, "attention.head_count_kv", w->n_head, 1, w->n_head);
     w->ff = load_int(ld, "feed_forward_length", c->n_expert ? 1 : REQUIRED, 1, 1 << 20);
     if (w->n_head % w->n_kv)
-        fail(refuse(ld), "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
     w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
     w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
     w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
@@ -807,17 +800,17 @@ static bool load_arch(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
     Str name = gguf_str(&m->gguf, "general.architecture");
-    if (!name.s) return fail(refuse(ld), "key general.architecture is missing");
+    if (!name.s) return refuse(ld, "key general.architecture is missing");
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
     for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS && !c->arch; i++)
         if (is_word(c->name, ARCHS[i].names) && (!ARCHS[i].n_layer || ARCHS[i].n_layer == layers))
             c->arch = &ARCHS[i];
     if (!c->arch || !str_eq(name, c->name))
-        return fail(refuse(ld), "architecture %.*s is not supported; --help lists those that are",
-                    STR_ARG(name));
+        return refuse(ld, "architecture %.*s is not supported; --help lists those that are",
+                      STR_ARG(name));
     if (!m->gguf.n_tensors)
-        return fail(refuse(ld), "no tensors: this is a vocabulary, not a model");
+        return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
 
@@ -844,7 +837,7 @@ static void load_rope(Loader *ld) {
     c->yarn = str_eq(type, "yarn");
     if (str_eq(type, "none")) c->rope_factor = 1;
     if (c->n_rot % 2 || !(c->rope_base > 0 && c->rope_base_local > 0))
-        fail(refuse(ld), "RoPE: %d dimensions at base %g", c->n_rot, c->rope_base);
+        refuse(ld, "RoPE: %d dimensions at base %g", c->n_rot, c->rope_base);
 }
 
 static void load_config(Loader *ld) {
@@ -911,7 +904,7 @@ static bool weights_load(Model *m, Error *e) {
     if (!m->head.data) m->head = m->embd;
     c->n_vocab = m->head.rows;
     if (m->embd.rows < c->n_vocab)
-        fail(refuse(&ld), "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
+        refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
     m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);
@@ -919,7 +912,7 @@ static bool weights_load(Model *m, Error *e) {
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
-    if (!m->layers) fail(refuse(&ld), "out of memory");
+    if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
@@ -4053,21 +4046,18 @@ void model_close(Model *m) {
     *m = (Model){0};
 }
 
-// the file and its tokenizer; weights only where the file has them (vocabularies have none)
-static bool vocab_open(Model *m, const char *path, Error *e) {
+// the file, its tokenizer and, unless they are not wanted, its weights
+static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){0};
     if (!gguf_open(&m->gguf, path, e)) return false;
     m->tokenizer = calloc(1, sizeof *m->tokenizer);
     if (!m->tokenizer) return fail(e, "out of memory");
-    return tokenizer_open(m->tokenizer, &m->gguf, &why) || fail(e, "%s: %s", path, why.text);
+    bool ok = tokenizer_open(m->tokenizer, &m->gguf, &why) && (!weights || weights_load(m, &why));
+    return ok || fail(e, "%s: %s", path, why.text);
 }
 
-bool model_open(Model *m, const char *path, Error *e) {
-    Error why;
-    if (!vocab_open(m, path, e)) return false;
-    return weights_load(m, &why) || fail(e, "%s: %s", path, why.text);
-}
+bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
 // Generates up to n_predict ids (-1: no limit) after ids[0..n-1]; on_token gets each, returning
 // false to stop. An end-of-generation id ends it and is not handed out.
@@ -4547,7 +4537,7 @@ static bool run(Cli *c) {
     Model *m = &c->m;
     if (c->help) return print_usage();
     if (c->version) return puts("llm 1.0"), true;
-    if (!(c->tokenize ? vocab_open : model_open)(m, c->model, &c->e)) return false;
+    if (!model_load(m, c->model, !c->tokenize, &c->e)) return false;
     if (!load_prompt(c)) return false;
     if (c->tokenize) {
         for (size_t i = 0; i < c->ids.n; i++) printf(i ? " %d" : "%d", c->ids.id[i]);
