@@ -216,14 +216,17 @@ static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
     return true;
 }
 
+static double tensor_bytes(const Tensor *t) {
+    return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
+}
+
 // finds the tensor's bytes, all in the map; offsets count from `start`
 static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, Error *e) {
-    size_t room = map->size - start, at = t->offset;
-    double size = (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
+    size_t at = t->offset;
+    double size = tensor_bytes(t), room = (double)map->size - start - at;
     if (at % align) return fail(e, "offset %zu is not a multiple of the alignment %zu", at, align);
-    if (at > room) return fail(e, "offset %zu is past the end of the file", at);
-    if (size > room - at)
-        return fail(e, "%.0f bytes, the file has %zu: is it truncated?", size, room - at);
+    if (room < 0) return fail(e, "offset %zu is past the end of the file", at);
+    if (size > room) return fail(e, "%.0f bytes, the file has %.0f: is it truncated?", size, room);
     t->data = map->base + start + at;
     return true;
 }
@@ -248,11 +251,6 @@ static const Meta *gguf_find(const Gguf *g, const char *key) {
     return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
-static const Tensor *gguf_tensor(const Gguf *g, const char *key) {
-    Str name = {key, strlen(key)};
-    return bsearch(&name, g->tensors, g->n_tensors, sizeof *g->tensors, name_compare);
-}
-
 static double meta_float(const Meta *m, uint64_t i) {
     union { uint64_t u; int8_t i8; int16_t i16; int32_t i32; int64_t i64; float f; double d; } x;
     x.u = 0;
@@ -269,8 +267,7 @@ static double meta_float(const Meta *m, uint64_t i) {
 }
 
 static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped: counts are checked by their users
-    double d = meta_float(m, i);
-    return d != d ? 0 : fmin(fmax(d, -1e15), 1e15);
+    return fmin(fmax(meta_float(m, i), -1e15), 1e15);
 }
 
 static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
@@ -308,55 +305,46 @@ static void gguf_close(Gguf *g) {
     *g = (Gguf){0};
 }
 
-// the fixed part of the head; makes room for the part's lists behind those of g
-static bool read_head(Cursor *c, Gguf *g, Gguf *part, Error *e) {
-    size_t size = c->end - c->p;
-    uint32_t magic = read_bytes(c, 4), version = read_bytes(c, 4);
-    uint64_t n_tensors = read_bytes(c, 8), n_meta = read_bytes(c, 8);
+// part i of a model: the tensors of all parts are collected, the metadata of part 0 alone
+static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
+    Error why;
+    Cursor c = {map->base, map->base + map->size, false};
+    uint32_t magic = read_bytes(&c, 4), version = read_bytes(&c, 4);
+    uint64_t n_tensors = read_bytes(&c, 8), n_meta = read_bytes(&c, 8);
     if (magic != 0x46554747) return fail(e, "not a GGUF file: it starts with %08x", magic);
     if (version >= 0x01000000) return fail(e, "a big-endian GGUF file; little endian is expected");
     if (version != 2 && version != 3)
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
-    if (n_tensors > size / 32 || n_meta > size / 13)
+    if (n_tensors > map->size / 32 || n_meta > map->size / 13)
         return fail(e, "%zu tensors and %zu metadata keys do not fit into %zu bytes",
-                    (size_t)n_tensors, (size_t)n_meta, size);
-    Meta *meta = realloc(g->meta, (g->n_meta + n_meta + 1) * sizeof *meta);
-    if (meta) g->meta = meta;
-    Tensor *tensors = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *tensors);
-    if (tensors) g->tensors = tensors;
-    if (!meta || !tensors) return fail(e, "out of memory");
-    *part = (Gguf){.meta = meta + g->n_meta, .tensors = tensors + g->n_tensors,
-                   .n_meta = n_meta, .n_tensors = n_tensors};
-    return true;
-}
+                    (size_t)n_tensors, (size_t)n_meta, map->size);
+    Meta *m = realloc(g->meta, (g->n_meta + n_meta + 1) * sizeof *m);
+    if (m) g->meta = m;
+    Tensor *t = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *t);
+    if (t) g->tensors = t;
+    if (!m || !t) return fail(e, "out of memory");
 
-// part i of a model: the tensors of all parts are collected, the metadata of part 0 alone
-static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
-    Error why;
-    Gguf part = {0};
-    Cursor c = {map->base, map->base + map->size, false};
-    if (!read_head(&c, g, &part, e)) return false;
-    Meta *m = part.meta;
-    for (size_t k = 0; k < part.n_meta; k++)
+    m += g->n_meta;
+    t += g->n_tensors;
+    for (size_t k = 0; k < n_meta; k++)
         if (!read_meta(&c, &m[k], &why))
             return fail(e, "key %.*s: %s", STR_ARG(m[k].key), why.text);
-    if (!sort_names(m, part.n_meta, sizeof(Meta), "key", e)) return false;
+    if (!sort_names(m, n_meta, sizeof *m, "key", e)) return false;
+    Gguf part = {.meta = m, .n_meta = n_meta};
     int64_t align = gguf_int(&part, "general.alignment", 32), no = gguf_int(&part, "split.no", i);
     if (align < 8 || align > 1 << 20 || (align & (align - 1)))
         return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
     if (no != i) return fail(e, "this is part %d of a model; open part 1", (int)no + 1);
-    Tensor *t = part.tensors;
-    for (size_t k = 0; k < part.n_tensors; k++)
+    for (size_t k = 0; k < n_tensors; k++)
         if (!read_tensor(&c, &t[k], &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (c.p - map->base + align - 1) / align * align;
-    if (start > map->size) start = map->size;
-    for (size_t k = 0; k < part.n_tensors; k++)
+    for (size_t k = 0; k < n_tensors; k++)
         if (!tensor_place(&t[k], map, start, align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
-    g->n_tensors += part.n_tensors;
-    if (i == 0) g->n_meta = part.n_meta;
+    g->n_tensors += n_tensors;
+    if (i == 0) g->n_meta = n_meta;
     return true;
 }
 
@@ -543,18 +531,13 @@ typedef struct {
 
 typedef struct {
     Model *m;
-    Error *e, later;          // e: where an error goes; after the first, to later
+    Error *e;
     bool ok;
     int l;                    // the layer, or -1
     char prefix[24];          // of its tensors: "blk.0."
 } Loader;
 
-static Error *refuse(Loader *ld) {   // for fail()
-    Error *e = ld->e;
-    ld->e = &ld->later;
-    ld->ok = false;
-    return e;
-}
+#define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
 // metadata under the architecture's prefix
 static const Meta *arch_meta(const Loader *ld, const char *key) {
@@ -569,7 +552,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     if (!v) return otherwise;
     uint64_t i = v->type == GGUF_ARR && ld->l > 0 ? ld->l : 0;
     double x = v->elem != GGUF_STR && i < v->n ? meta_float(v, i) : NAN;
-    if (!isfinite(x)) fail(refuse(ld), "key %.*s: want a number, or one a layer", STR_ARG(v->key));
+    if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
     return x;
 }
 
@@ -578,9 +561,9 @@ enum { REQUIRED = INT_MIN };   // no other value will do
 static int load_int(Loader *ld, const char *key, int otherwise, int low, int high) {
     double x = load_number(ld, key, otherwise);
     const char *prefix = ld->m->config.name;
-    if (x == REQUIRED) fail(refuse(ld), "key %s.%s is missing", prefix, key);
+    if (x == REQUIRED) refuse(ld, "key %s.%s is missing", prefix, key);
     else if (!(x >= low && x <= high))
-        fail(refuse(ld), "key %s.%s is %.15g, expected %d to %d", prefix, key, x, low, high);
+        refuse(ld, "key %s.%s is %.15g, expected %d to %d", prefix, key, x, low, high);
     return ld->ok ? x : low;
 }
 
@@ -593,13 +576,14 @@ static float load_float(Loader *ld, const char *key, const char *archs, float ot
 }
 
 static const Tensor *find_tensor(const Loader *ld, const char *name, const char *suffix) {
+    const Gguf *g = &ld->m->gguf;
     char full[128];
-    snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix);
-    return ld->ok ? gguf_tensor(&ld->m->gguf, full) : NULL;
+    Str key = {full, snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix)};
+    return ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof(Tensor), name_compare) : NULL;
 }
 
 static void need_data(Loader *ld, const void *data, const char *name, const char *suffix) {
-    if (!data) fail(refuse(ld), "tensor %s%s%s is missing", ld->prefix, name, suffix);
+    if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
 static void *own(Loader *ld, size_t size) {   // memory that lives as long as the model
@@ -608,7 +592,7 @@ static void *own(Loader *ld, size_t size) {   // memory that lives as long as th
     if (owned) m->owned = owned;
     void *v = owned ? malloc(size) : NULL;
     if (v) m->owned[m->n_owned++] = v;
-    else fail(refuse(ld), "out of memory");
+    else refuse(ld, "out of memory");
     return v;
 }
 
@@ -617,28 +601,22 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     const Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
     size_t have = (size_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
-    if (n && have != n) {
-        fail(refuse(ld), "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
-        return NULL;
-    }
+    if (n && have != n)
+        refuse(ld, "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
+    if (!ld->ok) return NULL;
     if (t->type == QUANT_F32) return (const float *)t->data;
     float *v = own(ld, have * sizeof *v);
     if (v) quant_dequantize(t->type, t->data, v, have);
     return v;
 }
 
-static Norm load_norm(Loader *ld, const char *name, int n) {
-    const float *w = load_vector(ld, name, ".weight", n);
-    return (Norm){w, load_vector(ld, name, ".bias", n), n, 0};
-}
-
-// of q or k: one for all heads [hd], for the whole projection [heads * hd], or [heads][hd]
-static Norm load_head_norm(Loader *ld, const char *name, int heads, int hd) {
+// n weights; for heads one for all [n], one each [heads][n], or the whole projection [heads * n]
+static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     const Tensor *t = find_tensor(ld, name, ".weight");
-    bool shared = t && t->ne[0] == hd && t->ne[1] == 1;
-    Norm w = load_norm(ld, name, shared ? hd : heads * hd);
-    w.group = t && t->ne[0] == hd ? hd : 0;
-    return w;
+    bool by_head = t && t->ne[0] == n;
+    int size = by_head && t->ne[1] == 1 ? n : heads * n;
+    const float *w = load_vector(ld, name, ".weight", size);
+    return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head ? n : 0};
 }
 
 // a [rows][cols] matrix, or n of them; rows 0: however many the file has
@@ -648,10 +626,10 @@ static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int 
     const int *ne = t->ne;
     if (!rows) rows = ne[1];
     if (ne[0] != cols || ne[1] != rows || ne[2] != n || ne[3] != 1)
-        fail(refuse(ld), "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
-             STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
+        refuse(ld, "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
+               STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (find_tensor(ld, name, ".input_scale"))
-        fail(refuse(ld), "tensor %.*s: input scales are not supported", STR_ARG(t->name));
+        refuse(ld, "tensor %.*s: input scales are not supported", STR_ARG(t->name));
     if (!ld->ok) return (Matrix){0};
     const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
     const float *scale = load_vector(ld, name, ".scale", n);
@@ -703,8 +681,8 @@ static void load_attention(Loader *ld, Layer *w) {
                (Piece[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
     w->o = need_matrix(ld, "attn_output", w->n_head * c->vd, c->dim, 1);
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
-    w->q_norm = load_head_norm(ld, "attn_q_norm", w->n_head, c->hd);
-    w->k_norm = load_head_norm(ld, "attn_k_norm", w->n_kv, c->hd);
+    w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, c->hd);
+    w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, c->hd);
 }
 
 // early files: rows q, k, v, z of the first key head, of the second, ...; a copy has all q, all k,
@@ -726,8 +704,8 @@ static void load_delta(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
     if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
-        fail(refuse(ld), "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
-             ld->l, c->n_value, c->n_key, c->dv, c->dk);
+        refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
+               ld->l, c->n_value, c->n_key, c->dv, c->dk);
     load_fused(ld, "ssm_in", 1,
                (Piece[]){{"attn_qkv", qkv, &w->conv_in}, {"attn_gate", values, &w->z}}, 2);
     if (find_tensor(ld, "ssm_in", ".weight")) heads_apart(ld, w);
@@ -740,8 +718,7 @@ static void load_delta(Loader *ld, Layer *w) {
     w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
     w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
     w->a = load_vector(ld, "ssm_a", "", c->n_value);
-    w->delta_norm = load_norm(ld, "ssm_norm", c->dv);
-    w->delta_norm.group = c->dv;
+    w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
     need_data(ld, w->dt_bias, "ssm_dt", ".bias");
     need_data(ld, w->a, "ssm_a", "");
     need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
@@ -775,29 +752,31 @@ static void load_ffn(Loader *ld, Layer *w) {
 }
 
 static void load_layer(Loader *ld, Layer *w) {
+    static const char key[] = "attention.sliding_window_pattern";   // a period, or one bool a layer
     const Config *c = &ld->m->config;
-    bool bare = c->arch->norm == BARE;
+    const Arch *a = c->arch;
+    bool bare = a->norm == BARE, windows = a->local && c->window, local = windows;
     w->n_head = load_int(ld, "attention.head_count", REQUIRED, 1, 1 << 14);
     w->n_kv = load_int(ld, "attention.head_count_kv", w->n_head, 1, w->n_head);
     w->ff = load_int(ld, "feed_forward_length", c->n_expert ? 1 : REQUIRED, 1, 1 << 20);
     if (w->n_head % w->n_kv)
-        fail(refuse(ld), "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
-    w->attn_norm = load_norm(ld, "attn_norm", c->dim);
-    w->attn_post_norm = load_norm(ld, "post_attention_norm", c->dim);
-    w->ffn_norm = load_norm(ld, "ffn_norm", c->dim);
-    w->ffn_post_norm = load_norm(ld, "post_ffw_norm", c->dim);
+        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+    w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
+    w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
+    w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
+    w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
     if (!w->ffn_norm.w && !w->ffn_post_norm.w) {   // then it is the norm before the FFN
         w->ffn_norm = w->attn_post_norm;
         w->attn_post_norm = (Norm){0};
     }
-    Norm second = load_norm(ld, "attn_norm_2", c->dim);
+    Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
     if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
-    if (c->arch->flags & ENCODER) {
-        w->attn_post_norm = load_norm(ld, "attn_output_norm", c->dim);
-        w->ffn_post_norm = load_norm(ld, "layer_output_norm", c->dim);
+    if (a->flags & ENCODER) {
+        w->attn_post_norm = load_norm(ld, "attn_output_norm", 1, c->dim);
+        w->ffn_post_norm = load_norm(ld, "layer_output_norm", 1, c->dim);
     } else if (!bare && !w->attn_post_norm.w) {
         need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
     }
@@ -806,15 +785,8 @@ static void load_layer(Loader *ld, Layer *w) {
     if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
     else load_attention(ld, w);
     load_ffn(ld, w);
-}
-
-// which layers see a window only, and which have RoPE
-static void load_pattern(Loader *ld, Layer *w) {
-    static const char key[] = "attention.sliding_window_pattern";   // a period, or one bool a layer
-    const Config *c = &ld->m->config;
-    const Arch *a = c->arch;
+    // which layers see a window only, and which have RoPE
     const Meta *pattern = arch_meta(ld, key);
-    bool windows = a->local && c->window, local = windows;
     int period = windows ? load_int(ld, key, a->local, 0, INT_MAX) : 0;
     if (pattern && pattern->type == GGUF_ARR) local = period;
     else if (period) local = ld->l % period < period - 1;
@@ -828,17 +800,17 @@ static bool load_arch(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
     Str name = gguf_str(&m->gguf, "general.architecture");
-    if (!name.s) return fail(refuse(ld), "key general.architecture is missing");
+    if (!name.s) return refuse(ld, "key general.architecture is missing");
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
     for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS && !c->arch; i++)
         if (is_word(c->name, ARCHS[i].names) && (!ARCHS[i].n_layer || ARCHS[i].n_layer == layers))
             c->arch = &ARCHS[i];
     if (!c->arch || !str_eq(name, c->name))
-        return fail(refuse(ld), "architecture %.*s is not supported; --help lists those that are",
-                    STR_ARG(name));
+        return refuse(ld, "architecture %.*s is not supported; --help lists those that are",
+                      STR_ARG(name));
     if (!m->gguf.n_tensors)
-        return fail(refuse(ld), "no tensors: this is a vocabulary, not a model");
+        return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
 
@@ -865,7 +837,7 @@ static void load_rope(Loader *ld) {
     c->yarn = str_eq(type, "yarn");
     if (str_eq(type, "none")) c->rope_factor = 1;
     if (c->n_rot % 2 || !(c->rope_base > 0 && c->rope_base_local > 0))
-        fail(refuse(ld), "RoPE: %d dimensions at base %g", c->n_rot, c->rope_base);
+        refuse(ld, "RoPE: %d dimensions at base %g", c->n_rot, c->rope_base);
 }
 
 static void load_config(Loader *ld) {
@@ -932,19 +904,18 @@ static bool weights_load(Model *m, Error *e) {
     if (!m->head.data) m->head = m->embd;
     c->n_vocab = m->head.rows;
     if (m->embd.rows < c->n_vocab)
-        fail(refuse(&ld), "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
+        refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
-    m->embd_norm = load_norm(&ld, "token_embd_norm", c->dim);
-    m->out_norm = load_norm(&ld, "output_norm", c->dim);
+    m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);
+    m->out_norm = load_norm(&ld, "output_norm", 1, c->dim);
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
-    if (!m->layers) fail(refuse(&ld), "out of memory");
+    if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
-        load_pattern(&ld, &m->layers[ld.l]);
     }
     return ld.ok;
 }
@@ -2858,32 +2829,19 @@ static void head(Session *s, int first, int n) {
 #ifdef LLM_METAL
 #include "metal.c"
 #else
-static void gpu_open(Session *s) { (void)s; }
-static void gpu_close(Session *s) { (void)s; }
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
-}
-static bool gpu_head(Session *s, int first, int n) { return (void)s, (void)first, (void)n, false; }
-static int32_t gpu_argmax(const Session *s, const float *logits) {
-    return (void)s, (void)logits, -1;
-}
+#define gpu_open(s) (void)(s)
+#define gpu_close(s) (void)(s)
+#define gpu_forward(...) false
+#define gpu_head(...) false
+#define gpu_argmax(...) (-1)
 #endif
-
-// whole pages of 16 KB (what a GPU can share), zeroed when they are first touched; NULL: no memory
-static void *pages_alloc(size_t size, void **base, size_t *whole) {
-    *whole = size + 2 * 16384;
-    *base = size > (size_t)1 << 46 ? MAP_FAILED
-            : mmap(NULL, *whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (*base == MAP_FAILED) *base = NULL;
-    return *base ? (void *)(((uintptr_t)*base + 16383) & ~(uintptr_t)16383) : NULL;
-}
 
 // places every cache; with a counting arena it only adds up
 static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
     size_t start = a->used;
-    s->recurrent = a->base ? (float *)(a->base + start) : NULL;
+    s->recurrent = arena_take(a, 0, 0);
     for (int l = 0; l < c->n_layer; l++) {
         if (!s->m->layers[l].conv_in.data) continue;
         s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, sizeof(float));
@@ -2906,35 +2864,32 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
-typedef struct { size_t q, k, v, att, mix, z, ff, cols, heads, ring; } Widest;   // over layers
-
-static Widest widest_layer(const Session *s) {
-    const Config *c = &s->m->config;
-    Widest x = {.cols = c->dim};
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0,
-               q = (size_t)w->n_head * c->hd;
-        x.q = larger(x.q, q);
-        x.k = larger(x.k, w->k.rows);
-        x.v = larger(x.v, w->v.rows);
-        x.att = larger(x.att, larger(values, (size_t)w->n_head * c->vd));
-        x.mix = larger(x.mix, larger(w->conv_in.rows, (size_t)w->q.rows > q ? w->q.rows : 0));
-        x.z = larger(x.z, larger(values, (size_t)w->q.rows > q ? q : 0));
-        x.ff = larger(x.ff, larger(w->ff, w->shared_up.rows));
-        x.heads = larger(x.heads, w->n_head);
-        x.ring = larger(x.ring, s->cache[l].rows);
-    }
-    x.cols = larger(x.cols, larger(x.att, x.ff));
-    return x;
-}
-
-// Every buffer that forward uses. Attention's and the FFN's buffers never live together, nor with
-// the logits: they share bytes.
+// Every buffer that forward uses, for the widest layer. Attention's and the FFN's buffers never
+// live together, nor with the logits: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    Widest w = widest_layer(s);
     size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
+    size_t heads = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, ring = 0;
+    bool floats = false;
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
+        size_t q = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > q ? q : 0;
+        heads = larger(heads, w->n_head);
+        k = larger(k, w->k.rows);
+        v = larger(v, w->v.rows);
+        att = larger(att, larger(values, (size_t)w->n_head * c->vd));
+        mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
+        z = larger(z, larger(values, gated));
+        ff = larger(ff, larger(w->ff, w->shared_up.rows));
+        ring = larger(ring, s->cache[l].rows);
+    }
+    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
+        const Tensor *t = &s->m->gguf.tensors[i];
+        floats |= t->n_dims > 1 && !formats[t->type].unpack;
+    }
+    size_t widest = larger(c->dim, larger(att, ff));
+    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, widest, s->o.threads, floats));
     s->x = arena_take(a, n * c->dim, f);
     s->h = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
@@ -2943,27 +2898,21 @@ static void plan_scratch(Session *s, Arena *a) {
         s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
     }
     s->slopes = arena_take(a, s->m->layers[0].n_head, f);
-    bool floats = false;
-    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
-        const Tensor *t = &s->m->gguf.tensors[i];
-        floats |= t->n_dims > 1 && !formats[t->type].unpack;
-    }
-    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, w.cols, s->o.threads, floats));
     size_t mark = a->used;
     s->attention_scratch =
-        arena_take(a, 1, attention_scratch(w.heads, c->hd, c->vd, w.ring, s->o.threads));
-    s->q = arena_take(a, n * w.q, f);
-    s->k = arena_take(a, n * w.k, f);
-    s->v = arena_take(a, n * w.v, f);
-    s->att = arena_take(a, n * w.att, f);
-    s->mix = arena_take(a, (n + c->conv) * w.mix, f);
-    s->z = arena_take(a, n * w.z, f);
+        arena_take(a, 1, attention_scratch(heads, c->hd, c->vd, ring, s->o.threads));
+    s->q = arena_take(a, n * heads * c->hd, f);
+    s->k = arena_take(a, n * k, f);
+    s->v = arena_take(a, n * v, f);
+    s->att = arena_take(a, n * att, f);
+    s->mix = arena_take(a, (n + c->conv) * mix, f);
+    s->z = arena_take(a, n * z, f);
     s->ba = arena_take(a, n * 2 * c->n_value, f);
     s->decay = arena_take(a, n * c->n_value, f);
     s->write = arena_take(a, n * c->n_value, f);
     a->used = mark;
-    s->gate = arena_take(a, rows * w.ff, f);
-    s->up = arena_take(a, rows * w.ff, f);
+    s->gate = arena_take(a, rows * ff, f);
+    s->up = arena_take(a, rows * ff, f);
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
     s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
     s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
@@ -2993,8 +2942,33 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int whole = 1;
     while (2 * whole <= n_head) whole *= 2;
     for (int h = 0; h < n_head; h++)
-        slope[h] = h < whole ? exp2f(-max_bias * (h + 1) / whole)
-                             : exp2f(-max_bias / 2 * (2 * (h - whole) + 1) / whole);
+        slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
+}
+
+static void session_truncate(Session *s, int p) {   // forgets positions p and later
+    for (int l = 0; l < s->m->config.n_layer; l++)
+        for (int i = 0; i < s->cache[l].rows; i++)
+            if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
+    if (s->n_recurrent && p > 0) memcpy(s->recurrent, s->saved, s->n_recurrent * sizeof *s->saved);
+    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
+    if (p == 0) s->saved_pos = -1;
+    s->n_history = p;
+}
+
+// Runs a plan to learn the size, and again to place the buffers: in whole pages of 16 KB (what a
+// GPU can share), zeroed when they are first touched.
+static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
+                       const char *what, Error *e) {
+    Arena a = {0};
+    plan(s, &a);
+    *bytes = a.peak + 2 * 16384;
+    void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
+              : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
+    *base = p;
+    a = (Arena){.base = (char *)(((uintptr_t)p + 16383) & ~(uintptr_t)16383)};
+    plan(s, &a);
+    return true;
 }
 
 void session_close(Session *s) {
@@ -3009,30 +2983,19 @@ void session_close(Session *s) {
 
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
-    Arena count = {0}, kv = {0}, scratch = {0};
-    *s = (Session){.m = m, .o = o, .saved_pos = -1, .rng = o.sampling.seed};
+    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
     if (!s->o.window) s->o.window = c->n_ctx < 4096 ? c->n_ctx : 4096;
     if (!s->o.chunk) s->o.chunk = 512;
     if (!s->o.threads) s->o.threads = count_cpus();
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
-
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;
     if (rows > INT32_MAX / 2) return fail(e, "a window of %d tokens is too large", s->o.window);
-    plan_caches(s, &count);
-    kv.base = pages_alloc(count.peak, &s->kv_base, &s->kv_bytes);
-    if (!kv.base)
-        return fail(e, "no memory for a KV cache of %zu MB; try a smaller -c", count.peak >> 20);
-    plan_caches(s, &kv);
-    for (int l = 0; l < c->n_layer; l++)
-        for (int i = 0; i < s->cache[l].rows; i++) s->cache[l].pos[i] = -1;
-
-    count = (Arena){0};
-    plan_scratch(s, &count);
-    scratch.base = pages_alloc(count.peak, &s->scratch_base, &s->scratch_bytes);
-    if (!scratch.base)
-        return fail(e, "no memory for %zu MB of scratch; try a smaller -b", count.peak >> 20);
-    plan_scratch(s, &scratch);
+    if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
+        !place_plan(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
+                    "scratch; try a smaller -b", e))
+        return false;
+    session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
     alibi_slopes(s->slopes, m->layers[0].n_head, c->alibi);
     s->pool_open = pool_open(&s->pool, s->o.threads);
@@ -3052,16 +3015,6 @@ static bool rows_resident(const Session *s, int p) {
             if (c->pos[i] != i) return false;
     }
     return true;
-}
-
-static void session_truncate(Session *s, int p) {   // forgets positions p and later
-    for (int l = 0; l < s->m->config.n_layer; l++)
-        for (int i = 0; i < s->cache[l].rows; i++)
-            if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
-    if (s->n_recurrent && p > 0) memcpy(s->recurrent, s->saved, s->n_recurrent * sizeof *s->saved);
-    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
-    if (p == 0) s->saved_pos = -1;
-    s->n_history = p;
 }
 
 // Prepares the caches to continue after the longest usable part of ids; returns its length.
@@ -3119,7 +3072,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             const float *out = s->logits + (size_t)row * m->config.n_vocab;
             if (hidden) norm_row(s, &m->out_norm, i);
             else if (row == 0 && !(gpu && i == first) && !gpu_head(s, i, rows)) head(s, i, rows);
-            if (!fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
+            if (fn && !fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
                 return fail(e, "stopped");
         }
         p += count;
@@ -3127,15 +3080,8 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
     return true;
 }
 
-static bool keep_logits(void *ctx, int i, const float *logits) {
-    (void)i;
-    *(const float **)ctx = logits;
-    return true;
-}
-
 const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
-    const float *logits = NULL;
-    return session_run(s, ids, n, n - 1, false, keep_logits, &logits, e) ? logits : NULL;
+    return session_run(s, ids, n, n - 1, false, NULL, NULL, e) ? s->logits : NULL;
 }
 
 // ---- appendix: Unicode ----
@@ -3764,29 +3710,26 @@ static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *o
 
 // Types of tokens known by their spelling, as metadata often lacks or mistakes them: ends of
 // generation, control tokens, marks inside a turn. `with`: only where that token is, too.
-static const struct { int type; const char *with, *names[36]; } KNOWN_TOKENS[] = {
+static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_CONTROL | TOKEN_EOG, NULL,
-     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-      "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-      "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
-      "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
-      "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"}},
+     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
+     "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+     "<turn|> <|tool_response> [e~[ <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> "
+     "<PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"},
     {TOKEN_CONTROL, NULL,
-     {"<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
-      "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
-      "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
-      "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|prefix|>", "<|suffix|>",
-      "<|middle|>"}},
-    {TOKEN_USER, NULL, {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}},
-    {TOKEN_USER, "<|return|>", {"<|end|>"}},   // gpt-oss
-    {TOKEN_USER, "<|calls|>", {"<|end|>"}},   // Solar
-    {TOKEN_NORMAL, "<|tool_response>", {"</s>"}},   // Gemma 4
+     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
+     "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> "
+     "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> "
+     "<|prefix|> <|suffix|> <|middle|>"},
+    {TOKEN_USER, NULL, "<|channel|> <|message|> <|start|> <|constrain|>"},
+    {TOKEN_USER, "<|return|>", "<|end|>"},   // gpt-oss
+    {TOKEN_USER, "<|calls|>", "<|end|>"},   // Solar
+    {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
 };
 
 // what holds where the metadata is silent
-static const struct { const char *name, *pre; Tokenizer t; } MODELS[] = {
-    {"none", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
-    {"no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
+    {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
     {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
     {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
     {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
@@ -3883,8 +3826,9 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
-        for (const char *const *name = KNOWN_TOKENS[i].names; *name; name++) {
-            int32_t id = token_find(t, *name);
+        for (const char *name = KNOWN_TOKENS[i].names, *end; *name; name = end + (*end == ' ')) {
+            end = name + strcspn(name, " ");
+            int32_t id = dictionary_find(&t->tokens, name, end - name);
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
@@ -3900,24 +3844,24 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
 // g must stay open as long as t. False: e says what is missing, wrong or unknown.
 static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
+    char name[64];
     size_t i = 0;
     *t = (Tokenizer){0};
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
-    while (i < COUNT(MODELS) && !str_eq(model, MODELS[i].name)) i++;
+    snprintf(name, sizeof name, "%.*s", STR_ARG(model));
+    while (i < COUNT(MODELS) && !is_word(name, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
-        return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
-                    STR_ARG(model));
+        return fail(e, "tokenizer.ggml.model '%s' is not one of llama, gpt2, gemma4, bert, none",
+                    name);
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
     if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
     else if (!pre.n) t->note = "tokenizer.ggml.pre is missing: 'default' is assumed";
     if (!pre.n) pre = (Str){"default", 7};
+    snprintf(name, sizeof name, "%.*s", STR_ARG(pre));
     for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
-        for (const char *s = PRE_TOKENIZERS[i].names, *end; *s; s = end + (*end == ' ')) {
-            end = s + strcspn(s, " ");
-            if (!name_compare(&(Str){s, end - s}, &pre)) t->pre = &PRE_TOKENIZERS[i];
-        }
-    if (!t->pre) return fail(e, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
+        if (is_word(name, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
+    if (!t->pre) return fail(e, "tokenizer.ggml.pre '%s' is unknown", name);
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
 
@@ -4024,28 +3968,23 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-static int32_t sample_draw(const Candidate *c, size_t n, uint64_t *rng) {
-    double total, sum;
-    weigh(c, n, INFINITY, &total);
-    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
-}
-
 // last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
 static int32_t sample(const Sampling *o, const float *logits, size_t n, const int32_t *last,
                       int n_last, uint64_t *rng, Candidate *c) {
+    double total, sum;
     for (size_t i = 0; i < n; i++)   // NaN never wins
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp <= 0) {
-        size_t best = 0;
-        for (size_t i = 1; i < n; i++) best = c[i].logit > c[best].logit ? i : best;
-        return best;
+        sort_top(c, n, 1);
+        return c[0].id;
     }
     sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, o->top_k);
     n = sample_top_p(c, n, o->top_p);
     n = sample_min_p(c, n, o->min_p);
-    return sample_draw(c, n, rng);
+    weigh(c, n, INFINITY, &total);
+    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
 int32_t session_sample(Session *s, const float *logits) {
@@ -4078,21 +4017,18 @@ void model_close(Model *m) {
     *m = (Model){0};
 }
 
-// the file and its tokenizer; weights only where the file has them (vocabularies have none)
-static bool vocab_open(Model *m, const char *path, Error *e) {
+// the file, its tokenizer and, unless they are not wanted, its weights
+static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){0};
     if (!gguf_open(&m->gguf, path, e)) return false;
     m->tokenizer = calloc(1, sizeof *m->tokenizer);
     if (!m->tokenizer) return fail(e, "out of memory");
-    return tokenizer_open(m->tokenizer, &m->gguf, &why) || fail(e, "%s: %s", path, why.text);
+    bool ok = tokenizer_open(m->tokenizer, &m->gguf, &why) && (!weights || weights_load(m, &why));
+    return ok || fail(e, "%s: %s", path, why.text);
 }
 
-bool model_open(Model *m, const char *path, Error *e) {
-    Error why;
-    if (!vocab_open(m, path, e)) return false;
-    return weights_load(m, &why) || fail(e, "%s: %s", path, why.text);
-}
+bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
 // Generates up to n_predict ids (-1: no limit) after ids[0..n-1]; on_token gets each, returning
 // false to stop. An end-of-generation id ends it and is not handed out.
@@ -4140,10 +4076,7 @@ typedef struct {
 
 static volatile sig_atomic_t interrupted;
 
-static void on_interrupt(int sig) {
-    (void)sig;
-    interrupted = 1;
-}
+static void on_interrupt(int sig) { interrupted = sig; }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
@@ -4188,7 +4121,7 @@ static const Option OPTIONS[] = {
     {"--version", SWITCH, AT(version), 0, 0, "llm 1.0"},
 };
 
-static void print_usage(void) {
+static bool print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
         printf("\n  %-22s %s", o->usage, o->help);
@@ -4198,7 +4131,7 @@ static void print_usage(void) {
         if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ") - 1;
         column += printf(" %s", ARCHS[i].names);
     }
-    putchar('\n');
+    return putchar('\n'), true;
 }
 
 // one text, one number, or numbers with commas between them
@@ -4232,13 +4165,10 @@ static bool parse_options(Cli *c, int argc, char **argv) {
         const char *arg = argv[i], *value = argv[i + 1];
         const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
         size_t n = strlen(arg);
-        if (ended || arg[0] != '-' || !arg[1]) {
-            word[words] = arg;
-            words += words < 2;
-            continue;
-        }
-        ended = !strcmp(arg, "--");
-        if (ended) continue;
+        bool option = !ended && arg[0] == '-' && arg[1];
+        if (!option) word[words < 2 ? words++ : 2] = arg;
+        ended = ended || !strcmp(arg, "--");
+        if (!option || ended) continue;
         while (o < end && (strncmp(arg, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
         if (o == end) return fail(&c->e, "unknown option %s; see --help", arg);
         bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
@@ -4293,10 +4223,6 @@ static bool load_prompt(Cli *c) {
     if (c->ids.n || c->tokenize) return true;
     if (t->bos < 0) return fail(&c->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&c->ids, t->bos) || fail(&c->e, "out of memory");
-}
-
-static double tensor_bytes(const Tensor *t) {
-    return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
 }
 
 // what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
@@ -4557,21 +4483,21 @@ static void print_meta(const Meta *m) {
 static bool print_info(const Cli *c) {
     const Config *k = &c->m.config;
     const Gguf *g = &c->m.gguf;
-    double bytes[64] = {0}, weights = 0;
-    int count[64] = {0};
+    double weights = 0;
     for (size_t i = 0; i < g->n_meta; i++) print_meta(&g->meta[i]);
     printf("\narchitecture %s%s: %d layers, dim %d, head %d, vocabulary %d, context %d\n",
            k->name, is_word(k->name, VERIFIED) ? "" : " (unverified: no golden output)", k->n_layer,
            k->dim, k->hd, k->n_vocab, k->n_ctx);
-    for (size_t i = 0; i < g->n_tensors; i++) {
-        int type = g->tensors[i].type;
-        bytes[type] += tensor_bytes(&g->tensors[i]) / 1048576;
-        weights += tensor_bytes(&g->tensors[i]) / 1048576;
-        count[type]++;
-    }
-    for (int i = 0; i < 64; i++) {
-        const char *name = quant_name(i);
-        if (name && count[i]) printf("format %s: %d tensors, %.1f MB\n", name, count[i], bytes[i]);
+    for (int type = 0; type < 64; type++) {
+        double size = 0;
+        int count = 0;
+        for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
+            if (t->type != type) continue;
+            size += tensor_bytes(t) / 1048576;
+            count++;
+        }
+        if (count) printf("format %s: %d tensors, %.1f MB\n", quant_name(type), count, size);
+        weights += size;
     }
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights, c->s.kv_bytes / 1048576.0, c->s.o.window, c->s.scratch_bytes / 1048576.0);
@@ -4580,7 +4506,9 @@ static bool print_info(const Cli *c) {
 
 static bool run(Cli *c) {
     Model *m = &c->m;
-    if (!(c->tokenize ? vocab_open : model_open)(m, c->model, &c->e)) return false;
+    if (c->help) return print_usage();
+    if (c->version) return puts("llm 1.0"), true;
+    if (!model_load(m, c->model, !c->tokenize, &c->e)) return false;
     if (!load_prompt(c)) return false;
     if (c->tokenize) {
         for (size_t i = 0; i < c->ids.n; i++) printf(i ? " %d" : "%d", c->ids.id[i]);
@@ -4612,11 +4540,7 @@ int main(int argc, char **argv) {
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
-    bool ok = parse_options(&c, argc, argv);
-    int status = ok ? 1 : 2;
-    if (ok && c.help) print_usage();
-    else if (ok && c.version) puts("llm 1.0");
-    else if (ok) ok = run(&c);
+    bool asked = parse_options(&c, argc, argv), ok = asked && run(&c);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&c.e, "standard output: %s", strerror(errno));
     if (c.m.tokenizer && (ok || interrupted)) print_notes(&c);
@@ -4627,7 +4551,7 @@ int main(int argc, char **argv) {
     free(c.ids.id);
     free(c.bench.id);
     free(c.work);
-    return interrupted ? 130 : ok ? 0 : status;
+    return interrupted ? 130 : ok ? 0 : asked ? 1 : 2;
 }
 
 #endif   // LLM_NO_MAIN
