@@ -1358,11 +1358,10 @@ QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size
     if (quant_row_bytes(ggml_type, n) == 0) return false;
     if (ggml_type == QUANT_F32)
         for (size_t i = 0; i < n; i++) dst[i] = quant_from_bits(quant_u32(p + 4 * i));
-    else if (ggml_type == QUANT_F16)
-        for (size_t i = 0; i < n; i += i + 8 <= n ? 8 : 1)
-            if (i + 8 <= n) quant_floats(dst + i, p + 2 * i);
-            else dst[i] = quant_half(p + 2 * i);
-    else if (ggml_type == QUANT_BF16)
+    else if (ggml_type == QUANT_F16) {
+        for (; n >= 8; n -= 8, dst += 8, p += 16) quant_floats(dst, p);
+        for (size_t i = 0; i < n; i++) dst[i] = quant_half(p + 2 * i);
+    } else if (ggml_type == QUANT_BF16)
         for (size_t i = 0; i < n; i++) dst[i] = quant_bf16_to_f32((uint16_t)quant_u16(p + 2 * i));
     else for (size_t i = 0; i < n; i += 256, p += quant_row_bytes(ggml_type, 256)) {
         int8_t q[256];
