@@ -472,8 +472,8 @@ static void put_model(Writer *w, const Shape *m) {
                   strchr(m->letters, 'd') && l % 2 == 0 ? "l" : ""));
 }
 
-static const Model *random_model(const Shape *shape) {
-    Writer w = {0};
+static const Model *random_model(const Shape *shape, bool wide) {
+    Writer w = {.wide = wide};
     put_model(&w, shape);
     key_text(&w, "tokenizer.ggml.model", "none");
     write_gguf(&w, scratch("random.gguf"));
@@ -1337,7 +1337,7 @@ static double check_shape(const Shape *shape) {
     enum { N = 20 };
     int32_t ids[N], other[N];
     float whole[VOCAB] = {0}, single[VOCAB] = {0}, changed[VOCAB], back[VOCAB] = {0};
-    const Model *m = random_model(shape);
+    const Model *m = random_model(shape, false);
     bool encoder = m->config.arch->flags & ENCODER;
     Session *s = open_session(m, (Options){.threads = 2, .window = 64, .chunk = 64});
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
@@ -1384,7 +1384,7 @@ static void test_ring(void) {
     int32_t ids[N];
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
     for (int a = 0; a < 3; a++) {
-        const Model *m = random_model(&shapes[a]);
+        const Model *m = random_model(&shapes[a], false);
         float *full = logits_of(m, ids, N, (Options){.window = N, .chunk = N}), got[N * VOCAB];
         for (int keep = 0; keep <= 3; keep += 3) {
             Options o = {.window = WINDOW, .chunk = N, .keep = keep, .threads = 1};
@@ -1466,7 +1466,8 @@ static bool collect(void *ctx, int32_t id) {   // up to 12
 }
 
 static void test_session_refusals(void) {
-    const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""});   // 96 learned positions
+    // 96 learned positions
+    const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""}, false);
     Session *s = open_session(m, (Options){.window = 96, .sampling.seed = 4}), huge = {0};
     Error e = {""};
     Tokens out = {0};
@@ -1551,7 +1552,7 @@ static void test_sampler_choice(void) {
 
 // the session's sampler: seeded once, the first token drawn like every other, repeat_last_n
 static void test_sampler_session(void) {
-    const Model *m = random_model(&(Shape){"llama", 1, "", ""});
+    const Model *m = random_model(&(Shape){"llama", 1, "", ""}, false);
     Error e = {""};
     int32_t ids[6][9] = {{1, 2, 3}};
     bool first_differs = false;
@@ -1842,29 +1843,25 @@ static bool matches(const char *text, const char *pattern) {
     return ok;
 }
 
+// one line on stderr that names what is wrong, and nothing on stdout
+static void check_refusal(int status, const char *arguments, const char *says) {
+    llm("", arguments);
+    const char *end = strchr(cli.err, '\n');
+    CHECK(cli.status == status, "llm %s: exit %d", arguments, cli.status);
+    CHECK(end && !end[1] && !cli.n, "llm %s: not one line: '%s%s'", arguments, cli.err, cli.out);
+    CHECK(strstr(cli.err, says), "llm %s: '%s'", arguments, cli.err);
+}
+
 static void test_cli_refusals(void) {
+    // each word of these must be named
+    static const char *const options[] = {
+        "-q", "--temperature", "-n", "-n abc", "-n 99999999999", "-n -2", "-c 0", "-b 0", "-t 0",
+        "--temp nan", "--temp ''", "--top-k -1", "--top-p 1.5", "--min-p -0.1",
+        "--repeat-penalty 0", "--repeat-last-n -2", "--seed 1x", "--seed 18446744073709551616",
+        "--keep -1"};
     static const struct { int status; const char *arguments, *says; } bad[] = {
         {2, "", "MODEL"},
         {2, "$S", "PROMPT"},
-        {2, "$S hi -q", "-q"},
-        {2, "$S hi --temperature 1", "--temperature"},
-        {2, "$S hi -n", "-n"},
-        {2, "$S hi -n abc", "abc"},
-        {2, "$S hi -n 99999999999", "99999999999"},
-        {2, "$S hi -n -2", "-2"},
-        {2, "$S hi -c 0", "-c"},
-        {2, "$S hi -b 0", "-b"},
-        {2, "$S hi -t 0", "-t"},
-        {2, "$S hi --temp nan", "nan"},
-        {2, "$S hi --temp ''", "--temp"},
-        {2, "$S hi --top-k -1", "--top-k"},
-        {2, "$S hi --top-p 1.5", "1.5"},
-        {2, "$S hi --min-p -0.1", "--min-p"},
-        {2, "$S hi --repeat-penalty 0", "--repeat-penalty"},
-        {2, "$S hi --repeat-last-n -2", "--repeat-last-n"},
-        {2, "$S hi --seed 1x", "1x"},
-        {2, "$S hi --seed 18446744073709551616", "--seed"},
-        {2, "$S hi --keep -1", "--keep"},
         {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"},
         {2, "$S -f x --tokens 1", "prompts"},
@@ -1891,12 +1888,13 @@ static void test_cli_refusals(void) {
         {1, "$G/bert.gguf hi", "--embed"},
         {1, "golden/tok/spm.gguf hi", "no tensors"},
     };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        llm("", bad[i].arguments);
-        const char *end = strchr(cli.err, '\n'), *given = bad[i].arguments;
-        CHECK(cli.status == bad[i].status, "llm %s: exit %d", given, cli.status);
-        CHECK(end && !end[1] && !cli.n, "llm %s: not one line: '%s%s'", given, cli.err, cli.out);
-        CHECK(strstr(cli.err, bad[i].says), "llm %s: '%s'", given, cli.err);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        check_refusal(bad[i].status, bad[i].arguments, bad[i].says);
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        char *rest, *word = strtok_r(text_of("%s", options[i]), " ", &rest);
+        check_refusal(2, text_of("$S hi %s", options[i]), word);
+        for (; word; word = strtok_r(NULL, " ", &rest))
+            CHECK(strstr(cli.err, word), "llm $S hi %s: '%s'", options[i], cli.err);
     }
 }
 
@@ -1969,18 +1967,18 @@ static void test_cli_completion(void) {
 
 // the storyteller with a chat template, in the place of its description
 static void write_chat_model(void) {
-    static const char key[] = "tokenizer.chat_template", mark[] = "{{ <|im_start|> }}";
-    size_t n, old = strlen("general.description");
+    static const char old[] = "general.description", key[] = "tokenizer.chat_template";
+    static const char mark[] = "{{ <|im_start|> }}";
+    size_t n, old_length;
+    Bytes b = {0};
     char *file = read_all("golden/story.gguf", &n);
-    char *at = memmem(file, n, "general.description", old);
-    uint64_t length[2] = {sizeof key - 1}, type = GGUF_STR;
-    memcpy(&length[1], at + old + 4, 8);
-    length[1] -= length[0] - old;
-    memcpy(at - 8, &length[0], 8);
-    memcpy(at, key, length[0]);
-    memcpy(at + length[0], &type, 4);
-    memcpy(at + length[0] + 4, &length[1], 8);
-    memcpy(at + length[0] + 12, mark, sizeof mark - 1);
+    char *at = memmem(file, n, old, strlen(old));
+    memcpy(&old_length, at + strlen(old) + 4, 8);
+    put_text(&b, key);
+    put_int(&b, GGUF_STR, 4);
+    put_int(&b, old_length - (sizeof key - sizeof old), 8);
+    put(&b, mark, strlen(mark));
+    memcpy(at - 8, b.p, b.n);
     FILE *f = fopen(scratch("chat.gguf"), "wb");
     REQUIRE(f && fwrite(file, 1, n, f) == n && !fclose(f), "chat.gguf cannot be written");
 }
@@ -3497,17 +3495,14 @@ static void test_metal_shapes(void) {
     enum { N = 20, TAKEN = 15 };
     int taken = 0, tried = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof *SHAPES; i++) {
-        Writer w = {.wide = true};
         int32_t ids[N];
         int layers = SHAPES[i].n_layer;
         bool other = strpbrk(SHAPES[i].letters, "id");   // sinks, delta-net: heads of other sizes
         if (other || (layers > 8 && (layers > 40 ? layers != 46 : test.quick))) continue;
-        put_model(&w, &SHAPES[i]);
-        key_text(&w, "tokenizer.ggml.model", "none");
-        write_gguf(&w, scratch("random.gguf"));
+        const Model *m = random_model(&SHAPES[i], true);
         for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
         Options o = {.chunk = 9, .window = 64};
-        bool ok = compare_model(open_model(scratch("random.gguf")), o, ids, N, NULL, 0, 1e-5);
+        bool ok = compare_model(m, o, ids, N, NULL, 0, 1e-5);
         taken += ok && layers < 8;
         tried += layers < 8;
         if (ok) printf("  %s", SHAPES[i].arch);
@@ -3878,21 +3873,25 @@ static void write_mutants(const char *path, const char *s, const Mutant *m, int 
     fclose(f);
 }
 
+static const char *line_of(const char *s, size_t at) {   // where it begins
+    while (at && s[at - 1] != '\n') at--;
+    return s + at;
+}
+
 static void show_mutant(const char *s, const Mutant *m, int number, const char *what) {
-    size_t start = m->at, line = 1;
-    for (size_t i = 0; i < m->at; i++) line += s[i] == '\n';
-    while (start && s[start - 1] != '\n') start--;
-    printf("%s: %d, line %zu, %s at '%.12s':\n    %.*s\n", what, number, line, m->kind, s + m->at,
-           (int)strcspn(s + start, "\n"), s + start);
+    const char *start = line_of(s, m->at);
+    int line = 1;
+    for (const char *c = s; c < start; c++) line += *c == '\n';
+    printf("%s: %d, line %d, %s at '%.12s':\n    %.*s\n", what, number, line, m->kind, s + m->at,
+           (int)strcspn(start, "\n"), start);
     fflush(stdout);
 }
 
 static bool is_equivalent(const char *s, const Mutant *m) {
-    size_t start = m->at;
-    while (start && s[start - 1] != '\n') start--;
+    const char *start = line_of(s, m->at), *end = strchr(start, '\n');
     for (size_t i = 0; i < sizeof EQUIVALENT / sizeof *EQUIVALENT; i++) {
-        const char *line = EQUIVALENT[i].line, *at = strstr(s + start, line);
-        bool here = *line && at && at < s + start + strcspn(s + start, "\n");
+        const char *at = strstr(start, EQUIVALENT[i].line);
+        bool here = at && at < end;
         if (here && !strncmp(s + m->at, EQUIVALENT[i].at, strlen(EQUIVALENT[i].at))) return true;
     }
     return false;
