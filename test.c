@@ -528,11 +528,13 @@ static bool keep_row(void *ctx, int i, const float *row) {
     return true;
 }
 
-// logits of ids[from..n-1] into rows[from..n-1]
+// logits of ids[from..n-1], or of an encoder its vectors, into rows[from..n-1]
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
     Error e = {""};
-    Rows out = {s, rows, s->m->config.n_vocab};
-    CHECK(session_run(s, ids, n, from, false, keep_row, &out, &e), "%s", e.text);
+    const Config *c = &s->m->config;
+    bool hidden = c->arch->flags & ENCODER;
+    Rows out = {hidden ? NULL : s, rows, hidden ? c->dim : c->n_vocab};
+    CHECK(session_run(s, ids, n, from, hidden, keep_row, &out, &e), "%s", e.text);
 }
 
 // logits of ids[0..n-1] from a new session with these options
@@ -973,16 +975,16 @@ static uint16_t *half_noise(size_t n) {
     return x;
 }
 
-static int ring_row_of(const AttentionCase *t, int pos) {
-    return pos < t->keep ? pos : t->keep + (pos - t->keep) % (t->rows - t->keep);
-}
-
 // The ring is as it stands after the last of the new tokens, with a hole now and then.
 static Attention attention_of(const AttentionCase *t) {
     int32_t *pos = need(t->rows * sizeof *pos);
+    Cache c = {.rows = t->rows, .keep = t->keep};
     memset(pos, -1, t->rows * sizeof *pos);
-    for (int p = 0; p < t->pos + t->n; p++)
-        pos[ring_row_of(t, p)] = p < t->pos && p % 11 == 3 ? -1 : p;
+    for (int p = 0; p < t->pos + t->n; p++) {
+        int row = p < t->keep ? p : t->keep + (p - t->keep) % (t->rows - t->keep);
+        pos[row] = p < t->pos && p % 11 == 3 ? -1 : p;
+        CHECK(cache_row(&c, p) == row, "position %d: row %d, not %d", p, cache_row(&c, p), row);
+    }
     float *extra = noise_array(t->n_head, 2);
     for (int h = 0; h < t->n_head && t->slopes; h++) extra[h] = exp2f(-h - 1);
     return (Attention){.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
@@ -1160,10 +1162,7 @@ static void test_golden_encoders(void) {
     for (int i = 0; i < 2; i++) {
         Golden g = golden_model(names[i]);
         float rows[64 * 64], mean[64] = {0};
-        Error e = {""};
-        Session *s = open_session(g.m, (Options){.window = g.n, .chunk = g.n});
-        bool ok = session_run(s, g.ids, g.n, 0, true, keep_row, &(Rows){NULL, rows, 64}, &e);
-        CHECK(ok, "%s", e.text);
+        get_rows(open_session(g.m, (Options){.window = g.n, .chunk = g.n}), g.ids, g.n, 0, rows);
         for (int j = 0; j < 64 * g.n; j++) mean[j % 64] += rows[j] / g.n;
         double error = nmse(mean, g.want, 64);
         CHECK(error < g.limit, "%s: NMSE %.2g", names[i], error);
@@ -1302,11 +1301,8 @@ static const Shape SHAPES[] = {
 
 // the last token's logits, or an encoder's vector for it
 static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB]) {
-    Error e = {""};
-    bool hidden = s->m->config.arch->flags & ENCODER;
-    size_t width = hidden ? WIDTH : VOCAB;
-    Rows out = {hidden ? NULL : s, row - (n - 1) * width, width};
-    CHECK(session_run(s, ids, n, n - 1, hidden, keep_row, &out, &e), "%s", e.text);
+    bool encoder = s->m->config.arch->flags & ENCODER;
+    get_rows(s, ids, n, n - 1, row - (n - 1) * (encoder ? WIDTH : VOCAB));
 }
 
 // Are all tensors used? The file is mapped: each is changed there, and must change the last row.
@@ -2960,65 +2956,46 @@ static void kernel_embed(Gpu *g, int type) {
     lab_compare("embed", type, x.s.x, want, NULL, N * cols, 2e-6);
 }
 
-// three matrices of one input with norm and biases; then one with residual and soft cap
+// three matrices of one input with norm and biases; one with residual and soft cap; gate and up
 static void kernel_gemv(Gpu *g, int type) {
-    static const int rows[3] = {13, 5, 3};
+    static const int rows[3] = {13, 13, 3};
+    static const int epilogues[] = {EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU};
+    static const char *const names[] = {"gemv", "gemv add", "gemv_glu"};
     Lab x = lab(g);
-    int cols = format_cols(type, true);
+    int cols = format_cols(type, true), act = type % 3;
     RandomMatrix w[3];
     float *in = lab_floats(g, cols, 1), *y[3], scale = 1.5f;
     double xs[1280], want[13], size[13];
     const Matrix *m[3];
     Norm norm = lab_norm(g, cols, 0);
+    x.arch.act = act;
     for (int i = 0; i < 3; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
         w[i].m.bias = i == 1 ? NULL : lab_floats(g, rows[i], 1);
-        w[i].m.scale = i == 2 ? &scale : NULL;
+        w[i].m.scale = i == 1 ? NULL : &scale;
         y[i] = lab_floats(g, rows[i], 9);
         m[i] = &w[i].m;
     }
-    for (int add = 0; add < 2; add++) {
-        const Norm *normed = add ? NULL : &norm;
-        float cap = add ? 2 : 0, before[13];
+    for (int k = 0; k < 3; k++) {
+        bool add = k == 1, glu = k == 2;
+        float cap = add ? 2 : 0, factor = glu ? 1 : 2, before[13];
+        if (glu) w[1].m.bias = lab_floats(g, rows[1], 1);
         memcpy(before, y[0], sizeof before);
-        run_gemv(lab_begin(&x), m, add ? 1 : 3, in, normed, y,
-                 add ? EPILOGUE_ADD : EPILOGUE_STORE, cap, 2);
-        lab_end(&x, "gemv");
-        reference_norm(xs, in, cols, normed, RMS, 1e-5);
-        for (int i = 0; i < (add ? 1 : 3); i++) {
+        reference_norm(xs, in, cols, add ? NULL : &norm, RMS, 1e-5);
+        run_gemv(lab_begin(&x), m, 3 - (k > 0) - add, in, add ? NULL : &norm, y, epilogues[k], cap,
+                 factor);
+        lab_end(&x, names[k]);
+        for (int i = 0; i < (k ? 1 : 3); i++) {
             for (int r = 0; r < rows[i]; r++) {
-                double v = reference_row(&w[i], r, xs, 2, &size[r]);
-                want[r] = add ? before[r] + cap * tanh(v / cap) : v;
-                size[r] = 3 * size[r] + 10;
+                double a, b, v = reference_row(&w[i], r, xs, factor, &a), u = 1;
+                if (glu) u = reference_row(&w[1], r, xs, 1, &b);
+                want[r] = glu ? reference_activation(act, v, u, true)
+                          : add ? before[r] + cap * tanh(v / cap) : v;
+                size[r] = glu ? (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1) : 3 * a + 10;
             }
-            lab_compare(add ? "gemv add" : "gemv", type, y[i], want, size, rows[i], 1e-6);
+            lab_compare(names[k], type, y[i], want, size, rows[i], 1e-6);
         }
     }
-}
-
-static void kernel_glu(Gpu *g, int type) {
-    enum { FF = 13 };
-    Lab x = lab(g);
-    int cols = format_cols(type, true), act = type % 3;
-    RandomMatrix gate = lab_matrix(g, type, FF, cols);
-    RandomMatrix up = lab_matrix(g, other_format(type), FF, cols);
-    float *in = lab_floats(g, cols, 1), *y = lab_floats(g, FF, 1), scale = 1.5f;
-    Norm norm = lab_norm(g, cols, 0);
-    double xs[1280], want[FF], size[FF];
-    gate.m.scale = &scale;
-    gate.m.bias = lab_floats(g, FF, 1);
-    up.m.bias = lab_floats(g, FF, 1);
-    x.arch.act = act;
-    run_gemv(lab_begin(&x), (const Matrix *[]){&gate.m, &up.m}, 2, in, &norm, &y, EPILOGUE_GLU, 0,
-             1);
-    lab_end(&x, "gemv_glu");
-    reference_norm(xs, in, cols, &norm, RMS, 1e-5);
-    for (int r = 0; r < FF; r++) {
-        double a, b, v = reference_row(&gate, r, xs, 1, &a), u = reference_row(&up, r, xs, 1, &b);
-        want[r] = reference_activation(act, v, u, true);
-        size[r] = (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1);
-    }
-    lab_compare("gemv_glu", type, y, want, size, FF, 1e-6);
 }
 
 // n tokens: 37 take tiles of 32, 5 tiles of 8. Epilogues in turn: bias, residual and cap, GLU.
@@ -3159,7 +3136,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
         int token = i / (H + KV), h = i % (H + KV), kv = h - H;
         bool query = h < H;
         size_t from = (query ? token * H + h : token * KV + kv) * hd,
-               at = (kv * t->rows + ring_row_of(t, t->pos + token)) * hd;
+               at = (kv * t->rows + cache_row(&c, t->pos + token)) * hd;
         naive_head(t, (query ? x.s.q : x.s.k) + from, query ? &x.w.q_norm : &x.w.k_norm,
                    x.s.rope[0] + token * t->n_rot, head);
         for (int j = 0; j < hd; j++) {
@@ -3278,8 +3255,8 @@ static void check_counters(void) {
 
 // In order to add a kernel: its test, and a row here and in VARIANTS.
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
-    {kernel_embed, true}, {kernel_gemv, true}, {kernel_glu, true}, {kernel_gemm, true},
-    {kernel_block, true}, {kernel_attention, false}, {kernel_norms, false}, {kernel_argmax, false},
+    {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
+    {kernel_attention, false}, {kernel_norms, false}, {kernel_argmax, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
@@ -3338,8 +3315,6 @@ static int expected_dispatches(const Session *s, int n, int rows) {
 // of the chunks after position p (a fall-back to the CPU is a failure), in so many command buffers,
 // and nothing is allocated but the history of tokens.
 static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, float *to) {
-    Error e = {{0}};
-    Rows c = {s, to - from * s->m->config.n_vocab, s->m->config.n_vocab};
     int want = 0, commits = 0, buffers = soft.buffers, layers = s->m->config.n_layer;
     bool gpu = !s->o.cpu && RECORDER;
     size_t allowed = allocations + (n > s->history_cap);
@@ -3351,8 +3326,8 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, fl
         commits += rows > 0 ? (rows - 1) / LOGIT_ROWS : 0;
     }
     soft.n_run = soft.commits = 0;
-    bool ok = session_run(s, ids, n, from, false, keep_row, &c, &e);
-    CHECK(ok && !s->o.cpu == !!s->gpu, "%s: the GPU gave up", e.text);
+    get_rows(s, ids, n, from, to - from * s->m->config.n_vocab);
+    CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
     CHECK(!gpu || (s->gpu && soft.n_run == want), "%d dispatches, expected %d", soft.n_run, want);
     CHECK(!gpu || soft.commits == commits, "%d commits, expected %d", soft.commits, commits);
     CHECK(!gpu || soft.buffers == buffers, "%d buffers made in forward", soft.buffers - buffers);
