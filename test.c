@@ -683,16 +683,18 @@ static void random_block(int type, uint8_t *bytes, float *f) {
     }
 }
 
-// a random matrix, of 64 different blocks, at data
-static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols) {
-    enum { DIFFERENT = 64 };
-    int block = format_block(type);
+// A matrix at data: the quantised Gaussian numbers of golden/quants in random order, with ggml's
+// floats, or 64 different blocks of random bytes.
+static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols, bool golden) {
+    int block = format_block(type), different = golden ? GOLDEN / 2 / block : 64;
     size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
-    uint8_t *pool = need(DIFFERENT * bytes);
-    float *pool_f = need(DIFFERENT * block * sizeof(float)), *f = need(n * block * sizeof *f);
-    for (int i = 0; i < DIFFERENT; i++) random_block(type, pool + i * bytes, pool_f + i * block);
+    uint8_t *pool = need(different * bytes);
+    float *pool_f = need(different * block * sizeof(float)), *f = need(n * block * sizeof *f);
+    if (golden) golden_blocks(type, &pool, &pool_f);
+    for (int i = 0; i < different && !golden; i++)
+        random_block(type, pool + i * bytes, pool_f + i * block);
     for (size_t i = 0; i < n; i++) {
-        int k = random_bits() % DIFFERENT;
+        int k = random_bits() % different;
         memcpy(data + i * bytes, pool + k * bytes, bytes);
         memcpy(f + i * block, pool_f + k * block, block * sizeof *f);
     }
@@ -716,7 +718,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exa
     }
     for (int k = 0; k < 2; k++) {
         int r = k ? 20 : rows;
-        w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols);
+        w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols, true);
         if (k == 0) w[k].m.bias = noise_array(rows, 1);
         if (k == 0) w[k].m.scale = &scale;
         out[k] = need(n * r * sizeof(float));
@@ -2936,7 +2938,7 @@ static int other_format(int type) {   // for the same columns
 static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
     int skew = format_block(type) == 1 ? 4 : 6;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
-    return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols);
+    return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols, false);
 }
 
 static void kernel_embed(Gpu *g, int type) {
