@@ -126,6 +126,12 @@ static double nmse(const float *got, const float *want, size_t n) {
     return error;
 }
 
+static double squares(const float *x, size_t n) {
+    double sum = 0;
+    for (size_t i = 0; i < n; i++) sum += (double)x[i] * x[i];
+    return sum;
+}
+
 static double half_value(uint16_t h) {   // IEEE binary16
     int exponent = h >> 10 & 31, mantissa = h & 1023;
     double x = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
@@ -153,6 +159,80 @@ __attribute__((format(printf, 1, 2))) static char *text_of(const char *format, .
 }
 
 static char *scratch(const char *name) { return text_of("%s/%s", test.dir, name); }
+
+// ---- references, in double ----
+
+// each group of values by itself; w NULL: x itself
+static void reference_norm(double *out, const float *x, int n, const Norm *w, int kind, double eps)
+{
+    int width = w && w->group ? w->group : n;
+    for (int g = 0; g < n; g += width) {
+        double mean = 0, var = 0;
+        for (int i = g; i < g + width && kind != RMS; i++) mean += x[i] / (double)width;
+        for (int i = g; i < g + width; i++) var += (x[i] - mean) * (x[i] - mean) / width;
+        for (int i = g; i < g + width; i++) {
+            out[i] = w ? (x[i] - mean) / sqrt(var + eps) : x[i];
+            if (w && w->w) out[i] *= w->w[i % w->n];
+            if (w && w->b) out[i] += w->b[i % w->n];
+        }
+    }
+}
+
+// pairs of the first n_rot values turn, each by the cosine and sine of an angle
+static void reference_rope(double *out, const double *x, int n, int n_rot, int pairing,
+                           const float *turn) {
+    memcpy(out, x, n * sizeof *x);
+    for (int p = 0; pairing != NO_ROPE && p < n_rot / 2; p++) {
+        int a = pairing == NORM ? 2 * p : p, b = pairing == NORM ? a + 1 : a + n_rot / 2;
+        out[a] = x[a] * turn[2 * p] - x[b] * turn[2 * p + 1];
+        out[b] = x[a] * turn[2 * p + 1] + x[b] * turn[2 * p];
+    }
+}
+
+static double reference_activation(int act, double g, double u, bool gate) {
+    double inner = sqrt(2 / M_PI) * (g + 0.044715 * g * g * g), clipped = fmin(g, 7);
+    double y = act == SILU ? g / (1 + exp(-g)) : act == GELU ? 0.5 * g * (1 + tanh(inner))
+               : act == RELU2 ? (g > 0 ? g * g : 0) : clipped / (1 + exp(-1.702 * clipped));
+    return y * (!gate ? 1 : act == SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
+}
+
+// one query and head over all rows of its ring
+static void reference_attention(const Attention *a, int i, int h, double *out) {
+    int kv = h / (a->n_head / a->n_kv), pos = a->pos + i;
+    const float *q = a->q + ((size_t)i * a->n_head + h) * a->hd;
+    double total = a->sinks ? exp(a->sinks[h]) : 0;
+    memset(out, 0, a->vd * sizeof *out);
+    for (int r = 0; r < a->rows; r++) {
+        int at = a->pos_k[r];
+        size_t row = (size_t)kv * a->rows + r;
+        double score = 0;
+        bool seen = !a->causal || (at <= pos && (pos - at < a->window || at < a->keep));
+        if (at < 0 || !seen) continue;
+        for (int j = 0; j < a->hd; j++) score += q[j] * half_value(a->k[row * a->hd + j]);
+        score *= a->scale;
+        if (a->softcap > 0) score = a->softcap * tanh(score / a->softcap);
+        if (a->slopes) score -= a->slopes[h] * abs(at - pos);
+        double p = exp(score);
+        total += p;
+        for (int j = 0; j < a->vd; j++) out[j] += p * half_value(a->v[row * a->vd + j]);
+    }
+    for (int j = 0; j < a->vd && total > 0; j++) out[j] /= total;
+}
+
+typedef struct { Matrix m; float *f; } RandomMatrix;   // f: the weights as floats
+
+// row r of factor * w's scale * (w . x) + w's bias; size, or NULL: the sum of the absolute products
+static double reference_row(const RandomMatrix *w, int r, const double *x, double factor,
+                            double *size) {
+    const float *f = w->f + r * w->m.cols;
+    double sum = 0, all = 0;
+    for (int i = 0; i < w->m.cols; i++) {
+        sum += f[i] * x[i];
+        all += fabs(f[i] * x[i]);
+    }
+    if (size) *size = all;
+    return factor * (w->m.scale ? *w->m.scale : 1) * sum + (w->m.bias ? w->m.bias[r] : 0);
+}
 
 // ---- a writer of GGUF files ----
 
@@ -222,30 +302,62 @@ static void key_text(Writer *w, const char *key, const char *s) {
     put_key(w, key, GGUF_STR, b.p, b.n);
 }
 
-static void key_strings(Writer *w, const char *key, int n, const char *const *s) {
-    Bytes b = {0};
+// the strings between the commas of s
+static void key_strings(Writer *w, const char *key, const char *s) {
+    Bytes all = {0}, b = {0};
+    uint64_t n = 0;
+    for (; s; n++) {
+        size_t length = strcspn(s, ",");
+        put_int(&all, length, 8);
+        put(&all, s, length);
+        s = s[length] ? s + length + 1 : NULL;
+    }
     put_int(&b, GGUF_STR, 4);
     put_int(&b, n, 8);
-    for (int i = 0; i < n; i++) put_text(&b, s[i]);
+    put(&b, all.p, all.n);
     put_key(w, key, GGUF_ARR, b.p, b.n);
+}
+
+static void key_array(Writer *w, const char *key, uint32_t elem, uint64_t n, const void *x) {
+    Bytes b = {0};   // of 32-bit numbers
+    put_int(&b, elem, 4);
+    put_int(&b, n, 8);
+    put(&b, x, 4 * n);
+    put_key(w, key, GGUF_ARR, b.p, b.n);
+}
+
+// NULL: no such key
+static void key_vocab(Writer *w, const char *model, const char *pre, const char *tokens,
+                      const char *merges) {
+    key_text(w, "tokenizer.ggml.model", model);
+    if (pre) key_text(w, "tokenizer.ggml.pre", pre);
+    if (tokens) key_strings(w, "tokenizer.ggml.tokens", tokens);
+    if (merges) key_strings(w, "tokenizer.ggml.merges", merges);
+}
+
+// a tensor's row in the list
+static void put_entry(Writer *w, const char *name, int dims, const int *ne, int type, size_t at) {
+    const Spoil *s = &w->spoil;
+    bool dim = spoils(w, DIM, name);
+    put_text(&w->tensors, name);
+    put_int(&w->tensors, dim && s->a < 0 ? s->b : dims, 4);
+    for (int d = 0; d < dims; d++) put_int(&w->tensors, dim && s->a == d ? s->b : ne[d], 8);
+    put_int(&w->tensors, spoils(w, TYPE, name) ? s->a : type, 4);
+    put_int(&w->tensors, spoils(w, OFFSET, name) ? (uint64_t)s->a : at, 8);
+    w->n_tensors++;
 }
 
 // random f32 weights around `mean`, ne[2] matrices of ne[1] rows of ne[0]; 0 ends the dimensions
 static void put_tensor(Writer *w, const char *name, const int ne[3], float mean, float scale) {
     int dims = 1 + (ne[1] > 0) + (ne[2] > 0);
     size_t n = ne[0] * (ne[1] ? ne[1] : 1) * (ne[2] ? ne[2] : 1);
-    const Spoil *s = &w->spoil;
     float *x = noise_array(n, scale);
     for (size_t i = 0; i < n; i++) x[i] += mean;
-    bool elsewhere = w->parts && w->seen++ % w->parts != w->part, dim = spoils(w, DIM, name);
+    bool elsewhere = w->parts && w->seen++ % w->parts != w->part;
     int copies = elsewhere || spoils(w, NO_TENSOR, name) ? 0 : 1 + spoils(w, TWICE, name);
-    for (; copies > 0; copies--, w->n_tensors++) {
+    for (; copies > 0; copies--) {
         put(&w->data, NULL, -w->data.n % (w->align ? w->align : 32));
-        put_text(&w->tensors, name);
-        put_int(&w->tensors, dim && s->a < 0 ? s->b : dims, 4);
-        for (int d = 0; d < dims; d++) put_int(&w->tensors, dim && s->a == d ? s->b : ne[d], 8);
-        put_int(&w->tensors, spoils(w, TYPE, name) ? s->a : QUANT_F32, 4);
-        put_int(&w->tensors, spoils(w, OFFSET, name) ? (uint64_t)s->a : w->data.n, 8);
+        put_entry(w, name, dims, ne, QUANT_F32, w->data.n);
         put(&w->data, x, n * sizeof *x);
     }
 }
@@ -360,8 +472,8 @@ static void put_model(Writer *w, const Shape *m) {
                   strchr(m->letters, 'd') && l % 2 == 0 ? "l" : ""));
 }
 
-static const Model *random_model(const Shape *shape) {
-    Writer w = {0};
+static const Model *random_model(const Shape *shape, bool wide) {
+    Writer w = {.wide = wide};
     put_model(&w, shape);
     key_text(&w, "tokenizer.ggml.model", "none");
     write_gguf(&w, scratch("random.gguf"));
@@ -370,71 +482,59 @@ static const Model *random_model(const Shape *shape) {
 
 // For `make bench`: the shape of Qwen3-0.6B, weights of one type, no vocabulary. Norms are ones,
 // bytes of weights 0 to 31: wherever a format has f16 scales, they are below 1/128.
-static void put_bench_tensor(Writer *w, const char *name, int type, int cols, int rows) {
-    put_text(&w->tensors, text_of("%s.weight", name));
-    put_int(&w->tensors, 1 + (rows > 0), 4);
-    put_int(&w->tensors, cols, 8);
-    if (rows) put_int(&w->tensors, rows, 8);
-    put_int(&w->tensors, rows ? type : QUANT_F32, 4);
-    put_int(&w->tensors, w->data.n, 8);
-    w->data.n += quant_row_bytes(rows ? type : QUANT_F32, cols) * larger(rows, 1);
-    w->data.n += -w->data.n % 32;
-    w->n_tensors++;
-}
-
 static int write_bench_model(const char *type_name, const char *path) {
-    static const struct { const char *name; int cols, rows; } parts[] = {
-        {"attn_norm", 1024, 0}, {"ffn_norm", 1024, 0}, {"attn_q_norm", 128, 0},
-        {"attn_k_norm", 128, 0}, {"attn_q", 1024, 2048}, {"attn_k", 1024, 1024},
-        {"attn_v", 1024, 1024}, {"attn_output", 2048, 1024}, {"ffn_gate", 1024, 3072},
-        {"ffn_up", 1024, 3072}, {"ffn_down", 3072, 1024}};
-    enum { LAYERS = 28, NORMS = 4, PARTS_OF_LAYER = sizeof parts / sizeof *parts };
-    int type = quant_type_from_name(type_name);
-    if (type < 0) return printf("%s is not a format\n", type_name), 2;
+    static const struct { const char *name; int n, ne[2]; } parts[] = {
+        {"output_norm", 1, {1024}}, {"blk.%d.attn_norm", 28, {1024}},
+        {"blk.%d.ffn_norm", 28, {1024}}, {"blk.%d.attn_q_norm", 28, {128}},
+        {"blk.%d.attn_k_norm", 28, {128}}, {"blk.%d.attn_q", 28, {1024, 2048}},
+        {"blk.%d.attn_k", 28, {1024, 1024}}, {"blk.%d.attn_v", 28, {1024, 1024}},
+        {"blk.%d.attn_output", 28, {2048, 1024}}, {"blk.%d.ffn_gate", 28, {1024, 3072}},
+        {"blk.%d.ffn_up", 28, {1024, 3072}}, {"blk.%d.ffn_down", 28, {3072, 1024}},
+        {"token_embd", 1, {1024, 151936}}};
+    int weights = quant_type_from_name(type_name);
+    if (weights < 0) return printf("%s is not a format\n", type_name), 2;
     Writer w = {0};
+    size_t norms = 0, all = 0;
     key_text(&w, "general.architecture", "qwen3");
     key_text(&w, "tokenizer.ggml.model", "none");
     put_keys(&w, "qwen3", "block_count=28 context_length=40960 embedding_length=1024 "
              "feed_forward_length=3072 attention.head_count=16 attention.head_count_kv=8 "
              "attention.key_length=128 attention.value_length=128 rope.freq_base=1000000. "
              "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936");
-    put_bench_tensor(&w, "output_norm", type, 1024, 0);
-    size_t norms = 0;
-    for (int k = 0; k < PARTS_OF_LAYER; k++) {
-        if (k == NORMS) norms = w.data.n;
-        for (int l = 0; l < LAYERS; l++)
-            put_bench_tensor(&w, text_of("blk.%d.%s", l, parts[k].name), type, parts[k].cols,
-                             parts[k].rows);
-    }
-    put_bench_tensor(&w, "token_embd", type, 1024, 151936);
-    size_t left = w.data.n - norms, pool = 1 << 20;
-    w.data = (Bytes){0};
+    for (size_t k = 0; k < sizeof parts / sizeof *parts; k++)
+        for (int l = 0; l < parts[k].n; l++) {
+            const int *ne = parts[k].ne;
+            int type = ne[1] ? weights : QUANT_F32;
+            put_entry(&w, text_of("%s.weight", text_of(parts[k].name, l)), 1 + (ne[1] > 0), ne,
+                      type, all);
+            all += (quant_row_bytes(type, ne[0]) * larger(ne[1], 1) + 31) / 32 * 32;
+            if (!ne[1]) norms = all;
+        }
     for (size_t i = 0; i < norms; i += 4) put(&w.data, &(float){1}, 4);
     write_gguf(&w, path);
-    uint8_t *bytes = need(pool);
-    for (size_t i = 0; i < pool; i++) bytes[i] = random_bits() & 31;
     FILE *f = fopen(path, "ab");
-    for (size_t n; f && left; left -= n) {
-        n = left < pool ? left : pool;
-        if (fwrite(bytes, 1, n, f) != n) break;
-    }
-    if (!f || fclose(f) || left) return printf("%s: cannot be written\n", path), 1;
+    for (size_t i = norms; f && i < all; i++) putc_unlocked(random_bits() & 31, f);
+    if (!f || ferror(f) || fclose(f)) return printf("%s: cannot be written\n", path), 1;
     return 0;
 }
 
-typedef struct { float *to; size_t n; } Rows;
+typedef struct { const Session *s; float *to; size_t n; } Rows;   // s: a row is of its logits
 
 static bool keep_row(void *ctx, int i, const float *row) {
     Rows *out = ctx;
+    size_t at = out->s ? row - out->s->logits : 0;
+    CHECK(at % out->n == 0 && at / out->n < LOGIT_ROWS, "token %d: the logits are a copy", i);
     memcpy(out->to + i * out->n, row, out->n * sizeof *row);
     return true;
 }
 
-// logits of ids[from..n-1] into rows[from..n-1]
+// logits of ids[from..n-1], or of an encoder its vectors, into rows[from..n-1]
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
     Error e = {""};
-    Rows out = {rows, s->m->config.n_vocab};
-    CHECK(session_run(s, ids, n, from, false, keep_row, &out, &e), "%s", e.text);
+    const Config *c = &s->m->config;
+    bool hidden = c->arch->flags & ENCODER;
+    Rows out = {hidden ? NULL : s, rows, hidden ? c->dim : c->n_vocab};
+    CHECK(session_run(s, ids, n, from, hidden, keep_row, &out, &e), "%s", e.text);
 }
 
 // logits of ids[0..n-1] from a new session with these options
@@ -449,12 +549,18 @@ static float *logits_of(const Model *m, const int32_t *ids, int n, Options o) {
 
 // golden/quants has 2,048 weights of each format with ggml's floats. The first half are quantised
 // Gaussian numbers; the rest is random bytes, whose scales may be huge.
-static const int FORMATS[] = {
+static const int FORMATS[] = {QUANT_F32, QUANT_F16, QUANT_BF16,
 #define QUANT_X(id, name, weights, bytes, per16, bias) id,
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-    QUANT_F32, QUANT_F16, QUANT_BF16};
+};
 enum { N_FORMATS = sizeof FORMATS / sizeof *FORMATS, GOLDEN = 2048 };
+
+static int format_block(int type) {   // weights per block
+    int n = 1;
+    while (!quant_row_bytes(type, n)) n++;
+    return n;
+}
 
 // f32 has no file: bf16's floats are its blocks
 static void golden_blocks(int type, uint8_t **blocks, float **floats) {
@@ -494,7 +600,7 @@ static void test_formats(void) {
         uint8_t *blocks;
         float *want, *got = need(4 * GOLDEN);
         golden_blocks(type, &blocks, &want);
-        size_t bytes = quant_row_bytes(type, GOLDEN), one = 1;
+        size_t bytes = quant_row_bytes(type, GOLDEN), one = format_block(type);
         for (int shift = 0; shift < 4; shift++) {   // any address will do
             uint8_t *copy = need(bytes + shift);
             memcpy(copy + shift, blocks, bytes);
@@ -502,7 +608,6 @@ static void test_formats(void) {
             for (int i = 0; i < GOLDEN; i++) differ += memcmp(&got[i], &want[i], 4) != 0;
             CHECK(!differ, "%s at +%d: %d weights are not ggml's", name, shift, differ);
         }
-        while (!quant_row_bytes(type, one)) one++;
         got[one] = 77;
         CHECK(quant_dequantize(type, blocks, got, one) && got[one] == 77, "%s: one block", name);
         CHECK(one == 1 || !quant_dequantize(type, blocks, got, one + 1), "%s: %zu", name, one + 1);
@@ -562,69 +667,83 @@ static void test_halves(void) {
 
 // ---- matmul ----
 
-typedef struct { Matrix w; float *values, *out, *first; double *want, power; } Product;
-
-// a matrix of golden blocks in random order
-static Product random_product(int type, int64_t rows, int64_t cols, int n) {
-    uint8_t *blocks, *data = need(quant_row_bytes(type, rows * cols));
-    float *floats;
-    size_t unit = 32, size = n * rows * sizeof(float);
-    golden_blocks(type, &blocks, &floats);
-    while (!quant_row_bytes(type, unit)) unit += 32;
-    Product p = {{.data = data, .type = type, .rows = rows, .cols = cols},
-                 need(rows * cols * sizeof(float)), need(size), need(size), need(2 * size), 0};
-    for (size_t i = 0; i < rows * cols / unit; i++) {
-        size_t from = random_bits() % (GOLDEN / 2 / unit), bytes = quant_row_bytes(type, unit);
-        memcpy(data + i * bytes, blocks + from * bytes, bytes);
-        memcpy(p.values + i * unit, floats + from * unit, unit * sizeof(float));
-    }
-    return p;
-}
-
-// power: what the outputs' squares would be, summed, if no products cancelled. Errors are measured
-// against that, so that a row whose sum happens to be near 0 does not count more than others.
-static void naive_matmul(Product *p, const float *x, int n) {
-    const Matrix *w = &p->w;
-    for (int i = 0; i < n * w->rows; i++) {
-        double sum = 0, weights = 0, inputs = 0;
-        for (int64_t c = 0; c < w->cols; c++) {
-            double v = p->values[i % w->rows * w->cols + c], u = x[i / w->rows * w->cols + c];
-            sum += v * u;
-            weights += v * v;
-            inputs += u * u;
-        }
-        p->want[i] = (w->scale ? *w->scale : 1) * sum + (w->bias ? w->bias[i % w->rows] : 0);
-        p->power += weights * inputs / w->cols;
+// a block of random bytes, drawn until its weights f are of ordinary size
+static void random_block(int type, uint8_t *bytes, float *f) {
+    int block = format_block(type);
+    float top = 0, x = noise();
+    uint16_t half = quant_f32_to_f16(x);
+    while (!(top > 1e-3f && top < 8)) {
+        for (size_t i = 0; i < quant_row_bytes(type, block); i++) bytes[i] = random_bits();
+        if (type == QUANT_F32) memcpy(bytes, &x, 4);
+        if (type == QUANT_F16) memcpy(bytes, &half, 2);
+        if (type == QUANT_BF16) memcpy(bytes, (char *)&x + 2, 2);   // little endian: the upper half
+        quant_dequantize(type, bytes, f, block);
+        top = block == 1 ? 1 : 0;
+        for (int i = 0; i < block; i++) top = fabsf(f[i]) <= top ? top : fabsf(f[i]);
     }
 }
+
+// A matrix at data: the quantised Gaussian numbers of golden/quants in random order, with ggml's
+// floats, or 64 different blocks of random bytes.
+static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols, bool golden) {
+    int block = format_block(type), different = golden ? GOLDEN / 2 / block : 64;
+    size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
+    uint8_t *pool = need(different * bytes);
+    float *pool_f = need(different * block * sizeof(float)), *f = need(n * block * sizeof *f);
+    if (golden) golden_blocks(type, &pool, &pool_f);
+    for (int i = 0; i < different && !golden; i++)
+        random_block(type, pool + i * bytes, pool_f + i * block);
+    for (size_t i = 0; i < n; i++) {
+        int k = random_bits() % different;
+        memcpy(data + i * bytes, pool + k * bytes, bytes);
+        memcpy(f + i * block, pool_f + k * block, block * sizeof *f);
+    }
+    return (RandomMatrix){{.data = data, .type = type, .rows = rows, .cols = cols}, f};
+}
+
+static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) & ~(uintptr_t)63); }
 
 // Two jobs in one call share x, one has bias and scale; several thread counts. `exact`: activations
-// that int8 holds exactly (integers up to 127, 127 in every 32) leave only rounding.
+// that int8 holds exactly (integers up to 127, 127 in every 32) leave only rounding. Errors are
+// measured against what the outputs would be if no products cancelled, so that a row whose sum
+// happens to be near 0 does not count more than others.
 static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exact) {
     static const int threads[] = {1, 2, 3, 8};
-    Product p[2] = {random_product(type, rows, cols, n), random_product(type, 20, cols, n)};
-    float *x = noise_array(n * cols, 1), scale = 0.75f;
-    double worst = 0;
-    p[0].w.bias = noise_array(rows, 1);
-    p[0].w.scale = &scale;
-    for (int64_t i = 0; exact && i < n * cols; i++)
-        x[i] = i % 32 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
+    float *x = noise_array(n * cols, 1), *out[2], *first[2], scale = 0.75f;
+    double *in = need(n * cols * sizeof *in), *want[2], power[2] = {0}, worst = 0;
+    RandomMatrix w[2];
+    for (int64_t i = 0; i < n * cols; i++) {
+        if (exact) x[i] = i % 32 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
+        in[i] = x[i];
+    }
+    for (int k = 0; k < 2; k++) {
+        int r = k ? 20 : rows;
+        w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols, true);
+        if (k == 0) w[k].m.bias = noise_array(rows, 1);
+        if (k == 0) w[k].m.scale = &scale;
+        out[k] = need(n * r * sizeof(float));
+        first[k] = need(n * r * sizeof(float));
+        want[k] = need(n * r * sizeof(double));
+        for (int i = 0; i < n * r; i++) {
+            want[k][i] = reference_row(&w[k], i % r, in + i / r * cols, 1, NULL);
+            power[k] += squares(w[k].f + i % r * cols, cols) * squares(x + i / r * cols, cols);
+        }
+    }
     for (int t = 0; t < 4; t += 1 + test.quick) {
         Pool pool = {0};
-        Matmul jobs[2] = {{&p[0].w, x, p[0].out, n}, {&p[1].w, x, p[1].out, n}};
-        uintptr_t memory = (uintptr_t)need(matmul_scratch(n, cols, threads[t], true) + 64);
+        Matmul jobs[2] = {{&w[0].m, x, out[0], n}, {&w[1].m, x, out[1], n}};
         REQUIRE(pool_open(&pool, threads[t]), "%d threads", threads[t]);
-        matmul(&pool, (void *)((memory + 63) & ~(uintptr_t)63), jobs, 2);
+        matmul(&pool, aligned(matmul_scratch(n, cols, threads[t], true)), jobs, 2);
         pool_close(&pool);
         for (int k = 0; k < 2; k++) {
-            size_t size = n * p[k].w.rows;
+            size_t all = n * w[k].m.rows;
             double error = 0;
-            if (t == 0) naive_matmul(&p[k], x, n);
-            if (t == 0) memcpy(p[k].first, p[k].out, size * sizeof(float));
-            bool same = !memcmp(p[k].first, p[k].out, size * sizeof(float));
+            if (t == 0) memcpy(first[k], out[k], all * sizeof(float));
+            bool same = !memcmp(first[k], out[k], all * sizeof(float));
             CHECK(same, "%s, %d rows: %d threads differ", quant_name(type), n, threads[t]);
-            for (size_t i = 0; i < size; i++) error += pow(p[k].out[i] - p[k].want[i], 2);
-            worst = error / p[k].power <= worst ? worst : error / p[k].power;   // a NaN stays
+            for (size_t i = 0; i < all; i++) error += pow(out[k][i] - want[k][i], 2);
+            error /= power[k] / cols;
+            worst = error <= worst ? worst : error;   // a NaN stays
         }
     }
     return worst;
@@ -641,7 +760,7 @@ static void test_matmul(void) {
     for (int f = 0; f < N_FORMATS; f++) {
         int type = FORMATS[f];
         const char *name = quant_name(type);
-        bool floats = f >= N_FORMATS - 3, whole = !quant_row_bytes(type, 128);
+        bool floats = format_block(type) == 1, whole = format_block(type) > 128;
         double limit = floats ? 1e-8 : 1e-4;   // int8 rounds by max/254 at most: 1.6e-5 on average
         for (int i = 0; i < 4; i += 1 + test.quick) {
             int64_t rows = test.quick ? 19 : 37, cols = floats ? 525 : whole ? 512 : 640;
@@ -658,12 +777,8 @@ static void test_matmul(void) {
 
 // a small Llama with a tokenizer, good but for the writer's Spoil; returns the size of its head
 static size_t write_tiny(Writer *w, const char *path) {
-    static const char *const tokens[] = {"a", "b", "ab", "<s>"}, *const merges[] = {"a b"};
     put_model(w, &(Shape){"llama", 1, "", ""});
-    key_text(w, "tokenizer.ggml.model", "gpt2");
-    key_text(w, "tokenizer.ggml.pre", "default");
-    key_strings(w, "tokenizer.ggml.tokens", 4, tokens);
-    key_strings(w, "tokenizer.ggml.merges", 1, merges);
+    key_vocab(w, "gpt2", "default", "a,b,ab,<s>", "a b");
     key_int(w, "tokenizer.ggml.bos_token_id", 3);
     key_int(w, "tokenizer.ggml.eos_token_id", 3);
     if (w->parts) key_int(w, "split.count", w->parts);
@@ -836,46 +951,25 @@ typedef struct {
     int n_head, n_kv, hd, vd, pos, n, rows, window, keep;
     bool causal, sinks, slopes;
     float softcap;
+    int n_rot, pairing;   // these and what follows: of what the GPU does at once
+    bool normed;
 } AttentionCase;
 
 static const AttentionCase ATTENTION[] = {
-    {"plain", 4, 4, 32, 32, 0, 20, 40, 40, 0, true, false, false, 0},
-    {"one query, grouped heads", 8, 2, 64, 64, 90, 1, 100, 100, 0, true, false, false, 0},
-    {"all heads share one", 6, 1, 128, 128, 33, 7, 64, 64, 0, true, false, false, 0},
-    {"odd widths", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, false, false, 0},
-    {"window, wrapped ring", 4, 2, 16, 16, 75, 5, 17, 12, 0, true, false, false, 0},
-    {"window and pinned rows", 4, 2, 16, 16, 75, 5, 22, 12, 5, true, false, false, 0},
-    {"soft cap", 4, 2, 32, 32, 50, 3, 64, 64, 0, true, false, false, 5},
-    {"sinks", 8, 2, 32, 32, 50, 3, 64, 20, 0, true, true, false, 0},
-    {"ALiBi", 6, 3, 32, 32, 50, 4, 64, 64, 0, true, false, true, 0},
-    {"whole text", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, false, false, 0},
-    {"whole text, ALiBi, cap", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, false, true, 8},
-    {"long", 2, 1, 64, 64, 700, 2, 800, 800, 0, true, true, false, 0},
-    {"wide heads", 2, 1, 256, 256, 200, 40, 300, 300, 0, true, false, false, 0},
+    {"plain", 4, 4, 32, 32, 0, 20, 40, 40, 0, true, .softcap = 0},
+    {"one query, grouped heads", 8, 2, 64, 64, 90, 1, 100, 100, 0, true, .softcap = 0},
+    {"all heads share one", 6, 1, 128, 128, 33, 7, 64, 64, 0, true, .softcap = 0},
+    {"odd widths", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, .softcap = 0},
+    {"window, wrapped ring", 4, 2, 16, 16, 75, 5, 17, 12, 0, true, .softcap = 0},
+    {"window and pinned rows", 4, 2, 16, 16, 75, 5, 22, 12, 5, true, .softcap = 0},
+    {"soft cap", 4, 2, 32, 32, 50, 3, 64, 64, 0, true, .softcap = 5},
+    {"sinks", 8, 2, 32, 32, 50, 3, 64, 20, 0, true, .sinks = true},
+    {"ALiBi", 6, 3, 32, 32, 50, 4, 64, 64, 0, true, .slopes = true},
+    {"whole text", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .softcap = 0},
+    {"whole text, ALiBi, cap", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
+    {"long", 2, 1, 64, 64, 700, 2, 800, 800, 0, true, .sinks = true},
+    {"wide heads", 2, 1, 256, 256, 200, 40, 300, 300, 0, true, .softcap = 0},
 };
-
-static void naive_attention(const Attention *a, int i, int h, double *out) {
-    int kv = h / (a->n_head / a->n_kv), pos = a->pos + i;
-    double total = a->sinks ? exp(a->sinks[h]) : 0;
-    for (int j = 0; j < a->vd; j++) out[j] = 0;
-    for (int r = 0; r < a->rows; r++) {
-        int at = a->pos_k[r];
-        double score = 0;
-        bool seen = !a->causal || (at <= pos && (pos - at < a->window || at < a->keep));
-        if (at < 0 || !seen) continue;
-        for (int j = 0; j < a->hd; j++)
-            score += a->q[((size_t)i * a->n_head + h) * a->hd + j] *
-                     half_value(a->k[((size_t)kv * a->rows + r) * a->hd + j]);
-        score *= a->scale;
-        if (a->softcap > 0) score = a->softcap * tanh(score / a->softcap);
-        if (a->slopes) score -= a->slopes[h] * abs(at - pos);
-        double p = exp(score);
-        total += p;
-        for (int j = 0; j < a->vd; j++)
-            out[j] += p * half_value(a->v[((size_t)kv * a->rows + r) * a->vd + j]);
-    }
-    for (int j = 0; j < a->vd; j++) out[j] /= total;
-}
 
 static uint16_t *half_noise(size_t n) {
     uint16_t *x = need(n * sizeof *x);
@@ -883,39 +977,46 @@ static uint16_t *half_noise(size_t n) {
     return x;
 }
 
-// the ring as it is after every position up to the last was written; one row is empty
-static int32_t *ring_positions(const AttentionCase *t) {
+// The ring is as it stands after the last of the new tokens, with a hole now and then.
+static Attention attention_of(const AttentionCase *t) {
     int32_t *pos = need(t->rows * sizeof *pos);
-    for (int r = 0; r < t->rows; r++) pos[r] = -1;
-    for (int p = 0; p < t->pos + t->n; p++)
-        pos[p < t->keep ? p : t->keep + (p - t->keep) % (t->rows - t->keep)] = p;
-    if (t->rows > 24) pos[3] = -1;
-    return pos;
+    Cache c = {.rows = t->rows, .keep = t->keep};
+    memset(pos, -1, t->rows * sizeof *pos);
+    for (int p = 0; p < t->pos + t->n; p++) {
+        int row = p < t->keep ? p : t->keep + (p - t->keep) % (t->rows - t->keep);
+        pos[row] = p < t->pos && p % 11 == 3 ? -1 : p;
+        CHECK(cache_row(&c, p) == row, "position %d: row %d, not %d", p, cache_row(&c, p), row);
+    }
+    float *extra = noise_array(t->n_head, 2);
+    for (int h = 0; h < t->n_head && t->slopes; h++) extra[h] = exp2f(-h - 1);
+    return (Attention){.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
+                       .k = half_noise((size_t)t->n_kv * t->rows * t->hd), .pos_k = pos,
+                       .v = half_noise((size_t)t->n_kv * t->rows * t->vd), .pos = t->pos, .n = t->n,
+                       .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
+                       .window = t->window, .keep = t->keep, .causal = t->causal,
+                       .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
+                       .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
+}
+
+static double *attention_wanted(const Attention *a) {
+    double *want = need((size_t)a->n * a->n_head * a->vd * sizeof *want);
+    for (int i = 0; i < a->n * a->n_head; i++)
+        reference_attention(a, i / a->n_head, i % a->n_head, want + i * a->vd);
+    return want;
 }
 
 static double check_attention(const AttentionCase *t) {
     size_t n_out = (size_t)t->n * t->n_head * t->vd;
-    float *extra = noise_array(t->n_head, 2), *first = need(n_out * sizeof *first);
-    double *want = need(n_out * sizeof *want), worst = 0;
-    for (int h = 0; h < t->n_head && t->slopes; h++) extra[h] = exp2f(-h - 1);
-    Attention a = {.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
-                   .k = half_noise((size_t)t->n_kv * t->rows * t->hd), .pos_k = ring_positions(t),
-                   .v = half_noise((size_t)t->n_kv * t->rows * t->vd), .pos = t->pos, .n = t->n,
-                   .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
-                   .window = t->window, .keep = t->keep, .causal = t->causal,
-                   .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
-                   .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
-    for (int i = 0; i < t->n * t->n_head; i++)
-        naive_attention(&a, i / t->n_head, i % t->n_head, want + i * t->vd);
+    float *first = NULL;
+    Attention a = attention_of(t);
+    double worst = 0, *want = attention_wanted(&a);
     for (int threads = 1; threads <= 3; threads += 1 + test.quick) {
         Pool pool = {0};
-        size_t size = attention_scratch(t->n_head, t->hd, t->vd, t->rows, threads);
-        uintptr_t memory = (uintptr_t)need(size + 64);
         a.out = need(n_out * sizeof *a.out);
+        if (!first) first = a.out;
         REQUIRE(pool_open(&pool, threads), "%d threads", threads);
-        attention(&pool, (void *)((memory + 63) & ~(uintptr_t)63), &a);
+        attention(&pool, aligned(attention_scratch(t->n_head, t->hd, t->vd, t->rows, threads)), &a);
         pool_close(&pool);
-        if (threads == 1) memcpy(first, a.out, n_out * sizeof *first);
         bool same = !memcmp(first, a.out, n_out * sizeof *first);
         CHECK(same, "%s: %d threads differ", t->what, threads);
         double error = nmse_double(a.out, want, n_out);
@@ -938,22 +1039,15 @@ static void test_attention(void) {
 static void test_norms(void) {
     enum { N = 75 };
     for (int k = 0; k < 6; k++) {   // three kinds; over all values, or in groups of 25
-        int kind = k % 3, group = k / 3 * 25, width = group ? group : N;
-        int n_w = kind == RMS ? width : N;   // weights for each group, or for all its own
-        float *x = noise_array(N, 2), *w = noise_array(N, 1), *b = noise_array(N, 1), out[N];
-        double want[N];
-        Norm n = {kind == BARE ? NULL : w, kind == LAYER ? b : NULL, n_w, group};
+        int kind = k % 3, group = k / 3 * 25;
+        float *x = noise_array(N, 2), out[N];
+        double want[N];   // weights for each group, or for all its own:
+        Norm n = {noise_array(N, 1), noise_array(N, 1), kind == RMS && group ? group : N, group};
+        if (kind == BARE) n.w = NULL;
+        if (kind != LAYER) n.b = NULL;
         for (int i = 0; i < N; i++) x[i] += 0.5f;
         norm(out, x, N, &n, kind, 1e-3f);
-        for (int i = 0; i < N; i++) {
-            const float *from = x + i / width * width;
-            double mean = 0, var = 0;
-            for (int j = 0; j < width && kind != RMS; j++) mean += from[j] / (double)width;
-            for (int j = 0; j < width; j++) var += (from[j] - mean) * (from[j] - mean) / width;
-            want[i] = (x[i] - mean) / sqrt(var + 1e-3);
-            if (n.w) want[i] *= w[i % n_w];
-            if (n.b) want[i] += b[i % n_w];
-        }
+        reference_norm(want, x, N, &n, kind, 1e-3f);
         double error = nmse_double(out, want, N);
         CHECK(error < 1e-12, "kind %d, group %d: NMSE %.2g", kind, group, error);
     }
@@ -981,27 +1075,17 @@ static void test_rope(void) {
     enum { HD = 24, ROT = 16 };
     for (int pairing = NORM; pairing <= NEOX; pairing++) {
         float *x = noise_array(HD, 1), turn[ROT];
-        double want[HD];
-        for (int i = 0; i < HD; i++) want[i] = x[i];   // those past ROT stay
+        double from[HD], want[HD];
+        for (int i = 0; i < HD; i++) from[i] = x[i];
         for (int i = 0; i < ROT / 2; i++) {
-            double angle = 37 * pow(10000, -2.0 * i / ROT);
-            int a = pairing == NORM ? 2 * i : i, b = pairing == NORM ? 2 * i + 1 : i + ROT / 2;
-            turn[2 * i] = cos(angle);
-            turn[2 * i + 1] = sin(angle);
-            want[a] = x[a] * cos(angle) - x[b] * sin(angle);
-            want[b] = x[a] * sin(angle) + x[b] * cos(angle);
+            turn[2 * i] = cos(37 * pow(10000, -2.0 * i / ROT));
+            turn[2 * i + 1] = sin(37 * pow(10000, -2.0 * i / ROT));
         }
+        reference_rope(want, from, HD, ROT, pairing, turn);
         rope(x, turn, ROT, pairing);
         double error = nmse_double(x, want, HD);
         CHECK(error < 1e-12, "pairing %d: NMSE %.2g", pairing, error);
     }
-}
-
-static double reference_activation(int act, double g, double u, bool gate) {
-    double inner = sqrt(2 / M_PI) * (g + 0.044715 * g * g * g), clipped = fmin(g, 7);
-    double y = act == SILU ? g / (1 + exp(-g)) : act == GELU ? 0.5 * g * (1 + tanh(inner))
-               : act == RELU2 ? (g > 0 ? g * g : 0) : clipped / (1 + exp(-1.702 * clipped));
-    return y * (!gate ? 1 : act == SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
 }
 
 static void test_activations(void) {
@@ -1027,20 +1111,30 @@ static void test_activations(void) {
 
 // ---- golden models: logits of llama.cpp on the same weights in f32 ----
 
-// NAME.gguf, or the first of two parts: its own metadata, the weights of another model
-static const Model *golden_model(const char *name, int32_t ids[64], int *n) {
-    char *path = text_of("golden/archs/%s.gguf", name), *end;
-    if (access(path, R_OK)) path = text_of("golden/archs/%s-00001-of-00002.gguf", name);
-    size_t size;
-    const char *s = read_all(text_of("golden/archs/%s.tokens", name), &size);
-    for (*n = 0; *n < 64 && (ids[*n] = strtol(s, &end, 10), end > s); ++*n) s = end + (*end == ',');
-    return open_model(path);
-}
+typedef struct {
+    const Model *m;
+    int32_t ids[64];
+    int n;
+    float *want;    // logits, or of an encoder the vector
+    double limit;   // three times llama.cpp's own distance from the same weights in f32
+} Golden;
 
-// three times llama.cpp's own distance from the same weights in f32
-static double golden_limit(const char *name) {
-    const char *own = read_all(text_of("golden/archs/%s.nmse", name), &(size_t){0});
-    return fmax(1e-4, 3 * atof(own));
+// NAME.gguf, or the first of two parts: its own metadata, the weights of another model
+static Golden golden_model(const char *name) {
+    char *path = text_of("golden/archs/%s.gguf", name), *end;
+    size_t size;
+    if (access(path, R_OK)) path = text_of("golden/archs/%s-00001-of-00002.gguf", name);
+    Golden g = {.m = open_model(path), .limit = 1e-4};
+    const char *s = read_all(text_of("golden/archs/%s.tokens", name), &size);
+    for (; g.n < 64 && (g.ids[g.n] = strtol(s, &end, 10), end > s); g.n++) s = end + (*end == ',');
+    bool encoder = g.m->config.arch->flags & ENCODER;
+    g.want = read_all(text_of("golden/archs/%s.%s", name, encoder ? "embd" : "logits"), &size);
+    size_t numbers = encoder ? 64 : (size_t)g.n * g.m->config.n_vocab;
+    REQUIRE(size == numbers * sizeof *g.want, "%s: %zu", name, size);
+    if (encoder) return g;
+    const char *own = read_all(text_of("golden/archs/%s.nmse", name), &size);
+    g.limit = fmax(g.limit, 3 * atof(own));
+    return g;
 }
 
 static void test_golden_models(void) {
@@ -1052,39 +1146,29 @@ static void test_golden_models(void) {
         "gpt-oss.mxfp4", "llama256.q4_K_M", "qwen2-256.q2_K", "glm4moe"};
     static const int chunks[] = {48, 1, 7, 5};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        int32_t ids[64];
-        int n;
-        size_t size;
+        Golden g = golden_model(names[i]);
         double worst = 0;
-        const Model *m = golden_model(names[i], ids, &n);
-        const float *want = read_all(text_of("golden/archs/%s.logits", names[i]), &size);
-        double limit = golden_limit(names[i]);
-        REQUIRE(size == (size_t)n * m->config.n_vocab * sizeof *want, "%s: %zu", names[i], size);
         for (int k = 0; k < (test.quick ? 2 : 4); k++) {
-            float *got = logits_of(m, ids, n, (Options){.chunk = chunks[k], .threads = 1 + k % 2});
-            double error = nmse(got, want, size / sizeof *want);
-            CHECK(error <= limit, "%s -b %d: NMSE %.2g > %.2g", names[i], chunks[k], error, limit);
+            Options o = {.chunk = chunks[k], .threads = 1 + k % 2};
+            double error = nmse(logits_of(g.m, g.ids, g.n, o), g.want, g.n * g.m->config.n_vocab);
+            bool ok = error <= g.limit;
+            CHECK(ok, "%s -b %d: NMSE %.2g > %.2g", names[i], o.chunk, error, g.limit);
             worst = fmax(worst, error);
         }
-        printf("  %-16s NMSE %.1e, limit %.1e\n", names[i], worst, limit);
+        printf("  %-16s NMSE %.1e, limit %.1e\n", names[i], worst, g.limit);
     }
 }
 
 static void test_golden_encoders(void) {
     static const char *const names[] = {"bert", "nomic-bert"};
     for (int i = 0; i < 2; i++) {
-        int32_t ids[64];
-        int n;
+        Golden g = golden_model(names[i]);
         float rows[64 * 64], mean[64] = {0};
-        Error e = {""};
-        const Model *m = golden_model(names[i], ids, &n);
-        const float *want = read_all(text_of("golden/archs/%s.embd", names[i]), &(size_t){0});
-        Session *s = open_session(m, (Options){.window = n, .chunk = n});
-        CHECK(session_run(s, ids, n, 0, true, keep_row, &(Rows){rows, 64}, &e), "%s", e.text);
-        for (int j = 0; j < 64 * n; j++) mean[j % 64] += rows[j] / n;
-        double error = nmse(mean, want, 64);
-        CHECK(error < 1e-4, "%s: NMSE %.2g", names[i], error);
-        printf("  %-16s NMSE %.1e, limit 1.0e-04\n", names[i], error);
+        get_rows(open_session(g.m, (Options){.window = g.n, .chunk = g.n}), g.ids, g.n, 0, rows);
+        for (int j = 0; j < 64 * g.n; j++) mean[j % 64] += rows[j] / g.n;
+        double error = nmse(mean, g.want, 64);
+        CHECK(error < g.limit, "%s: NMSE %.2g", names[i], error);
+        printf("  %-16s NMSE %.1e, limit %.1e\n", names[i], error, g.limit);
     }
 }
 
@@ -1114,18 +1198,6 @@ static void test_story_greedy(void) {
     printf("  %d positions twice, %d differ where the margin is below 0.3\n", n, differ);
 }
 
-typedef struct { const int32_t *ids; int n, n_vocab, count; double sum; } Surprise;
-
-static bool add_surprise(void *ctx, int i, const float *row) {
-    Surprise *p = ctx;
-    double total = 0;
-    if (i + 1 == p->n) return true;
-    for (int k = 0; k < p->n_vocab; k++) total += exp(row[k]);
-    p->sum += log(total) - row[p->ids[i + 1]];
-    p->count++;
-    return true;
-}
-
 // perplexity as llama-perplexity has it: windows of n tokens, the second half of each scored
 static void test_story_perplexity(void) {
     static const struct { int n; double want; } known[] = {{128, 6.5600}, {256, 6.1828}};
@@ -1136,14 +1208,21 @@ static void test_story_perplexity(void) {
     const char *text = read_all("golden/story.txt", &size);
     REQUIRE(tokenize(m->tokenizer, text, size, true, false, &ids, &e), "%s", e.text);
     for (int k = 0; k < 2; k++) {
-        int n = known[k].n;
-        Surprise p = {.n = n, .n_vocab = m->config.n_vocab};
+        int n = known[k].n, scored = 0, n_vocab = m->config.n_vocab;
+        float *rows = need((size_t)n * n_vocab * sizeof *rows);
+        double sum = 0;
         Session *s = open_session(m, (Options){.window = n});
-        for (p.ids = ids.id; p.ids + n <= ids.id + ids.n; p.ids += n) {
+        for (const int32_t *id = ids.id; id + n <= ids.id + ids.n; id += n) {
             session_truncate(s, 0);
-            CHECK(session_run(s, p.ids, n, n / 2, false, add_surprise, &p, &e), "%s", e.text);
+            get_rows(s, id, n, n / 2, rows);
+            for (int i = n / 2; i < n - 1; i++, scored++) {
+                const float *row = rows + (size_t)i * n_vocab;
+                double total = 0;
+                for (int v = 0; v < n_vocab; v++) total += exp(row[v]);
+                sum += log(total) - row[id[i + 1]];
+            }
         }
-        double ppl = exp(p.sum / p.count), want = known[k].want;
+        double ppl = exp(sum / scored), want = known[k].want;
         CHECK(fabs(ppl / want - 1) < 0.005, "-c %d: %.4f, want %.4f", n, ppl, want);
         printf("  -c %d: perplexity %.4f, llama.cpp %.4f, limit 0.5 %%\n", n, ppl, want);
     }
@@ -1224,10 +1303,8 @@ static const Shape SHAPES[] = {
 
 // the last token's logits, or an encoder's vector for it
 static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB]) {
-    Error e = {""};
-    bool hidden = s->m->config.arch->flags & ENCODER;
-    Rows out = {row - (n - 1) * (hidden ? WIDTH : VOCAB), hidden ? WIDTH : VOCAB};
-    CHECK(session_run(s, ids, n, n - 1, hidden, keep_row, &out, &e), "%s", e.text);
+    bool encoder = s->m->config.arch->flags & ENCODER;
+    get_rows(s, ids, n, n - 1, row - (n - 1) * (encoder ? WIDTH : VOCAB));
 }
 
 // Are all tensors used? The file is mapped: each is changed there, and must change the last row.
@@ -1258,7 +1335,7 @@ static double check_shape(const Shape *shape) {
     enum { N = 20 };
     int32_t ids[N], other[N];
     float whole[VOCAB] = {0}, single[VOCAB] = {0}, changed[VOCAB], back[VOCAB] = {0};
-    const Model *m = random_model(shape);
+    const Model *m = random_model(shape, false);
     bool encoder = m->config.arch->flags & ENCODER;
     Session *s = open_session(m, (Options){.threads = 2, .window = 64, .chunk = 64});
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
@@ -1305,7 +1382,7 @@ static void test_ring(void) {
     int32_t ids[N];
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
     for (int a = 0; a < 3; a++) {
-        const Model *m = random_model(&shapes[a]);
+        const Model *m = random_model(&shapes[a], false);
         float *full = logits_of(m, ids, N, (Options){.window = N, .chunk = N}), got[N * VOCAB];
         for (int keep = 0; keep <= 3; keep += 3) {
             Options o = {.window = WINDOW, .chunk = N, .keep = keep, .threads = 1};
@@ -1337,20 +1414,19 @@ static void test_chunks_and_threads(void) {
                                         "llama256.q4_K_M"};
     static const int chunks[] = {1, 7, 64}, threads[] = {2, 3, 8};
     for (int i = 0; i < (test.quick ? 3 : 5); i++) {
-        int32_t ids[64];
-        int n;
+        Golden g = golden_model(names[i]);
         double worst = 0;
-        const Model *m = golden_model(names[i], ids, &n);
-        size_t size = (size_t)n * m->config.n_vocab;
-        float *one = logits_of(m, ids, n, (Options){.threads = 1, .chunk = 11});
+        size_t size = (size_t)g.n * g.m->config.n_vocab;
+        float *one = logits_of(g.m, g.ids, g.n, (Options){.threads = 1, .chunk = 11});
         for (int k = 0; k < 3; k++) {
-            float *got = logits_of(m, ids, n, (Options){.chunk = chunks[k], .threads = 2});
+            float *got = logits_of(g.m, g.ids, g.n, (Options){.chunk = chunks[k], .threads = 2});
             worst = fmax(worst, nmse(got, one, size));
-            got = logits_of(m, ids, n, (Options){.threads = threads[k], .chunk = 11});
+            got = logits_of(g.m, g.ids, g.n, (Options){.threads = threads[k], .chunk = 11});
             bool same = !memcmp(got, one, size * sizeof *got);
             CHECK(same, "%s: %d threads differ from one", names[i], threads[k]);
         }
-        double limit = i < 3 ? 1e-6 : MATMUL_EXACT > 1e-7 ? 2e-3 : 1e-3;   // int8 against bf16
+        // one token alone has int8 activations; several may have none: on AMX, and without tiles
+        double limit = i < 3 ? 1e-6 : MATMUL_EXACT > 1e-7 || !INT8_TILE ? 2e-3 : 1e-3;
         CHECK(worst < limit, "%s: chunk sizes differ by %.2g", names[i], worst);
         printf("  %-16s chunk sizes differ by NMSE %.1e\n", names[i], worst);
     }
@@ -1359,9 +1435,9 @@ static void test_chunks_and_threads(void) {
 // A recurrent state cannot go back; a snapshot lets an answer be made again without its prompt.
 static void test_regenerate(void) {
     enum { PROMPT = 30 };
-    int32_t ids[64];
-    int n;
-    const Model *m = golden_model("qwen35", ids, &n);
+    Golden g = golden_model("qwen35");
+    const Model *m = g.m;
+    int32_t *ids = g.ids, n = g.n;
     Session *s = open_session(m, (Options){.threads = 1});
     size_t v = m->config.n_vocab, at = (PROMPT - 1) * v;
     float *fresh = logits_of(m, ids, n, (Options){.threads = 1}), *got = need(n * v * sizeof *got);
@@ -1388,7 +1464,8 @@ static bool collect(void *ctx, int32_t id) {   // up to 12
 }
 
 static void test_session_refusals(void) {
-    const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""});   // 96 learned positions
+    // 96 learned positions
+    const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""}, false);
     Session *s = open_session(m, (Options){.window = 96, .sampling.seed = 4}), huge = {0};
     Error e = {""};
     Tokens out = {0};
@@ -1473,7 +1550,7 @@ static void test_sampler_choice(void) {
 
 // the session's sampler: seeded once, the first token drawn like every other, repeat_last_n
 static void test_sampler_session(void) {
-    const Model *m = random_model(&(Shape){"llama", 1, "", ""});
+    const Model *m = random_model(&(Shape){"llama", 1, "", ""}, false);
     Error e = {""};
     int32_t ids[6][9] = {{1, 2, 3}};
     bool first_differs = false;
@@ -1517,100 +1594,63 @@ static void test_sampler_speed(void) {
 }
 // ---- tokenizer ----
 
-typedef struct { const char *gguf, *tsv; } TokGolden;
-static const TokGolden TOK_GOLDENS[] = {
+static const struct { const char *gguf, *tsv; } TOK_GOLDENS[] = {
     {"golden/tok/spm.gguf", "golden/tok/spm.tsv"},
     {"golden/story.gguf", "golden/tok/bpe.tsv"},
     {"golden/archs/bert.gguf", "golden/tok/wpm.tsv"},
 };
 
-// a vocabulary in memory: keys are added one by one, then tok_open opens it
-typedef struct {
-    Gguf g;
-    Meta meta[16];
-    uint8_t data[8192];
-    size_t n;
-    Tokenizer t;
-    Error e;
-} TokVocab;
+typedef struct { Gguf g; Tokenizer t; Error e; } TokVocab;
 
-static void tok_put(TokVocab *v, const void *p, size_t n) {
-    memcpy(v->data + v->n, p, n);
-    v->n += n;
+static bool tok_open(TokVocab *v, const char *path) {
+    *v = (TokVocab){.e = {""}};
+    return gguf_open(&v->g, path, &v->e) && tokenizer_open(&v->t, &v->g, &v->e);
 }
 
-// a string, or with `array` the strings between the commas of s
-static void tok_key(TokVocab *v, const char *key, const char *s, bool array) {
-    Meta *m = &v->meta[v->g.n_meta++];
-    *m = (Meta){{key, strlen(key)}, array ? GGUF_ARR : GGUF_STR, GGUF_STR, 0, v->data + v->n};
-    for (; s; m->n++) {
-        uint64_t n = array ? strcspn(s, ",") : strlen(s);
-        tok_put(v, &n, 8);
-        tok_put(v, s, n);
-        s = s[n] ? s + n + 1 : NULL;
-    }
+static bool tok_write(TokVocab *v, Writer *w) {
+    write_gguf(w, scratch("vocab.gguf"));
+    return tok_open(v, scratch("vocab.gguf"));
 }
 
-// n 32-bit numbers of type elem; n = 0: one that is no array
-static void tok_num(TokVocab *v, const char *key, uint32_t elem, const void *x, size_t n) {
-    v->meta[v->g.n_meta++] = (Meta){{key, strlen(key)}, n ? GGUF_ARR : elem, elem, n ? n : 1,
-                                    v->data + v->n};
-    tok_put(v, x, n ? 4 * n : 4);
-}
-
-static bool tok_open(TokVocab *v) {
-    v->g.meta = v->meta;
-    qsort(v->meta, v->g.n_meta, sizeof *v->meta, name_compare);
-    return tokenizer_open(&v->t, &v->g, &v->e);
-}
-
-static void tok_vocab(TokVocab *v, const char *model, const char *pre, const char *tokens,
-                      const char *merges) {
-    *v = (TokVocab){.n = 0};
-    tok_key(v, "tokenizer.ggml.model", model, false);
-    if (pre) tok_key(v, "tokenizer.ggml.pre", pre, false);
-    if (tokens) tok_key(v, "tokenizer.ggml.tokens", tokens, true);
-    if (merges) tok_key(v, "tokenizer.ggml.merges", merges, true);
+static void tok_close(TokVocab *v) {
+    tokenizer_close(&v->t);
+    gguf_close(&v->g);
 }
 
 // Every line of the recordings; then the ids turned into text again, a token at a time.
 static void test_tokenizer_goldens(void) {
     for (size_t k = 0; k < 3; k++) {
-        Gguf g;
-        Tokenizer t;
-        Error e;
-        static char line[65536], text[32768], back[32768];
-        FILE *f = fopen(TOK_GOLDENS[k].tsv, "r");
-        CHECK(f && gguf_open(&g, TOK_GOLDENS[k].gguf, &e), "%s", TOK_GOLDENS[k].gguf);
-        CHECK(tokenizer_open(&t, &g, &e), "%s: %s", TOK_GOLDENS[k].gguf, e.text);
-        char *piece = malloc(t.piece_max);
+        TokVocab v;
+        size_t size;
+        const char *tsv = TOK_GOLDENS[k].tsv;
+        REQUIRE(tok_open(&v, TOK_GOLDENS[k].gguf), "%s: %s", TOK_GOLDENS[k].gguf, v.e.text);
+        char *p = read_all(tsv, &size), *text = need(size), *back = need(size), *end;
+        char *piece = need(v.t.piece_max);
         int lines = 0;
-        for (; fgets(line, sizeof line, f); lines++) {
+        for (; *p; p += *p == '\n', lines++) {
+            Tokens ids = {0};
+            Detokenizer d = {0};
             size_t n = 0, n_back = 0, i = 0;
-            char *p = line;
             for (unsigned byte; *p != '\t' && sscanf(p, "%2x", &byte) == 1; p += 2)
                 text[n++] = byte;
-            Tokens ids = {0};
-            CHECK(tokenize(&t, text, n, true, false, &ids, &e), "%s", e.text);
-            for (char *end; strtol(p, &end, 10), end != p; p = end, i++)
-                CHECK(i < ids.n && ids.id[i] == strtol(p, NULL, 10), "%s line %d: id %zu",
-                      TOK_GOLDENS[k].tsv, lines + 1, i);
-            CHECK(i == ids.n, "%s line %d: %zu ids", TOK_GOLDENS[k].tsv, lines + 1, ids.n);
-            Detokenizer d = {0};
+            CHECK(tokenize(&v.t, text, n, true, false, &ids, &v.e), "%s", v.e.text);
+            for (p++; *p != '\n'; p = end + (*end == ' '), i++) {
+                int32_t id = strtol(p, &end, 10);
+                REQUIRE(end > p, "%s line %d: not an id", tsv, lines + 1);
+                CHECK(i < ids.n && ids.id[i] == id, "%s line %d: id %zu", tsv, lines + 1, i);
+            }
+            CHECK(i == ids.n, "%s line %d: %zu ids", tsv, lines + 1, ids.n);
             for (i = 0; i < ids.n; i++) {
-                size_t len = detokenize(&t, &d, ids.id[i], piece);
-                CHECK(!len || ((piece[0] & 0xC0) != 0x80 && n_back + len < sizeof back), "whole");
+                size_t len = detokenize(&v.t, &d, ids.id[i], piece);
+                CHECK(!len || ((piece[0] & 0xC0) != 0x80 && n_back + len < size), "whole");
                 memcpy(back + n_back, piece, len);
                 n_back += len;
             }
             if (k < 2) CHECK(n == n_back && !memcmp(text, back, n), "line %d back", lines + 1);
             free(ids.id);
         }
-        CHECK(lines == 35, "%s: %d lines", TOK_GOLDENS[k].tsv, lines);
-        free(piece);
-        fclose(f);
-        tokenizer_close(&t);
-        gguf_close(&g);
+        CHECK(lines == 35, "%s: %d lines", tsv, lines);
+        tok_close(&v);
     }
 }
 
@@ -1636,8 +1676,9 @@ static void test_tokenizer_rules(void) {
         static Char ch[256];
         static char expected[256];
         TokVocab v;
-        tok_vocab(&v, "gpt2", rules[k].pre, "a,b,c,d,e,f,g,h,i,j,k,l", "a b");
-        CHECK(tok_open(&v), "%s", v.e.text);
+        Writer w = {0};
+        key_vocab(&w, "gpt2", rules[k].pre, "a,b,c,d,e,f,g,h,i,j,k,l", "a b");
+        REQUIRE(tok_write(&v, &w), "%s", v.e.text);
         size_t n = 0, n_words = 1;
         memset(ch, 0, sizeof ch);
         memset(expected, 0, sizeof expected);
@@ -1657,7 +1698,7 @@ static void test_tokenizer_rules(void) {
             }
         for (size_t i = 1; i < n; i++)
             CHECK(ch[i].cut == expected[i], "%s: %s at %zu", rules[k].pre, rules[k].words, i);
-        tokenizer_close(&v.t);
+        tok_close(&v);
     }
 }
 
@@ -1675,15 +1716,16 @@ static const char *tok_ids(const Tokenizer *t, const char *text, size_t n, bool 
 }
 
 static void test_tokenizer_special(void) {
+    static const int32_t types[] = {1, 1, 1, 3, 4, 4, 1, 3, 2, 1, 1, 4, 3};
     TokVocab v;
-    const int32_t types[] = {1, 1, 1, 3, 4, 4, 1, 3, 2, 1, 1, 4, 3}, eos = 7, yes = 1, bos = 3;
-    tok_vocab(&v, "gpt2", "gpt-2",
+    Writer w = {0};
+    key_vocab(&w, "gpt2", "gpt-2",
               "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>", "a b");
-    tok_num(&v, "tokenizer.ggml.token_type", GGUF_I32, types, 13);
-    tok_num(&v, "tokenizer.ggml.eos_token_id", GGUF_I32, &eos, 0);
-    tok_num(&v, "tokenizer.ggml.bos_token_id", GGUF_I32, &bos, 0);
-    tok_num(&v, "tokenizer.ggml.add_bos_token", GGUF_I32, &yes, 0);
-    CHECK(tok_open(&v), "%s", v.e.text);
+    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 13, types);
+    key_int(&w, "tokenizer.ggml.eos_token_id", 7);
+    key_int(&w, "tokenizer.ggml.bos_token_id", 3);
+    key_int(&w, "tokenizer.ggml.add_bos_token", 1);
+    REQUIRE(tok_write(&v, &w), "%s", v.e.text);
     // user-defined tokens are always cut out, the longest first; control tokens on request
     CHECK(!strcmp(tok_ids(&v.t, "abbbbb", 6, true, false), " 3 0 5 4"), "user-defined");
     CHECK(!strcmp(tok_ids(&v.t, "ab<s>", 5, false, true), " 2 3"), "parsed");
@@ -1694,7 +1736,7 @@ static void test_tokenizer_special(void) {
     for (int32_t id = -2; id < 13; id++)
         CHECK(token_is_eog(&v.t, id) == (id == 6 || id == 7 || id == 9), "eog %d", id);
     CHECK(token_find(&v.t, "bbb") == 5 && token_find(&v.t, "x") == -1, "find");
-    tokenizer_close(&v.t);
+    tok_close(&v);
 }
 
 // bytes of a character arrive one by one; what cannot become one is U+FFFD
@@ -1702,15 +1744,16 @@ static void test_tokenizer_streaming(void) {
     static const struct { int32_t id; const char *text; } steps[] = {
         {7, ""}, {0, "x"}, {0, " x"}, {1, ""}, {2, ""}, {3, ""}, {4, "😀"}, {5, "a"}, {1, ""},
         {5, "\uFFFDa"}, {4, "\uFFFD"}, {6, ""}, {0, " x"}, {1, ""}, {8, "\uFFFD\u00E9"}};
-    const int32_t types[] = {1, 6, 6, 6, 6, 1, 3, 2, 1};
-    const float scores[9] = {0};
+    static const int32_t types[] = {1, 6, 6, 6, 6, 1, 3, 2, 1};
+    static const float scores[9];
     char out[128];
     TokVocab v;
+    Writer w = {0};
     Detokenizer d = {0};
-    tok_vocab(&v, "llama", NULL, "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>,\u00E9", NULL);
-    tok_num(&v, "tokenizer.ggml.token_type", GGUF_I32, types, 9);
-    tok_num(&v, "tokenizer.ggml.scores", GGUF_F32, scores, 9);
-    CHECK(tok_open(&v) && v.t.piece_max <= sizeof out, "%s", v.e.text);
+    key_vocab(&w, "llama", NULL, "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>,\u00E9", NULL);
+    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 9, types);
+    key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores);
+    REQUIRE(tok_write(&v, &w) && v.t.piece_max <= sizeof out, "%s", v.e.text);
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
         size_t n = detokenize(&v.t, &d, steps[i].id, out);
         CHECK(n == strlen(steps[i].text) && !memcmp(out, steps[i].text, n), "step %zu", i);
@@ -1719,60 +1762,58 @@ static void test_tokenizer_streaming(void) {
     CHECK(detokenize(&v.t, &d, 0, out) == 2, "a continuation keeps its space");
     CHECK(!strcmp(tok_ids(&v.t, "x😀\xFF", 6, true, false), " 1 0 1 2 3 4 0"), "bytes");
     CHECK(!strcmp(tok_ids(&v.t, "\xC1\xA1", 2, false, false), " 0 0 0 0 0"), "overlong");
-    tokenizer_close(&v.t);
+    tok_close(&v);
 }
 
 static void test_tokenizer_refusals(void) {
-    static const struct { const char *model, *pre, *tokens, *merges, *says; } bad[] = {
-        {"t5", "gpt-2", "a,b", "a b", "'t5'"}, {"rwkv", "gpt-2", "a,b", "a b", "'rwkv'"},
-        {"gpt2", "gpt-9", "a,b", "a b", "'gpt-9'"}, {"gpt2", "gpt-2", "a,b", "a b,ab", "merge 1"},
-        {"gpt2", "gpt-2", NULL, "a b", "tokens is missing"}, {"bert", NULL, "a", NULL, "token"},
-        {"gpt2", "gpt-2", "a,b", NULL, "merges is missing"}, {"llama", NULL, "a,b", NULL, "scores"},
+    static const struct { const char *model, *pre, *tokens, *merges, *key, *says; } bad[] = {
+        {"t5", "gpt-2", "a,b", "a b", NULL, "'t5'"},
+        {"rwkv", "gpt-2", "a,b", "a b", NULL, "'rwkv'"},
+        {"gpt2", "gpt-9", "a,b", "a b", NULL, "'gpt-9'"},
+        {"gpt2", "gpt-2", "a,b", "a b,ab", NULL, "merge 1"},
+        {"gpt2", "gpt-2", NULL, "a b", NULL, "tokens is missing"},
+        {"gpt2", "gpt-2", "a,b", NULL, NULL, "merges is missing"},
+        {"llama", NULL, "a,b", NULL, NULL, "scores"},
+        {"bert", NULL, "a", NULL, NULL, "token"},
+        {"gpt2", "gpt-2", "a,b", "a b", "tokenizer.ggml.token_type", "token_type"},
+        {"gpt2", "gpt-2", "a,b", "a b", "tokenizer.ggml.eos_token_id", "eos_token_id"},
+        {"gpt2", "gpt-2", "a,b", "a b", "tokenizer.ggml.bos_token_id", "bos_token_id"},
+        {"gpt2", NULL, "a,b,,a", "a b", NULL, NULL},   // empty and repeated tokens are no error
     };
-    TokVocab v;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        tok_vocab(&v, bad[i].model, bad[i].pre, bad[i].tokens, bad[i].merges);
-        CHECK(!tok_open(&v) && strstr(v.e.text, bad[i].says), "%s: %s", bad[i].says, v.e.text);
-        tokenizer_close(&v.t);
+        TokVocab v;
+        Writer w = {0};
+        const char *key = bad[i].key, *says = bad[i].says;
+        key_vocab(&w, bad[i].model, bad[i].pre, bad[i].tokens, bad[i].merges);
+        if (key && strstr(key, "_id")) key_int(&w, key, 2);   // past the end
+        else if (key) key_array(&w, key, GGUF_I32, 3, (int32_t[]){2, 1, 1});   // for 2 tokens
+        bool ok = tok_write(&v, &w);
+        if (says) CHECK(!ok && strstr(v.e.text, says), "%s: %s", says, v.e.text);
+        else CHECK(ok && v.t.note && token_find(&v.t, "a") == 0, "missing pre: %s", v.e.text);
+        tok_close(&v);
     }
-    static const char *const keys[] = {"token_type", "eos_token_id", "bos_token_id"};
-    for (size_t i = 0; i < 3; i++) {   // 3 types for 2 tokens, ids past the end
-        const int32_t x[] = {2, 1, 1};
-        char key[64];
-        snprintf(key, sizeof key, "tokenizer.ggml.%s", keys[i]);
-        tok_vocab(&v, "gpt2", "gpt-2", "a,b", "a b");
-        tok_num(&v, key, GGUF_I32, x, i ? 0 : 3);
-        CHECK(!tok_open(&v) && strstr(v.e.text, keys[i]), "%s: %s", keys[i], v.e.text);
-        tokenizer_close(&v.t);
-    }
-    tok_vocab(&v, "gpt2", NULL, "a,b,,a", "a b");   // empty and repeated tokens are no error
-    CHECK(tok_open(&v) && v.t.note && token_find(&v.t, "a") == 0, "missing pre: %s", v.e.text);
-    tokenizer_close(&v.t);
 }
 
 // a megabyte without a break takes seconds at most; quadratic joining would take hours
 static void test_tokenizer_linear(void) {
     static const char *const patterns[] = {"a", " ", "ab", "\xD0\xB1", "\xFF", " \n"};
     const size_t n = getenv("TEST_SMALL") ? 1 << 13 : 1 << 20;
-    char *text = malloc(n);
+    char *text = need(n);
     for (size_t k = 0; k < 3; k++) {
-        Gguf g;
-        Tokenizer t;
-        Error e;
-        CHECK(gguf_open(&g, TOK_GOLDENS[k].gguf, &e) && tokenizer_open(&t, &g, &e), "%s", e.text);
+        TokVocab v;
+        const char *name = TOK_GOLDENS[k].gguf;
+        REQUIRE(tok_open(&v, name), "%s", v.e.text);
         for (size_t p = 0; p < sizeof patterns / sizeof *patterns; p++) {
-            for (size_t i = 0; i < n; i++) text[i] = patterns[p][i % strlen(patterns[p])];
             Tokens ids = {0};
+            for (size_t i = 0; i < n; i++) text[i] = patterns[p][i % strlen(patterns[p])];
             double start = now();
-            CHECK(tokenize(&t, text, n, true, false, &ids, &e), "%s", e.text);
-            CHECK(now() - start < 10, "%s: pattern %zu takes %.1f s", TOK_GOLDENS[k].gguf, p,
-                  now() - start);
+            CHECK(tokenize(&v.t, text, n, true, false, &ids, &v.e), "%s", v.e.text);
+            double took = now() - start;
+            CHECK(took < 10, "%s: pattern %zu takes %.1f s", name, p, took);
             free(ids.id);
         }
-        tokenizer_close(&t);
-        gguf_close(&g);
+        tok_close(&v);
     }
-    free(text);
 }
 
 // ==== the command line ====
@@ -1800,29 +1841,25 @@ static bool matches(const char *text, const char *pattern) {
     return ok;
 }
 
+// one line on stderr that names what is wrong, and nothing on stdout
+static void check_refusal(int status, const char *arguments, const char *says) {
+    llm("", arguments);
+    const char *end = strchr(cli.err, '\n');
+    CHECK(cli.status == status, "llm %s: exit %d", arguments, cli.status);
+    CHECK(end && !end[1] && !cli.n, "llm %s: not one line: '%s%s'", arguments, cli.err, cli.out);
+    CHECK(strstr(cli.err, says), "llm %s: '%s'", arguments, cli.err);
+}
+
 static void test_cli_refusals(void) {
+    // each word of these must be named
+    static const char *const options[] = {
+        "-q", "--temperature", "-n", "-n abc", "-n 99999999999", "-n -2", "-c 0", "-b 0", "-t 0",
+        "--temp nan", "--temp ''", "--top-k -1", "--top-p 1.5", "--min-p -0.1",
+        "--repeat-penalty 0", "--repeat-last-n -2", "--seed 1x", "--seed 18446744073709551616",
+        "--keep -1"};
     static const struct { int status; const char *arguments, *says; } bad[] = {
         {2, "", "MODEL"},
         {2, "$S", "PROMPT"},
-        {2, "$S hi -q", "-q"},
-        {2, "$S hi --temperature 1", "--temperature"},
-        {2, "$S hi -n", "-n"},
-        {2, "$S hi -n abc", "abc"},
-        {2, "$S hi -n 99999999999", "99999999999"},
-        {2, "$S hi -n -2", "-2"},
-        {2, "$S hi -c 0", "-c"},
-        {2, "$S hi -b 0", "-b"},
-        {2, "$S hi -t 0", "-t"},
-        {2, "$S hi --temp nan", "nan"},
-        {2, "$S hi --temp ''", "--temp"},
-        {2, "$S hi --top-k -1", "--top-k"},
-        {2, "$S hi --top-p 1.5", "1.5"},
-        {2, "$S hi --min-p -0.1", "--min-p"},
-        {2, "$S hi --repeat-penalty 0", "--repeat-penalty"},
-        {2, "$S hi --repeat-last-n -2", "--repeat-last-n"},
-        {2, "$S hi --seed 1x", "1x"},
-        {2, "$S hi --seed 18446744073709551616", "--seed"},
-        {2, "$S hi --keep -1", "--keep"},
         {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"},
         {2, "$S -f x --tokens 1", "prompts"},
@@ -1849,12 +1886,13 @@ static void test_cli_refusals(void) {
         {1, "$G/bert.gguf hi", "--embed"},
         {1, "golden/tok/spm.gguf hi", "no tensors"},
     };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        llm("", bad[i].arguments);
-        const char *end = strchr(cli.err, '\n'), *given = bad[i].arguments;
-        CHECK(cli.status == bad[i].status, "llm %s: exit %d", given, cli.status);
-        CHECK(end && !end[1] && !cli.n, "llm %s: not one line: '%s%s'", given, cli.err, cli.out);
-        CHECK(strstr(cli.err, bad[i].says), "llm %s: '%s'", given, cli.err);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        check_refusal(bad[i].status, bad[i].arguments, bad[i].says);
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        char *rest, *word = strtok_r(text_of("%s", options[i]), " ", &rest);
+        check_refusal(2, text_of("$S hi %s", options[i]), word);
+        for (; word; word = strtok_r(NULL, " ", &rest))
+            CHECK(strstr(cli.err, word), "llm $S hi %s: '%s'", options[i], cli.err);
     }
 }
 
@@ -1927,18 +1965,18 @@ static void test_cli_completion(void) {
 
 // the storyteller with a chat template, in the place of its description
 static void write_chat_model(void) {
-    static const char key[] = "tokenizer.chat_template", mark[] = "{{ <|im_start|> }}";
-    size_t n, old = strlen("general.description");
+    static const char old[] = "general.description", key[] = "tokenizer.chat_template";
+    static const char mark[] = "{{ <|im_start|> }}";
+    size_t n, old_length;
+    Bytes b = {0};
     char *file = read_all("golden/story.gguf", &n);
-    char *at = memmem(file, n, "general.description", old);
-    uint64_t length[2] = {sizeof key - 1}, type = GGUF_STR;
-    memcpy(&length[1], at + old + 4, 8);
-    length[1] -= length[0] - old;
-    memcpy(at - 8, &length[0], 8);
-    memcpy(at, key, length[0]);
-    memcpy(at + length[0], &type, 4);
-    memcpy(at + length[0] + 4, &length[1], 8);
-    memcpy(at + length[0] + 12, mark, sizeof mark - 1);
+    char *at = memmem(file, n, old, strlen(old));
+    memcpy(&old_length, at + strlen(old) + 4, 8);
+    put_text(&b, key);
+    put_int(&b, GGUF_STR, 4);
+    put_int(&b, old_length - (sizeof key - sizeof old), 8);
+    put(&b, mark, strlen(mark));
+    memcpy(at - 8, b.p, b.n);
     FILE *f = fopen(scratch("chat.gguf"), "wb");
     REQUIRE(f && fwrite(file, 1, n, f) == n && !fclose(f), "chat.gguf cannot be written");
 }
@@ -2880,23 +2918,6 @@ static void lab_compare(const char *name, int type, const float *got, const doub
               type < 0 ? "" : quant_name(type), worst, limit);
 }
 
-// ggml's numbers of all formats, floats first
-static const int GPU_FORMATS[] = {0, 1, 30,
-#define X(id, name, weights, bytes, per16, bias) id,
-    QUANT_TYPES(X)
-#undef X
-};
-enum { N_GPU_FORMATS = sizeof GPU_FORMATS / sizeof *GPU_FORMATS };
-
-static int format_block(int type) {   // weights per block
-    switch (type) {
-#define X(id, name, weights, bytes, per16, bias) case id: return weights;
-    QUANT_TYPES(X)
-#undef X
-    }
-    return 1;
-}
-
 // columns that a format allows and a tiling does not like
 static int format_cols(int type, bool wide) {
     int block = format_block(type);
@@ -2913,82 +2934,23 @@ static int other_format(int type) {   // for the same columns
     return type;
 }
 
-// a block of random bytes, drawn until its weights f are of ordinary size
-static void random_block(int type, uint8_t *bytes, float *f) {
-    int block = format_block(type);
-    float top = 0, x = noise();
-    uint16_t half = quant_f32_to_f16(x);
-    size_t n = quant_row_bytes(type, block);
-    while (!(top > 1e-3f && top < 8)) {
-        for (size_t i = 0; i < n; i++) bytes[i] = random_bits();
-        if (type == FORMAT_F32) memcpy(bytes, &x, 4);
-        if (type == FORMAT_F16) memcpy(bytes, &half, 2);
-        if (type == FORMAT_BF16) memcpy(bytes, (char *)&x + 2, 2); // little endian: the upper half
-        quant_dequantize(type, bytes, f, block);
-        top = block == 1 ? 1 : 0;
-        for (int i = 0; i < block; i++) top = fabsf(f[i]) <= top ? top : fabsf(f[i]);
-    }
-}
-
-typedef struct { Matrix m; float *f; } LabMatrix;   // f: the weights as floats
-
-// A random matrix, of 64 different blocks. It starts a few bytes behind an aligned address, as
-// tensors do.
-static LabMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
-    enum { DIFFERENT = 64 };
-    int block = format_block(type), skew = block == 1 ? 4 : 6;
-    size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
-    uint8_t *data = (uint8_t *)lab_bytes(g, n * bytes + skew) + skew;
-    uint8_t *pool = need(DIFFERENT * bytes);
-    float *pool_f = need(DIFFERENT * block * sizeof(float)),
-          *f = lab_bytes(g, n * block * sizeof *f);
-    for (int i = 0; i < DIFFERENT; i++) random_block(type, pool + i * bytes, pool_f + i * block);
-    for (size_t i = 0; i < n; i++) {
-        int k = random_bits() % DIFFERENT;
-        memcpy(data + i * bytes, pool + k * bytes, bytes);
-        memcpy(f + i * block, pool_f + k * block, block * sizeof *f);
-    }
-    return (LabMatrix){{.data = data, .type = type, .rows = rows, .cols = cols}, f};
-}
-
-// row . x in double; size: the sum of absolute products
-static double lab_dot(const LabMatrix *w, int row, const double *x, bool as_half, double *size) {
-    double sum = 0, all = 0;
-    for (int i = 0; i < w->m.cols; i++) {
-        float f = w->f[(size_t)row * w->m.cols + i];
-        if (as_half) f = (float)(_Float16)f;
-        sum += f * x[i];
-        all += fabs(f * x[i]);
-    }
-    if (size) *size = all;
-    return sum;
-}
-
-// x / rms(x) * w, w NULL: 1; eps < 0: x itself
-static void metal_norm(double *out, const float *x, const float *w, int n, double eps) {
-    double s = 0;
-    for (int i = 0; i < n; i++) s += (double)x[i] * x[i];
-    s = eps < 0 ? 1 : 1 / sqrt(s / n + eps);
-    for (int i = 0; i < n; i++) out[i] = x[i] * s * (w ? w[i] : 1);
-}
-
-static double naive_act(double x, int act) {
-    if (act == SILU) return x / (1 + exp(-x));
-    if (act == GELU) return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    return x > 0 ? x * x : 0;
+// It starts a few bytes behind an aligned address, as tensors do.
+static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
+    int skew = format_block(type) == 1 ? 4 : 6;
+    size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
+    return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols, false);
 }
 
 static void kernel_embed(Gpu *g, int type) {
     enum { V = 7, N = 3 };
     Lab x = lab(g);
     int cols = format_cols(type, true);
-    LabMatrix w = lab_matrix(g, type, V, cols);
+    RandomMatrix w = lab_matrix(g, type, V, cols);
     double *want = need(N * cols * sizeof *want);
     x.m.embd = w.m;
     x.m.config.embd_scale = 3;
     x.s.x = lab_floats(g, N * cols, 1);
-    g->ids = lab_bytes(g, N * sizeof *g->ids);
-    memcpy(g->ids, (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
+    g->ids = memcpy(lab_bytes(g, N * sizeof *g->ids), (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
     for (int i = 0; i < N * cols; i++)
         want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols];
     run_embed(lab_begin(&x), N);
@@ -2996,140 +2958,107 @@ static void kernel_embed(Gpu *g, int type) {
     lab_compare("embed", type, x.s.x, want, NULL, N * cols, 2e-6);
 }
 
-// three matrices of one input with norm and biases; then one with residual and soft cap
+// three matrices of one input with norm and biases; one with residual and soft cap; gate and up
 static void kernel_gemv(Gpu *g, int type) {
-    static const int rows[3] = {13, 5, 3};
+    static const int rows[3] = {13, 13, 3};
+    static const int epilogues[] = {EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU};
+    static const char *const names[] = {"gemv", "gemv add", "gemv_glu"};
     Lab x = lab(g);
-    int cols = format_cols(type, true);
-    LabMatrix w[3];
+    int cols = format_cols(type, true), act = type % 3;
+    RandomMatrix w[3];
     float *in = lab_floats(g, cols, 1), *y[3], scale = 1.5f;
     double xs[1280], want[13], size[13];
     const Matrix *m[3];
     Norm norm = lab_norm(g, cols, 0);
+    x.arch.act = act;
     for (int i = 0; i < 3; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
         w[i].m.bias = i == 1 ? NULL : lab_floats(g, rows[i], 1);
-        w[i].m.scale = i == 2 ? &scale : NULL;
+        w[i].m.scale = i == 1 ? NULL : &scale;
         y[i] = lab_floats(g, rows[i], 9);
         m[i] = &w[i].m;
     }
-    for (int add = 0; add < 2; add++) {
-        float cap = add ? 2 : 0, before[13];
+    for (int k = 0; k < 3; k++) {
+        bool add = k == 1, glu = k == 2;
+        float cap = add ? 2 : 0, factor = glu ? 1 : 2, before[13];
+        if (glu) w[1].m.bias = lab_floats(g, rows[1], 1);
         memcpy(before, y[0], sizeof before);
-        run_gemv(lab_begin(&x), m, add ? 1 : 3, in, add ? NULL : &norm, y,
-                 add ? EPILOGUE_ADD : EPILOGUE_STORE, cap, 2);
-        lab_end(&x, "gemv");
-        metal_norm(xs, in, add ? NULL : norm.w, cols, add ? -1 : 1e-5);
-        for (int i = 0; i < (add ? 1 : 3); i++) {
+        reference_norm(xs, in, cols, add ? NULL : &norm, RMS, 1e-5);
+        run_gemv(lab_begin(&x), m, 3 - (k > 0) - add, in, add ? NULL : &norm, y, epilogues[k], cap,
+                 factor);
+        lab_end(&x, names[k]);
+        for (int i = 0; i < (k ? 1 : 3); i++) {
             for (int r = 0; r < rows[i]; r++) {
-                double v = 2 * (i == 2 ? scale : 1) * lab_dot(&w[i], r, xs, false, &size[r]);
-                v += w[i].m.bias ? w[i].m.bias[r] : 0;
-                want[r] = add ? before[r] + cap * tanh(v / cap) : v;
-                size[r] = 3 * size[r] + 10;
+                double a, b, v = reference_row(&w[i], r, xs, factor, &a), u = 1;
+                if (glu) u = reference_row(&w[1], r, xs, 1, &b);
+                want[r] = glu ? reference_activation(act, v, u, true)
+                          : add ? before[r] + cap * tanh(v / cap) : v;
+                size[r] = glu ? (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1) : 3 * a + 10;
             }
-            lab_compare(add ? "gemv add" : "gemv", type, y[i], want, size, rows[i], 1e-6);
+            lab_compare(names[k], type, y[i], want, size, rows[i], 1e-6);
         }
     }
 }
 
-static void kernel_glu(Gpu *g, int type) {
-    enum { FF = 13 };
-    Lab x = lab(g);
-    int cols = format_cols(type, true), act = type % 3;
-    LabMatrix gate = lab_matrix(g, type, FF, cols);
-    LabMatrix up = lab_matrix(g, other_format(type), FF, cols);
-    float *in = lab_floats(g, cols, 1), *y = lab_floats(g, FF, 1), scale = 1.5f;
-    Norm norm = lab_norm(g, cols, 0);
-    double xs[1280], want[FF], size[FF];
-    gate.m.scale = &scale;
-    gate.m.bias = lab_floats(g, FF, 1);
-    up.m.bias = lab_floats(g, FF, 1);
-    x.arch.act = act;
-    run_gemv(lab_begin(&x), (const Matrix *[]){&gate.m, &up.m}, 2, in, &norm, &y, EPILOGUE_GLU, 0,
-             1);
-    lab_end(&x, "gemv_glu");
-    metal_norm(xs, in, norm.w, cols, 1e-5);
-    for (int r = 0; r < FF; r++) {
-        double a, b, v = scale * lab_dot(&gate, r, xs, false, &a) + gate.m.bias[r],
-                     u = lab_dot(&up, r, xs, false, &b) + up.m.bias[r];
-        want[r] = naive_act(v, act) * u;
-        size[r] = (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1);
-    }
-    lab_compare("gemv_glu", type, y, want, size, FF, 1e-6);
-}
-
 // n tokens: 37 take tiles of 32, 5 tiles of 8. Epilogues in turn: bias, residual and cap, GLU.
-static void lab_gemm(Gpu *g, int type, int n, bool int8) {
+static void lab_gemm(Gpu *g, int type, int n, bool int8, const char *name) {
     enum { ROWS = 71 };
+    static const int epilogues[] = {EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU};
     Lab x = lab(g);
-    int cols = format_cols(type, false), way = (type + n) % 3;
-    LabMatrix w = lab_matrix(g, type, ROWS, cols);
+    int cols = format_cols(type, false), way = epilogues[(type + n) % 3];
+    RandomMatrix w = lab_matrix(g, type, ROWS, cols);
     float *in = lab_floats(g, n * cols, 1), *y = lab_floats(g, n * ROWS, 1),
-          *gate = lab_floats(g, n * ROWS, 2);
-    double *want = need(2 * n * ROWS * sizeof *want), *size = want + n * ROWS,
-           cap = way == 1 ? 3 : 0, xs[256];
-    w.m.bias = way == 0 ? lab_floats(g, ROWS, 1) : NULL;
+          *gate = lab_floats(g, n * ROWS, 2), cap = way == EPILOGUE_ADD ? 3 : 0;
+    double *want = need(2 * n * ROWS * sizeof *want), *size = want + n * ROWS, xs[256];
+    w.m.bias = way == EPILOGUE_STORE ? lab_floats(g, ROWS, 1) : NULL;
     for (int i = 0; int8 && i < n * cols; i++)   // inputs that their codes represent exactly
         in[i] = i % 32 == 5 ? 127 / 64.0f : rintf(127 * in[i]) / 64;
+    for (int i = 0; !int8 && i < ROWS * cols; i++) w.f[i] = (float)(_Float16)w.f[i];
     g->codes = int8 ? lab_bytes(g, n * cols) : NULL;
     g->scales = int8 ? lab_floats(g, n * (cols / 32) * 3, 1) : NULL;
     for (int i = 0; i < n * ROWS; i++) {
-        int r = i % ROWS;
-        metal_norm(xs, in + i / ROWS * cols, NULL, cols, -1);
-        double v = 2 * lab_dot(&w, r, xs, !int8, &size[i]) + (way == 0 ? w.m.bias[r] : 0);
-        want[i] = way == 0   ? v
-                  : way == 1 ? y[i] + cap * tanh(v / cap)
-                             : naive_act(gate[i], SILU) * v;
+        if (i % ROWS == 0) reference_norm(xs, in + i / ROWS * cols, cols, NULL, RMS, 0);
+        double v = reference_row(&w, i % ROWS, xs, 2, &size[i]);
+        want[i] = way == EPILOGUE_STORE ? v : way == EPILOGUE_ADD ? y[i] + cap * tanh(v / cap)
+                  : reference_activation(SILU, gate[i], v, true);
         size[i] = 3 * size[i] + 10;
     }
-    run_gemm(lab_begin(&x), &w.m, in, gate, y, n,
-             way == 0   ? EPILOGUE_STORE
-             : way == 1 ? EPILOGUE_ADD
-                        : EPILOGUE_GLU,
-             cap, 2);
-    lab_end(&x, "gemm");
-    lab_compare(int8    ? "gemm int8"
-                : n > 8 ? "gemm"
-                        : "gemm few",
-                type, y, want, size, n * ROWS, 1e-6);
+    run_gemm(lab_begin(&x), &w.m, in, gate, y, n, way, cap, 2);
+    lab_end(&x, name);
+    lab_compare(name, type, y, want, size, n * ROWS, 1e-6);
     g->codes = NULL;
 }
 
 static void kernel_gemm(Gpu *g, int type) {
-    lab_gemm(g, type, 37, false);
-    lab_gemm(g, type, 5, false);
-    if (format_block(type) > 1) lab_gemm(g, type, 33, true);
+    lab_gemm(g, type, 37, false, "gemm");
+    lab_gemm(g, type, 5, false, "gemm few");
+    if (format_block(type) > 1) lab_gemm(g, type, 33, true, "gemm int8");
 }
 
 static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     Lab x = lab(g);
-    LabMatrix wo = lab_matrix(g, type, dim, inner), gate = lab_matrix(g, type, ff, dim);
-    LabMatrix up = lab_matrix(g, other_format(type), ff, dim), down = lab_matrix(g, type, dim, ff);
+    RandomMatrix wo = lab_matrix(g, type, dim, inner), gate = lab_matrix(g, type, ff, dim);
+    RandomMatrix up = lab_matrix(g, other_format(type), ff, dim);
+    RandomMatrix down = lab_matrix(g, type, dim, ff);
     double *att = need((inner + 3 * dim + 2 * ff) * sizeof *att), *n = att + inner, *want = n + dim;
     double *size = want + dim, *h = size + dim, *h_size = h + ff;
     float *sum = need(dim * sizeof *sum);
     x.m.config.dim = dim;
-    x.w = (Layer){.ff = ff,
-                  .o = wo.m,
-                  .gate = gate.m,
-                  .up = up.m,
-                  .down = down.m,
+    x.w = (Layer){.ff = ff, .o = wo.m, .gate = gate.m, .up = up.m, .down = down.m,
                   .ffn_norm = lab_norm(g, dim, 0)};
-    x.s = (Session){.o.gpu_block = true,
-                    .att = lab_floats(g, inner, 0.01f),
-                    .x = lab_floats(g, dim, 1),
-                    .gate = lab_floats(g, ff + dim, 1)};
-    metal_norm(att, x.s.att, NULL, inner, -1);
-    for (int r = 0; r < dim; r++) sum[r] = x.s.x[r] + lab_dot(&wo, r, att, false, NULL);
-    metal_norm(n, sum, x.w.ffn_norm.w, dim, 1e-5);
+    x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
+                    .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff + dim, 1)};
+    reference_norm(att, x.s.att, inner, NULL, RMS, 0);
+    for (int r = 0; r < dim; r++) sum[r] = x.s.x[r] + reference_row(&wo, r, att, 1, NULL);
+    reference_norm(n, sum, dim, &x.w.ffn_norm, RMS, 1e-5);
     for (int r = 0; r < ff; r++) {
-        double a, b, v = lab_dot(&gate, r, n, false, &a), u = lab_dot(&up, r, n, false, &b);
-        h[r] = naive_act(v, SILU) * u;
+        double a, b, v = reference_row(&gate, r, n, 1, &a), u = reference_row(&up, r, n, 1, &b);
+        h[r] = reference_activation(SILU, v, u, true);
         h_size[r] = a * b;
     }
     for (int r = 0; r < dim; r++) {
-        want[r] = sum[r] + lab_dot(&down, r, h, false, NULL);
-        lab_dot(&down, r, h_size, false, &size[r]);
+        want[r] = sum[r] + reference_row(&down, r, h, 1, NULL);
+        reference_row(&down, r, h_size, 1, &size[r]);
         size[r] += 10;
     }
     bool fits = run_block(lab_begin(&x), &x.w);
@@ -3149,153 +3078,100 @@ static void kernel_block(Gpu *g, int type) {
 
 // Attention: rows of an old ring, then n new tokens through rope and attention, or (n >= 8)
 // flash_attention, or (n = 1) the fused kernel. Rows that are empty hold NaN.
-typedef struct {
-    int n, hd, n_rot, pairing, n_head, n_kv, pos, rows, window, keep;
-    bool normed, sinks, causal;
-    float cap;
-} MetalCase;
-
-static const MetalCase ATTENTIONS[] = {   // n hd rot pairing heads kv pos rows window keep
-    {1, 128, 128, NEOX, 4, 2, 0, 20, 16, 0, true, false, true, 0},
-    {1, 32, 32, NORM, 4, 2, 77, 30, 21, 3, false, false, true, 0},
-    {1, 64, 32, NEOX, 2, 1, 150, 160, 140, 0, true, true, true, 5},
-    {1, 96, 96, NEOX, 2, 2, 9, 40, 5, 2, false, true, true, 0},
-    {1, 256, 256, NO_ROPE, 1, 1, 5, 16, 16, 0, false, false, true, 20},
-    {5, 96, 48, NORM, 4, 2, 31, 29, 20, 4, true, true, true, 0},
-    {37, 32, 32, NORM, 4, 2, 0, 80, 40, 0, false, false, true, 0},
-    {37, 64, 64, NEOX, 2, 1, 100, 103, 50, 6, true, true, true, 5},
-    {9, 128, 96, NEOX, 2, 2, 40, 50, 24, 0, true, false, true, 0},
-    {19, 32, 32, NO_ROPE, 2, 1, 0, 30, 8, 0, false, false, false, 0},
-    {8, 256, 256, NEOX, 1, 1, 10, 40, 64, 0, false, false, true, 0},
-    {1, 32, 32, NORM, 2, 1, 5, 16, 0, 0, false, false, true, 0},   // a window of 0 sees nothing
-    {9, 32, 32, NORM, 2, 1, 5, 16, 0, 0, false, false, true, 0},
-    {9, 32, 32, NORM, 2, 1, 130, 80, 5, 1, false, false, true, 0},   // of rows 0..31 the first,
-    {9, 32, 32, NORM, 2, 1, 24, 80, 40, 0, false, false, true, 0},   // of rows 32..63 the first
+static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd hd pos n rows window keep
+    {"", 4, 2, 128, 128, 0, 1, 20, 16, 0, true, .n_rot = 128, NEOX, .normed = true},
+    {"", 4, 2, 32, 32, 77, 1, 30, 21, 3, true, .n_rot = 32, NORM},
+    {"", 2, 1, 64, 64, 150, 1, 160, 140, 0, true, true, false, 5, 32, NEOX, .normed = true},
+    {"", 2, 2, 96, 96, 9, 1, 40, 5, 2, true, true, .n_rot = 96, NEOX},
+    {"", 1, 1, 256, 256, 5, 1, 16, 16, 0, true, false, false, 20, 256, NO_ROPE, false},
+    {"", 4, 2, 96, 96, 31, 5, 29, 20, 4, true, true, .n_rot = 48, NORM, .normed = true},
+    {"", 4, 2, 32, 32, 0, 37, 80, 40, 0, true, .n_rot = 32, NORM},
+    {"", 2, 1, 64, 64, 100, 37, 103, 50, 6, true, true, false, 5, 64, NEOX, .normed = true},
+    {"", 2, 2, 128, 128, 40, 9, 50, 24, 0, true, .n_rot = 96, NEOX, .normed = true},
+    {"", 2, 1, 32, 32, 0, 19, 30, 8, 0, false, .n_rot = 32, NO_ROPE},
+    {"", 1, 1, 256, 256, 10, 8, 40, 64, 0, true, .n_rot = 256, NEOX},
+    {"", 2, 1, 32, 32, 5, 1, 16, 0, 0, true, .n_rot = 32, NORM},   // a window of 0 sees nothing
+    {"", 2, 1, 32, 32, 5, 9, 16, 0, 0, true, .n_rot = 32, NORM},
+    {"", 2, 1, 32, 32, 130, 9, 80, 5, 1, true, .n_rot = 32, NORM},   // of rows 0..31 the first,
+    {"", 2, 1, 32, 32, 24, 9, 80, 40, 0, true, .n_rot = 32, NORM},   // of rows 32..63 the first
 };
 
-static void naive_head(const MetalCase *t, const float *x, const float *norm, const float *turn,
+static void naive_head(const AttentionCase *t, const float *x, const Norm *norm, const float *turn,
                        double *out) {
     double v[256];
-    metal_norm(v, x, norm, t->hd, norm ? 1e-5 : -1);
-    memcpy(out, v, t->hd * sizeof *v);
-    for (int p = 0; t->pairing != NO_ROPE && p < t->n_rot / 2; p++) {
-        int a = t->pairing == NORM ? 2 * p : p,
-            b = t->pairing == NORM ? 2 * p + 1 : p + t->n_rot / 2;
-        out[a] = v[a] * turn[2 * p] - v[b] * turn[2 * p + 1];
-        out[b] = v[a] * turn[2 * p + 1] + v[b] * turn[2 * p];
-    }
+    reference_norm(v, x, t->hd, norm->w ? norm : NULL, RMS, 1e-5);
+    reference_rope(out, v, t->hd, t->n_rot, t->pairing, turn);
 }
 
-// one query and head over all rows k, v of its ring
-static void metal_reference(const MetalCase *t, const double *q, const double *k, const double *v,
-                            const int32_t *pos_k, int pos, const float *sink, double *out) {
-    double sum = sink ? exp(*sink) : 0;
-    memset(out, 0, t->hd * sizeof *out);
-    for (int r = 0; r < t->rows; r++, k += t->hd, v += t->hd) {
-        int back = pos - pos_k[r];
-        double dot = 0;
-        if (pos_k[r] < 0 || (t->causal && (back < 0 || (back >= t->window && pos_k[r] >= t->keep))))
-            continue;
-        for (int i = 0; i < t->hd; i++) dot += 0.2 * k[i] * q[i];
-        double e = exp(t->cap > 0 ? t->cap * tanh(dot / t->cap) : dot);
-        sum += e;
-        for (int i = 0; i < t->hd; i++) out[i] += e * v[i];
-    }
-    for (int i = 0; i < t->hd && sum > 0; i++) out[i] /= sum;
-}
-
-// a ring as it stands after pos + n tokens, with a hole now and then; empty rows hold NaN
-static Cache lab_cache(Gpu *g, const MetalCase *t, double *k, double *v) {
-    int n = t->n_kv * t->rows * t->hd;
-    Cache c = {lab_bytes(g, 2 * n),
-               lab_bytes(g, 2 * n),
-               lab_bytes(g, 4 * t->rows),
-               t->rows,
-               t->window,
-               t->keep,
-               NULL,
-               NULL};
-    for (int r = 0; r < t->rows; r++) c.pos[r] = -1;
-    for (int p = 0; p < t->pos + t->n; p++)
-        c.pos[cache_row(&c, p)] = p < t->pos && p % 11 == 3 ? -1 : p;
-    for (int i = 0; i < n; i++) {
-        bool empty = c.pos[i / t->hd % t->rows] < 0;
-        c.k[i] = empty ? 0x7e00 : quant_f32_to_f16(noise());
-        c.v[i] = empty ? 0x7e00 : quant_f32_to_f16(noise());
-        k[i] = half_value(c.k[i]);
-        v[i] = half_value(c.v[i]);
-    }
-    return c;
-}
-
-static void lab_attention(Gpu *g, const MetalCase *t) {
-    int hd = t->hd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows * hd,
-        all = n * H * hd;
+static void lab_attention(Gpu *g, const AttentionCase *t) {
+    int hd = t->hd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows * hd;
+    int all = n * H * hd;
     Lab x = lab(g);
-    double *q = need((2 * all + 2 * ring) * sizeof *q), *want = q + all, *k = want + all,
-           *v = k + ring, e = 0;
-    Cache c = lab_cache(g, t, k, v);
+    Attention a = attention_of(t);   // what is wanted: q, k and v as they will be
+    float loud = t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1, whatever its score
+    double *q = need(all * sizeof *q), head[256], e = 0;
+    Cache c = {lab_bytes(g, 2 * ring), lab_bytes(g, 2 * ring), lab_bytes(g, 4 * t->rows), t->rows,
+               t->window, t->keep, NULL, NULL};
+    memcpy(c.pos, a.pos_k, 4 * t->rows);
+    for (int i = 0; i < ring; i++) {
+        bool empty = c.pos[i / hd % t->rows] < 0;
+        c.k[i] = empty ? 0x7e00 : a.k[i];
+        c.v[i] = empty ? 0x7e00 : a.v[i];
+    }
     Config *config = &x.m.config;
-    x.m.config.rope = t->pairing;
+    config->rope = t->pairing;
     config->hd = config->vd = hd;
     config->n_rot = t->n_rot;
-    config->attn_cap = t->cap;
+    config->attn_cap = t->softcap;
     config->causal = t->causal;
     x.w = (Layer){.n_head = H, .n_kv = KV, .rope = t->pairing != NO_ROPE};
-    float loud = t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1, whatever its score
     if (t->normed) x.w.q_norm = (Norm){lab_floats(g, hd, loud), NULL, hd, hd};
     if (t->normed) x.w.k_norm = lab_norm(g, hd, hd);
-    if (t->sinks) x.w.sinks = lab_floats(g, H, 3);
-    x.s = (Session){.cache = &c,
-                    .pos = t->pos,
-                    .q = lab_floats(g, all, 1),
-                    .k = lab_floats(g, n * KV * hd, 1),
-                    .v = lab_floats(g, n * KV * hd, 1),
-                    .att = lab_floats(g, all, 1),
-                    .rope = {lab_floats(g, n * t->n_rot, 1)}};
+    if (t->sinks) a.sinks = x.w.sinks = lab_floats(g, H, 3);
+    a.scale = config->attn_scale;
+    x.s = (Session){.cache = &c, .pos = t->pos, .q = lab_floats(g, all, 1),
+                    .k = lab_floats(g, n * KV * hd, 1), .v = lab_floats(g, n * KV * hd, 1),
+                    .att = lab_floats(g, all, 1), .rope = {lab_floats(g, n * t->n_rot, 1)}};
+    float *want_q = (float *)a.q;
+    uint16_t *want_k = (uint16_t *)a.k, *want_v = (uint16_t *)a.v;
     for (int i = 0; i < n * (H + KV); i++) {   // rotated queries; new keys and values in their rows
         int token = i / (H + KV), h = i % (H + KV), kv = h - H;
-        const float *turn = x.s.rope[0] + token * t->n_rot;
-        size_t from = ((size_t)token * KV + kv) * hd,
-               at = ((size_t)kv * t->rows + cache_row(&c, t->pos + token)) * hd;
-        if (h < H)
-            naive_head(t, x.s.q + (token * H + h) * hd, x.w.q_norm.w, turn,
-                       q + (token * H + h) * hd);
-        else naive_head(t, x.s.k + from, x.w.k_norm.w, turn, k + at);
-        for (int j = 0; h >= H && j < hd; j++) {
-            k[at + j] = (double)(_Float16)k[at + j];
-            v[at + j] = (double)(_Float16)x.s.v[from + j];
+        bool query = h < H;
+        size_t from = (query ? token * H + h : token * KV + kv) * hd,
+               at = (kv * t->rows + cache_row(&c, t->pos + token)) * hd;
+        naive_head(t, (query ? x.s.q : x.s.k) + from, query ? &x.w.q_norm : &x.w.k_norm,
+                   x.s.rope[0] + token * t->n_rot, head);
+        for (int j = 0; j < hd; j++) {
+            if (query) q[from + j] = want_q[from + j] = head[j];
+            if (query) continue;
+            want_k[at + j] = quant_f32_to_f16(head[j]);
+            want_v[at + j] = quant_f32_to_f16(x.s.v[from + j]);
         }
     }
-    for (int i = 0; i < n * H; i++) {
-        int h = i % H, kv = h / (H / KV) * t->rows * hd;
-        metal_reference(t, q + i * hd, k + kv, v + kv, c.pos, t->pos + i / H,
-                        t->sinks ? x.w.sinks + h : NULL, want + i * hd);
-    }
-    char name[80];
-    snprintf(name, sizeof name, "%s, case %d", n >= 8 ? "flash_attention" : "attention",
-             (int)(t - ATTENTIONS));
+    const char *name = text_of("%s, case %d", n >= 8 ? "flash_attention" : "attention",
+                               (int)(t - GPU_ATTENTION));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
-    lab_compare(name, -1, x.s.att, want, NULL, all, n >= 8 ? 2e-3 : 3e-4);
+    lab_compare(name, -1, x.s.att, attention_wanted(&a), NULL, all, n >= 8 ? 2e-3 : 3e-4);
     if (n > 1) lab_compare("rope", -1, x.s.q, q, NULL, all, 1e-5);
     for (int i = 0; i < ring; i++)
         if (c.pos[i / hd % t->rows] >= 0)
-            e = fmax(e, fmax(fabs(half_value(c.k[i]) - k[i]), fabs(half_value(c.v[i]) - v[i])));
+            e = fmax(e, fmax(fabs(half_value(c.k[i]) - half_value(a.k[i])),
+                             fabs(half_value(c.v[i]) - half_value(a.v[i]))));
     LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
 }
 
 static void kernel_attention(Gpu *g, int unused) {
     (void)unused;
-    for (size_t i = 0; i < sizeof ATTENTIONS / sizeof *ATTENTIONS; i++)
-        lab_attention(g, &ATTENTIONS[i]);
+    for (size_t i = 0; i < sizeof GPU_ATTENTION / sizeof *GPU_ATTENTION; i++)
+        lab_attention(g, &GPU_ATTENTION[i]);
 }
 
 static void kernel_norms(Gpu *g, int unused) {
+    enum { N = 3 };
     static const int sizes[] = {1000, 64, 45};
     (void)unused;
     for (int k = 0; k < 3; k++) {
-        enum { N = 3 };
         int n = sizes[k];
         Lab x = lab(g);
         float *in = lab_floats(g, N * n, 2), *y = lab_floats(g, N * n, 1);
@@ -3303,20 +3179,14 @@ static void kernel_norms(Gpu *g, int unused) {
         double *want = need(N * n * sizeof *want);
         struct norm_args a = {n, 1e-5f};
         Dispatch d = {"layer_norm", {in, w.w, w.b, y}, 4, N, 256, 32, {0}};
-        for (int i = 0; i < N; i++) metal_norm(want + i * n, in + i * n, w.w, n, 1e-5);
+        reference_norm(want, in, N * n, &(Norm){w.w, NULL, n, n}, RMS, 1e-5);
         for (int i = 0; i < N * n; i++) want[i] += y[i];
         x.m.config.dim = n;
         run_norm(lab_begin(&x), in, &w, y, N, EPILOGUE_ADD);
         lab_end(&x, "rms_norm");
         lab_compare("rms_norm", -1, y, want, NULL, N * n, 1e-5);
         for (int i = 0; i < N * n; i++) in[i] += 30;   // a mean that is large beside the deviation
-        for (int i = 0; i < N; i++) {
-            double mean = 0, var = 0;
-            for (int j = 0; j < n; j++) mean += in[i * n + j] / (double)n;
-            for (int j = 0; j < n; j++) var += (in[i * n + j] - mean) * (in[i * n + j] - mean) / n;
-            for (int j = 0; j < n; j++)
-                want[i * n + j] = (in[i * n + j] - mean) / sqrt(var + 1e-5) * w.w[j] + w.b[j];
-        }
+        reference_norm(want, in, N * n, &(Norm){w.w, w.b, n, n}, LAYER, 1e-5);
         gpu_dispatch(lab_begin(&x)->gpu, &d, &a, sizeof a);
         lab_end(&x, "layer_norm");
         lab_compare("layer_norm", -1, y, want, NULL, N * n, 3e-5);
@@ -3351,19 +3221,19 @@ static const struct { const char *name; int formats; } VARIANTS[] = {
 enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
 // marks what was dispatched since the test reset the recorder
-static void note_variants(bool ran[N_VARIANTS][N_GPU_FORMATS]) {
+static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
     for (int r = 0; r < soft.n_run; r++) {
         const SoftObject *f = soft.run[r].pipeline->a;
         char name[64];
         snprintf(name, sizeof name, "%s%s%s", f->name, f->constant[C_INT8].value ? " int8" : "",
                  f->constant[C_TILE_TOKENS].value == 8 ? " few" : "");
         for (int v = 0; v < N_VARIANTS; v++)
-            for (int t = 0; t < N_GPU_FORMATS && !strcmp(VARIANTS[v].name, name); t++)
-                ran[v][t] |= f->constant[C_FORMAT_0].value == GPU_FORMATS[t];
+            for (int t = 0; t < N_FORMATS && !strcmp(VARIANTS[v].name, name); t++)
+                ran[v][t] |= f->constant[C_FORMAT_0].value == FORMATS[t];
     }
 }
 
-static void check_variants(bool ran[N_VARIANTS][N_GPU_FORMATS]) {
+static void check_variants(bool ran[N_VARIANTS][N_FORMATS]) {
     char name[40];
     for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
         bool known = false;
@@ -3373,7 +3243,7 @@ static void check_variants(bool ran[N_VARIANTS][N_GPU_FORMATS]) {
     }
     for (int v = 0; v < N_VARIANTS; v++) {
         int count = 0, want = VARIANTS[v].formats;
-        for (int t = 0; t < N_GPU_FORMATS; t++) count += ran[v][t];
+        for (int t = 0; t < N_FORMATS; t++) count += ran[v][t];
         printf("  %-16s %2d of %2d formats\n", VARIANTS[v].name, count, want);
         CHECK(count == want, "%s: %d formats of %d", VARIANTS[v].name, count, want);
     }
@@ -3387,20 +3257,20 @@ static void check_counters(void) {
 
 // In order to add a kernel: its test, and a row here and in VARIANTS.
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
-    {kernel_embed, true}, {kernel_gemv, true}, {kernel_glu, true}, {kernel_gemm, true},
-    {kernel_block, true}, {kernel_attention, false}, {kernel_norms, false}, {kernel_argmax, false},
+    {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
+    {kernel_attention, false}, {kernel_norms, false}, {kernel_argmax, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
 static void test_metal_kernels(void) {
-    bool ran[N_VARIANTS][N_GPU_FORMATS] = {{0}};
+    bool ran[N_VARIANTS][N_FORMATS] = {{0}};
     Gpu *g = gpu_new();
     void *pool = objc_autoreleasePoolPush();
     bool ok = gpu_library(g);
     CHECK(ok, "%s", g->why);
     objc_autoreleasePoolPop(pool);
-    for (int i = 0; i < N_GPU_FORMATS * ORDERS; i++) {
-        int type = GPU_FORMATS[i / ORDERS];
+    for (int i = 0; i < N_FORMATS * ORDERS; i++) {
+        int type = FORMATS[i / ORDERS];
         bool few = type < 2 || type == 7 || type == 8 || type == 12;
         emu.order = i % ORDERS;
         for (size_t k = 0; ok && k < sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS; k++) {
@@ -3411,6 +3281,7 @@ static void test_metal_kernels(void) {
             KERNEL_TESTS[k].fn(g, type);
             note_variants(ran);
             lab_drop(g);
+            clean_up();
         }
     }
     emu.order = FORWARD;
@@ -3442,23 +3313,10 @@ static int expected_dispatches(const Session *s, int n, int rows) {
     return total;
 }
 
-typedef struct { const Session *s; float *to; } Copied;
-
-static bool copy_row(void *ctx, int i, const float *logits) {
-    Copied *c = ctx;
-    size_t n = c->s->m->config.n_vocab, at = logits - c->s->logits;
-    CHECK(at % n == 0 && at / n < LOGIT_ROWS, "token %d: the logits are a copy", i);
-    memcpy(c->to, logits, n * sizeof *logits);
-    c->to += n;
-    return true;
-}
-
 // Logits of ids[from .. n-1], into `to`. The GPU's recorder must have seen exactly the dispatches
 // of the chunks after position p (a fall-back to the CPU is a failure), in so many command buffers,
 // and nothing is allocated but the history of tokens.
 static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, float *to) {
-    Error e = {{0}};
-    Copied c = {s, to};
     int want = 0, commits = 0, buffers = soft.buffers, layers = s->m->config.n_layer;
     bool gpu = !s->o.cpu && RECORDER;
     size_t allowed = allocations + (n > s->history_cap);
@@ -3470,8 +3328,8 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, fl
         commits += rows > 0 ? (rows - 1) / LOGIT_ROWS : 0;
     }
     soft.n_run = soft.commits = 0;
-    bool ok = session_run(s, ids, n, from, false, copy_row, &c, &e);
-    CHECK(ok && !s->o.cpu == !!s->gpu, "%s: the GPU gave up", e.text);
+    get_rows(s, ids, n, from, to - from * s->m->config.n_vocab);
+    CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
     CHECK(!gpu || (s->gpu && soft.n_run == want), "%d dispatches, expected %d", soft.n_run, want);
     CHECK(!gpu || soft.commits == commits, "%d commits, expected %d", soft.commits, commits);
     CHECK(!gpu || soft.buffers == buffers, "%d buffers made in forward", soft.buffers - buffers);
@@ -3583,22 +3441,17 @@ static void test_metal_models(void) {
     int models = test.quick ? 3 : (int)(sizeof GPU_MODELS / sizeof *GPU_MODELS);
     for (int i = 0; i < models; i++) {
         const char *name = GPU_MODELS[i];
-        int32_t ids[64];
-        int n;
-        size_t size;
-        const Model *m = golden_model(name, ids, &n);
-        if (test.quick) n = 18;
-        double golden = atof(read_all(text_of("golden/archs/%s.nmse", name), &size));
-        double far = 3 * golden > 1e-4 ? 3 * golden : 1e-4, near = strchr(name, '.') ? far : 1e-5;
-        float *logits = read_all(text_of("golden/archs/%s.logits", name), &size);
+        Golden g = golden_model(name);
+        int n = test.quick ? 18 : g.n;
+        double near = strchr(name, '.') ? g.limit : 1e-5;
         Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
         emu.order = i % ORDERS;
-        bool ok = compare_model(m, whole, ids, n, logits, far, near);
-        ok = ok && compare_model(m, ring, ids, n, NULL, far, near);
+        bool ok = compare_model(g.m, whole, g.ids, n, g.want, g.limit, near);
+        ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
         whole.gpu_block = i < 2;   // the second has post-norms, which rule it out
         whole.gpu_int8 = strchr(name, '.');
         if (whole.gpu_block || whole.gpu_int8)
-            ok = ok && compare_model(m, whole, ids, 18, logits, far, near);
+            ok = ok && compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
         CHECK(ok, "the GPU does not take %s", name);
         clean_up();
         if (soft.hasty && test.failures) break;
@@ -3619,17 +3472,14 @@ static void test_metal_shapes(void) {
     enum { N = 20, TAKEN = 15 };
     int taken = 0, tried = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof *SHAPES; i++) {
-        Writer w = {.wide = true};
         int32_t ids[N];
         int layers = SHAPES[i].n_layer;
         bool other = strpbrk(SHAPES[i].letters, "id");   // sinks, delta-net: heads of other sizes
         if (other || (layers > 8 && (layers > 40 ? layers != 46 : test.quick))) continue;
-        put_model(&w, &SHAPES[i]);
-        key_text(&w, "tokenizer.ggml.model", "none");
-        write_gguf(&w, scratch("random.gguf"));
+        const Model *m = random_model(&SHAPES[i], true);
         for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
         Options o = {.chunk = 9, .window = 64};
-        bool ok = compare_model(open_model(scratch("random.gguf")), o, ids, N, NULL, 0, 1e-5);
+        bool ok = compare_model(m, o, ids, N, NULL, 0, 1e-5);
         taken += ok && layers < 8;
         tried += layers < 8;
         if (ok) printf("  %s", SHAPES[i].arch);
@@ -3670,7 +3520,7 @@ static void lab_failure(const Model *m, int which, int later, const float *want)
     float *got = need(N * V * sizeof *got);
     Session s;
     Error e = {{0}};
-    Copied c = {&s, got};
+    Rows c = {&s, got, V};
     for (int i = 0; i < N; i++) ids[i] = 5 * i % V;
     int old = mute();
     soft.broken = later < 0 ? method : NULL;
@@ -3679,8 +3529,8 @@ static void lab_failure(const Model *m, int which, int later, const float *want)
     soft.broken = method;
     soft.after = later;
     if (says && later < 0) soft.broken = NULL;
-    ok = ok && session_run(&s, ids, N - 1, 0, false, copy_row, &c, &e);
-    ok = ok && session_run(&s, ids, N, N - 1, false, copy_row, &c, &e);
+    ok = ok && session_run(&s, ids, N - 1, 0, false, keep_row, &c, &e);
+    ok = ok && session_run(&s, ids, N, N - 1, false, keep_row, &c, &e);
     bool failed = !s.gpu;
     session_close(&s);
     soft.broken = NULL;
@@ -3695,12 +3545,10 @@ static void lab_failure(const Model *m, int which, int later, const float *want)
 static void test_metal_failures(void) {
     static const char *const refused[] = {"gpt-oss", "qwen35", "bert", "nomic-bert", "llama-moe",
                                           "qwen3moe"};
-    int32_t ids[64];
-    int n;
-    const Model *m = golden_model("llama", ids, &n);
-    float *want = need(40 * m->config.n_vocab * sizeof *want);
+    const Model *m = golden_model("llama").m;
+    int32_t ids[40];
     for (int i = 0; i < 40; i++) ids[i] = 5 * i % m->config.n_vocab;
-    get_rows(open_session(m, (Options){.threads = 1}), ids, 40, 0, want);
+    float *want = logits_of(m, ids, 40, (Options){.threads = 1});
     for (size_t i = 0; RECORDER && i < sizeof FAILURES / sizeof *FAILURES; i++)
         for (int later = -1; later < (FAILURES[i].later ? 4 : 0); later++)
             lab_failure(m, i, later, want);
@@ -3715,7 +3563,7 @@ static void test_metal_failures(void) {
     }
     for (int i = 0; i < 6; i++) {
         Session s;
-        bool on_gpu = open_gpu(&s, golden_model(refused[i], ids, &n), (Options){0});
+        bool on_gpu = open_gpu(&s, golden_model(refused[i]).m, (Options){0});
         CHECK(!on_gpu, "%s runs on the GPU", refused[i]);
         session_close(&s);
     }
@@ -3803,6 +3651,7 @@ typedef struct {
     size_t at, cut, end;   // where it begins, what it replaces there, where it ends
     char before[200];      // text for what is cut; behind the end stands `after`
     const char *after;
+    bool equivalent;       // as the table says
 } Mutant;
 
 // The line holds the first text; the mutant begins with the second.
@@ -3923,7 +3772,7 @@ static const char *operand_end(const char *s, const char *ends) {
 static void add_mutant(Mutant *all, int *n, const char *kind, size_t at, const char *name,
                        const char *before) {
     Mutant *m = &all[*n];
-    *m = (Mutant){kind, at, strlen(name), 0, "", ""};
+    *m = (Mutant){kind, at, strlen(name), 0, "", "", false};
     snprintf(m->before, sizeof m->before, before, *n, (int)strlen(name) - 1, name);
     ++*n;
 }
@@ -4001,21 +3850,25 @@ static void write_mutants(const char *path, const char *s, const Mutant *m, int 
     fclose(f);
 }
 
+static const char *line_of(const char *s, size_t at) {   // where it begins
+    while (at && s[at - 1] != '\n') at--;
+    return s + at;
+}
+
 static void show_mutant(const char *s, const Mutant *m, int number, const char *what) {
-    size_t start = m->at, line = 1;
-    for (size_t i = 0; i < m->at; i++) line += s[i] == '\n';
-    while (start && s[start - 1] != '\n') start--;
-    printf("%s: %d, line %zu, %s at '%.12s':\n    %.*s\n", what, number, line, m->kind, s + m->at,
-           (int)strcspn(s + start, "\n"), s + start);
+    const char *start = line_of(s, m->at);
+    int line = 1;
+    for (const char *c = s; c < start; c++) line += *c == '\n';
+    printf("%s: %d, line %d, %s at '%.12s':\n    %.*s\n", what, number, line, m->kind, s + m->at,
+           (int)strcspn(start, "\n"), start);
     fflush(stdout);
 }
 
 static bool is_equivalent(const char *s, const Mutant *m) {
-    size_t start = m->at;
-    while (start && s[start - 1] != '\n') start--;
+    const char *start = line_of(s, m->at), *end = strchr(start, '\n');
     for (size_t i = 0; i < sizeof EQUIVALENT / sizeof *EQUIVALENT; i++) {
-        const char *line = EQUIVALENT[i].line, *at = strstr(s + start, line);
-        bool here = *line && at && at < s + start + strcspn(s + start, "\n");
+        const char *at = strstr(start, EQUIVALENT[i].line);
+        bool here = at && at < end;
         if (here && !strncmp(s + m->at, EQUIVALENT[i].at, strlen(EQUIVALENT[i].at))) return true;
     }
     return false;
@@ -4051,9 +3904,7 @@ static pid_t run_mutant(int number, int slot) {
 // `./test mutants DIR` writes the copies to DIR; without DIR, in the program built there, runs all,
 // one for each CPU at a time, or those numbered from .. to - 1, listed as equivalent or not
 static int metal_mutants(int argc, char **argv) {
-    enum { MAX = 1500, SLOTS = 64 };
-    static Mutant all[MAX];
-    static struct { pid_t pid; int mutant; } slot[SLOTS];
+    static Mutant all[1500];
     size_t size;
     char *kernels = read_all("kernels.metal", &size), *host = read_all("metal.c", &size);
     int k = find_mutants(kernels, "// ---- 2. ", false, all, 0);
@@ -4066,33 +3917,27 @@ static int metal_mutants(int argc, char **argv) {
         return test.failures > 0;
     }
     if (waitpid(run_mutant(-1, 0), &status, 0) < 0 || status) return printf("not well\n"), 1;
-    int next = argc > 1 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n, total = to - next;
-    int noticed = 0, same = 0, running = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
-    while (next < to || running) {
-        int i = 0;
-        if (argc == 0 && next < to && is_equivalent(next < k ? kernels : host, &all[next])) {
-            same++;
-            next++;
-            continue;
-        }
-        if (next < to && running < (cpus < SLOTS ? cpus : SLOTS)) {
-            while (slot[i].pid) i++;
-            slot[i].pid = run_mutant(slot[i].mutant = next++, i);
-            running++;
-            continue;
-        }
-        pid_t pid = wait(&status);
-        while (slot[i].pid != pid) i++;
-        slot[i].pid = 0;
-        running--;
-        const Mutant *m = &all[slot[i].mutant];
-        const char *s = slot[i].mutant < k ? kernels : host;
-        if (!WIFEXITED(status) || WEXITSTATUS(status)) noticed++;
-        else show_mutant(s, m, slot[i].mutant, "SURVIVED");
+    int from = argc > 1 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n, survived = 0;
+    int same = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
+    for (int i = from; i < to; i++) {
+        all[i].equivalent = argc == 0 && is_equivalent(i < k ? kernels : host, &all[i]);
+        same += all[i].equivalent;
     }
-    printf("%d mutants: %d noticed, %d equivalent, %d survived\n", total, noticed, same,
-           total - noticed - same);
-    return noticed + same < total;
+    for (int cpu = 0; cpu < cpus; cpu++) {   // a process each, for every cpus-th mutant
+        int unnoticed = 0;
+        if (fork()) continue;
+        for (int i = from + cpu; i < to; i += cpus) {
+            if (!all[i].equivalent) waitpid(run_mutant(i, cpu), &status, 0);
+            if (all[i].equivalent || status) continue;
+            show_mutant(i < k ? kernels : host, &all[i], i, "SURVIVED");
+            unnoticed++;
+        }
+        _exit(unnoticed < 255 ? unnoticed : 255);
+    }
+    while (wait(&status) > 0) survived += WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+    printf("%d mutants: %d noticed, %d equivalent, %d survived\n", to - from,
+           to - from - same - survived, same, survived);
+    return survived > 0;
 }
 
 #endif
