@@ -1341,7 +1341,8 @@ static const Format formats[64] = {   // unpack NULL: float weights
 // weights k .. k+255 of row r
 static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *d, float *m) {
     uint8_t last[272];
-    const uint8_t *b = w->data + r * quant_row_bytes(w->type, w->cols) + quant_row_bytes(w->type, k);
+    const uint8_t *b = w->data + r * quant_row_bytes(w->type, w->cols);
+    b += quant_row_bytes(w->type, k);
     if (w->cols - k < 256) b = padded_256(w->type, b, w->cols - k, last);
     formats[w->type].unpack(b, q, d, m);
 }
@@ -1518,6 +1519,7 @@ static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_
     size_t row_bytes = quant_row_bytes(w->type, w->cols);
     int parts = weight_parts(w);
     for (int i = 0; i < depth; i += 256) {
+        size_t at = quant_row_bytes(w->type, k + i);
         uint16_t rows[MAX_PARTS][TILE][256] __attribute__((aligned(64)));
         int some = depth - i < 256 ? depth - i : 256;
         for (int j = 0; j < TILE; j++) {
@@ -1532,8 +1534,7 @@ static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_
                 continue;
             }
             memset(x + (some - 1) / 32 * 32, 0, 32 * sizeof *x);
-            quant_dequantize(w->type, w->data + row * row_bytes + quant_row_bytes(w->type, k + i), x,
-                             some);
+            quant_dequantize(w->type, w->data + row * row_bytes + at, x, some);
             for (int g = 0; g < some; g += 32)
                 store_parts(&rows[0][j][g], sizeof *rows, parts, load_f32(x + g),
                             load_f32(x + g + 16));
