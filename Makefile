@@ -137,10 +137,11 @@ bench: llm test_plain
 	            $(PEER) >> bench.log; \
 	    done; \
 	    echo $$t $$(median prefill 4) $$(median decode 4) $$(median decode 6) $$(median decode 8) \
-	        $$(median peer 2) $$(median peer 3); rm -f $$m bench.log; \
-	done | awk '{ printf "| %s | %s | %s | %s | %s %% |", $$1, $$2, $$3, $$4, $$5 } \
-	    NF < 7 { print " - | - | - | - |" } \
-	    NF > 6 { printf " %.1f | %.1f | %.2f | %.2f |\n", $$6, $$7, $$2 / $$6, $$3 / $$7 } { fflush() }'
+	        $$(median peer 2) $$(median peer 3) | \
+	        awk '{ printf "| %s | %s | %s | %s | %s %% |", $$1, $$2, $$3, $$4, $$5 } \
+	            NF < 7 { print " - | - | - | - |" } NF > 6 { printf " %.1f | %.1f | %.2f | %.2f |\n", \
+	                $$6, $$7, $$2 / $$6, $$3 / $$7 }'; rm -f $$m bench.log; \
+	done
 
 # you wrote much: the budgets of each file, columns, and lines that are packed
 define LINES
