@@ -162,10 +162,10 @@ FILENAME == "quant.h" && /^#ifndef QUANT_H/ { manual = FNR }
 }
 END {
     unicode = part["llm.c Unicode"]; grids = part["quant.h grids"]
-    budget("llm.c", lines["llm.c"] - unicode, 4320); budget("  its Unicode tables", unicode, 250)
+    budget("llm.c", lines["llm.c"] - unicode, 4380); budget("  its Unicode tables", unicode, 250)
     budget("quant.h", lines["quant.h"] - grids, 1120); budget("  its grids", grids, 340)
     budget("metal.c", lines["metal.c"], 600); budget("kernels.metal", lines["kernels.metal"], 1000)
-    budget("test.c", lines["test.c"], 4051); budget("  the GPU in software", part["test.c a GPU"], 800)
+    budget("test.c", lines["test.c"], 4061); budget("  the GPU in software", part["test.c a GPU"], 800)
     budget("first sitting", manual + part["quant.h first sitting:"] + \
         part["llm.c GGUF"] + part["llm.c model"] + part["llm.c ops"] + part["llm.c forward"], 1000)
     budget("lines over 100 columns", wide, 0)

@@ -1062,7 +1062,8 @@ static void parallel(Pool *p, Task *fn, void *ctx, int n) {
 //   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits, where |w| times x
 //           with w's sign fits: at most 2 * 128 * 127
 //   NEON    sdot, or widening products
-// evens and odds give each pair of lanes its first and its second number.
+// evens and odds give each pair of lanes its first and its second number; pair_sums(a, b) are the
+// sums of a's pairs, then of b's.
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -1109,6 +1110,11 @@ INLINE void store_f16(void *p, vf v) { _mm256_storeu_si256(p, _mm512_cvtps_ph((_
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
+INLINE vf pair_sums(vf a, vf b) {
+    const vi even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    return (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)even, (__m512)b) +
+           (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)(even + 1), (__m512)b);
+}
 INLINE vf evens(vf v) { return (vf)_mm512_moveldup_ps((__m512)v); }
 INLINE vf odds(vf v) { return (vf)_mm512_movehdup_ps((__m512)v); }
 #elif defined(QUANT_X86)
@@ -1118,9 +1124,16 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
     __m256i size = _mm256_abs_epi8((__m256i)w), y = _mm256_sign_epi8((__m256i)x, (__m256i)w);
     return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(size, y), _mm256_set1_epi16(1));
 }
+INLINE vf pair_sums(vf a, vf b) {
+    __m256d sums = (__m256d)_mm256_hadd_ps((__m256)a, (__m256)b);   // in halves: a b a b
+    return (vf)_mm256_permute4x64_pd(sums, 0xd8);
+}
 INLINE vf evens(vf v) { return (vf)_mm256_moveldup_ps((__m256)v); }
 INLINE vf odds(vf v) { return (vf)_mm256_movehdup_ps((__m256)v); }
 #else
+INLINE vf pair_sums(vf a, vf b) {
+    return (vf){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
+}
 INLINE vf evens(vf v) { return (vf){v[0], v[0], v[2], v[2]}; }
 INLINE vf odds(vf v) { return (vf){v[1], v[1], v[3], v[3]}; }
 #if defined(QUANT_NEON)
@@ -1158,12 +1171,13 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #endif
 
 INLINE float sum_lanes(vf v) {
-    typedef float vf4 __attribute__((vector_size(16)));
-    vf4 part[LANES / 4], s;
-    memcpy(part, &v, sizeof v);
-    s = part[0];
-    UNROLL for (int i = 1; i < LANES / 4; i++) s += part[i];
-    return (s[0] + s[2]) + (s[1] + s[3]);
+    UNROLL for (int n = LANES; n > 1; n /= 2) v = pair_sums(v, v);
+    return v[0];
+}
+INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
+    UNROLL for (int n = LANES / 2; n; n /= 2)
+        UNROLL for (int i = 0; i < n; i++) v[i] = pair_sums(v[2 * i], v[2 * i + 1]);
+    return v[0];
 }
 
 // Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
@@ -1173,9 +1187,12 @@ enum { NEAR = 2048, FAR = 8192 };   // bytes ahead
 INLINE void prefetch(const void *p, int bytes) {   // where nothing is mapped it does nothing
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
+INLINE void prefetch_l2(const void *p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
+}
 INLINE void prefetch_ahead(const void *p, int bytes) {
     prefetch((const char *)p + NEAR, bytes);
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + FAR + i, 0, 2);
+    prefetch_l2((const char *)p + FAR, bytes);
 }
 
 // -- activations in int8 --
@@ -1421,8 +1438,9 @@ static void tile_out(const Matmul *job, int64_t r, int t, int tokens, vf sum[][V
 INLINE void tile_float(vf load(const void *), int size, const void *w, size_t stride,
                        const float *x, size_t next, size_t step, int depth, int tokens,
                        vf total[][VECTORS]) {
-    vf sum[FLOAT_TOKENS][VECTORS] = {{{0}}};   // local, so that it lives in registers
+    vf sum[FLOAT_TOKENS][VECTORS];   // local, so that it lives in registers
     const char *row = w;
+    memset(sum, 0, tokens * sizeof *sum);
     for (int k = 0; k < depth; k++, row += stride, x += step)
         UNROLL for (int v = 0; v < VECTORS; v++) {
             vf column = load(row + v * LANES * size);
@@ -1792,10 +1810,11 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
 // that share a KV head share each block, converted from f16 once.
 
 #if defined(SIMD_AMX)
-enum { KEYS = 128, SPLIT = 256, LANE_ROWS = 256, LANE_TILES = 2 };
+enum { KEYS = 128, LANE_ROWS = 256, LANE_TILES = 2 };
 #else
-enum { KEYS = 64, SPLIT = 256, LANE_ROWS = 64, LANE_TILES = 1 };
+enum { KEYS = 64, LANE_ROWS = 64, LANE_TILES = 1 };
 #endif
+enum { FEW = 32, SPLIT = 8 };      // one query: rows at a time, and how often for a part
 static const float LEAST = -1e29f; // largest score so far, before the first; hidden: ten times less
 
 typedef struct {
@@ -1814,8 +1833,9 @@ typedef struct {
     const Attention *a;
     float *parts, *work;           // [n_head][splits] of Part; [threads][work_size]
     size_t work_size;
-    int32_t *split;                // [splits] those in which something is visible
-    int splits, queries;
+    int32_t *block;                // [blocks] first rows of the FEW where something is visible
+    int blocks, splits, run, queries;
+    atomic_int *missing;           // [n_kv] parts
 } AttentionCall;
 
 // exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
@@ -1835,15 +1855,17 @@ static inline float exp_fast(float x) {
     return p * power;
 }
 
-INLINE bool row_visible(const Attention *a, int pos_k, int pos_q) {
-    int near = (pos_k <= pos_q) & ((pos_q - pos_k < a->window) | (pos_k < a->keep));
-    return (pos_k >= 0) & (near | !a->causal);   // & and |, not && and ||: no branches
+// scores, or where the query does not see the key nearly minus infinity
+INLINE vf hide(const Attention *a, vf score, vi key, vi query) {
+    vi near = (key <= query) & ((query - key < a->window) | (key < a->keep));
+    vi seen = (near | -!a->causal) & (key >= 0);
+    return (vf)(((vi)score & seen) | ((vi)((vf){0} + 10 * LEAST) & ~seen));
 }
 
-// of rows r .. r+KEYS-1: does any query at first .. last see any (1), do all see all (2)?
-static int block_visible(const Attention *a, int r, int first, int last) {
+// of rows r .. r+n-1: does any query at first .. last see any (1), do all see all (2)?
+static int block_visible(const Attention *a, int r, int n, int first, int last) {
     int any = 0, all = 1, causal = a->causal;
-    for (int j = r; j < r + KEYS && j < a->rows; j++) {
+    for (int j = r; j < r + n && j < a->rows; j++) {
         int p = a->pos_k[j], pinned = p < a->keep;
         any |= (p >= 0) & (((p <= last) & ((first - p < a->window) | pinned)) | !causal);
         all &= (p >= 0) & (((p <= first) & ((last - p < a->window) | pinned)) | !causal);
@@ -1857,24 +1879,6 @@ INLINE void scores_finish(const Attention *a, float *s, int n) {
     if (a->softcap > 0)   // cap * tanh(s / cap)
         for (int i = 0; i < n; i++)
             s[i] = a->softcap * (1 - 2 / (exp_fast(2 * s[i] / a->softcap) + 1));
-}
-
-// out[t][vd] += sum over keys of x[t][key * step] * values[key][vd]
-INLINE void add_values(const uint16_t *v, int vd, int keys, const float *x, size_t next,
-                       size_t step, int tokens, float *out, size_t stride) {
-    uint16_t edge[KEYS][TILE] = {{0}};   // the last columns, where vd is not a multiple of 16
-    for (int e = 0; e < vd; e += TILE) {
-        vf tile[FLOAT_TOKENS][VECTORS];
-        int some = vd - e < TILE ? vd - e : TILE;
-        for (int j = 0; some < TILE && j < keys; j++)
-            memcpy(edge[j], v + (size_t)j * vd + e, 2 * some);
-        tile_float(load_f16, 2, some < TILE ? edge[0] : v + e, 2 * (some < TILE ? TILE : vd), x,
-                   next, step, keys, tokens, tile);
-        for (int t = 0; t < tokens; t++) {
-            const float *add = (const float *)tile[t];
-            for (int i = 0; i < some; i++) out[t * stride + e + i] += add[i];
-        }
-    }
 }
 
 // -- many queries --
@@ -1909,10 +1913,7 @@ static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lane
             row[i] -= l->slope[i] * (float)abs(l->pos[i] - p);
         UNROLL for (int v = 0; v < VECTORS; v++) {
             vf x = load_f32(row + v * LANES);
-            vi pos = load_i32(l->pos + v * LANES);
-            vi near = ((pos >= p) & ((pos - p < a->window) | -(p < a->keep))) | -!a->causal;
-            vi hidden = ~near | -(p < 0);
-            if (masked) x = (vf)(((vi)x & ~hidden) | ((vi)((vf){0} + 10 * LEAST) & hidden));
+            if (masked) x = hide(a, x, (vi){0} + p, load_i32(l->pos + v * LANES));
             memcpy(row + v * LANES, &x, sizeof x);
             top[v] = larger_of(top[v], x);
         }
@@ -2040,6 +2041,22 @@ static void pack_block(const Attention *a, const uint16_t *k, const uint16_t *v,
     for (; i < n; i++) to[i] = quant_f16_to_f32(k[i]);
 }
 
+// out[t][width] += sum over keys of x[key][t] * values[key][vd], FLOAT_TOKENS rows
+static void add_values(const Attention *a, const uint16_t *v, int keys, const float *x, float *out,
+                       int width) {
+    uint16_t edge[KEYS][TILE] = {{0}};   // the last columns, where vd is not a multiple of 16
+    for (int e = 0; e < a->vd; e += TILE) {
+        vf tile[FLOAT_TOKENS][VECTORS];
+        int some = a->vd - e < TILE ? a->vd - e : TILE;
+        for (int j = 0; some < TILE && j < keys; j++)
+            memcpy(edge[j], v + (size_t)j * a->vd + e, 2 * some);
+        tile_float(load_f16, 2, some < TILE ? edge[0] : v + e, 2 * (some < TILE ? TILE : a->vd), x,
+                   1, TILE, keys, FLOAT_TOKENS, tile);
+        for (int t = 0; t < FLOAT_TOKENS; t++)
+            for (int i = 0; i < some; i++) out[t * width + e + i] += ((float *)tile[t])[i];
+    }
+}
+
 static void lanes_block(const Attention *a, int r, int keys, bool masked, const float *q,
                         const float *k, const uint16_t *v, Lanes *l) {
     float s[KEYS * TILE] __attribute__((aligned(64)));
@@ -2052,7 +2069,7 @@ static void lanes_block(const Attention *a, int r, int keys, bool masked, const 
     }
     lanes_softmax(a, r, keys, masked, l, s);
     for (int i = 0; i < TILE; i += FLOAT_TOKENS)
-        add_values(v, a->vd, keys, s + i, 1, TILE, FLOAT_TOKENS, l->out + i * width, width);
+        add_values(a, v, keys, s + i, l->out + i * width, width);
 }
 #endif
 
@@ -2085,7 +2102,7 @@ static void prefill_task(void *ctx, int i, int thread) {
     }
     tiles_begin();
     for (int r = 0; r < a->rows; r += KEYS) {
-        int visible = block_visible(a, r, a->pos + first, a->pos + first + some - 1);
+        int visible = block_visible(a, r, KEYS, a->pos + first, a->pos + first + some - 1);
         if (!visible) continue;
         int keys = a->rows - r < KEYS ? a->rows - r : KEYS;
         size_t row = (size_t)h * a->rows + r;
@@ -2105,97 +2122,119 @@ static void prefill_task(void *ctx, int i, int thread) {
 }
 
 // -- one query --
-// A thread takes SPLIT rows of one KV head; the splits of a head are joined at the end. Bound by
-// memory: 2 * (hd + vd) bytes per row and KV head, each read once for all its query heads.
+// Bound by memory: 2 * (hd + vd) bytes per row and KV head, each read once for all its query heads.
+// FEW rows at a time, keys and then values, both as they lie; each asks for its like in the next
+// block, so that memory never waits for arithmetic (128 rows at a time, column by column, read at
+// 60 % of its bandwidth; this at 75). SPLIT blocks of a head make a Part; whoever finishes the last
+// part of a head joins them.
 
 typedef struct { float top, sum, out[]; } Part;   // of one head and split
 
 static size_t part_size(const Attention *a) { return 2 + a->vd; }
 
-// scores of `heads` heads with KEYS rows
-INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *v,
-                          int keys, int heads, float *s) {
-    for (int j = 0; j < keys; j++, k += a->hd) {
-        prefetch_ahead(k, 2 * a->hd);
-        prefetch(v + (size_t)j * a->vd, 2 * a->vd);   // needed when the scores are known
-        vf sum[4] = {{0}};
-        int e = 0;
-        for (; e + LANES <= a->hd; e += LANES) {
+// scores of `keys` keys with `heads` heads
+INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k,
+                          const uint16_t *next, int keys, int heads, float s[][FEW]) {
+    vf sum[4][FEW];
+    int whole = a->hd / LANES * LANES;
+    for (int j = 0; j < keys; j++, k += a->hd, next += a->hd) {
+        vf total[4] = {{0}};
+        prefetch_l2(next, 2 * a->hd);
+        for (int e = 0; e < whole; e += LANES) {
             vf key = load_f16(k + e);
-            UNROLL for (int h = 0; h < heads; h++) sum[h] += key * load_f32(q + h * a->hd + e);
+            UNROLL for (int h = 0; h < heads; h++) total[h] += key * load_f32(q + h * a->hd + e);
         }
         UNROLL for (int h = 0; h < heads; h++) {
-            float rest = 0;
-            for (int i = e; i < a->hd; i++) rest += quant_f16_to_f32(k[i]) * q[h * a->hd + i];
-            s[h * KEYS + j] = sum_lanes(sum[h]) + rest;
+            for (int e = whole; e < a->hd; e++)
+                total[h][0] += quant_f16_to_f32(k[e]) * q[h * a->hd + e];
+            sum[h][j] = total[h];
+        }
+    }
+    for (int h = 0; h < heads; h++) {
+        for (int j = keys; j < FEW; j++) sum[h][j] = (vf){0};
+        for (int j = 0; j < FEW; j += LANES) {
+            vf x = sum_each(&sum[h][j]);
+            memcpy(s[h] + j, &x, sizeof x);
         }
     }
 }
 
-static void decode_softmax(const Attention *a, int r, int keys, int head, float *restrict s,
+// scores to weights; what came before fades
+static void decode_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
                            Part *restrict part) {
-    float slope = a->slopes ? a->slopes[head] : 0, top[TILE], sum[TILE] = {0};
-    for (int i = 0; i < TILE; i++) top[i] = part->top;
-    scores_finish(a, s, keys);
-    for (int j = 0; j < keys; j++) {
-        int p = a->pos_k[r + j];
-        s[j] = row_visible(a, p, a->pos) ? s[j] - slope * (float)abs(a->pos - p) : 10 * LEAST;
+    float slope = a->slopes ? a->slopes[head] : 0, top = part->top;
+    vf most = {0}, sum = {0};
+    scores_finish(a, s, FEW);
+    for (int j = 0; slope > 0 && j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
+    UNROLL for (int j = 0; j < FEW; j += LANES) {
+        vf x = hide(a, load_f32(s + j), load_i32(pos + j), (vi){0} + a->pos);
+        memcpy(s + j, &x, sizeof x);
+        most = j ? larger_of(most, x) : x;
     }
-    for (int j = keys; j < KEYS; j++) s[j] = 10 * LEAST;
-    for (int j = 0; j < KEYS; j += TILE)
-        for (int i = 0; i < TILE; i++) top[i] = s[j + i] > top[i] ? s[j + i] : top[i];
-    for (int i = 1; i < TILE; i++) top[0] = top[i] > top[0] ? top[i] : top[0];
-    for (int j = 0; j < KEYS; j++) s[j] = exp_fast(s[j] - top[0]);
-    for (int j = 0; j < KEYS; j += TILE)
-        for (int i = 0; i < TILE; i++) sum[i] += s[j + i];
-    for (int i = 1; i < TILE; i++) sum[0] += sum[i];
-    float fade = exp_fast(part->top - top[0]);
-    part->top = top[0];
-    part->sum = part->sum * fade + sum[0];
+    UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    for (int j = 0; j < FEW; j++) s[j] = exp_fast(s[j] - top);
+    UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
+    float fade = exp_fast(part->top - top);
+    part->top = top;
+    part->sum = part->sum * fade + sum_lanes(sum);
     if (fade < 1) fade_row(part->out, a->vd, fade);
 }
 
-INLINE void decode_heads(const Attention *a, int r, int keys, int head, int heads, float *s,
-                         float *parts, size_t stride) {
-    size_t row = (size_t)(head / (a->n_head / a->n_kv)) * a->rows + r;
-    decode_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->v + row * a->vd, keys,
-                  heads, s);
-    for (int h = 0; h < heads; h++)
-        decode_softmax(a, r, keys, head + h, s + h * KEYS, (Part *)(parts + h * stride));
-    add_values(a->v + row * a->vd, a->vd, keys, s, KEYS, 1, heads, parts + 2, stride);
+// out[heads][..] += weights * values, `wide` vectors of a row in registers
+INLINE void decode_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
+                           int heads, int wide, float s[][FEW], float *out, size_t stride) {
+    vf sum[4][8];
+    UNROLL for (int h = 0; h < heads; h++)
+        UNROLL for (int i = 0; i < wide; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
+    for (int j = 0; j < keys; j++, v += a->vd, next += a->vd) {
+        prefetch_l2(next, 2 * wide * LANES);
+        UNROLL for (int i = 0; i < wide; i++) {
+            vf value = load_f16(v + i * LANES);
+            UNROLL for (int h = 0; h < heads; h++) sum[h][i] += value * s[h][j];
+        }
+    }
+    UNROLL for (int h = 0; h < heads; h++)
+        UNROLL for (int i = 0; i < wide; i++)
+            memcpy(out + h * stride + i * LANES, &sum[h][i], sizeof(vf));
 }
 
-static void decode_task(void *ctx, int i, int thread) {
-    AttentionCall *c = ctx;
+INLINE void decode_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
+                          int heads, float s[][FEW], float *out, size_t stride) {
+    int e = 0, wide = heads == 4 || LANES == 8 ? 4 : 8;   // by the number of registers
+    for (; e + wide * LANES <= a->vd; e += wide * LANES)
+        decode_columns(a, v + e, next + e, keys, heads, wide, s, out + e, stride);
+    for (; e + LANES <= a->vd; e += LANES)
+        decode_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
+    for (int h = 0; h < heads && e < a->vd; h++)
+        for (int j = 0; j < keys; j++)
+            for (int i = e; i < a->vd; i++)
+                out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->vd + i]);
+}
+
+// block b of KV head h, with so many of its query heads from g on
+INLINE void decode_heads(const AttentionCall *c, int h, int b, int g, int heads, float *parts) {
     const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, h = i % a->n_kv, split = c->split[i / a->n_kv];
-    size_t stride = part_size(a) * c->splits;
-    float *parts = c->parts + (size_t)h * group * stride + i / a->n_kv * part_size(a);
-    float s[4 * KEYS];
-    (void)thread;
-    for (int g = 0; g < group; g++) {
-        float *part = parts + g * stride;
-        memset(part, 0, part_size(a) * sizeof *part);
-        part[0] = LEAST;
-    }
-    for (int r = split * SPLIT; r < (split + 1) * SPLIT && r < a->rows; r += KEYS) {
-        if (!block_visible(a, r, a->pos, a->pos)) continue;
-        int keys = a->rows - r < KEYS ? a->rows - r : KEYS, g = 0;
-        for (; g + 4 <= group; g += 4)
-            decode_heads(a, r, keys, h * group + g, 4, s, parts + g * stride, stride);
-        for (; g + 2 <= group; g += 2)
-            decode_heads(a, r, keys, h * group + g, 2, s, parts + g * stride, stride);
-        for (; g < group; g++)
-            decode_heads(a, r, keys, h * group + g, 1, s, parts + g * stride, stride);
-    }
+    int r = c->block[b], keys = a->rows - r < FEW ? a->rows - r : FEW;
+    int head = h * (a->n_head / a->n_kv) + g;
+    size_t row = (size_t)h * a->rows + r, stride = part_size(a) * c->splits, next = row;
+    int32_t pos[FEW];
+    float s[4][FEW];
+    if (g == 0 && b + 1 < c->blocks) next = row - r + c->block[b + 1];
+    else if (g == 0 && h + 1 < a->n_kv) next = row - r + a->rows + c->block[0];
+    memset(pos, -1, sizeof pos);
+    memcpy(pos, a->pos_k + r, keys * sizeof *pos);
+    parts += g * stride;
+    decode_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys,
+                  heads, s);
+    for (int i = 0; i < heads; i++)
+        decode_softmax(a, pos, head + i, s[i], (Part *)(parts + i * stride));
+    decode_values(a, a->v + row * a->vd, a->v + next * a->vd, keys, heads, s, parts + 2, stride);
 }
 
-static void join_task(void *ctx, int h, int thread) {
-    AttentionCall *c = ctx;
+static void decode_join(const AttentionCall *c, int h) {
     const Attention *a = c->a;
     const float *parts = c->parts + (size_t)h * c->splits * part_size(a);
     float *out = a->out + (size_t)h * a->vd, top = a->sinks ? a->sinks[h] : LEAST;
-    (void)thread;
     for (int i = 0; i < c->splits; i++) {
         const float *part = parts + i * part_size(a);
         top = part[0] > top ? part[0] : top;
@@ -2210,6 +2249,31 @@ static void join_task(void *ctx, int h, int thread) {
     for (int e = 0; e < a->vd; e++) out[e] = sum > 0 ? out[e] / sum : 0;
 }
 
+// `run` parts, one head's after the other's
+static void decode_task(void *ctx, int i, int thread) {
+    AttentionCall *c = ctx;
+    const Attention *a = c->a;
+    int group = a->n_head / a->n_kv, end = (i + 1) * c->run, all = a->n_kv * c->splits;
+    size_t stride = part_size(a) * c->splits;
+    (void)thread;
+    for (int u = i * c->run; u < end && u < all; u++) {
+        int h = u / c->splits, split = u % c->splits;
+        float *parts = c->parts + h * group * stride + split * part_size(a);
+        for (int g = 0; g < group; g++) {
+            memset(parts + g * stride, 0, part_size(a) * sizeof *parts);
+            parts[g * stride] = LEAST;
+        }
+        for (int b = split * SPLIT; b < (split + 1) * SPLIT && b < c->blocks; b++) {
+            int g = 0;
+            for (; g + 4 <= group; g += 4) decode_heads(c, h, b, g, 4, parts);
+            for (; g + 2 <= group; g += 2) decode_heads(c, h, b, g, 2, parts);
+            for (; g < group; g++) decode_heads(c, h, b, g, 1, parts);
+        }
+        bool last = atomic_fetch_sub(&c->missing[h], 1) == 1;
+        for (int g = 0; last && g < group; g++) decode_join(c, h * group + g);
+    }
+}
+
 static size_t work_floats(int n_head, int hd, int vd) {   // of a thread
     size_t lanes = n_head + LANE_ROWS + LANE_TILES * TILE, wide = padded(hd) + padded(vd);
     return (TILE + KEYS + lanes) * wide + lanes / TILE * (sizeof(Lanes) / sizeof(float)) + 16;
@@ -2217,10 +2281,9 @@ static size_t work_floats(int n_head, int hd, int vd) {   // of a thread
 
 // bytes for layers of at most n_head heads and rings of at most `rows` rows
 static size_t attention_scratch(int n_head, int hd, int vd, int rows, int threads) {
-    size_t splits = (rows + SPLIT - 1) / SPLIT;
-    return 4 * (work_floats(n_head, hd, vd) / 16 * 16 * threads +
-                (n_head * (2 + vd) + 1) * splits) +
-           64;
+    size_t blocks = (rows + FEW - 1) / FEW, splits = (blocks + SPLIT - 1) / SPLIT;
+    return 4 * (work_floats(n_head, hd, vd) / 16 * 16 * threads + n_head * (2 + vd) * splits +
+                blocks + n_head) + 64;
 }
 
 static void attention(Pool *p, void *scratch, const Attention *a) {
@@ -2231,13 +2294,15 @@ static void attention(Pool *p, void *scratch, const Attention *a) {
         parallel(p, prefill_task, &c, a->n_kv * ((a->n + queries - 1) / queries));
         return;
     }
-    c.split = (int32_t *)(c.work + c.work_size * p->threads);
-    c.parts = (float *)c.split + (a->rows + SPLIT - 1) / SPLIT;
-    for (int r = 0, last = -1; r < a->rows; r += KEYS)
-        if (last != r / SPLIT && block_visible(a, r, a->pos, a->pos))
-            c.split[c.splits++] = last = r / SPLIT;
-    parallel(p, decode_task, &c, a->n_kv * c.splits);
-    parallel(p, join_task, &c, a->n_head);
+    c.block = (int32_t *)(c.work + c.work_size * p->threads);
+    c.missing = (atomic_int *)(c.block + (a->rows + FEW - 1) / FEW);
+    c.parts = (float *)(c.missing + a->n_kv);
+    for (int r = 0; r < a->rows; r += FEW)
+        if (block_visible(a, r, FEW, a->pos, a->pos)) c.block[c.blocks++] = r;
+    c.splits = (c.blocks + SPLIT - 1) / SPLIT;
+    for (int h = 0; h < a->n_kv; h++) atomic_init(&c.missing[h], c.splits);
+    c.run = (int)larger(a->n_kv * c.splits / (4 * p->threads), 1);   // long runs, but for all
+    parallel(p, decode_task, &c, (a->n_kv * c.splits + c.run - 1) / c.run);
 }
 
 // ---- 7. ops ----

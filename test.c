@@ -967,8 +967,9 @@ static const AttentionCase ATTENTION[] = {
     {"ALiBi", 6, 3, 32, 32, 50, 4, 64, 64, 0, true, .slopes = true},
     {"whole text", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .softcap = 0},
     {"whole text, ALiBi, cap", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
-    {"long", 2, 1, 64, 64, 700, 2, 800, 800, 0, true, .sinks = true},
+    {"long", 6, 3, 64, 64, 700, 2, 800, 800, 0, true, .sinks = true},
     {"wide heads", 2, 1, 256, 256, 200, 40, 300, 300, 0, true, .softcap = 0},
+    {"seven heads share one", 14, 2, 80, 48, 300, 1, 310, 200, 0, true, .softcap = 0},
 };
 
 static uint16_t *half_noise(size_t n) {
@@ -1005,21 +1006,30 @@ static double *attention_wanted(const Attention *a) {
     return want;
 }
 
+// all queries, and then the last alone
 static double check_attention(const AttentionCase *t) {
-    size_t n_out = (size_t)t->n * t->n_head * t->vd;
+    size_t one = (size_t)t->n_head * t->vd, n_out = t->n * one;
     float *first = NULL;
-    Attention a = attention_of(t);
+    Attention a = attention_of(t), last = a;
     double worst = 0, *want = attention_wanted(&a);
+    last.q += (size_t)(t->n - 1) * t->n_head * t->hd;
+    last.pos += t->n - 1;
+    last.n = 1;
     for (int threads = 1; threads <= 3; threads += 1 + test.quick) {
         Pool pool = {0};
-        a.out = need(n_out * sizeof *a.out);
+        void *scratch = aligned(attention_scratch(t->n_head, t->hd, t->vd, t->rows, threads));
+        a.out = need((n_out + one) * sizeof *a.out);
+        last.out = a.out + n_out;
         if (!first) first = a.out;
         REQUIRE(pool_open(&pool, threads), "%d threads", threads);
-        attention(&pool, aligned(attention_scratch(t->n_head, t->hd, t->vd, t->rows, threads)), &a);
+        attention(&pool, scratch, &a);
+        attention(&pool, scratch, &last);
         pool_close(&pool);
-        bool same = !memcmp(first, a.out, n_out * sizeof *first);
+        bool same = !memcmp(first, a.out, (n_out + one) * sizeof *first);
         CHECK(same, "%s: %d threads differ", t->what, threads);
         double error = nmse_double(a.out, want, n_out);
+        worst = error <= worst ? worst : error;
+        error = nmse_double(last.out, want + n_out - one, one);
         worst = error <= worst ? worst : error;
     }
     return worst;
