@@ -162,7 +162,7 @@ FILENAME == "quant.h" && /^#ifndef QUANT_H/ { manual = FNR }
 }
 END {
     unicode = part["llm.c Unicode"]; grids = part["quant.h grids"]
-    budget("llm.c", lines["llm.c"] - unicode, 4380); budget("  its Unicode tables", unicode, 250)
+    budget("llm.c", lines["llm.c"] - unicode, 4382); budget("  its Unicode tables", unicode, 250)
     budget("quant.h", lines["quant.h"] - grids, 1120); budget("  its grids", grids, 340)
     budget("metal.c", lines["metal.c"], 600); budget("kernels.metal", lines["kernels.metal"], 1000)
     budget("test.c", lines["test.c"], 4061); budget("  the GPU in software", part["test.c a GPU"], 800)
