@@ -67,7 +67,7 @@
 #define RSS_PER_MB 1024.0
 #endif
 #include "quant.h"
-
+// ==== Part I: the engine =========================================================================
 // ---- 1. base ----
 
 typedef struct { char text[512]; } Error;
@@ -98,6 +98,8 @@ static bool is_word(const char *word, const char *words) {   // of a list: "llam
     }
     return false;
 }
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -523,7 +525,6 @@ typedef struct {
     size_t n_owned;
     struct Tokenizer *tokenizer;
 } Model;
-
 // ---- 4. loading ----
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
@@ -536,6 +537,8 @@ typedef struct {
     int l;                    // the layer, or -1
     char prefix[24];          // of its tensors: "blk.0."
 } Loader;
+
+static void load_delta(Loader *ld, Layer *w);   // Part II
 
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
@@ -684,46 +687,6 @@ static void load_attention(Loader *ld, Layer *w) {
     w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, c->hd);
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, c->hd);
 }
-
-// early files: rows q, k, v, z of the first key head, of the second, ...; a copy has all q, all k,
-// all v, all z
-static void heads_apart(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
-    size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;
-    size_t vz = w->z.rows / c->n_key * row, size[] = {qk, qk, vz, vz};
-    const uint8_t *from = w->conv_in.data;
-    uint8_t *to = own(ld, c->n_key * 2 * (qk + vz));
-    w->conv_in.data = to;
-    w->z.data = to ? to + w->conv_in.rows * row : NULL;
-    for (int p = 0; to && p < 4; from += size[p++])
-        for (int h = 0; h < c->n_key; h++, to += size[p])
-            memcpy(to, from + h * 2 * (qk + vz), size[p]);
-}
-
-static void load_delta(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
-    int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
-        refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
-               ld->l, c->n_value, c->n_key, c->dv, c->dk);
-    load_fused(ld, "ssm_in", 1,
-               (Piece[]){{"attn_qkv", qkv, &w->conv_in}, {"attn_gate", values, &w->z}}, 2);
-    if (find_tensor(ld, "ssm_in", ".weight")) heads_apart(ld, w);
-    w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
-    if (!w->beta_alpha.data) {
-        w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
-        w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
-    }
-    w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
-    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
-    w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
-    w->a = load_vector(ld, "ssm_a", "", c->n_value);
-    w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
-    need_data(ld, w->dt_bias, "ssm_dt", ".bias");
-    need_data(ld, w->a, "ssm_a", "");
-    need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
-}
-
 static void load_ffn(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     w->router = load_matrix(ld, "ffn_gate_inp", c->dim, c->n_expert, 1);
@@ -919,21 +882,26 @@ static bool weights_load(Model *m, Error *e) {
     }
     return ld.ok;
 }
+// ---- 5. the session ----
+typedef struct {
+    float temp, top_p, min_p, repeat_penalty;
+    int top_k, repeat_last_n;
+    uint64_t seed;
+} Sampling;
 
-// ---- 5. matmul ----
-//
-// Nearly all time goes here. One token (decode) reads every weight once and uses it once: it runs
-// at the speed of memory if codes turn into products fast enough. A chunk (prefill) uses a weight n
-// times: panels of weights are decoded once, stay in the cache and meet all rows of the chunk.
-// Block formats meet activations rounded to int8 with a scale per 32, so that one instruction
-// multiplies up to 64 bytes; float weights meet float activations. How a number is summed never
-// depends on the number of threads.
+typedef struct { float logit; int32_t id; } Candidate;   // for the sampler
+typedef struct {
+    int window, chunk, threads, keep;   // 0: default
+    bool cpu, gpu_block, gpu_int8;      // no GPU; its one-dispatch layers, its int8 prefill
+    Sampling sampling;
+} Options;
 
-// -- threads --
-// `left` counts down from n: whoever gets i > 0 owns task n - i. A claim succeeds only while the
-// job is incomplete, so its fields cannot change under a worker that woke up late, and nobody waits
-// for workers that found nothing to do. Waiting spins 20 us, more than lies between two products of
-// a token, then sleeps.
+typedef struct {
+    uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
+    int32_t *pos;               // [rows] position in each row, -1: empty
+    int rows, window, keep;
+    float *conv, *state;        // delta-net: [conv-1][channels], [n_value][blocks][dk][DELTA_ROWS]
+} Cache;
 
 typedef void Task(void *ctx, int i, int thread);
 
@@ -949,6 +917,1641 @@ typedef struct {
     atomic_int sleeping, ids;
     atomic_bool quit;
 } Pool;
+
+typedef struct Session {
+    const Model *m;
+    Options o;
+    Pool pool;
+    bool pool_open;
+    void *kv_base, *scratch_base;   // two mappings
+    size_t kv_bytes, scratch_bytes;
+    Cache *cache;               // [n_layer]
+    float *recurrent, *saved;   // all conv and state buffers; a copy from before saved_pos
+    size_t n_recurrent;
+    int saved_pos;
+    int32_t *history;           // [n_history] tokens whose rows the caches hold
+    int n_history, history_cap;
+    uint64_t rng;
+    volatile sig_atomic_t *stop;   // set from outside: ends evaluation between chunks
+    // this chunk
+    const int32_t *ids;         // [n]
+    int n, pos, l;              // tokens, first position, layer
+    // scratch: n = up to chunk rows
+    float *x;                   // [n][dim] residual stream
+    float *h, *out;             // [n][dim] normed input and result of a block
+    float *rope[2];             // [n][n_rot] cos, sin pairs: whole context, windowed layers
+    double *freq[2];            // [n_rot/2] radians per position
+    float rope_mag[2];
+    float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
+    float *mix, *z, *ba;        // delta-net: [n][channels], [n][n_value*dv], [n][2*n_value]
+    float *decay, *write;       // [n][n_value]
+    float *gate, *up;           // FFN: [n][ff]
+    float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
+    int32_t *chosen, *order;    // [n][n_used] experts, and the same sorted by expert
+    float *weight;              // [n][n_used]
+    float *logits;              // [LOGIT_ROWS][n_vocab]
+    Candidate *candidates;      // [n_vocab]
+    float *slopes;              // [n_head] ALiBi
+    void *matmul_scratch, *attention_scratch;
+    void *gpu;
+} Session;
+
+enum { LOGIT_ROWS = 16 };
+
+// ---- 6. what the other parts provide ----
+typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
+enum { MAX_JOBS = 64 };
+typedef struct {
+    const float *q;                // [n][n_head][hd], with RoPE applied
+    float *out;                    // [n][n_head][vd]
+    const uint16_t *k, *v;         // [n_kv][rows][hd], [n_kv][rows][vd] f16
+    const int32_t *pos_k;          // [rows] position in each row, -1: empty
+    int rows, pos, n;              // queries at pos .. pos+n-1
+    int n_head, n_kv, hd, vd, window, keep;
+    bool causal;
+    float scale, softcap;          // softcap 0: none
+    const float *sinks, *slopes;   // [n_head] or NULL
+} Attention;
+
+static bool pool_open(Pool *p, int threads);
+static void pool_close(Pool *p);
+static void parallel(Pool *p, Task *fn, void *ctx, int n);
+static size_t matmul_scratch(size_t n, size_t cols, int threads, bool floats);
+static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k);
+static size_t attention_scratch(int n_head, int hd, int vd, int rows, int threads);
+static void attention(Pool *p, void *scratch, const Attention *a);
+static void narrow(const float *x, int n, uint16_t *to);
+static size_t delta_state_floats(const Config *c);
+static void delta_net(Session *s, const Layer *w, int n);
+static void experts(Session *s, const Layer *w, int n);
+static bool tokenizer_load(Model *m, Error *e);
+static void tokenizer_close(struct Tokenizer *t);
+static bool token_is_eog(const struct Tokenizer *t, int32_t id);
+static const float MAGIC = 12582912.0f;   // 1.5 * 2^23
+enum { MAGIC_BITS = 0x4b400000 };
+// exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
+// infinite above 88.3. No call and no branch, so that loops over it become vector code.
+static inline float exp_fast(float x) {
+    x = x < -88 ? -88 : x;
+    x = x > 89 ? 89 : x;
+    float y = x * 1.44269504f + MAGIC, i = y - MAGIC;
+    float r = x - i * 0.693145752f - i * 1.42860677e-6f;
+    float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
+              r * (1 / 720.0f + r * (1 / 5040.0f)))))));
+    int32_t bits;
+    memcpy(&bits, &y, sizeof bits);
+    bits = (int32_t)((uint32_t)(bits - MAGIC_BITS + 127) << 23);
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+// ---- 7. ops ----
+//
+// What happens between the matrix products, one token's row at a time: each_row runs a step for
+// all rows of a chunk on all threads. Each op has a Metal kernel of the same name.
+
+
+typedef void RowFn(Session *s, const void *of, int i);   // of: the layer or norm it belongs to
+typedef struct { Session *s; const void *of; RowFn *fn; } RowCall;
+
+static void row_task(void *ctx, int i, int thread) {
+    RowCall *c = ctx;
+    (void)thread;
+    c->fn(c->s, c->of, i);
+}
+
+static void each_row(Session *s, const void *of, int n, RowFn *fn) {
+    RowCall c = {s, of, fn};
+    parallel(&s->pool, row_task, &c, n);
+}
+
+// Sums run in 16 independent lanes: that is what lets a compiler use SIMD without -ffast-math.
+static float sum16(const float *x, int n, float mean, bool squares) {
+    float lane[16] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) {
+            float d = x[i + j] - mean;
+            lane[j] += squares ? d * d : d;
+        }
+    for (; i < n; i++) lane[0] += squares ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
+    for (int j = 0; j < 16; j++) sum += lane[j];
+    return sum;
+}
+
+// RMSNorm (arXiv 1910.07467) or LayerNorm of each group of `group` values of x[n]; the weights
+// w[w->n] serve every group, or each its own part
+static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
+    int group = w->group ? w->group : n;
+    for (int g = 0; g < n; g += group, x += group, out += group) {
+        float mean = kind == RMS ? 0 : sum16(x, group, 0, false) / group;
+        float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
+        const float *weight = w->w ? w->w + g % w->n : NULL, *bias = w->b ? w->b + g % w->n : NULL;
+        for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
+        for (int i = 0; weight && i < group; i++) out[i] *= weight[i];
+        for (int i = 0; bias && i < group; i++) out[i] += bias[i];
+    }
+}
+
+// RoPE (arXiv 2104.09864): turns each pair by its angle at this position
+static void rope(float *x, const float *turn, int n_rot, int pairing) {
+    int step = pairing == NORM ? 2 : 1, mate = pairing == NORM ? 1 : n_rot / 2;
+    for (int i = 0; i < n_rot / 2; i++) {
+        float c = turn[2 * i], s = turn[2 * i + 1], *a = x + i * step, *b = a + mate, t = *a;
+        *a = t * c - *b * s;
+        *b = t * s + *b * c;
+    }
+}
+
+// Radians per position of each pair, and a factor on the cosines and sines. Scaled models slow
+// the angles down: all of them (linear), by a factor each (Llama 3, longrope), or the low
+// frequencies more than the high ones (YaRN, arXiv 2309.00071). In double: at position 100,000 a
+// float angle is off by 0.005.
+static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
+    const Config *c = &m->config;
+    double base = local ? c->rope_base_local : c->rope_base;
+    bool plain_local = local && c->arch->flags & LOCAL_UNSCALED, yarn = c->yarn && !plain_local;
+    double scale = plain_local ? 1 : 1.0 / c->rope_factor;
+    const float *divide = m->freqs                 ? m->freqs
+                          : window > c->n_ctx_orig ? m->freqs_long
+                                                   : m->freqs_short;
+    double ends[2] = {c->yarn_fast, c->yarn_slow};
+    for (int i = 0; i < 2; i++)
+        ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
+    double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
+    for (int i = 0; i < c->n_rot / 2; i++) {
+        double plain = pow(base, -2.0 * i / c->n_rot) / (divide ? divide[i] : 1);
+        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));
+        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
+    }
+    double far = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
+    return (plain_local ? 1 : c->rope_attn) * (1 + far) / (1 + c->yarn_log * far);
+}
+
+// y = act(gate) * up over n values; up alone where there is no gate
+QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
+    const float *x = gate ? gate : up;
+    for (int i = 0; i < n; i++) {
+        float g = x[i], u = gate ? up[i] : 1, y;
+        if (act == SWIGLU_OAI) {   // gpt-oss
+            g = g < 7 ? g : 7;
+            u = 1 + (u < -7 ? -7 : u > 7 ? 7 : u);
+        }
+        if (act == RELU2) y = g > 0 ? g * g : 0;
+        else if (act == GELU) y = g / (1 + exp_fast(-1.595769122f * (g + 0.044715f * g * g * g)));
+        else y = g / (1 + exp_fast(act == SILU ? -g : -1.702f * g));
+        out[i] = y * u;
+    }
+}
+
+static void activate(float *out, const float *gate, const float *up, int n, int act) {
+    switch (act) {   // a loop for each, which then is vector code
+    case SILU:  activate_as(out, gate, up, n, SILU); break;
+    case GELU:  activate_as(out, gate, up, n, GELU); break;
+    case RELU2: activate_as(out, gate, up, n, RELU2); break;
+    default:    activate_as(out, gate, up, n, SWIGLU_OAI);
+    }
+}
+
+static void add(float *x, const float *y, int n, float scale) {
+    for (int i = 0; i < n; i++) x[i] += y[i] * scale;
+}
+
+typedef struct { const Matrix *gate, *up, *down; } Ffn;
+
+static void activate_row(Session *s, const void *of, int i) {
+    const Ffn *f = of;
+    size_t ff = f->up->rows, at = i * ff;
+    const float *gate = f->gate->data ? s->gate + at : NULL;
+    activate(s->up + at, gate, s->up + at, ff, s->m->config.arch->act);
+}
+
+static void ffn(Session *s, const Ffn *f, float *out, int n) {   // of s->h
+    Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
+    Matmul back = {f->down, s->up, out, n};
+    matmul(&s->pool, s->matmul_scratch, in, f->gate->data ? 2 : 1);
+    each_row(s, f, n, activate_row);
+    matmul(&s->pool, s->matmul_scratch, &back, 1);
+}
+// ---- 8. forward ----
+//
+// Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
+// layers, leaving the residual stream in s->x. With n = 1 the products are matrix x vector.
+
+static void embed_row(Session *s, const void *unused, int i) {
+    const Model *m = s->m;
+    const Config *c = &m->config;
+    float *x = s->x + (size_t)i * c->dim, *y = s->h + (size_t)i * c->dim;
+    size_t row = quant_row_bytes(m->embd.type, c->dim);
+    (void)unused;
+    quant_dequantize(m->embd.type, m->embd.data + s->ids[i] * row, x, c->dim);
+    for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
+    const Matrix *extra[2] = {&m->pos_embd, &m->type_embd};
+    for (int k = 0; k < 2; k++) {   // learned position, token type 0
+        if (!extra[k]->data) continue;
+        row = k ? 0 : (s->pos + i) * quant_row_bytes(extra[k]->type, c->dim);
+        quant_dequantize(extra[k]->type, extra[k]->data + row, y, c->dim);
+        add(x, y, c->dim, 1);
+    }
+    if (m->embd_norm.w) norm(x, x, c->dim, &m->embd_norm, c->arch->norm, c->eps);
+}
+
+// cosines and sines of this position's angles
+static void angles_row(Session *s, const void *unused, int i) {
+    int n_rot = s->m->config.n_rot;
+    (void)unused;
+    for (int k = 0; k < 2; k++) {
+        float *turn = s->rope[k] + (size_t)i * n_rot;
+        for (int j = 0; j < n_rot / 2; j++) {
+            double angle = (s->pos + i) * s->freq[k][j];
+            turn[2 * j] = cos(angle) * s->rope_mag[k];
+            turn[2 * j + 1] = sin(angle) * s->rope_mag[k];
+        }
+    }
+}
+
+// h = norm(x), or x where there is no norm
+static void norm_row(Session *s, const void *of, int i) {
+    const Config *c = &s->m->config;
+    const Norm *w = of;
+    float *x = s->x + (size_t)i * c->dim, *h = s->h + (size_t)i * c->dim;
+    if (w->w || c->arch->norm == BARE) norm(h, x, c->dim, w, c->arch->norm, c->eps);
+    else memcpy(h, x, c->dim * sizeof *h);
+}
+
+// x += post_norm(out); an encoder has x = post_norm(x + out)
+static void residual_row(Session *s, const void *of, int i) {
+    const Config *c = &s->m->config;
+    const Norm *post = of;
+    float *x = s->x + (size_t)i * c->dim, *out = s->out + (size_t)i * c->dim;
+    bool after = c->arch->flags & ENCODER;
+    if (post->w && !after) norm(out, out, c->dim, post, c->arch->norm, c->eps);
+    add(x, out, c->dim, c->residual_scale);
+    if (post->w && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
+}
+
+// the first keep rows are pinned, the rest is a ring
+static int cache_row(const Cache *c, int pos) {
+    return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
+}
+
+static void clamp(float *x, int64_t n, float limit) {   // 0: none
+    for (int64_t i = 0; i < n && limit > 0; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
+}
+
+// norm and rotate one token's q and k, write its k and v into the ring
+static void rope_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
+    const Config *c = &s->m->config;
+    Cache *cache = &s->cache[s->l];
+    bool late = c->arch->flags & QK_NORM_LATE;
+    int pos = s->pos + i, row = cache_row(cache, pos);
+    int64_t q_dim = (int64_t)w->n_head * c->hd;
+    float *q = s->q + i * q_dim, *k = s->k + i * w->k.rows, *v = s->v + i * w->v.rows;
+    const float *turn = s->rope[w->window > 0] + (size_t)i * c->n_rot;
+    clamp(v, w->v.rows, c->clamp_qkv);
+    for (int p = 0; p < 2; p++) {
+        float *x = p ? k : q;
+        int heads = p ? w->n_kv : w->n_head;
+        const Norm *n = p ? &w->k_norm : &w->q_norm;
+        clamp(x, heads * c->hd, c->clamp_qkv);
+        if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
+        for (int h = 0; w->rope && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
+        if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
+    }
+    float far =
+        c->temp_scale ? 1 + c->temp_scale * logf(floorf(pos / (float)c->n_ctx_orig) + 1) : 1;
+    for (int j = 0; far != 1 && j < q_dim; j++) q[j] *= far;
+    for (int h = 0; h < w->n_kv; h++) {
+        size_t at = (size_t)h * cache->rows + row;
+        narrow(k + h * c->hd, c->hd, cache->k + at * c->hd);
+        narrow(v + h * c->vd, c->vd, cache->v + at * c->vd);
+    }
+    cache->pos[row] = pos;
+}
+
+// gated attention: a head's query is followed by its gate
+static void split_gate_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
+    int hd = s->m->config.hd;
+    for (int h = 0; h < w->n_head; h++) {
+        size_t at = (size_t)i * w->n_head + h;
+        memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
+        memcpy(s->z + at * hd, s->mix + (2 * at + 1) * hd, hd * sizeof *s->z);
+    }
+}
+
+static void gate_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
+    int n = w->n_head * s->m->config.hd;
+    float *att = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
+    for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
+}
+
+static void attention_block(Session *s, const Layer *w, int n) {
+    const Config *c = &s->m->config;
+    const Cache *cache = &s->cache[s->l];
+    bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
+    Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
+                   {&w->v, s->h, s->v, n}};
+    Matmul back = {&w->o, s->att, s->out, n};
+    Attention a = {.q = s->q, .out = s->att, .k = cache->k, .v = cache->v, .pos_k = cache->pos,
+                   .rows = cache->rows, .pos = s->pos, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
+                   .hd = c->hd, .vd = c->vd, .window = cache->window, .keep = cache->keep,
+                   .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
+                   .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
+    matmul(&s->pool, s->matmul_scratch, in, 3);
+    if (gated) each_row(s, w, n, split_gate_row);
+    each_row(s, w, n, rope_row);
+    attention(&s->pool, s->attention_scratch, &a);
+    if (gated) each_row(s, w, n, gate_row);
+    matmul(&s->pool, s->matmul_scratch, &back, 1);
+}
+
+static void forward(Session *s, const int32_t *ids, int n, int pos) {
+    const Config *c = &s->m->config;
+    s->ids = ids;
+    s->n = n;
+    s->pos = pos;
+    each_row(s, NULL, n, embed_row);
+    each_row(s, NULL, n, angles_row);
+    for (s->l = 0; s->l < c->n_layer; s->l++) {
+        const Layer *w = &s->m->layers[s->l];
+
+        // tokens look at each other: attention, or the delta rule's memory
+        each_row(s, &w->attn_norm, n, norm_row);
+        if (w->conv_in.data) delta_net(s, w, n);
+        else attention_block(s, w, n);
+
+        // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
+        if (!w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
+        if (!w->parallel || w->ffn_norm.w) each_row(s, &w->ffn_norm, n, norm_row);
+        if (w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
+        if (w->router.data) experts(s, w, n);
+        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out, n);
+        each_row(s, &w->ffn_post_norm, n, residual_row);
+    }
+}
+
+// logits of n <= LOGIT_ROWS rows of the last chunk, from row first on, into s->logits
+static void head(Session *s, int first, int n) {
+    const Config *c = &s->m->config;
+    Matmul out = {&s->m->head, s->h + (size_t)first * c->dim, s->logits, n};
+    for (int i = first; i < first + n; i++) norm_row(s, &s->m->out_norm, i);
+    matmul(&s->pool, s->matmul_scratch, &out, 1);
+    bool plain = c->logit_scale == 1 && c->logit_cap <= 0;
+    for (size_t i = 0; i < (size_t)n * c->n_vocab && !plain; i++) {
+        float y = s->logits[i] * c->logit_scale;
+        s->logits[i] = c->logit_cap > 0 ? c->logit_cap * tanhf(y / c->logit_cap) : y;
+    }
+}
+// ---- 9. session ----
+//
+// The KV cache of a layer is a ring of w + chunk rows: w = the window it sees, and room for a
+// chunk, so that writing a chunk overwrites no row that one of its own queries must see. A row
+// stores its absolute position, and that alone decides who sees it; keys were rotated at that
+// position, so nothing moves when the ring wraps and generation goes on past any limit.
+
+// The one switch of backends: a GPU takes a whole model or nothing, on the same buffers.
+#ifdef LLM_METAL
+#include "metal.c"
+#else
+#define gpu_open(s) (void)(s)
+#define gpu_close(s) (void)(s)
+#define gpu_forward(...) false
+#define gpu_head(...) false
+#define gpu_argmax(...) (-1)
+#endif
+
+// places every cache; with a counting arena it only adds up
+static void plan_caches(Session *s, Arena *a) {
+    const Config *c = &s->m->config;
+    size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
+    size_t start = a->used;
+    s->recurrent = arena_take(a, 0, 0);
+    for (int l = 0; l < c->n_layer; l++) {
+        if (!s->m->layers[l].conv_in.data) continue;
+        s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, sizeof(float));
+        s->cache[l].state = arena_take(a, delta_state_floats(c), sizeof(float));
+    }
+    s->n_recurrent = (a->used - start) / sizeof(float);
+    s->saved = arena_take(a, s->n_recurrent, sizeof(float));
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        Cache *cache = &s->cache[l];
+        if (w->conv_in.data) continue;
+        bool whole = !w->window || w->window >= s->o.window;
+        cache->window = whole ? s->o.window : w->window;
+        cache->keep = whole ? s->o.keep : 0;
+        cache->rows = cache->window + s->o.chunk + cache->keep;
+        cache->k = arena_take(a, (size_t)w->n_kv * cache->rows, c->hd * sizeof(uint16_t));
+        cache->v = arena_take(a, (size_t)w->n_kv * cache->rows, c->vd * sizeof(uint16_t));
+        cache->pos = arena_take(a, cache->rows, sizeof(int32_t));
+    }
+}
+
+// Every buffer that forward uses, for the widest layer. Attention's and the FFN's buffers never
+// live together, nor with the logits: they share bytes.
+static void plan_scratch(Session *s, Arena *a) {
+    const Config *c = &s->m->config;
+    size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
+    size_t heads = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, ring = 0;
+    bool floats = false;
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
+        size_t q = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > q ? q : 0;
+        heads = larger(heads, w->n_head);
+        k = larger(k, w->k.rows);
+        v = larger(v, w->v.rows);
+        att = larger(att, larger(values, (size_t)w->n_head * c->vd));
+        mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
+        z = larger(z, larger(values, gated));
+        ff = larger(ff, larger(w->ff, w->shared_up.rows));
+        ring = larger(ring, s->cache[l].rows);
+    }
+    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
+        const Tensor *t = &s->m->gguf.tensors[i];
+        floats |= t->n_dims > 1 && quant_row_bytes(t->type, 1);
+    }
+    size_t widest = larger(c->dim, larger(att, ff));
+    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, widest, s->o.threads, floats));
+    s->x = arena_take(a, n * c->dim, f);
+    s->h = arena_take(a, n * c->dim, f);
+    s->out = arena_take(a, n * c->dim, f);
+    for (int i = 0; i < 2; i++) {
+        s->rope[i] = arena_take(a, n * c->n_rot, f);
+        s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
+    }
+    s->slopes = arena_take(a, s->m->layers[0].n_head, f);
+    size_t mark = a->used;
+    s->attention_scratch =
+        arena_take(a, 1, attention_scratch(heads, c->hd, c->vd, ring, s->o.threads));
+    s->q = arena_take(a, n * heads * c->hd, f);
+    s->k = arena_take(a, n * k, f);
+    s->v = arena_take(a, n * v, f);
+    s->att = arena_take(a, n * att, f);
+    s->mix = arena_take(a, (n + c->conv) * mix, f);
+    s->z = arena_take(a, n * z, f);
+    s->ba = arena_take(a, n * 2 * c->n_value, f);
+    s->decay = arena_take(a, n * c->n_value, f);
+    s->write = arena_take(a, n * c->n_value, f);
+    a->used = mark;
+    s->gate = arena_take(a, rows * ff, f);
+    s->up = arena_take(a, rows * ff, f);
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
+    s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
+    s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
+    s->chosen = arena_take(a, n * c->n_used, sizeof(int32_t));
+    s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
+    s->weight = arena_take(a, n * c->n_used, f);
+    a->used = mark;
+    s->logits = arena_take(a, (size_t)LOGIT_ROWS * c->n_vocab, f);
+    s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
+}
+
+static int count_cpus(void) {   // those this process may run on; performance cores on Apple
+    int n = 0;
+#ifdef __APPLE__
+    size_t size = sizeof n;
+    if (sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0)) n = 0;
+#elif defined(__linux__)
+    cpu_set_t set;
+    if (!sched_getaffinity(0, sizeof set, &set)) n = CPU_COUNT(&set);
+#endif
+    return n > 0 ? n : (int)larger(sysconf(_SC_NPROCESSORS_ONLN), 1);
+}
+
+// ALiBi (arXiv 2108.12409): a slope for each head, powers of one ratio; heads beyond a power of
+// two take the odd powers of its square root
+static void alibi_slopes(float *slope, int n_head, float max_bias) {
+    int whole = 1;
+    while (2 * whole <= n_head) whole *= 2;
+    for (int h = 0; h < n_head; h++)
+        slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
+}
+
+static void session_truncate(Session *s, int p) {   // forgets positions p and later
+    for (int l = 0; l < s->m->config.n_layer; l++)
+        for (int i = 0; i < s->cache[l].rows; i++)
+            if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
+    if (s->n_recurrent && p > 0) memcpy(s->recurrent, s->saved, s->n_recurrent * sizeof *s->saved);
+    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
+    if (p == 0) s->saved_pos = -1;
+    s->n_history = p;
+}
+
+// Runs a plan to learn the size, and again to place the buffers: in whole pages of 16 KB (what a
+// GPU can share), zeroed when they are first touched.
+static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
+                       const char *what, Error *e) {
+    Arena a = {0};
+    plan(s, &a);
+    *bytes = a.peak + 2 * 16384;
+    void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
+              : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
+    *base = p;
+    a = (Arena){.base = (char *)(((uintptr_t)p + 16383) & ~(uintptr_t)16383)};
+    plan(s, &a);
+    return true;
+}
+
+void session_close(Session *s) {
+    gpu_close(s);
+    if (s->pool_open) pool_close(&s->pool);
+    if (s->kv_base) munmap(s->kv_base, s->kv_bytes);
+    if (s->scratch_base) munmap(s->scratch_base, s->scratch_bytes);
+    free(s->cache);
+    free(s->history);
+    *s = (Session){0};
+}
+
+bool session_open(Session *s, const Model *m, Options o, Error *e) {
+    const Config *c = &m->config;
+    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
+    if (!s->o.window) s->o.window = c->n_ctx < 4096 ? c->n_ctx : 4096;
+    if (!s->o.chunk) s->o.chunk = 512;
+    if (!s->o.threads) s->o.threads = count_cpus();
+    s->cache = calloc(c->n_layer, sizeof *s->cache);
+    if (!s->cache) return fail(e, "out of memory");
+    double rows = (double)s->o.window + s->o.chunk + s->o.keep;
+    if (rows > INT32_MAX / 2) return fail(e, "a window of %d tokens is too large", s->o.window);
+    if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
+        !place_plan(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
+                    "scratch; try a smaller -b", e))
+        return false;
+    session_truncate(s, 0);
+    for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
+    alibi_slopes(s->slopes, m->layers[0].n_head, c->alibi);
+    s->pool_open = pool_open(&s->pool, s->o.threads);
+    if (!s->pool_open) return fail(e, "cannot start %d threads", s->o.threads);
+    if (!s->o.cpu) gpu_open(s);
+    return true;
+}
+
+// does every layer still hold all rows that a query at p sees?
+static bool rows_resident(const Session *s, int p) {
+    for (int l = 0; l < s->m->config.n_layer; l++) {
+        const Cache *c = &s->cache[l];
+        int first = p - c->window + 1 > 0 ? p - c->window + 1 : 0;
+        for (int i = first; c->rows && i < p; i++)
+            if (c->pos[cache_row(c, i)] != i) return false;
+        for (int i = 0; i < c->keep && i < first; i++)
+            if (c->pos[i] != i) return false;
+    }
+    return true;
+}
+
+// Prepares the caches to continue after the longest usable part of ids; returns its length.
+static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
+    int p = 0;
+    while (p < s->n_history && p < n && s->history[p] == ids[p]) p++;
+    if (p > from) p = from;   // these rows are asked for: at least the last
+    if (p == s->n_history) return p;
+    if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
+    if (!rows_resident(s, p)) p = 0;
+    session_truncate(s, p);
+    return p;
+}
+
+typedef bool RowOut(void *ctx, int i, const float *row);   // false stops
+
+// Evaluates ids[0..n-1], reusing what the cache holds, and hands out the logits (or the normed
+// residual stream, hidden) of the tokens from .. n-1, in order.
+static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hidden, RowOut *fn,
+                        void *ctx, Error *e) {
+    const Model *m = s->m;
+    if (n < 1) return fail(e, "nothing to evaluate: no tokens");
+    for (int i = 0; i < n; i++)
+        if (ids[i] < 0 || ids[i] >= m->embd.rows)
+            return fail(e, "token id %d is out of range; the model has %lld", ids[i],
+                        (long long)m->embd.rows);
+    if (m->pos_embd.data && n > m->pos_embd.rows)
+        return fail(e, "position %d is past the model's %lld learned positions", n - 1,
+                    (long long)m->pos_embd.rows);
+    if (n > s->history_cap) {
+        int32_t *h = realloc(s->history, (size_t)n * 2 * sizeof *h);
+        if (!h) return fail(e, "out of memory for %d tokens", n);
+        s->history = h;
+        s->history_cap = 2 * n;
+    }
+    int p = session_reuse(s, ids, n, from);
+    bool save = s->n_recurrent && n - p > 1;
+    while (p < n) {
+        int left = n - p, count = left < s->o.chunk ? left : s->o.chunk;
+        if (save && left > 1 && count == left) count--;   // stop once before the last token
+        if (save && left == 1) {
+            memcpy(s->saved, s->recurrent, s->n_recurrent * sizeof *s->saved);
+            s->saved_pos = p;
+        }
+        if (s->stop && *s->stop) return fail(e, "interrupted");
+        int first = from > p ? from - p : 0;   // row of this chunk
+        if (first > count) first = count;
+        bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
+        if (!gpu) forward(s, ids + p, count, p);
+        memcpy(s->history + p, ids + p, count * sizeof *ids);
+        s->n_history = p + count;
+        for (int i = first; i < count; i++) {
+            int row = (i - first) % LOGIT_ROWS,
+                rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
+            const float *out = s->logits + (size_t)row * m->config.n_vocab;
+            if (hidden) norm_row(s, &m->out_norm, i);
+            else if (row == 0 && !(gpu && i == first) && !gpu_head(s, i, rows)) head(s, i, rows);
+            if (fn && !fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
+                return fail(e, "stopped");
+        }
+        p += count;
+    }
+    return true;
+}
+
+const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
+    return session_run(s, ids, n, n - 1, false, NULL, NULL, e) ? s->logits : NULL;
+}
+// ---- 10. sampler ----
+//
+// Stages over one array of candidates, each a function that reorders or shortens it: penalty,
+// temperature, top-k, top-p, min-p; then greedy choice or a draw. llama.cpp tempers last; here
+// the cuts see the tempered distribution. Nothing sorts a whole vocabulary: sort_top moves the k
+// best to the front, one comparison for each of the others.
+
+static int best_first(const void *a, const void *b) {   // ties: the lower id
+    const Candidate *x = a, *y = b;
+    return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
+}
+
+// The k best of n to the front, in order: what the k-th best so far does not beat gathers behind
+// it, and is sorted in when there are k of them.
+static void sort_top(Candidate *c, size_t n, size_t k) {
+    size_t gathered = k;
+    qsort(c, k, sizeof *c, best_first);
+    for (size_t i = k; i < n; i++) {
+        if (c[i].logit < c[k - 1].logit) continue;
+        Candidate x = c[i];
+        c[i] = c[gathered];
+        c[gathered++] = x;
+        if (gathered < 2 * k) continue;
+        qsort(c, gathered, sizeof *c, best_first);
+        gathered = k;
+    }
+    qsort(c, gathered, sizeof *c, best_first);
+}
+
+// Positive logits are divided, negative ones multiplied; each id of the last tokens once: what is
+// done is marked by a negative id. c[i].id == i on entry.
+static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
+    for (int i = 0; i < n_last; i++) {
+        if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
+        c[last[i]].logit *= c[last[i]].logit > 0 ? 1 / penalty : penalty;
+        c[last[i]].id = -1;
+    }
+    for (int i = 0; i < n_last; i++)
+        if ((size_t)last[i] < n) c[last[i]].id = last[i];
+}
+
+static void sample_temperature(Candidate *c, size_t n, float temp) {
+    for (size_t i = 0; i < n; i++) c[i].logit /= temp;
+}
+
+static size_t sample_top_k(Candidate *c, size_t n, int k) {
+    if (k <= 0 || (size_t)k >= n) return n;
+    sort_top(c, n, k);
+    return k;
+}
+
+static float best_logit(const Candidate *c, size_t n) {
+    float top = c[0].logit;
+    for (size_t i = 1; i < n; i++) top = c[i].logit > top ? c[i].logit : top;
+    return top;
+}
+
+// adds up weights, e to the logit less the best, until they are enough; how many that takes
+static size_t weigh(const Candidate *c, size_t n, double enough, double *sum) {
+    float top = best_logit(c, n);
+    size_t i = 0;
+    *sum = 0;
+    do *sum += exp_fast(c[i++].logit - top);
+    while (i < n && *sum < enough);
+    return i;
+}
+
+// the fewest best candidates that hold a share p of the probability
+static size_t sample_top_p(Candidate *c, size_t n, float p) {
+    if (p >= 1) return n;
+    double total, sum;
+    weigh(c, n, INFINITY, &total);
+    for (size_t k = 128;; k *= 8) {
+        if (k > n) k = n;
+        sort_top(c, n, k);
+        size_t enough = weigh(c, k, p * total, &sum);
+        if (sum >= p * total || k == n) return enough;
+    }
+}
+
+// drops what is less likely than p times the best
+static size_t sample_min_p(Candidate *c, size_t n, float p) {
+    if (p <= 0) return n;
+    float least = best_logit(c, n) + logf(p);
+    size_t kept = 0;
+    for (size_t i = 0; i < n; i++)
+        if (c[i].logit >= least) c[kept++] = c[i];
+    return kept;
+}
+
+static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
+    uint64_t z = *state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return ((z ^ z >> 31) >> 11) * 0x1p-53;
+}
+
+// last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
+static int32_t sample(const Sampling *o, const float *logits, size_t n, const int32_t *last,
+                      int n_last, uint64_t *rng, Candidate *c) {
+    double total, sum;
+    for (size_t i = 0; i < n; i++)   // NaN never wins
+        c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
+    sample_penalty(c, n, last, n_last, o->repeat_penalty);
+    if (o->temp <= 0) {
+        sort_top(c, n, 1);
+        return c[0].id;
+    }
+    sample_temperature(c, n, o->temp);
+    n = sample_top_k(c, n, o->top_k);
+    n = sample_top_p(c, n, o->top_p);
+    n = sample_min_p(c, n, o->min_p);
+    weigh(c, n, INFINITY, &total);
+    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
+}
+
+int32_t session_sample(Session *s, const float *logits) {
+    const Sampling *o = &s->o.sampling;
+    int n = o->repeat_last_n;
+    int32_t id = o->temp <= 0 && o->repeat_penalty == 1 ? gpu_argmax(s, logits) : -1;
+    if (id >= 0) return id;
+    if (n < 0 || n > s->n_history) n = s->n_history;
+    return sample(o, logits, s->m->config.n_vocab, s->history + s->n_history - n, n, &s->rng,
+                  s->candidates);
+}
+// ---- 11. generate ----
+
+typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
+
+static bool tokens_add(Tokens *t, int32_t id) {
+    int32_t *more = realloc(t->id, (t->n + 1) * sizeof *more);
+    if (!more) return false;
+    t->id = more;
+    t->id[t->n++] = id;
+    return true;
+}
+
+void model_close(Model *m) {
+    for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i]);
+    if (m->tokenizer) tokenizer_close(m->tokenizer);
+    free(m->tokenizer);
+    free(m->owned);
+    free(m->layers);
+    gguf_close(&m->gguf);
+    *m = (Model){0};
+}
+
+// the file, its tokenizer and, unless they are not wanted, its weights
+static bool model_load(Model *m, const char *path, bool weights, Error *e) {
+    Error why;
+    *m = (Model){0};
+    if (!gguf_open(&m->gguf, path, e)) return false;
+    bool ok = tokenizer_load(m, &why) && (!weights || weights_load(m, &why));
+    return ok || fail(e, "%s: %s", path, why.text);
+}
+
+bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
+
+// Generates up to n_predict ids (-1: no limit) after ids[0..n-1]; on_token gets each, returning
+// false to stop. An end-of-generation id ends it and is not handed out.
+bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
+                      bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
+    Tokens all = {0};
+    bool ok = true;
+    for (int i = 0; ok && i < n; i++) ok = tokens_add(&all, ids[i]) || fail(e, "out of memory");
+    while (ok && n_predict-- != 0) {
+        const float *logits = session_eval(s, all.id, all.n, e);
+        int32_t id = logits ? session_sample(s, logits) : -1;
+        ok = logits != NULL;
+        if (!ok || token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
+        ok = tokens_add(&all, id) || fail(e, "out of memory");
+    }
+    free(all.id);
+    return ok;
+}
+// ==== Part II: more mixers =======================================================================
+// ---- 12. experts ----
+// The router's choice for one token: probabilities, the n_used best, their weights.
+static void choose_experts(Session *s, const void *of, int i) {
+    const Config *c = &s->m->config;
+    const float *bias = ((const Layer *)of)->router_bias;
+    float *p = s->route + (size_t)i * c->n_expert, *weight = s->weight + (size_t)i * c->n_used;
+    int32_t *chosen = s->chosen + (size_t)i * c->n_used;
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
+    for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
+    for (int e = 0; e < c->n_expert; e++)
+        all += p[e] = c->sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
+    for (int e = 0; e < c->n_expert && !c->sigmoid; e++) p[e] /= all;
+    for (int e = 0; e < c->n_expert; e++) {   // the best so far, sorted, and their scores
+        float score = p[e] + (bias ? bias[e] : 0);
+        int k = e < c->n_used ? e : c->n_used - 1;
+        if (e > k && !(score > weight[k])) continue;
+        for (; k > 0 && score > weight[k - 1]; k--) {
+            chosen[k] = chosen[k - 1];
+            weight[k] = weight[k - 1];
+        }
+        chosen[k] = e;
+        weight[k] = score;
+    }
+    for (int k = 0; k < c->n_used; k++) sum += weight[k] = p[chosen[k]];
+    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);
+    for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
+}
+
+// Runs the first experts of the sorted order, as many as fit the buffers; returns how many rows. An
+// expert's tokens stand side by side: its weights are read and decoded once for all of them.
+static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
+    const Config *c = &s->m->config;
+    Matrix gate[MAX_JOBS / 2], up[MAX_JOBS / 2], down[MAX_JOBS / 2];
+    Matmul in[MAX_JOBS] = {{0}}, back[MAX_JOBS / 2] = {{0}};
+    size_t dim = c->dim, ff = w->ff;
+    int jobs = 0, rows = 0;
+    for (int n = 1; rows < left && jobs < MAX_JOBS / 2; rows += n, jobs++) {
+        int r = rows, e = s->chosen[order[r]];
+        for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
+        if (r + n > limit) break;
+        for (int i = r; i < r + n; i++)
+            memcpy(s->gathered + i * dim, s->h + order[i] / c->n_used * dim, 4 * dim);
+        gate[jobs] = matrix_expert(&w->gate, e);
+        up[jobs] = matrix_expert(&w->up, e);
+        down[jobs] = matrix_expert(&w->down, e);
+        in[2 * jobs] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
+        in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
+        back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
+    }
+    matmul(&s->pool, s->matmul_scratch, in, 2 * jobs);
+    each_row(s, &(Ffn){gate, up, down}, rows, activate_row);
+    matmul(&s->pool, s->matmul_scratch, back, jobs);
+    for (int r = 0; r < rows; r++)
+        add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
+    return rows;
+}
+
+// the expert that sees every token, with its own weight where there is a router for it
+static void add_shared_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
+    size_t dim = s->m->config.dim;
+    float gate = w->shared_router.data ? 1 / (1 + expf(-s->route[i])) : 1;
+    add(s->out + i * dim, s->expert_out + i * dim, dim, gate);
+}
+
+static void shared_expert(Session *s, const Layer *w, int n) {
+    Matmul router = {&w->shared_router, s->h, s->route, n};
+    if (w->shared_router.data) matmul(&s->pool, s->matmul_scratch, &router, 1);
+    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out, n);
+    each_row(s, w, n, add_shared_row);
+}
+
+// out = sum of the chosen experts' FFNs. Tokens are sorted by expert (a counting sort, stable, so
+// that a token's sum does not depend on its neighbours) and run in batches that fit the buffers.
+static void experts(Session *s, const Layer *w, int n) {
+    const Config *c = &s->m->config;
+    Matmul router = {&w->router, s->h, s->route, n};
+    matmul(&s->pool, s->matmul_scratch, &router, 1);
+    each_row(s, w, n, choose_experts);
+    int rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used, at = 0;
+    for (int e = 0; e < c->n_expert; e++)
+        for (int i = 0; i < rows; i++)
+            if (s->chosen[i] == e) s->order[at++] = i;
+    memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
+    for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
+    if (w->shared_up.data) shared_expert(s, w, n);
+}
+// ---- 13. the gated delta rule ----
+// early files: rows q, k, v, z of the first key head, of the second, ...; a copy has all q, all k,
+// all v, all z
+static void heads_apart(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;
+    size_t vz = w->z.rows / c->n_key * row, size[] = {qk, qk, vz, vz};
+    const uint8_t *from = w->conv_in.data;
+    uint8_t *to = own(ld, c->n_key * 2 * (qk + vz));
+    w->conv_in.data = to;
+    w->z.data = to ? to + w->conv_in.rows * row : NULL;
+    for (int p = 0; to && p < 4; from += size[p++])
+        for (int h = 0; h < c->n_key; h++, to += size[p])
+            memcpy(to, from + h * 2 * (qk + vz), size[p]);
+}
+
+static void load_delta(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
+    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
+        refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
+               ld->l, c->n_value, c->n_key, c->dv, c->dk);
+    load_fused(ld, "ssm_in", 1,
+               (Piece[]){{"attn_qkv", qkv, &w->conv_in}, {"attn_gate", values, &w->z}}, 2);
+    if (find_tensor(ld, "ssm_in", ".weight")) heads_apart(ld, w);
+    w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
+    if (!w->beta_alpha.data) {
+        w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
+        w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
+    }
+    w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
+    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
+    w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
+    w->a = load_vector(ld, "ssm_a", "", c->n_value);
+    w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
+    need_data(ld, w->dt_bias, "ssm_dt", ".bias");
+    need_data(ld, w->a, "ssm_a", "");
+    need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
+}
+// -- gated delta rule (arXiv 2412.06464) --
+//
+// A head's memory is a matrix S of dv x dk. A token decays it, asks it for the value stored under
+// its key, and writes the difference to its own value:  S *= g;  S += b (v - S k) k';  o = S q.
+static size_t delta_state_floats(const Config *c);
+static void delta_rule(void *ctx, int task, int thread);
+static int delta_blocks(const Config *c);
+enum { CONV_BLOCK = 64 };
+
+// Causal convolution over time of one block of channels, then SiLU. The rows before the chunk come
+// first, so that token t's inputs begin in row t, where its result is put.
+static void delta_conv(void *ctx, int block, int thread) {
+    Session *s = ctx;
+    const Layer *w = &s->m->layers[s->l];
+    size_t channels = w->conv_in.rows, first = (size_t)block * CONV_BLOCK;
+    int n = s->n, past = s->m->config.conv - 1;
+    int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
+    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
+    (void)thread;
+    for (int j = 0; j <= past; j++)
+        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
+    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
+    for (int t = 0; t < n; t++) {
+        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
+        for (size_t i = 0; i < sizeof y; i += 64) __builtin_prefetch((char *)(x + (past + 8) * channels) + i);
+        for (int j = 0; j <= past; j++)
+            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
+        activate(x, NULL, y, width, SILU);
+    }
+    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
+}
+
+// unit keys and queries; decay and write strength of each value head
+static void delta_gates_row(Session *s, const void *of, int i) {
+    const Layer *w = of;
+    const Config *c = &s->m->config;
+    float *mix = s->mix + (size_t)i * w->conv_in.rows, *ba = s->ba + (size_t)i * 2 * c->n_value;
+    float *decay = s->decay + (size_t)i * c->n_value, *write = s->write + (size_t)i * c->n_value;
+    int share = c->n_value / c->n_key;   // value heads of a key head
+    for (int h = 0; h < 2 * c->n_key; h++) {
+        float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
+        float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
+        for (int j = 0; j < c->dk; j++) x[j] *= scale;
+    }
+    for (int h = 0; h < c->n_value; h++) {
+        const float *both = ba + h / share * 2 * share + h % share;   // of each key head: b.., a..
+        float a = (w->beta_alpha.data ? both[share] : decay[h]) + w->dt_bias[h];
+        float b = w->beta_alpha.data ? both[0] : write[h];
+        decay[h] = expf(w->a[h] * (a > 20 ? a : log1pf(expf(a))));
+        write[h] = 1 / (1 + expf(-b));
+    }
+}
+static void delta_out_row(Session *s, const void *of, int i) {
+    const Config *c = &s->m->config;
+    int n = c->n_value * c->dv;
+    float *o = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
+    norm(o, o, n, of, RMS, c->eps);
+    activate(o, z, o, n, SILU);
+}
+
+static void delta_net(Session *s, const Layer *w, int n) {
+    const Config *c = &s->m->config;
+    bool fused = w->beta_alpha.data;
+    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
+    Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
+                   {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
+                   {&w->beta, s->h, s->write, n}};
+    Matmul back = {&w->delta_out, s->att, s->out, n};
+    matmul(&s->pool, s->matmul_scratch, in, fused ? 3 : 4);
+    parallel(&s->pool, delta_conv, s, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
+    each_row(s, w, n, delta_gates_row);
+    parallel(&s->pool, delta_rule, s, c->n_value * delta_blocks(c));
+    each_row(s, &w->delta_norm, n, delta_out_row);
+    matmul(&s->pool, s->matmul_scratch, &back, 1);
+}
+// ==== Part III: text =============================================================================
+// ---- 14. UTF-8 ----
+enum { UTF8_BAD = 0xFFFD };
+
+static size_t utf8_length(char first) {
+    uint8_t c = first;
+    return c < 0xC0 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
+}
+
+// the character at s; one bad byte reads as U+FFFD. Overlong forms and surrogates pass.
+static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
+    size_t len = utf8_length(s[0]);
+    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
+    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
+    for (size_t i = 1; ok && i < len; i++) {
+        ok = (s[i] & 0xC0) == 0x80;
+        c = c << 6 | (s[i] & 0x3F);
+    }
+    ok = ok && c <= 0x10FFFF;
+    *used = ok ? len : 1;
+    return ok ? c : UTF8_BAD;
+}
+
+static size_t utf8_encode(uint32_t c, char *out) {
+    size_t len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
+    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
+    return len;
+}
+
+// was c, decoded from `used` bytes, proper UTF-8?
+static bool utf8_valid(uint32_t c, size_t used) {
+    char s[4];
+    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
+}
+
+static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_t otherwise);
+static uint64_t unicode_classes(uint32_t c);
+static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
+#define CLASS(letter) (1ull << ((letter) & 63))   // the letters that the tokenizer's rules use
+
+// ---- 15. tokenizer ----
+//
+// Text becomes ids in four steps: special tokens are cut out; rules split the rest into words; a
+// word is spelled as the vocabulary does; its parts join, two neighbours at a time, for as long as
+// the vocabulary knows their union. llama.cpp is the measure, to the last id.
+//
+//                         words            spelling                          what joins first
+//   SentencePiece, llama  the whole text   a space is U+2581                 highest score
+//   BPE, gpt2             by the rules     a byte is a printable character   earliest merge
+//   BPE, gemma4           lines            a space is U+2581                 earliest merge
+//   WordPiece, bert       by a rule        lower case, no accents            (longest token)
+
+// Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
+static uint32_t byte_to_char(uint8_t b) {
+    return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
+}
+
+// A dictionary of the file's own strings: a hash table over their numbers. Of equal strings the
+// first counts. The merges of BPE are such strings, too: "left right".
+typedef struct {
+    uint32_t *slot;   // [mask + 1] 1 + number of a string, 0: empty; at most half are used
+    Str *str;         // [n] in the same block, pointing into the map
+    uint32_t n, mask;
+    size_t longest;   // bytes of the longest string
+} Dictionary;
+
+// the slot of a string, or the empty one that would be its own; NULL: strings made to collide
+static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
+    uint64_t h = 0xCBF29CE484222325;   // FNV-1a
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
+    for (int probe = 0; probe < 1000; probe++) {
+        uint32_t *slot = &d->slot[(h + probe) & d->mask];
+        if (!*slot || !name_compare(&d->str[*slot - 1], &s)) return slot;
+    }
+    return NULL;
+}
+
+static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
+    const uint32_t *slot = dictionary_slot(d, (Str){s, n});
+    return slot ? (int32_t)*slot - 1 : -1;
+}
+
+// The rules: regular expressions, each splits the pieces that the one before left. Alternatives
+// are tried in order, quantifiers are greedy, what lies between two matches is a piece as well. A
+// letter is a class of characters:
+//
+//   u A-Z   l a-z   c other cased letters   x other letters   L all letters   N numbers   M marks
+//   P punctuation   S symbols   s white space   C control   d 0-9   n \n   r \r \n   / slash
+//   f $+<=>^~|   t `   h Chinese   a ASCII punctuation   p, k, K DeepSeek's punctuation and CJK
+//   b BLOOM's punctuation
+//
+// [..] one of, [^..] none of; ? * + as usual, 3 one to three times; ! white space or the end
+// follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
+// $ alone: the white space at the end of a piece.
+//
+// Flags: a word that is a token needs no joining; BOS is added; only spaces are spelled anew.
+enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
+typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
+
+#define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
+#define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
+
+static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
+    {"(SentencePiece)", PRE_SPACES | PRE_BOS, {NULL}},
+    {"(WordPiece)", PRE_SPACES, {"[hPft]|[^shPft]+"}},
+    {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
+    {"gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v2-es "
+     "jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert",
+     0, {RULE_GPT2}},
+    {"starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", 0, {"N", RULE_GPT2}},
+    {"falcon", 0, {"[Pft]+", RULE_GPT2, "ddd"}},
+    {"llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+     PRE_WHOLE | PRE_BOS, {RULE_LLAMA3}},
+    {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
+    {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
+     {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
+    {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
+    {"bloom poro-chat gpt3-finnish", 0, {" ?[^sb]+"}},
+    {"qwen35", 0, {"i|[^rLN]?[LM]+|N| ?[^sLMN]+r*|s*r+|s+!|s+"}},
+    {"tekken", PRE_WHOLE | PRE_BOS,
+     {"[^rLN]?[ucx]*[lcx]+|[^rLN]?[ucx]+[lcx]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"gpt-4o llama4 kanana2 talkie minimax-m2", 0,
+     {"[^rLN]?[ucx]*[lcx]+~|[^rLN]?[ucx]+[lcx]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"deepseek-llm", 0, {"r", "s?[ulc]+", "s?p+", "$", "K+", "N+"}},
+    {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
+    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
+     {"N3", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"}},
+    {"gemma4 granite-embed-multi-311m", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
+};
+
+enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
+enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
+       TOKEN_EOG = 16, TOKEN_TYPE = 15 };   // EOG is a flag beside the type
+enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
+enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
+
+typedef struct Tokenizer {
+    int kind;
+    int32_t bos, eos, unk, sep;      // -1: there is none
+    bool add_bos, add_eos;           // WordPiece adds sep in the place of eos
+    bool space_prefix;               // text begins with a space
+    bool lower_case, strip_accents;  // WordPiece
+    int32_t n_vocab;
+    const char *note;                // NULL, or what the user should know
+    const PreTokenizer *pre;
+    const Meta *scores;              // SentencePiece: [n_vocab]
+    Dictionary tokens, merges;
+    uint8_t *type;                   // [n_vocab]
+    uint8_t *special_length;         // [tokens.longest + 1] in the same block: of so many bytes
+    bool special_first[256];         // is, and with this byte begins, a token that may be cut out
+    size_t piece_max;                // most bytes that detokenize writes at once
+} Tokenizer;
+
+static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
+    return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
+}
+
+typedef struct { uint64_t set; uint32_t c; bool cut; } Char;   // its classes; does a piece begin?
+
+typedef struct {
+    const Tokenizer *t;
+    Tokens *out;
+    Char *ch;         // a fragment of the text
+    char *text;       // [n_text] a word of it, spelled; what follows is scratch
+    uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
+    uint64_t *cost;   // [2 * n_text] of joining, a tree
+    size_t n_text;
+    int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
+    bool space;       // the next fragment is to begin with one
+} Work;
+
+static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
+    if (n < 2 || ch[0].c != '\'') return 0;
+    uint32_t fold = any_case ? 32 : 0, a = ch[1].c | fold, b = n > 2 ? ch[2].c | fold : 0;
+    if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
+    return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
+}
+
+// The end of the match of the alternative `rule` at ch, or NULL; the piece ends at `end`.
+// Backtracks as regular expressions do: an item takes all it can, then less and less.
+static Char *rule_match(const char *rule, Char *ch, Char *end) {
+    if (!*rule || *rule == '|') return ch;
+    if (*rule == '!')
+        return ch == end || ch->set & CLASS('s') ? rule_match(rule + 1, ch, end) : NULL;
+    if (*rule == '\'' || *rule == 'i' || *rule == '~') {
+        size_t n = contraction_length(ch, end - ch, *rule != '\'');
+        return n || *rule == '~' ? rule_match(rule + 1, ch + n, end) : NULL;
+    }
+    bool none = *rule == '[' && rule[1] == '^';
+    uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
+    if (!set)
+        for (rule += 1 + none; *rule != ']'; rule++) set |= CLASS(*rule);
+    char many = *++rule;
+    ptrdiff_t least = many != '?' && many != '*', n = 0;
+    ptrdiff_t most = many == '*' || many == '+' ? end - ch : many == '3' ? 3 : 1;
+    if (many && strchr("?*+3", many)) rule++;
+    while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
+    for (; n >= least; n--) {
+        Char *match = rule_match(rule, ch + n, end);
+        if (match) return match;
+    }
+    return NULL;
+}
+
+// one expression on one piece: marks where its matches begin and end
+static void piece_split(const char *rule, Char *ch, Char *end) {
+    if (*rule == '$') {
+        for (; end > ch && end[-1].set & CLASS('s'); end--);
+        end->cut = 1;
+        return;
+    }
+    while (ch < end) {
+        Char *match = NULL;
+        for (const char *r = rule; r && !match; r = strchr(r, '|'), r += r != NULL)
+            match = rule_match(r, ch, end);
+        if (match) ch->cut = match->cut = 1;
+        ch = match ? match : ch + 1;
+    }
+}
+
+// Joining. A word is a row of parts, at first its characters. The leaves of a tree hold what it
+// costs to join the part at a byte with the next one, other nodes the lesser of their children: the
+// root is the cheapest pair, of equal ones the leftmost. Joining two parts changes three leaves: a
+// word of n bytes takes O(n log n).
+static void pair_update(Work *w, uint32_t i) {
+    const Tokenizer *t = w->t;
+    uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
+    char *s = w->text + i, *merge = w->text + w->n_text;
+    int32_t found = -1;
+    if (a && b && t->kind == TOKENIZER_SPM) {
+        found = dictionary_find(&t->tokens, s, a + b);
+        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
+        memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
+        cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
+    } else if (a && b && a + b < t->merges.longest) {
+        memcpy(merge, s, a);
+        merge[a] = ' ';
+        memcpy(merge + a + 1, s + a, b);
+        cost = found = dictionary_find(&t->merges, merge, a + 1 + b);
+    }
+    uint64_t *tree = w->cost;
+    size_t k = w->n_text + i;
+    tree[k] = found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
+    for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
+}
+
+// joins the parts of a word; each is a token, or its bytes are
+static void word_join(Work *w) {
+    const Tokenizer *t = w->t;
+    uint32_t *part = w->part;
+    size_t n = w->n_text;
+    bool whole = t->pre->flags & PRE_WHOLE ||
+                 (t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
+    whole = whole && dictionary_find(&t->tokens, w->text, n) >= 0;
+    memset(part, 0, n * sizeof *part);
+    memset(w->cost, -1, 2 * n * sizeof *w->cost);
+    for (size_t i = 0; i < n; i += part[i]) {
+        size_t len = whole ? n : utf8_length(w->text[i]);
+        part[i] = len < n - i ? len : n - i;
+    }
+    for (size_t i = 0; i < n; i += part[i]) pair_update(w, i);
+    while (w->cost[1] != UINT64_MAX) {
+        uint32_t a = w->cost[1], b = a + part[a], before = a ? a - 1 : 0;
+        while (!part[before]) before--;
+        part[a] += part[b];
+        part[b] = 0;
+        pair_update(w, b);
+        pair_update(w, a);
+        pair_update(w, before);
+    }
+    for (size_t i = 0; i < n; i += part[i]) {
+        int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
+        if (id >= 0) w->out->id[w->out->n++] = id;
+        for (size_t k = i; id < 0 && k < i + part[i]; k++) {
+            char hex[8];
+            snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)w->text[k]);
+            int32_t byte = t->pre->flags & PRE_SPACES ? token_find(t, hex) : -1;
+            if (byte < 0) byte = dictionary_find(&t->tokens, w->text + k, 1);
+            if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
+            if (byte >= 0) w->out->id[w->out->n++] = byte;
+        }
+    }
+}
+
+// WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
+static void word_pieces(Work *w) {
+    const Dictionary *d = &w->t->tokens;
+    size_t before = w->out->n;
+    for (size_t i = 0, n; i < w->n_text; i += n) {
+        int32_t id = -1;
+        n = w->n_text - i < d->longest ? w->n_text - i : d->longest;
+        while (n > 0 && (id = dictionary_find(d, w->text + i, n)) < 0) n--;
+        if (id < 0) w->out->n = before, id = w->t->unk, n = w->n_text;
+        if (id >= 0) w->out->id[w->out->n++] = id;
+    }
+}
+
+// decodes a fragment, splits it by the rules, spells each word and looks for its tokens
+static void fragment_tokenize(Work *w, const char *s, size_t n) {
+    const Tokenizer *t = w->t;
+    bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
+    bool spaces = t->pre->flags & PRE_SPACES;
+    Char *ch = w->ch, *end = ch, *next;
+    if (w->space) *end++ = (Char){.c = ' ', .cut = true};
+    for (size_t i = 0, used; i < n; i += used) {
+        uint32_t c = utf8_decode(s + i, n - i, &used);
+        if (spm && c != ' ') c = RAW_BYTE + (uint8_t)s[i], used = 1;   // bytes are kept as they are
+        if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
+        *end = (Char){spm ? 0 : unicode_classes(c), c, end == ch};
+        end += c || !wpm;
+    }
+    end->cut = true;
+    for (const char *const *rule = t->pre->rule; *rule; rule++)
+        for (Char *k = ch; k < end; k = next) {
+            for (next = k + 1; !next->cut;) next++;
+            piece_split(*rule, k, next);
+        }
+    for (; ch < end; ch++) {
+        if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;
+        char bytes[4] = {ch->c}, *to = w->text + w->n_text;
+        size_t len = 1;
+        if (ch->c < RAW_BYTE) len = utf8_encode(spaces && ch->c == ' ' ? SPM_SPACE : ch->c, bytes);
+        for (size_t i = 0; i < len; i++)
+            if (spaces) *to++ = bytes[i];
+            else to += utf8_encode(byte_to_char(bytes[i]), to);
+        w->n_text = to - w->text;
+        if (!ch[1].cut) continue;
+        if (!wpm) word_join(w);
+        else if (!(ch->set & CLASS('s'))) word_pieces(w);
+    }
+    w->space = false;
+}
+
+// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
+static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
+    const Tokenizer *t = w->t;
+    for (len = len < n ? len : n; len > 0; len--) {
+        for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
+            if (!t->special_first[(uint8_t)s[i]]) continue;
+            int32_t id = dictionary_find(&t->tokens, s + i, len);
+            if (id < 0 || !(w->types >> (t->type[id] & TOKEN_TYPE) & 1)) continue;
+            text_tokenize(w, s, i, len - 1);
+            w->out->id[w->out->n++] = id;
+            w->space = t->space_prefix;
+            s += i + len, n -= i + len, i = -1;
+        }
+    }
+    if (n) fragment_tokenize(w, s, n);
+}
+
+// Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
+// for; parse_special: text such as <|im_start|> means the token. False: e says why.
+static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_special,
+                     bool parse_special, Tokens *out, Error *e) {
+    if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
+    if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
+    size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
+    int32_t *id = realloc(out->id, (out->n + m) * sizeof *id);
+    if (id) out->id = id;
+    Work w = {.t = t, .out = out, .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
+    int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
+    w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
+                                  SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
+    w.cost = malloc(m * (2 * sizeof *w.cost + sizeof *w.part + 2) + (n + 2) * sizeof *w.ch);
+    if (!id || !w.cost) return free(w.cost), fail(e, "out of memory");
+    w.ch = (Char *)(w.cost + 2 * m);
+    w.part = (uint32_t *)(w.ch + n + 2);
+    w.text = (char *)(w.part + m);
+    if (add_special && t->add_bos) out->id[out->n++] = t->bos;
+    text_tokenize(&w, text, n, t->tokens.longest);
+    if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
+    free(w.cost);
+    return true;
+}
+
+static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation end here?
+    return id >= 0 && id < t->n_vocab && t->type[id] & TOKEN_EOG;
+}
+
+// Zero where a text begins; started where it continues another, so that SentencePiece's space in
+// front of the first word stays.
+typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
+
+// the characters that are whole after one more byte; a byte that is not UTF-8 becomes U+FFFD
+static size_t utf8_push(Detokenizer *d, char byte, char *out) {
+    size_t n = 0, used;
+    if ((byte & 0xC0) != 0x80)
+        for (; d->n; d->n--) n += utf8_encode(UTF8_BAD, out + n);
+    d->pending[d->n++] = byte;
+    if (d->n < utf8_length(d->pending[0])) return n;
+    uint32_t c = utf8_decode(d->pending, d->n, &used);
+    if (!utf8_valid(c, used)) c = UTF8_BAD, used = 1;
+    for (; d->n; d->n -= used) n += utf8_encode(c, out + n);
+    return n;
+}
+
+// Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
+// bytes. Control tokens have no text.
+static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
+    int type = id >= 0 && id < t->n_vocab ? t->type[id] & TOKEN_TYPE : TOKEN_UNUSED;
+    if (type != TOKEN_NORMAL && type != TOKEN_USER && type != TOKEN_BYTE) return 0;
+    bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
+    Str s = t->tokens.str[id];
+    size_t n = 0, used;
+    d->started = true;
+    if (type == TOKEN_BYTE && s.n == 6)   // <0x0A>
+        return utf8_push(d, strtol((char[]){s.s[3], s.s[4], 0}, NULL, 16), out);
+    for (size_t i = 0; i < s.n; i += used) {
+        uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
+        int byte = spaces && c == SPM_SPACE ? ' ' : -1;   // -1: it spells itself
+        for (int b = 0; b < 256 && !spaces; b++)
+            if (byte_to_char(b) == c) byte = b;
+        if (type == TOKEN_USER) byte = -1;
+        if (strip && i == 0 && byte == ' ') continue;
+        if (byte >= 0) n += utf8_push(d, byte, out + n);
+        for (size_t k = 0; byte < 0 && k < used; k++) n += utf8_push(d, s.s[i + k], out + n);
+    }
+    return n;
+}
+
+// Types of tokens known by their spelling, as metadata often lacks or mistakes them: ends of
+// generation, control tokens, marks inside a turn. `with`: only where that token is, too.
+static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
+    {TOKEN_CONTROL | TOKEN_EOG, NULL,
+     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
+     "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+     "<turn|> <|tool_response> [e~[ <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> "
+     "<PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"},
+    {TOKEN_CONTROL, NULL,
+     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
+     "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> "
+     "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> "
+     "<|prefix|> <|suffix|> <|middle|>"},
+    {TOKEN_USER, NULL, "<|channel|> <|message|> <|start|> <|constrain|>"},
+    {TOKEN_USER, "<|return|>", "<|end|>"},   // gpt-oss
+    {TOKEN_USER, "<|calls|>", "<|end|>"},   // Solar
+    {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
+};
+
+// what holds where the metadata is silent
+static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
+    {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+    {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
+    {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
+    {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
+    {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+};
+
+// an array of n entries, of any number if n is 0
+static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, size_t n, Error *e) {
+    const Meta *m = gguf_find(g, key);
+    const char *of = elem == GGUF_STR ? "strings" : elem == GGUF_F32 ? "f32" : "i32";
+    if (!m) return fail(e, "%s is missing", key), NULL;
+    if (m->type != GGUF_ARR || m->elem != elem)
+        return fail(e, "%s must be an array of %s", key, of), NULL;
+    if (n && m->n != n)
+        return fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n), NULL;
+    return m;
+}
+
+static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error *e) {
+    const Meta *m = vocab_array(g, key, GGUF_STR, 0, e);
+    size_t size = 16;
+    if (!m) return false;
+    if (m->n < 1 || m->n > 1 << 24) return fail(e, "%s has %lld entries", key, (long long)m->n);
+    while (size < 2 * m->n) size *= 2;
+    *d = (Dictionary){.n = m->n, .mask = size - 1};
+    d->slot = calloc(1, size * sizeof *d->slot + m->n * sizeof *d->str);
+    if (!d->slot) return fail(e, "out of memory");
+    d->str = (Str *)(d->slot + size);
+    const uint8_t *p = m->v;
+    for (uint32_t i = 0; i < d->n; i++) {
+        Str s = d->str[i] = str_next(&p);
+        uint32_t *slot = dictionary_slot(d, s);
+        if (!slot) return fail(e, "%s: made to collide", key);
+        if (s.n > d->longest) d->longest = s.n;
+        if (s.n && !*slot) *slot = i + 1;
+    }
+    return true;
+}
+
+static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
+    const char *key = "tokenizer.ggml.token_type";
+    const Meta *types = gguf_find(g, key);
+    if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
+    t->n_vocab = t->tokens.n;
+    t->piece_max = 3 * (t->tokens.longest + 4);
+    t->type = calloc(t->n_vocab + t->tokens.longest + 1, 1);
+    if (!t->type) return fail(e, "out of memory");
+    t->special_length = t->type + t->n_vocab;
+    if (types && !vocab_array(g, key, GGUF_I32, t->n_vocab, e)) return false;
+    for (int32_t i = 0; i < t->n_vocab; i++) {
+        int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
+        t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
+    }
+    if (t->kind == TOKENIZER_SPM)
+        t->scores = vocab_array(g, "tokenizer.ggml.scores", GGUF_F32, t->n_vocab, e);
+    if (t->kind != TOKENIZER_BPE) return t->kind == TOKENIZER_WPM || t->scores;
+    if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
+    for (uint32_t i = 0; i < t->merges.n; i++) {
+        Str s = t->merges.str[i];
+        if (s.n < 3 || !memchr(s.s + 1, ' ', s.n - 2))
+            return fail(e, "merge %u, '%.*s', is not two strings", i, STR_ARG(s));
+    }
+    return true;
+}
+
+// what the metadata says about special tokens, and what is known of them without
+static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
+    static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
+                                       "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
+    int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
+    bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
+    for (size_t i = !wpm; i < COUNT(keys); i++) {
+        int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
+        const Meta *m = gguf_find(g, key);
+        if (m && (m->type == GGUF_STR || m->type == GGUF_ARR))
+            return fail(e, "%s must be a number", key);
+        if (m) id = meta_int(m, 0);
+        if (id == UINT32_MAX) id = -1;   // none
+        if (id < -1 || id >= t->n_vocab)
+            return fail(e, "%s is %lld, but there are %d tokens", key, (long long)id, t->n_vocab);
+        if (i < COUNT(kept)) *kept[i] = id;
+        if (i >= 4 && id >= 0) t->type[id] |= TOKEN_EOG;
+    }
+    // BERT's files do not say so, Gemma 4's say no and mean yes
+    bool forced = wpm || (!spm && t->pre->flags & PRE_SPACES);
+    t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
+    t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", false);
+    t->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", true);
+    t->lower_case = gguf_int(g, "tokenizer.ggml.normalizer.lowercase", true);
+    t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
+    if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
+        return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
+    for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
+        if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
+        for (const char *name = KNOWN_TOKENS[i].names, *end; *name; name = end + (*end == ' ')) {
+            end = name + strcspn(name, " ");
+            int32_t id = dictionary_find(&t->tokens, name, end - name);
+            if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
+        }
+    }
+    for (int32_t i = 0; i < t->n_vocab; i++) {
+        Str s = t->tokens.str[i];
+        if (!s.n || !(SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1)) continue;
+        t->special_first[(uint8_t)s.s[0]] = true;
+        t->special_length[s.n] = true;
+    }
+    return true;
+}
+
+// g must stay open as long as t. False: e says what is missing, wrong or unknown.
+static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
+    Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
+    char name[64];
+    size_t i = 0;
+    *t = (Tokenizer){0};
+    if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
+    snprintf(name, sizeof name, "%.*s", STR_ARG(model));
+    while (i < COUNT(MODELS) && !is_word(name, MODELS[i].names)) i++;
+    if (i == COUNT(MODELS))
+        return fail(e, "tokenizer.ggml.model '%s' is not one of llama, gpt2, gemma4, bert, none",
+                    name);
+    *t = MODELS[i].t;
+    if (t->kind == TOKENIZER_NONE) return true;
+    if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
+    else if (!pre.n) t->note = "tokenizer.ggml.pre is missing: 'default' is assumed";
+    if (!pre.n) pre = (Str){"default", 7};
+    snprintf(name, sizeof name, "%.*s", STR_ARG(pre));
+    for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
+        if (is_word(name, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
+    if (!t->pre) return fail(e, "tokenizer.ggml.pre '%s' is unknown", name);
+    return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
+}
+
+static bool tokenizer_load(Model *m, Error *e) {
+    m->tokenizer = calloc(1, sizeof *m->tokenizer);
+    if (!m->tokenizer) return fail(e, "out of memory");
+    return tokenizer_open(m->tokenizer, &m->gguf, e);
+}
+
+static void tokenizer_close(Tokenizer *t) {
+    free(t->tokens.slot);
+    free(t->merges.slot);
+    free(t->type);
+    *t = (Tokenizer){0};
+}
+// ==== Part IV: speed =============================================================================
+// ---- 16. matmul ----
+//
+// Nearly all time goes here. One token (decode) reads every weight once and uses it once: it runs
+// at the speed of memory if codes turn into products fast enough. A chunk (prefill) uses a weight n
+// times: panels of weights are decoded once, stay in the cache and meet all rows of the chunk.
+// Block formats meet activations rounded to int8 with a scale per 32, so that one instruction
+// multiplies up to 64 bytes; float weights meet float activations. How a number is summed never
+// depends on the number of threads.
+
+// -- threads --
+// `left` counts down from n: whoever gets i > 0 owns task n - i. A claim succeeds only while the
+// job is incomplete, so its fields cannot change under a worker that woke up late, and nobody waits
+// for workers that found nothing to do. Waiting spins 20 us, more than lies between two products of
+// a token, then sleeps.
+
 
 // Denormals cost 100 cycles and weigh nothing: workers, and the caller meanwhile, make them zero.
 #if defined(__SSE2__)
@@ -1200,8 +2803,6 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
 // 32 floats to codes; returns the scale, rounded to f16 as ggml stores it, and the sums of both
 // halves. Positive floats order like their bits, and a float near MAGIC holds an integer in its
 // low bits, rounded to the nearest: integer loops, which compilers turn into vector code.
-static const float MAGIC = 12582912.0f;   // 1.5 * 2^23
-enum { MAGIC_BITS = 0x4b400000 };
 
 static float round_32(const float *x, int8_t *q, int sum[2]) {
     int32_t bits[32], top = 0;
@@ -1370,8 +2971,6 @@ static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *
 // of one matrix, DEPTH weights deep at a time: decoded once to the tile's layout, they stay in the
 // L2 cache while all tokens pass by; a tile's activations stay in L1 while its rows pass by.
 
-typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
-
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
@@ -1380,7 +2979,7 @@ enum { DEPTH = 1024, PANEL = 256 };
 enum { DEPTH = 512, PANEL = 64 };
 #endif
 enum {
-    TILE = 16, VECTORS = TILE / LANES, FLOAT_DEPTH = 256, MAX_JOBS = 64,
+    TILE = 16, VECTORS = TILE / LANES, FLOAT_DEPTH = 256,
     FLOAT_TOKENS = LANES == 16 ? 8 : 4,                    // by the number of registers
     TILE_BYTES = TILE * DEPTH * 2, PANEL_BYTES = PANEL / TILE * TILE_BYTES,
 };
@@ -1802,7 +3401,7 @@ static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
     parallel(p, pack_task, &c, c.pack[k]);
     parallel(p, matmul_task, &c, c.task[k]);
 }
-// ---- 6. attention ----
+// ---- 17. attention ----
 //
 // Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of KEYS rows; each
 // query keeps the largest score so far, the sum of exp(score - largest) and the sum of the values
@@ -1817,17 +3416,6 @@ enum { KEYS = 64, LANE_ROWS = 64, LANE_TILES = 1 };
 enum { FEW = 32, SPLIT = 8 };      // one query: rows at a time, and how often for a part
 static const float LEAST = -1e29f; // largest score so far, before the first; hidden: ten times less
 
-typedef struct {
-    const float *q;                // [n][n_head][hd], with RoPE applied
-    float *out;                    // [n][n_head][vd]
-    const uint16_t *k, *v;         // [n_kv][rows][hd], [n_kv][rows][vd] f16
-    const int32_t *pos_k;          // [rows] position in each row, -1: empty
-    int rows, pos, n;              // queries at pos .. pos+n-1
-    int n_head, n_kv, hd, vd, window, keep;
-    bool causal;
-    float scale, softcap;          // softcap 0: none
-    const float *sinks, *slopes;   // [n_head] or NULL
-} Attention;
 
 typedef struct {
     const Attention *a;
@@ -1839,22 +3427,6 @@ typedef struct {
     atomic_int *missing;           // [n_kv] parts
 } AttentionCall;
 
-// exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
-// infinite above 88.3. No call and no branch, so that loops over it become vector code.
-static inline float exp_fast(float x) {
-    x = x < -88 ? -88 : x;
-    x = x > 89 ? 89 : x;
-    float y = x * 1.44269504f + MAGIC, i = y - MAGIC;
-    float r = x - i * 0.693145752f - i * 1.42860677e-6f;
-    float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
-              r * (1 / 720.0f + r * (1 / 5040.0f)))))));
-    int32_t bits;
-    memcpy(&bits, &y, sizeof bits);
-    bits = (int32_t)((uint32_t)(bits - MAGIC_BITS + 127) << 23);
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return p * power;
-}
 
 // scores, or where the query does not see the key nearly minus infinity
 INLINE vf hide(const Attention *a, vf score, vi key, vi query) {
@@ -2306,338 +3878,18 @@ static void attention(Pool *p, void *scratch, const Attention *a) {
     c.run = (int)larger(a->n_kv * c.splits / (4 * p->threads), 1);   // long runs, but for all
     parallel(p, decode_task, &c, (a->n_kv * c.splits + c.run - 1) / c.run);
 }
-
-// ---- 7. ops ----
-//
-// What happens between the matrix products, one token's row at a time: each_row runs a step for
-// all rows of a chunk on all threads. Each op has a Metal kernel of the same name.
-
-typedef struct {
-    float temp, top_p, min_p, repeat_penalty;
-    int top_k, repeat_last_n;
-    uint64_t seed;
-} Sampling;
-
-typedef struct { float logit; int32_t id; } Candidate;   // for the sampler
-typedef struct {
-    int window, chunk, threads, keep;   // 0: default
-    bool cpu, gpu_block, gpu_int8;      // no GPU; its one-dispatch layers, its int8 prefill
-    Sampling sampling;
-} Options;
-
-typedef struct {
-    uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
-    int32_t *pos;               // [rows] position in each row, -1: empty
-    int rows, window, keep;
-    float *conv, *state;        // delta-net: [conv-1][channels], [n_value][blocks][dk][DELTA_ROWS]
-} Cache;
-
-typedef struct Session {
-    const Model *m;
-    Options o;
-    Pool pool;
-    bool pool_open;
-    void *kv_base, *scratch_base;   // two mappings
-    size_t kv_bytes, scratch_bytes;
-    Cache *cache;               // [n_layer]
-    float *recurrent, *saved;   // all conv and state buffers; a copy from before saved_pos
-    size_t n_recurrent;
-    int saved_pos;
-    int32_t *history;           // [n_history] tokens whose rows the caches hold
-    int n_history, history_cap;
-    uint64_t rng;
-    volatile sig_atomic_t *stop;   // set from outside: ends evaluation between chunks
-    // this chunk
-    const int32_t *ids;         // [n]
-    int n, pos, l;              // tokens, first position, layer
-    // scratch: n = up to chunk rows
-    float *x;                   // [n][dim] residual stream
-    float *h, *out;             // [n][dim] normed input and result of a block
-    float *rope[2];             // [n][n_rot] cos, sin pairs: whole context, windowed layers
-    double *freq[2];            // [n_rot/2] radians per position
-    float rope_mag[2];
-    float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z, *ba;        // delta-net: [n][channels], [n][n_value*dv], [n][2*n_value]
-    float *decay, *write;       // [n][n_value]
-    float *gate, *up;           // FFN: [n][ff]
-    float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
-    int32_t *chosen, *order;    // [n][n_used] experts, and the same sorted by expert
-    float *weight;              // [n][n_used]
-    float *logits;              // [LOGIT_ROWS][n_vocab]
-    Candidate *candidates;      // [n_vocab]
-    float *slopes;              // [n_head] ALiBi
-    void *matmul_scratch, *attention_scratch;
-    void *gpu;
-} Session;
-
-enum { LOGIT_ROWS = 16 };
-
-typedef void RowFn(Session *s, const void *of, int i);   // of: the layer or norm it belongs to
-typedef struct { Session *s; const void *of; RowFn *fn; } RowCall;
-
-static void row_task(void *ctx, int i, int thread) {
-    RowCall *c = ctx;
-    (void)thread;
-    c->fn(c->s, c->of, i);
-}
-
-static void each_row(Session *s, const void *of, int n, RowFn *fn) {
-    RowCall c = {s, of, fn};
-    parallel(&s->pool, row_task, &c, n);
-}
-
-// Sums run in 16 independent lanes: that is what lets a compiler use SIMD without -ffast-math.
-static float sum16(const float *x, int n, float mean, bool squares) {
-    float lane[16] = {0}, sum = 0;
+static void narrow(const float *x, int n, uint16_t *to) {   // to f16
     int i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; j++) {
-            float d = x[i + j] - mean;
-            lane[j] += squares ? d * d : d;
-        }
-    for (; i < n; i++) lane[0] += squares ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
-    for (int j = 0; j < 16; j++) sum += lane[j];
-    return sum;
+    for (; i + LANES <= n; i += LANES) store_f16(to + i, load_f32(x + i));
+    for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
+// ---- the delta rule ----
 
-// RMSNorm (arXiv 1910.07467) or LayerNorm of each group of `group` values of x[n]; the weights
-// w[w->n] serve every group, or each its own part
-static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
-    int group = w->group ? w->group : n;
-    for (int g = 0; g < n; g += group, x += group, out += group) {
-        float mean = kind == RMS ? 0 : sum16(x, group, 0, false) / group;
-        float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
-        const float *weight = w->w ? w->w + g % w->n : NULL, *bias = w->b ? w->b + g % w->n : NULL;
-        for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
-        for (int i = 0; weight && i < group; i++) out[i] *= weight[i];
-        for (int i = 0; bias && i < group; i++) out[i] += bias[i];
-    }
-}
-
-// RoPE (arXiv 2104.09864): turns each pair by its angle at this position
-static void rope(float *x, const float *turn, int n_rot, int pairing) {
-    int step = pairing == NORM ? 2 : 1, mate = pairing == NORM ? 1 : n_rot / 2;
-    for (int i = 0; i < n_rot / 2; i++) {
-        float c = turn[2 * i], s = turn[2 * i + 1], *a = x + i * step, *b = a + mate, t = *a;
-        *a = t * c - *b * s;
-        *b = t * s + *b * c;
-    }
-}
-
-// Radians per position of each pair, and a factor on the cosines and sines. Scaled models slow
-// the angles down: all of them (linear), by a factor each (Llama 3, longrope), or the low
-// frequencies more than the high ones (YaRN, arXiv 2309.00071). In double: at position 100,000 a
-// float angle is off by 0.005.
-static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
-    const Config *c = &m->config;
-    double base = local ? c->rope_base_local : c->rope_base;
-    bool plain_local = local && c->arch->flags & LOCAL_UNSCALED, yarn = c->yarn && !plain_local;
-    double scale = plain_local ? 1 : 1.0 / c->rope_factor;
-    const float *divide = m->freqs                 ? m->freqs
-                          : window > c->n_ctx_orig ? m->freqs_long
-                                                   : m->freqs_short;
-    double ends[2] = {c->yarn_fast, c->yarn_slow};
-    for (int i = 0; i < 2; i++)
-        ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
-    double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
-    for (int i = 0; i < c->n_rot / 2; i++) {
-        double plain = pow(base, -2.0 * i / c->n_rot) / (divide ? divide[i] : 1);
-        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));
-        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
-    }
-    double far = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    return (plain_local ? 1 : c->rope_attn) * (1 + far) / (1 + c->yarn_log * far);
-}
-
-// y = act(gate) * up over n values; up alone where there is no gate
-QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
-    const float *x = gate ? gate : up;
-    for (int i = 0; i < n; i++) {
-        float g = x[i], u = gate ? up[i] : 1, y;
-        if (act == SWIGLU_OAI) {   // gpt-oss
-            g = g < 7 ? g : 7;
-            u = 1 + (u < -7 ? -7 : u > 7 ? 7 : u);
-        }
-        if (act == RELU2) y = g > 0 ? g * g : 0;
-        else if (act == GELU) y = g / (1 + exp_fast(-1.595769122f * (g + 0.044715f * g * g * g)));
-        else y = g / (1 + exp_fast(act == SILU ? -g : -1.702f * g));
-        out[i] = y * u;
-    }
-}
-
-static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    switch (act) {   // a loop for each, which then is vector code
-    case SILU:  activate_as(out, gate, up, n, SILU); break;
-    case GELU:  activate_as(out, gate, up, n, GELU); break;
-    case RELU2: activate_as(out, gate, up, n, RELU2); break;
-    default:    activate_as(out, gate, up, n, SWIGLU_OAI);
-    }
-}
-
-static void add(float *x, const float *y, int n, float scale) {
-    for (int i = 0; i < n; i++) x[i] += y[i] * scale;
-}
-
-// ---- 8. mixers ----
-//
-// What stands between norm and residual, but for attention: the FFN, experts, linear attention.
-
-typedef struct { const Matrix *gate, *up, *down; } Ffn;
-
-static void activate_row(Session *s, const void *of, int i) {
-    const Ffn *f = of;
-    size_t ff = f->up->rows, at = i * ff;
-    const float *gate = f->gate->data ? s->gate + at : NULL;
-    activate(s->up + at, gate, s->up + at, ff, s->m->config.arch->act);
-}
-
-static void ffn(Session *s, const Ffn *f, float *out, int n) {   // of s->h
-    Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
-    Matmul back = {f->down, s->up, out, n};
-    matmul(&s->pool, s->matmul_scratch, in, f->gate->data ? 2 : 1);
-    each_row(s, f, n, activate_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
-}
-
-// -- experts --
-
-// The router's choice for one token: probabilities, the n_used best, their weights.
-static void choose_experts(Session *s, const void *of, int i) {
-    const Config *c = &s->m->config;
-    const float *bias = ((const Layer *)of)->router_bias;
-    float *p = s->route + (size_t)i * c->n_expert, *weight = s->weight + (size_t)i * c->n_used;
-    int32_t *chosen = s->chosen + (size_t)i * c->n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
-    for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
-    for (int e = 0; e < c->n_expert; e++)
-        all += p[e] = c->sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
-    for (int e = 0; e < c->n_expert && !c->sigmoid; e++) p[e] /= all;
-    for (int e = 0; e < c->n_expert; e++) {   // the best so far, sorted, and their scores
-        float score = p[e] + (bias ? bias[e] : 0);
-        int k = e < c->n_used ? e : c->n_used - 1;
-        if (e > k && !(score > weight[k])) continue;
-        for (; k > 0 && score > weight[k - 1]; k--) {
-            chosen[k] = chosen[k - 1];
-            weight[k] = weight[k - 1];
-        }
-        chosen[k] = e;
-        weight[k] = score;
-    }
-    for (int k = 0; k < c->n_used; k++) sum += weight[k] = p[chosen[k]];
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);
-    for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
-}
-
-// Runs the first experts of the sorted order, as many as fit the buffers; returns how many rows. An
-// expert's tokens stand side by side: its weights are read and decoded once for all of them.
-static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
-    const Config *c = &s->m->config;
-    Matrix gate[MAX_JOBS / 2], up[MAX_JOBS / 2], down[MAX_JOBS / 2];
-    Matmul in[MAX_JOBS] = {{0}}, back[MAX_JOBS / 2] = {{0}};
-    size_t dim = c->dim, ff = w->ff;
-    int jobs = 0, rows = 0;
-    for (int n = 1; rows < left && jobs < MAX_JOBS / 2; rows += n, jobs++) {
-        int r = rows, e = s->chosen[order[r]];
-        for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
-        if (r + n > limit) break;
-        for (int i = r; i < r + n; i++)
-            memcpy(s->gathered + i * dim, s->h + order[i] / c->n_used * dim, 4 * dim);
-        gate[jobs] = matrix_expert(&w->gate, e);
-        up[jobs] = matrix_expert(&w->up, e);
-        down[jobs] = matrix_expert(&w->down, e);
-        in[2 * jobs] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
-        in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
-        back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
-    }
-    matmul(&s->pool, s->matmul_scratch, in, 2 * jobs);
-    each_row(s, &(Ffn){gate, up, down}, rows, activate_row);
-    matmul(&s->pool, s->matmul_scratch, back, jobs);
-    for (int r = 0; r < rows; r++)
-        add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
-    return rows;
-}
-
-// the expert that sees every token, with its own weight where there is a router for it
-static void add_shared_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
-    size_t dim = s->m->config.dim;
-    float gate = w->shared_router.data ? 1 / (1 + expf(-s->route[i])) : 1;
-    add(s->out + i * dim, s->expert_out + i * dim, dim, gate);
-}
-
-static void shared_expert(Session *s, const Layer *w, int n) {
-    Matmul router = {&w->shared_router, s->h, s->route, n};
-    if (w->shared_router.data) matmul(&s->pool, s->matmul_scratch, &router, 1);
-    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out, n);
-    each_row(s, w, n, add_shared_row);
-}
-
-// out = sum of the chosen experts' FFNs. Tokens are sorted by expert (a counting sort, stable, so
-// that a token's sum does not depend on its neighbours) and run in batches that fit the buffers.
-static void experts(Session *s, const Layer *w, int n) {
-    const Config *c = &s->m->config;
-    Matmul router = {&w->router, s->h, s->route, n};
-    matmul(&s->pool, s->matmul_scratch, &router, 1);
-    each_row(s, w, n, choose_experts);
-    int rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used, at = 0;
-    for (int e = 0; e < c->n_expert; e++)
-        for (int i = 0; i < rows; i++)
-            if (s->chosen[i] == e) s->order[at++] = i;
-    memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
-    for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
-    if (w->shared_up.data) shared_expert(s, w, n);
-}
-
-// -- gated delta rule (arXiv 2412.06464) --
-//
-// A head's memory is a matrix S of dv x dk. A token decays it, asks it for the value stored under
-// its key, and writes the difference to its own value:  S *= g;  S += b (v - S k) k';  o = S q.
-
-enum { DELTA_ROWS = 4 * LANES, CONV_BLOCK = 64 };
+enum { DELTA_ROWS = 4 * LANES };
 static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
 
-// Causal convolution over time of one block of channels, then SiLU. The rows before the chunk come
-// first, so that token t's inputs begin in row t, where its result is put.
-static void delta_conv(void *ctx, int block, int thread) {
-    Session *s = ctx;
-    const Layer *w = &s->m->layers[s->l];
-    size_t channels = w->conv_in.rows, first = (size_t)block * CONV_BLOCK;
-    int n = s->n, past = s->m->config.conv - 1;
-    int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
-    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
-    (void)thread;
-    for (int j = 0; j <= past; j++)
-        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
-    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
-    for (int t = 0; t < n; t++) {
-        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
-        prefetch(x + (past + 8) * channels, sizeof y);   // rows are too far apart for the hardware
-        for (int j = 0; j <= past; j++)
-            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
-        activate(x, NULL, y, width, SILU);
-    }
-    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
-}
-
-// unit keys and queries; decay and write strength of each value head
-static void delta_gates_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
-    const Config *c = &s->m->config;
-    float *mix = s->mix + (size_t)i * w->conv_in.rows, *ba = s->ba + (size_t)i * 2 * c->n_value;
-    float *decay = s->decay + (size_t)i * c->n_value, *write = s->write + (size_t)i * c->n_value;
-    int share = c->n_value / c->n_key;   // value heads of a key head
-    for (int h = 0; h < 2 * c->n_key; h++) {
-        float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
-        float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
-        for (int j = 0; j < c->dk; j++) x[j] *= scale;
-    }
-    for (int h = 0; h < c->n_value; h++) {
-        const float *both = ba + h / share * 2 * share + h % share;   // of each key head: b.., a..
-        float a = (w->beta_alpha.data ? both[share] : decay[h]) + w->dt_bias[h];
-        float b = w->beta_alpha.data ? both[0] : write[h];
-        decay[h] = expf(w->a[h] * (a > 20 ? a : log1pf(expf(a))));
-        write[h] = 1 / (1 + expf(-b));
-    }
+static size_t delta_state_floats(const Config *c) {
+    return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
 // A task has DELTA_ROWS rows of S, side by side in the vectors' lanes, and runs over the chunk's
@@ -2682,1441 +3934,8 @@ static void delta_rule(void *ctx, int task, int thread) {
         memcpy(s->att + gate * c->dv + r, out, bytes);
     }
 }
-
-static void delta_out_row(Session *s, const void *of, int i) {
-    const Config *c = &s->m->config;
-    int n = c->n_value * c->dv;
-    float *o = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
-    norm(o, o, n, of, RMS, c->eps);
-    activate(o, z, o, n, SILU);
-}
-
-static void delta_net(Session *s, const Layer *w, int n) {
-    const Config *c = &s->m->config;
-    bool fused = w->beta_alpha.data;
-    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
-    Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
-                   {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
-                   {&w->beta, s->h, s->write, n}};
-    Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(&s->pool, s->matmul_scratch, in, fused ? 3 : 4);
-    parallel(&s->pool, delta_conv, s, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    each_row(s, w, n, delta_gates_row);
-    parallel(&s->pool, delta_rule, s, c->n_value * delta_blocks(c));
-    each_row(s, &w->delta_norm, n, delta_out_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
-}
-
-// ---- 9. forward ----
-//
-// Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
-// layers, leaving the residual stream in s->x. With n = 1 the products are matrix x vector.
-
-static void embed_row(Session *s, const void *unused, int i) {
-    const Model *m = s->m;
-    const Config *c = &m->config;
-    float *x = s->x + (size_t)i * c->dim, *y = s->h + (size_t)i * c->dim;
-    size_t row = quant_row_bytes(m->embd.type, c->dim);
-    (void)unused;
-    quant_dequantize(m->embd.type, m->embd.data + s->ids[i] * row, x, c->dim);
-    for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
-    const Matrix *extra[2] = {&m->pos_embd, &m->type_embd};
-    for (int k = 0; k < 2; k++) {   // learned position, token type 0
-        if (!extra[k]->data) continue;
-        row = k ? 0 : (s->pos + i) * quant_row_bytes(extra[k]->type, c->dim);
-        quant_dequantize(extra[k]->type, extra[k]->data + row, y, c->dim);
-        add(x, y, c->dim, 1);
-    }
-    if (m->embd_norm.w) norm(x, x, c->dim, &m->embd_norm, c->arch->norm, c->eps);
-}
-
-// cosines and sines of this position's angles
-static void angles_row(Session *s, const void *unused, int i) {
-    int n_rot = s->m->config.n_rot;
-    (void)unused;
-    for (int k = 0; k < 2; k++) {
-        float *turn = s->rope[k] + (size_t)i * n_rot;
-        for (int j = 0; j < n_rot / 2; j++) {
-            double angle = (s->pos + i) * s->freq[k][j];
-            turn[2 * j] = cos(angle) * s->rope_mag[k];
-            turn[2 * j + 1] = sin(angle) * s->rope_mag[k];
-        }
-    }
-}
-
-// h = norm(x), or x where there is no norm
-static void norm_row(Session *s, const void *of, int i) {
-    const Config *c = &s->m->config;
-    const Norm *w = of;
-    float *x = s->x + (size_t)i * c->dim, *h = s->h + (size_t)i * c->dim;
-    if (w->w || c->arch->norm == BARE) norm(h, x, c->dim, w, c->arch->norm, c->eps);
-    else memcpy(h, x, c->dim * sizeof *h);
-}
-
-// x += post_norm(out); an encoder has x = post_norm(x + out)
-static void residual_row(Session *s, const void *of, int i) {
-    const Config *c = &s->m->config;
-    const Norm *post = of;
-    float *x = s->x + (size_t)i * c->dim, *out = s->out + (size_t)i * c->dim;
-    bool after = c->arch->flags & ENCODER;
-    if (post->w && !after) norm(out, out, c->dim, post, c->arch->norm, c->eps);
-    add(x, out, c->dim, c->residual_scale);
-    if (post->w && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
-}
-
-// the first keep rows are pinned, the rest is a ring
-static int cache_row(const Cache *c, int pos) {
-    return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
-}
-
-static void clamp(float *x, int64_t n, float limit) {   // 0: none
-    for (int64_t i = 0; i < n && limit > 0; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
-}
-
-static void narrow(const float *x, int n, uint16_t *to) {   // to f16
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) store_f16(to + i, load_f32(x + i));
-    for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
-}
-
-// norm and rotate one token's q and k, write its k and v into the ring
-static void rope_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
-    const Config *c = &s->m->config;
-    Cache *cache = &s->cache[s->l];
-    bool late = c->arch->flags & QK_NORM_LATE;
-    int pos = s->pos + i, row = cache_row(cache, pos);
-    int64_t q_dim = (int64_t)w->n_head * c->hd;
-    float *q = s->q + i * q_dim, *k = s->k + i * w->k.rows, *v = s->v + i * w->v.rows;
-    const float *turn = s->rope[w->window > 0] + (size_t)i * c->n_rot;
-    clamp(v, w->v.rows, c->clamp_qkv);
-    for (int p = 0; p < 2; p++) {
-        float *x = p ? k : q;
-        int heads = p ? w->n_kv : w->n_head;
-        const Norm *n = p ? &w->k_norm : &w->q_norm;
-        clamp(x, heads * c->hd, c->clamp_qkv);
-        if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
-        for (int h = 0; w->rope && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
-        if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
-    }
-    float far =
-        c->temp_scale ? 1 + c->temp_scale * logf(floorf(pos / (float)c->n_ctx_orig) + 1) : 1;
-    for (int j = 0; far != 1 && j < q_dim; j++) q[j] *= far;
-    for (int h = 0; h < w->n_kv; h++) {
-        size_t at = (size_t)h * cache->rows + row;
-        narrow(k + h * c->hd, c->hd, cache->k + at * c->hd);
-        narrow(v + h * c->vd, c->vd, cache->v + at * c->vd);
-    }
-    cache->pos[row] = pos;
-}
-
-// gated attention: a head's query is followed by its gate
-static void split_gate_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
-    int hd = s->m->config.hd;
-    for (int h = 0; h < w->n_head; h++) {
-        size_t at = (size_t)i * w->n_head + h;
-        memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
-        memcpy(s->z + at * hd, s->mix + (2 * at + 1) * hd, hd * sizeof *s->z);
-    }
-}
-
-static void gate_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
-    int n = w->n_head * s->m->config.hd;
-    float *att = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
-    for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
-}
-
-static void attention_block(Session *s, const Layer *w, int n) {
-    const Config *c = &s->m->config;
-    const Cache *cache = &s->cache[s->l];
-    bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
-    Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
-                   {&w->v, s->h, s->v, n}};
-    Matmul back = {&w->o, s->att, s->out, n};
-    Attention a = {.q = s->q, .out = s->att, .k = cache->k, .v = cache->v, .pos_k = cache->pos,
-                   .rows = cache->rows, .pos = s->pos, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
-                   .hd = c->hd, .vd = c->vd, .window = cache->window, .keep = cache->keep,
-                   .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
-                   .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
-    matmul(&s->pool, s->matmul_scratch, in, 3);
-    if (gated) each_row(s, w, n, split_gate_row);
-    each_row(s, w, n, rope_row);
-    attention(&s->pool, s->attention_scratch, &a);
-    if (gated) each_row(s, w, n, gate_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
-}
-
-static void forward(Session *s, const int32_t *ids, int n, int pos) {
-    const Config *c = &s->m->config;
-    s->ids = ids;
-    s->n = n;
-    s->pos = pos;
-    each_row(s, NULL, n, embed_row);
-    each_row(s, NULL, n, angles_row);
-    for (s->l = 0; s->l < c->n_layer; s->l++) {
-        const Layer *w = &s->m->layers[s->l];
-
-        // tokens look at each other: attention, or the delta rule's memory
-        each_row(s, &w->attn_norm, n, norm_row);
-        if (w->conv_in.data) delta_net(s, w, n);
-        else attention_block(s, w, n);
-
-        // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
-        if (!w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
-        if (!w->parallel || w->ffn_norm.w) each_row(s, &w->ffn_norm, n, norm_row);
-        if (w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
-        if (w->router.data) experts(s, w, n);
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out, n);
-        each_row(s, &w->ffn_post_norm, n, residual_row);
-    }
-}
-
-// logits of n <= LOGIT_ROWS rows of the last chunk, from row first on, into s->logits
-static void head(Session *s, int first, int n) {
-    const Config *c = &s->m->config;
-    Matmul out = {&s->m->head, s->h + (size_t)first * c->dim, s->logits, n};
-    for (int i = first; i < first + n; i++) norm_row(s, &s->m->out_norm, i);
-    matmul(&s->pool, s->matmul_scratch, &out, 1);
-    bool plain = c->logit_scale == 1 && c->logit_cap <= 0;
-    for (size_t i = 0; i < (size_t)n * c->n_vocab && !plain; i++) {
-        float y = s->logits[i] * c->logit_scale;
-        s->logits[i] = c->logit_cap > 0 ? c->logit_cap * tanhf(y / c->logit_cap) : y;
-    }
-}
-
-// ---- 10. session ----
-//
-// The KV cache of a layer is a ring of w + chunk rows: w = the window it sees, and room for a
-// chunk, so that writing a chunk overwrites no row that one of its own queries must see. A row
-// stores its absolute position, and that alone decides who sees it; keys were rotated at that
-// position, so nothing moves when the ring wraps and generation goes on past any limit.
-
-// The one switch of backends: a GPU takes a whole model or nothing, on the same buffers.
-#ifdef LLM_METAL
-#include "metal.c"
-#else
-#define gpu_open(s) (void)(s)
-#define gpu_close(s) (void)(s)
-#define gpu_forward(...) false
-#define gpu_head(...) false
-#define gpu_argmax(...) (-1)
-#endif
-
-// places every cache; with a counting arena it only adds up
-static void plan_caches(Session *s, Arena *a) {
-    const Config *c = &s->m->config;
-    size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
-    size_t start = a->used;
-    s->recurrent = arena_take(a, 0, 0);
-    for (int l = 0; l < c->n_layer; l++) {
-        if (!s->m->layers[l].conv_in.data) continue;
-        s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, sizeof(float));
-        s->cache[l].state = arena_take(a, (size_t)c->n_value * delta_blocks(c) * c->dk,
-                                       DELTA_ROWS * sizeof(float));
-    }
-    s->n_recurrent = (a->used - start) / sizeof(float);
-    s->saved = arena_take(a, s->n_recurrent, sizeof(float));
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        Cache *cache = &s->cache[l];
-        if (w->conv_in.data) continue;
-        bool whole = !w->window || w->window >= s->o.window;
-        cache->window = whole ? s->o.window : w->window;
-        cache->keep = whole ? s->o.keep : 0;
-        cache->rows = cache->window + s->o.chunk + cache->keep;
-        cache->k = arena_take(a, (size_t)w->n_kv * cache->rows, c->hd * sizeof(uint16_t));
-        cache->v = arena_take(a, (size_t)w->n_kv * cache->rows, c->vd * sizeof(uint16_t));
-        cache->pos = arena_take(a, cache->rows, sizeof(int32_t));
-    }
-}
-
-// Every buffer that forward uses, for the widest layer. Attention's and the FFN's buffers never
-// live together, nor with the logits: they share bytes.
-static void plan_scratch(Session *s, Arena *a) {
-    const Config *c = &s->m->config;
-    size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
-    size_t heads = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, ring = 0;
-    bool floats = false;
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
-        size_t q = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > q ? q : 0;
-        heads = larger(heads, w->n_head);
-        k = larger(k, w->k.rows);
-        v = larger(v, w->v.rows);
-        att = larger(att, larger(values, (size_t)w->n_head * c->vd));
-        mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
-        z = larger(z, larger(values, gated));
-        ff = larger(ff, larger(w->ff, w->shared_up.rows));
-        ring = larger(ring, s->cache[l].rows);
-    }
-    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
-        const Tensor *t = &s->m->gguf.tensors[i];
-        floats |= t->n_dims > 1 && !formats[t->type].unpack;
-    }
-    size_t widest = larger(c->dim, larger(att, ff));
-    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, widest, s->o.threads, floats));
-    s->x = arena_take(a, n * c->dim, f);
-    s->h = arena_take(a, n * c->dim, f);
-    s->out = arena_take(a, n * c->dim, f);
-    for (int i = 0; i < 2; i++) {
-        s->rope[i] = arena_take(a, n * c->n_rot, f);
-        s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
-    }
-    s->slopes = arena_take(a, s->m->layers[0].n_head, f);
-    size_t mark = a->used;
-    s->attention_scratch =
-        arena_take(a, 1, attention_scratch(heads, c->hd, c->vd, ring, s->o.threads));
-    s->q = arena_take(a, n * heads * c->hd, f);
-    s->k = arena_take(a, n * k, f);
-    s->v = arena_take(a, n * v, f);
-    s->att = arena_take(a, n * att, f);
-    s->mix = arena_take(a, (n + c->conv) * mix, f);
-    s->z = arena_take(a, n * z, f);
-    s->ba = arena_take(a, n * 2 * c->n_value, f);
-    s->decay = arena_take(a, n * c->n_value, f);
-    s->write = arena_take(a, n * c->n_value, f);
-    a->used = mark;
-    s->gate = arena_take(a, rows * ff, f);
-    s->up = arena_take(a, rows * ff, f);
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
-    s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
-    s->chosen = arena_take(a, n * c->n_used, sizeof(int32_t));
-    s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
-    s->weight = arena_take(a, n * c->n_used, f);
-    a->used = mark;
-    s->logits = arena_take(a, (size_t)LOGIT_ROWS * c->n_vocab, f);
-    s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
-}
-
-static int count_cpus(void) {   // those this process may run on; performance cores on Apple
-    int n = 0;
-#ifdef __APPLE__
-    size_t size = sizeof n;
-    if (sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0)) n = 0;
-#elif defined(__linux__)
-    cpu_set_t set;
-    if (!sched_getaffinity(0, sizeof set, &set)) n = CPU_COUNT(&set);
-#endif
-    return n > 0 ? n : (int)larger(sysconf(_SC_NPROCESSORS_ONLN), 1);
-}
-
-// ALiBi (arXiv 2108.12409): a slope for each head, powers of one ratio; heads beyond a power of
-// two take the odd powers of its square root
-static void alibi_slopes(float *slope, int n_head, float max_bias) {
-    int whole = 1;
-    while (2 * whole <= n_head) whole *= 2;
-    for (int h = 0; h < n_head; h++)
-        slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
-}
-
-static void session_truncate(Session *s, int p) {   // forgets positions p and later
-    for (int l = 0; l < s->m->config.n_layer; l++)
-        for (int i = 0; i < s->cache[l].rows; i++)
-            if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
-    if (s->n_recurrent && p > 0) memcpy(s->recurrent, s->saved, s->n_recurrent * sizeof *s->saved);
-    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
-    if (p == 0) s->saved_pos = -1;
-    s->n_history = p;
-}
-
-// Runs a plan to learn the size, and again to place the buffers: in whole pages of 16 KB (what a
-// GPU can share), zeroed when they are first touched.
-static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
-                       const char *what, Error *e) {
-    Arena a = {0};
-    plan(s, &a);
-    *bytes = a.peak + 2 * 16384;
-    void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
-              : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
-    *base = p;
-    a = (Arena){.base = (char *)(((uintptr_t)p + 16383) & ~(uintptr_t)16383)};
-    plan(s, &a);
-    return true;
-}
-
-void session_close(Session *s) {
-    gpu_close(s);
-    if (s->pool_open) pool_close(&s->pool);
-    if (s->kv_base) munmap(s->kv_base, s->kv_bytes);
-    if (s->scratch_base) munmap(s->scratch_base, s->scratch_bytes);
-    free(s->cache);
-    free(s->history);
-    *s = (Session){0};
-}
-
-bool session_open(Session *s, const Model *m, Options o, Error *e) {
-    const Config *c = &m->config;
-    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
-    if (!s->o.window) s->o.window = c->n_ctx < 4096 ? c->n_ctx : 4096;
-    if (!s->o.chunk) s->o.chunk = 512;
-    if (!s->o.threads) s->o.threads = count_cpus();
-    s->cache = calloc(c->n_layer, sizeof *s->cache);
-    if (!s->cache) return fail(e, "out of memory");
-    double rows = (double)s->o.window + s->o.chunk + s->o.keep;
-    if (rows > INT32_MAX / 2) return fail(e, "a window of %d tokens is too large", s->o.window);
-    if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
-        !place_plan(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
-                    "scratch; try a smaller -b", e))
-        return false;
-    session_truncate(s, 0);
-    for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
-    alibi_slopes(s->slopes, m->layers[0].n_head, c->alibi);
-    s->pool_open = pool_open(&s->pool, s->o.threads);
-    if (!s->pool_open) return fail(e, "cannot start %d threads", s->o.threads);
-    if (!s->o.cpu) gpu_open(s);
-    return true;
-}
-
-// does every layer still hold all rows that a query at p sees?
-static bool rows_resident(const Session *s, int p) {
-    for (int l = 0; l < s->m->config.n_layer; l++) {
-        const Cache *c = &s->cache[l];
-        int first = p - c->window + 1 > 0 ? p - c->window + 1 : 0;
-        for (int i = first; c->rows && i < p; i++)
-            if (c->pos[cache_row(c, i)] != i) return false;
-        for (int i = 0; i < c->keep && i < first; i++)
-            if (c->pos[i] != i) return false;
-    }
-    return true;
-}
-
-// Prepares the caches to continue after the longest usable part of ids; returns its length.
-static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
-    int p = 0;
-    while (p < s->n_history && p < n && s->history[p] == ids[p]) p++;
-    if (p > from) p = from;   // these rows are asked for: at least the last
-    if (p == s->n_history) return p;
-    if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
-    if (!rows_resident(s, p)) p = 0;
-    session_truncate(s, p);
-    return p;
-}
-
-typedef bool RowOut(void *ctx, int i, const float *row);   // false stops
-
-// Evaluates ids[0..n-1], reusing what the cache holds, and hands out the logits (or the normed
-// residual stream, hidden) of the tokens from .. n-1, in order.
-static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hidden, RowOut *fn,
-                        void *ctx, Error *e) {
-    const Model *m = s->m;
-    if (n < 1) return fail(e, "nothing to evaluate: no tokens");
-    for (int i = 0; i < n; i++)
-        if (ids[i] < 0 || ids[i] >= m->embd.rows)
-            return fail(e, "token id %d is out of range; the model has %lld", ids[i],
-                        (long long)m->embd.rows);
-    if (m->pos_embd.data && n > m->pos_embd.rows)
-        return fail(e, "position %d is past the model's %lld learned positions", n - 1,
-                    (long long)m->pos_embd.rows);
-    if (n > s->history_cap) {
-        int32_t *h = realloc(s->history, (size_t)n * 2 * sizeof *h);
-        if (!h) return fail(e, "out of memory for %d tokens", n);
-        s->history = h;
-        s->history_cap = 2 * n;
-    }
-    int p = session_reuse(s, ids, n, from);
-    bool save = s->n_recurrent && n - p > 1;
-    while (p < n) {
-        int left = n - p, count = left < s->o.chunk ? left : s->o.chunk;
-        if (save && left > 1 && count == left) count--;   // stop once before the last token
-        if (save && left == 1) {
-            memcpy(s->saved, s->recurrent, s->n_recurrent * sizeof *s->saved);
-            s->saved_pos = p;
-        }
-        if (s->stop && *s->stop) return fail(e, "interrupted");
-        int first = from > p ? from - p : 0;   // row of this chunk
-        if (first > count) first = count;
-        bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
-        if (!gpu) forward(s, ids + p, count, p);
-        memcpy(s->history + p, ids + p, count * sizeof *ids);
-        s->n_history = p + count;
-        for (int i = first; i < count; i++) {
-            int row = (i - first) % LOGIT_ROWS,
-                rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
-            const float *out = s->logits + (size_t)row * m->config.n_vocab;
-            if (hidden) norm_row(s, &m->out_norm, i);
-            else if (row == 0 && !(gpu && i == first) && !gpu_head(s, i, rows)) head(s, i, rows);
-            if (fn && !fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
-                return fail(e, "stopped");
-        }
-        p += count;
-    }
-    return true;
-}
-
-const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
-    return session_run(s, ids, n, n - 1, false, NULL, NULL, e) ? s->logits : NULL;
-}
-
-// ---- appendix: Unicode ----
-//
-// UTF-8, and tables of the Unicode standard for the tokenizers: sorted ranges of characters with a
-// value. A range is two or three numbers: twice the gap since the range before, plus 1 if there are
-// more characters than one; how many more; the change of the value against the range before (0,
-// -1, 1, -2... as 0, 1, 2, 3...). Each line starts afresh, so that a binary search over the lines
-// finds the one to read. A number is base 60, digits from '#' on; higher digits come first, are
-// base 32 and begin where those 60 end.
-
-static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
-    "$+5$'$$4%#$$%&#%$($#%$&$$,&$$'$%%$$$$<.$%/#%#$#%$<.#-#%#$#%$('#$$<%#$#&$'%#$$$%#*#)#%#'$&&$$(",
-    "e#1#,$$+#%#(#$#)$%&#'$9*#-$A,#-$b1,#%$&$$&%$b>$#%$=$$4%$&+$.*$0+$'*$)+#*#+#*$3+$`V&$&(#%#+$$,",
-    "|K)$%$#+#*,$-#,#+$%*%#&6#&`9##-$a5,#-$)&$aP(&H#'%$()$K($$)(%%&O&#%#$#%$$$#%$$$#%#$4=&,&#$$)",
-    "`r0(5$%&$$$#%$$$$$%$-&#%#)$%($M($7'$,$$&'$$(#'$`I&#)#($)'#+#&$(&$$&$$'#'$&&$$&$,%$%$$$+#*$0)",
-    "`{15#.#'$@&$='(`?&$-'#&@,%$C$$+'$$&#+$%$#(''$$'$8*$&'#&$+'#&$%'#&$''(1%&;($%''%&-(.:##+$(*&$/",
-    "ah8*-$L&$:'#+$C*$X&$%'#&$4'#&$)'$,&$$'$$%$,&#'$2($%'&*&($#(8#&)#%#*&#''#&$)'($#(%##&3',$&&%#",
-    "as8$-(,$$$$$$+$(($$)#*#)#$(%#&(&,$#(8#&)#&$#&$#&$#''&'#,$#(%#)#2&&%#2,%$$%$%&#'#%8%$&+&&%#&8#",
-    "az$))&$#&'#''#&$*'&%#&%#'&B$#$$'(,$#'#%1*$('&%#&*&($#(8#&)#&$#&'#''#&$)'($#(%#2%#,$&&%#$$'(,$",
-    "b`G1#*$(%7%#&&(#*%#&&#*$#%#&$#*$#*%#*.#,''*%#&&#'&/'@/$$*).'&$*&&%#&9#&2#''#&$)'&%#&&#2$#&%&",
-    "bhA)($#$$'(,$1'$)&#)#*$%'#%$*(&%#&9#&,#&'#''#&$)'&%#&&#2$#0$&&$#$$'(,$&$$#'<&#$+&&%#&K#$$'#&",
-    "bp$)-&%#&&##&#+,%*#'$)$$%$$$'(5$#)$(*&%'&4&*:#&+#%#()#)',(#%#&*#0,$($%#%<R(#'$$&$)'+'$)*$*'#%",
-    "by,,+$$'`2$(%#&'#&:#%#&,##'$$&$+'#&('#%#&)'&,$(&$`'#$%+$1$#%#$$%%$$&$('$6(#)#&#'#&#'#&$&%$$$",
-    "ca,*)&F#,6'#%$$$$'&$-'&F#&*'#&$('&$#$'$$&%$$$`2M($6'#&$,%$('$(($&'$&&$%'#&$%'$$&$)'$%&$&'$/&",
-    "ckX.-#&#'$,$$&%$$'$H,%%-#(M##)$dC(&&#()#%#&&#(K#&&#(C#&&#()#%#&&#(1#&[#&&#(`)#(%'$+%$6&*2$$,+",
-    "df@`<'((#'+$i6(#+#$$3(#-$<,$$)*`1($%)$%&$*$24#$&'65&$%'$$%64($$'</&&%#&$'<V&$B'$%%#($%)#%#*#'",
-    "ejP,+0,#0-'$%$#+#*$,$0`?$2'#$$'$D&#'#&.`,#8A#&.',.#+'*$$$,&$@$('#:N#,<#0-%*D)$9*$''($%$W($,'",
-    "f`(?-'#$,$0,#0)'#($()(A$`J'#$Q&$3'$*&*,%$)'$,%$+&$+'$$$&%$$@&$/'$$&$,%$N$$0'4&%$F($6'*'%$,&",
-    "fpB%)$,%$F$$$)$+(2M$(%#$*+4%$#%$7$$&&#'$(&#'$$&$%'#&.N$$`%%$/$#%$D$$G%$`&'$cH(((#(H#((#(*#%#",
-    "gjE'%#&A#(W#&)##-#,$%-$%,&)#$%-$&,((#&%-$/,$%-(%,&)#$$-&-%$'%$:($$'$'%#$$6&#%$/$#%$.$#'$'%&,#",
-    "gsS+#$((%$%)$$$#($,%$%)$$$&/(*C+BC&B$'#,$&-#,$$-$,,#-#,$%-$',$(-#,#-#,#-#,#-$&,#-$(,$&%#$$$-",
-    "gzH&'$'-$',$&-#,#-$U($$&$''$$),e2#$&$$?%$$$$c.%V-#N^($`4)$8($i2)$0$$@&$S)$$$$A%$,$$eM%$8$$`%%",
-    "jd(&/$B%$$$$e0%(B#&`O#$a&,$$%$`M$$(-$&,$%)$$(.&+#&$$'$H(%#-#(Z#1##)?$$9&6)#&)#&)#&)#&)#&)#&)#",
-    "kf0))&B'$Q%#($B)$$%$.$`,<%&`?#<bD#X2##%$%&#%$$*#%$,'$$%$.$#%$+($(%#%$'($$+$%($$$#)$$%&`<*($'",
-    "k}R$1$%*#)$`@(#)$&(.M#&`D#&$+$&($,)$B*$F+9#$2*$A+&,($@)$*(#)$1($B)$,($I)$1($d6)$blV*$`&+$jp3*",
-    "`j{4Y16P*$$)$c?($%)$2($,%$$$LP$#%$&'#%$,$#%#($>$$$%$$'$`,&$,%$$%$(%49%$+*$$+$`4,#%$9$#%$$+$&,",
-    "`ktV^).$#%#&'#T2##'$%&#'$&&#'$9&$''$&'#&*($$&)0V*$&)4$$$T&$4'4$%$,&04%$(&$%)#(#)$$(#'$,$$>$",
-    "`lb<*-$$%$9($/'9%$?(*&'$Q&$0'$/%%($,%,$'$'(#'$,&$,%$'$&K#$0'6%&#'$*&$$'(,$(&'$9($%+#*$%'$T&#'",
-    "`loE)$%'$$&$$'$'&$$'#&#'#&T%#$$)$-($''$$%$%($$'8(&((#((#6)#&)#&M##+$0*$$+,`6,$E%$*'#%$$$(,$",
-    "`lzPdy.)<9#,S#,ckR/$e(.(`P#`4)$<'#-%#'$,&#+$/*&'#%#&$#&$#&`R#$3+De%*$$)$2%$`&*(X#1+`(.*$&+$2&",
-    "abw$,/02$$E%&0##%#$$%%%$#%$$$,'(&a1#'/&%(#%$($#%$&$$,&$$'$%%$$$$<*$%+#%#$#%$<,#+#%#$#%$)$$`?(",
-    "ace@()((#((#(%#*)+&)#8%'$$&(.*&<#&5#&$#&1#(0#`,a%#.%),O&*+)$[($3)$$($%)&/#)#`FO##&c8?&*S#A'",
-    "ad`*=+,B$$&%66$#%$*$#%.H$$''.@&%)$F(,*##)$'&`<`6&$`4%(,%0F&,F#,J%4V#9)$-(&1#&)#&$#&-#&1#&)#",
-    "adx>$)a2d-#68#8*#T(#&L#&+#a6(#'#&N#&$#)#(9#%)$*&$9$$$+$)($A$4+%`H5$&$#.'%$8$$(%)'$<(-)a,Z(,$%",
-    "aezL$)$2%(P##$$%'&$#.&#$&&&%#&?#(%'+#$+$2+'2?($$%#'$?($%%`(*$#+$>*$$','$$)'6X(*))$8((*%$5$.*%",
-    "afiL4)2&)<)&aL`/$`VU$>U#2('$F$$&'4,$hTA#&L$&$'#%($(aB%'$?&$,%#$48#$-'$&$$''P4($&'$&%`47($)%",
-    "ago$9)6%'$W&$1'$)%,@&#%$$&$$'#&6&'$O&$-'$$%#)$&(#$7+(;.2,%0%%$F&$0'&,$$&'#($$'#&4E##'$$%#(6%'",
-    "ag|^R)$0'$&&$&)$&$#%$$$$,$#$#)#($%)&6&:4$&;#$.'$(%#$$$&#'a()&%#&&#&1#&,##)0Q($.'.,$0&%&*&($#",
-    "ahj68)&)#&$#&'#&$'#&$)'($#(%#'&/'.'&$$'()#*'#cJW&$4'$&&$')$,&$$'%##$$%&`$R#$6'$$&#)#(4,%dDQ$",
-    "ai`F)-(+#$9%$&($$'`,R&$3'$%%#(:,%0/'JM($/'#&#)0,&`T=$(1',.$$%'#%$)*e.N#$1'#%b8`&*$5'<*$'#(*#",
-    "ai}F$)&:#$('&$#(&##&#'#&$$'$%%6,&a8*$(I#$)'()##&#)#(#'Y&$,'$J&$)'#&$&'$*%#$3&$-'$P&$2'$%%#(",
-    "ajjL'/>`/(2,)g0+(&G#$*'&*##&$')8?&*$'$@((8'&0#a>)&&$#&H#$(')#&$#&)##&#'4,$0($&$#&B#$''&$#&'#",
-    "akd')2,%i85$$&'$$%2$$#&#'$/&&D#$)'*'#$/%$,&aW$B7%$?)=$$n8(b<`U%&'':b2(avX`G#$$)>pV($2/#*$(&",
-    "aqeJ1-cdLhM&g~Rh?#2A#&,%,$'$`5(&,%0@$(''#%8R($)'$'%$&%$&*#)#%8,(&)#&7$.5#u\\`&#$9%$&'b:`1(+'",
-    "b`};)$Y'2&#$/&a,$##)#(#':$#@be2&4sH#`<+#hhV&#&)#&$#&cU#A#^%#'#@&#4eF#ak\\`Q#./#*+#2,#'+$$&#%",
-    "buq,&5c{LP*(9#6`Z'a$c(#8I#(^#$'&$%'$(&$*+$**$$'$)&$@'$&&$`#'N`(#$%&#'c(6(<6#<`=)6;(cB`;$&`-#",
-    "b{}X$)'#($#(&#&.#%#&)#&`'#&&#(*#&)#&>#&&#&'#%#*)#&dJ#(;##+$;*#+$A*#+$;*#+$A*#+$;*#+$A*#+$;*#+",
-    "b|vTA)#+$;*#+$**(T%$gB)$Y&$&'$T&$*'#&$0'#&$$'$'$B'$&1#`cTA&0(#f*)'&3#()#&$#&'#.`$&`)'bPO&*)'",
-    "c_i:))(,%+$#+iL@*#'FN&$&'$,$-)n@>*$&'$,$wP)$&&#&$#&1#&b3#(+%$)%`:`*($))#&,,%,$'y.]&#)$%(#)$&(",
-    "cbm^O+#)$1(e@&$&=#&$#%#'#&,#&&#%#%#/#+#%#%#&%#&$#%#'#%#%#%#%#&$#%#(&#&)#&&#&&#%#&,#&3#.%#&'#",
-    "cb|.3)`P$+h$N#,`J#<1#(1#&1#&G#8/($aK)`X?#>N#,+#2$#@(#d,o:#,3#*/#*`]#,`E#0.#+#B.#,Z#4,#0J#4@#",
-    "ceqL$1aHdJ#<0#(/#*+#2P#&)#40#,+#2+#2a=#&Y#`2,(`a8uf^$`(ad0#0bL#(b_$#@b{C#Bi8#aq0h$#`q0aq5#",
-    "ep}<adV)vdl9/`$`F#c4b^*abw$`ac0+(`ac0#",
-};
-
-static const char *const UNICODE_LOWER[] = {   // what to add; 0, -1: pairs, upper even, odd
-    "a.<`'b:9#&)#`*R`&#eH&(eI&2$&P%#c$$(c#'f%$&e^#eW$$eX$$eW$$eV%aK#c)#%$$eR#eW#'%+#&$$e\\'f%#'%%",
-    "lX(##f3$$f4#f5($f2#f3$$f4$$f3$&f2#f7$$f4($#/'$$(#)$$&#'$4(&4%%'$&&#b0#`9$J`W#c6&4c7/jfU$$jfV",
-    "r)d<#jl-($jfP#e>#gS#'$,a8hH&#($#1bW/aF&%$%Y&$$&3`$&+#`-R4:2+`^($`]#.$$1&%c6$2f#$B`F`HD`&4X##A",
-    "`gF0$&`F%&H`Gb_6HfoC%#-#w(`6`_|7$(`gn.ah<MbcB(%#iLa@bc33f|T&`Ff|U4*24(#8*#4*#4(#9#%#%#%#4*#",
-    "gl(*24*#4*#4$#$$a.#a-:&aD#aE:$%$$b&<$b'$$b>#bA:$c$$$'#bYhYfy2){V#c%/gs7`B2:J$Dz2<Y`|8RO`H$`F",
-    "jyOje(#fe]#fe<((jdC#jf4#`%#`*#%&$jf;&$$2$jg>$`JjgA2&$*$%`_j(P#H>#c@0#(`$#6&$#`cxL$,`cxO*$$",
-    "`ktQ`k`6(&`k`7(6##`ka2#8#+#7#(%`K#R#M#`k~I$2}Z#`F#`k_H#feQ$&`cz=.$%,&#Z$$vfT<`)`gNJ3cDF#d0-$",
-    "adv81`5&)#&$#`z$UUbdRB`&uxHB#`_u<D'",
-};
-
-static const char *const UNICODE_BASE[] = {   // the character without its accents
-    "e<(a-%'$&'$&+%-$'%(&/#+((3%'$&'$&+%-$'%(&/#+%##`V#`'#`&#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`'",
-    "h+a5#`'#`&#`'#`&#`'#`&#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`''`$#`'#`&#`'#`&#`'#`&#`'#`&)%#`'",
-    "i7aA#`'%`$#`'#`&#`'#`&#`'+^#`'#`&#`'#`&#`')`$#`'#`&#`'#`&#`''\\#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
-    "jMbU#`&#`'#`$#`'#`&#`''`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#^#`'#^#`'#`&#%#`'#`&#`'#`&#`'`)`<",
-    "lYbM=V#`'[`N#`'#R#`'#V#`'#V#`'#`&#`'#`&#`'#`&#`'#`&#`'%`N#`'#`&#`'#b9#`''d4#`'#Z#`'#Z#`'#`&",
-    "o=bM#i[#f5#q:)`,#`''T#`'#`@#`'#b9#`'#>#`'#e(#`'#`&#`'#Z#`'#`&#`'#Z#`'#`&#`'#V#`'#`&#`'#\\#`'",
-    "pKaO#`'#\\#`'#`&#`'#`*#`'#`$#`''`>#`'/`4#`'#Z#`'#N#`'#`&#`'#`&#`'#`&#`'#N#`'g[tE#%%G#8`EaH5t2",
-    "}%dG#wU#w6#w?#'#'%/%/#+#CU`&#;#;#+#'#'#;U:#;#.#/#+,$5`>$a1%&)<+K#&#978`%`'P$(%&)`-+Z#&#9Q`I#%",
-    "`gE`aW#`'=`2#`'#`&#`''X#`''d=#%#e@#`'#`$#`''`$#`'#`&#`'#V#`''dK#%#e2#`'#`:#`'#`&#`'#`&#`'#Z",
-    "`i5`cA'Z#`'hX$nW#`)#`(#`-d)cI%JCErYr[13')`-^#%#%#-#-#%#5#+bF$d'A`2#%%=aQc9'/`+`*#%#-'AfQh?($#",
-    "b_[a}]#%`SbO`Q`O#%#$c)c3b]c%0$1&$#c/c3#%#$cMcY&%#jWk%57+-+-+-;X5`I%##a-%%3a.E`)57+-+-+-;XbGc]",
-    "feGfeE%'%'%'%')+`7`9%'''#%%)v7fe<#`'#`$#`'#`&#`'#`&#`'#`$#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$",
-    "g_Mb9#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`$#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#^#`'#`&",
-    "g`MbE#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
-    "gaMbM#`&#`'#`$#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
-    "gbMbW#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&",
-    "gcMc##`$#`'#`$#`'#`&#`'#`&#`'#F#;#)#'%gO+iF#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&",
-    "gdYb1#`&#`'#`&#`'#`&#`'#Z#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#Z#`'#`&#`'#V#`'#`&#`'",
-    "ge[aI#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#V#`'#`&#`'#`&#`'#`&#`'#`&#`'",
-    "gf[aU#`'#`&#`'#Z#`'#`&#`'#`&#`'#`&#`'0*z?$*`&$(`/((`&(*`+$*`&$*`+$*`&$(`3((`&(*`3%`&%#%#%#",
-    "gjP*`_5$*`&$$3$$+$$'$$'$$/$$/$$+(*R$*`&$*`3$*`&$*`K$*`&$'3&$#$'`&%`7'y,$%y)&$#$$`*$%'$%fo3",
-    "gn@&~Q($#$&`&&%fq5$&foT$$*$$+$&`&#*$$x8#a:(%|)&$#$$`:$%7#x0'gj+#%hOfpZ){N#6bKg{1#'G'`#a##+#&",
-    "ha3ha1+-')QS%'WQ'1''%)Oha@%hb77J#haL#'#hb;#%'=#%')#%/)#%'1#%')#%`+Y#/#%#'`G`D#%#K#%/`'#%#%#%",
-    "hk%kxW#%a`I`k*`m9`m7%'%'%'%'%'%'%'%'%'%'%'')%'%'0$1&$)&$)&$)&$)O`P5aY=?%'%'%'%'%'%'%'%'%'%'%'",
-    "l_-l_+%'%'0$1&$)&$)&$)&$)O`P'a=#%#%#%)9`_xJhRgo\\$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%",
-    "`te\\hRcp?$hR%$hR%$hR%$hR%$hR%$hR%g{K`_z;#h}B#ir[#p*#f~L#gu8#`oI$$se)#qvT#na+#oa>#`_%#ai'#dmA",
-    "aal5`a_-#`x;#kI#iG#a_Q#ig\\#y=#~[#xQ#cjM#bo=#agQ#sbL#`i1#eh%#`{A#dj3#ek5#pg^#c}Q#dyO#}I#ih<",
-    "aam'`as##`tE#j_L#aeU#`t]#`nC#f}?#pl&#qM#hU#cwO#`rM#`|Q#`h5#alK#`r9#aW#a_I#an%#`c-#tM#h~:#g)",
-    "aamU``o##`sE#c`]#b`]#dfP#li8#`s=#fyC#`b+#bw:#`uK#di;#av)#oq(#}/#bsU#`_1#i5#bwC#gS#el?#p~P#ke-",
-    "aanGtyC#B#iw##~##`sY#c}##a|@#iz0#`|=#gx?#oeD#bsO#`bE#de%#o5#hd(#ib7#i~V#cfS#cu2#ge9#`}B#eh[",
-    "aao9uiQ#`f5#gd=#bp7#`u=#gf^#hqW#hj^#ap:#go1#giT#cvI#ii8#v5#b/#e`W#dm'#`n/#afE#`zI#ow6#j)#`k5",
-    "aap+xi##`y=#av1#am3#fr5#`g=#`bI#`U#si0#dk)#`g%#hqA#l`B#yC#bO#u/#axY#q7#zO#`kU#`bC#t-#b|E#av.",
-    "aap[`el]#yY#pk8#cK#p[#fn5#ekG#o3#ju<#i##}'#ad]#cl7#ai\\#hw$#ac]#`i'#nE#s7#df+#e)#a~A#dO#cx#",
-    "aaqO`gg/#aO#e[#rj(#jfE#el##`iS#mj<#c{H#rW#a}C#aM#anS#`dI#aaC#`e##b|K#ba+#c_E#neD#kuG#q`0#dqO",
-    "aarAzv%#`l3#jE#`m5#j/#y/#`fI#fh##q|8#cm]#l}/#qvX#bm7#cnA#gzO#ku8#mM#`y1#b`G#hiI#qf8#o/#af+",
-    "aas3zf%#iA#jC#`c-#`{U#nW#apU#anK#G#ak)#`j;#q`,#fiA#fb(#f|=#vO#cs7#cm-#`oK#r?#mtF#`s[#djI#`{L",
-    "aat'`_yK#k7#arR#q8#fc1#od&#l~K#l`^#`L#bjM#`bI#e|]#g{4#cu-#`uN#ixU#`z,#bvA#bkV#jkB#brT#`e;'u/",
-    "aat[zi3'dnJ#g{+#}[#sW#`+#1#`;#f})#faZ#xE%`u%%`hS'`kS#eE)abS#=#`?#`eS#blB#`pY#q},#i=#b;#kK#Y",
-    "aav)ue]#rG#bA#b3#nO#b?#~W#7#`b;#f'#`3#b7#{M#cY#dU#oK#`i/#d=#gS#rG#e5#oQ#`dU#dQ#9#$#3#/#1#`G#%",
-    "aaw+`_r/#a-#iI#qS#M#`W#i-#cY#o3$$cK#n[#`g5#c?#k)#`W#lK#`Q#uW#c7#`wY#h?#a##mzZ#c_t)#bvu&'lz2",
-    "aax)tx1#aD#o2#n)#`]#iY#`M#uA#a:#a3#a=#t'#a]#cU#C#h##eG#~3#1#cS#a3#h]#b[#a6#c?#`B#cW#a/#l7#a[",
-    "aay)yw'#gK#hC#d=#+#`]#`b5#a-#l%#lK#B#aY#g;#j/#`t)#`m>#c'#c)#iY#c]#`Q#fC#'#dM#E#U#aW#6#l/#o-",
-    "aaz)``_##e1#f?#d)#j##eI#{-#d1#}/#n/#a5#C#hY#`Y#`@#`S#(#D#aC#aM#kO#qK#i?#hU#f9#`a7#b=#bU#c=#`/",
-    "aa{)`gp=#`G#w1#`eO#bguW#.#baM#cemJ#`e1#`)#clj/#axU#ha1#b~{2#aAa1`g~H%U8&4$%T#%#%#%#%#%#%%'#%",
-    "aa~S`p[#%#%%'%'#%%'#%%'#%#%#%#%#L#*#7#5dtMafbY%'?7c7cK#%p^$pQk0$k7%#g9gA#%|O|O`pb9`pb3$(%aWb1",
-    "b{e3b{e/#$#%#$#%ammYbfiD#,#5#br}]#brt:#aG#=#a9#c##`%#aG#R#foD#b{d/#bso<#1#C#I#bsdA#bzyP#fsO",
-    "eiu%tvY#bse7#bsd^#=#w2#wC#5#cxsG#cxq>#?#fwJ#fyC#9#`?#-#fyN#f|;#'#Y#O#9#%#E#`K#3#5#U#7$%'#bs~9",
-    "eiv)|~?#fs>#M#bteC#bte*#/#M#d'#b:#C#`'#`[#aS#W#a1#C$$`)#M#G#3#A#j7#h&#h)#eF#`-#`dP#`yY#hF#`3",
-    "eiw+vn9#c6#dE#$#c)#bumK#buk6#-#A#K#3#a+#buvK#a/#but2#`E#;#aH#cO#hmJ#?#hrG$$`S#bva?#bu}$#M#A#;",
-    "eix)cnw3#bvf0#1#{-#z0#hwD#hyI#?#aO#`L#bvy9#bvs4#bvs9#bvqZ#(#E#b9#%#i`L#iaG#`=#M#`?#ic@#calY",
-    "eix[na##ie##)#)#K#cy{##cyy2$$bwqQ#bnf^$$hhD#if4#ce|9#kq/#che*#5#igR#ii9#`M#7#`+#cC#in,#^#ioS",
-    "eiyScq{;#bxaD#c5#+#'#&#`C#K#`/#>#9#`E#K#+#W#9#a/#aS#`-#c+#bxo[#bxpD#a,#bG#Y#b1#bxrI#bxpD#b(#Z",
-    "eizSno?#jg9#M#`%#`2#jeP#jl]#]#byhC#bydD#h1#dT#joB#jq[#jr@#`.#e`C#)#duQ#b6#e}=#of&#hkO#+#/#a%",
-    "ei{KzpM#byx'#ceoV#j|9#bX#eU#`M#bysC#bys0#bL#g-#kb\\#kdA#b1#a9#e7#byt-#byr>#kn$#kp9#bza7#bz_H",
-    "ei|;oaG#kq3#`A#Y#%#bzl;#fzR#f~=#bzk*#bzz+#bzv8#?#b:#dU#`7#`Y#`R#`7#A#=#bzs%#bzuN#g9#a)#lc(",
-    "ei}1|p=#*#bzvS#bz}J#k=#bzu[#`G#bztF#bU#X#(#ln(#loK#`M#.#`S#bjz?#bju:#b{`##bz}(#b{h%#b{c8#=#Y",
-    "ei~%czeK#b{tF#M#b{}[#f=#b{}N#E#mb,#mc%$$mbH#mh%#M#M#K#a5#mi(#ml)#b|rS#b|qZ#b|u##b|s6#bqdU",
-    "ei~S~n?#b}h)#Q#cK#ckz^#;#msK#b}kQ#$#`5#W#b}l@$$%#`=#mtX#mw'#mvH#aK#clvM#b}{0#a'#a+#m|(#cmeA",
-    "ej_I`_j;#b~gK#`=#b~g.#b'#nc*#ne]#7#-#b~w]$$h]#b~|H#ndN#cnk%#b~~(#)#njR#cnpY#b~|2#noF#np7#,#]",
-    "ej`=da_/#c_q0#nq.#ntC#`]#a1#nw$#cox/#`%#cow^#co|W#c_{P#c`_+#c_~0#b9#9#c`h1#a=#c`gH#c`l'#c`kB",
-    "eja+cuf=#cccF#of9#aM#og2#oi1#igT#cj~C#?#l{V#5#brs(#)#bs'#s`L#oq7#.#G#kwV#kxC#'#7#`9#caf+#caf,",
-    "eja]`a}U#a7#a?#cF#d+#`;#bO#gJ#b]#'#C#caf3#i5#c^#crbB#p_/#'#`-#cb|?#cbyV#car?#crtT#+#cry+#hI",
-    "ejbSqo9#phQ#;#9#'#a+#`(#c?#`>#d%#aL#a1#Y#po@#prC#`'#pr>#puI#)#cbvG#cbrN#1#pwT#pxQ#umX#cysY#e+",
-    "ejcMqzK#5#qa]#aE#d1#eQ#ccj5#ccg<#O#b##b'#ccv/#~wX#bcz@#@#`O#bd`C#bcxZ#b7#ce_W#Y#cdu,#b)#`'",
-    "ejdAdkqG#cd{8#hA#d5#%#b&#kM#[#cejY#cd~<#sg.#shK#ceiK#cypH#snY#ne\\#ni-#ce~##f)#czsJ#3#ssG",
-    "eje1do_7#c{aZ#c{fG$$cfrD#`##cf{-#cft^#suX#sx3#c/#Y#a##sz.#c|u?#cgq&#i'#e5#tk0#`%#tmO#chm)",
-    "eje]soS#c}}5#gU#c9#chpR#tuD#twI#-#1#7#1#`1#ciiU",
-};
-
-enum { UTF8_BAD = 0xFFFD };
-
-static size_t utf8_length(char first) {
-    uint8_t c = first;
-    return c < 0xC0 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
-}
-
-// the character at s; one bad byte reads as U+FFFD. Overlong forms and surrogates pass.
-static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
-    size_t len = utf8_length(s[0]);
-    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
-    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
-    for (size_t i = 1; ok && i < len; i++) {
-        ok = (s[i] & 0xC0) == 0x80;
-        c = c << 6 | (s[i] & 0x3F);
-    }
-    ok = ok && c <= 0x10FFFF;
-    *used = ok ? len : 1;
-    return ok ? c : UTF8_BAD;
-}
-
-static size_t utf8_encode(uint32_t c, char *out) {
-    size_t len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
-    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
-    return len;
-}
-
-// was c, decoded from `used` bytes, proper UTF-8?
-static bool utf8_valid(uint32_t c, size_t used) {
-    char s[4];
-    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
-}
-
-static uint32_t range_number(const char **s) {
-    uint32_t high = 0;
-    for (; **s >= '#' + 60; ++*s) high = high * 32 + (**s - '#' - 60);
-    return high * 60 + (*(*s)++ - '#');
-}
-
-// the value of character c in a table of n lines
-static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_t otherwise) {
-    size_t low = 0;
-    while (n - low > 1) {
-        size_t mid = (low + n) / 2;
-        const char *s = line[mid];
-        if (range_number(&s) / 2 <= c) low = mid;
-        else n = mid;
-    }
-    const char *s = line[low];
-    uint32_t next = 0;
-    int32_t value = 0;
-    while (*s) {
-        uint32_t gap = range_number(&s), first = next + gap / 2;
-        uint32_t last = gap & 1 ? first + range_number(&s) : first, change = range_number(&s);
-        value += change & 1 ? -(int32_t)(change / 2) - 1 : (int32_t)(change / 2);
-        if (c <= last) return c >= first ? value : otherwise;
-        next = last + 1;
-    }
-    return otherwise;
-}
-
-#define CLASS(letter) (1ull << ((letter) & 63))   // the letters that the tokenizer's rules use
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-
-static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
-    {' ', ' ', ' '}, {'/', '/', '/'}, {'d', '0', '9'}, {'n', '\n', '\n'}, {'r', '\n', '\n'},
-    {'r', '\r', '\r'}, {'f', '$', '$'}, {'f', '+', '+'}, {'f', '<', '>'}, {'f', '^', '^'},
-    {'f', '|', '|'}, {'f', '~', '~'}, {'t', '`', '`'}, {'a', '!', '/'}, {'a', ':', '@'},
-    {'a', '[', '`'}, {'a', '{', '~'}, {'p', '!', '/'}, {'p', ':', '~'}, {'p', 0x2018, 0x201F},
-    {'p', 0x3001, 0x3002}, {'p', 0xFF01, 0xFF0F}, {'p', 0xFF1A, 0xFF5E}, {'k', 0x3040, 0x30FF},
-    {'k', 0x4E00, 0x9FA5}, {'K', 0x800, 0x9FA5}, {'K', 0xAC00, 0xD7FF}, {'h', 0x3400, 0x4DBF},
-    {'h', 0x4E00, 0x9FFF}, {'h', 0xF900, 0xFAFF}, {'h', 0x20000, 0x2A6DF}, {'h', 0x2A700, 0x2B81F},
-    {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F}, {'b', '!', '!'}, {'b', '(', ')'},
-    {'b', ',', ','}, {'b', '.', '.'}, {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C},
-    {'b', 0x6D4, 0x6D4}, {'b', 0x964, 0x964}, {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002},
-    {'b', 0xFF0C, 0xFF0C},
-};
-
-static uint64_t unicode_classes(uint32_t c) {
-    int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
-    uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
-    if (k == 8 && c >= 0x80) return set;   // the lists above know such a space only as white space
-    for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
-        if (c >= MORE_CLASSES[i].first && c <= MORE_CLASSES[i].last)
-            set |= CLASS(MORE_CLASSES[i].letter);
-    return set;
-}
-
-// BERT's spelling of a character; 0: none
-static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
-    if (strip_accents) c = range_value(UNICODE_BASE, COUNT(UNICODE_BASE), c, c);
-    uint64_t set = unicode_classes(c), drop = CLASS('C') | (strip_accents ? CLASS('M') : 0);
-    if (c == UTF8_BAD || set & drop) return 0;
-    int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
-    if (!lower_case || d == INT32_MAX) return c;
-    return d == 0 ? c | 1 : d == -1 ? c + (c & 1) : c + d;
-}
-// ---- 11. tokenizer ----
-//
-// Text becomes ids in four steps: special tokens are cut out; rules split the rest into words; a
-// word is spelled as the vocabulary does; its parts join, two neighbours at a time, for as long as
-// the vocabulary knows their union. llama.cpp is the measure, to the last id.
-//
-//                         words            spelling                          what joins first
-//   SentencePiece, llama  the whole text   a space is U+2581                 highest score
-//   BPE, gpt2             by the rules     a byte is a printable character   earliest merge
-//   BPE, gemma4           lines            a space is U+2581                 earliest merge
-//   WordPiece, bert       by a rule        lower case, no accents            (longest token)
-
-// Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
-static uint32_t byte_to_char(uint8_t b) {
-    return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
-}
-
-// A dictionary of the file's own strings: a hash table over their numbers. Of equal strings the
-// first counts. The merges of BPE are such strings, too: "left right".
-typedef struct {
-    uint32_t *slot;   // [mask + 1] 1 + number of a string, 0: empty; at most half are used
-    Str *str;         // [n] in the same block, pointing into the map
-    uint32_t n, mask;
-    size_t longest;   // bytes of the longest string
-} Dictionary;
-
-// the slot of a string, or the empty one that would be its own; NULL: strings made to collide
-static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
-    uint64_t h = 0xCBF29CE484222325;   // FNV-1a
-    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
-    for (int probe = 0; probe < 1000; probe++) {
-        uint32_t *slot = &d->slot[(h + probe) & d->mask];
-        if (!*slot || !name_compare(&d->str[*slot - 1], &s)) return slot;
-    }
-    return NULL;
-}
-
-static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    const uint32_t *slot = dictionary_slot(d, (Str){s, n});
-    return slot ? (int32_t)*slot - 1 : -1;
-}
-
-// The rules: regular expressions, each splits the pieces that the one before left. Alternatives
-// are tried in order, quantifiers are greedy, what lies between two matches is a piece as well. A
-// letter is a class of characters:
-//
-//   u A-Z   l a-z   c other cased letters   x other letters   L all letters   N numbers   M marks
-//   P punctuation   S symbols   s white space   C control   d 0-9   n \n   r \r \n   / slash
-//   f $+<=>^~|   t `   h Chinese   a ASCII punctuation   p, k, K DeepSeek's punctuation and CJK
-//   b BLOOM's punctuation
-//
-// [..] one of, [^..] none of; ? * + as usual, 3 one to three times; ! white space or the end
-// follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
-// $ alone: the white space at the end of a piece.
-//
-// Flags: a word that is a token needs no joining; BOS is added; only spaces are spelled anew.
-enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
-typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
-
-#define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
-#define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
-
-static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
-    {"(SentencePiece)", PRE_SPACES | PRE_BOS, {NULL}},
-    {"(WordPiece)", PRE_SPACES, {"[hPft]|[^shPft]+"}},
-    {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
-    {"gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v2-es "
-     "jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert",
-     0, {RULE_GPT2}},
-    {"starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", 0, {"N", RULE_GPT2}},
-    {"falcon", 0, {"[Pft]+", RULE_GPT2, "ddd"}},
-    {"llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-     PRE_WHOLE | PRE_BOS, {RULE_LLAMA3}},
-    {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
-    {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
-     {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
-    {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
-    {"bloom poro-chat gpt3-finnish", 0, {" ?[^sb]+"}},
-    {"qwen35", 0, {"i|[^rLN]?[LM]+|N| ?[^sLMN]+r*|s*r+|s+!|s+"}},
-    {"tekken", PRE_WHOLE | PRE_BOS,
-     {"[^rLN]?[ucx]*[lcx]+|[^rLN]?[ucx]+[lcx]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"gpt-4o llama4 kanana2 talkie minimax-m2", 0,
-     {"[^rLN]?[ucx]*[lcx]+~|[^rLN]?[ucx]+[lcx]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"deepseek-llm", 0, {"r", "s?[ulc]+", "s?p+", "$", "K+", "N+"}},
-    {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
-    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
-     {"N3", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"}},
-    {"gemma4 granite-embed-multi-311m", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
-};
-
-enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
-enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
-       TOKEN_EOG = 16, TOKEN_TYPE = 15 };   // EOG is a flag beside the type
-enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
-enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
-
-typedef struct Tokenizer {
-    int kind;
-    int32_t bos, eos, unk, sep;      // -1: there is none
-    bool add_bos, add_eos;           // WordPiece adds sep in the place of eos
-    bool space_prefix;               // text begins with a space
-    bool lower_case, strip_accents;  // WordPiece
-    int32_t n_vocab;
-    const char *note;                // NULL, or what the user should know
-    const PreTokenizer *pre;
-    const Meta *scores;              // SentencePiece: [n_vocab]
-    Dictionary tokens, merges;
-    uint8_t *type;                   // [n_vocab]
-    uint8_t *special_length;         // [tokens.longest + 1] in the same block: of so many bytes
-    bool special_first[256];         // is, and with this byte begins, a token that may be cut out
-    size_t piece_max;                // most bytes that detokenize writes at once
-} Tokenizer;
-
-static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
-    return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
-}
-
-typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
-typedef struct { uint64_t set; uint32_t c; bool cut; } Char;   // its classes; does a piece begin?
-
-typedef struct {
-    const Tokenizer *t;
-    Tokens *out;
-    Char *ch;         // a fragment of the text
-    char *text;       // [n_text] a word of it, spelled; what follows is scratch
-    uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
-    uint64_t *cost;   // [2 * n_text] of joining, a tree
-    size_t n_text;
-    int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
-    bool space;       // the next fragment is to begin with one
-} Work;
-
-static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
-    if (n < 2 || ch[0].c != '\'') return 0;
-    uint32_t fold = any_case ? 32 : 0, a = ch[1].c | fold, b = n > 2 ? ch[2].c | fold : 0;
-    if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
-    return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
-}
-
-// The end of the match of the alternative `rule` at ch, or NULL; the piece ends at `end`.
-// Backtracks as regular expressions do: an item takes all it can, then less and less.
-static Char *rule_match(const char *rule, Char *ch, Char *end) {
-    if (!*rule || *rule == '|') return ch;
-    if (*rule == '!')
-        return ch == end || ch->set & CLASS('s') ? rule_match(rule + 1, ch, end) : NULL;
-    if (*rule == '\'' || *rule == 'i' || *rule == '~') {
-        size_t n = contraction_length(ch, end - ch, *rule != '\'');
-        return n || *rule == '~' ? rule_match(rule + 1, ch + n, end) : NULL;
-    }
-    bool none = *rule == '[' && rule[1] == '^';
-    uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
-    if (!set)
-        for (rule += 1 + none; *rule != ']'; rule++) set |= CLASS(*rule);
-    char many = *++rule;
-    ptrdiff_t least = many != '?' && many != '*', n = 0;
-    ptrdiff_t most = many == '*' || many == '+' ? end - ch : many == '3' ? 3 : 1;
-    if (many && strchr("?*+3", many)) rule++;
-    while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
-    for (; n >= least; n--) {
-        Char *match = rule_match(rule, ch + n, end);
-        if (match) return match;
-    }
-    return NULL;
-}
-
-// one expression on one piece: marks where its matches begin and end
-static void piece_split(const char *rule, Char *ch, Char *end) {
-    if (*rule == '$') {
-        for (; end > ch && end[-1].set & CLASS('s'); end--);
-        end->cut = 1;
-        return;
-    }
-    while (ch < end) {
-        Char *match = NULL;
-        for (const char *r = rule; r && !match; r = strchr(r, '|'), r += r != NULL)
-            match = rule_match(r, ch, end);
-        if (match) ch->cut = match->cut = 1;
-        ch = match ? match : ch + 1;
-    }
-}
-
-// Joining. A word is a row of parts, at first its characters. The leaves of a tree hold what it
-// costs to join the part at a byte with the next one, other nodes the lesser of their children: the
-// root is the cheapest pair, of equal ones the leftmost. Joining two parts changes three leaves: a
-// word of n bytes takes O(n log n).
-static void pair_update(Work *w, uint32_t i) {
-    const Tokenizer *t = w->t;
-    uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
-    char *s = w->text + i, *merge = w->text + w->n_text;
-    int32_t found = -1;
-    if (a && b && t->kind == TOKENIZER_SPM) {
-        found = dictionary_find(&t->tokens, s, a + b);
-        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
-        memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
-        cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
-    } else if (a && b && a + b < t->merges.longest) {
-        memcpy(merge, s, a);
-        merge[a] = ' ';
-        memcpy(merge + a + 1, s + a, b);
-        cost = found = dictionary_find(&t->merges, merge, a + 1 + b);
-    }
-    uint64_t *tree = w->cost;
-    size_t k = w->n_text + i;
-    tree[k] = found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
-    for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
-}
-
-// joins the parts of a word; each is a token, or its bytes are
-static void word_join(Work *w) {
-    const Tokenizer *t = w->t;
-    uint32_t *part = w->part;
-    size_t n = w->n_text;
-    bool whole = t->pre->flags & PRE_WHOLE ||
-                 (t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
-    whole = whole && dictionary_find(&t->tokens, w->text, n) >= 0;
-    memset(part, 0, n * sizeof *part);
-    memset(w->cost, -1, 2 * n * sizeof *w->cost);
-    for (size_t i = 0; i < n; i += part[i]) {
-        size_t len = whole ? n : utf8_length(w->text[i]);
-        part[i] = len < n - i ? len : n - i;
-    }
-    for (size_t i = 0; i < n; i += part[i]) pair_update(w, i);
-    while (w->cost[1] != UINT64_MAX) {
-        uint32_t a = w->cost[1], b = a + part[a], before = a ? a - 1 : 0;
-        while (!part[before]) before--;
-        part[a] += part[b];
-        part[b] = 0;
-        pair_update(w, b);
-        pair_update(w, a);
-        pair_update(w, before);
-    }
-    for (size_t i = 0; i < n; i += part[i]) {
-        int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
-        if (id >= 0) w->out->id[w->out->n++] = id;
-        for (size_t k = i; id < 0 && k < i + part[i]; k++) {
-            char hex[8];
-            snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)w->text[k]);
-            int32_t byte = t->pre->flags & PRE_SPACES ? token_find(t, hex) : -1;
-            if (byte < 0) byte = dictionary_find(&t->tokens, w->text + k, 1);
-            if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
-            if (byte >= 0) w->out->id[w->out->n++] = byte;
-        }
-    }
-}
-
-// WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
-static void word_pieces(Work *w) {
-    const Dictionary *d = &w->t->tokens;
-    size_t before = w->out->n;
-    for (size_t i = 0, n; i < w->n_text; i += n) {
-        int32_t id = -1;
-        n = w->n_text - i < d->longest ? w->n_text - i : d->longest;
-        while (n > 0 && (id = dictionary_find(d, w->text + i, n)) < 0) n--;
-        if (id < 0) w->out->n = before, id = w->t->unk, n = w->n_text;
-        if (id >= 0) w->out->id[w->out->n++] = id;
-    }
-}
-
-// decodes a fragment, splits it by the rules, spells each word and looks for its tokens
-static void fragment_tokenize(Work *w, const char *s, size_t n) {
-    const Tokenizer *t = w->t;
-    bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
-    bool spaces = t->pre->flags & PRE_SPACES;
-    Char *ch = w->ch, *end = ch, *next;
-    if (w->space) *end++ = (Char){.c = ' ', .cut = true};
-    for (size_t i = 0, used; i < n; i += used) {
-        uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (spm && c != ' ') c = RAW_BYTE + (uint8_t)s[i], used = 1;   // bytes are kept as they are
-        if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
-        *end = (Char){spm ? 0 : unicode_classes(c), c, end == ch};
-        end += c || !wpm;
-    }
-    end->cut = true;
-    for (const char *const *rule = t->pre->rule; *rule; rule++)
-        for (Char *k = ch; k < end; k = next) {
-            for (next = k + 1; !next->cut;) next++;
-            piece_split(*rule, k, next);
-        }
-    for (; ch < end; ch++) {
-        if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;
-        char bytes[4] = {ch->c}, *to = w->text + w->n_text;
-        size_t len = 1;
-        if (ch->c < RAW_BYTE) len = utf8_encode(spaces && ch->c == ' ' ? SPM_SPACE : ch->c, bytes);
-        for (size_t i = 0; i < len; i++)
-            if (spaces) *to++ = bytes[i];
-            else to += utf8_encode(byte_to_char(bytes[i]), to);
-        w->n_text = to - w->text;
-        if (!ch[1].cut) continue;
-        if (!wpm) word_join(w);
-        else if (!(ch->set & CLASS('s'))) word_pieces(w);
-    }
-    w->space = false;
-}
-
-// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
-static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
-    const Tokenizer *t = w->t;
-    for (len = len < n ? len : n; len > 0; len--) {
-        for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
-            if (!t->special_first[(uint8_t)s[i]]) continue;
-            int32_t id = dictionary_find(&t->tokens, s + i, len);
-            if (id < 0 || !(w->types >> (t->type[id] & TOKEN_TYPE) & 1)) continue;
-            text_tokenize(w, s, i, len - 1);
-            w->out->id[w->out->n++] = id;
-            w->space = t->space_prefix;
-            s += i + len, n -= i + len, i = -1;
-        }
-    }
-    if (n) fragment_tokenize(w, s, n);
-}
-
-// Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
-// for; parse_special: text such as <|im_start|> means the token. False: e says why.
-static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_special,
-                     bool parse_special, Tokens *out, Error *e) {
-    if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
-    if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
-    size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
-    int32_t *id = realloc(out->id, (out->n + m) * sizeof *id);
-    if (id) out->id = id;
-    Work w = {.t = t, .out = out, .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
-    int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
-    w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
-                                  SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
-    w.cost = malloc(m * (2 * sizeof *w.cost + sizeof *w.part + 2) + (n + 2) * sizeof *w.ch);
-    if (!id || !w.cost) return free(w.cost), fail(e, "out of memory");
-    w.ch = (Char *)(w.cost + 2 * m);
-    w.part = (uint32_t *)(w.ch + n + 2);
-    w.text = (char *)(w.part + m);
-    if (add_special && t->add_bos) out->id[out->n++] = t->bos;
-    text_tokenize(&w, text, n, t->tokens.longest);
-    if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
-    free(w.cost);
-    return true;
-}
-
-static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation end here?
-    return id >= 0 && id < t->n_vocab && t->type[id] & TOKEN_EOG;
-}
-
-// Zero where a text begins; started where it continues another, so that SentencePiece's space in
-// front of the first word stays.
-typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
-
-// the characters that are whole after one more byte; a byte that is not UTF-8 becomes U+FFFD
-static size_t utf8_push(Detokenizer *d, char byte, char *out) {
-    size_t n = 0, used;
-    if ((byte & 0xC0) != 0x80)
-        for (; d->n; d->n--) n += utf8_encode(UTF8_BAD, out + n);
-    d->pending[d->n++] = byte;
-    if (d->n < utf8_length(d->pending[0])) return n;
-    uint32_t c = utf8_decode(d->pending, d->n, &used);
-    if (!utf8_valid(c, used)) c = UTF8_BAD, used = 1;
-    for (; d->n; d->n -= used) n += utf8_encode(c, out + n);
-    return n;
-}
-
-// Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
-// bytes. Control tokens have no text.
-static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
-    int type = id >= 0 && id < t->n_vocab ? t->type[id] & TOKEN_TYPE : TOKEN_UNUSED;
-    if (type != TOKEN_NORMAL && type != TOKEN_USER && type != TOKEN_BYTE) return 0;
-    bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
-    Str s = t->tokens.str[id];
-    size_t n = 0, used;
-    d->started = true;
-    if (type == TOKEN_BYTE && s.n == 6)   // <0x0A>
-        return utf8_push(d, strtol((char[]){s.s[3], s.s[4], 0}, NULL, 16), out);
-    for (size_t i = 0; i < s.n; i += used) {
-        uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        int byte = spaces && c == SPM_SPACE ? ' ' : -1;   // -1: it spells itself
-        for (int b = 0; b < 256 && !spaces; b++)
-            if (byte_to_char(b) == c) byte = b;
-        if (type == TOKEN_USER) byte = -1;
-        if (strip && i == 0 && byte == ' ') continue;
-        if (byte >= 0) n += utf8_push(d, byte, out + n);
-        for (size_t k = 0; byte < 0 && k < used; k++) n += utf8_push(d, s.s[i + k], out + n);
-    }
-    return n;
-}
-
-// Types of tokens known by their spelling, as metadata often lacks or mistakes them: ends of
-// generation, control tokens, marks inside a turn. `with`: only where that token is, too.
-static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
-    {TOKEN_CONTROL | TOKEN_EOG, NULL,
-     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
-     "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
-     "<turn|> <|tool_response> [e~[ <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> "
-     "<PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"},
-    {TOKEN_CONTROL, NULL,
-     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
-     "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> "
-     "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> "
-     "<|prefix|> <|suffix|> <|middle|>"},
-    {TOKEN_USER, NULL, "<|channel|> <|message|> <|start|> <|constrain|>"},
-    {TOKEN_USER, "<|return|>", "<|end|>"},   // gpt-oss
-    {TOKEN_USER, "<|calls|>", "<|end|>"},   // Solar
-    {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
-};
-
-// what holds where the metadata is silent
-static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
-    {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
-    {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
-    {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
-    {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
-    {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
-};
-
-// an array of n entries, of any number if n is 0
-static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, size_t n, Error *e) {
-    const Meta *m = gguf_find(g, key);
-    const char *of = elem == GGUF_STR ? "strings" : elem == GGUF_F32 ? "f32" : "i32";
-    if (!m) return fail(e, "%s is missing", key), NULL;
-    if (m->type != GGUF_ARR || m->elem != elem)
-        return fail(e, "%s must be an array of %s", key, of), NULL;
-    if (n && m->n != n)
-        return fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n), NULL;
-    return m;
-}
-
-static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error *e) {
-    const Meta *m = vocab_array(g, key, GGUF_STR, 0, e);
-    size_t size = 16;
-    if (!m) return false;
-    if (m->n < 1 || m->n > 1 << 24) return fail(e, "%s has %lld entries", key, (long long)m->n);
-    while (size < 2 * m->n) size *= 2;
-    *d = (Dictionary){.n = m->n, .mask = size - 1};
-    d->slot = calloc(1, size * sizeof *d->slot + m->n * sizeof *d->str);
-    if (!d->slot) return fail(e, "out of memory");
-    d->str = (Str *)(d->slot + size);
-    const uint8_t *p = m->v;
-    for (uint32_t i = 0; i < d->n; i++) {
-        Str s = d->str[i] = str_next(&p);
-        uint32_t *slot = dictionary_slot(d, s);
-        if (!slot) return fail(e, "%s: made to collide", key);
-        if (s.n > d->longest) d->longest = s.n;
-        if (s.n && !*slot) *slot = i + 1;
-    }
-    return true;
-}
-
-static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
-    const char *key = "tokenizer.ggml.token_type";
-    const Meta *types = gguf_find(g, key);
-    if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
-    t->n_vocab = t->tokens.n;
-    t->piece_max = 3 * (t->tokens.longest + 4);
-    t->type = calloc(t->n_vocab + t->tokens.longest + 1, 1);
-    if (!t->type) return fail(e, "out of memory");
-    t->special_length = t->type + t->n_vocab;
-    if (types && !vocab_array(g, key, GGUF_I32, t->n_vocab, e)) return false;
-    for (int32_t i = 0; i < t->n_vocab; i++) {
-        int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
-        t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
-    }
-    if (t->kind == TOKENIZER_SPM)
-        t->scores = vocab_array(g, "tokenizer.ggml.scores", GGUF_F32, t->n_vocab, e);
-    if (t->kind != TOKENIZER_BPE) return t->kind == TOKENIZER_WPM || t->scores;
-    if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
-    for (uint32_t i = 0; i < t->merges.n; i++) {
-        Str s = t->merges.str[i];
-        if (s.n < 3 || !memchr(s.s + 1, ' ', s.n - 2))
-            return fail(e, "merge %u, '%.*s', is not two strings", i, STR_ARG(s));
-    }
-    return true;
-}
-
-// what the metadata says about special tokens, and what is known of them without
-static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
-    static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
-                                       "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
-    int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
-    bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
-    for (size_t i = !wpm; i < COUNT(keys); i++) {
-        int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;
-        char key[64];
-        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
-        const Meta *m = gguf_find(g, key);
-        if (m && (m->type == GGUF_STR || m->type == GGUF_ARR))
-            return fail(e, "%s must be a number", key);
-        if (m) id = meta_int(m, 0);
-        if (id == UINT32_MAX) id = -1;   // none
-        if (id < -1 || id >= t->n_vocab)
-            return fail(e, "%s is %lld, but there are %d tokens", key, (long long)id, t->n_vocab);
-        if (i < COUNT(kept)) *kept[i] = id;
-        if (i >= 4 && id >= 0) t->type[id] |= TOKEN_EOG;
-    }
-    // BERT's files do not say so, Gemma 4's say no and mean yes
-    bool forced = wpm || (!spm && t->pre->flags & PRE_SPACES);
-    t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
-    t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", false);
-    t->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", true);
-    t->lower_case = gguf_int(g, "tokenizer.ggml.normalizer.lowercase", true);
-    t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
-    if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
-        return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
-    for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
-        if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
-        for (const char *name = KNOWN_TOKENS[i].names, *end; *name; name = end + (*end == ' ')) {
-            end = name + strcspn(name, " ");
-            int32_t id = dictionary_find(&t->tokens, name, end - name);
-            if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
-        }
-    }
-    for (int32_t i = 0; i < t->n_vocab; i++) {
-        Str s = t->tokens.str[i];
-        if (!s.n || !(SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1)) continue;
-        t->special_first[(uint8_t)s.s[0]] = true;
-        t->special_length[s.n] = true;
-    }
-    return true;
-}
-
-// g must stay open as long as t. False: e says what is missing, wrong or unknown.
-static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
-    Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
-    char name[64];
-    size_t i = 0;
-    *t = (Tokenizer){0};
-    if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
-    snprintf(name, sizeof name, "%.*s", STR_ARG(model));
-    while (i < COUNT(MODELS) && !is_word(name, MODELS[i].names)) i++;
-    if (i == COUNT(MODELS))
-        return fail(e, "tokenizer.ggml.model '%s' is not one of llama, gpt2, gemma4, bert, none",
-                    name);
-    *t = MODELS[i].t;
-    if (t->kind == TOKENIZER_NONE) return true;
-    if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
-    else if (!pre.n) t->note = "tokenizer.ggml.pre is missing: 'default' is assumed";
-    if (!pre.n) pre = (Str){"default", 7};
-    snprintf(name, sizeof name, "%.*s", STR_ARG(pre));
-    for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
-        if (is_word(name, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
-    if (!t->pre) return fail(e, "tokenizer.ggml.pre '%s' is unknown", name);
-    return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
-}
-
-static void tokenizer_close(Tokenizer *t) {
-    free(t->tokens.slot);
-    free(t->merges.slot);
-    free(t->type);
-    *t = (Tokenizer){0};
-}
-// ---- 12. sampler ----
-//
-// Stages over one array of candidates, each a function that reorders or shortens it: penalty,
-// temperature, top-k, top-p, min-p; then greedy choice or a draw. llama.cpp tempers last; here
-// the cuts see the tempered distribution. Nothing sorts a whole vocabulary: sort_top moves the k
-// best to the front, one comparison for each of the others.
-
-static int best_first(const void *a, const void *b) {   // ties: the lower id
-    const Candidate *x = a, *y = b;
-    return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
-}
-
-// The k best of n to the front, in order: what the k-th best so far does not beat gathers behind
-// it, and is sorted in when there are k of them.
-static void sort_top(Candidate *c, size_t n, size_t k) {
-    size_t gathered = k;
-    qsort(c, k, sizeof *c, best_first);
-    for (size_t i = k; i < n; i++) {
-        if (c[i].logit < c[k - 1].logit) continue;
-        Candidate x = c[i];
-        c[i] = c[gathered];
-        c[gathered++] = x;
-        if (gathered < 2 * k) continue;
-        qsort(c, gathered, sizeof *c, best_first);
-        gathered = k;
-    }
-    qsort(c, gathered, sizeof *c, best_first);
-}
-
-// Positive logits are divided, negative ones multiplied; each id of the last tokens once: what is
-// done is marked by a negative id. c[i].id == i on entry.
-static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
-    for (int i = 0; i < n_last; i++) {
-        if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
-        c[last[i]].logit *= c[last[i]].logit > 0 ? 1 / penalty : penalty;
-        c[last[i]].id = -1;
-    }
-    for (int i = 0; i < n_last; i++)
-        if ((size_t)last[i] < n) c[last[i]].id = last[i];
-}
-
-static void sample_temperature(Candidate *c, size_t n, float temp) {
-    for (size_t i = 0; i < n; i++) c[i].logit /= temp;
-}
-
-static size_t sample_top_k(Candidate *c, size_t n, int k) {
-    if (k <= 0 || (size_t)k >= n) return n;
-    sort_top(c, n, k);
-    return k;
-}
-
-static float best_logit(const Candidate *c, size_t n) {
-    float top = c[0].logit;
-    for (size_t i = 1; i < n; i++) top = c[i].logit > top ? c[i].logit : top;
-    return top;
-}
-
-// adds up weights, e to the logit less the best, until they are enough; how many that takes
-static size_t weigh(const Candidate *c, size_t n, double enough, double *sum) {
-    float top = best_logit(c, n);
-    size_t i = 0;
-    *sum = 0;
-    do *sum += exp_fast(c[i++].logit - top);
-    while (i < n && *sum < enough);
-    return i;
-}
-
-// the fewest best candidates that hold a share p of the probability
-static size_t sample_top_p(Candidate *c, size_t n, float p) {
-    if (p >= 1) return n;
-    double total, sum;
-    weigh(c, n, INFINITY, &total);
-    for (size_t k = 128;; k *= 8) {
-        if (k > n) k = n;
-        sort_top(c, n, k);
-        size_t enough = weigh(c, k, p * total, &sum);
-        if (sum >= p * total || k == n) return enough;
-    }
-}
-
-// drops what is less likely than p times the best
-static size_t sample_min_p(Candidate *c, size_t n, float p) {
-    if (p <= 0) return n;
-    float least = best_logit(c, n) + logf(p);
-    size_t kept = 0;
-    for (size_t i = 0; i < n; i++)
-        if (c[i].logit >= least) c[kept++] = c[i];
-    return kept;
-}
-
-static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
-    uint64_t z = *state += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return ((z ^ z >> 31) >> 11) * 0x1p-53;
-}
-
-// last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
-static int32_t sample(const Sampling *o, const float *logits, size_t n, const int32_t *last,
-                      int n_last, uint64_t *rng, Candidate *c) {
-    double total, sum;
-    for (size_t i = 0; i < n; i++)   // NaN never wins
-        c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
-    sample_penalty(c, n, last, n_last, o->repeat_penalty);
-    if (o->temp <= 0) {
-        sort_top(c, n, 1);
-        return c[0].id;
-    }
-    sample_temperature(c, n, o->temp);
-    n = sample_top_k(c, n, o->top_k);
-    n = sample_top_p(c, n, o->top_p);
-    n = sample_min_p(c, n, o->min_p);
-    weigh(c, n, INFINITY, &total);
-    return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
-}
-
-int32_t session_sample(Session *s, const float *logits) {
-    const Sampling *o = &s->o.sampling;
-    int n = o->repeat_last_n;
-    int32_t id = o->temp <= 0 && o->repeat_penalty == 1 ? gpu_argmax(s, logits) : -1;
-    if (id >= 0) return id;
-    if (n < 0 || n > s->n_history) n = s->n_history;
-    return sample(o, logits, s->m->config.n_vocab, s->history + s->n_history - n, n, &s->rng,
-                  s->candidates);
-}
-
-// ---- 13. generate ----
-
-static bool tokens_add(Tokens *t, int32_t id) {
-    int32_t *more = realloc(t->id, (t->n + 1) * sizeof *more);
-    if (!more) return false;
-    t->id = more;
-    t->id[t->n++] = id;
-    return true;
-}
-
-void model_close(Model *m) {
-    for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i]);
-    if (m->tokenizer) tokenizer_close(m->tokenizer);
-    free(m->tokenizer);
-    free(m->owned);
-    free(m->layers);
-    gguf_close(&m->gguf);
-    *m = (Model){0};
-}
-
-// the file, its tokenizer and, unless they are not wanted, its weights
-static bool model_load(Model *m, const char *path, bool weights, Error *e) {
-    Error why;
-    *m = (Model){0};
-    if (!gguf_open(&m->gguf, path, e)) return false;
-    m->tokenizer = calloc(1, sizeof *m->tokenizer);
-    if (!m->tokenizer) return fail(e, "out of memory");
-    bool ok = tokenizer_open(m->tokenizer, &m->gguf, &why) && (!weights || weights_load(m, &why));
-    return ok || fail(e, "%s: %s", path, why.text);
-}
-
-bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
-
-// Generates up to n_predict ids (-1: no limit) after ids[0..n-1]; on_token gets each, returning
-// false to stop. An end-of-generation id ends it and is not handed out.
-bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
-                      bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
-    Tokens all = {0};
-    bool ok = true;
-    for (int i = 0; ok && i < n; i++) ok = tokens_add(&all, ids[i]) || fail(e, "out of memory");
-    while (ok && n_predict-- != 0) {
-        const float *logits = session_eval(s, all.id, all.n, e);
-        int32_t id = logits ? session_sample(s, logits) : -1;
-        ok = logits != NULL;
-        if (!ok || token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
-        ok = tokens_add(&all, id) || fail(e, "out of memory");
-    }
-    free(all.id);
-    return ok;
-}
-
-// ---- 14. main ----
+// ==== Part V: main ===============================================================================
+// ---- 18. main ----
 
 #ifndef LLM_NO_MAIN
 
@@ -4623,3 +4442,210 @@ int main(int argc, char **argv) {
 }
 
 #endif   // LLM_NO_MAIN
+
+// ---- appendix: Unicode ----
+//
+// UTF-8, and tables of the Unicode standard for the tokenizers: sorted ranges of characters with a
+// value. A range is two or three numbers: twice the gap since the range before, plus 1 if there are
+// more characters than one; how many more; the change of the value against the range before (0,
+// -1, 1, -2... as 0, 1, 2, 3...). Each line starts afresh, so that a binary search over the lines
+// finds the one to read. A number is base 60, digits from '#' on; higher digits come first, are
+// base 32 and begin where those 60 end.
+
+static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
+    "$+5$'$$4%#$$%&#%$($#%$&$$,&$$'$%%$$$$<.$%/#%#$#%$<.#-#%#$#%$('#$$<%#$#&$'%#$$$%#*#)#%#'$&&$$(",
+    "e#1#,$$+#%#(#$#)$%&#'$9*#-$A,#-$b1,#%$&$$&%$b>$#%$=$$4%$&+$.*$0+$'*$)+#*#+#*$3+$`V&$&(#%#+$$,",
+    "|K)$%$#+#*,$-#,#+$%*%#&6#&`9##-$a5,#-$)&$aP(&H#'%$()$K($$)(%%&O&#%#$#%$$$#%$$$#%#$4=&,&#$$)",
+    "`r0(5$%&$$$#%$$$$$%$-&#%#)$%($M($7'$,$$&'$$(#'$`I&#)#($)'#+#&$(&$$&$$'#'$&&$$&$,%$%$$$+#*$0)",
+    "`{15#.#'$@&$='(`?&$-'#&@,%$C$$+'$$&#+$%$#(''$$'$8*$&'#&$+'#&$%'#&$''(1%&;($%''%&-(.:##+$(*&$/",
+    "ah8*-$L&$:'#+$C*$X&$%'#&$4'#&$)'$,&$$'$$%$,&#'$2($%'&*&($#(8#&)#%#*&#''#&$)'($#(%##&3',$&&%#",
+    "as8$-(,$$$$$$+$(($$)#*#)#$(%#&(&,$#(8#&)#&$#&$#&$#''&'#,$#(%#)#2&&%#2,%$$%$%&#'#%8%$&+&&%#&8#",
+    "az$))&$#&'#''#&$*'&%#&%#'&B$#$$'(,$#'#%1*$('&%#&*&($#(8#&)#&$#&'#''#&$)'($#(%#2%#,$&&%#$$'(,$",
+    "b`G1#*$(%7%#&&(#*%#&&#*$#%#&$#*$#*%#*.#,''*%#&&#'&/'@/$$*).'&$*&&%#&9#&2#''#&$)'&%#&&#2$#&%&",
+    "bhA)($#$$'(,$1'$)&#)#*$%'#%$*(&%#&9#&,#&'#''#&$)'&%#&&#2$#0$&&$#$$'(,$&$$#'<&#$+&&%#&K#$$'#&",
+    "bp$)-&%#&&##&#+,%*#'$)$$%$$$'(5$#)$(*&%'&4&*:#&+#%#()#)',(#%#&*#0,$($%#%<R(#'$$&$)'+'$)*$*'#%",
+    "by,,+$$'`2$(%#&'#&:#%#&,##'$$&$+'#&('#%#&)'&,$(&$`'#$%+$1$#%#$$%%$$&$('$6(#)#&#'#&#'#&$&%$$$",
+    "ca,*)&F#,6'#%$$$$'&$-'&F#&*'#&$('&$#$'$$&%$$$`2M($6'#&$,%$('$(($&'$&&$%'#&$%'$$&$)'$%&$&'$/&",
+    "ckX.-#&#'$,$$&%$$'$H,%%-#(M##)$dC(&&#()#%#&&#(K#&&#(C#&&#()#%#&&#(1#&[#&&#(`)#(%'$+%$6&*2$$,+",
+    "df@`<'((#'+$i6(#+#$$3(#-$<,$$)*`1($%)$%&$*$24#$&'65&$%'$$%64($$'</&&%#&$'<V&$B'$%%#($%)#%#*#'",
+    "ejP,+0,#0-'$%$#+#*$,$0`?$2'#$$'$D&#'#&.`,#8A#&.',.#+'*$$$,&$@$('#:N#,<#0-%*D)$9*$''($%$W($,'",
+    "f`(?-'#$,$0,#0)'#($()(A$`J'#$Q&$3'$*&*,%$)'$,%$+&$+'$$$&%$$@&$/'$$&$,%$N$$0'4&%$F($6'*'%$,&",
+    "fpB%)$,%$F$$$)$+(2M$(%#$*+4%$#%$7$$&&#'$(&#'$$&$%'#&.N$$`%%$/$#%$D$$G%$`&'$cH(((#(H#((#(*#%#",
+    "gjE'%#&A#(W#&)##-#,$%-$%,&)#$%-$&,((#&%-$/,$%-(%,&)#$$-&-%$'%$:($$'$'%#$$6&#%$/$#%$.$#'$'%&,#",
+    "gsS+#$((%$%)$$$#($,%$%)$$$&/(*C+BC&B$'#,$&-#,$$-$,,#-#,$%-$',$(-#,#-#,#-#,#-$&,#-$(,$&%#$$$-",
+    "gzH&'$'-$',$&-#,#-$U($$&$''$$),e2#$&$$?%$$$$c.%V-#N^($`4)$8($i2)$0$$@&$S)$$$$A%$,$$eM%$8$$`%%",
+    "jd(&/$B%$$$$e0%(B#&`O#$a&,$$%$`M$$(-$&,$%)$$(.&+#&$$'$H(%#-#(Z#1##)?$$9&6)#&)#&)#&)#&)#&)#&)#",
+    "kf0))&B'$Q%#($B)$$%$.$`,<%&`?#<bD#X2##%$%&#%$$*#%$,'$$%$.$#%$+($(%#%$'($$+$%($$$#)$$%&`<*($'",
+    "k}R$1$%*#)$`@(#)$&(.M#&`D#&$+$&($,)$B*$F+9#$2*$A+&,($@)$*(#)$1($B)$,($I)$1($d6)$blV*$`&+$jp3*",
+    "`j{4Y16P*$$)$c?($%)$2($,%$$$LP$#%$&'#%$,$#%#($>$$$%$$'$`,&$,%$$%$(%49%$+*$$+$`4,#%$9$#%$$+$&,",
+    "`ktV^).$#%#&'#T2##'$%&#'$&&#'$9&$''$&'#&*($$&)0V*$&)4$$$T&$4'4$%$,&04%$(&$%)#(#)$$(#'$,$$>$",
+    "`lb<*-$$%$9($/'9%$?(*&'$Q&$0'$/%%($,%,$'$'(#'$,&$,%$'$&K#$0'6%&#'$*&$$'(,$(&'$9($%+#*$%'$T&#'",
+    "`loE)$%'$$&$$'$'&$$'#&#'#&T%#$$)$-($''$$%$%($$'8(&((#((#6)#&)#&M##+$0*$$+,`6,$E%$*'#%$$$(,$",
+    "`lzPdy.)<9#,S#,ckR/$e(.(`P#`4)$<'#-%#'$,&#+$/*&'#%#&$#&$#&`R#$3+De%*$$)$2%$`&*(X#1+`(.*$&+$2&",
+    "abw$,/02$$E%&0##%#$$%%%$#%$$$,'(&a1#'/&%(#%$($#%$&$$,&$$'$%%$$$$<*$%+#%#$#%$<,#+#%#$#%$)$$`?(",
+    "ace@()((#((#(%#*)+&)#8%'$$&(.*&<#&5#&$#&1#(0#`,a%#.%),O&*+)$[($3)$$($%)&/#)#`FO##&c8?&*S#A'",
+    "ad`*=+,B$$&%66$#%$*$#%.H$$''.@&%)$F(,*##)$'&`<`6&$`4%(,%0F&,F#,J%4V#9)$-(&1#&)#&$#&-#&1#&)#",
+    "adx>$)a2d-#68#8*#T(#&L#&+#a6(#'#&N#&$#)#(9#%)$*&$9$$$+$)($A$4+%`H5$&$#.'%$8$$(%)'$<(-)a,Z(,$%",
+    "aezL$)$2%(P##$$%'&$#.&#$&&&%#&?#(%'+#$+$2+'2?($$%#'$?($%%`(*$#+$>*$$','$$)'6X(*))$8((*%$5$.*%",
+    "afiL4)2&)<)&aL`/$`VU$>U#2('$F$$&'4,$hTA#&L$&$'#%($(aB%'$?&$,%#$48#$-'$&$$''P4($&'$&%`47($)%",
+    "ago$9)6%'$W&$1'$)%,@&#%$$&$$'#&6&'$O&$-'$$%#)$&(#$7+(;.2,%0%%$F&$0'&,$$&'#($$'#&4E##'$$%#(6%'",
+    "ag|^R)$0'$&&$&)$&$#%$$$$,$#$#)#($%)&6&:4$&;#$.'$(%#$$$&#'a()&%#&&#&1#&,##)0Q($.'.,$0&%&*&($#",
+    "ahj68)&)#&$#&'#&$'#&$)'($#(%#'&/'.'&$$'()#*'#cJW&$4'$&&$')$,&$$'%##$$%&`$R#$6'$$&#)#(4,%dDQ$",
+    "ai`F)-(+#$9%$&($$'`,R&$3'$%%#(:,%0/'JM($/'#&#)0,&`T=$(1',.$$%'#%$)*e.N#$1'#%b8`&*$5'<*$'#(*#",
+    "ai}F$)&:#$('&$#(&##&#'#&$$'$%%6,&a8*$(I#$)'()##&#)#(#'Y&$,'$J&$)'#&$&'$*%#$3&$-'$P&$2'$%%#(",
+    "ajjL'/>`/(2,)g0+(&G#$*'&*##&$')8?&*$'$@((8'&0#a>)&&$#&H#$(')#&$#&)##&#'4,$0($&$#&B#$''&$#&'#",
+    "akd')2,%i85$$&'$$%2$$#&#'$/&&D#$)'*'#$/%$,&aW$B7%$?)=$$n8(b<`U%&'':b2(avX`G#$$)>pV($2/#*$(&",
+    "aqeJ1-cdLhM&g~Rh?#2A#&,%,$'$`5(&,%0@$(''#%8R($)'$'%$&%$&*#)#%8,(&)#&7$.5#u\\`&#$9%$&'b:`1(+'",
+    "b`};)$Y'2&#$/&a,$##)#(#':$#@be2&4sH#`<+#hhV&#&)#&$#&cU#A#^%#'#@&#4eF#ak\\`Q#./#*+#2,#'+$$&#%",
+    "buq,&5c{LP*(9#6`Z'a$c(#8I#(^#$'&$%'$(&$*+$**$$'$)&$@'$&&$`#'N`(#$%&#'c(6(<6#<`=)6;(cB`;$&`-#",
+    "b{}X$)'#($#(&#&.#%#&)#&`'#&&#(*#&)#&>#&&#&'#%#*)#&dJ#(;##+$;*#+$A*#+$;*#+$A*#+$;*#+$A*#+$;*#+",
+    "b|vTA)#+$;*#+$**(T%$gB)$Y&$&'$T&$*'#&$0'#&$$'$'$B'$&1#`cTA&0(#f*)'&3#()#&$#&'#.`$&`)'bPO&*)'",
+    "c_i:))(,%+$#+iL@*#'FN&$&'$,$-)n@>*$&'$,$wP)$&&#&$#&1#&b3#(+%$)%`:`*($))#&,,%,$'y.]&#)$%(#)$&(",
+    "cbm^O+#)$1(e@&$&=#&$#%#'#&,#&&#%#%#/#+#%#%#&%#&$#%#'#%#%#%#%#&$#%#(&#&)#&&#&&#%#&,#&3#.%#&'#",
+    "cb|.3)`P$+h$N#,`J#<1#(1#&1#&G#8/($aK)`X?#>N#,+#2$#@(#d,o:#,3#*/#*`]#,`E#0.#+#B.#,Z#4,#0J#4@#",
+    "ceqL$1aHdJ#<0#(/#*+#2P#&)#40#,+#2+#2a=#&Y#`2,(`a8uf^$`(ad0#0bL#(b_$#@b{C#Bi8#aq0h$#`q0aq5#",
+    "ep}<adV)vdl9/`$`F#c4b^*abw$`ac0+(`ac0#",
+};
+
+static const char *const UNICODE_LOWER[] = {   // what to add; 0, -1: pairs, upper even, odd
+    "a.<`'b:9#&)#`*R`&#eH&(eI&2$&P%#c$$(c#'f%$&e^#eW$$eX$$eW$$eV%aK#c)#%$$eR#eW#'%+#&$$e\\'f%#'%%",
+    "lX(##f3$$f4#f5($f2#f3$$f4$$f3$&f2#f7$$f4($#/'$$(#)$$&#'$4(&4%%'$&&#b0#`9$J`W#c6&4c7/jfU$$jfV",
+    "r)d<#jl-($jfP#e>#gS#'$,a8hH&#($#1bW/aF&%$%Y&$$&3`$&+#`-R4:2+`^($`]#.$$1&%c6$2f#$B`F`HD`&4X##A",
+    "`gF0$&`F%&H`Gb_6HfoC%#-#w(`6`_|7$(`gn.ah<MbcB(%#iLa@bc33f|T&`Ff|U4*24(#8*#4*#4(#9#%#%#%#4*#",
+    "gl(*24*#4*#4$#$$a.#a-:&aD#aE:$%$$b&<$b'$$b>#bA:$c$$$'#bYhYfy2){V#c%/gs7`B2:J$Dz2<Y`|8RO`H$`F",
+    "jyOje(#fe]#fe<((jdC#jf4#`%#`*#%&$jf;&$$2$jg>$`JjgA2&$*$%`_j(P#H>#c@0#(`$#6&$#`cxL$,`cxO*$$",
+    "`ktQ`k`6(&`k`7(6##`ka2#8#+#7#(%`K#R#M#`k~I$2}Z#`F#`k_H#feQ$&`cz=.$%,&#Z$$vfT<`)`gNJ3cDF#d0-$",
+    "adv81`5&)#&$#`z$UUbdRB`&uxHB#`_u<D'",
+};
+
+static const char *const UNICODE_BASE[] = {   // the character without its accents
+    "e<(a-%'$&'$&+%-$'%(&/#+((3%'$&'$&+%-$'%(&/#+%##`V#`'#`&#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`'",
+    "h+a5#`'#`&#`'#`&#`'#`&#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`''`$#`'#`&#`'#`&#`'#`&#`'#`&)%#`'",
+    "i7aA#`'%`$#`'#`&#`'#`&#`'+^#`'#`&#`'#`&#`')`$#`'#`&#`'#`&#`''\\#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
+    "jMbU#`&#`'#`$#`'#`&#`''`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#^#`'#^#`'#`&#%#`'#`&#`'#`&#`'`)`<",
+    "lYbM=V#`'[`N#`'#R#`'#V#`'#V#`'#`&#`'#`&#`'#`&#`'#`&#`'%`N#`'#`&#`'#b9#`''d4#`'#Z#`'#Z#`'#`&",
+    "o=bM#i[#f5#q:)`,#`''T#`'#`@#`'#b9#`'#>#`'#e(#`'#`&#`'#Z#`'#`&#`'#Z#`'#`&#`'#V#`'#`&#`'#\\#`'",
+    "pKaO#`'#\\#`'#`&#`'#`*#`'#`$#`''`>#`'/`4#`'#Z#`'#N#`'#`&#`'#`&#`'#`&#`'#N#`'g[tE#%%G#8`EaH5t2",
+    "}%dG#wU#w6#w?#'#'%/%/#+#CU`&#;#;#+#'#'#;U:#;#.#/#+,$5`>$a1%&)<+K#&#978`%`'P$(%&)`-+Z#&#9Q`I#%",
+    "`gE`aW#`'=`2#`'#`&#`''X#`''d=#%#e@#`'#`$#`''`$#`'#`&#`'#V#`''dK#%#e2#`'#`:#`'#`&#`'#`&#`'#Z",
+    "`i5`cA'Z#`'hX$nW#`)#`(#`-d)cI%JCErYr[13')`-^#%#%#-#-#%#5#+bF$d'A`2#%%=aQc9'/`+`*#%#-'AfQh?($#",
+    "b_[a}]#%`SbO`Q`O#%#$c)c3b]c%0$1&$#c/c3#%#$cMcY&%#jWk%57+-+-+-;X5`I%##a-%%3a.E`)57+-+-+-;XbGc]",
+    "feGfeE%'%'%'%')+`7`9%'''#%%)v7fe<#`'#`$#`'#`&#`'#`&#`'#`$#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$",
+    "g_Mb9#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`$#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#^#`'#`&",
+    "g`MbE#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
+    "gaMbM#`&#`'#`$#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
+    "gbMbW#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&",
+    "gcMc##`$#`'#`$#`'#`&#`'#`&#`'#F#;#)#'%gO+iF#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&",
+    "gdYb1#`&#`'#`&#`'#`&#`'#Z#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#Z#`'#`&#`'#V#`'#`&#`'",
+    "ge[aI#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#V#`'#`&#`'#`&#`'#`&#`'#`&#`'",
+    "gf[aU#`'#`&#`'#Z#`'#`&#`'#`&#`'#`&#`'0*z?$*`&$(`/((`&(*`+$*`&$*`+$*`&$(`3((`&(*`3%`&%#%#%#",
+    "gjP*`_5$*`&$$3$$+$$'$$'$$/$$/$$+(*R$*`&$*`3$*`&$*`K$*`&$'3&$#$'`&%`7'y,$%y)&$#$$`*$%'$%fo3",
+    "gn@&~Q($#$&`&&%fq5$&foT$$*$$+$&`&#*$$x8#a:(%|)&$#$$`:$%7#x0'gj+#%hOfpZ){N#6bKg{1#'G'`#a##+#&",
+    "ha3ha1+-')QS%'WQ'1''%)Oha@%hb77J#haL#'#hb;#%'=#%')#%/)#%'1#%')#%`+Y#/#%#'`G`D#%#K#%/`'#%#%#%",
+    "hk%kxW#%a`I`k*`m9`m7%'%'%'%'%'%'%'%'%'%'%'')%'%'0$1&$)&$)&$)&$)O`P5aY=?%'%'%'%'%'%'%'%'%'%'%'",
+    "l_-l_+%'%'0$1&$)&$)&$)&$)O`P'a=#%#%#%)9`_xJhRgo\\$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%",
+    "`te\\hRcp?$hR%$hR%$hR%$hR%$hR%$hR%g{K`_z;#h}B#ir[#p*#f~L#gu8#`oI$$se)#qvT#na+#oa>#`_%#ai'#dmA",
+    "aal5`a_-#`x;#kI#iG#a_Q#ig\\#y=#~[#xQ#cjM#bo=#agQ#sbL#`i1#eh%#`{A#dj3#ek5#pg^#c}Q#dyO#}I#ih<",
+    "aam'`as##`tE#j_L#aeU#`t]#`nC#f}?#pl&#qM#hU#cwO#`rM#`|Q#`h5#alK#`r9#aW#a_I#an%#`c-#tM#h~:#g)",
+    "aamU``o##`sE#c`]#b`]#dfP#li8#`s=#fyC#`b+#bw:#`uK#di;#av)#oq(#}/#bsU#`_1#i5#bwC#gS#el?#p~P#ke-",
+    "aanGtyC#B#iw##~##`sY#c}##a|@#iz0#`|=#gx?#oeD#bsO#`bE#de%#o5#hd(#ib7#i~V#cfS#cu2#ge9#`}B#eh[",
+    "aao9uiQ#`f5#gd=#bp7#`u=#gf^#hqW#hj^#ap:#go1#giT#cvI#ii8#v5#b/#e`W#dm'#`n/#afE#`zI#ow6#j)#`k5",
+    "aap+xi##`y=#av1#am3#fr5#`g=#`bI#`U#si0#dk)#`g%#hqA#l`B#yC#bO#u/#axY#q7#zO#`kU#`bC#t-#b|E#av.",
+    "aap[`el]#yY#pk8#cK#p[#fn5#ekG#o3#ju<#i##}'#ad]#cl7#ai\\#hw$#ac]#`i'#nE#s7#df+#e)#a~A#dO#cx#",
+    "aaqO`gg/#aO#e[#rj(#jfE#el##`iS#mj<#c{H#rW#a}C#aM#anS#`dI#aaC#`e##b|K#ba+#c_E#neD#kuG#q`0#dqO",
+    "aarAzv%#`l3#jE#`m5#j/#y/#`fI#fh##q|8#cm]#l}/#qvX#bm7#cnA#gzO#ku8#mM#`y1#b`G#hiI#qf8#o/#af+",
+    "aas3zf%#iA#jC#`c-#`{U#nW#apU#anK#G#ak)#`j;#q`,#fiA#fb(#f|=#vO#cs7#cm-#`oK#r?#mtF#`s[#djI#`{L",
+    "aat'`_yK#k7#arR#q8#fc1#od&#l~K#l`^#`L#bjM#`bI#e|]#g{4#cu-#`uN#ixU#`z,#bvA#bkV#jkB#brT#`e;'u/",
+    "aat[zi3'dnJ#g{+#}[#sW#`+#1#`;#f})#faZ#xE%`u%%`hS'`kS#eE)abS#=#`?#`eS#blB#`pY#q},#i=#b;#kK#Y",
+    "aav)ue]#rG#bA#b3#nO#b?#~W#7#`b;#f'#`3#b7#{M#cY#dU#oK#`i/#d=#gS#rG#e5#oQ#`dU#dQ#9#$#3#/#1#`G#%",
+    "aaw+`_r/#a-#iI#qS#M#`W#i-#cY#o3$$cK#n[#`g5#c?#k)#`W#lK#`Q#uW#c7#`wY#h?#a##mzZ#c_t)#bvu&'lz2",
+    "aax)tx1#aD#o2#n)#`]#iY#`M#uA#a:#a3#a=#t'#a]#cU#C#h##eG#~3#1#cS#a3#h]#b[#a6#c?#`B#cW#a/#l7#a[",
+    "aay)yw'#gK#hC#d=#+#`]#`b5#a-#l%#lK#B#aY#g;#j/#`t)#`m>#c'#c)#iY#c]#`Q#fC#'#dM#E#U#aW#6#l/#o-",
+    "aaz)``_##e1#f?#d)#j##eI#{-#d1#}/#n/#a5#C#hY#`Y#`@#`S#(#D#aC#aM#kO#qK#i?#hU#f9#`a7#b=#bU#c=#`/",
+    "aa{)`gp=#`G#w1#`eO#bguW#.#baM#cemJ#`e1#`)#clj/#axU#ha1#b~{2#aAa1`g~H%U8&4$%T#%#%#%#%#%#%%'#%",
+    "aa~S`p[#%#%%'%'#%%'#%%'#%#%#%#%#L#*#7#5dtMafbY%'?7c7cK#%p^$pQk0$k7%#g9gA#%|O|O`pb9`pb3$(%aWb1",
+    "b{e3b{e/#$#%#$#%ammYbfiD#,#5#br}]#brt:#aG#=#a9#c##`%#aG#R#foD#b{d/#bso<#1#C#I#bsdA#bzyP#fsO",
+    "eiu%tvY#bse7#bsd^#=#w2#wC#5#cxsG#cxq>#?#fwJ#fyC#9#`?#-#fyN#f|;#'#Y#O#9#%#E#`K#3#5#U#7$%'#bs~9",
+    "eiv)|~?#fs>#M#bteC#bte*#/#M#d'#b:#C#`'#`[#aS#W#a1#C$$`)#M#G#3#A#j7#h&#h)#eF#`-#`dP#`yY#hF#`3",
+    "eiw+vn9#c6#dE#$#c)#bumK#buk6#-#A#K#3#a+#buvK#a/#but2#`E#;#aH#cO#hmJ#?#hrG$$`S#bva?#bu}$#M#A#;",
+    "eix)cnw3#bvf0#1#{-#z0#hwD#hyI#?#aO#`L#bvy9#bvs4#bvs9#bvqZ#(#E#b9#%#i`L#iaG#`=#M#`?#ic@#calY",
+    "eix[na##ie##)#)#K#cy{##cyy2$$bwqQ#bnf^$$hhD#if4#ce|9#kq/#che*#5#igR#ii9#`M#7#`+#cC#in,#^#ioS",
+    "eiyScq{;#bxaD#c5#+#'#&#`C#K#`/#>#9#`E#K#+#W#9#a/#aS#`-#c+#bxo[#bxpD#a,#bG#Y#b1#bxrI#bxpD#b(#Z",
+    "eizSno?#jg9#M#`%#`2#jeP#jl]#]#byhC#bydD#h1#dT#joB#jq[#jr@#`.#e`C#)#duQ#b6#e}=#of&#hkO#+#/#a%",
+    "ei{KzpM#byx'#ceoV#j|9#bX#eU#`M#bysC#bys0#bL#g-#kb\\#kdA#b1#a9#e7#byt-#byr>#kn$#kp9#bza7#bz_H",
+    "ei|;oaG#kq3#`A#Y#%#bzl;#fzR#f~=#bzk*#bzz+#bzv8#?#b:#dU#`7#`Y#`R#`7#A#=#bzs%#bzuN#g9#a)#lc(",
+    "ei}1|p=#*#bzvS#bz}J#k=#bzu[#`G#bztF#bU#X#(#ln(#loK#`M#.#`S#bjz?#bju:#b{`##bz}(#b{h%#b{c8#=#Y",
+    "ei~%czeK#b{tF#M#b{}[#f=#b{}N#E#mb,#mc%$$mbH#mh%#M#M#K#a5#mi(#ml)#b|rS#b|qZ#b|u##b|s6#bqdU",
+    "ei~S~n?#b}h)#Q#cK#ckz^#;#msK#b}kQ#$#`5#W#b}l@$$%#`=#mtX#mw'#mvH#aK#clvM#b}{0#a'#a+#m|(#cmeA",
+    "ej_I`_j;#b~gK#`=#b~g.#b'#nc*#ne]#7#-#b~w]$$h]#b~|H#ndN#cnk%#b~~(#)#njR#cnpY#b~|2#noF#np7#,#]",
+    "ej`=da_/#c_q0#nq.#ntC#`]#a1#nw$#cox/#`%#cow^#co|W#c_{P#c`_+#c_~0#b9#9#c`h1#a=#c`gH#c`l'#c`kB",
+    "eja+cuf=#cccF#of9#aM#og2#oi1#igT#cj~C#?#l{V#5#brs(#)#bs'#s`L#oq7#.#G#kwV#kxC#'#7#`9#caf+#caf,",
+    "eja]`a}U#a7#a?#cF#d+#`;#bO#gJ#b]#'#C#caf3#i5#c^#crbB#p_/#'#`-#cb|?#cbyV#car?#crtT#+#cry+#hI",
+    "ejbSqo9#phQ#;#9#'#a+#`(#c?#`>#d%#aL#a1#Y#po@#prC#`'#pr>#puI#)#cbvG#cbrN#1#pwT#pxQ#umX#cysY#e+",
+    "ejcMqzK#5#qa]#aE#d1#eQ#ccj5#ccg<#O#b##b'#ccv/#~wX#bcz@#@#`O#bd`C#bcxZ#b7#ce_W#Y#cdu,#b)#`'",
+    "ejdAdkqG#cd{8#hA#d5#%#b&#kM#[#cejY#cd~<#sg.#shK#ceiK#cypH#snY#ne\\#ni-#ce~##f)#czsJ#3#ssG",
+    "eje1do_7#c{aZ#c{fG$$cfrD#`##cf{-#cft^#suX#sx3#c/#Y#a##sz.#c|u?#cgq&#i'#e5#tk0#`%#tmO#chm)",
+    "eje]soS#c}}5#gU#c9#chpR#tuD#twI#-#1#7#1#`1#ciiU",
+};
+
+static uint32_t range_number(const char **s) {
+    uint32_t high = 0;
+    for (; **s >= '#' + 60; ++*s) high = high * 32 + (**s - '#' - 60);
+    return high * 60 + (*(*s)++ - '#');
+}
+
+// the value of character c in a table of n lines
+static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_t otherwise) {
+    size_t low = 0;
+    while (n - low > 1) {
+        size_t mid = (low + n) / 2;
+        const char *s = line[mid];
+        if (range_number(&s) / 2 <= c) low = mid;
+        else n = mid;
+    }
+    const char *s = line[low];
+    uint32_t next = 0;
+    int32_t value = 0;
+    while (*s) {
+        uint32_t gap = range_number(&s), first = next + gap / 2;
+        uint32_t last = gap & 1 ? first + range_number(&s) : first, change = range_number(&s);
+        value += change & 1 ? -(int32_t)(change / 2) - 1 : (int32_t)(change / 2);
+        if (c <= last) return c >= first ? value : otherwise;
+        next = last + 1;
+    }
+    return otherwise;
+}
+
+static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
+    {' ', ' ', ' '}, {'/', '/', '/'}, {'d', '0', '9'}, {'n', '\n', '\n'}, {'r', '\n', '\n'},
+    {'r', '\r', '\r'}, {'f', '$', '$'}, {'f', '+', '+'}, {'f', '<', '>'}, {'f', '^', '^'},
+    {'f', '|', '|'}, {'f', '~', '~'}, {'t', '`', '`'}, {'a', '!', '/'}, {'a', ':', '@'},
+    {'a', '[', '`'}, {'a', '{', '~'}, {'p', '!', '/'}, {'p', ':', '~'}, {'p', 0x2018, 0x201F},
+    {'p', 0x3001, 0x3002}, {'p', 0xFF01, 0xFF0F}, {'p', 0xFF1A, 0xFF5E}, {'k', 0x3040, 0x30FF},
+    {'k', 0x4E00, 0x9FA5}, {'K', 0x800, 0x9FA5}, {'K', 0xAC00, 0xD7FF}, {'h', 0x3400, 0x4DBF},
+    {'h', 0x4E00, 0x9FFF}, {'h', 0xF900, 0xFAFF}, {'h', 0x20000, 0x2A6DF}, {'h', 0x2A700, 0x2B81F},
+    {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F}, {'b', '!', '!'}, {'b', '(', ')'},
+    {'b', ',', ','}, {'b', '.', '.'}, {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C},
+    {'b', 0x6D4, 0x6D4}, {'b', 0x964, 0x964}, {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002},
+    {'b', 0xFF0C, 0xFF0C},
+};
+
+static uint64_t unicode_classes(uint32_t c) {
+    int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
+    uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
+    if (k == 8 && c >= 0x80) return set;   // the lists above know such a space only as white space
+    for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
+        if (c >= MORE_CLASSES[i].first && c <= MORE_CLASSES[i].last)
+            set |= CLASS(MORE_CLASSES[i].letter);
+    return set;
+}
+
+// BERT's spelling of a character; 0: none
+static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
+    if (strip_accents) c = range_value(UNICODE_BASE, COUNT(UNICODE_BASE), c, c);
+    uint64_t set = unicode_classes(c), drop = CLASS('C') | (strip_accents ? CLASS('M') : 0);
+    if (c == UTF8_BAD || set & drop) return 0;
+    int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
+    if (!lower_case || d == INT32_MAX) return c;
+    return d == 0 ? c | 1 : d == -1 ? c + (c & 1) : c + d;
+}
