@@ -38,11 +38,14 @@ run: llm
 
 # ---- tests ----
 
-# Each build of the tests meets other code: the CPU's SIMD, plain C, and both under a checker.
+# Each build of the tests meets other code: this CPU's SIMD, the same in plain C, the plain engine of
+# Part I alone, and the first two under a checker.
 test_native: test.c $(ENGINE)
 	$(CC) $(WARN) -O3 $(NATIVE) test.c -o $@ $(TEST_LIBS)
 test_plain: test.c $(ENGINE)
 	$(CC) $(WARN) -O1 -DQUANT_PLAIN test.c -o $@ $(TEST_LIBS)
+test_book: test.c $(ENGINE)
+	$(CC) $(WARN) -O2 -DLLM_PLAIN test.c -o $@ $(LIBS)
 test_avx2: test.c $(ENGINE)
 	$(CC) $(WARN) -g -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
 test_asan: test.c $(ENGINE)
@@ -59,15 +62,16 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 
 # what runs under the checkers in every test run (`make valgrind` runs all): what is slow there is
 # left out; AddressSanitizer talks into metal_models, valgrind does not follow the command line
-MEMORY = $(filter-out metal_shapes tokenizer_linear sampler_speed story_perplexity, \
-    $(shell sed -n 's/^    {"\([a-z_]*\)", test_.*/\1/p' test.c))
+ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
+MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 
-# you changed something: everything that can be checked on this machine (about 4 minutes)
+# you changed something: everything that can be checked on this machine (about 5 minutes)
 test:
 	@rm -f test.log
-	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_avx2 test_asan
+	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_book test_avx2 test_asan
 	@$(RUN) "optimised build" env LLM="./llm --cpu" ./test_native
 	@$(RUN) "plain C" ./test_plain --quick
+	@$(RUN) "the plain engine" ./test_book --quick $(filter-out metal_% cli_output cli_numbers, $(ALL))
 	@$(RUN) "address and undefined behaviour sanitizers" ./test_asan --quick \
 	    $(filter-out metal_models, $(MEMORY))
 	@if command -v valgrind > test.tmp; then $(RUN) "valgrind" $(VALGRIND) \
@@ -143,33 +147,45 @@ bench: llm test_plain
 	                $$6, $$7, $$2 / $$6, $$3 / $$7 }'; rm -f $$m bench.log; \
 	done
 
-# you wrote much: the budgets of each file, columns, and lines that are packed
+# you wrote much: the budgets of each file, columns, comments, and lines that are packed
 define LINES
 function budget(name, n, most) {
-    printf "%-44s %5d of %d%s\n", name, n, most, (n > most ? "  TOO MANY" : "")
+    printf "%-52s %5d of %5d%s\n", name, n, most, (n > most ? "  TOO MANY" : "")
     if (n > most) failed++; else passed++
 }
-FNR == 1 { section = FILENAME }
-/^\/\/ ---- ([0-9]+\.|the grids|appendix)/ { section = FILENAME " " $$4 }
-/^\/\/ ==== / { section = FILENAME " " $$3 " " $$4 }
-{ lines[FILENAME]++; part[section]++; if (length($$0) > 100) wide++ }
-FILENAME == "quant.h" && /^#ifndef QUANT_H/ { manual = FNR }
+function share(name, n, least) {
+    printf "%-52s %5.1f %%, %4.1f %% wanted%s\n", name, n, least, (n < least ? "  TOO FEW" : "")
+    if (n < least) failed++; else passed++
+}
+FNR == 1 { part = FILENAME }
+/^\/\/ ==== / { part = FILENAME " " $$3 " " $$4 }
+/^\/\/ ---- (appendix|3\. the words|4\. three|8\. grids|9\. formats)/ { part = FILENAME " " $$4 }
+/^static void forward\(/ { forward = FNR }
+{ lines[FILENAME]++; part_lines[part]++; if (length($$0) > 100) wide++ }
 {   # a line of code holds one statement; the head of a for loop holds three
-    sub(/\/\/.*/, ""); gsub(/"([^"\\]|\\.)*"|';'/, "")
+    gsub(/"([^"\\]|\\.)*"|';'/, "")
+    if (/\/\//) comments[part]++
+    sub(/\/\/.*/, "")
     while (match($$0, /for \([^;]*;[^;]*;/)) $$0 = substr($$0, 1, RSTART - 1) substr($$0, RSTART + RLENGTH)
     n = gsub(/;/, "")
     if (n) { semicolons[FILENAME] += n; ends[FILENAME]++ }
 }
 END {
-    unicode = part["llm.c Unicode"]; grids = part["quant.h grids"]
-    budget("llm.c", lines["llm.c"] - unicode, 4382); budget("  its Unicode tables", unicode, 250)
-    budget("quant.h", lines["quant.h"] - grids, 1120); budget("  its grids", grids, 340)
-    budget("metal.c", lines["metal.c"], 600); budget("kernels.metal", lines["kernels.metal"], 1000)
-    budget("test.c", lines["test.c"], 4061); budget("  the GPU in software", part["test.c a GPU"], 800)
-    budget("first sitting", manual + part["quant.h first sitting:"] + \
-        part["llm.c GGUF"] + part["llm.c model"] + part["llm.c ops"] + part["llm.c forward"], 1000)
+    unicode = part_lines["llm.c Unicode"]; grids = part_lines["quant.h grids"]; one = "llm.c Part I:"
+    budget("llm.c", lines["llm.c"] - unicode, 4800); budget("  its Unicode tables", unicode, 250)
+    budget("  Part I, the first sitting", part_lines[one], 1900)
+    budget("  lines before forward", forward - 1, 1349)
+    budget("  words of quant.h beside it", part_lines["quant.h the"], 350)
+    budget("quant.h", lines["quant.h"] - grids, 1130); budget("  its grids", grids, 280)
+    budget("metal.c", lines["metal.c"], 570); budget("kernels.metal", lines["kernels.metal"], 942)
+    budget("test.c", lines["test.c"], 4129); budget("  the GPU in software", part_lines["test.c a GPU"], 800)
     budget("lines over 100 columns", wide, 0)
     for (file in lines) budget("semicolons on 100 lines of " file, 100 * semicolons[file] / ends[file], 130)
+    share("comments in Part I of llm.c", 100 * comments[one] / part_lines[one], 20)
+    for (p in part_lines) if (p ~ /^llm.c Part/ && p != one) {
+        all += part_lines[p]; said += comments[p]
+    }
+    share("comments in its other parts", 100 * said / all, 100 / 7)
     printf "%d passed, %d failed, 0 skipped\n", passed, failed
     exit failed > 0
 }
@@ -178,12 +194,94 @@ export LINES
 lines:
 	@awk "$$LINES" llm.c quant.h metal.c kernels.metal test.c
 
+# you want the characters of another Unicode: prints the tables in llm.c's appendix anew, from the
+# standard's UnicodeData.txt (make unicode UCD=path/UnicodeData.txt); those in llm.c are of 15.1
+define UNICODE_AWK
+function hex(s,   n) {
+    for (n = 0; s != ""; s = substr(s, 2)) n = 16 * n + index("123456789ABCDEF", substr(s, 1, 1))
+    return n
+}
+# deepseek-llm has its own list of letters with case, class c: in these blocks all, elsewhere none
+BEGIN { n_cased = split("80 556 10A0 10C5 13A0 13FD 1C90 2CFF A640 A78E AB70 FF5A " \
+    "10400 104FB 10C80 10CF2 118A0 118DF 1E900 1E943", cased, " ") }
+function class(c, category,   i) {   # a letter of "ulcxNMPSsC"
+    if (category ~ /^Z/ || (c >= 9 && c <= 13) || c == 133) return "s"
+    if (category !~ /^L/) return substr(category, 1, 1)
+    if (c < 128) return category == "Lu" ? "u" : "l"
+    for (i = 1; category ~ /^L[ult]/ && i < n_cased; i += 2)
+        if (c >= hex(cased[i]) && c <= hex(cased[i + 1])) return "c"
+    return "x"
+}
+function add(table, from, to, v,   n) {   # one more range, or the one before goes on
+    n = ranges[table]
+    if (n == 0 || from != end[table, n] + 1 || v != value[table, n]) {
+        n = ++ranges[table]
+        start[table, n] = from
+        value[table, n] = v
+    }
+    end[table, n] = to
+}
+function number(n,   digits) {
+    digits = sprintf("%c", 35 + n % 60)
+    if (digits == "\\") digits = "\\\\"   # as C wants it
+    for (n = int(n / 60); n > 0; n = int(n / 32)) digits = sprintf("%c", 95 + n % 32) digits
+    return digits
+}
+# range number i, as the comment above the tables in llm.c says; afresh: it begins a line
+function encode(table, i, afresh,   gap, more, change) {
+    gap = start[table, i] - (afresh ? 0 : end[table, i - 1] + 1)
+    more = end[table, i] - start[table, i]
+    change = value[table, i] - (afresh ? 0 : value[table, i - 1])
+    return number(2 * gap + (more > 0)) (more > 0 ? number(more) : "") \
+        number(change < 0 ? -2 * change - 1 : 2 * change)
+}
+function print_table(table, comment,   i, line, code) {
+    if (table != "CLASSES") print ""
+    print "static const char *const UNICODE_" table "[] = {   // " comment
+    for (i = 1; i <= ranges[table]; i++) {
+        code = encode(table, i, line == "")
+        if (length(line code) > 93) {   # with indent, quotes and comma it would not fit 100 columns
+            print "    \"" line "\","
+            line = ""
+            code = encode(table, i, 1)
+        }
+        line = line code
+    }
+    print "    \"" line "\",\n};"
+}
+# the file is read twice, first for the first part of each character that consists of parts
+NR == FNR { sub(/ .*/, "", $$6); if ($$6 ~ /^[0-9A-F]/) base[$$1] = $$6; next }
+$$2 ~ /First>$$/ { first = hex($$1); next }
+{
+    last = hex($$1)
+    if ($$2 !~ /Last>$$/) first = last
+    add("CLASSES", first, last, index("ulcxNMPSsC", class(last, $$3)) - 1)
+    change = hex($$14) - last
+    # a letter whose lower case is its neighbour makes a pair with it: 0 if it is even, else -1
+    if ($$14 != "" && change == 1) add("LOWER", last, last + 1, -(last % 2))
+    else if ($$14 != "") add("LOWER", last, last, change)
+    for (c = $$1; c in base; ) c = base[c]
+    if ($$1 in base) add("BASE", last, last, hex(c))
+    # the Hangul syllables are in the order of their first consonants, 588 for each
+    if ($$2 ~ /^<Hangul/) for (i = first; i < last; i += 588)
+        add("BASE", i, i + 587, hex("1100") + (i - first) / 588)
+}
+END {
+    print_table("CLASSES", "the index into \"ulcxNMPSsC\" below")
+    print_table("LOWER", "what to add; 0, -1: pairs, upper even, odd")
+    print_table("BASE", "the character without its accents")
+}
+endef
+export UNICODE_AWK
+unicode:
+	@awk -F ";" "$$UNICODE_AWK" "$(or $(UCD),$(error UCD=path of a UnicodeData.txt))" "$(UCD)"
+
 clean:
-	rm -f llm test_native test_plain test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
+	rm -f llm test_native test_plain test_book test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
 	rm -rf test_mutants.d
 
 install: llm
 	install -d $(DESTDIR)$(PREFIX)/bin
 	install llm $(DESTDIR)$(PREFIX)/bin/llm
 
-.PHONY: all run test valgrind test-arm tsan mutants lint bench lines clean install
+.PHONY: all run test valgrind test-arm tsan mutants lint bench lines unicode clean install

@@ -1,27 +1,23 @@
 // SPDX-License-Identifier: MIT
-// llm.c: a GGUF language model engine in one file.
+// llm.c: a GGUF language model engine in one file, a book to be read from the front.
 //
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
-// Read it top to bottom; a token's way through it is file -> weights -> logits -> text:
+// Part I is the engine and the first sitting: a token's whole way, from the file to the next word,
+// in plain C. What the other parts add or make fast stands there as a prototype, and the two large
+// ones in a plain version: `cc -DLLM_PLAIN llm.c -lm` runs every model on these alone.
 //
-//    1. base         errors, strings, the arena
-//    2. GGUF         the file format: metadata and tensors, all checked before they are believed
-//    3. model        the table of architectures, hyperparameters, weights
-//    4. loading      which bytes of the file are which weights
-//    5. matmul       threads, int8 activations, matrix x vector and matrix x matrix
-//    6. attention    online softmax over the f16 ring
-//    7. ops          norms, RoPE, activations
-//    8. mixers       FFN, experts, the gated delta rule
-//    9. forward      one function for prefill and decode
-//   10. session      the KV ring, prefix reuse, the memory plan
-//   11. tokenizer    SentencePiece, byte-level BPE, WordPiece; before it the tables of Unicode
-//   12. sampler      penalty, temperature, top-k, top-p, min-p
-//   13. generate     the loop around all of it
-//   14. main         the command line
+//   I    the engine    base, GGUF, model, loading, the types of a session, what the other parts
+//                      provide, ops, forward, session, sampler, generate
+//   II   more mixers   gated attention, experts, the gated delta rule
+//   III  text          UTF-8, tokenizer
+//   IV   speed         threads, vectors, products, tiles, attention; last AMX and the GPU
+//   V    main          the command line; behind it the tables of Unicode
 //
-// Short names: n tokens in this call, pos their first position, l layer, h head, dim = width of
-// the residual stream, hd = width of a head, ff = width of the feed-forward layer, W = window.
+// Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
+// of the residual stream, hd = width of a head, ff = width of the feed-forward layer; m the Model,
+// c its Config, w its weights at hand, s the Session, e the Error. Shapes are written outermost
+// first: x [n][dim] is n rows of dim floats.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c". What a program calls is
 //
@@ -35,39 +31,33 @@
 //   int32_t session_sample(Session *, logits)    draws the next id as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, on_token, ctx, Error *)
 //
-// close accepts zeroed and half-opened structs. Nothing here exits, prints or keeps global state.
+// close accepts zeroed and half-opened structs. Nothing but main exits or prints, except for the
+// one note of a GPU that leaves the work to the CPU.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#ifdef __APPLE__
-#include <sys/sysctl.h>
-#define RSS_PER_MB 1048576.0   // ru_maxrss counts bytes there, kilobytes elsewhere
-#else
-#include <sched.h>
-#define RSS_PER_MB 1024.0
+#ifdef LLM_PLAIN
+#define QUANT_PLAIN            // no SIMD in the formats either
 #endif
 #include "quant.h"
+
 // ==== Part I: the engine =========================================================================
+
 // ---- 1. base ----
 
 typedef struct { char text[512]; } Error;
@@ -86,55 +76,68 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
 typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, no NUL at the end
 
 #define STR_ARG(a) (int)((a).n < 100 ? (a).n : 100), (a).s   // for "%.*s"
+#define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static bool str_eq(Str a, const char *b) {
     return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0;
 }
 
-static bool is_word(const char *word, const char *words) {   // of a list: "llama mistral3"
-    for (size_t n = strlen(word), k; *words; words += k + (words[k] == ' ')) {
-        k = strcspn(words, " ");
-        if (k == n && !memcmp(words, word, n)) return true;
-    }
-    return false;
+// Looks for a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a
+// star. Returns what stands behind the word: a star, a blank or the end; NULL if it is not there.
+static const char *find_word(const char *word, const char *words) {
+    size_t n = strlen(word);
+    for (; words; words = strchr(words, ' '), words += words != NULL)
+        if (!strncmp(words, word, n) && strchr("* ", words[n])) return words + n;
+    return NULL;
 }
-
-#define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
-}
+// An arena hands out pieces of one block of memory, 64-byte aligned. Without a block (base NULL) it
+// only counts: the same function runs once to learn the size and once to place the pieces. Setting
+// `used` back lets buffers that never live together share bytes; `peak` remembers the most in use.
+typedef struct { const char *phase, *name; size_t bytes; } Placement;
+typedef struct {
+    char *base;
+    size_t used, peak;     // bytes
+    const char *phase;     // in which part of the work the next buffers live, for
+    Placement *list;          // [n_list] what was taken; NULL: nobody asks
+    int n_list;
+} Arena;
 
-// Hands out pieces of one block, 64-byte aligned. With base NULL it only counts: the plan of a
-// session runs once to learn the size and once to place the buffers. Setting `used` back to an
-// earlier value lets buffers that never live together share bytes; `peak` remembers the most.
-typedef struct { char *base; size_t used, peak; } Arena;
-
-static void *arena_take(Arena *a, size_t count, size_t size) {
-    size_t at = a->used;
-    a->used += (count * size + 63) / 64 * 64;
-    if (a->used > a->peak) a->peak = a->used;
+static void *arena_take(Arena *a, const char *name, size_t count, size_t size) {
+    size_t at = a->used, bytes = (count * size + 63) / 64 * 64;
+    a->used += bytes;
+    a->peak = larger(a->peak, a->used);
+    if (a->list) a->list[a->n_list] = (Placement){a->phase, name, bytes};
+    a->n_list++;
     return a->base ? a->base + at : NULL;
 }
 
+// ids of tokens, in memory that grows by doubling (tokens_add)
+typedef struct { int32_t *id; size_t n, room; } Tokens;   // free(id) when done
+
 // ---- 2. GGUF ----
 //
-// magic "GGUF" | version | n_tensors | n_meta | metadata: key, type, value | tensors: name, n_dims,
-// ne[], type, offset | padding | data. Little endian; a string is a 64-bit length and bytes. The
-// file is not trusted: a cursor that fails once and stays failed reads it, each count is bounded
-// by the bytes that could hold it, and each tensor must lie inside the file. Nothing is copied:
-// strings, arrays and weights are pointers into the map.
+// A GGUF file is, in this order and little endian (a string is a 64-bit length and its bytes):
+//
+//   magic "GGUF" | version | number of tensors | number of metadata entries
+//   metadata     key, type, value                   "llama.block_count", 4 (u32), 32
+//   tensors      name, n_dims, ne[n_dims], type, offset of its data
+//   padding, and the data of all tensors
+//
+// The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
+// at the end of a step is enough; each count is bounded by the bytes that could hold so many; each
+// tensor must lie inside the file. Nothing is copied: strings and weights are pointers into it.
 
 enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STR,
        GGUF_ARR, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
 
-static const uint8_t gguf_size[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+static const uint8_t gguf_size[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};   // bytes
 
+// A metadata entry: n values of type elem at v; type is GGUF_ARR for an array, else elem.
 typedef struct { Str key; uint32_t type, elem; uint64_t n; const uint8_t *v; } Meta;
+// ne: elements in each dimension, the innermost first; a matrix is ne[1] rows of ne[0]
 typedef struct { Str name; int type, n_dims, ne[4]; uint64_t offset; const uint8_t *data; } Tensor;
 typedef struct { uint8_t *base; size_t size; } Map;
 
@@ -155,7 +158,7 @@ static const void *take(Cursor *c, uint64_t n) {
     return c->p - n;
 }
 
-static uint64_t read_bytes(Cursor *c, size_t n) {   // n = 1, 2, 4, 8
+static uint64_t read_bytes(Cursor *c, size_t n) {   // a number of n = 1, 2, 4 or 8 bytes
     uint64_t x = 0;
     const void *p = take(c, n);
     if (p) memcpy(&x, p, n);
@@ -168,7 +171,7 @@ static Str read_str(Cursor *c) {
     return s ? (Str){s, n} : (Str){"", 0};
 }
 
-// strings of an array that was checked when the file was opened
+// the next string of an array that was checked when the file was opened
 static Str str_next(const uint8_t **p) {
     uint64_t n;
     memcpy(&n, *p, 8);
@@ -181,7 +184,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     m->key = read_str(c);
     m->type = m->elem = read_bytes(c, 4);
     m->n = 1;
-    if (m->type == GGUF_ARR) {
+    if (m->type == GGUF_ARR) {   // element type, count, elements
         m->elem = read_bytes(c, 4);
         m->n = read_bytes(c, 8);
         if (m->elem == GGUF_ARR) return fail(e, "arrays of arrays are not supported");
@@ -190,9 +193,9 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     if (c->bad) return fail(e, "the file ends inside the metadata");
     if (m->elem >= GGUF_TYPES)
         return fail(e, "unknown %s type %u", m->type == GGUF_ARR ? "element" : "value", m->elem);
-    if (m->n > (uint64_t)(c->end - c->p))
+    if (m->n > (uint64_t)(c->end - c->p))   // an element takes a byte at least
         return fail(e, "%zu values do not fit into the file", (size_t)m->n);
-    take(c, m->n * gguf_size[m->elem]);
+    take(c, m->n * gguf_size[m->elem]);     // nothing for strings, whose size is 0 in the table
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
     return !c->bad || fail(e, "its value runs past the end of the file");
 }
@@ -218,7 +221,7 @@ static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
     return true;
 }
 
-static double tensor_bytes(const Tensor *t) {
+static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile sizes overflow
     return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
 }
 
@@ -233,7 +236,7 @@ static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, 
     return true;
 }
 
-// of Meta and Tensor, which begin with their names
+// compares two Meta or two Tensors, both of which begin with their name
 static int name_compare(const void *a, const void *b) {
     const Str *x = a, *y = b;
     int c = memcmp(x->s, y->s, x->n < y->n ? x->n : y->n);
@@ -248,11 +251,12 @@ static bool sort_names(void *items, size_t n, size_t size, const char *what, Err
     return true;
 }
 
-static const Meta *gguf_find(const Gguf *g, const char *key) {
+static const Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no such key
     Str name = {key, strlen(key)};
     return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
+// the i-th value of m, which is a number or an array of numbers
 static double meta_float(const Meta *m, uint64_t i) {
     union { uint64_t u; int8_t i8; int16_t i16; int32_t i32; int64_t i64; float f; double d; } x;
     x.u = 0;
@@ -264,7 +268,7 @@ static double meta_float(const Meta *m, uint64_t i) {
     case GGUF_I64: return x.i64;
     case GGUF_F32: return x.f;
     case GGUF_F64: return x.d;
-    default:       return x.u;
+    default:       return x.u;   // unsigned, or a bool
     }
 }
 
@@ -277,7 +281,7 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
     return m && gguf_size[m->type] ? meta_int(m, 0) : otherwise;
 }
 
-static Str meta_str(const Meta *m) {   // without a text: {NULL, 0}
+static Str meta_str(const Meta *m) {   // {NULL, 0} if it is no string
     const uint8_t *p = m && m->type == GGUF_STR ? m->v : NULL;
     return p ? str_next(&p) : (Str){NULL, 0};
 }
@@ -291,7 +295,7 @@ static bool map_file(Map *map, const char *path, Error *e) {
     bool regular = !fstat(fd, &st) && S_ISREG(st.st_mode);
     map->size = regular ? st.st_size : 0;
     void *p = map->size ? mmap(NULL, map->size, PROT_READ, MAP_SHARED, fd, 0) : NULL;
-    close(fd);
+    close(fd);   // the map stays
     if (!regular) return fail(e, "not a regular file");
     if (p == MAP_FAILED) return fail(e, "mmap: %s", strerror(errno));
     map->base = p;
@@ -307,7 +311,7 @@ static void gguf_close(Gguf *g) {
     *g = (Gguf){0};
 }
 
-// part i of a model: the tensors of all parts are collected, the metadata of part 0 alone
+// Reads part i of a model: the tensors of all parts are collected, the metadata of part 0 alone.
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
     Cursor c = {map->base, map->base + map->size, false};
@@ -327,7 +331,7 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     if (t) g->tensors = t;
     if (!m || !t) return fail(e, "out of memory");
 
-    m += g->n_meta;
+    m += g->n_meta;      // this part's entries stand behind those of the parts before it
     t += g->n_tensors;
     for (size_t k = 0; k < n_meta; k++)
         if (!read_meta(&c, &m[k], &why))
@@ -341,7 +345,7 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     for (size_t k = 0; k < n_tensors; k++)
         if (!read_tensor(&c, &t[k], &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
-    size_t start = (c.p - map->base + align - 1) / align * align;
+    size_t start = (c.p - map->base + align - 1) / align * align;   // where the data begin
     for (size_t k = 0; k < n_tensors; k++)
         if (!tensor_place(&t[k], map, start, align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
@@ -350,12 +354,13 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     return true;
 }
 
-// opens path and, where it is the first of a split model, all its parts
+// Opens path and, where it is the first of a split model, all its parts: the metadata says how
+// many there are, and they are named NAME-00001-of-00003.gguf and so on.
 static bool gguf_open(Gguf *g, const char *path, Error *e) {
     char part[4096], tail[64];
     Error why;
     int64_t count = 1;
-    int stem = 0;
+    int stem = 0;   // length of NAME
     *g = (Gguf){0};
     for (int i = 0; i < count; i++) {
         snprintf(part, sizeof part, "%.*s-%05d-of-%05d.gguf", stem, path, i + 1, (int)count);
@@ -379,20 +384,20 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 
 // ---- 3. model ----
 //
-// A row of ARCHS says how its architectures differ from a plain Llama; the tensors that a file
-// has say the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts, sinks, tied
-// head). To add an architecture: read its row's values off its reference implementation, add its
-// name to the row that has them, or such a row, run `./llm model.gguf --info`; a tensor under a new
-// name goes into load_layer, a key into load_config. Then add one line to test.c. RoPE pairing is
-// the usual mistake, and position 0 cannot show it.
+// Two tables and a file's tensors say what a model is. A row of ARCHS tells how architectures
+// differ from a plain Llama; KEYS, which numbers a file gives and who reads them; the tensors, the
+// rest (biases, QK norms, post-norms, fused QKV or gate-up, experts, sinks, tied output). To add an
+// architecture: read the values off its reference implementation, add its name to the row that has
+// them, or a row, and run `./llm model.gguf --info`. A number under a new key gets a row in KEYS, a
+// tensor under a new name goes into load_layer. Then add one line to test.c. RoPE pairing is the
+// usual mistake, and position 0 cannot show it.
 //
-// Every row was measured against llama.cpp 0.5.0 on random models (f32 weights, 160 tokens, its
-// options and special cases): the logits are equal to an NMSE of 1e-6 (but for ernie4_5's
-// attn_output.bias, ignored there). For those in VERIFIED the tests hold llama.cpp's logits.
+// Every row was measured against llama.cpp 0.5.0 on random models in f32: the logits agree to an
+// NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
 
 enum { RMS, LAYER, BARE };                    // norm: RMSNorm, LayerNorm, LayerNorm without weights
-enum { SILU, GELU, RELU2, SWIGLU_OAI };       // GELU in its tanh form
-enum { NO_ROPE, NORM, NEOX };                 // rotates pairs (2i, 2i+1) or (i, i + n_rot/2)
+enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
+enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
 enum {
     EMBD_SQRT = 1,         // embeddings are multiplied by sqrt(dim)
     WINDOW_4096 = 2,       // sliding window where the file does not say
@@ -409,12 +414,13 @@ enum {
     ENCODER = 4096,        // sees the whole text; norms stand after the residual
     DELTA_TILED = 8192,    // value head h reads key head h % n_key, not h / (n_value / n_key)
     GATES_NORMED = 16384,  // weights of the chosen experts are divided by their sum
+    GATES_SIGMOID = 32768, // the router's logits pass a sigmoid where the file does not say
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
 };
 
 typedef struct {
-    const char *names;            // "llama mistral3"
+    const char *names;            // "llama* mistral3*"
     uint8_t norm, act, rope;
     uint16_t flags;
     uint8_t local;                // windows: all layers but every local-th; 0: they are ignored
@@ -422,62 +428,67 @@ typedef struct {
     uint8_t n_layer;              // the row is for the size with so many layers; 0: any other
 } Arch;
 
-static const Arch ARCHS[] = {
-    {"ernie4_5-moe llama mistral3", RMS, SILU, NORM, .flags = GATES_NORMED},
-    {"baichuan", RMS, SILU, NORM, .n_layer = 32},
-    {"baichuan", RMS, SILU, NO_ROPE, .flags = ALIBI_8, .n_layer = 40},
-    {"baichuan", RMS, SILU, NO_ROPE, .flags = 0},
-    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, NORM, .flags = 0},
-    {"smollm3", RMS, SILU, NORM, .no_rope = 4},
-    {"granite", RMS, SILU, NORM, .flags = ROPE_TUNED | LOGIT_DIVIDE},
-    {"granitemoe", RMS, SILU, NORM, .flags = LOGIT_DIVIDE | GATES_NORMED},
-    {"minicpm", RMS, SILU, NORM, .flags = LOGIT_DIVIDE | MUP},
-    {"arcee", RMS, RELU2, NORM, .flags = 0},
-    {"olmo", BARE, SILU, NORM, .flags = 0},
-    {"command-r", LAYER, SILU, NORM, .flags = 0},
-    {"cohere2", LAYER, SILU, NORM, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4},
-    {"exaone4", RMS, SILU, NEOX, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"exaone exaone4 olmoe phi3 qwen2 qwen2moe qwen3 seed_oss", RMS, SILU, NEOX, .flags = 0},
-    {"dots1 glm4moe", RMS, SILU, NEOX, .flags = 0},
-    {"minimax-m2 qwen3moe qwen3next", RMS, SILU, NEOX, .flags = GATES_NORMED},
-    {"qwen35", RMS, SILU, NEOX, .flags = DELTA_TILED},
-    {"qwen35moe", RMS, SILU, NEOX, .flags = DELTA_TILED | GATES_NORMED},
-    {"hunyuan-dense", RMS, SILU, NEOX, .flags = QK_NORM_LATE},
-    {"hunyuan-moe", RMS, SILU, NEOX, .flags = QK_NORM_LATE | GATES_NORMED},
-    {"olmo2", RMS, SILU, NEOX, .flags = LOCAL_UNSCALED, .local = 4},
-    {"gpt-oss", RMS, SWIGLU_OAI, NEOX, .flags = GATES_NORMED, .local = 2},
-    {"gemma", RMS, GELU, NEOX, .flags = EMBD_SQRT},
-    {"gemma2", RMS, GELU, NEOX, .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
-    {"gemma2", RMS, GELU, NEOX, .flags = GEMMA2, .local = 2},
-    {"gemma3", RMS, GELU, NEOX, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
-    {"gemma3", RMS, GELU, NEOX, .flags = GEMMA3, .local = 6},
-    {"orion stablelm", LAYER, SILU, NEOX, .flags = 0},
-    {"falcon gptneox phi2 starcoder2", LAYER, GELU, NEOX, .flags = 0},
-    {"nemotron", LAYER, RELU2, NEOX, .flags = 0},
-    {"gpt2 starcoder", LAYER, GELU, NO_ROPE, .flags = 0},
-    {"bloom", LAYER, GELU, NO_ROPE, .flags = ALIBI_8},
-    {"bert", LAYER, GELU, NO_ROPE, .flags = ENCODER},
-    {"nomic-bert", LAYER, SILU, NEOX, .flags = ENCODER},
+static const Arch ARCHS[] = {   // the first row with the file's name and size counts
+    {"llama* mistral3* ernie4_5-moe", RMS, SILU, ROPE_PAIRS, .flags = GATES_NORMED},
+    {"baichuan", RMS, SILU, ROPE_PAIRS, .n_layer = 32},
+    {"baichuan", RMS, SILU, ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
+    {"baichuan", RMS, SILU, ROPE_NONE, .flags = 0},
+    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, ROPE_PAIRS,
+     .flags = 0},
+    {"smollm3", RMS, SILU, ROPE_PAIRS, .no_rope = 4},
+    {"granite", RMS, SILU, ROPE_PAIRS, .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
+    {"granitemoe", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
+    {"minicpm", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
+    {"arcee", RMS, RELU2, ROPE_PAIRS, .flags = 0},
+    {"olmo", BARE, SILU, ROPE_PAIRS, .flags = 0},
+    {"command-r", LAYER, SILU, ROPE_PAIRS, .flags = 0},
+    {"cohere2", LAYER, SILU, ROPE_PAIRS, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4},
+    {"exaone4", RMS, SILU, ROPE_HALVES, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4,
+     .n_layer = 64},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, ROPE_HALVES,
+     .flags = 0},
+    {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
+    {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
+    {"qwen3moe* qwen3next*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
+    {"qwen35*", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED},
+    {"qwen35moe", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED | GATES_NORMED},
+    {"hunyuan-dense", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE},
+    {"hunyuan-moe", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE | GATES_NORMED},
+    {"olmo2", RMS, SILU, ROPE_HALVES, .flags = LOCAL_UNSCALED, .local = 4},
+    {"gpt-oss*", RMS, SWIGLU_OAI, ROPE_HALVES, .flags = GATES_NORMED, .local = 2},
+    {"gemma*", RMS, GELU, ROPE_HALVES, .flags = EMBD_SQRT},
+    {"gemma2*", RMS, GELU, ROPE_HALVES, .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
+    {"gemma2*", RMS, GELU, ROPE_HALVES, .flags = GEMMA2, .local = 2},
+    {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
+    {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3, .local = 6},
+    {"orion stablelm", LAYER, SILU, ROPE_HALVES, .flags = 0},
+    {"falcon gptneox phi2 starcoder2", LAYER, GELU, ROPE_HALVES, .flags = 0},
+    {"nemotron", LAYER, RELU2, ROPE_HALVES, .flags = 0},
+    {"gpt2 starcoder", LAYER, GELU, ROPE_NONE, .flags = 0},
+    {"bloom", LAYER, GELU, ROPE_NONE, .flags = ALIBI_8},
+    {"bert*", LAYER, GELU, ROPE_NONE, .flags = ENCODER},
+    {"nomic-bert*", LAYER, SILU, ROPE_HALVES, .flags = ENCODER},
 };
 
-static const char VERIFIED[] = "bert gemma gemma2 gemma3 glm4moe gpt-oss llama mistral3 nomic-bert "
-                               "phi3 qwen2 qwen3 qwen35 qwen3moe";
-
+// The hyperparameters: what the architecture's row implies, then what the file says.
 typedef struct {
     char name[32];                             // of the architecture
-    const Arch *arch;
-    int n_layer, n_ctx, n_vocab, dim, hd, vd;
-    float eps, embd_scale, residual_scale, attn_scale, logit_scale;
+    const Arch *arch;                          // its row
+    bool verified;                             // it has a star
+    int n_layer, n_predict;                    // without and with only those that predict ahead
+    int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: of layer 0; hd, vd: width of its q and v
+    float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
     float temp_scale;                          // queries far out are scaled (Ministral 3)
     int window;                                // of layers that have one
-    int rope, n_rot;                           // pairing, and how many of hd are rotated
-    float rope_base, rope_base_local, rope_factor, rope_attn, yarn_fast, yarn_slow, yarn_log;
+    int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
+    float rope_base, rope_base_local, rope_alpha, rope_factor, rope_attn;
     bool yarn;
+    float yarn_fast, yarn_slow, yarn_log;
     int n_ctx_orig;                            // context length before RoPE scaling
-    int n_expert, n_used;
+    int n_expert, n_used, n_group;             // of n_expert a token uses n_used
+    int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
     float gates_scale;
-    bool sigmoid, gates_normed;                // how logits become experts' weights
     int parallel;                              // attention and FFN read the same stream
     int conv, n_key, n_value, dk, dv;          // delta-net: convolution, heads, widths
     int causal, pooling;                       // -1 not said, 0 none, 1 mean, 2 CLS, 3 last
@@ -486,7 +497,7 @@ typedef struct {
 // A view of a weight matrix in the file: a tensor, or the rows of one that hold q, an expert, ...
 typedef struct {
     const uint8_t *data;                       // [rows] rows of cols weights; NULL: absent
-    int type;
+    int type;                                  // ggml's number of the format
     int64_t rows, cols;
     const float *bias;                         // [rows] or NULL
     const float *scale;                        // one factor for the whole product, or NULL
@@ -498,6 +509,7 @@ typedef struct { const float *w, *b; int n, group; } Norm;
 
 typedef struct {
     int n_head, n_kv, ff;
+    int pattern;                               // how windows are spread over the layers
     int window;                                // 0: the session's
     bool rope, parallel;                       // parallel: attention and FFN read the same stream
     Norm attn_norm, attn_post_norm, ffn_norm, ffn_post_norm;
@@ -511,13 +523,77 @@ typedef struct {
     Norm delta_norm;
 } Layer;
 
-struct Tokenizer;
+// What a file says in numbers, under its architecture's name: "llama.block_count".
+typedef struct {
+    const char *key;
+    enum { INT, REAL, LAYER_INT } kind;
+    size_t at;               // the field of Config, or for LAYER_INT of Layer
+    double low, high;        // the range; an int that neither file nor row gives must not be below
+    const char *archs;       // who reads it: llama.cpp ignores it in other files. NULL: all do
+} Key;
+
+#define INT(field) INT, offsetof(Config, field)
+#define REAL(field) REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
+#define OF_LAYER(field) LAYER_INT, offsetof(Layer, field)
+#define SCALED "granite granitemoe minicpm"
+
+static const Key KEYS[] = {
+    {"block_count", INT(n_layer), 1, 1 << 14, NULL},
+    {"nextn_predict_layers", INT(n_predict), 0, 1 << 14, NULL},
+    {"embedding_length", INT(dim), 1, 1 << 20, NULL},
+    {"context_length", INT(n_ctx), 1, INT_MAX, NULL},
+    {"pooling_type", INT(pooling), -1, 3, NULL},
+    {"attention.layer_norm_epsilon", REAL(eps), NULL},
+    {"attention.layer_norm_rms_epsilon", REAL(eps_rms), NULL},
+    {"embedding_scale", REAL(embd_scale), SCALED},
+    {"residual_scale", REAL(residual_scale), SCALED},
+    {"logit_scale", REAL(logit_scale), SCALED " command-r cohere2"},
+    {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3"},
+    {"attention.head_count", INT(n_head), 1, 1 << 14, NULL},
+    {"attention.head_count", OF_LAYER(n_head), 1, 1 << 14, NULL},
+    {"attention.head_count_kv", OF_LAYER(n_kv), 0, 1 << 14, NULL},      // 0: as many as n_head
+    {"attention.key_length", INT(hd), 0, 4096, NULL},
+    {"attention.value_length", INT(vd), 0, 4096, NULL},
+    {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
+    {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
+    {"attention.causal", INT(causal), 0, 1, NULL},
+    {"attention.scale", REAL(attn_scale), "granite granitemoe"},
+    {"attn_logit_softcapping", REAL(attn_cap), "gemma2"},
+    {"attention.clamp_kqv", REAL(clamp_qkv), "olmo"},
+    {"attention.temperature_scale", REAL(temp_scale), "mistral3"},
+    {"use_parallel_residual", INT(parallel), 0, 1, "gptneox"},
+    {"rope.dimension_count", INT(n_rot), -1, 4096, NULL},               // -1: all of a head
+    {"rope.dimension_sections", INT(rope_sections), 0, INT_MAX, "glm4"},
+    {"rope.freq_base", REAL(rope_base), NULL},
+    {"rope.freq_base_swa", REAL(rope_base_local), "gemma2 gemma3 gpt-oss"},
+    {"rope.scale_linear", REAL(rope_factor), NULL},
+    {"rope.scaling.factor", REAL(rope_factor), NULL},
+    {"rope.scaling.attn_factor", REAL(rope_attn), NULL},
+    {"rope.scaling.alpha", REAL(rope_alpha), "hunyuan-dense"},
+    {"rope.scaling.finetuned", INT(rope_tuned), 0, 1, NULL},
+    {"rope.scaling.original_context_length", INT(n_ctx_orig), 0, INT_MAX, NULL},
+    {"rope.scaling.yarn_beta_fast", REAL(yarn_fast), "mistral3"},
+    {"rope.scaling.yarn_beta_slow", REAL(yarn_slow), "mistral3"},
+    {"rope.scaling.yarn_log_multiplier", REAL(yarn_log), "mistral3"},
+    {"feed_forward_length", OF_LAYER(ff), 0, 1 << 20, NULL},
+    {"expert_count", INT(n_expert), 0, 4096, NULL},
+    {"expert_used_count", INT(n_used), 0, 4096, NULL},
+    {"expert_group_count", INT(n_group), 0, 1, NULL},                   // more: not supported
+    {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2"},
+    {"expert_weights_norm", INT(gates_normed), 0, 1, "bailingmoe dots1 glm4moe"},
+    {"expert_weights_scale", REAL(gates_scale), "bailingmoe deepseek dots1 glm4moe"},
+    {"ssm.conv_kernel", INT(conv), 0, 64, NULL},
+    {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
+    {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
+    {"ssm.state_size", INT(dk), 0, 4096, NULL},
+    {"ssm.inner_size", INT(dv), 0, 1 << 20, NULL},                      // of all value heads
+};
 
 typedef struct {
     Gguf gguf;
     Config config;
     Layer *layers;                             // [n_layer]
-    Matrix embd, head;                         // [n_vocab][dim]
+    Matrix embd, output;                       // [n_vocab][dim]
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
     Norm embd_norm, out_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
@@ -525,10 +601,12 @@ typedef struct {
     size_t n_owned;
     struct Tokenizer *tokenizer;
 } Model;
+
 // ---- 4. loading ----
 //
-// Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
-// cannot fail. Loading is sticky: after the first error nothing more is found; that one is told.
+// Binds each weight to its bytes in the file and checks everything that forward relies on, so that
+// forward cannot fail. Errors are sticky: after the first one, which is the one that is told,
+// nothing more is found, and a row of calls needs only one check at its end.
 
 typedef struct {
     Model *m;
@@ -538,18 +616,16 @@ typedef struct {
     char prefix[24];          // of its tensors: "blk.0."
 } Loader;
 
-static void load_delta(Loader *ld, Layer *w);   // Part II
-
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
-// metadata under the architecture's prefix
+// metadata under the architecture's name
 static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", ld->m->config.name, key);
     return gguf_find(&ld->m->gguf, name);
 }
 
-// a number, or this layer's in an array
+// a number, or this layer's in an array of them
 static double load_number(Loader *ld, const char *key, double otherwise) {
     const Meta *v = arch_meta(ld, key);
     if (!v) return otherwise;
@@ -559,23 +635,21 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     return x;
 }
 
-enum { REQUIRED = INT_MIN };   // no other value will do
-
-static int load_int(Loader *ld, const char *key, int otherwise, int low, int high) {
-    double x = load_number(ld, key, otherwise);
-    const char *prefix = ld->m->config.name;
-    if (x == REQUIRED) refuse(ld, "key %s.%s is missing", prefix, key);
-    else if (!(x >= low && x <= high))
-        refuse(ld, "key %s.%s is %.15g, expected %d to %d", prefix, key, x, low, high);
-    return ld->ok ? x : low;
-}
-
-// Where architectures are named the key is theirs: llama.cpp ignores it in other files, whatever
-// it says. 0 is as good as no key.
-static float load_float(Loader *ld, const char *key, const char *archs, float otherwise) {
-    bool counts = !*archs || is_word(ld->m->config.name, archs);
-    double x = counts ? load_number(ld, key, 0) : 0;
-    return x != 0 ? x : otherwise;
+// fills the fields of a Config, or of a Layer, with what the file says of them
+static void load_keys(Loader *ld, void *to, bool layer) {
+    const char *name = ld->m->config.name;
+    for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
+        int *whole = (int *)((char *)to + k->at);
+        float *real = (float *)whole;
+        if ((k->kind == LAYER_INT) != layer || (k->archs && !find_word(name, k->archs))) continue;
+        double x = load_number(ld, k->key, k->kind == REAL ? *real : *whole);
+        if (!arch_meta(ld, k->key) && x < k->low) refuse(ld, "key %s.%s is missing", name, k->key);
+        else if (!(x >= k->low && x <= k->high))
+            refuse(ld, "key %s.%s is %.15g, expected %.15g to %.15g", name, k->key, x, k->low,
+                   k->high);
+        else if (k->kind != REAL) *whole = x;
+        else if (x != 0) *real = x;   // 0 is as good as no key
+    }
 }
 
 static const Tensor *find_tensor(const Loader *ld, const char *name, const char *suffix) {
@@ -646,7 +720,7 @@ static Matrix need_matrix(Loader *ld, const char *name, int cols, int rows, int 
     return w;
 }
 
-// rows first .. first+rows-1 of w, of each expert
+// rows first .. first+rows-1 of w; of each expert, if w has several
 static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     if (w.data) w.data += first * quant_row_bytes(w.type, w.cols);
     if (w.bias) w.bias += first;
@@ -654,18 +728,10 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     return w;
 }
 
-static Matrix matrix_expert(const Matrix *w, int i) {
-    Matrix one = *w;
-    one.data += i * w->step;   // w may be a part of its tensor's rows
-    if (w->bias) one.bias += i * (w->step / quant_row_bytes(w->type, w->cols));
-    if (w->scale) one.scale += i;
-    return one;
-}
+typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-typedef struct { const char *name; int rows; Matrix *w; } Piece;
-
-// matrices over the residual stream: one below the other in one tensor, or each in its own
-static void load_fused(Loader *ld, const char *name, int n_expert, const Piece *part, int n) {
+// n matrices over the residual stream: one below the other in one tensor, or each in its own
+static void load_fused(Loader *ld, const char *name, int n_expert, const Slice *part, int n) {
     int cols = ld->m->config.dim, rows = 0, at = 0;
     for (int i = 0; i < n; i++) rows += part[i].rows;
     Matrix all = load_matrix(ld, name, cols, rows, n_expert);
@@ -681,54 +747,36 @@ static void load_attention(Loader *ld, Layer *w) {
     int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
     if (first && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // attention is gated
     load_fused(ld, "attn_qkv", 1,
-               (Piece[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
+               (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
     w->o = need_matrix(ld, "attn_output", w->n_head * c->vd, c->dim, 1);
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, c->hd);
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, c->hd);
 }
+
 static void load_ffn(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
-    w->router = load_matrix(ld, "ffn_gate_inp", c->dim, c->n_expert, 1);
-    w->router_bias = load_vector(ld, "exp_probs_b", ".bias", c->n_expert);
-    if (!w->router.data) {
-        const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
-        w->gate = load_matrix(ld, "ffn_gate", c->dim, w->ff, 1);
-        if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // one tensor for gate and up
-            load_fused(ld, "ffn_up", 1, (Piece[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
-        else w->up = need_matrix(ld, "ffn_up", c->dim, w->ff, 1);
-        w->down = need_matrix(ld, "ffn_down", w->ff, c->dim, 1);
-        return;
-    }
-    const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
-    need_data(ld, down, "ffn_down_exps", ".weight");
-    int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
-    load_fused(ld, "ffn_gate_up_exps", n,
-               (Piece[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
-    w->down = need_matrix(ld, "ffn_down_exps", ff, c->dim, n);
-    w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
-    if (!w->shared_up.data) return;
-    ff = w->shared_up.rows;
-    w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
-    w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
-    w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    int dim = ld->m->config.dim;
+    const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
+    if (!w->ff) refuse(ld, "key %s.feed_forward_length is missing", ld->m->config.name);
+    w->gate = load_matrix(ld, "ffn_gate", dim, w->ff, 1);
+    if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // one tensor for gate and up
+        load_fused(ld, "ffn_up", 1, (Slice[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
+    else w->up = need_matrix(ld, "ffn_up", dim, w->ff, 1);
+    w->down = need_matrix(ld, "ffn_down", w->ff, dim, 1);
 }
 
-static void load_layer(Loader *ld, Layer *w) {
-    static const char key[] = "attention.sliding_window_pattern";   // a period, or one bool a layer
+// Where norms stand. A file names them by their place in its own architecture: what is called
+// post_attention_norm may be the norm before the FFN.
+static void load_norms(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    const Arch *a = c->arch;
-    bool bare = a->norm == BARE, windows = a->local && c->window, local = windows;
-    w->n_head = load_int(ld, "attention.head_count", REQUIRED, 1, 1 << 14);
-    w->n_kv = load_int(ld, "attention.head_count_kv", w->n_head, 1, w->n_head);
-    w->ff = load_int(ld, "feed_forward_length", c->n_expert ? 1 : REQUIRED, 1, 1 << 20);
-    if (w->n_head % w->n_kv)
-        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+    bool bare = c->arch->norm == BARE, encoder = c->arch->flags & ENCODER;
+    const char *attn_post = encoder ? "attn_output_norm" : "post_attention_norm";
+    const char *ffn_post = encoder ? "layer_output_norm" : "post_ffw_norm";
     w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
-    w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
+    w->attn_post_norm = load_norm(ld, attn_post, 1, c->dim);
     w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
-    w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
-    if (!w->ffn_norm.w && !w->ffn_post_norm.w) {   // then it is the norm before the FFN
+    w->ffn_post_norm = load_norm(ld, ffn_post, 1, c->dim);
+    if (!encoder && !w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
         w->attn_post_norm = (Norm){0};
     }
@@ -737,24 +785,36 @@ static void load_layer(Loader *ld, Layer *w) {
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
-    if (a->flags & ENCODER) {
-        w->attn_post_norm = load_norm(ld, "attn_output_norm", 1, c->dim);
-        w->ffn_post_norm = load_norm(ld, "layer_output_norm", 1, c->dim);
-    } else if (!bare && !w->attn_post_norm.w) {
+    if (!encoder && !bare && !w->attn_post_norm.w)
         need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
-    }
     bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
     w->parallel = second.w || c->parallel || no_ffn_norm;
+}
+
+static void load_delta(Loader *ld, Layer *w);     // Part II has these two
+static void load_experts(Loader *ld, Layer *w);
+
+static void load_layer(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    const Arch *a = c->arch;
+    bool windows = a->local && c->window;
+    w->pattern = a->local;
+    load_keys(ld, w, true);
+    if (!w->n_kv) w->n_kv = w->n_head;
+    if (ld->ok && w->n_head % w->n_kv)
+        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+    load_norms(ld, w);
     if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
     else load_attention(ld, w);
-    load_ffn(ld, w);
-    // which layers see a window only, and which have RoPE
-    const Meta *pattern = arch_meta(ld, key);
-    int period = windows ? load_int(ld, key, a->local, 0, INT_MAX) : 0;
-    if (pattern && pattern->type == GGUF_ARR) local = period;
-    else if (period) local = ld->l % period < period - 1;
+    if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
+    else load_ffn(ld, w);
+    // Which layers see a window only: the pattern is a period, of which the last layer sees all, or
+    // a yes or no for each layer. Some models rotate only there; others leave out every n-th layer.
+    const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
+    bool each = key && key->type == GGUF_ARR, every = !each && !w->pattern;
+    bool local = windows && (each ? w->pattern : every || ld->l % w->pattern < w->pattern - 1);
     w->window = local ? c->window : 0;
-    w->rope = c->rope != NO_ROPE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
+    w->rope = c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
               !(a->flags & LOCAL_ROPE && windows && !local);
 }
 
@@ -766,9 +826,12 @@ static bool load_arch(Loader *ld) {
     if (!name.s) return refuse(ld, "key general.architecture is missing");
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
-    for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS && !c->arch; i++)
-        if (is_word(c->name, ARCHS[i].names) && (!ARCHS[i].n_layer || ARCHS[i].n_layer == layers))
-            c->arch = &ARCHS[i];
+    for (const Arch *a = ARCHS; a < ARCHS + COUNT(ARCHS) && !c->arch; a++) {
+        const char *behind = find_word(c->name, a->names);
+        if (!behind || (a->n_layer && a->n_layer != layers)) continue;
+        c->arch = a;
+        c->verified = *behind == '*';
+    }
     if (!c->arch || !str_eq(name, c->name))
         return refuse(ld, "architecture %.*s is not supported; --help lists those that are",
                       STR_ARG(name));
@@ -777,81 +840,66 @@ static bool load_arch(Loader *ld) {
     return ld->ok;
 }
 
-static void load_rope(Loader *ld) {
+// What the architecture's row implies, where sizes are known; the file may say otherwise.
+static void imply_config(Config *c) {
+    int flags = c->arch->flags;
+    bool mup = flags & MUP;
+    if (!c->hd) c->hd = c->dim / c->n_head;
+    if (!c->vd) c->vd = c->dim / c->n_head;
+    c->n_rot = c->hd;
+    c->n_ctx_orig = c->n_ctx;
+    c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
+    c->residual_scale = mup ? 1.4f / sqrtf(c->n_layer) : 1;
+    c->logit_scale = mup ? 256.0f / c->dim : 1;
+    c->logit_cap = flags & CAPPED ? 30 : 0;
+    c->attn_cap = flags & CAPPED ? 50 : 0;
+    c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)c->n_head : c->hd);
+    c->alibi = flags & ALIBI_8 ? 8 : 0;
+    c->window = flags & WINDOW_4096 ? 4096 : 0;
+    c->causal = !(flags & ENCODER);
+    c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
+    c->gates_normed = !!(flags & GATES_NORMED);
+    c->gating = flags & GATES_SIGMOID ? 2 : 1;
+}
+
+// what follows from several keys at once, and what they must agree on
+static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
-    const Arch *a = c->arch;
-    bool sections = load_float(ld, "rope.dimension_sections", "glm4", 0) > 0;   // NEOX, to text
-    bool untuned = a->flags & ROPE_TUNED && !load_number(ld, "rope.scaling.finetuned", 1);
-    c->rope = sections ? NEOX : untuned ? NO_ROPE : a->rope;
-    c->n_rot = load_int(ld, "rope.dimension_count", c->hd, 0, c->hd);
-    c->n_ctx_orig = load_int(ld, "rope.scaling.original_context_length", c->n_ctx, 1, INT_MAX);
-    c->rope_base = load_float(ld, "rope.freq_base", "", 10000);
-    float alpha = load_float(ld, "rope.scaling.alpha", "hunyuan-dense", 0);
-    if (alpha > 0 && c->hd > 2) c->rope_base *= powf(alpha, c->hd / (c->hd - 2.0f));
-    c->rope_base_local = load_float(ld, "rope.freq_base_swa", "gemma2 gemma3 gpt-oss",
-                                   a->flags & LOCAL_10000 ? 10000 : c->rope_base);
-    c->rope_factor = load_float(ld, "rope.scale_linear", "", 1);
-    c->rope_factor = load_float(ld, "rope.scaling.factor", "", c->rope_factor);
-    c->rope_attn = load_float(ld, "rope.scaling.attn_factor", "", 1);
-    c->yarn_fast = load_float(ld, "rope.scaling.yarn_beta_fast", "mistral3", 32);
-    c->yarn_slow = load_float(ld, "rope.scaling.yarn_beta_slow", "mistral3", 1);
-    c->yarn_log = load_float(ld, "rope.scaling.yarn_log_multiplier", "mistral3", 0);
+    int flags = c->arch->flags;
+    if (c->arch->norm == RMS) c->eps = c->eps_rms;
+    if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
+    c->n_layer -= c->n_predict;
+    c->dv /= c->n_value ? c->n_value : 1;
+    if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf.n_tensors)
+        refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf.n_tensors);
+    if (c->hd < 1 || c->vd < 1) refuse(ld, "heads of %d and %d values", c->hd, c->vd);
+    if (c->n_expert && (c->n_used < 1 || c->n_used > c->n_expert))
+        refuse(ld, "a token uses %d of %d experts", c->n_used, c->n_expert);
+    // RoPE
+    bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
     Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
     c->yarn = str_eq(type, "yarn");
     if (str_eq(type, "none")) c->rope_factor = 1;
-    if (c->n_rot % 2 || !(c->rope_base > 0 && c->rope_base_local > 0))
-        refuse(ld, "RoPE: %d dimensions at base %g", c->n_rot, c->rope_base);
+    c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
+    if (c->n_rot < 0) c->n_rot = c->hd;
+    if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
+    if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slower angles, the lowest ones most
+        c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
+    if (c->n_rot % 2 || c->n_rot > c->hd || !(c->rope_base > 0 && c->rope_base_local > 0))
+        refuse(ld, "RoPE: %d dimensions of %d at base %g", c->n_rot, c->hd, c->rope_base);
 }
 
 static void load_config(Loader *ld) {
     Config *c = &ld->m->config;
-    int flags = c->arch->flags;
-    bool mup = flags & MUP, capped = flags & CAPPED;
-    int layers = load_int(ld, "block_count", REQUIRED, 1, ld->m->gguf.n_tensors);
-    c->n_layer = layers - load_int(ld, "nextn_predict_layers", 0, 0, layers - 1);
-    c->dim = load_int(ld, "embedding_length", REQUIRED, 1, 1 << 20);
-    c->n_ctx = load_int(ld, "context_length", REQUIRED, 1, INT_MAX);
-    c->eps = load_number(ld, c->arch->norm == RMS ? "attention.layer_norm_rms_epsilon"
-                                                 : "attention.layer_norm_epsilon", 1e-5);
-    c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
-    c->embd_scale = load_float(ld, "embedding_scale", "granite granitemoe minicpm", c->embd_scale);
-    c->residual_scale = load_float(ld, "residual_scale", "granite granitemoe minicpm",
-                                  mup ? 1.4f / sqrtf(layers) : 1);
-    c->logit_scale = load_float(ld, "logit_scale", "granite granitemoe minicpm command-r cohere2",
-                               mup ? 256.0f / c->dim : 1);
-    if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
-    c->logit_cap = load_float(ld, "final_logit_softcapping", "gemma2 gemma3", capped ? 30 : 0);
-    c->pooling = load_int(ld, "pooling_type", -1, -1, 3);
-    // attention
-    int heads = load_int(ld, "attention.head_count", REQUIRED, 1, 1 << 14);
-    c->hd = load_int(ld, "attention.key_length", c->dim / heads, 1, 4096);
-    c->vd = load_int(ld, "attention.value_length", c->dim / heads, 1, 4096);
-    c->window = flags & WINDOW_4096 ? 4096 : 0;
-    c->window = load_int(ld, "attention.sliding_window", c->window, 0, INT_MAX);
-    c->causal = load_int(ld, "attention.causal", !(flags & ENCODER), 0, 1);
-    c->parallel = load_float(ld, "use_parallel_residual", "gptneox", 0) > 0;
-    c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)heads : c->hd);
-    c->attn_scale = load_float(ld, "attention.scale", "granite granitemoe", c->attn_scale);
-    c->attn_cap = load_float(ld, "attn_logit_softcapping", "gemma2", capped ? 50 : 0);
-    c->clamp_qkv = load_float(ld, "attention.clamp_kqv", "olmo", 0);
-    c->temp_scale = load_float(ld, "attention.temperature_scale", "mistral3", 0);
-    c->alibi = flags & ALIBI_8 ? 8 : 0;
-    load_rope(ld);
-    // experts
-    c->n_expert = load_int(ld, "expert_count", 0, 0, 4096);
-    c->n_used = load_int(ld, "expert_used_count", 0, c->n_expert > 0, c->n_expert);
-    load_int(ld, "expert_group_count", 0, 0, 1);   // a choice of groups first: not supported
-    c->gates_scale = load_float(ld, "expert_weights_scale", "bailingmoe deepseek dots1 glm4moe", 1);
-    c->gates_normed = flags & GATES_NORMED ||
-                      load_float(ld, "expert_weights_norm", "bailingmoe dots1 glm4moe", 0) > 0;
-    c->sigmoid = is_word(c->name, "dots1 glm4moe minimax-m2") &&
-                 load_int(ld, "expert_gating_func", 2, 1, 2) == 2;   // 1: softmax
-    // delta-net
-    c->conv = load_int(ld, "ssm.conv_kernel", 0, 0, 64);
-    c->n_key = load_int(ld, "ssm.group_count", 0, 0, 1 << 14);
-    c->n_value = load_int(ld, "ssm.time_step_rank", 0, 0, 1 << 14);
-    c->dk = load_int(ld, "ssm.state_size", 0, 0, 4096);
-    c->dv = load_int(ld, "ssm.inner_size", 0, 0, 1 << 20) / (c->n_value ? c->n_value : 1);
+    c->pooling = -1;
+    c->eps = c->eps_rms = 1e-5f;
+    c->rope_base = 10000;
+    c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
+    c->yarn_fast = 32;
+    load_keys(ld, c, false);       // the sizes, from which
+    if (ld->ok) imply_config(c);   // the row implies more,
+    load_keys(ld, c, false);       // and again: what the file says counts
+    if (ld->ok) derive_config(ld);
 }
 
 static bool weights_load(Model *m, Error *e) {
@@ -863,9 +911,9 @@ static bool weights_load(Model *m, Error *e) {
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", c->n_rot / 2);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", c->n_rot / 2);
     m->embd = need_matrix(&ld, "token_embd", c->dim, 0, 1);
-    m->head = load_matrix(&ld, "output", c->dim, 0, 1);
-    if (!m->head.data) m->head = m->embd;
-    c->n_vocab = m->head.rows;
+    m->output = load_matrix(&ld, "output", c->dim, 0, 1);
+    if (!m->output.data) m->output = m->embd;   // the two are tied
+    c->n_vocab = m->output.rows;
     if (m->embd.rows < c->n_vocab)
         refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
@@ -882,85 +930,112 @@ static bool weights_load(Model *m, Error *e) {
     }
     return ld.ok;
 }
-// ---- 5. the session ----
+
+// ---- 5. the types of a session ----
+
 typedef struct {
     float temp, top_p, min_p, repeat_penalty;
     int top_k, repeat_last_n;
     uint64_t seed;
 } Sampling;
 
-typedef struct { float logit; int32_t id; } Candidate;   // for the sampler
 typedef struct {
     int window, chunk, threads, keep;   // 0: default
     bool cpu, gpu_block, gpu_int8;      // no GPU; its one-dispatch layers, its int8 prefill
     Sampling sampling;
 } Options;
 
+// What one layer remembers of the tokens before: attention its keys and values, in a ring of rows;
+// the delta rule a state of fixed size.
 typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
-    float *conv, *state;        // delta-net: [conv-1][channels], [n_value][blocks][dk][DELTA_ROWS]
+    float *conv, *state;        // delta-net: [conv-1][channels]; [n_value][blocks][dk][DELTA_ROWS]
 } Cache;
 
-typedef void Task(void *ctx, int i, int thread);
-
-typedef struct {
-    int threads;
-    pthread_t *thread;           // [threads - 1]
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    Task *fn;
-    void *ctx;
-    int n;
-    atomic_int left, running;    // tasks nobody has claimed (or less), tasks not finished
-    atomic_int sleeping, ids;
-    atomic_bool quit;
-} Pool;
-
+typedef struct Pool Pool;       // threads
 typedef struct Session {
     const Model *m;
     Options o;
-    Pool pool;
-    bool pool_open;
+    Pool *pool;
     void *kv_base, *scratch_base;   // two mappings
     size_t kv_bytes, scratch_bytes;
     Cache *cache;               // [n_layer]
     float *recurrent, *saved;   // all conv and state buffers; a copy from before saved_pos
     size_t n_recurrent;
     int saved_pos;
-    int32_t *history;           // [n_history] tokens whose rows the caches hold
-    int n_history, history_cap;
+    Tokens history;             // whose rows the caches hold; behind n there may be one more
     uint64_t rng;
     volatile sig_atomic_t *stop;   // set from outside: ends evaluation between chunks
-    // this chunk
-    const int32_t *ids;         // [n]
-    int n, pos, l;              // tokens, first position, layer
-    // scratch: n = up to chunk rows
-    float *x;                   // [n][dim] residual stream
-    float *h, *out;             // [n][dim] normed input and result of a block
+    void *gpu;
+    // what forward is at
+    const int32_t *ids;         // [n] tokens of this chunk
+    int n, pos, l;              // how many, position of the first, layer
+    // buffers: n = up to chunk rows
+    float *x;                   // [n][dim] the residual stream
+    float *h, *out;             // [n][dim] input and result of a block
     float *rope[2];             // [n][n_rot] cos, sin pairs: whole context, windowed layers
     double *freq[2];            // [n_rot/2] radians per position
-    float rope_mag[2];
+    float rope_mag[2];          // a factor on the cosines and sines
     float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
     float *mix, *z, *ba;        // delta-net: [n][channels], [n][n_value*dv], [n][2*n_value]
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
     int32_t *chosen, *order;    // [n][n_used] experts, and the same sorted by expert
-    float *weight;              // [n][n_used]
+    float *weight;              // [n][n_used] of the chosen experts
     float *logits;              // [LOGIT_ROWS][n_vocab]
-    Candidate *candidates;      // [n_vocab]
+    struct Candidate *candidates;   // [n_vocab] for the sampler
     float *slopes;              // [n_head] ALiBi
-    void *matmul_scratch, *attention_scratch;
-    void *gpu;
+    Arena scratch;              // of matmul and attention, during a call
 } Session;
 
-enum { LOGIT_ROWS = 16 };
+enum { LOGIT_ROWS = 16 };       // rows of logits made at once
 
 // ---- 6. what the other parts provide ----
+//
+// Part I knows the other parts by these prototypes. What the two large ones compute, plain_matmul
+// and plain_attention say; Part IV computes the same, fast.
+
+// Threads (Part IV). A step that can be cut into tasks is a function of one task, which finds in
+// ctx and `of` what the step is about. Its tasks may run anywhere and in any order.
+typedef struct { void *ctx; const void *of; int i, thread; } Task;
+typedef void TaskFn(Task t);
+
+static int count_cpus(void);           // that this process may run on
+static Pool *pool_open(int threads);   // NULL: so many threads cannot be started
+static void pool_close(Pool *p);       // NULL is fine
+static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   // n tasks; waits
+
+// Products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 enum { MAX_JOBS = 64 };
+
+static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
+    quant_dequantize(w->type, w->data + r * quant_row_bytes(w->type, w->cols), out, w->cols);
+}
+
+// out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias
+static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) {   // row [cols]
+    const Matrix *w = job->w;
+    for (int64_t r = 0; r < w->rows; r++) {
+        matrix_row(w, r, row);
+        for (int i = 0; i < job->n; i++) {
+            const float *x = job->x + i * w->cols;
+            float sum = 0;
+            for (int64_t j = 0; j < w->cols; j++) sum += row[j] * x[j];
+            sum *= w->scale ? *w->scale : 1;
+            job->out[i * w->rows + r] = sum + (w->bias ? w->bias[r] : 0);
+        }
+    }
+}
+
+// All jobs of a call at once: they may share x. What it needs of memory it takes from the arena and
+// gives back; with an arena that only counts it counts, and computes nothing.
+static void matmul(Pool *p, Arena *scratch, const Matmul *jobs, int k);
+
+// Attention (Part IV).
 typedef struct {
     const float *q;                // [n][n_head][hd], with RoPE applied
     float *out;                    // [n][n_head][vd]
@@ -973,22 +1048,71 @@ typedef struct {
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 
-static bool pool_open(Pool *p, int threads);
-static void pool_close(Pool *p);
-static void parallel(Pool *p, Task *fn, void *ctx, int n);
-static size_t matmul_scratch(size_t n, size_t cols, int threads, bool floats);
-static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k);
-static size_t attention_scratch(int n_head, int hd, int vd, int rows, int threads);
-static void attention(Pool *p, void *scratch, const Attention *a);
-static void narrow(const float *x, int n, uint16_t *to);
-static size_t delta_state_floats(const Config *c);
-static void delta_net(Session *s, const Layer *w, int n);
-static void experts(Session *s, const Layer *w, int n);
-static bool tokenizer_load(Model *m, Error *e);
+// Does a query see a key? Position alone decides: not the future, and of the past a window of
+// tokens, the query's own among them, or one of the first `keep`, which are pinned.
+static bool attention_sees(const Attention *a, int query, int key) {
+    return key >= 0 && (!a->causal || (key <= query && (query - key < a->window || key < a->keep)));
+}
+
+// out = softmax(scale * q k' + mask) v, for each query and head over the rows of the ring. Heads
+// share keys and values in groups (GQA). A sink is one more score in the softmax, with no value.
+static __attribute__((unused)) void plain_attention(const Attention *a, float *score) {   // [rows]
+    for (int i = 0; i < a->n * a->n_head; i++) {
+        int pos = a->pos + i / a->n_head, h = i % a->n_head;
+        size_t kv = (size_t)(h / (a->n_head / a->n_kv)) * a->rows;   // first row of its group
+        const float *q = a->q + (size_t)i * a->hd;
+        float *out = a->out + (size_t)i * a->vd, top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;
+        for (int r = 0; r < a->rows; r++) {
+            const uint16_t *k = a->k + (kv + r) * a->hd;
+            float s = 0;
+            for (int j = 0; j < a->hd; j++) s += q[j] * quant_f16_to_f32(k[j]);
+            s *= a->scale;
+            if (a->softcap > 0) s = a->softcap * tanhf(s / a->softcap);
+            if (a->slopes) s -= a->slopes[h] * abs(pos - a->pos_k[r]);   // ALiBi
+            score[r] = attention_sees(a, pos, a->pos_k[r]) ? s : -INFINITY;
+            top = fmaxf(top, score[r]);
+        }
+        memset(out, 0, a->vd * sizeof *out);
+        for (int r = 0; r < a->rows; r++) {
+            const uint16_t *v = a->v + (kv + r) * a->vd;
+            float p = expf(score[r] - top);   // at most 1: nothing overflows
+            sum += p;
+            for (int j = 0; p > 0 && j < a->vd; j++) out[j] += p * quant_f16_to_f32(v[j]);
+        }
+        if (a->sinks) sum += expf(a->sinks[h] - top);
+        for (int j = 0; j < a->vd && sum > 0; j++) out[j] /= sum;
+    }
+}
+
+static void attention(Pool *p, Arena *scratch, const Attention *a);   // memory: as matmul
+
+static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
+
+// More mixers (Part II) read s->h and leave their result in s->out.
+static void experts(Session *s);
+static void delta_net(Session *s);
+static size_t delta_state_size(const Config *c);   // floats of a layer's state
+static TaskFn split_gate_row, gate_row;            // of gated attention
+
+// Text (Part III).
+static bool tokenizer_load(Model *m, Error *e);    // m->tokenizer, which needs m->gguf
 static void tokenizer_close(struct Tokenizer *t);
-static bool token_is_eog(const struct Tokenizer *t, int32_t id);
-static const float MAGIC = 12582912.0f;   // 1.5 * 2^23
-enum { MAGIC_BITS = 0x4b400000 };
+static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
+
+// A GPU (metal.c) takes a whole model, on the same buffers. False or -1: the CPU is to do it.
+static void gpu_open(Session *s);
+static void gpu_close(Session *s);
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
+static bool gpu_logits(Session *s, int first, int n);
+static int32_t gpu_argmax(const Session *s, const float *logits);
+
+// ---- 7. ops ----
+//
+// What happens between the matrix products, on one token's row at a time.
+
+static const float MAGIC = 12582912.0f;   // 1.5 * 2^23: a float near it holds an integer in its low
+enum { MAGIC_BITS = 0x4b400000 };         // bits, rounded to the nearest; these are its own bits
+
 // exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
 // infinite above 88.3. No call and no branch, so that loops over it become vector code.
 static inline float exp_fast(float x) {
@@ -1000,32 +1124,14 @@ static inline float exp_fast(float x) {
               r * (1 / 720.0f + r * (1 / 5040.0f)))))));
     int32_t bits;
     memcpy(&bits, &y, sizeof bits);
-    bits = (int32_t)((uint32_t)(bits - MAGIC_BITS + 127) << 23);
+    bits = (int32_t)((uint32_t)(bits - MAGIC_BITS + 127) << 23);   // 2^i as a float's exponent
     float power;
     memcpy(&power, &bits, sizeof power);
     return p * power;
 }
-// ---- 7. ops ----
-//
-// What happens between the matrix products, one token's row at a time: each_row runs a step for
-// all rows of a chunk on all threads. Each op has a Metal kernel of the same name.
 
-
-typedef void RowFn(Session *s, const void *of, int i);   // of: the layer or norm it belongs to
-typedef struct { Session *s; const void *of; RowFn *fn; } RowCall;
-
-static void row_task(void *ctx, int i, int thread) {
-    RowCall *c = ctx;
-    (void)thread;
-    c->fn(c->s, c->of, i);
-}
-
-static void each_row(Session *s, const void *of, int n, RowFn *fn) {
-    RowCall c = {s, of, fn};
-    parallel(&s->pool, row_task, &c, n);
-}
-
-// Sums run in 16 independent lanes: that is what lets a compiler use SIMD without -ffast-math.
+// Sum of x - mean, or of its squares, in 16 independent lanes: that is what lets a compiler use
+// SIMD without -ffast-math.
 static float sum16(const float *x, int n, float mean, bool squares) {
     float lane[16] = {0}, sum = 0;
     int i = 0;
@@ -1039,8 +1145,9 @@ static float sum16(const float *x, int n, float mean, bool squares) {
     return sum;
 }
 
-// RMSNorm (arXiv 1910.07467) or LayerNorm of each group of `group` values of x[n]; the weights
-// w[w->n] serve every group, or each its own part
+// RMSNorm (arXiv 1910.07467), x / sqrt(mean(x^2) + eps) * w, or LayerNorm, which takes the mean off
+// first and adds a bias; of each group of `group` values of x [n] by itself. The weights w [w->n]
+// serve every group, or each its own part.
 static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
     int group = w->group ? w->group : n;
     for (int g = 0; g < n; g += group, x += group, out += group) {
@@ -1053,9 +1160,10 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
     }
 }
 
-// RoPE (arXiv 2104.09864): turns each pair by its angle at this position
+// RoPE (arXiv 2104.09864): turns each pair of values by its angle at this position, so that the
+// product of a query and a key depends on how far apart they are. turn [n_rot]: cos, sin of each.
 static void rope(float *x, const float *turn, int n_rot, int pairing) {
-    int step = pairing == NORM ? 2 : 1, mate = pairing == NORM ? 1 : n_rot / 2;
+    int step = pairing == ROPE_PAIRS ? 2 : 1, mate = pairing == ROPE_PAIRS ? 1 : n_rot / 2;
     for (int i = 0; i < n_rot / 2; i++) {
         float c = turn[2 * i], s = turn[2 * i + 1], *a = x + i * step, *b = a + mate, t = *a;
         *a = t * c - *b * s;
@@ -1063,32 +1171,7 @@ static void rope(float *x, const float *turn, int n_rot, int pairing) {
     }
 }
 
-// Radians per position of each pair, and a factor on the cosines and sines. Scaled models slow
-// the angles down: all of them (linear), by a factor each (Llama 3, longrope), or the low
-// frequencies more than the high ones (YaRN, arXiv 2309.00071). In double: at position 100,000 a
-// float angle is off by 0.005.
-static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
-    const Config *c = &m->config;
-    double base = local ? c->rope_base_local : c->rope_base;
-    bool plain_local = local && c->arch->flags & LOCAL_UNSCALED, yarn = c->yarn && !plain_local;
-    double scale = plain_local ? 1 : 1.0 / c->rope_factor;
-    const float *divide = m->freqs                 ? m->freqs
-                          : window > c->n_ctx_orig ? m->freqs_long
-                                                   : m->freqs_short;
-    double ends[2] = {c->yarn_fast, c->yarn_slow};
-    for (int i = 0; i < 2; i++)
-        ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
-    double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
-    for (int i = 0; i < c->n_rot / 2; i++) {
-        double plain = pow(base, -2.0 * i / c->n_rot) / (divide ? divide[i] : 1);
-        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));
-        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
-    }
-    double far = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    return (plain_local ? 1 : c->rope_attn) * (1 + far) / (1 + c->yarn_log * far);
-}
-
-// y = act(gate) * up over n values; up alone where there is no gate
+// out = act(gate) * up over n values; act(up) where there is no gate
 QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
@@ -1099,71 +1182,59 @@ QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, in
         }
         if (act == RELU2) y = g > 0 ? g * g : 0;
         else if (act == GELU) y = g / (1 + exp_fast(-1.595769122f * (g + 0.044715f * g * g * g)));
-        else y = g / (1 + exp_fast(act == SILU ? -g : -1.702f * g));
+        else y = g / (1 + exp_fast(act == SILU ? -g : -1.702f * g));   // SiLU: g * sigmoid(g)
         out[i] = y * u;
     }
 }
 
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    switch (act) {   // a loop for each, which then is vector code
-    case SILU:  activate_as(out, gate, up, n, SILU); break;
-    case GELU:  activate_as(out, gate, up, n, GELU); break;
-    case RELU2: activate_as(out, gate, up, n, RELU2); break;
-    default:    activate_as(out, gate, up, n, SWIGLU_OAI);
-    }
+    if (act == SILU) activate_as(out, gate, up, n, SILU);   // a loop for each is vector code
+    else if (act == GELU) activate_as(out, gate, up, n, GELU);
+    else if (act == RELU2) activate_as(out, gate, up, n, RELU2);
+    else activate_as(out, gate, up, n, SWIGLU_OAI);
 }
 
-static void add(float *x, const float *y, int n, float scale) {
+static void add(float *x, const float *y, int n, float scale) {   // x += scale * y
     for (int i = 0; i < n; i++) x[i] += y[i] * scale;
 }
 
-typedef struct { const Matrix *gate, *up, *down; } Ffn;
-
-static void activate_row(Session *s, const void *of, int i) {
-    const Ffn *f = of;
-    size_t ff = f->up->rows, at = i * ff;
-    const float *gate = f->gate->data ? s->gate + at : NULL;
-    activate(s->up + at, gate, s->up + at, ff, s->m->config.arch->act);
+static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0: not at all
+    for (int64_t i = 0; i < n && limit > 0; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
 }
 
-static void ffn(Session *s, const Ffn *f, float *out, int n) {   // of s->h
-    Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
-    Matmul back = {f->down, s->up, out, n};
-    matmul(&s->pool, s->matmul_scratch, in, f->gate->data ? 2 : 1);
-    each_row(s, f, n, activate_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
-}
 // ---- 8. forward ----
 //
 // Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
-// layers, leaving the residual stream in s->x. With n = 1 the products are matrix x vector.
+// layers, leaving the residual stream in s->x. Each block reads a normed copy of the stream, s->h,
+// and leaves in s->out what is to be added to the stream. With n = 1 the products are matrix x
+// vector. The steps that go row by row are tasks, one for each token.
 
-static void embed_row(Session *s, const void *unused, int i) {
+static void embed_row(Task t) {
+    Session *s = t.ctx;
     const Model *m = s->m;
     const Config *c = &m->config;
-    float *x = s->x + (size_t)i * c->dim, *y = s->h + (size_t)i * c->dim;
-    size_t row = quant_row_bytes(m->embd.type, c->dim);
-    (void)unused;
-    quant_dequantize(m->embd.type, m->embd.data + s->ids[i] * row, x, c->dim);
+    float *x = s->x + (size_t)t.i * c->dim, *y = s->h + (size_t)t.i * c->dim;
+    matrix_row(&m->embd, s->ids[t.i], x);
     for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
-    const Matrix *extra[2] = {&m->pos_embd, &m->type_embd};
-    for (int k = 0; k < 2; k++) {   // learned position, token type 0
-        if (!extra[k]->data) continue;
-        row = k ? 0 : (s->pos + i) * quant_row_bytes(extra[k]->type, c->dim);
-        quant_dequantize(extra[k]->type, extra[k]->data + row, y, c->dim);
+    if (m->pos_embd.data) {   // learned positions
+        matrix_row(&m->pos_embd, s->pos + t.i, y);
+        add(x, y, c->dim, 1);
+    }
+    if (m->type_embd.data) {   // token type 0
+        matrix_row(&m->type_embd, 0, y);
         add(x, y, c->dim, 1);
     }
     if (m->embd_norm.w) norm(x, x, c->dim, &m->embd_norm, c->arch->norm, c->eps);
 }
 
 // cosines and sines of this position's angles
-static void angles_row(Session *s, const void *unused, int i) {
+static void angles_row(Task t) {
+    Session *s = t.ctx;
     int n_rot = s->m->config.n_rot;
-    (void)unused;
     for (int k = 0; k < 2; k++) {
-        float *turn = s->rope[k] + (size_t)i * n_rot;
+        float *turn = s->rope[k] + (size_t)t.i * n_rot;
         for (int j = 0; j < n_rot / 2; j++) {
-            double angle = (s->pos + i) * s->freq[k][j];
+            double angle = (s->pos + t.i) * s->freq[k][j];
             turn[2 * j] = cos(angle) * s->rope_mag[k];
             turn[2 * j + 1] = sin(angle) * s->rope_mag[k];
         }
@@ -1171,46 +1242,55 @@ static void angles_row(Session *s, const void *unused, int i) {
 }
 
 // h = norm(x), or x where there is no norm
-static void norm_row(Session *s, const void *of, int i) {
+static void norm_row(Task t) {
+    Session *s = t.ctx;
     const Config *c = &s->m->config;
-    const Norm *w = of;
-    float *x = s->x + (size_t)i * c->dim, *h = s->h + (size_t)i * c->dim;
+    const Norm *w = t.of;
+    float *x = s->x + (size_t)t.i * c->dim, *h = s->h + (size_t)t.i * c->dim;
     if (w->w || c->arch->norm == BARE) norm(h, x, c->dim, w, c->arch->norm, c->eps);
     else memcpy(h, x, c->dim * sizeof *h);
 }
 
 // x += post_norm(out); an encoder has x = post_norm(x + out)
-static void residual_row(Session *s, const void *of, int i) {
+static void residual_row(Task t) {
+    Session *s = t.ctx;
     const Config *c = &s->m->config;
-    const Norm *post = of;
-    float *x = s->x + (size_t)i * c->dim, *out = s->out + (size_t)i * c->dim;
+    const Norm *post = t.of;
+    float *x = s->x + (size_t)t.i * c->dim, *out = s->out + (size_t)t.i * c->dim;
     bool after = c->arch->flags & ENCODER;
     if (post->w && !after) norm(out, out, c->dim, post, c->arch->norm, c->eps);
     add(x, out, c->dim, c->residual_scale);
     if (post->w && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
 }
 
-// the first keep rows are pinned, the rest is a ring
+// the row of a position: the first keep rows are pinned, the rest is a ring
 static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-static void clamp(float *x, int64_t n, float limit) {   // 0: none
-    for (int64_t i = 0; i < n && limit > 0; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
+// writes a token's k [n_kv][hd] and v [n_kv][vd] into its row of the cache
+static void kv_append(Cache *cache, const Config *c, int n_kv, int pos, const float *k,
+                      const float *v) {
+    int row = cache_row(cache, pos);
+    for (int h = 0; h < n_kv; h++) {
+        size_t at = (size_t)h * cache->rows + row;
+        narrow(k + h * c->hd, c->hd, cache->k + at * c->hd);
+        narrow(v + h * c->vd, c->vd, cache->v + at * c->vd);
+    }
+    cache->pos[row] = pos;
 }
 
-// norm and rotate one token's q and k, write its k and v into the ring
-static void rope_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
+// one token's q and k are normed and rotated, its k and v go into the cache
+static void qkv_row(Task t) {
+    Session *s = t.ctx;
+    const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
-    Cache *cache = &s->cache[s->l];
     bool late = c->arch->flags & QK_NORM_LATE;
-    int pos = s->pos + i, row = cache_row(cache, pos);
-    int64_t q_dim = (int64_t)w->n_head * c->hd;
-    float *q = s->q + i * q_dim, *k = s->k + i * w->k.rows, *v = s->v + i * w->v.rows;
-    const float *turn = s->rope[w->window > 0] + (size_t)i * c->n_rot;
+    int pos = s->pos + t.i, q_dim = w->n_head * c->hd;
+    float *q = s->q + (size_t)t.i * q_dim, *k = s->k + t.i * w->k.rows, *v = s->v + t.i * w->v.rows;
+    const float *turn = s->rope[w->window > 0] + (size_t)t.i * c->n_rot;
     clamp(v, w->v.rows, c->clamp_qkv);
-    for (int p = 0; p < 2; p++) {
+    for (int p = 0; p < 2; p++) {   // q, then k
         float *x = p ? k : q;
         int heads = p ? w->n_kv : w->n_head;
         const Norm *n = p ? &w->k_norm : &w->q_norm;
@@ -1219,53 +1299,51 @@ static void rope_row(Session *s, const void *of, int i) {
         for (int h = 0; w->rope && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
         if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
     }
-    float far =
-        c->temp_scale ? 1 + c->temp_scale * logf(floorf(pos / (float)c->n_ctx_orig) + 1) : 1;
-    for (int j = 0; far != 1 && j < q_dim; j++) q[j] *= far;
-    for (int h = 0; h < w->n_kv; h++) {
-        size_t at = (size_t)h * cache->rows + row;
-        narrow(k + h * c->hd, c->hd, cache->k + at * c->hd);
-        narrow(v + h * c->vd, c->vd, cache->v + at * c->vd);
-    }
-    cache->pos[row] = pos;
+    float turns = logf(floorf(pos / (float)c->n_ctx_orig) + 1);   // 0 in the original context
+    for (int j = 0; c->temp_scale && turns > 0 && j < q_dim; j++) q[j] *= 1 + c->temp_scale * turns;
+    kv_append(&s->cache[s->l], c, w->n_kv, pos, k, v);
 }
 
-// gated attention: a head's query is followed by its gate
-static void split_gate_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
-    int hd = s->m->config.hd;
-    for (int h = 0; h < w->n_head; h++) {
-        size_t at = (size_t)i * w->n_head + h;
-        memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
-        memcpy(s->z + at * hd, s->mix + (2 * at + 1) * hd, hd * sizeof *s->z);
-    }
-}
-
-static void gate_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
-    int n = w->n_head * s->m->config.hd;
-    float *att = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
-    for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
-}
-
-static void attention_block(Session *s, const Layer *w, int n) {
+static void attention_block(Session *s) {
     const Config *c = &s->m->config;
-    const Cache *cache = &s->cache[s->l];
+    const Layer *w = &s->m->layers[s->l];
+    const Cache *kv = &s->cache[s->l];
+    int n = s->n;
     bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
                    {&w->v, s->h, s->v, n}};
     Matmul back = {&w->o, s->att, s->out, n};
-    Attention a = {.q = s->q, .out = s->att, .k = cache->k, .v = cache->v, .pos_k = cache->pos,
-                   .rows = cache->rows, .pos = s->pos, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
-                   .hd = c->hd, .vd = c->vd, .window = cache->window, .keep = cache->keep,
+    Attention a = {.q = s->q, .out = s->att, .k = kv->k, .v = kv->v, .pos_k = kv->pos,
+                   .rows = kv->rows, .pos = s->pos, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
+                   .hd = c->hd, .vd = c->vd, .window = kv->window, .keep = kv->keep,
                    .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
                    .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
-    matmul(&s->pool, s->matmul_scratch, in, 3);
-    if (gated) each_row(s, w, n, split_gate_row);
-    each_row(s, w, n, rope_row);
-    attention(&s->pool, s->attention_scratch, &a);
-    if (gated) each_row(s, w, n, gate_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
+    matmul(s->pool, &s->scratch, in, 3);
+    if (gated) parallel(s->pool, split_gate_row, s, NULL, n);
+    parallel(s->pool, qkv_row, s, NULL, n);
+    attention(s->pool, &s->scratch, &a);
+    if (gated) parallel(s->pool, gate_row, s, NULL, n);
+    matmul(s->pool, &s->scratch, &back, 1);
+}
+
+typedef struct { const Matrix *gate, *up, *down; } Ffn;
+
+static void activate_row(Task t) {   // up = act(gate) * up
+    Session *s = t.ctx;
+    const Ffn *f = t.of;
+    size_t ff = f->up->rows, at = t.i * ff;
+    const float *gate = f->gate->data ? s->gate + at : NULL;
+    activate(s->up + at, gate, s->up + at, ff, s->m->config.arch->act);
+}
+
+// out [n][dim] = down (act(gate h) * up h)
+static void ffn(Session *s, const Ffn *f, float *out) {
+    int n = s->n;
+    Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
+    Matmul back = {f->down, s->up, out, n};
+    matmul(s->pool, &s->scratch, in, f->gate->data ? 2 : 1);
+    parallel(s->pool, activate_row, s, f, n);
+    matmul(s->pool, &s->scratch, &back, 1);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -1273,69 +1351,116 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->ids = ids;
     s->n = n;
     s->pos = pos;
-    each_row(s, NULL, n, embed_row);
-    each_row(s, NULL, n, angles_row);
+    parallel(s->pool, embed_row, s, NULL, n);
+    parallel(s->pool, angles_row, s, NULL, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
 
         // tokens look at each other: attention, or the delta rule's memory
-        each_row(s, &w->attn_norm, n, norm_row);
-        if (w->conv_in.data) delta_net(s, w, n);
-        else attention_block(s, w, n);
+        parallel(s->pool, norm_row, s, &w->attn_norm, n);
+        if (w->conv_in.data) delta_net(s);
+        else attention_block(s);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
-        if (!w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
-        if (!w->parallel || w->ffn_norm.w) each_row(s, &w->ffn_norm, n, norm_row);
-        if (w->parallel) each_row(s, &w->attn_post_norm, n, residual_row);
-        if (w->router.data) experts(s, w, n);
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out, n);
-        each_row(s, &w->ffn_post_norm, n, residual_row);
+        if (!w->parallel) parallel(s->pool, residual_row, s, &w->attn_post_norm, n);
+        if (!w->parallel || w->ffn_norm.w) parallel(s->pool, norm_row, s, &w->ffn_norm, n);
+        if (w->parallel) parallel(s->pool, residual_row, s, &w->attn_post_norm, n);
+        if (w->router.data) experts(s);
+        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
+        parallel(s->pool, residual_row, s, &w->ffn_post_norm, n);
     }
 }
 
-// logits of n <= LOGIT_ROWS rows of the last chunk, from row first on, into s->logits
-static void head(Session *s, int first, int n) {
-    const Config *c = &s->m->config;
-    Matmul out = {&s->m->head, s->h + (size_t)first * c->dim, s->logits, n};
-    for (int i = first; i < first + n; i++) norm_row(s, &s->m->out_norm, i);
-    matmul(&s->pool, s->matmul_scratch, &out, 1);
-    bool plain = c->logit_scale == 1 && c->logit_cap <= 0;
-    for (size_t i = 0; i < (size_t)n * c->n_vocab && !plain; i++) {
-        float y = s->logits[i] * c->logit_scale;
-        s->logits[i] = c->logit_cap > 0 ? c->logit_cap * tanhf(y / c->logit_cap) : y;
-    }
+// x = cap * tanh(x / cap): a score or logit cannot leave -cap .. cap
+static void soft_cap(float *x, size_t n, float cap) {
+    for (size_t i = 0; i < n; i++) x[i] = cap * (1 - 2 / (exp_fast(2 * x[i] / cap) + 1));
 }
+
+// logits of n <= LOGIT_ROWS rows of the last chunk, from row first on, into s->logits [n][n_vocab]
+static void output_logits(Session *s, int first, int n) {
+    const Config *c = &s->m->config;
+    size_t all = (size_t)n * c->n_vocab;
+    Matmul out = {&s->m->output, s->h + (size_t)first * c->dim, s->logits, n};
+    for (int i = 0; i < n; i++) norm_row((Task){s, &s->m->out_norm, first + i, 0});
+    matmul(s->pool, &s->scratch, &out, 1);
+    for (size_t i = 0; c->logit_scale != 1 && i < all; i++) s->logits[i] *= c->logit_scale;
+    if (c->logit_cap > 0) soft_cap(s->logits, all, c->logit_cap);
+}
+
 // ---- 9. session ----
 //
-// The KV cache of a layer is a ring of w + chunk rows: w = the window it sees, and room for a
-// chunk, so that writing a chunk overwrites no row that one of its own queries must see. A row
-// stores its absolute position, and that alone decides who sees it; keys were rotated at that
-// position, so nothing moves when the ring wraps and generation goes on past any limit.
+// A layer's KV cache is a ring of w + chunk rows: w is the window that the layer sees, and the rest
+// is room for a chunk, so that writing a chunk overwrites no row that one of its own queries must
+// still see. A row stores its absolute position, and that alone decides who sees it. Keys were
+// rotated at that position, so nothing moves when the ring wraps, and generation goes on past any
+// limit.
 
-// The one switch of backends: a GPU takes a whole model or nothing, on the same buffers.
-#ifdef LLM_METAL
-#include "metal.c"
-#else
-#define gpu_open(s) (void)(s)
-#define gpu_close(s) (void)(s)
-#define gpu_forward(...) false
-#define gpu_head(...) false
-#define gpu_argmax(...) (-1)
-#endif
+static bool tokens_room(Tokens *t, size_t n) {   // for n in all
+    if (n <= t->room) return true;
+    size_t room = larger(n, 2 * t->room);
+    int32_t *id = realloc(t->id, room * sizeof *id);
+    if (!id) return false;
+    t->id = id;
+    t->room = room;
+    return true;
+}
 
-// places every cache; with a counting arena it only adds up
+static bool tokens_add(Tokens *t, int32_t id) {
+    if (!tokens_room(t, t->n + 1)) return false;
+    t->id[t->n++] = id;
+    return true;
+}
+
+// Radians per position of each pair, freq [n_rot/2]; returns a factor on the cosines and sines.
+// Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
+// factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
+// 2309.00071). In double: at position 100,000 a float angle is off by 0.005.
+static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
+    const Config *c = &m->config;
+    double base = local ? c->rope_base_local : c->rope_base;
+    bool unscaled = local && c->arch->flags & LOCAL_UNSCALED, yarn = c->yarn && !unscaled;
+    double scale = unscaled ? 1 : 1.0 / c->rope_factor;
+    const float *divide = m->freqs                 ? m->freqs
+                          : window > c->n_ctx_orig ? m->freqs_long
+                                                   : m->freqs_short;
+    double ends[2] = {c->yarn_fast, c->yarn_slow};   // turns in the original context, then pairs
+    for (int i = 0; i < 2; i++)
+        ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
+    double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
+    for (int i = 0; i < c->n_rot / 2; i++) {
+        double plain = pow(base, -2.0 * i / c->n_rot) / (divide ? divide[i] : 1);
+        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: as it was
+        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
+    }
+    double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
+    return (unscaled ? 1 : c->rope_attn) * (1 + longer) / (1 + c->yarn_log * longer);
+}
+
+// ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
+// powers of one ratio: 2^(-max_bias * (h + 1) / n). Other numbers of heads: the first 2^k as if
+// they were all, the rest from the sequence of twice as many, of which they take every other one.
+static void alibi_slopes(float *slope, int n_head, float max_bias) {
+    int whole = 1;
+    while (2 * whole <= n_head) whole *= 2;
+    for (int h = 0; h < n_head; h++)
+        slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
+}
+
+// Places every cache; as all plans do, in an arena that may only count. What belongs to recurrent
+// layers stands together, so that a snapshot of it is one copy.
 static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
-    size_t start = a->used;
-    s->recurrent = arena_take(a, 0, 0);
+    size_t start = a->used, f = sizeof(float), half = sizeof(uint16_t);
+    a->phase = "cache";
+    s->recurrent = arena_take(a, "states", 0, 0);
     for (int l = 0; l < c->n_layer; l++) {
         if (!s->m->layers[l].conv_in.data) continue;
-        s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, sizeof(float));
-        s->cache[l].state = arena_take(a, delta_state_floats(c), sizeof(float));
+        s->cache[l].conv = arena_take(a, "states", (c->conv - 1) * channels, f);
+        s->cache[l].state = arena_take(a, "states", delta_state_size(c), f);
     }
-    s->n_recurrent = (a->used - start) / sizeof(float);
-    s->saved = arena_take(a, s->n_recurrent, sizeof(float));
+    s->n_recurrent = (a->used - start) / f;
+    s->saved = arena_take(a, "their snapshot", s->n_recurrent, f);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
@@ -1344,105 +1469,113 @@ static void plan_caches(Session *s, Arena *a) {
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
         cache->rows = cache->window + s->o.chunk + cache->keep;
-        cache->k = arena_take(a, (size_t)w->n_kv * cache->rows, c->hd * sizeof(uint16_t));
-        cache->v = arena_take(a, (size_t)w->n_kv * cache->rows, c->vd * sizeof(uint16_t));
-        cache->pos = arena_take(a, cache->rows, sizeof(int32_t));
+        cache->k = arena_take(a, "keys and values", (size_t)w->n_kv * cache->rows, c->hd * half);
+        cache->v = arena_take(a, "keys and values", (size_t)w->n_kv * cache->rows, c->vd * half);
+        cache->pos = arena_take(a, "keys and values", cache->rows, sizeof(int32_t));
     }
 }
 
-// Every buffer that forward uses, for the widest layer. Attention's and the FFN's buffers never
-// live together, nor with the logits: they share bytes.
+// What matmul and attention need at most during a call, as they count it themselves. A call is
+// taken to hold all products of a layer that may share their input, for a chunk and for one token.
+// Experts: as many products as there can be, each of so few rows that most of a tile is wasted.
+static size_t plan_calls(Session *s) {
+    static const float places[MAX_JOBS];   // stand for different x
+    const Model *m = s->m;
+    Arena a = {0};
+    Matmul jobs[MAX_JOBS];
+    for (int k = 0; k < 2 * m->config.n_layer; k++) {
+        const Layer *w = &m->layers[k / 2];
+        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router,
+                               &w->shared_gate, &w->shared_up, &w->shared_down, &w->shared_router,
+                               &w->conv_in, &w->z, &w->alpha, &w->beta, &w->beta_alpha,
+                               &w->delta_out, &m->output};
+        int n = k % 2 ? s->o.chunk : 1, left = larger(n, m->config.n_used), count = 0;
+        for (size_t i = 0; i < COUNT(all); i++, count = 0) {
+            for (size_t j = 0; j < COUNT(all); j++)
+                if (all[j]->data && all[j]->cols == all[i]->cols)
+                    jobs[count++] = (Matmul){all[j], places, NULL, n};
+            matmul(s->pool, &a, jobs, count);
+        }
+        for (int some; w->router.data && left > 0 && count < MAX_JOBS; count++, left -= some) {
+            some = left > 2 && count < MAX_JOBS - 1 ? 2 : left;
+            jobs[count] = (Matmul){count % 2 ? &w->up : &w->down, &places[count], NULL, some};
+        }
+        matmul(s->pool, &a, jobs, count);
+        Attention x = {.rows = s->cache[k / 2].rows, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
+                       .hd = m->config.hd, .vd = m->config.vd};
+        if (x.rows) attention(s->pool, &a, &x);
+    }
+    return a.peak;
+}
+
+// Every buffer that forward uses, for the widest layer. Those of attention, of the FFN, and the
+// logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
-    size_t heads = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, ring = 0;
-    bool floats = false;
+    size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
+    size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
-        size_t q = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > q ? q : 0;
-        heads = larger(heads, w->n_head);
+        size_t heads = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
+        q = larger(q, heads);
         k = larger(k, w->k.rows);
         v = larger(v, w->v.rows);
         att = larger(att, larger(values, (size_t)w->n_head * c->vd));
         mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
         z = larger(z, larger(values, gated));
         ff = larger(ff, larger(w->ff, w->shared_up.rows));
-        ring = larger(ring, s->cache[l].rows);
     }
-    for (size_t i = 0; i < s->m->gguf.n_tensors; i++) {
-        const Tensor *t = &s->m->gguf.tensors[i];
-        floats |= t->n_dims > 1 && quant_row_bytes(t->type, 1);
-    }
-    size_t widest = larger(c->dim, larger(att, ff));
-    s->matmul_scratch = arena_take(a, 1, matmul_scratch(rows, widest, s->o.threads, floats));
-    s->x = arena_take(a, n * c->dim, f);
-    s->h = arena_take(a, n * c->dim, f);
-    s->out = arena_take(a, n * c->dim, f);
+    a->phase = "always";
+    s->scratch.base = arena_take(a, "inside a product or attention", 1, calls);
+    s->x = arena_take(a, "x", n * c->dim, f);
+    s->h = arena_take(a, "h", n * c->dim, f);
+    s->out = arena_take(a, "out", n * c->dim, f);
     for (int i = 0; i < 2; i++) {
-        s->rope[i] = arena_take(a, n * c->n_rot, f);
-        s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
+        s->rope[i] = arena_take(a, "rope", n * c->n_rot, f);
+        s->freq[i] = arena_take(a, "freq", c->n_rot / 2, sizeof(double));
     }
-    s->slopes = arena_take(a, s->m->layers[0].n_head, f);
+    s->slopes = arena_take(a, "slopes", s->m->layers[0].n_head, f);
     size_t mark = a->used;
-    s->attention_scratch =
-        arena_take(a, 1, attention_scratch(heads, c->hd, c->vd, ring, s->o.threads));
-    s->q = arena_take(a, n * heads * c->hd, f);
-    s->k = arena_take(a, n * k, f);
-    s->v = arena_take(a, n * v, f);
-    s->att = arena_take(a, n * att, f);
-    s->mix = arena_take(a, (n + c->conv) * mix, f);
-    s->z = arena_take(a, n * z, f);
-    s->ba = arena_take(a, n * 2 * c->n_value, f);
-    s->decay = arena_take(a, n * c->n_value, f);
-    s->write = arena_take(a, n * c->n_value, f);
+    a->phase = "attention";
+    s->q = arena_take(a, "q", n * q, f);
+    s->k = arena_take(a, "k", n * k, f);
+    s->v = arena_take(a, "v", n * v, f);
+    s->att = arena_take(a, "att", n * att, f);
+    s->mix = arena_take(a, "mix", (n + c->conv) * mix, f);
+    s->z = arena_take(a, "z", n * z, f);
+    s->ba = arena_take(a, "ba", n * 2 * c->n_value, f);
+    s->decay = arena_take(a, "decay", n * c->n_value, f);
+    s->write = arena_take(a, "write", n * c->n_value, f);
     a->used = mark;
-    s->gate = arena_take(a, rows * ff, f);
-    s->up = arena_take(a, rows * ff, f);
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
-    s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
-    s->chosen = arena_take(a, n * c->n_used, sizeof(int32_t));
-    s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
-    s->weight = arena_take(a, n * c->n_used, f);
+    a->phase = "FFN";
+    s->gate = arena_take(a, "gate", rows * ff, f);
+    s->up = arena_take(a, "up", rows * ff, f);
+    s->route = arena_take(a, "route", n * larger(c->n_expert, 1), f);
+    s->gathered = arena_take(a, "gathered", c->n_expert ? rows * c->dim : 0, f);
+    s->expert_out = arena_take(a, "expert_out", c->n_expert ? rows * c->dim : 0, f);
+    s->chosen = arena_take(a, "chosen", n * c->n_used, sizeof(int32_t));
+    s->order = arena_take(a, "order", n * c->n_used, sizeof(int32_t));
+    s->weight = arena_take(a, "weight", n * c->n_used, f);
     a->used = mark;
-    s->logits = arena_take(a, (size_t)LOGIT_ROWS * c->n_vocab, f);
-    s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
+    a->phase = "logits";
+    s->logits = arena_take(a, "logits", (size_t)LOGIT_ROWS * c->n_vocab, f);
+    s->candidates = arena_take(a, "candidates", c->n_vocab, 2 * f);
 }
 
-static int count_cpus(void) {   // those this process may run on; performance cores on Apple
-    int n = 0;
-#ifdef __APPLE__
-    size_t size = sizeof n;
-    if (sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0)) n = 0;
-#elif defined(__linux__)
-    cpu_set_t set;
-    if (!sched_getaffinity(0, sizeof set, &set)) n = CPU_COUNT(&set);
-#endif
-    return n > 0 ? n : (int)larger(sysconf(_SC_NPROCESSORS_ONLN), 1);
-}
-
-// ALiBi (arXiv 2108.12409): a slope for each head, powers of one ratio; heads beyond a power of
-// two take the odd powers of its square root
-static void alibi_slopes(float *slope, int n_head, float max_bias) {
-    int whole = 1;
-    while (2 * whole <= n_head) whole *= 2;
-    for (int h = 0; h < n_head; h++)
-        slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
-}
-
-static void session_truncate(Session *s, int p) {   // forgets positions p and later
+// Forgets positions p and later. Recurrent states go back to their snapshot, or to nothing.
+static void session_truncate(Session *s, int p) {
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     if (s->n_recurrent && p > 0) memcpy(s->recurrent, s->saved, s->n_recurrent * sizeof *s->saved);
     if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
     if (p == 0) s->saved_pos = -1;
-    s->n_history = p;
+    s->history.n = p;
 }
 
 // Runs a plan to learn the size, and again to place the buffers: in whole pages of 16 KB (what a
-// GPU can share), zeroed when they are first touched.
+// GPU can share), which the system hands out zeroed when they are first touched.
 static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
                        const char *what, Error *e) {
     Arena a = {0};
@@ -1459,11 +1592,11 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base
 
 void session_close(Session *s) {
     gpu_close(s);
-    if (s->pool_open) pool_close(&s->pool);
+    pool_close(s->pool);
     if (s->kv_base) munmap(s->kv_base, s->kv_bytes);
     if (s->scratch_base) munmap(s->scratch_base, s->scratch_bytes);
     free(s->cache);
-    free(s->history);
+    free(s->history.id);
     *s = (Session){0};
 }
 
@@ -1477,6 +1610,8 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!s->cache) return fail(e, "out of memory");
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;
     if (rows > INT32_MAX / 2) return fail(e, "a window of %d tokens is too large", s->o.window);
+    s->pool = pool_open(s->o.threads);
+    if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
     if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
                     "scratch; try a smaller -b", e))
@@ -1484,8 +1619,6 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
     alibi_slopes(s->slopes, m->layers[0].n_head, c->alibi);
-    s->pool_open = pool_open(&s->pool, s->o.threads);
-    if (!s->pool_open) return fail(e, "cannot start %d threads", s->o.threads);
     if (!s->o.cpu) gpu_open(s);
     return true;
 }
@@ -1503,24 +1636,30 @@ static bool rows_resident(const Session *s, int p) {
     return true;
 }
 
-// Prepares the caches to continue after the longest usable part of ids; returns its length.
+// Prepares the caches to continue after the longest part of ids [n] that they can serve; returns
+// its length, `from` at most: the rows from there on are asked for.
+//
+//   decode          ids is the history and one more token: nothing is to be done
+//   prefix reuse    they begin alike: the history is cut back to where they part
+//   full prefill    nothing is alike, or rows that would be needed were overwritten
+//
+// A recurrent state cannot be cut back, only replaced by its snapshot. What an encoder made of a
+// token depends on those behind it, and cannot be reused at all.
 static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
-    int p = 0;
-    while (p < s->n_history && p < n && s->history[p] == ids[p]) p++;
-    if (p > from) p = from;   // these rows are asked for: at least the last
-    if (p == s->n_history) return p;
+    int p = 0, n_history = s->history.n;
+    while (p < n_history && p < n && s->history.id[p] == ids[p]) p++;
+    if (p > from) p = from;
+    if (!s->m->config.causal) p = 0;
+    if (p == n_history) return p;
     if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
     if (!rows_resident(s, p)) p = 0;
     session_truncate(s, p);
     return p;
 }
 
-typedef bool RowOut(void *ctx, int i, const float *row);   // false stops
+typedef bool OnRow(void *ctx, int i, const float *row);   // of token i; false stops
 
-// Evaluates ids[0..n-1], reusing what the cache holds, and hands out the logits (or the normed
-// residual stream, hidden) of the tokens from .. n-1, in order.
-static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hidden, RowOut *fn,
-                        void *ctx, Error *e) {
+static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     const Model *m = s->m;
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
     for (int i = 0; i < n; i++)
@@ -1530,38 +1669,47 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
     if (m->pos_embd.data && n > m->pos_embd.rows)
         return fail(e, "position %d is past the model's %lld learned positions", n - 1,
                     (long long)m->pos_embd.rows);
-    if (n > s->history_cap) {
-        int32_t *h = realloc(s->history, (size_t)n * 2 * sizeof *h);
-        if (!h) return fail(e, "out of memory for %d tokens", n);
-        s->history = h;
-        s->history_cap = 2 * n;
-    }
-    int p = session_reuse(s, ids, n, from);
+    if (!m->config.causal && n > s->o.chunk)
+        return fail(e, "an encoder sees its whole text at once: %d tokens, in a chunk of %d", n,
+                    s->o.chunk);
+    return true;
+}
+
+// Evaluates ids [n], reusing what the cache holds, and hands out the logits (or, hidden, the normed
+// residual stream) of the tokens from .. n-1, in order.
+static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hidden, OnRow *fn,
+                        void *ctx, Error *e) {
+    const Config *c = &s->m->config;
+    bool own = ids == s->history.id;   // which may move
+    if (!check_ids(s, ids, n, e)) return false;
+    if (!tokens_room(&s->history, n + 1)) return fail(e, "out of memory for %d tokens", n);
+    if (own) ids = s->history.id;
+    int p = session_reuse(s, ids, n, from), count;
     bool save = s->n_recurrent && n - p > 1;
-    while (p < n) {
-        int left = n - p, count = left < s->o.chunk ? left : s->o.chunk;
-        if (save && left > 1 && count == left) count--;   // stop once before the last token
+    for (; p < n; p += count) {
+        int left = n - p, first = from > p ? from - p : 0;   // row of this chunk
+        count = left < s->o.chunk ? left : s->o.chunk;
+        if (save && left > 1 && count == left) count--;      // stop once before the last token
         if (save && left == 1) {
             memcpy(s->saved, s->recurrent, s->n_recurrent * sizeof *s->saved);
             s->saved_pos = p;
         }
         if (s->stop && *s->stop) return fail(e, "interrupted");
-        int first = from > p ? from - p : 0;   // row of this chunk
         if (first > count) first = count;
         bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
         if (!gpu) forward(s, ids + p, count, p);
-        memcpy(s->history + p, ids + p, count * sizeof *ids);
-        s->n_history = p + count;
-        for (int i = first; i < count; i++) {
-            int row = (i - first) % LOGIT_ROWS,
-                rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
-            const float *out = s->logits + (size_t)row * m->config.n_vocab;
-            if (hidden) norm_row(s, &m->out_norm, i);
-            else if (row == 0 && !(gpu && i == first) && !gpu_head(s, i, rows)) head(s, i, rows);
-            if (fn && !fn(ctx, p + i, hidden ? s->h + (size_t)i * m->config.dim : out))
+        memmove(s->history.id + p, ids + p, count * sizeof *ids);   // or to itself
+        s->history.n = p + count;
+        for (int i = first; i < count; i++) {   // logits are made of LOGIT_ROWS rows at once
+            int at = (i - first) % LOGIT_ROWS;
+            int rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
+            if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
+            else if (at == 0 && !(gpu && i == first) && !gpu_logits(s, i, rows))
+                output_logits(s, i, rows);
+            const float *logits = s->logits + (size_t)at * c->n_vocab;
+            if (fn && !fn(ctx, p + i, hidden ? s->h + (size_t)i * c->dim : logits))
                 return fail(e, "stopped");
         }
-        p += count;
     }
     return true;
 }
@@ -1569,20 +1717,25 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
 const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
     return session_run(s, ids, n, n - 1, false, NULL, NULL, e) ? s->logits : NULL;
 }
+
 // ---- 10. sampler ----
 //
-// Stages over one array of candidates, each a function that reorders or shortens it: penalty,
-// temperature, top-k, top-p, min-p; then greedy choice or a draw. llama.cpp tempers last; here
-// the cuts see the tempered distribution. Nothing sorts a whole vocabulary: sort_top moves the k
-// best to the front, one comparison for each of the others.
+// From logits to the next token: stages over one array of candidates, each a function that changes,
+// reorders or shortens it: penalty, temperature, top-k, top-p, min-p. Then the best is taken, or
+// one is drawn. (llama.cpp tempers last; here the cuts see the tempered distribution.) To add a
+// stage, write it like these, call it in sample, give it a field of Sampling and a row of OPTIONS,
+// and add one line to test.c. Nothing sorts a whole vocabulary: sort_top brings the best to the
+// front.
+
+typedef struct Candidate { float logit; int32_t id; } Candidate;
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
     return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
 }
 
-// The k best of n to the front, in order: what the k-th best so far does not beat gathers behind
-// it, and is sorted in when there are k of them.
+// Brings the k best of n to the front, in order. Whatever is better than the k-th best so far is
+// gathered behind it; when there are k of these, all 2k are sorted, and the k best stay.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
@@ -1598,8 +1751,9 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
     qsort(c, gathered, sizeof *c, best_first);
 }
 
-// Positive logits are divided, negative ones multiplied; each id of the last tokens once: what is
-// done is marked by a negative id. c[i].id == i on entry.
+// Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
+// ones multiplied. An id counts once, however often it stands there: what is done is marked by a
+// negative id until the end. c[i].id == i on entry.
 static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
     for (int i = 0; i < n_last; i++) {
         if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
@@ -1610,10 +1764,11 @@ static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_la
         if ((size_t)last[i] < n) c[last[i]].id = last[i];
 }
 
-static void sample_temperature(Candidate *c, size_t n, float temp) {
+static void sample_temperature(Candidate *c, size_t n, float temp) {   // below 1: bolder
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
+// the k best; each of these three returns how many are left
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k >= n) return n;
     sort_top(c, n, k);
@@ -1626,7 +1781,7 @@ static float best_logit(const Candidate *c, size_t n) {
     return top;
 }
 
-// adds up weights, e to the logit less the best, until they are enough; how many that takes
+// adds up weights, exp(logit - best), until they are enough; returns how many that takes
 static size_t weigh(const Candidate *c, size_t n, double enough, double *sum) {
     float top = best_logit(c, n);
     size_t i = 0;
@@ -1641,7 +1796,7 @@ static size_t sample_top_p(Candidate *c, size_t n, float p) {
     if (p >= 1) return n;
     double total, sum;
     weigh(c, n, INFINITY, &total);
-    for (size_t k = 128;; k *= 8) {
+    for (size_t k = 128;; k *= 8) {   // so few are enough, as a rule
         if (k > n) k = n;
         sort_top(c, n, k);
         size_t enough = weigh(c, k, p * total, &sum);
@@ -1681,7 +1836,7 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
     n = sample_top_k(c, n, o->top_k);
     n = sample_top_p(c, n, o->top_p);
     n = sample_min_p(c, n, o->min_p);
-    weigh(c, n, INFINITY, &total);
+    weigh(c, n, INFINITY, &total);   // where a random part of all weight is reached
     return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
@@ -1690,21 +1845,12 @@ int32_t session_sample(Session *s, const float *logits) {
     int n = o->repeat_last_n;
     int32_t id = o->temp <= 0 && o->repeat_penalty == 1 ? gpu_argmax(s, logits) : -1;
     if (id >= 0) return id;
-    if (n < 0 || n > s->n_history) n = s->n_history;
-    return sample(o, logits, s->m->config.n_vocab, s->history + s->n_history - n, n, &s->rng,
+    if (n < 0 || n > (int)s->history.n) n = s->history.n;
+    return sample(o, logits, s->m->config.n_vocab, s->history.id + s->history.n - n, n, &s->rng,
                   s->candidates);
 }
+
 // ---- 11. generate ----
-
-typedef struct { int32_t *id; size_t n; } Tokens;   // free(id) when done
-
-static bool tokens_add(Tokens *t, int32_t id) {
-    int32_t *more = realloc(t->id, (t->n + 1) * sizeof *more);
-    if (!more) return false;
-    t->id = more;
-    t->id[t->n++] = id;
-    return true;
-}
 
 void model_close(Model *m) {
     for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i]);
@@ -1727,37 +1873,97 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
 
 bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
-// Generates up to n_predict ids (-1: no limit) after ids[0..n-1]; on_token gets each, returning
-// false to stop. An end-of-generation id ends it and is not handed out.
+// Generates up to n_predict ids (-1: no limit) after ids [n]; on_token gets each, returning false
+// to stop. An end-of-generation id ends it and is not handed out. A generated id is put behind the
+// session's history, and evaluated with it to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
-    Tokens all = {0};
-    bool ok = true;
-    for (int i = 0; ok && i < n; i++) ok = tokens_add(&all, ids[i]) || fail(e, "out of memory");
-    while (ok && n_predict-- != 0) {
-        const float *logits = session_eval(s, all.id, all.n, e);
-        int32_t id = logits ? session_sample(s, logits) : -1;
-        ok = logits != NULL;
-        if (!ok || token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
-        ok = tokens_add(&all, id) || fail(e, "out of memory");
+    for (; n_predict != 0; n_predict -= n_predict > 0) {
+        const float *logits = session_eval(s, ids, n, e);
+        if (!logits) return false;
+        int32_t id = session_sample(s, logits);
+        if (token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
+        ids = s->history.id;
+        s->history.id[n++] = id;   // session_run left room for one
     }
-    free(all.id);
-    return ok;
+    return true;
 }
+
 // ==== Part II: more mixers =======================================================================
-// ---- 12. experts ----
+//
+// What else may stand between a norm and the residual: a gate on attention, experts in the place of
+// the FFN, the gated delta rule in the place of attention.
+
+// ---- 12. gated attention ----
+//
+// What a head found is multiplied by sigmoid(gate), one gate a value. The rows of the projection
+// are query and gate of the first head, of the second, ...: here they come apart.
+
+static void split_gate_row(Task t) {
+    Session *s = t.ctx;
+    int hd = s->m->config.hd, n_head = s->m->layers[s->l].n_head;
+    for (int h = 0; h < n_head; h++) {
+        size_t at = (size_t)t.i * n_head + h;
+        memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
+        memcpy(s->z + at * hd, s->mix + (2 * at + 1) * hd, hd * sizeof *s->z);
+    }
+}
+
+static void gate_row(Task t) {
+    Session *s = t.ctx;
+    int n = s->m->layers[s->l].n_head * s->m->config.hd;
+    float *att = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
+    for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
+}
+
+// ---- 13. experts ----
+//
+// A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
+// results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
+// weights are read, and decoded, once for all its tokens. A shared expert sees every token.
+
+static void load_experts(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
+    need_data(ld, down, "ffn_down_exps", ".weight");
+    int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
+    w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
+    load_fused(ld, "ffn_gate_up_exps", n,
+               (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
+    w->down = need_matrix(ld, "ffn_down_exps", ff, c->dim, n);
+    w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
+    if (!w->shared_up.data) return;
+    ff = w->shared_up.rows;
+    w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
+    w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
+    w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+}
+
+// the matrix of expert i; w may be some rows of a tensor that holds more, so that matrices and
+// biases lie `step` bytes, and as many rows, apart
+static Matrix matrix_expert(const Matrix *w, int i) {
+    Matrix one = *w;
+    one.data += i * w->step;
+    if (w->bias) one.bias += i * (w->step / quant_row_bytes(w->type, w->cols));
+    if (w->scale) one.scale += i;
+    return one;
+}
+
 // The router's choice for one token: probabilities, the n_used best, their weights.
-static void choose_experts(Session *s, const void *of, int i) {
+static void choose_experts(Task t) {
+    Session *s = t.ctx;
     const Config *c = &s->m->config;
-    const float *bias = ((const Layer *)of)->router_bias;
-    float *p = s->route + (size_t)i * c->n_expert, *weight = s->weight + (size_t)i * c->n_used;
-    int32_t *chosen = s->chosen + (size_t)i * c->n_used;
+    const float *bias = s->m->layers[s->l].router_bias;
+    float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * c->n_used;
+    int32_t *chosen = s->chosen + (size_t)t.i * c->n_used;
     float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
+    bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
-        all += p[e] = c->sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
-    for (int e = 0; e < c->n_expert && !c->sigmoid; e++) p[e] /= all;
-    for (int e = 0; e < c->n_expert; e++) {   // the best so far, sorted, and their scores
+        all += p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
+    for (int e = 0; e < c->n_expert && !sigmoid; e++) p[e] /= all;
+    for (int e = 0; e < c->n_expert; e++) {   // keeps the best so far sorted, with their scores
         float score = p[e] + (bias ? bias[e] : 0);
         int k = e < c->n_used ? e : c->n_used - 1;
         if (e > k && !(score > weight[k])) continue;
@@ -1768,13 +1974,22 @@ static void choose_experts(Session *s, const void *of, int i) {
         chosen[k] = e;
         weight[k] = score;
     }
-    for (int k = 0; k < c->n_used; k++) sum += weight[k] = p[chosen[k]];
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);
+    for (int k = 0; k < c->n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
+    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);             // 2^-14
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
-// Runs the first experts of the sorted order, as many as fit the buffers; returns how many rows. An
-// expert's tokens stand side by side: its weights are read and decoded once for all of them.
+// order = the numbers of all choices, those of the first expert first (a counting sort). Stable, so
+// that a token's sum does not depend on its neighbours.
+static void sort_choices(const Session *s, int n) {
+    int start[4097] = {0}, n_expert = s->m->config.n_expert;
+    for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
+    for (int e = 0; e < n_expert; e++) start[e + 1] += start[e];
+    for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
+}
+
+// Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
+// with all its tokens; returns how many choices that were. Choice k is of token k / n_used.
 static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
     const Config *c = &s->m->config;
     Matrix gate[MAX_JOBS / 2], up[MAX_JOBS / 2], down[MAX_JOBS / 2];
@@ -1794,56 +2009,62 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
-    matmul(&s->pool, s->matmul_scratch, in, 2 * jobs);
-    each_row(s, &(Ffn){gate, up, down}, rows, activate_row);
-    matmul(&s->pool, s->matmul_scratch, back, jobs);
+    matmul(s->pool, &s->scratch, in, 2 * jobs);
+    parallel(s->pool, activate_row, s, &(Ffn){gate, up, down}, rows);
+    matmul(s->pool, &s->scratch, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
 }
 
-// the expert that sees every token, with its own weight where there is a router for it
-static void add_shared_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
+// the expert that sees every token, with a weight of its own where there is a router for it
+static void add_shared_row(Task t) {
+    Session *s = t.ctx;
+    const Layer *w = t.of;
     size_t dim = s->m->config.dim;
-    float gate = w->shared_router.data ? 1 / (1 + expf(-s->route[i])) : 1;
-    add(s->out + i * dim, s->expert_out + i * dim, dim, gate);
+    float weight = w->shared_router.data ? 1 / (1 + expf(-s->route[t.i])) : 1;
+    add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
 }
 
-static void shared_expert(Session *s, const Layer *w, int n) {
-    Matmul router = {&w->shared_router, s->h, s->route, n};
-    if (w->shared_router.data) matmul(&s->pool, s->matmul_scratch, &router, 1);
-    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out, n);
-    each_row(s, w, n, add_shared_row);
-}
-
-// out = sum of the chosen experts' FFNs. Tokens are sorted by expert (a counting sort, stable, so
-// that a token's sum does not depend on its neighbours) and run in batches that fit the buffers.
-static void experts(Session *s, const Layer *w, int n) {
+static void experts(Session *s) {
     const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
     Matmul router = {&w->router, s->h, s->route, n};
-    matmul(&s->pool, s->matmul_scratch, &router, 1);
-    each_row(s, w, n, choose_experts);
-    int rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used, at = 0;
-    for (int e = 0; e < c->n_expert; e++)
-        for (int i = 0; i < rows; i++)
-            if (s->chosen[i] == e) s->order[at++] = i;
+    Matmul shared = {&w->shared_router, s->h, s->route, n};
+    matmul(s->pool, &s->scratch, &router, 1);
+    parallel(s->pool, choose_experts, s, NULL, n);
+    sort_choices(s, rows);
     memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
     for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
-    if (w->shared_up.data) shared_expert(s, w, n);
+    if (!w->shared_up.data) return;
+    if (w->shared_router.data) matmul(s->pool, &s->scratch, &shared, 1);
+    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
+    parallel(s->pool, add_shared_row, s, w, n);
 }
-// ---- 13. the gated delta rule ----
-// early files: rows q, k, v, z of the first key head, of the second, ...; a copy has all q, all k,
-// all v, all z
+
+// ---- 14. the gated delta rule (arXiv 2412.06464) ----
+//
+// Linear attention with a memory of fixed size: a head has a matrix S of dv x dk that maps keys to
+// values. A token lets S decay by g, asks it for the value stored under its own key k, and writes
+// the difference to its value v, as strongly as b says; then its query q reads:
+//
+//   S *= g        S += b (v - S k) k'        o = S q
+//
+// Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
+// from two more projections, and o passes a norm and a gate z.
+
+// Early files hold, in one tensor, rows q, k, v, z of the first key head, then of the second, ...
+// A copy has all q, all k, all v, then all z: what other files have in two tensors.
 static void heads_apart(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;
+    size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;   // bytes of a head's q
     size_t vz = w->z.rows / c->n_key * row, size[] = {qk, qk, vz, vz};
     const uint8_t *from = w->conv_in.data;
     uint8_t *to = own(ld, c->n_key * 2 * (qk + vz));
     w->conv_in.data = to;
     w->z.data = to ? to + w->conv_in.rows * row : NULL;
-    for (int p = 0; to && p < 4; from += size[p++])
+    for (int p = 0; to && p < 4; from += size[p++])   // q, k, v, z of all key heads
         for (int h = 0; h < c->n_key; h++, to += size[p])
             memcpy(to, from + h * 2 * (qk + vz), size[p]);
 }
@@ -1851,12 +2072,17 @@ static void heads_apart(Loader *ld, Layer *w) {
 static void load_delta(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
+    bool early = !find_tensor(ld, "attn_qkv", ".weight") && find_tensor(ld, "ssm_in", ".weight");
     if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
         refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
                ld->l, c->n_value, c->n_key, c->dv, c->dk);
-    load_fused(ld, "ssm_in", 1,
-               (Piece[]){{"attn_qkv", qkv, &w->conv_in}, {"attn_gate", values, &w->z}}, 2);
-    if (find_tensor(ld, "ssm_in", ".weight")) heads_apart(ld, w);
+    if (early) {
+        load_fused(ld, "ssm_in", 1, (Slice[]){{"", qkv, &w->conv_in}, {"", values, &w->z}}, 2);
+        if (ld->ok) heads_apart(ld, w);
+    } else {
+        w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
+        w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
+    }
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
     if (!w->beta_alpha.data) {
         w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
@@ -1871,31 +2097,38 @@ static void load_delta(Loader *ld, Layer *w) {
     need_data(ld, w->a, "ssm_a", "");
     need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
 }
-// -- gated delta rule (arXiv 2412.06464) --
-//
-// A head's memory is a matrix S of dv x dk. A token decays it, asks it for the value stored under
-// its key, and writes the difference to its own value:  S *= g;  S += b (v - S k) k';  o = S q.
-static size_t delta_state_floats(const Config *c);
-static void delta_rule(void *ctx, int task, int thread);
-static int delta_blocks(const Config *c);
-enum { CONV_BLOCK = 64 };
 
-// Causal convolution over time of one block of channels, then SiLU. The rows before the chunk come
-// first, so that token t's inputs begin in row t, where its result is put.
-static void delta_conv(void *ctx, int block, int thread) {
-    Session *s = ctx;
+// A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
+// side, so that one instruction does the same for many of them.
+enum { DELTA_ROWS = 64, CONV_BLOCK = 64 };
+
+static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
+
+static size_t delta_state_size(const Config *c) {
+    return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
+}
+
+// Causal convolution over time of one block of channels, then SiLU:
+//
+//   y[t] = silu(sum over j of tap[j] * x[t - past + j])      j = 0 .. past
+//
+// s->mix holds the last `past` rows before the chunk, from the cache, and behind them the chunk's.
+// So the inputs of token t are rows t .. t + past, and its result can take the place of row t,
+// which no later token reads.
+static void delta_conv(Task t) {
+    Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
-    size_t channels = w->conv_in.rows, first = (size_t)block * CONV_BLOCK;
+    size_t channels = w->conv_in.rows, first = (size_t)t.i * CONV_BLOCK;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
     float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
-    (void)thread;
     for (int j = 0; j <= past; j++)
         for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
     for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
-    for (int t = 0; t < n; t++) {
-        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
-        for (size_t i = 0; i < sizeof y; i += 64) __builtin_prefetch((char *)(x + (past + 8) * channels) + i);
+    for (int k = 0; k < n; k++) {
+        float y[CONV_BLOCK] = {0}, *x = mix + k * channels;
+        for (int i = 0; i < CONV_BLOCK; i += 16)   // rows are too far apart for the CPU to foresee
+            __builtin_prefetch(x + (past + 8) * channels + i);
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
         activate(x, NULL, y, width, SILU);
@@ -1903,12 +2136,15 @@ static void delta_conv(void *ctx, int block, int thread) {
     for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
 
-// unit keys and queries; decay and write strength of each value head
-static void delta_gates_row(Session *s, const void *of, int i) {
-    const Layer *w = of;
+// one token's q and k to unit length, q also by 1/sqrt(dk); and for each value head
+//   g = exp(a * softplus(alpha + dt))      b = sigmoid(beta)
+static void delta_gates_row(Task t) {
+    Session *s = t.ctx;
+    const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
-    float *mix = s->mix + (size_t)i * w->conv_in.rows, *ba = s->ba + (size_t)i * 2 * c->n_value;
-    float *decay = s->decay + (size_t)i * c->n_value, *write = s->write + (size_t)i * c->n_value;
+    float *mix = s->mix + (size_t)t.i * w->conv_in.rows, *ba = s->ba + (size_t)t.i * 2 * c->n_value;
+    size_t gate = (size_t)t.i * c->n_value;
+    float *decay = s->decay + gate, *write = s->write + gate;
     int share = c->n_value / c->n_key;   // value heads of a key head
     for (int h = 0; h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
@@ -1923,69 +2159,62 @@ static void delta_gates_row(Session *s, const void *of, int i) {
         write[h] = 1 / (1 + expf(-b));
     }
 }
-static void delta_out_row(Session *s, const void *of, int i) {
+
+static void delta_out_row(Task t) {   // norm(o) * silu(z)
+    Session *s = t.ctx;
     const Config *c = &s->m->config;
     int n = c->n_value * c->dv;
-    float *o = s->att + (size_t)i * n, *z = s->z + (size_t)i * n;
-    norm(o, o, n, of, RMS, c->eps);
+    float *o = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
+    norm(o, o, n, &s->m->layers[s->l].delta_norm, RMS, c->eps);
     activate(o, z, o, n, SILU);
 }
 
-static void delta_net(Session *s, const Layer *w, int n) {
+// One block of S and the n tokens of a chunk, for the inner step, which Part IV has. Pointers are
+// to the numbers of token 0; those of the next token are step, heads or out_step floats further.
+typedef struct {
+    float *s;                      // [dk][DELTA_ROWS]
+    int dk, rows, n;               // rows: of S that the block has, DELTA_ROWS at most
+    const float *q, *k, *v;        // [dk], [dk], [rows]
+    const float *decay, *write;    // g and b
+    float *out;                    // [rows]
+    size_t step, heads, out_step;
+} Delta;
+static void delta_rule(const Delta *d);
+
+static void delta_block(Task t) {
+    Session *s = t.ctx;
     const Config *c = &s->m->config;
+    int blocks = delta_blocks(c), h = t.i / blocks, r = t.i % blocks * DELTA_ROWS;
+    int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
+    const float *q = s->mix + (size_t)key * c->dk;
+    Delta d = {.s = s->cache[s->l].state + (size_t)t.i * c->dk * DELTA_ROWS, .dk = c->dk,
+               .rows = c->dv - r < DELTA_ROWS ? c->dv - r : DELTA_ROWS, .n = s->n,
+               .q = q, .k = q + (size_t)c->n_key * c->dk, .decay = s->decay + h,
+               .v = s->mix + (size_t)2 * c->n_key * c->dk + h * c->dv + r, .write = s->write + h,
+               .out = s->att + h * c->dv + r, .step = s->m->layers[s->l].conv_in.rows,
+               .heads = c->n_value, .out_step = (size_t)c->n_value * c->dv};
+    delta_rule(&d);
+}
+
+static void delta_net(Session *s) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
     bool fused = w->beta_alpha.data;
     float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
     Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
                    {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(&s->pool, s->matmul_scratch, in, fused ? 3 : 4);
-    parallel(&s->pool, delta_conv, s, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    each_row(s, w, n, delta_gates_row);
-    parallel(&s->pool, delta_rule, s, c->n_value * delta_blocks(c));
-    each_row(s, &w->delta_norm, n, delta_out_row);
-    matmul(&s->pool, s->matmul_scratch, &back, 1);
+    matmul(s->pool, &s->scratch, in, fused ? 3 : 4);
+    parallel(s->pool, delta_conv, s, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
+    parallel(s->pool, delta_gates_row, s, NULL, n);
+    parallel(s->pool, delta_block, s, NULL, c->n_value * delta_blocks(c));
+    parallel(s->pool, delta_out_row, s, NULL, n);
+    matmul(s->pool, &s->scratch, &back, 1);
 }
+
 // ==== Part III: text =============================================================================
-// ---- 14. UTF-8 ----
-enum { UTF8_BAD = 0xFFFD };
-
-static size_t utf8_length(char first) {
-    uint8_t c = first;
-    return c < 0xC0 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
-}
-
-// the character at s; one bad byte reads as U+FFFD. Overlong forms and surrogates pass.
-static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
-    size_t len = utf8_length(s[0]);
-    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
-    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
-    for (size_t i = 1; ok && i < len; i++) {
-        ok = (s[i] & 0xC0) == 0x80;
-        c = c << 6 | (s[i] & 0x3F);
-    }
-    ok = ok && c <= 0x10FFFF;
-    *used = ok ? len : 1;
-    return ok ? c : UTF8_BAD;
-}
-
-static size_t utf8_encode(uint32_t c, char *out) {
-    size_t len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
-    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
-    return len;
-}
-
-// was c, decoded from `used` bytes, proper UTF-8?
-static bool utf8_valid(uint32_t c, size_t used) {
-    char s[4];
-    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
-}
-
-static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_t otherwise);
-static uint64_t unicode_classes(uint32_t c);
-static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
-#define CLASS(letter) (1ull << ((letter) & 63))   // the letters that the tokenizer's rules use
 
 // ---- 15. tokenizer ----
 //
@@ -1999,6 +2228,18 @@ static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 //   BPE, gemma4           lines            a space is U+2581                 earliest merge
 //   WordPiece, bert       by a rule        lower case, no accents            (longest token)
 
+// The appendix knows UTF-8 and Unicode. A bad byte reads as UTF8_BAD, overlong forms and surrogates
+// pass; utf8_valid tells whether c, decoded from `used` bytes, was proper. A set of classes has a
+// bit for each letter of the rules below; unicode_fold gives 0 for a character that BERT drops.
+enum { UTF8_BAD = 0xFFFD };
+#define CLASS(letter) (1ull << ((letter) & 63))
+static size_t utf8_length(char first);
+static uint32_t utf8_decode(const char *s, size_t n, size_t *used);
+static size_t utf8_encode(uint32_t c, char *out);
+static bool utf8_valid(uint32_t c, size_t used);
+static uint64_t unicode_classes(uint32_t c);
+static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
+
 // Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
 static uint32_t byte_to_char(uint8_t b) {
     return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
@@ -2008,7 +2249,7 @@ static uint32_t byte_to_char(uint8_t b) {
 // first counts. The merges of BPE are such strings, too: "left right".
 typedef struct {
     uint32_t *slot;   // [mask + 1] 1 + number of a string, 0: empty; at most half are used
-    Str *str;         // [n] in the same block, pointing into the map
+    Str *str;         // [n] pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
 } Dictionary;
@@ -2095,7 +2336,7 @@ typedef struct Tokenizer {
     const Meta *scores;              // SentencePiece: [n_vocab]
     Dictionary tokens, merges;
     uint8_t *type;                   // [n_vocab]
-    uint8_t *special_length;         // [tokens.longest + 1] in the same block: of so many bytes
+    uint8_t *special_length;         // [tokens.longest + 1] is there a special token so long?
     bool special_first[256];         // is, and with this byte begins, a token that may be cut out
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
@@ -2109,8 +2350,8 @@ typedef struct { uint64_t set; uint32_t c; bool cut; } Char;   // its classes; d
 typedef struct {
     const Tokenizer *t;
     Tokens *out;
-    Char *ch;         // a fragment of the text
-    char *text;       // [n_text] a word of it, spelled; what follows is scratch
+    Char *ch;         // a fragment of the text, and its end
+    char *text;       // [n_text] a word of it, spelled; what follows is room for a merge
     uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
     uint64_t *cost;   // [2 * n_text] of joining, a tree
     size_t n_text;
@@ -2297,6 +2538,14 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     if (n) fragment_tokenize(w, s, n);
 }
 
+// the buffers for a text of n bytes, of which a word is spelled in m at most
+static void work_place(Work *w, Arena *a, size_t n, size_t m) {
+    w->ch = arena_take(a, "characters", n + 2, sizeof *w->ch);
+    w->text = arena_take(a, "word", 2 * m, 1);
+    w->part = arena_take(a, "parts", m, sizeof *w->part);
+    w->cost = arena_take(a, "costs", 2 * m, sizeof *w->cost);
+}
+
 // Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
 // for; parse_special: text such as <|im_start|> means the token. False: e says why.
 static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_special,
@@ -2304,21 +2553,19 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
     if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
     if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
-    int32_t *id = realloc(out->id, (out->n + m) * sizeof *id);
-    if (id) out->id = id;
+    Arena a = {0};
     Work w = {.t = t, .out = out, .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
                                   SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
-    w.cost = malloc(m * (2 * sizeof *w.cost + sizeof *w.part + 2) + (n + 2) * sizeof *w.ch);
-    if (!id || !w.cost) return free(w.cost), fail(e, "out of memory");
-    w.ch = (Char *)(w.cost + 2 * m);
-    w.part = (uint32_t *)(w.ch + n + 2);
-    w.text = (char *)(w.part + m);
+    work_place(&w, &a, n, m);
+    a = (Arena){.base = tokens_room(out, out->n + m) ? malloc(a.peak) : NULL};
+    if (!a.base) return fail(e, "out of memory");
+    work_place(&w, &a, n, m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
     text_tokenize(&w, text, n, t->tokens.longest);
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
-    free(w.cost);
+    free(a.base);
     return true;
 }
 
@@ -2414,9 +2661,9 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
     if (m->n < 1 || m->n > 1 << 24) return fail(e, "%s has %lld entries", key, (long long)m->n);
     while (size < 2 * m->n) size *= 2;
     *d = (Dictionary){.n = m->n, .mask = size - 1};
-    d->slot = calloc(1, size * sizeof *d->slot + m->n * sizeof *d->str);
-    if (!d->slot) return fail(e, "out of memory");
-    d->str = (Str *)(d->slot + size);
+    d->slot = calloc(size, sizeof *d->slot);
+    d->str = malloc(m->n * sizeof *d->str);
+    if (!d->slot || !d->str) return fail(e, "out of memory");
     const uint8_t *p = m->v;
     for (uint32_t i = 0; i < d->n; i++) {
         Str s = d->str[i] = str_next(&p);
@@ -2434,9 +2681,9 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
     t->n_vocab = t->tokens.n;
     t->piece_max = 3 * (t->tokens.longest + 4);
-    t->type = calloc(t->n_vocab + t->tokens.longest + 1, 1);
-    if (!t->type) return fail(e, "out of memory");
-    t->special_length = t->type + t->n_vocab;
+    t->type = calloc(t->n_vocab, 1);
+    t->special_length = calloc(t->tokens.longest + 1, 1);
+    if (!t->type || !t->special_length) return fail(e, "out of memory");
     if (types && !vocab_array(g, key, GGUF_I32, t->n_vocab, e)) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
@@ -2508,7 +2755,7 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     *t = (Tokenizer){0};
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
     snprintf(name, sizeof name, "%.*s", STR_ARG(model));
-    while (i < COUNT(MODELS) && !is_word(name, MODELS[i].names)) i++;
+    while (i < COUNT(MODELS) && !find_word(name, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%s' is not one of llama, gpt2, gemma4, bert, none",
                     name);
@@ -2519,7 +2766,7 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     if (!pre.n) pre = (Str){"default", 7};
     snprintf(name, sizeof name, "%.*s", STR_ARG(pre));
     for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
-        if (is_word(name, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
+        if (find_word(name, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
     if (!t->pre) return fail(e, "tokenizer.ggml.pre '%s' is unknown", name);
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
@@ -2532,26 +2779,125 @@ static bool tokenizer_load(Model *m, Error *e) {
 
 static void tokenizer_close(Tokenizer *t) {
     free(t->tokens.slot);
+    free(t->tokens.str);
     free(t->merges.slot);
+    free(t->merges.str);
     free(t->type);
+    free(t->special_length);
     *t = (Tokenizer){0};
 }
 // ==== Part IV: speed =============================================================================
-// ---- 16. matmul ----
 //
-// Nearly all time goes here. One token (decode) reads every weight once and uses it once: it runs
-// at the speed of memory if codes turn into products fast enough. A chunk (prefill) uses a weight n
-// times: panels of weights are decoded once, stay in the cache and meet all rows of the chunk.
-// Block formats meet activations rounded to int8 with a scale per 32, so that one instruction
-// multiplies up to 64 bytes; float weights meet float activations. How a number is summed never
-// depends on the number of threads.
+// Nearly all time goes into the products of matmul. One token (decode) reads every weight once and
+// uses it once: it runs at the speed of memory, provided that codes turn into products fast enough.
+// A chunk (prefill) uses each weight n times: panels of weights are decoded once, stay in the cache
+// and meet all tokens of the chunk. Block formats meet activations rounded to int8 with a scale per
+// 32, so that one instruction multiplies up to 64 bytes; float weights meet float activations. How
+// a number is summed never depends on the number of threads.
 
-// -- threads --
-// `left` counts down from n: whoever gets i > 0 owns task n - i. A claim succeeds only while the
-// job is incomplete, so its fields cannot change under a worker that woke up late, and nobody waits
-// for workers that found nothing to do. Waiting spins 20 us, more than lies between two products of
-// a token, then sleeps.
+#include <pthread.h>
+#include <stdatomic.h>
+#ifdef __APPLE__
+#include <sys/sysctl.h>
+static int count_cpus(void) {   // performance cores
+    int n = 0;
+    size_t size = sizeof n;
+    return sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0) || n < 1 ? 1 : n;
+}
+#else
+#include <sched.h>
+static int count_cpus(void) {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set);
+}
+#endif
 
+static double now(void) {   // seconds since some moment
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+#ifdef LLM_PLAIN
+// The same interface without threads and SIMD, with the sums as Part I defines them: a slow engine
+// that needs none of the rest of this part, `cc -DLLM_PLAIN llm.c -lm`.
+struct Pool { int unused; };
+
+static Pool *pool_open(int threads) { return (void)threads, calloc(1, sizeof(Pool)); }
+static void pool_close(Pool *p) { free(p); }
+
+static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
+    (void)p;
+    for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
+}
+
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
+    (void)p;
+    for (int j = 0; j < k; j++) {
+        size_t mark = a->used;
+        float *row = arena_take(a, "row", jobs[j].w->cols, sizeof *row);
+        if (a->base) plain_matmul(&jobs[j], row);
+        a->used = mark;
+    }
+}
+
+static void attention(Pool *p, Arena *a, const Attention *x) {
+    size_t mark = a->used;
+    float *score = arena_take(a, "scores", x->rows, sizeof *score);
+    (void)p;
+    if (a->base) plain_attention(x, score);
+    a->used = mark;
+}
+
+static void narrow(const float *x, int n, uint16_t *to) {
+    for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
+}
+
+static void delta_rule(const Delta *d) {
+    for (int t = 0; t < d->n; t++) {
+        const float *q = d->q + t * d->step, *k = d->k + t * d->step, *v = d->v + t * d->step;
+        for (int r = 0; r < d->rows; r++) {
+            float *s = d->s + r, asked = 0, out = 0;
+            for (int j = 0; j < d->dk; j++) {
+                s[j * DELTA_ROWS] *= d->decay[t * d->heads];
+                asked += s[j * DELTA_ROWS] * k[j];
+            }
+            float write = (v[r] - asked) * d->write[t * d->heads];
+            for (int j = 0; j < d->dk; j++) out += (s[j * DELTA_ROWS] += write * k[j]) * q[j];
+            d->out[t * d->out_step + r] = out;
+        }
+    }
+}
+#else
+// ---- threads ----
+//
+// parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
+// thread claims a task by subtracting 1: if `left` was i > 0 before, task n - i is its own; if it
+// was 0 or less, nothing is left to claim. `running` counts the tasks that are not finished. Only
+// when it has come down to 0 does parallel return, and only then can fn, ctx and n be overwritten:
+// whoever has claimed a task finds them as they were. A worker that wakes up late fails to claim
+// and touches nothing else, so nobody waits for workers that came too late. Whoever has to wait
+// spins for 20 us, longer than what lies between two products of a token, and then sleeps.
+
+struct Pool {
+    int threads;
+    bool amx;                    // the tile registers are ours to use
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    TaskFn *fn;                  // what the tasks are
+    void *ctx;
+    const void *of;
+    int n;
+    atomic_int left, running;    // tasks nobody has claimed (or less); tasks not finished
+    atomic_int sleeping, ids;
+    atomic_bool quit;
+    pthread_t thread[];          // [threads - 1]
+};
+
+// AMX, at the end of this part: may we use its tile registers? They are set up before tasks and
+// released after them, as they make context switches slow.
+static bool amx_allow(void);
+static void amx_begin(void), amx_end(void);
 
 // Denormals cost 100 cycles and weigh nothing: workers, and the caller meanwhile, make them zero.
 #if defined(__SSE2__)
@@ -2573,14 +2919,6 @@ static void fp_set(uint64_t mode) { (void)mode; }
 enum { FP_FLUSH = 0 };
 #endif
 
-// Linux grants AMX's tile registers on request, to a process before it has threads.
-#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__linux__)
-#include <sys/syscall.h>
-static bool tiles_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-#else
-static bool tiles_allow(void) { return true; }
-#endif
-
 static void pool_wake(Pool *p) {
     if (!atomic_load(&p->sleeping)) return;
     pthread_mutex_lock(&p->lock);
@@ -2588,12 +2926,17 @@ static void pool_wake(Pool *p) {
     pthread_mutex_unlock(&p->lock);
 }
 
+// claims tasks and runs them until none is left
 static void pool_work(Pool *p, int thread) {
     int left, done = 0;
-    for (; (left = atomic_fetch_sub(&p->left, 1)) > 0; done++) p->fn(p->ctx, p->n - left, thread);
+    if (p->amx) amx_begin();
+    for (; (left = atomic_fetch_sub(&p->left, 1)) > 0; done++)
+        p->fn((Task){p->ctx, p->of, p->n - left, thread});
+    if (p->amx) amx_end();
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
 
+// what the caller waits for: the last task is finished; a worker: there is something to claim
 static bool pool_ready(Pool *p, bool caller) {
     if (caller) return atomic_load(&p->running) == 0;
     return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
@@ -2619,38 +2962,43 @@ static void *pool_thread(void *arg) {
 }
 
 static void pool_close(Pool *p) {
+    if (!p) return;
     atomic_store(&p->quit, true);
     pool_wake(p);
     for (int i = 0; i < p->threads - 1; i++) pthread_join(p->thread[i], NULL);
     pthread_mutex_destroy(&p->lock);
     pthread_cond_destroy(&p->wake);
-    free(p->thread);
+    free(p);
 }
 
-static bool pool_open(Pool *p, int threads) {
-    memset(p, 0, sizeof *p);
+static Pool *pool_open(int threads) {
+    Pool *p = calloc(1, sizeof *p + (threads - 1) * sizeof *p->thread);
+    bool ok = p;
+    if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
-    p->thread = calloc(threads, sizeof *p->thread);
-    bool ok = p->thread && tiles_allow();
+    p->amx = amx_allow();   // before there are threads: they inherit the permission
     for (p->threads = 1; ok && p->threads < threads; p->threads += ok)
         ok = !pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p);
-    if (!ok) pool_close(p);
-    return ok;
+    if (ok) return p;
+    pool_close(p);
+    return NULL;
 }
 
-// fn(ctx, i, thread) for i = 0..n-1, in any order on any thread; returns when all are done
-static void parallel(Pool *p, Task *fn, void *ctx, int n) {
+static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     uint64_t mode = fp_mode();
     fp_set(mode | FP_FLUSH);
-    if (p->threads == 1 || n <= 1) {
-        for (int i = 0; i < n; i++) fn(ctx, i, 0);
+    if (p->threads == 1 || n <= 1) {   // not worth waking anyone
+        if (p->amx) amx_begin();
+        for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
+        if (p->amx) amx_end();
     } else {
         p->fn = fn;
         p->ctx = ctx;
+        p->of = of;
         p->n = n;
         atomic_store(&p->running, n);
-        atomic_store(&p->left, n);
+        atomic_store(&p->left, n);   // from here on tasks can be claimed
         pool_wake(p);
         pool_work(p, 0);
         pool_wait(p, true);
@@ -2658,14 +3006,15 @@ static void parallel(Pool *p, Task *fn, void *ctx, int n) {
     fp_set(mode);
 }
 
-// -- vectors --
+// ---- vectors ----
+//
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
 // dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
-//   VNNI    one instruction; w is unsigned there, so signed codes get a bias added
-//   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits, where |w| times x
-//           with w's sign fits: at most 2 * 128 * 127
+//   VNNI    one instruction; it takes w as unsigned, so CODE_BIAS is added to signed codes
+//   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
+//           sign of w is the same product and fits: a pair is at most 2 * 128 * 127
 //   NEON    sdot, or widening products
-// evens and odds give each pair of lanes its first and its second number; pair_sums(a, b) are the
+// evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
 #define INLINE static inline __attribute__((always_inline))
@@ -2683,7 +3032,7 @@ enum { LANES = 8, CODE_BIAS = 0, INT8_TILE = 1 };
 #elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
 enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 1 };
 #else
-enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 0 };   // n > 1 is faster in float there
+enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 0 };   // many tokens are faster in float there
 #endif
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -2695,6 +3044,7 @@ INLINE vf load_f32(const void *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
+INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
     return (vf)(((vi)a & more) | ((vi)b & ~more));
@@ -2772,7 +3122,6 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 }
 #endif
 #endif
-
 INLINE float sum_lanes(vf v) {
     UNROLL for (int n = LANES; n > 1; n /= 2) v = pair_sums(v, v);
     return v[0];
@@ -2784,27 +3133,28 @@ INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
 }
 
 // Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
-// requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So L2 is asked first.
-enum { NEAR = 2048, FAR = 8192 };   // bytes ahead
+// requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
+// far ahead of the reader, and L2 to fill L1 shortly before.
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes
 
-INLINE void prefetch(const void *p, int bytes) {   // where nothing is mapped it does nothing
+INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
 INLINE void prefetch_l2(const void *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 INLINE void prefetch_ahead(const void *p, int bytes) {
-    prefetch((const char *)p + NEAR, bytes);
-    prefetch_l2((const char *)p + FAR, bytes);
+    prefetch_l1((const char *)p + L1_AHEAD, bytes);
+    prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
-// -- activations in int8 --
+// ---- products of one token ----
 
-// 32 floats to codes; returns the scale, rounded to f16 as ggml stores it, and the sums of both
-// halves. Positive floats order like their bits, and a float near MAGIC holds an integer in its
-// low bits, rounded to the nearest: integer loops, which compilers turn into vector code.
-
-static float round_32(const float *x, int8_t *q, int sum[2]) {
+// Rounds 32 floats to int8 codes q = x / d. Returns d, rounded to f16 as ggml stores it, and the
+// sums of the first 16 codes, the other 16, and all. Positive floats order like their bits, and
+// adding MAGIC leaves the nearest integer in the low bits: compilers turn these integer loops into
+// vector code. The sums are unsigned because a NaN's bits overflow.
+static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
     memcpy(bits, x, sizeof bits);
@@ -2817,24 +3167,28 @@ static float round_32(const float *x, int8_t *q, int sum[2]) {
     for (int i = 0; i < 32; i++) y[i] = x[i] * inverse + MAGIC;
     memcpy(bits, y, sizeof bits);
     for (int i = 0; i < 32; i++) q[i] = (int8_t)bits[i];
-    uint32_t total[2] = {0, 0};   // unsigned, as NaN's bits overflow
+    uint32_t total[3] = {0};
     for (int i = 0; i < 16; i++) total[0] += (uint32_t)bits[i] - MAGIC_BITS;
     for (int i = 0; i < 16; i++) total[1] += (uint32_t)bits[16 + i] - MAGIC_BITS;
+    total[2] = total[0] + total[1];
     memcpy(sum, total, sizeof total);
     return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
-// A token's activations, 256 at a time and in the decoders' order: eight k of 32 numbers is
-// q[k][..]. s = d * (sum of 16 codes).
-typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } Act;
+// 256 activations of one token, codes in the order that decoders give to weights: number 8 k + j
+// of group g (32 numbers) is q[k][g][j]. Of half h of group g: d[2 g + h] is the scale, s[2 g + h]
+// the scale times the sum of the 16 codes.
+typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-static void act_quantize(const float *x, int64_t cols, Act *a) {
+static void token_pack(const Matmul *job, int t, void *acts) {
+    TokenActs *a = acts;
+    int64_t cols = job->w->cols;
     for (int64_t i = 0; i < cols; i += 32) {
-        Act *b = a + i / 256;
+        TokenActs *b = a + i / 256;
         int8_t q[32];
-        int g = i / 32 % 8, sum[2];
+        int32_t g = i / 32 % 8, sum[3];
         if (g == 0 && cols - i < 256) memset(b, 0, sizeof *b);
-        float d = round_32(x + i, q, sum);
+        float d = round_32(job->x + t * cols + i, q, sum);
         UNROLL for (int k = 0; k < 4; k++) memcpy(b->q[k][g], q + 8 * k, 8);
         for (int h = 0; h < 2; h++) {
             b->d[2 * g + h] = d;
@@ -2843,15 +3197,13 @@ static void act_quantize(const float *x, int64_t cols, Act *a) {
     }
 }
 
-// -- matrix x vector --
-
-// Decodes 256 weights of a row. Such functions are constant arguments below: after inlining each
-// format has a loop of its own.
+// decodes 256 weights: d[i] * q + m[i] in half i % 2 of group i / 2, q ordered as in TokenActs
 #define DECODE_ARGS const uint8_t *b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
-// out[rows] = consecutive rows times x: floats, or for block formats Act[cols/256]
-#define ROWS_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
-typedef void RowsFn(ROWS_ARGS);
+// out[rows] = consecutive rows of weights times one token's activations: floats for float weights,
+// TokenActs[cols/256] for block formats
+#define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
+typedef void MatvecFn(MATVEC_ARGS);
 
 // the end of a row, less than 256 weights, with zeros behind
 static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8_t copy[272]) {
@@ -2859,12 +3211,17 @@ static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8
     return memcpy(copy, b, quant_row_bytes(type, left));
 }
 
-// Sums of 256 weights times activations. Codes and activations lie so that a lane meets numbers of
-// one scale only: four dot products (or two, where scales stand per 16) are added as integers
-// before they are converted and scaled. sum[0]: products; sum[1]: offsets, or without them what
-// the bias adds, which is to be taken off -bias times.
+// Adds 256 products to the lanes of sum[0]. With both operands in the order of TokenActs, lanes
+// 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane
+// meets numbers of one group only, and its products for k = 0..3 are added as integers before they
+// are converted and scaled once; where scales stand per 16 (per16), those of k = 0, 1 and of k = 2,
+// 3 apart, the former with the scale of the group's first half, the latter with that of the second.
+//
+// A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
+// Formats without offsets m have signed codes; where dot_bytes takes unsigned ones, `bias` is added
+// to them, and sum[1] collects d times the activations, to be taken off `bias` times at the end.
 INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, int bias,
-                   const Act *x, vf sum[2]) {
+                   const TokenActs *x, vf sum[2]) {
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}};
@@ -2880,15 +3237,17 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, 
     }
 }
 
-INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bool per16, int bias,
-                       const uint8_t *w, int64_t rows, int64_t cols, const Act *x, float *out) {
+// `decode` is inlined, `tail` a call
+INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bool per16,
+                         int bias, const uint8_t *w, int64_t rows, int64_t cols,
+                         const TokenActs *x, float *out) {
     uint8_t last[272];
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
         vf sum[2] = {{0}};
         const uint8_t *b = w;
-        const Act *a = x;
+        const TokenActs *a = x;
         for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
             decode(b, q, d, m);
@@ -2902,9 +3261,9 @@ INLINE void block_rows(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bo
     }
 }
 
-// four sums hide the latency of fma
-INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_t rows,
-                       int64_t cols, const float *x, float *out) {
+// four sums at a time: an addition takes four cycles, but one can start in each
+INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
+                         int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
     for (int64_t r = 0; r < rows; r++, w += cols * size) {
         vf sum[4] = {{0}};
@@ -2914,7 +3273,7 @@ INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_
             UNROLL for (int j = 0; j < 4; j++)
                 sum[j] += load(w + (i + j * LANES) * size) * load_f32(x + i + j * LANES);
         }
-        if (i < cols) {
+        if (i < cols) {   // the end of a row, with zeros behind
             uint8_t last[4 * STEP] = {0};
             float y[STEP] = {0};
             memcpy(last, w + i * size, (cols - i) * size);
@@ -2926,68 +3285,86 @@ INLINE void float_rows(vf load(const void *), int size, const uint8_t *w, int64_
     }
 }
 
+// Two functions for each format. Decoders and loads are constant arguments above: after inlining,
+// each format has a loop of its own.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void inline_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void unpack_##name(DECODE_ARGS) { inline_##name(b, q, d, m); }                          \
-    static void rows_##name(ROWS_ARGS) {                                                           \
-        block_rows(inline_##name, unpack_##name, id, 256 / weights * bytes, per16, bias, w, rows,  \
-                   cols, x, out);                                                                  \
+    static void matvec_##name(MATVEC_ARGS) {                                                       \
+        block_matvec(inline_##name, unpack_##name, id, 256 / weights * bytes, per16, bias, w,      \
+                     rows, cols, x, out);                                                          \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-#define FLOAT_ROWS(name, size)                                                                     \
-    static void rows_##name(ROWS_ARGS) {                                                           \
-        float_rows(load_##name, size, w, rows, cols, x, out);                                      \
+#define FLOAT_MATVEC(name, size)                                                                   \
+    static void matvec_##name(MATVEC_ARGS) {                                                       \
+        float_matvec(load_##name, size, w, rows, cols, x, out);                                    \
     }
-FLOAT_ROWS(f32, 4)
-FLOAT_ROWS(f16, 2)
-FLOAT_ROWS(bf16, 2)
-#undef FLOAT_ROWS
+FLOAT_MATVEC(f32, 4)
+FLOAT_MATVEC(f16, 2)
+FLOAT_MATVEC(bf16, 2)
+#undef FLOAT_MATVEC
 
-typedef struct { RowsFn *rows; DecodeFn *unpack; bool per16, offsets; } Format;
+typedef struct { MatvecFn *matvec; DecodeFn *unpack; bool per16, offsets; } Format;
 
 static const Format formats[64] = {   // unpack NULL: float weights
-    [QUANT_F32] = {rows_f32, NULL, false, false},
-    [QUANT_F16] = {rows_f16, NULL, false, false},
-    [QUANT_BF16] = {rows_bf16, NULL, false, false},
+    [QUANT_F32] = {matvec_f32, NULL, false, false},
+    [QUANT_F16] = {matvec_f16, NULL, false, false},
+    [QUANT_BF16] = {matvec_bf16, NULL, false, false},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
-    [id] = {rows_##name, unpack_##name, per16, !bias},
+    [id] = {matvec_##name, unpack_##name, per16, !bias},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
 
-// weights k .. k+255 of row r
+// weights k .. k+255 of row r, or of the last row where there is none
 static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *d, float *m) {
     uint8_t last[272];
-    const uint8_t *b = w->data + r * quant_row_bytes(w->type, w->cols);
+    int64_t row = r < w->rows ? r : w->rows - 1;
+    const uint8_t *b = w->data + row * quant_row_bytes(w->type, w->cols);
     b += quant_row_bytes(w->type, k);
     if (w->cols - k < 256) b = padded_256(w->type, b, w->cols - k, last);
     formats[w->type].unpack(b, q, d, m);
 }
 
-// -- matrix x matrix --
-// out[n][rows] in tiles of 16 rows x some tokens, which stay in registers. Rows lie across the
-// lanes and activations are broadcast, so nothing is summed across lanes. A task takes PANEL rows
-// of one matrix, DEPTH weights deep at a time: decoded once to the tile's layout, they stay in the
-// L2 cache while all tokens pass by; a tile's activations stay in L1 while its rows pass by.
+// ---- tiles: products of many tokens ----
+//
+// out[n][rows] is computed in tiles of some tokens times 16 rows whose sums stay in registers. Rows
+// lie across the lanes and activations are broadcast, so nothing is summed across lanes. A task has
+// up to `task_rows` rows of one matrix. It decodes `depth` weights of all of them to panels, which
+// stay in the L2 cache while all tokens of the chunk pass by; a tile's activations stay in L1 while
+// the task's rows pass by. Then it goes on with the next `depth` weights, which add to out.
+//
+// What differs between CPUs and formats is a Tile: three functions and the sizes they need. The
+// layout of packed activations and of panels is their own affair.
 
-#if defined(SIMD_VNNI) && defined(__AVX512BF16__) && \
-    (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
-#define SIMD_AMX
-enum { DEPTH = 1024, PANEL = 256 };
-#else
-enum { DEPTH = 512, PANEL = 64 };
-#endif
-enum {
-    TILE = 16, VECTORS = TILE / LANES, FLOAT_DEPTH = 256,
-    FLOAT_TOKENS = LANES == 16 ? 8 : 4,                    // by the number of registers
-    TILE_BYTES = TILE * DEPTH * 2, PANEL_BYTES = PANEL / TILE * TILE_BYTES,
-};
+typedef struct {
+    const Matmul *job;
+    int64_t r, k;                  // first row; first weight
+    int t, depth;                  // first token; number of weights
+    const void *acts, *panel;      // activations k.. of tokens t.., packed; weights k.. of rows r..
+} Product;
 
-// n 32-bit words of 16 rows to columns
+typedef struct {
+    int tokens, rows;              // of one product; beyond the job's there may be fewer
+    int depth, task_rows;          // weights decoded at a time; most rows of a task
+    size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
+    size_t panel_bytes;            // of `depth` weights of `rows` rows
+    // packs all activations of tokens t .. t+tokens-1; NULL: job->x serves as it is
+    void (*pack)(const Matmul *job, int t, void *acts);
+    // decodes weights k .. k+depth-1 of rows r .. r+rows-1
+    void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
+    // adds the products to out, by tile_out
+    void (*multiply)(const Product *p);
+} Tile;
+
+enum { TILE = 16, VECTORS = TILE / LANES };
+
+// n words of 32 bits of 16 rows, `stride` words apart, to n columns of 16
 #if defined(SIMD_VNNI)
-// four words at a time: vector i gets rows i, 4+i, 8+i, 12+i, so that transposing 4 x 4 words
-// inside 128 bits finishes it
+// Four words at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, one row in
+// each 128 bits. Transposing the 4 x 4 words that four vectors have in the same 128 bits, which
+// takes two steps of unpacking, then yields four whole columns.
 static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
     for (int k = 0; k < n; k += 4) {
         __m512i v[4];
@@ -3013,704 +3390,569 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
 }
 #endif
 
-// adds a tile to out; after the last column comes what stands around the product
-static void tile_out(const Matmul *job, int64_t r, int t, int tokens, vf sum[][VECTORS], bool first,
-                     bool last) {
-    const Matrix *w = job->w;
+// Adds sums of `tokens` tokens from t on and 16 rows from r on to out, as far as the job has them;
+// the first weights set out instead. With the last ones come the matrix's scale and bias.
+static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VECTORS]) {
+    const Matrix *w = p->job->w;
+    bool first = p->k == 0, last = p->k + p->depth == w->cols;
     int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // none: a tile past the end
     float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
     if (last && w->bias && rows > 0) memcpy(bias, w->bias + r, rows * sizeof *bias);
-    for (int k = 0; k < tokens && t + k < job->n && rows > 0; k++) {
-        float *out = job->out + (t + k) * w->rows + r, *y = rows < TILE ? edge : out;
+    for (int k = 0; k < tokens && t + k < p->job->n && rows > 0; k++) {
+        float *out = p->job->out + (t + k) * w->rows + r, *y = rows < TILE ? edge : out;
         if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
         for (int v = 0; v < VECTORS; v++) {
             vf value = sum[k][v] + (first ? (vf){0} : load_f32(y + LANES * v));
-            value = value * scale + load_f32(bias + LANES * v);
-            memcpy(y + LANES * v, &value, sizeof value);
+            store(y + LANES * v, value * scale + load_f32(bias + LANES * v));
         }
         if (rows < TILE) memcpy(out, edge, rows * sizeof *edge);
     }
 }
 
-// The float tile: total[t] = sum over k of 16 columns at w + k * stride bytes times
-// x[t * next + k * step]
-INLINE void tile_float(vf load(const void *), int size, const void *w, size_t stride,
-                       const float *x, size_t next, size_t step, int depth, int tokens,
-                       vf total[][VECTORS]) {
+// ---- the float tile ----
+//
+// It serves float weights, and all formats where there is no int8 tile; attention takes both of its
+// products from it.
+
+enum { FLOAT_DEPTH = 256, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
+
+// total[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step]: x may be rows as they
+// lie, `next` floats apart (step 1), or the same transposed (next 1).
+INLINE void tile_float(const float *columns, const float *x, size_t next, size_t step, int depth,
+                       int tokens, vf total[][VECTORS]) {
     vf sum[FLOAT_TOKENS][VECTORS];   // local, so that it lives in registers
-    const char *row = w;
     memset(sum, 0, tokens * sizeof *sum);
-    for (int k = 0; k < depth; k++, row += stride, x += step)
+    for (int k = 0; k < depth; k++, columns += TILE, x += step)
         UNROLL for (int v = 0; v < VECTORS; v++) {
-            vf column = load(row + v * LANES * size);
+            vf column = load_f32(columns + v * LANES);
             UNROLL for (int t = 0; t < tokens; t++) sum[t][v] += column * x[t * next];
         }
     memcpy(total, sum, tokens * sizeof *sum);
 }
 
-// rows r .. r+15 as columns of floats: float weights, and all where there is no int8 tile
-static void panel_float(const Matrix *w, int64_t r, int64_t k, int depth, float *columns) {
+// a panel is [depth][16] floats
+static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
     size_t row_bytes = quant_row_bytes(w->type, w->cols), at = quant_row_bytes(w->type, k);
     for (int j = 0; j < TILE; j++) {
         int64_t row = r + j < w->rows ? r + j : w->rows - 1;
         quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j], depth);
     }
-    transpose((uint32_t *)rows, FLOAT_DEPTH, depth, (uint32_t *)columns);
+    transpose((uint32_t *)rows, FLOAT_DEPTH, depth, panel);
 }
 
-// as many tokens from t on as there are registers for; returns how many
-static int run_float(const Matmul *job, const float *panel, int64_t r, int64_t k, int depth, int t)
-{
+// all tokens at once if there are so many, else four or one at a time
+static void float_multiply(const Product *p) {
     vf sum[FLOAT_TOKENS][VECTORS];
-    size_t cols = job->w->cols;
-    const float *x = job->x + t * cols + k;
-    int left = job->n - t, tokens = left >= FLOAT_TOKENS ? FLOAT_TOKENS : left >= 4 ? 4 : 1;
-    if (tokens == FLOAT_TOKENS)
-        tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, FLOAT_TOKENS, sum);
-    else if (tokens == 4) tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, 4, sum);
-    else tile_float(load_f32, 4, panel, 4 * TILE, x, cols, 1, depth, 1, sum);
-    tile_out(job, r, t, tokens, sum, k == 0, k + depth == job->w->cols);
-    return tokens;
-}
-
-// The tile that takes packed activations has two variants: ActTile (of TOKENS tokens), panel, and
-// product.
-#if defined(SIMD_AMX)
-// One AMX instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
-// Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
-// the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
-// float weights take the products of all parts that a float's precision can tell (f16: 5 of 6).
-// 2 x 2 tiles share their operands: one load per product.
-enum { TOKENS = 32, BLOCK_ROWS = 2 * TILE, MAX_PARTS = 3, TILE_SIZE = 16 * 64 };
-typedef struct { uint16_t x[2][16][32]; } ActTile;   // one part of 32 activations of 2 x 16 tokens
-
-static const struct {
-    uint8_t palette, start, zero[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-static void tiles_begin(void) { _tile_loadconfig(&tile_config); }
-static void tiles_end(void) { _tile_release(); }
-static bool tiled(const Matrix *w) { return (void)w, true; }
-static int weight_parts(const Matrix *w) {
-    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
-}
-static int act_parts(const Matrix *w) { return formats[w->type].unpack ? 1 : 3; }
-
-INLINE void store_bf16(void *to, vf lo, vf hi) {
-    __m512bh v = _mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
-    memcpy(to, &v, sizeof v);
-}
-INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
-    typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
-    vu bits = (vu)x;
-    return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
-}
-INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {   // `next` bytes apart
-    for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
-        store_bf16((char *)to + p * next, lo, hi);
-}
-
-static void act_pack(const Matmul *job, int t, ActTile *a) {
-    int64_t cols = job->w->cols;
-    int parts = act_parts(job->w);
-    for (int64_t i = 0; i < cols; i += 32, a += parts)
-        for (int k = 0; k < TOKENS; k++) {
-            const float *x = job->x + (t + k < job->n ? t + k : t) * cols + i;
-            float edge[32] = {0};
-            if (cols - i < 32) x = memcpy(edge, x, (cols - i) * sizeof *x);
-            store_parts(a->x[k / 16][k % 16], sizeof *a, parts, load_f32(x), load_f32(x + 16));
-        }
-}
-
-// half of group g: two eights
-INLINE vf half_group(const int8_t *q, const float *d, const float *m, int g, int half) {
-    const uint8_t *code = (const uint8_t *)q + 128 * half + 8 * g;
-    __m512i v = _mm512_cvtepi8_epi32((__m128i)quant_join(quant_u64(code), quant_u64(code + 64)));
-    return (vf)_mm512_cvtepi32_ps(v) * d[2 * g + half] + m[2 * g + half];
-}
-
-// rows r .. r+15 from weight k on, as pairs [depth/32][parts][16][16][2]
-static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *panel) {
-    size_t row_bytes = quant_row_bytes(w->type, w->cols);
-    int parts = weight_parts(w);
-    for (int i = 0; i < depth; i += 256) {
-        size_t at = quant_row_bytes(w->type, k + i);
-        uint16_t rows[MAX_PARTS][TILE][256] __attribute__((aligned(64)));
-        int some = depth - i < 256 ? depth - i : 256;
-        for (int j = 0; j < TILE; j++) {
-            int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-            int8_t q[256];
-            float d[16], m[16], x[256];
-            if (formats[w->type].unpack) {
-                unpack_row(w, row, k + i, q, d, m);
-                for (int g = 0; g < 8; g++)
-                    store_bf16(&rows[0][j][32 * g], half_group(q, d, m, g, 0),
-                               half_group(q, d, m, g, 1));
-                continue;
-            }
-            memset(x + (some - 1) / 32 * 32, 0, 32 * sizeof *x);
-            quant_dequantize(w->type, w->data + row * row_bytes + at, x, some);
-            for (int g = 0; g < some; g += 32)
-                store_parts(&rows[0][j][g], sizeof *rows, parts, load_f32(x + g),
-                            load_f32(x + g + 16));
-        }
-        for (int g = 0; g < some; g += 32)
-            for (int p = 0; p < parts; p++, panel += TILE_SIZE)
-                transpose((uint32_t *)&rows[p][0][g], 128, 16, (uint32_t *)panel);
+    size_t cols = p->job->w->cols;
+    int end = p->job->n - p->t < FLOAT_TOKENS ? p->job->n : p->t + FLOAT_TOKENS, some;
+    for (int t = p->t; t < end; t += some) {
+        const float *x = p->job->x + t * cols + p->k, *w = p->panel;
+        some = end - t == FLOAT_TOKENS ? FLOAT_TOKENS : end - t >= 4 ? 4 : 1;
+        if (some == FLOAT_TOKENS) tile_float(w, x, cols, 1, p->depth, FLOAT_TOKENS, sum);
+        else if (some == 4) tile_float(w, x, cols, 1, p->depth, 4, sum);
+        else tile_float(w, x, cols, 1, p->depth, 1, sum);
+        tile_out(p, p->r, t, some, sum);
     }
 }
 
-// out[2 * i + j] = 16 x 16 sums of rows a[..].x[i] times the columns of b + j * next, n tiles deep,
-// each of so many parts
-INLINE void multiply_tiles(const ActTile *a, int a_parts, const uint8_t *b, int b_parts,
-                           size_t next, int n, float *const out[4]) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int k = 0; k < n; k++, a += a_parts)
-        for (int i = 0; i < b_parts; i++, b += TILE_SIZE)
-            for (int j = 0; j < a_parts - i; j++) {
-                _tile_loadd(4, a[j].x[0], 64);
-                _tile_loadd(6, b, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, b + next, 64);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, a[j].x[1], 64);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-    _tile_stored(0, out[0], 64);
-    _tile_stored(1, out[1], 64);
-    _tile_stored(2, out[2], 64);
-    _tile_stored(3, out[3], 64);
-}
+static const Tile float_tile = {
+    .tokens = FLOAT_TOKENS, .rows = TILE, .depth = FLOAT_DEPTH, .task_rows = 64,
+    .panel_bytes = TILE * FLOAT_DEPTH * sizeof(float),
+    .decode = float_decode, .multiply = float_multiply,
+};
 
-static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
-                           int depth, int t, bool first, bool last) {
-    vf sum[2][TOKENS][VECTORS];
-    float *out[] = {(float *)sum[0][0], (float *)sum[1][0], (float *)sum[0][16],
-                    (float *)sum[1][16]};
-    int n = (depth + 31) / 32, parts = weight_parts(job->w);
-    if (act_parts(job->w) == 1) multiply_tiles(a, 1, panel, 1, TILE_BYTES, n, out);
-    else multiply_tiles(a, 3, panel, parts, TILE_BYTES, n, out);
-    tile_out(job, r, t, TOKENS, sum[0], first, last);
-    tile_out(job, r + TILE, t, TOKENS, sum[1], first, last);
-}
-#else
-// Int8. Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot. Per
-// 32 weights of 16 rows and a token: 8 dot products, then 3 instructions for the scales, 4 with
-// offsets. In AVX-512 that is 512 multiply-adds in 11 instructions, 5 or 6 cycles.
-enum { TOKENS = LANES == 16 ? 12 : 4, BLOCK_ROWS = TILE, MAX_PARTS = 1 };
-typedef struct {                   // 32 activations of TOKENS tokens
-    int8_t q[8][TOKENS][4];
-    float d[TOKENS], s[3][TOKENS]; // scale; times the sum of the first 16, the other 16, all
-    int32_t start[3][TOKENS];      // of their dot products: MAGIC, less what CODE_BIAS adds
-} ActTile;
+// ---- the int8 tile ----
+//
+// Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
+// no conversion from integers. Per 32 weights of 16 rows and a token there are 8 dot_bytes, then 3
+// instructions for the scales, 4 with offsets. With AVX-512 that is 512 multiply-adds in 11
+// instructions, 5 or 6 cycles.
 
-static void tiles_begin(void) {}
-static void tiles_end(void) {}
-static bool tiled(const Matrix *w) { return formats[w->type].unpack && INT8_TILE; }
-static int act_parts(const Matrix *w) { return (void)w, 1; }
+enum { INT8_DEPTH = 512, INT8_TOKENS = LANES == 16 ? 12 : 4 };
 
-static void act_pack(const Matmul *job, int t, ActTile *a) {
+typedef struct {                       // 32 activations of some tokens
+    int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
+    float d[INT8_TOKENS];              // the scale
+    float s[3][INT8_TOKENS];           // times the sum of the first 16 codes, the other 16, all
+    int32_t start[3][INT8_TOKENS];     // of their dot products: MAGIC, less what CODE_BIAS adds
+} Int8Acts;
+
+typedef struct {                       // weights of 16 rows
+    int8_t q[INT8_DEPTH / 4][TILE][4];     // codes, in the decoders' order
+    float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
+} Int8Panel;
+
+static void int8_pack(const Matmul *job, int t, void *acts) {
     int64_t cols = job->w->cols;
+    Int8Acts *a = acts;
     for (int64_t i = 0; i < cols; i += 32, a++)
-        for (int k = 0; k < TOKENS; k++) {
+        for (int k = 0; k < INT8_TOKENS; k++) {
             int8_t q[32];
-            int sum[3];
+            int32_t sum[3];
             a->d[k] = round_32(job->x + (t + k < job->n ? t + k : t) * cols + i, q, sum);
-            sum[2] = sum[0] + sum[1];
             UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][k], q + 4 * j, 4);
             UNROLL for (int j = 0; j < 3; j++) {
                 a->s[j][k] = a->d[k] * sum[j];
-                a->start[j][k] = MAGIC_BITS - CODE_BIAS * sum[j];
+                a->start[j][k] = (int32_t)(MAGIC_BITS - (uint32_t)CODE_BIAS * sum[j]);
             }
         }
 }
 
-// rows r .. r+15 from weight k on: codes [depth/4][16][4], in the decoders' order; scales and
-// offsets [depth/16][16]
-static void panel_block(const Matrix *w, int64_t r, int64_t k, int depth, uint8_t *codes) {
+static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
-    float *d = (float *)(codes + TILE * DEPTH), *m = d + DEPTH;
+    Int8Panel *p = panel;
     for (int i = 0; i < depth; i += 256) {
         int8_t q[TILE][256];
-        float scale[TILE][16], offset[TILE][16];
+        float d[TILE][16], m[TILE][16];
         for (int j = 0; j < TILE; j++) {
-            int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-            unpack_row(w, row, k + i, q[j], scale[j], offset[j]);
+            unpack_row(w, r + j, k + i, q[j], d[j], m[j]);
             for (int c = 0; c < 256 && !f->offsets; c++) q[j][c] ^= CODE_BIAS;   // adds it
         }
-        transpose((uint32_t *)q, 64, 64, (uint32_t *)(codes + TILE * i));
-        transpose((uint32_t *)scale, 16, 16, (uint32_t *)d + i);
-        if (f->offsets) transpose((uint32_t *)offset, 16, 16, (uint32_t *)m + i);
+        transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / 4]);
+        transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
+        if (f->offsets) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
     }
 }
 
-INLINE void tile_int8(const uint8_t *w, const ActTile *a, int depth, bool per16, bool offsets,
-                      vf total[TOKENS][VECTORS]) {
-    vf sum[TOKENS][VECTORS] = {{{0}}};
-    const float *d = (const float *)(w + TILE * DEPTH), *m = d + DEPTH;
+// One step takes the weights of a scale: a group of 32, or half of it (per16).
+INLINE void tile_int8(const Int8Panel *w, const Int8Acts *a, int depth, bool per16, bool offsets,
+                      vf total[][VECTORS]) {
+    vf sum[INT8_TOKENS][VECTORS] = {{{0}}};
     int step = per16 ? 16 : 32;
-    for (int k = 0; k < depth; k += step, d += step, m += step) {
-        int part = per16 ? k / 16 % 2 : 2;
-        const ActTile *x = a + k / 32;
-        const uint8_t *eights = w + TILE * (k / 256 * 256 + k % 256 / 32 * 8 + part % 2 * 128);
-        vi dot[TOKENS][VECTORS];
-        UNROLL for (int t = 0; t < TOKENS; t++)
+    for (int k = 0; k < depth; k += step) {
+        int part = per16 ? k / 16 % 2 : 2, half = part % 2;   // parts are the halves, and all
+        const Int8Acts *x = a + k / 32;
+        const int8_t (*q)[TILE][4] = &w->q[k / 256 * 64 + k % 256 / 32 * 2 + half * 32];
+        vi dot[INT8_TOKENS][VECTORS];
+        UNROLL for (int t = 0; t < INT8_TOKENS; t++)
             UNROLL for (int v = 0; v < VECTORS; v++)
                 dot[t][v] = (vi){0} + (offsets ? MAGIC_BITS : x->start[part][t]);
-        UNROLL for (int s = 0; s < step / 4; s++)
+        UNROLL for (int s = 0; s < step / 4; s++)   // eights of one group lie 64 bytes apart
             UNROLL for (int v = 0; v < VECTORS; v++) {
-                vi codes = load_i32(eights + TILE * (s / 2 * 64 + s % 2 * 4) + 4 * LANES * v);
-                UNROLL for (int t = 0; t < TOKENS; t++) {
+                vi codes = load_i32(q[s / 2 * 16 + s % 2][LANES * v]);
+                UNROLL for (int t = 0; t < INT8_TOKENS; t++) {
                     int32_t four;
-                    memcpy(&four, x->q[part % 2 * 4 + s][t], 4);
+                    memcpy(&four, x->q[half * 4 + s][t], 4);
                     dot[t][v] = dot_bytes(dot[t][v], codes, (vi){0} + four);
                 }
             }
         UNROLL for (int v = 0; v < VECTORS; v++) {
-            vf scale = load_f32(d + LANES * v);
-            UNROLL for (int t = 0; t < TOKENS; t++) {
+            vf scale = load_f32(w->d[k / 16] + LANES * v);
+            UNROLL for (int t = 0; t < INT8_TOKENS; t++) {
                 sum[t][v] += ((vf)dot[t][v] - MAGIC) * scale * x->d[t];
-                if (offsets) sum[t][v] += load_f32(m + LANES * v) * x->s[part][t];
+                if (offsets) sum[t][v] += load_f32(w->m[k / 16] + LANES * v) * x->s[part][t];
             }
         }
     }
     memcpy(total, sum, sizeof sum);
 }
 
-static void multiply_block(const Matmul *job, const ActTile *a, const uint8_t *panel, int64_t r,
-                      int depth, int t, bool first, bool last) {
-    const Format *f = &formats[job->w->type];
-    vf sum[TOKENS][VECTORS];
-    if (f->per16 && f->offsets) tile_int8(panel, a, depth, true, true, sum);
-    else if (f->per16) tile_int8(panel, a, depth, true, false, sum);
-    else if (f->offsets) tile_int8(panel, a, depth, false, true, sum);
-    else tile_int8(panel, a, depth, false, false, sum);
-    tile_out(job, r, t, TOKENS, sum, first, last);
+static void int8_multiply(const Product *p) {
+    const Format *f = &formats[p->job->w->type];
+    vf sum[INT8_TOKENS][VECTORS];
+    if (f->per16 && f->offsets) tile_int8(p->panel, p->acts, p->depth, true, true, sum);
+    else if (f->per16) tile_int8(p->panel, p->acts, p->depth, true, false, sum);
+    else if (f->offsets) tile_int8(p->panel, p->acts, p->depth, false, true, sum);
+    else tile_int8(p->panel, p->acts, p->depth, false, false, sum);
+    tile_out(p, p->r, p->t, INT8_TOKENS, sum);
 }
-#endif
 
-// -- all jobs of a call --
+static const Tile int8_tile = {
+    .tokens = INT8_TOKENS, .rows = TILE, .depth = INT8_DEPTH, .task_rows = 64,
+    .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = sizeof(Int8Panel),
+    .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
+};
+
+// ---- matmul ----
+
+static const Tile *amx_tile(const Matrix *w);   // at the end of this part
+
+// by format and CPU, never by size: small tests run the code that large models run
+static const Tile *tile_of(const Pool *p, const Matrix *w) {
+    if (p->amx) return amx_tile(w);
+    return INT8_TILE && formats[w->type].unpack ? &int8_tile : &float_tile;
+}
+
+// one token, by format: how its activations are packed
+static const Tile float_token = {.tokens = 1, .rows = 1},
+    block_token = {.tokens = 1, .rows = 1, .act_bytes = sizeof(TokenActs), .pack = token_pack};
 
 typedef struct {
-    const Matmul *jobs;
-    const void *act[MAX_JOBS];                // x in the form the product needs; shared by jobs
-    int pack[MAX_JOBS + 1];                   // first packing task of each job
-    int task[MAX_JOBS + 1], rows[MAX_JOBS];   // first task of each job, rows per task
-    uint8_t *panels;                          // [threads][PANEL_BYTES]
+    const Matmul *job;
+    const Tile *tile;
+    const void *acts;                  // packed by this job or an earlier one, or job->x
+    size_t act_bytes;                  // of tile->tokens tokens
+    int first_pack, first_task;        // numbers of this job's first tasks
+    int64_t task_rows;
+} JobPlan;
+
+typedef struct {
+    JobPlan job[MAX_JOBS + 1];         // the last one only says where the tasks end
+    char *panels;                      // [threads][panel_bytes]
+    size_t panel_bytes;
 } MatmulCall;
 
-static size_t act_tiles(int64_t cols) { return (cols + 31) / 32; }   // of one part
-
-// bytes for n rows of x in all, of at most cols columns, in one call's jobs; floats: of weights
-static size_t matmul_scratch(size_t n, size_t cols, int threads, bool floats) {
-    size_t tiles = n / TOKENS + (n < MAX_JOBS ? n : MAX_JOBS);
-    return threads * (size_t)PANEL_BYTES + 64 +
-           tiles * act_tiles(cols) * (floats ? MAX_PARTS : 1) * sizeof(ActTile);
+static void pack_task(Task t) {
+    const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
+    while (t.i >= j[1].first_pack) j++;
+    int i = t.i - j->first_pack;
+    j->tile->pack(j->job, i * j->tile->tokens, (char *)j->acts + i * j->act_bytes);
 }
 
-static void pack_task(void *ctx, int i, int thread) {
-    MatmulCall *c = ctx;
-    int j = 0;
-    (void)thread;
-    while (i >= c->pack[j + 1]) j++;
-    const Matmul *job = &c->jobs[j];
-    int64_t tile = i - c->pack[j], cols = job->w->cols;
-    size_t at = tile * act_tiles(cols) * act_parts(job->w);
-    if (job->n == 1) act_quantize(job->x, cols, (Act *)c->act[j]);
-    else act_pack(job, tile * TOKENS, (ActTile *)c->act[j] + at);
-}
-
-static void multiply_rows(const Matmul *job, const void *act, int64_t r, int64_t end) {
-    const Matrix *w = job->w;
-    float scale = w->scale ? *w->scale : 1;
+// rows r .. end-1 for one token
+static void multiply_token(const JobPlan *j, int64_t r, int64_t end) {
+    const Matrix *w = j->job->w;
+    float *out = j->job->out, scale = w->scale ? *w->scale : 1;
     const uint8_t *first = w->data + r * quant_row_bytes(w->type, w->cols);
-    formats[w->type].rows(first, end - r, w->cols, act, job->out + r);
-    for (; r < end; r++) job->out[r] = job->out[r] * scale + (w->bias ? w->bias[r] : 0);
+    formats[w->type].matvec(first, end - r, w->cols, j->acts, out + r);
+    for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
-static void run_panel(const Matmul *job, const void *act, int64_t r, int64_t end, uint8_t *panel) {
-    const Matrix *w = job->w;
-    bool block = tiled(w);
-    int64_t depth = formats[w->type].unpack && block ? DEPTH : FLOAT_DEPTH;
-    int64_t step = block ? BLOCK_ROWS : TILE;
-    tiles_begin();
-    for (int64_t k = 0; k < w->cols; k += depth) {
-        int deep = w->cols - k < depth ? (int)(w->cols - k) : (int)depth;
-        for (int64_t q = r; q < end; q += TILE) {
-            uint8_t *tile = panel + (q - r) / TILE * TILE_BYTES;
-            if (block) panel_block(w, q, k, deep, tile);
-            else panel_float(w, q, k, deep, (float *)tile);
-        }
-        for (int t = 0, tokens = TOKENS; t < job->n; t += tokens)
-            for (int64_t q = r; q < end; q += step) {
-                const uint8_t *tile = panel + (q - r) / TILE * TILE_BYTES;
-                const ActTile *a = (const ActTile *)act +
-                                   (t / TOKENS * act_tiles(w->cols) + act_tiles(k)) * act_parts(w);
-                if (block) multiply_block(job, a, tile, q, deep, t, k == 0, k + deep == w->cols);
-                else tokens = run_float(job, (const float *)tile, q, k, deep, t);
+// rows r .. end-1 for many tokens
+static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, char *panels) {
+    const Matrix *w = j->job->w;
+    const Tile *tile = j->tile;
+    Product p = {.job = j->job};
+    for (p.k = 0; p.k < w->cols; p.k += tile->depth) {
+        char *panel = panels;
+        p.depth = w->cols - p.k < tile->depth ? (int)(w->cols - p.k) : tile->depth;
+        for (p.r = r; p.r < end; p.r += tile->rows, panel += tile->panel_bytes)
+            tile->decode(w, p.r, p.k, p.depth, panel);
+        for (p.t = 0; p.t < p.job->n; p.t += tile->tokens) {
+            p.acts = (const char *)j->acts + p.t / tile->tokens * j->act_bytes +
+                     p.k / 256 * tile->act_bytes;
+            for (p.panel = panels, p.r = r; p.r < end; p.r += tile->rows) {
+                tile->multiply(&p);
+                p.panel = (const char *)p.panel + tile->panel_bytes;
             }
-    }
-    tiles_end();
-}
-
-static void matmul_task(void *ctx, int i, int thread) {
-    MatmulCall *c = ctx;
-    int j = 0;
-    while (i >= c->task[j + 1]) j++;
-    const Matmul *job = &c->jobs[j];
-    int64_t r = (int64_t)(i - c->task[j]) * c->rows[j], end = r + c->rows[j];
-    if (end > job->w->rows) end = job->w->rows;
-    if (job->n == 1) multiply_rows(job, c->act[j], r, end);
-    else run_panel(job, c->act[j], r, end, c->panels + (size_t)thread * PANEL_BYTES);
-}
-
-// out[n][rows] = scale * (x[n][cols] * transposed w[rows][cols]) + bias, for each of k jobs at once
-static void matmul(Pool *p, void *scratch, const Matmul *jobs, int k) {
-    MatmulCall c = {.jobs = jobs, .panels = (uint8_t *)(((uintptr_t)scratch + 63) / 64 * 64)};
-    uint8_t *at = c.panels + (size_t)p->threads * PANEL_BYTES;
-    for (int j = 0; j < k; j++) {
-        const Matmul *job = &jobs[j];
-        size_t cols = job->w->cols, row_bytes = quant_row_bytes(job->w->type, cols);
-        int same = 0, tiles = job->n == 1 ? 1 : (job->n + TOKENS - 1) / TOKENS;
-        bool pack = job->n == 1 ? formats[job->w->type].unpack != NULL : tiled(job->w);
-        c.act[j] = job->x;
-        c.pack[j + 1] = c.pack[j];
-        while (same < j && (jobs[same].x != job->x || jobs[same].n != job->n ||
-                            c.act[same] == job->x || (size_t)jobs[same].w->cols != cols ||
-                            act_parts(jobs[same].w) != act_parts(job->w))) same++;
-        if (pack && same < j) c.act[j] = c.act[same];
-        else if (pack) {
-            c.act[j] = at;
-            c.pack[j + 1] += tiles;
-            at += job->n == 1 ? (cols + 255) / 256 * sizeof(Act)
-                              : tiles * act_tiles(cols) * act_parts(job->w) * sizeof(ActTile);
         }
-        // one token: long runs of memory (128 KB read 10 % faster than 32), but tasks for all
-        size_t rows = job->n > 1 ? PANEL : larger(524288 / row_bytes, 1), least = BLOCK_ROWS;
-        if (job->n == 1) least = 1;
-        while (rows > least && rows * 2 * p->threads > (size_t)job->w->rows) rows /= 2;
-        c.rows[j] = rows;
-        c.task[j + 1] = c.task[j] + (job->n ? (int)((job->w->rows + rows - 1) / rows) : 0);
     }
-    parallel(p, pack_task, &c, c.pack[k]);
-    parallel(p, matmul_task, &c, c.task[k]);
 }
-// ---- 17. attention ----
+
+static void matmul_task(Task t) {
+    const MatmulCall *c = t.ctx;
+    const JobPlan *j = c->job;
+    while (t.i >= j[1].first_task) j++;
+    int64_t r = (t.i - j->first_task) * j->task_rows, end = r + j->task_rows;
+    if (end > j->job->w->rows) end = j->job->w->rows;
+    if (j->job->n == 1) multiply_token(j, r, end);
+    else multiply_tiles(j, r, end, c->panels + t.thread * c->panel_bytes);
+}
+
+// Packs `job` unless an earlier one did, and cuts it into tasks; *j begins where those before end.
+static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul *job) {
+    const Matrix *w = job->w;
+    const Tile *tile = job->n > 1 ? tile_of(p, w)
+                       : formats[w->type].unpack ? &block_token : &float_token;
+    const JobPlan *same = c->job;
+    size_t row_bytes = quant_row_bytes(w->type, w->cols), packs = 0;
+    j->job = job;
+    j->tile = tile;
+    j->acts = job->x;
+    j->act_bytes = (w->cols + 255) / 256 * tile->act_bytes;
+    while (same < j && (same->job->x != job->x || same->job->n != job->n ||
+                        same->job->w->cols != w->cols || same->tile->pack != tile->pack)) same++;
+    if (same < j) j->acts = same->acts;
+    else if (tile->pack) {
+        packs = (job->n + tile->tokens - 1) / tile->tokens;
+        j->acts = arena_take(a, "packed activations", packs, j->act_bytes);
+    }
+    // one token: long runs of memory (512 KB are the fastest), but tasks for all threads
+    int64_t rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / larger(row_bytes, 1));
+    c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
+    while (rows > tile->rows && rows * 2 * p->threads > w->rows) rows /= 2;
+    j->task_rows = larger(rows, tile->rows);
+    j[1].first_pack = j->first_pack + packs;
+    j[1].first_task = j->first_task + (w->rows + j->task_rows - 1) / j->task_rows;
+}
+
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
+    MatmulCall c;
+    size_t mark = a->used;
+    c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
+    for (int j = 0; j < k; j++) plan_job(p, a, &c, &c.job[j], &jobs[j]);
+    c.panels = arena_take(a, "decoded panels", p->threads, c.panel_bytes);
+    if (a->base) {
+        parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
+        parallel(p, matmul_task, &c, NULL, c.job[k].first_task);
+    }
+    a->used = mark;
+}
+
+// ---- attention ----
 //
-// Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of KEYS rows; each
-// query keeps the largest score so far, the sum of exp(score - largest) and the sum of the values
-// so weighted, and scales them down when a larger score comes. No n x n buffer. The query heads
-// that share a KV head share each block, converted from f16 once.
+// Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of rows. A query keeps
+// the largest score so far, the sum of exp(score - largest), and the sum of the values so weighted;
+// when a larger score comes, both sums fade by exp(old largest - new largest). So no n x n buffer
+// is needed, and the query heads that share a KV head share each block.
+//
+// The largest score so far starts at LEAST, and a score that is masked becomes HIDDEN. With
+// infinities, a query that has seen nothing yet would compute inf - inf, a NaN. These two are below
+// all real scores, exp(HIDDEN - LEAST) is 0, and exp(LEAST - LEAST) fades sums that are 0 anyway.
+static const float LEAST = -1e29f, HIDDEN = -1e30f;
 
-#if defined(SIMD_AMX)
-enum { KEYS = 128, LANE_ROWS = 256, LANE_TILES = 2 };
-#else
-enum { KEYS = 64, LANE_ROWS = 64, LANE_TILES = 1 };
-#endif
-enum { FEW = 32, SPLIT = 8 };      // one query: rows at a time, and how often for a part
-static const float LEAST = -1e29f; // largest score so far, before the first; hidden: ten times less
-
-
-typedef struct {
-    const Attention *a;
-    float *parts, *work;           // [n_head][splits] of Part; [threads][work_size]
-    size_t work_size;
-    int32_t *block;                // [blocks] first rows of the FEW where something is visible
-    int blocks, splits, run, queries;
-    int end;                       // rows from here on are empty: a ring fills in order
-    atomic_int *missing;           // [n_kv] parts
-} AttentionCall;
-
-
-// scores, or where the query does not see the key nearly minus infinity
-INLINE vf hide(const Attention *a, vf score, vi key, vi query) {
-    vi near = (key <= query) & ((query - key < a->window) | (key < a->keep));
-    vi seen = (near | -!a->causal) & (key >= 0);
-    return (vf)(((vi)score & seen) | ((vi)((vf){0} + 10 * LEAST) & ~seen));
+// HIDDEN where the query does not see the key; by their positions
+INLINE vf mask_scores(const Attention *a, vf score, vi key, vi query) {
+    vi in_reach = (key <= query) & ((query - key < a->window) | (key < a->keep));
+    vi seen = (in_reach | -!a->causal) & (key >= 0);
+    return (vf)(((vi)score & seen) | ((vi)((vf){0} + HIDDEN) & ~seen));
 }
 
-// of rows r .. r+n-1: does any query at first .. last see any (1), do all see all (2)?
-static int block_visible(const Attention *a, int r, int n, int first, int last) {
+// Rows r .. r+n-1 of the cache for queries at first .. last: may be passed over, as none of these
+// queries sees any of them; must be masked; need no mask, as all see all.
+enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
+static int block_seen(const Attention *a, int r, int n, int first, int last) {
     int any = 0, all = 1, causal = a->causal;
     for (int j = r; j < r + n && j < a->rows; j++) {
         int p = a->pos_k[j], pinned = p < a->keep;
         any |= (p >= 0) & (((p <= last) & ((first - p < a->window) | pinned)) | !causal);
         all &= (p >= 0) & (((p <= first) & ((last - p < a->window) | pinned)) | !causal);
     }
-    return any ? 1 + all : 0;
+    return !any ? NONE_SEEN : all ? ALL_SEEN : SOME_SEEN;
 }
 
-// n products to scores: scaled, capped, less ALiBi's slope times the distance
-INLINE void scores_finish(const Attention *a, float *s, int n) {
+// a ring fills in order: rows from here on have never been written
+static int rows_used(const Attention *a) {
+    return a->pos + a->n < a->rows ? a->pos + a->n : a->rows;
+}
+
+// products of queries and keys to scores, before ALiBi and mask
+INLINE void scale_scores(const Attention *a, float *s, int n) {
     for (int i = 0; i < n; i++) s[i] *= a->scale;
-    if (a->softcap > 0)   // cap * tanh(s / cap)
-        for (int i = 0; i < n; i++)
-            s[i] = a->softcap * (1 - 2 / (exp_fast(2 * s[i] / a->softcap) + 1));
+    if (a->softcap > 0) soft_cap(s, n, a->softcap);
 }
 
-// -- many queries --
-// 16 queries (of all heads of a KV head) lie across the lanes, so that maxima, sums and masks need
-// no sums across lanes: scores are [key][16], results [16][vd]. The keys and values of a block are
-// brought into the form that both products take once for all lanes.
+// ---- attention of many queries ----
+//
+// A task has one KV head and some queries of all its heads, 16 to a QueryTile. They lie across the
+// lanes, so that maxima, sums and masks need no sums across lanes: scores are [key][16], results
+// [vd][16]. Keys and values come as floats, rows of whole 32 numbers with zeros behind hd and vd.
+// What differs between CPUs is an AttentionTile: how it packs all this for the two products,
+// scores = keys x queries and results += transposed values x weights.
 
-static int padded(int width) { return (width + 31) / 32 * 32; }
-static size_t packed_bytes(int rows, int width) { return (size_t)rows * padded(width) * 4; }
+typedef struct {                       // 16 queries of heads that share a KV head
+    void *q;                           // packed, in as many bytes as 16 rows of floats
+    float *out;                        // [whole_32(vd)][16] values, weighted and summed
+    float top[TILE], sum[TILE];        // largest score so far; sum of exp(score - top)
+    float slope[TILE];                 // ALiBi
+    int32_t pos[TILE];
+} QueryTile;
+
+typedef struct {                       // n rows of a KV head's cache
+    float *k, *v;                      // [n][whole_32(hd)], [n][whole_32(vd)]
+    void *packed;                      // both, in as many bytes
+    const int32_t *pos;                // [n]
+    int n;
+    bool masked;                       // some query does not see all of them
+} KeyBlock;
 
 typedef struct {
-    float *out;                    // [16][padded(vd)]
-    float top[TILE], sum[TILE], slope[TILE];
-    int32_t pos[TILE];
-} Lanes;
+    int keys;                          // rows in a block
+    int tiles;                         // query tiles that `attend` takes at once
+    int task_queries;                  // of all heads of a KV head; at least one of each
+    void (*pack_queries)(const float *q, int width, void *to);         // from [16][width]
+    void (*pack_keys)(const Attention *a, const KeyBlock *b);          // NULL: floats will do
+    // scores, tile_softmax, and what the block adds to the results
+    void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
+} AttentionTile;
 
-static void fade_row(float *out, int n, float fade) {
-    for (int i = 0; i < n; i++) out[i] *= fade;
-}
+static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// scores [keys][16] to weights; what came before fades
-static void lanes_softmax(const Attention *a, int r, int keys, bool masked, Lanes *l,
-                          float *restrict s) {
+// Scores s[n][16] become weights exp(score - top) under the new top, and enter the sums; what was
+// summed before fades.
+static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS], sum[VECTORS] = {{0}};
-    float most[TILE], total[TILE];
-    memcpy(top, l->top, sizeof top);
-    scores_finish(a, s, keys * TILE);
-    for (int j = 0; j < keys; j++) {
-        int p = a->pos_k[r + j];
+    float most[TILE], total[TILE], fade[TILE];
+    bool fades = false;
+    memcpy(top, q->top, sizeof top);
+    scale_scores(a, s, b->n * TILE);
+    for (int j = 0; j < b->n; j++) {
+        int p = b->pos[j];
         float *row = s + TILE * j;
         for (int i = 0; a->slopes && i < TILE; i++)
-            row[i] -= l->slope[i] * (float)abs(l->pos[i] - p);
+            row[i] -= q->slope[i] * (float)abs(q->pos[i] - p);
         UNROLL for (int v = 0; v < VECTORS; v++) {
             vf x = load_f32(row + v * LANES);
-            if (masked) x = hide(a, x, (vi){0} + p, load_i32(l->pos + v * LANES));
-            memcpy(row + v * LANES, &x, sizeof x);
+            if (b->masked) x = mask_scores(a, x, (vi){0} + p, load_i32(q->pos + v * LANES));
+            store(row + v * LANES, x);
             top[v] = larger_of(top[v], x);
         }
     }
     memcpy(most, top, sizeof most);
-    for (int j = 0; j < keys; j++) {
+    for (int j = 0; j < b->n; j++) {
         float *row = s + TILE * j;
         for (int i = 0; i < TILE; i++) row[i] = exp_fast(row[i] - most[i]);
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += load_f32(row + v * LANES);
     }
     memcpy(total, sum, sizeof total);
     for (int i = 0; i < TILE; i++) {
-        float fade = exp_fast(l->top[i] - most[i]);
-        l->sum[i] = l->sum[i] * fade + total[i];
-        l->top[i] = most[i];
-        if (fade < 1) fade_row(l->out + i * padded(a->vd), a->vd, fade);
+        fade[i] = exp_fast(q->top[i] - most[i]);
+        fades |= fade[i] < 1;
+        q->sum[i] = q->sum[i] * fade[i] + total[i];
+        q->top[i] = most[i];
+    }
+    for (int e = 0; fades && e < a->vd; e++)
+        for (int i = 0; i < TILE; i++) q->out[TILE * e + i] *= fade[i];
+}
+
+// The portable variant: both products are the float tile. Keys, row by row, meet columns of
+// queries; values, column by column, meet rows of weights.
+enum { FLOAT_KEYS = 64 };
+
+static void float_queries(const float *q, int width, void *to) {   // to [width][16]
+    transpose((const uint32_t *)q, width, width, to);
+}
+
+static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
+    float s[FLOAT_KEYS * TILE] __attribute__((aligned(64)));
+    int deep = whole_32(a->hd), wide = whole_32(a->vd);
+    vf sum[FLOAT_TOKENS][VECTORS];
+    for (int j = 0; j < b->n; j += FLOAT_TOKENS) {   // rows past n yield scores that nobody reads
+        tile_float(q->q, b->k + j * deep, deep, 1, a->hd, FLOAT_TOKENS, sum);
+        memcpy(s + TILE * j, sum, sizeof sum);
+    }
+    tile_softmax(a, b, q, s);
+    for (int e = 0; e < a->vd; e += FLOAT_TOKENS) {
+        tile_float(s, b->v + e, 1, wide, b->n, FLOAT_TOKENS, sum);
+        add(q->out + TILE * e, (float *)sum, TILE * FLOAT_TOKENS, 1);
     }
 }
 
-#if defined(SIMD_AMX)
-// All in two bf16, as float weights are: three products, and still four times as fast as floats.
-// Keys and values, f16, lose nothing; queries and weights keep 17 bits.
-// [16][hd] to pairs [hd/32][2][16][16][2]
-static void pack_queries(const float *q, int hd, uint32_t *to) {
-    for (int i = 0; i < hd; i += 32, to += 2 * TILE_SIZE / 4) {
-        uint16_t rows[2][TILE][32];
-        for (int k = 0; k < TILE; k++) {
-            float x[32] = {0};
-            memcpy(x, q + k * hd + i, (hd - i < 32 ? hd - i : 32) * sizeof *x);
-            store_parts(rows[0][k], sizeof *rows, 2, load_f32(x), load_f32(x + 16));
-        }
-        for (int p = 0; p < 2; p++)
-            transpose((uint32_t *)rows[p], 16, 16, to + p * TILE_SIZE / 4);
+static const AttentionTile float_attention = {
+    .keys = FLOAT_KEYS, .tiles = 1, .task_queries = 64,
+    .pack_queries = float_queries, .attend = float_attend,
+};
+
+static const AttentionTile *amx_attention(void);   // at the end of this part
+
+typedef struct {
+    const Attention *a;
+    const AttentionTile *tile;
+    int queries, tiles;                // queries of each head in a task; in how many query tiles
+    char *work;                        // [threads][work_bytes]
+    size_t work_bytes;
+} ManyCall;
+
+// a thread's buffers
+static QueryTile *many_buffers(const ManyCall *c, Arena *own, KeyBlock *b) {
+    size_t keys = c->tile->keys, k = whole_32(c->a->hd) * sizeof(float),
+           v = whole_32(c->a->vd) * sizeof(float);
+    QueryTile *q = arena_take(own, "query tiles", c->tiles, sizeof *q);
+    b->k = arena_take(own, "keys", keys, k);
+    b->v = arena_take(own, "values", keys, v);
+    b->packed = arena_take(own, "packed keys and values", c->tile->pack_keys ? keys : 0, k + v);
+    for (int i = 0; i < c->tiles; i++) {
+        void *packed = arena_take(own, "queries", TILE, k), *out = arena_take(own, "out", TILE, v);
+        if (own->base) q[i] = (QueryTile){.q = packed, .out = out};
     }
+    return q;
 }
 
-// lanes of two floats to pairs of bf16, upper bits and, a tile further, what remains
-INLINE void store_pairs(uint32_t *to, vf a, vf b) {
-    for (int p = 0; p < 2; p++, to += TILE_SIZE / 4) {
-        vf x = upper_bits(a), y = upper_bits(b);
-        vi pairs = (vi)_mm512_srli_epi32((__m512i)x, 16) | (vi)y;
-        memcpy(to, &pairs, sizeof pairs);
-        a -= x;
-        b -= y;
-    }
-}
-
-// keys to rows of ActTile [KEYS/32][hd/32][2], values to pairs of rows [vd/16][KEYS/32][2]
-static void pack_block(const Attention *a, const uint16_t *k, const uint16_t *v, int keys,
-                       void *to) {
-    ActTile *tile = to;
-    int deep = padded(a->hd) / 32, wide = padded(a->vd) / 16;
-    for (int j = 0; j < KEYS; j++)
-        for (int i = 0; i < deep; i++) {
-            uint16_t edge[32] = {0}, *row = tile[(j / 32 * deep + i) * 2].x[j / 16 % 2][j % 16];
-            const uint16_t *x = k + (size_t)j * a->hd + 32 * i;
-            int some = j >= keys ? 0 : a->hd - 32 * i < 32 ? a->hd - 32 * i : 32;
-            if (some < 32) x = memcpy(edge, x, 2 * some);
-            store_parts(row, sizeof *tile, 2, load_f16(x), load_f16(x + 16));
-        }
-    uint32_t *pairs = (uint32_t *)(tile + KEYS / 32 * deep * 2);
-    for (int i = 0; i < wide; i++)
-        for (int j = 0; j < KEYS; j += 2) {
-            uint16_t edge[2][16] = {{0}};
-            const uint16_t *x[2] = {edge[0], edge[1]};
-            int some = a->vd - 16 * i < 16 ? a->vd - 16 * i : 16;
-            for (int y = 0; y < 2 && j + y < keys && some > 0; y++) {
-                x[y] = v + (size_t)(j + y) * a->vd + 16 * i;
-                if (some < 16) x[y] = memcpy(edge[y], x[y], 2 * some);
-            }
-            store_pairs(pairs + (i * KEYS / 32 + j / 32) * 2 * TILE_SIZE / 4 + j / 2 % 16 * 16,
-                        load_f16(x[0]), load_f16(x[1]));
-        }
-}
-
-static void lanes_block(const Attention *a, int r, int keys, bool masked, const void *q,
-                        const void *block, const uint16_t *v, Lanes *l) {
-    float s[2][KEYS][TILE] __attribute__((aligned(64))), sum[4][TILE][TILE];
-    int deep = padded(a->hd) / 32, width = padded(a->vd);
-    const ActTile *k = block;
-    const uint8_t *pairs = (const uint8_t *)(k + KEYS / 32 * deep * 2);
-    ActTile p[KEYS / 32][2];
-    (void)v;
-    for (int j = 0; j < KEYS; j += 32) {
-        float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
-        multiply_tiles(k + j / 32 * deep * 2, 2, q, 2, packed_bytes(TILE, a->hd), deep, out);
-    }
-    for (int t = 0; t < 2; t++) {
-        lanes_softmax(a, r, keys, masked, &l[t], s[t][0]);
-        memset(s[t][keys], 0, (KEYS - keys) * sizeof s[t][0]);
-        for (int j = 0; j < KEYS; j += 32) {
-            uint32_t part[2][TILE][TILE];
-            for (int i = 0; i < TILE; i++)
-                store_pairs(part[0][i], load_f32(s[t][j + 2 * i]), load_f32(s[t][j + 2 * i + 1]));
-            for (int y = 0; y < 2; y++)
-                transpose(part[y][0], 16, 16, (uint32_t *)p[j / 32][y].x[t]);
-        }
-    }
-    for (int e = 0; e < width; e += 32, pairs += packed_bytes(KEYS, 32)) {
-        float *out[] = {sum[0][0], sum[1][0], sum[2][0], sum[3][0]};
-        multiply_tiles(p[0], 2, pairs, 2, packed_bytes(KEYS, 32) / 2, KEYS / 32, out);
-        for (int y = 0; y < 4; y++)
-            for (int i = 0; i < TILE; i++) {
-                float *to = l[y / 2].out + i * width + e + y % 2 * TILE;
-                for (int x = 0; x < TILE; x++) to[x] += sum[y][i][x];
-            }
-    }
-}
-#else
-// Both products are the float tile: K rows, broadcast, with columns of queries; columns of scores,
-// broadcast, with V rows.
-static void pack_queries(const float *q, int hd, float *to) {   // [16][hd] to [hd][16]
-    for (int e = 0; e < hd; e++)
-        for (int k = 0; k < TILE; k++) to[TILE * e + k] = q[k * hd + e];
-}
-
-static void pack_block(const Attention *a, const uint16_t *k, const uint16_t *v, int keys,
-                       float *to) {
-    size_t i = 0, n = (size_t)keys * a->hd;
-    (void)v;
-    for (; i + LANES <= n; i += LANES) {
-        vf x = load_f16(k + i);
-        memcpy(to + i, &x, sizeof x);
-    }
-    for (; i < n; i++) to[i] = quant_f16_to_f32(k[i]);
-}
-
-// out[t][width] += sum over keys of x[key][t] * values[key][vd], FLOAT_TOKENS rows
-static void add_values(const Attention *a, const uint16_t *v, int keys, const float *x, float *out,
-                       int width) {
-    uint16_t edge[KEYS][TILE] = {{0}};   // the last columns, where vd is not a multiple of 16
-    for (int e = 0; e < a->vd; e += TILE) {
-        vf tile[FLOAT_TOKENS][VECTORS];
-        int some = a->vd - e < TILE ? a->vd - e : TILE;
-        for (int j = 0; some < TILE && j < keys; j++)
-            memcpy(edge[j], v + (size_t)j * a->vd + e, 2 * some);
-        tile_float(load_f16, 2, some < TILE ? edge[0] : v + e, 2 * (some < TILE ? TILE : a->vd), x,
-                   1, TILE, keys, FLOAT_TOKENS, tile);
-        for (int t = 0; t < FLOAT_TOKENS; t++)
-            for (int i = 0; i < some; i++) out[t * width + e + i] += ((float *)tile[t])[i];
-    }
-}
-
-static void lanes_block(const Attention *a, int r, int keys, bool masked, const float *q,
-                        const float *k, const uint16_t *v, Lanes *l) {
-    float s[KEYS * TILE] __attribute__((aligned(64)));
-    int width = padded(a->vd);
-    vf tile[FLOAT_TOKENS][VECTORS];
-    for (int j = 0; j < keys; j += FLOAT_TOKENS) {
-        tile_float(load_f32, 4, q, 4 * TILE, k + (size_t)j * a->hd, a->hd, 1, a->hd, FLOAT_TOKENS,
-                   tile);
-        memcpy(s + TILE * j, tile, sizeof tile);
-    }
-    lanes_softmax(a, r, keys, masked, l, s);
-    for (int i = 0; i < TILE; i += FLOAT_TOKENS)
-        add_values(a, v, keys, s + i, l->out + i * width, width);
-}
-#endif
-
-// one KV head and `queries` queries of its heads
-static void prefill_task(void *ctx, int i, int thread) {
-    AttentionCall *c = ctx;
+// Number j of a task is query first + j / group of head h * group + j % group. The last tiles are
+// filled up with copies of the last query. `rows` [16][whole_32(hd)] are to be zeros.
+static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int first, int count) {
     const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, h = i % a->n_kv, first = i / a->n_kv * c->queries;
-    int some = a->n - first < c->queries ? a->n - first : c->queries, count = some * group;
-    int n_lanes = (count + LANE_TILES * TILE - 1) / (LANE_TILES * TILE) * LANE_TILES;
-    int width = padded(a->vd);
-    size_t q_size = packed_bytes(TILE, a->hd) / sizeof(float);
-    float *rows = c->work + thread * c->work_size, *k = rows + TILE * a->hd;
-    float *q = k + (packed_bytes(KEYS, a->hd) + packed_bytes(KEYS, a->vd)) / sizeof(float);
-    float *out = q + n_lanes * q_size;
-    Lanes *lanes = (Lanes *)(out + (size_t)n_lanes * TILE * width);
-    memset(out, 0, (size_t)n_lanes * TILE * width * sizeof *out);
-    for (int j = 0; j < n_lanes * TILE; j++) {
-        Lanes *l = &lanes[j / TILE];
+    int group = a->n_head / a->n_kv, wide = whole_32(a->hd);
+    for (int j = 0; j < c->tiles * TILE; j++) {
         int at = j < count ? j : count - 1, lane = j % TILE, head = h * group + at % group,
             query = first + at / group;
-        memcpy(rows + lane * a->hd, a->q + ((size_t)query * a->n_head + head) * a->hd,
-               a->hd * sizeof *rows);
-        l->out = out + (size_t)j / TILE * TILE * width;
-        l->top[lane] = LEAST;
-        l->sum[lane] = 0;
-        l->slope[lane] = a->slopes ? a->slopes[head] : 0;
-        l->pos[lane] = a->pos + query;
-        if (lane == TILE - 1) pack_queries(rows, a->hd, (void *)(q + j / TILE * q_size));
-    }
-    tiles_begin();
-    for (int r = 0; r < c->end; r += KEYS) {
-        int visible = block_visible(a, r, KEYS, a->pos + first, a->pos + first + some - 1);
-        if (!visible) continue;
-        int keys = a->rows - r < KEYS ? a->rows - r : KEYS;
-        size_t row = (size_t)h * a->rows + r;
-        pack_block(a, a->k + row * a->hd, a->v + row * a->vd, keys, (void *)k);
-        for (int j = 0; j < n_lanes; j += LANE_TILES)
-            lanes_block(a, r, keys, visible < 2, q + j * q_size, k, a->v + row * a->vd, &lanes[j]);
-    }
-    tiles_end();
-    for (int j = 0; j < count; j++) {
-        const Lanes *l = &lanes[j / TILE];
-        int lane = j % TILE, head = h * group + j % group;
-        float *to = a->out + ((size_t)(first + j / group) * a->n_head + head) * a->vd;
-        float sum = l->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - l->top[lane]) : 0);
-        memcpy(to, l->out + lane * width, a->vd * sizeof *to);
-        fade_row(to, a->vd, sum > 0 ? 1 / sum : 0);
+        const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
+        QueryTile *tile = &q[j / TILE];
+        memcpy(rows + lane * wide, from, a->hd * sizeof *rows);
+        tile->top[lane] = LEAST;
+        tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
+        tile->pos[lane] = a->pos + query;
+        if (lane < TILE - 1) continue;
+        c->tile->pack_queries(rows, wide, tile->q);
+        memset(tile->out, 0, TILE * whole_32(a->vd) * sizeof(float));
     }
 }
 
-// -- one query --
-// Bound by memory: 2 * (hd + vd) bytes per row and KV head, each read once for all its query heads.
-// FEW rows at a time, keys and then values, both as they lie; each asks for its like in the next
-// block, so that memory never waits for arithmetic (128 rows at a time, column by column, read at
-// 60 % of its bandwidth; this at 75). SPLIT blocks of a head make a Part; whoever finishes the last
-// part of a head joins them.
+static void many_task(Task t) {
+    const ManyCall *c = t.ctx;
+    const Attention *a = c->a;
+    int group = a->n_head / a->n_kv, h = t.i % a->n_kv, first = t.i / a->n_kv * c->queries;
+    int some = a->n - first < c->queries ? a->n - first : c->queries, keys = c->tile->keys;
+    int deep = whole_32(a->hd), wide = whole_32(a->vd);
+    KeyBlock b = {0};
+    QueryTile *q = many_buffers(c, &(Arena){.base = c->work + t.thread * c->work_bytes}, &b);
+    memset(b.k, 0, sizeof(float) * keys * deep);
+    memset(b.v, 0, sizeof(float) * keys * wide);
+    many_start(c, q, b.k, h, first, some * group);
+    for (int r = 0; r < rows_used(a); r += keys) {
+        int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + some - 1);
+        if (seen == NONE_SEEN) continue;
+        b.n = a->rows - r < keys ? a->rows - r : keys;
+        b.pos = a->pos_k + r;
+        b.masked = seen == SOME_SEEN;
+        for (int j = 0; j < b.n; j++) {
+            size_t row = (size_t)h * a->rows + r + j;
+            quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * deep, a->hd);
+            quant_dequantize(QUANT_F16, a->v + row * a->vd, b.v + j * wide, a->vd);
+        }
+        if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
+        for (int i = 0; i * TILE < some * group; i += c->tile->tiles) c->tile->attend(a, &b, &q[i]);
+    }
+    for (int j = 0; j < some * group; j++) {
+        const QueryTile *tile = &q[j / TILE];
+        int lane = j % TILE, head = h * group + j % group;
+        float *to = a->out + ((size_t)(first + j / group) * a->n_head + head) * a->vd;
+        float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
+        float inverse = sum > 0 ? 1 / sum : 0;
+        for (int e = 0; e < a->vd; e++) to[e] = tile->out[TILE * e + lane] * inverse;
+    }
+}
 
-typedef struct { float top, sum, out[]; } Part;   // of one head and split
+static void attend_many(Pool *p, Arena *a, const Attention *x) {
+    int group = x->n_head / x->n_kv;
+    ManyCall c = {.a = x, .tile = p->amx ? amx_attention() : &float_attention};
+    Arena count = {0};
+    c.queries = group < c.tile->task_queries ? c.tile->task_queries / group : 1;
+    if (c.queries > x->n) c.queries = x->n;
+    int step = TILE * c.tile->tiles;
+    c.tiles = (c.queries * group + step - 1) / step * c.tile->tiles;
+    many_buffers(&c, &count, &(KeyBlock){0});
+    c.work_bytes = count.peak;
+    c.work = arena_take(a, "attention of many queries", p->threads, c.work_bytes);
+    if (a->base)
+        parallel(p, many_task, &c, NULL, x->n_kv * ((x->n + c.queries - 1) / c.queries));
+}
 
-static size_t part_size(const Attention *a) { return 2 + a->vd; }
+// ---- attention of one query ----
+//
+// Bound by memory: 2 * (hd + vd) bytes per row and KV head, each read once for all the query heads
+// that share it. FEW rows at a time, first their keys and then their values, both as they lie in
+// memory; reading them asks for the same rows of the next block, so that memory never waits for
+// arithmetic. (128 rows at a time, column by column, read at 60 % of the bandwidth; this at 75.)
+// A head's blocks fall into splits of PART_BLOCKS, which threads take on independently: each leaves
+// a Part, with a largest score and sums of its own. Whoever finishes a head's last part joins them.
 
-// scores of `keys` keys with `heads` heads
-INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k,
-                          const uint16_t *next, int keys, int heads, float s[][FEW]) {
+enum { FEW = 32, PART_BLOCKS = 8 };
+
+typedef struct { float top, sum, out[]; } Part;   // out[vd]
+
+typedef struct {
+    const Attention *a;
+    int32_t *block;                // [blocks] first rows of the FEW that hold something visible
+    int blocks, splits;            // splits = blocks / PART_BLOCKS, rounded up
+    int run;                       // splits of a task, one head's after the other's
+    float *parts;                  // [n_head][splits] of Part
+    atomic_int *missing;           // [n_kv] splits that are not finished
+} OneCall;
+
+static size_t part_floats(const Attention *a) { return sizeof(Part) / sizeof(float) + a->vd; }
+
+static Part *part_of(const OneCall *c, int head, int split) {
+    return (Part *)(c->parts + ((size_t)head * c->splits + split) * part_floats(c->a));
+}
+
+// s[heads][FEW] = products of n keys with queries of neighbouring heads
+INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
+                       int n, int heads, float s[][FEW]) {
     vf sum[4][FEW];
     int whole = a->hd / LANES * LANES;
-    for (int j = 0; j < keys; j++, k += a->hd, next += a->hd) {
+    for (int j = 0; j < n; j++, k += a->hd, next += a->hd) {
         vf total[4] = {{0}};
         prefetch_l2(next, 2 * a->hd);
         for (int e = 0; e < whole; e += LANES) {
@@ -3724,24 +3966,21 @@ INLINE void decode_scores(const Attention *a, const float *q, const uint16_t *k,
         }
     }
     for (int h = 0; h < heads; h++) {
-        for (int j = keys; j < FEW; j++) sum[h][j] = (vf){0};
-        for (int j = 0; j < FEW; j += LANES) {
-            vf x = sum_each(&sum[h][j]);
-            memcpy(s[h] + j, &x, sizeof x);
-        }
+        for (int j = n; j < FEW; j++) sum[h][j] = (vf){0};
+        for (int j = 0; j < FEW; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
     }
 }
 
-// scores to weights; what came before fades
-static void decode_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
-                           Part *restrict part) {
+// as tile_softmax, for one query and keys across the lanes
+static void one_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
+                        Part *restrict part) {
     float slope = a->slopes ? a->slopes[head] : 0, top = part->top;
     vf most = {0}, sum = {0};
-    scores_finish(a, s, FEW);
+    scale_scores(a, s, FEW);
     for (int j = 0; slope > 0 && j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
     UNROLL for (int j = 0; j < FEW; j += LANES) {
-        vf x = hide(a, load_f32(s + j), load_i32(pos + j), (vi){0} + a->pos);
-        memcpy(s + j, &x, sizeof x);
+        vf x = mask_scores(a, load_f32(s + j), load_i32(pos + j), (vi){0} + a->pos);
+        store(s + j, x);
         most = j ? larger_of(most, x) : x;
     }
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
@@ -3750,16 +3989,17 @@ static void decode_softmax(const Attention *a, const int32_t *pos, int head, flo
     float fade = exp_fast(part->top - top);
     part->top = top;
     part->sum = part->sum * fade + sum_lanes(sum);
-    if (fade < 1) fade_row(part->out, a->vd, fade);
+    for (int e = 0; fade < 1 && e < a->vd; e++) part->out[e] *= fade;
 }
 
-// out[heads][..] += weights * values, `wide` vectors of a row in registers
-INLINE void decode_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                           int heads, int wide, float s[][FEW], float *out, size_t stride) {
+// out[heads][..] += weights s times n rows of values: `wide` vectors of each, with their sums in
+// registers; out's rows are `stride` floats apart
+INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
+                        int heads, int wide, float s[][FEW], float *out, size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int i = 0; i < wide; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
-    for (int j = 0; j < keys; j++, v += a->vd, next += a->vd) {
+    for (int j = 0; j < n; j++, v += a->vd, next += a->vd) {
         prefetch_l2(next, 2 * wide * LANES);
         UNROLL for (int i = 0; i < wide; i++) {
             vf value = load_f16(v + i * LANES);
@@ -3767,181 +4007,439 @@ INLINE void decode_columns(const Attention *a, const uint16_t *v, const uint16_t
         }
     }
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < wide; i++)
-            memcpy(out + h * stride + i * LANES, &sum[h][i], sizeof(vf));
+        UNROLL for (int i = 0; i < wide; i++) store(out + h * stride + i * LANES, sum[h][i]);
 }
 
-INLINE void decode_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                          int heads, float s[][FEW], float *out, size_t stride) {
+INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
+                       int heads, float s[][FEW], float *out, size_t stride) {
     int e = 0, wide = heads == 4 || LANES == 8 ? 4 : 8;   // by the number of registers
     for (; e + wide * LANES <= a->vd; e += wide * LANES)
-        decode_columns(a, v + e, next + e, keys, heads, wide, s, out + e, stride);
+        one_columns(a, v + e, next + e, n, heads, wide, s, out + e, stride);
     for (; e + LANES <= a->vd; e += LANES)
-        decode_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
+        one_columns(a, v + e, next + e, n, heads, 1, s, out + e, stride);
     for (int h = 0; h < heads && e < a->vd; h++)
-        for (int j = 0; j < keys; j++)
+        for (int j = 0; j < n; j++)
             for (int i = e; i < a->vd; i++)
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->vd + i]);
 }
 
-// block b of KV head h, with so many of its query heads from g on
-INLINE void decode_heads(const AttentionCall *c, int h, int b, int g, int heads, float *parts) {
+// Block b of KV head h enters the parts of so many of its query heads, from number g on. The first
+// of them ask for the next block: of this head, or after the last the first of the next.
+INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
     const Attention *a = c->a;
-    int r = c->block[b], keys = a->rows - r < FEW ? a->rows - r : FEW;
-    int head = h * (a->n_head / a->n_kv) + g;
-    size_t row = (size_t)h * a->rows + r, stride = part_size(a) * c->splits, next = row;
+    int r = c->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
+    int head = h * (a->n_head / a->n_kv) + g, split = b / PART_BLOCKS;
+    size_t row = (size_t)h * a->rows + r, next = row, stride = part_floats(a) * c->splits;
     int32_t pos[FEW];
     float s[4][FEW];
     if (g == 0 && b + 1 < c->blocks) next = row - r + c->block[b + 1];
     else if (g == 0 && h + 1 < a->n_kv) next = row - r + a->rows + c->block[0];
     memset(pos, -1, sizeof pos);
-    memcpy(pos, a->pos_k + r, keys * sizeof *pos);
-    parts += g * stride;
-    decode_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys,
-                  heads, s);
+    memcpy(pos, a->pos_k + r, n * sizeof *pos);
+    one_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->k + next * a->hd, n, heads,
+               s);
     for (int i = 0; i < heads; i++)
-        decode_softmax(a, pos, head + i, s[i], (Part *)(parts + i * stride));
-    decode_values(a, a->v + row * a->vd, a->v + next * a->vd, keys, heads, s, parts + 2, stride);
+        one_softmax(a, pos, head + i, s[i], part_of(c, head + i, split));
+    one_values(a, a->v + row * a->vd, a->v + next * a->vd, n, heads, s,
+               part_of(c, head, split)->out, stride);
 }
 
-static void decode_join(const AttentionCall *c, int h) {
+// the parts of a head, each faded to the largest score of all, and divided by the sum of weights
+static void one_join(const OneCall *c, int head) {
     const Attention *a = c->a;
-    const float *parts = c->parts + (size_t)h * c->splits * part_size(a);
-    float *out = a->out + (size_t)h * a->vd, top = a->sinks ? a->sinks[h] : LEAST;
+    float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : LEAST;
     for (int i = 0; i < c->splits; i++) {
-        const float *part = parts + i * part_size(a);
-        top = part[0] > top ? part[0] : top;
+        const Part *part = part_of(c, head, i);
+        top = part->top > top ? part->top : top;
     }
-    float sum = a->sinks ? exp_fast(a->sinks[h] - top) : 0;
+    float sum = a->sinks ? exp_fast(a->sinks[head] - top) : 0;
     memset(out, 0, a->vd * sizeof *out);
     for (int i = 0; i < c->splits; i++) {
-        const float *part = parts + i * part_size(a), fade = exp_fast(part[0] - top);
-        sum += part[1] * fade;
-        for (int e = 0; part[1] > 0 && e < a->vd; e++) out[e] += part[2 + e] * fade;
+        const Part *part = part_of(c, head, i);
+        float fade = exp_fast(part->top - top);
+        sum += part->sum * fade;
+        for (int e = 0; part->sum > 0 && e < a->vd; e++) out[e] += part->out[e] * fade;
     }
     for (int e = 0; e < a->vd; e++) out[e] = sum > 0 ? out[e] / sum : 0;
 }
 
-// `run` parts, one head's after the other's
-static void decode_task(void *ctx, int i, int thread) {
-    AttentionCall *c = ctx;
+static void one_task(Task t) {
+    const OneCall *c = t.ctx;
     const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, end = (i + 1) * c->run, all = a->n_kv * c->splits;
-    size_t stride = part_size(a) * c->splits;
-    (void)thread;
-    for (int u = i * c->run; u < end && u < all; u++) {
-        int h = u / c->splits, split = u % c->splits;
-        float *parts = c->parts + h * group * stride + split * part_size(a);
+    int group = a->n_head / a->n_kv, end = (t.i + 1) * c->run, all = a->n_kv * c->splits;
+    for (int i = t.i * c->run; i < end && i < all; i++) {
+        int h = i / c->splits, split = i % c->splits, b = split * PART_BLOCKS;
         for (int g = 0; g < group; g++) {
-            memset(parts + g * stride, 0, part_size(a) * sizeof *parts);
-            parts[g * stride] = LEAST;
+            Part *part = part_of(c, h * group + g, split);
+            memset(part, 0, part_floats(a) * sizeof(float));
+            part->top = LEAST;
         }
-        for (int b = split * SPLIT; b < (split + 1) * SPLIT && b < c->blocks; b++) {
+        for (; b < (split + 1) * PART_BLOCKS && b < c->blocks; b++) {
             int g = 0;
-            for (; g + 4 <= group; g += 4) decode_heads(c, h, b, g, 4, parts);
-            for (; g + 2 <= group; g += 2) decode_heads(c, h, b, g, 2, parts);
-            for (; g < group; g++) decode_heads(c, h, b, g, 1, parts);
+            for (; g + 4 <= group; g += 4) one_block(c, h, b, g, 4);
+            for (; g + 2 <= group; g += 2) one_block(c, h, b, g, 2);
+            for (; g < group; g++) one_block(c, h, b, g, 1);
         }
         bool last = atomic_fetch_sub(&c->missing[h], 1) == 1;
-        for (int g = 0; last && g < group; g++) decode_join(c, h * group + g);
+        for (int g = 0; last && g < group; g++) one_join(c, h * group + g);
     }
 }
 
-static size_t work_floats(int n_head, int hd, int vd) {   // of a thread
-    size_t lanes = n_head + LANE_ROWS + LANE_TILES * TILE, wide = padded(hd) + padded(vd);
-    return (TILE + KEYS + lanes) * wide + lanes / TILE * (sizeof(Lanes) / sizeof(float)) + 16;
+static void attend_one(Pool *p, Arena *a, const Attention *x) {
+    OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW};   // at most
+    int end = rows_used(x);
+    c.block = arena_take(a, "visible blocks", c.blocks, sizeof *c.block);
+    if (a->base) c.blocks = 0;
+    for (int r = 0; a->base && r < end; r += FEW)
+        if (block_seen(x, r, FEW, x->pos, x->pos)) c.block[c.blocks++] = r;
+    c.splits = (c.blocks + PART_BLOCKS - 1) / PART_BLOCKS;
+    c.missing = arena_take(a, "missing splits", x->n_kv, sizeof *c.missing);
+    c.parts = arena_take(a, "parts", (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
+    if (!a->base) return;
+    for (int h = 0; h < x->n_kv; h++) atomic_init(&c.missing[h], c.splits);
+    c.run = (int)larger(x->n_kv * c.splits / (4 * p->threads), 1);   // long runs, but for all
+    parallel(p, one_task, &c, NULL, (x->n_kv * c.splits + c.run - 1) / c.run);
 }
 
-// bytes for layers of at most n_head heads and rings of at most `rows` rows
-static size_t attention_scratch(int n_head, int hd, int vd, int rows, int threads) {
-    size_t blocks = (rows + FEW - 1) / FEW, splits = (blocks + SPLIT - 1) / SPLIT;
-    return 4 * (work_floats(n_head, hd, vd) / 16 * 16 * threads + n_head * (2 + vd) * splits +
-                blocks + n_head) + 64;
+static void attention(Pool *p, Arena *a, const Attention *x) {
+    size_t mark = a->used;
+    if (x->n == 1) attend_one(p, a, x);
+    else attend_many(p, a, x);
+    a->used = mark;
 }
 
-static void attention(Pool *p, void *scratch, const Attention *a) {
-    int group = a->n_head / a->n_kv, queries = group < LANE_ROWS ? LANE_ROWS / group : 1;
-    AttentionCall c = {.a = a, .work = scratch, .queries = queries,
-                       .end = a->pos + a->n < a->rows ? a->pos + a->n : a->rows,
-                       .work_size = work_floats(a->n_head, a->hd, a->vd) / 16 * 16};
-    if (a->n > 1) {
-        parallel(p, prefill_task, &c, a->n_kv * ((a->n + queries - 1) / queries));
-        return;
-    }
-    c.block = (int32_t *)(c.work + c.work_size * p->threads);
-    c.missing = (atomic_int *)(c.block + (a->rows + FEW - 1) / FEW);
-    c.parts = (float *)(c.missing + a->n_kv);
-    for (int r = 0; r < c.end; r += FEW)
-        if (block_visible(a, r, FEW, a->pos, a->pos)) c.block[c.blocks++] = r;
-    c.splits = (c.blocks + SPLIT - 1) / SPLIT;
-    for (int h = 0; h < a->n_kv; h++) atomic_init(&c.missing[h], c.splits);
-    c.run = (int)larger(a->n_kv * c.splits / (4 * p->threads), 1);   // long runs, but for all
-    parallel(p, decode_task, &c, (a->n_kv * c.splits + c.run - 1) / c.run);
-}
-static void narrow(const float *x, int n, uint16_t *to) {   // to f16
+// ---- narrow, and the delta rule ----
+
+static void narrow(const float *x, int n, uint16_t *to) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) store_f16(to + i, load_f32(x + i));
     for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
-// ---- the delta rule ----
 
-enum { DELTA_ROWS = 4 * LANES };
-static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
-
-static size_t delta_state_floats(const Config *c) {
-    return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
-}
-
-// A task has DELTA_ROWS rows of S, side by side in the vectors' lanes, and runs over the chunk's
-// tokens: prefill and decode are one recurrence, and S stays in L1. The pass that writes a token
-// reads for its query and the next token's key: 4 dk dv multiply-adds, 65,536 for 128 x 128. The
-// chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
-static void delta_rule(void *ctx, int task, int thread) {
-    enum { V = DELTA_ROWS / LANES };
-    Session *s = ctx;
-    const Config *c = &s->m->config;
-    int blocks = delta_blocks(c), h = task / blocks, r = task % blocks * DELTA_ROWS, dk = c->dk;
-    int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
-    size_t channels = s->m->layers[s->l].conv_in.rows;
-    size_t bytes = (c->dv - r < DELTA_ROWS ? c->dv - r : DELTA_ROWS) * sizeof(float);
-    float *state = s->cache[s->l].state + (size_t)task * dk * DELTA_ROWS;
-    const float *q = s->mix + (size_t)key * dk, *k = q + (size_t)c->n_key * dk;
-    const float *value = s->mix + (size_t)2 * c->n_key * dk + h * c->dv + r;
+// Rows r .. r+4*LANES-1 of a block of S, side by side in the lanes of four vectors, over all tokens
+// of the chunk: prefill and decode are one recurrence, and these rows stay in L1. Both products
+// with S, by the key to find what is stored under it and by the query, are made in the one pass
+// that writes it: while token t is written to a column j of S, that column is final for t and
+// starts what token t+1 asks, S k(t+1), whose decay can follow at the end, as it is one factor. So
+// a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form takes 70,000
+// with chunks of 64, and a triangular inverse.
+static void delta_rows(const Delta *d, int r) {
+    enum { V = 4 };
+    size_t bytes = (d->rows - r < V * LANES ? d->rows - r : V * LANES) * sizeof(float);
+    const float *q = d->q, *k = d->k, *value = d->v + r;
+    float *state = d->s + r;
     vf asked[V] = {{0}};
-    (void)thread;
-    for (int j = 0; j < dk; j++)
+    for (int j = 0; j < d->dk; j++)
         UNROLL for (int v = 0; v < V; v++)
             asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
-    for (int t = 0; t < s->n; t++, q += channels, k += channels, value += channels) {
-        const float *next = t + 1 < s->n ? k + channels : k;
-        size_t gate = (size_t)t * c->n_value + h;
-        float g = s->decay[gate], b = s->write[gate];
+    for (int t = 0; t < d->n; t++, q += d->step, k += d->step, value += d->step) {
+        const float *next = t + 1 < d->n ? k + d->step : k;
+        float g = d->decay[t * d->heads], b = d->write[t * d->heads];
         vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
-        prefetch(q + 2 * channels, dk * sizeof *q);
-        prefetch(k + 2 * channels, dk * sizeof *k);
+        prefetch_l1(q + 2 * d->step, d->dk * sizeof *q);
+        prefetch_l1(k + 2 * d->step, d->dk * sizeof *k);
         memcpy(write, value, bytes);
         UNROLL for (int v = 0; v < V; v++) write[v] = (write[v] - asked[v] * g) * b;
-        for (int j = 0; j < dk; j++) {
+        for (int j = 0; j < d->dk; j++) {
             UNROLL for (int v = 0; v < V; v++) {
                 float *at = state + j * DELTA_ROWS + v * LANES;
                 vf row = load_f32(at) * g + write[v] * k[j];
-                memcpy(at, &row, sizeof row);
+                store(at, row);
                 out[v] += row * q[j];
                 ask[v] += row * next[j];
             }
         }
         memcpy(asked, ask, sizeof ask);
-        memcpy(s->att + gate * c->dv + r, out, bytes);
+        memcpy(d->out + t * d->out_step + r, out, bytes);
     }
 }
+
+static void delta_rule(const Delta *d) {
+    for (int r = 0; r < d->rows; r += 4 * LANES) delta_rows(d, r);
+}
+
+// ---- AMX ----
+//
+// One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
+// Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
+// the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
+// float weights take the products of all parts that a float's precision can tell (f16: 5 of 6).
+// 2 x 2 tiles share their operands: one load per product.
+
+#if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
+    (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
+#define SIMD_AMX
+#include <sys/syscall.h>
+enum { AMX_DEPTH = 1024, AMX_TOKENS = 2 * TILE, AMX_KEYS = 128, TILE_BYTES = TILE * 64 };
+enum { MAX_PARTS = 3 };
+
+// Linux grants the tile registers on request.
+static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, because gcc 12
+// believes that only its first 8 bytes are read, and would leave out stores to the rest.
+static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
+    {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+static void amx_begin(void) { _tile_loadconfig(&tile_config); }
+static void amx_end(void) { _tile_release(); }
+
+typedef struct { uint16_t x[2][16][32]; } AmxActs;   // one part of 32 activations of 2 x 16 tokens
+
+static int weight_parts(const Matrix *w) {
+    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
+}
+
+INLINE void store_bf16(void *to, vf lo, vf hi) {
+    __m512bh v = _mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
+    memcpy(to, &v, sizeof v);
+}
+INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
+    typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+    vu bits = (vu)x;
+    return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+}
+// 32 floats as the sum of so many bf16, which are stored `next` bytes apart: each part is what the
+// parts before it have left over
+INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
+    for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
+        store_bf16((char *)to + p * next, lo, hi);
+}
+
+// to AmxActs [cols/32][parts]
+static void amx_pack(const Matmul *job, int t, AmxActs *a, int parts) {
+    int64_t cols = job->w->cols;
+    for (int64_t i = 0; i < cols; i += 32, a += parts)
+        for (int k = 0; k < AMX_TOKENS; k++) {
+            const float *x = job->x + (t + k < job->n ? t + k : t) * cols + i;
+            float edge[32] = {0};
+            if (cols - i < 32) x = memcpy(edge, x, (cols - i) * sizeof *x);
+            store_parts(a->x[k / 16][k % 16], sizeof *a, parts, load_f32(x), load_f32(x + 16));
+        }
+}
+static void amx_pack_block(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 1); }
+static void amx_pack_float(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 3); }
+
+// 16 weights, half of group g: two eights of codes
+INLINE vf half_group(const int8_t *q, const float *d, const float *m, int g, int half) {
+    const uint8_t *code = (const uint8_t *)q + 128 * half + 8 * g;
+    __m512i v = _mm512_cvtepi8_epi32((__m128i)quant_join(quant_u64(code), quant_u64(code + 64)));
+    return (vf)_mm512_cvtepi32_ps(v) * d[2 * g + half] + m[2 * g + half];
+}
+
+// up to 256 weights of row r in bf16, each part of them in rows of its own, `next` bytes apart
+static void amx_row(const Matrix *w, int64_t r, int64_t k, int n, uint16_t *to, size_t next) {
+    int64_t row = r < w->rows ? r : w->rows - 1;
+    int8_t q[256];
+    float d[16], m[16], x[256];
+    if (formats[w->type].unpack) {
+        unpack_row(w, row, k, q, d, m);
+        for (int g = 0; g < 8; g++)
+            store_bf16(to + 32 * g, half_group(q, d, m, g, 0), half_group(q, d, m, g, 1));
+        return;
+    }
+    const uint8_t *data = w->data + row * quant_row_bytes(w->type, w->cols);
+    memset(x + (n - 1) / 32 * 32, 0, 32 * sizeof *x);
+    quant_dequantize(w->type, data + quant_row_bytes(w->type, k), x, n);
+    for (int g = 0; g < n; g += 32)
+        store_parts(to + g, next, weight_parts(w), load_f32(x + g), load_f32(x + g + 16));
+}
+
+// Two halves of 16 rows. In each, a tile is 32 weights of 16 rows as columns of pairs, [16][16][2];
+// there are [depth/32][parts] of them.
+static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
+    uint16_t rows[MAX_PARTS][TILE][256] __attribute__((aligned(64)));
+    for (int half = 0; half < 2; half++) {
+        char *to = (char *)panel + half * (amx_tile(w)->panel_bytes / 2);
+        for (int i = 0; i < depth; i += 256) {
+            int some = depth - i < 256 ? depth - i : 256;
+            for (int j = 0; j < TILE; j++)
+                amx_row(w, r + half * TILE + j, k + i, some, rows[0][j], sizeof *rows);
+            for (int g = 0; g < some; g += 32)
+                for (int p = 0; p < weight_parts(w); p++, to += TILE_BYTES)
+                    transpose((uint32_t *)&rows[p][0][g], 128, 16, (uint32_t *)to);
+        }
+    }
+}
+
+// out[2 * i + j] = 16 x 16 sums of rows a[..].x[i] times the columns of b + j * next, n tiles deep,
+// each of so many parts. Only those products of parts count that float's precision can tell: every
+// part of one operand (a_first: of a, otherwise of b) meets as many fewer of the other as there
+// are parts before it.
+INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
+                        int n, bool a_first, float *const out[4]) {
+    int outer = a_first ? a_parts : b_parts, inner = a_first ? b_parts : a_parts;
+    const char *columns = b;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < n; k++, a += a_parts, columns += b_parts * TILE_BYTES)
+        for (int i = 0; i < outer; i++)
+            for (int j = 0; j < inner - i; j++) {
+                const AmxActs *x = &a[a_first ? i : j];
+                const char *y = columns + (a_first ? j : i) * TILE_BYTES;
+                _tile_loadd(4, x->x[0], 64);
+                _tile_loadd(6, y, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, y + next, 64);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, x->x[1], 64);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+    _tile_stored(0, out[0], 64);
+    _tile_stored(1, out[1], 64);
+    _tile_stored(2, out[2], 64);
+    _tile_stored(3, out[3], 64);
+}
+
+static void amx_multiply(const Product *p) {
+    const Matrix *w = p->job->w;
+    vf sum[2][AMX_TOKENS][VECTORS];
+    float *out[] = {(float *)sum[0][0], (float *)sum[1][0], (float *)sum[0][16],
+                    (float *)sum[1][16]};
+    size_t half = amx_tile(w)->panel_bytes / 2;
+    int n = (p->depth + 31) / 32;
+    if (formats[w->type].unpack) amx_product(p->acts, 1, p->panel, 1, half, n, false, out);
+    else amx_product(p->acts, 3, p->panel, weight_parts(w), half, n, false, out);
+    tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
+    tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
+}
+
+static const Tile amx_block_tile = {
+    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_DEPTH, .task_rows = 256,
+    .act_bytes = 8 * sizeof(AmxActs), .panel_bytes = 2 * AMX_DEPTH / 32 * TILE_BYTES,
+    .pack = amx_pack_block, .decode = amx_decode, .multiply = amx_multiply,
+}, amx_float_tile = {
+    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = FLOAT_DEPTH, .task_rows = 256,
+    .act_bytes = 8 * 3 * sizeof(AmxActs),
+    .panel_bytes = 2 * FLOAT_DEPTH / 32 * MAX_PARTS * TILE_BYTES,
+    .pack = amx_pack_float, .decode = amx_decode, .multiply = amx_multiply,
+};
+static const Tile *amx_tile(const Matrix *w) {
+    return formats[w->type].unpack ? &amx_block_tile : &amx_float_tile;
+}
+
+// Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
+// values, f16, lose nothing; queries and weights keep 17 bits.
+
+// [16][width] to columns of pairs, [width/32][2] tiles
+static void amx_queries(const float *q, int width, void *to) {
+    uint32_t *tile = to;
+    for (int i = 0; i < width; i += 32) {
+        uint16_t rows[2][TILE][32];
+        for (int k = 0; k < TILE; k++)
+            store_parts(rows[0][k], sizeof *rows, 2, load_f32(q + k * width + i),
+                        load_f32(q + k * width + i + 16));
+        for (int p = 0; p < 2; p++, tile += TILE_BYTES / 4)
+            transpose((uint32_t *)rows[p], 16, 16, tile);
+    }
+}
+
+// keys to AmxActs [AMX_KEYS/32][hd/32][2]; behind them the values, transposed to rows of keys, to
+// AmxActs [vd/32][AMX_KEYS/32][2]
+static void amx_keys(const Attention *a, const KeyBlock *b) {
+    int deep = whole_32(a->hd), wide = whole_32(a->vd);
+    uint32_t lo[32][TILE], hi[32][TILE];
+    AmxActs *to = b->packed;
+    for (int j = 0; j < AMX_KEYS; j += 32)
+        for (int e = 0; e < deep; e += 32, to += 2)
+            for (int i = 0; i < 32; i++) {
+                const float *x = b->k + (j + i) * deep + e;
+                store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(x), load_f32(x + 16));
+            }
+    for (int e = 0; e < wide; e += 32)
+        for (int j = 0; j < AMX_KEYS; j += 32, to += 2) {
+            const uint32_t *x = (const uint32_t *)b->v + j * wide + e;
+            transpose(x, wide, 32, lo[0]);
+            transpose(x + 16 * wide, wide, 32, hi[0]);
+            for (int i = 0; i < 32; i++)
+                store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
+        }
+}
+
+// two rows of 16 floats as columns of pairs of bf16: upper bits, and a tile further what remains
+INLINE void store_pairs(uint32_t *to, vf a, vf b) {
+    for (int p = 0; p < 2; p++, to += TILE_BYTES / 4) {
+        vf x = upper_bits(a), y = upper_bits(b);
+        store(to, (vf)((vi)_mm512_srli_epi32((__m512i)x, 16) | (vi)y));
+        a -= x;
+        b -= y;
+    }
+}
+
+// two query tiles at once, as a product is 2 x 2 tiles
+static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
+    float s[2][AMX_KEYS][TILE] __attribute__((aligned(64))), sum[4][TILE * TILE];
+    uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
+    int deep = whole_32(a->hd) / 32;
+    size_t next = (const char *)q[1].q - (const char *)q[0].q;
+    const AmxActs *x = b->packed;
+    for (int j = 0; j < AMX_KEYS; j += 32, x += deep * 2) {
+        float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
+        amx_product(x, 2, q[0].q, 2, next, deep, false, out);
+    }
+    for (int t = 0; t < 2; t++) {
+        tile_softmax(a, b, &q[t], s[t][0]);
+        memset(s[t][b->n], 0, (AMX_KEYS - b->n) * sizeof s[t][0]);
+        for (int j = 0; j < AMX_KEYS; j += 2)
+            store_pairs(weights[t][j / 32][0][j / 2 % 16], load_f32(s[t][j]),
+                        load_f32(s[t][j + 1]));
+    }
+    for (int e = 0; e < a->vd; e += 32, x += AMX_KEYS / 32 * 2) {
+        float *out[] = {sum[0], sum[1], sum[2], sum[3]};
+        amx_product(x, 2, weights[0], 2, sizeof weights[0], AMX_KEYS / 32, true, out);
+        for (int i = 0; i < 4; i++)
+            add(q[i % 2].out + (e + i / 2 * 16) * TILE, sum[i], TILE * TILE, 1);
+    }
+}
+
+static const AttentionTile amx_attention_tile = {
+    .keys = AMX_KEYS, .tiles = 2, .task_queries = 256,
+    .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
+};
+static const AttentionTile *amx_attention(void) { return &amx_attention_tile; }
+#else
+static bool amx_allow(void) { return false; }
+static void amx_begin(void) {}
+static void amx_end(void) {}
+static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
+static const AttentionTile *amx_attention(void) { return &float_attention; }
+#endif
+#endif
+
+// ---- the GPU ----
+
+#ifdef LLM_METAL
+enum { GPU_BUILT = 1 };
+#include "metal.c"
+#else
+enum { GPU_BUILT = 0 };
+static void gpu_open(Session *s) { (void)s; }
+static void gpu_close(Session *s) { (void)s; }
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
+    return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
+}
+static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
+static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (void)y, -1; }
+#endif
+
 // ==== Part V: main ===============================================================================
-// ---- 18. main ----
+
+// ---- the command line ----
 
 #ifndef LLM_NO_MAIN
+#include <ctype.h>
+#include <sys/resource.h>
+#ifdef __APPLE__
+#define RSS_PER_MB 1048576.0   // ru_maxrss counts bytes there, kilobytes elsewhere
+#else
+#define RSS_PER_MB 1024.0
+#endif
 
 typedef struct {
     // what was asked for
-    const char *model, *file, *logits, *ppl;
+    const char *model, *file, *logits, *ppl, *gpu;
     const char *prompt;              // [n_prompt] bytes, for --ppl those of its file
     size_t n_prompt;
     int n_predict;
@@ -3996,6 +4494,7 @@ static const Option OPTIONS[] = {
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU"},
+    {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain, block (a layer in one go), int8 (prefill)"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
     {"--tokens A,B,C", LIST, AT(ids), 0, 0x1p64, "token ids instead of PROMPT, as they are"},
     {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token"},
@@ -4012,7 +4511,7 @@ static bool print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
         printf("\n  %-22s %s", o->usage, o->help);
-    printf("\narchitectures:");
+    printf("\narchitectures (* with recorded outputs in golden/):");
     for (size_t i = 0, column = 99; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
         if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ") - 1;
@@ -4022,8 +4521,8 @@ static bool print_usage(void) {
 }
 
 // one text, one number, or numbers with commas between them
-static bool parse_value(Cli *c, const Option *o, const char *text) {
-    void *at = (char *)c + o->at;
+static bool parse_value(Cli *cli, const Option *o, const char *text) {
+    void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
     char *end;
     if (o->kind == SWITCH) *(bool *)at = true;
@@ -4046,7 +4545,7 @@ static bool parse_value(Cli *c, const Option *o, const char *text) {
     return !*end && (o->kind != PAIR || list->n == 2);
 }
 
-static bool parse_options(Cli *c, int argc, char **argv) {
+static bool parse_options(Cli *cli, int argc, char **argv) {
     const char *word[3] = {NULL, NULL, NULL};
     for (int i = 1, words = 0, ended = 0; i < argc; i++) {
         const char *arg = argv[i], *value = argv[i + 1];
@@ -4057,129 +4556,137 @@ static bool parse_options(Cli *c, int argc, char **argv) {
         ended = ended || !strcmp(arg, "--");
         if (!option || ended) continue;
         while (o < end && (strncmp(arg, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
-        if (o == end) return fail(&c->e, "unknown option %s; see --help", arg);
+        if (o == end) return fail(&cli->e, "unknown option %s; see --help", arg);
         bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
         if (o->kind == PAIR && !pair) value = "512,128";
         else if (o->kind != SWITCH) i++;
-        if (i == argc) return fail(&c->e, "%s needs a value; see --help", arg);
-        if (!parse_value(c, o, value))
-            return fail(&c->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
+        if (i == argc) return fail(&cli->e, "%s needs a value; see --help", arg);
+        if (!parse_value(cli, o, value))
+            return fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
                         o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
     }
-    const char **prompt = c->model ? word : word + 1;
-    if (!c->model) c->model = word[0];
-    int prompts = !!c->prompt + !!c->file + !!c->ids.id + !!prompt[0] + !!prompt[1];
-    if (prompt[0]) c->prompt = prompt[0];
-    if (c->help || c->version) return true;
-    if (c->chat && c->ids.id) return fail(&c->e, "-i takes text, not --tokens");
-    if (prompts > 1) return fail(&c->e, "two prompts: give one of PROMPT, -p, -f, --tokens");
-    if (!c->model) return fail(&c->e, "no MODEL.gguf given; see --help");
-    return prompts || c->chat || c->ppl || c->bench.id || c->info ||
-           fail(&c->e, "no PROMPT given; see --help");
+    const char **prompt = cli->model ? word : word + 1;
+    if (!cli->model) cli->model = word[0];
+    int prompts = !!cli->prompt + !!cli->file + !!cli->ids.id + !!prompt[0] + !!prompt[1];
+    if (prompt[0]) cli->prompt = prompt[0];
+    if (cli->help || cli->version) return true;
+    cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
+    cli->o.gpu_int8 = cli->gpu && !strcmp(cli->gpu, "int8");
+    if (cli->gpu && !cli->o.gpu_block && !cli->o.gpu_int8 && strcmp(cli->gpu, "chain"))
+        return fail(&cli->e, "--gpu: expected chain, block or int8, not '%s'", cli->gpu);
+    if (cli->chat && cli->ids.id) return fail(&cli->e, "-i takes text, not --tokens");
+    if (prompts > 1) return fail(&cli->e, "two prompts: give one of PROMPT, -p, -f, --tokens");
+    if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
+    return prompts || cli->chat || cli->ppl || cli->bench.id || cli->info ||
+           fail(&cli->e, "no PROMPT given; see --help");
 }
 
-static bool read_file(Cli *c, const char *path) {
+static bool read_file(Cli *cli, const char *path) {
     const size_t most = (1 << 28) + 1;   // what tokenize refuses; memory is taken as it is filled
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    c->prompt = c->text = malloc(most);
-    c->n_prompt = f && c->text ? fread(c->text, 1, most, f) : 0;
-    bool ok = (f && c->text && !ferror(f)) || fail(&c->e, "%s: %s", path, strerror(errno));
+    cli->prompt = cli->text = malloc(most);
+    cli->n_prompt = f && cli->text ? fread(cli->text, 1, most, f) : 0;
+    bool ok = (f && cli->text && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
     if (f && f != stdin) fclose(f);
     return ok;
 }
 
-static bool check_utf8(Cli *c, const char *s, size_t n) {
+static bool check_utf8(Cli *cli, const char *s, size_t n) {
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t character = utf8_decode(s + i, n - i, &used);
         if (!utf8_valid(character, used))
-            return fail(&c->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)s[i]);
+            return fail(&cli->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)s[i]);
     }
     return true;
 }
 
 // the text that was given, if one was, and its ids
-static bool load_prompt(Cli *c) {
-    const Tokenizer *t = c->m.tokenizer;
-    const char *file = c->ppl ? c->ppl : c->file;
-    if (file && !read_file(c, file)) return false;
-    if (!file && c->prompt) c->n_prompt = strlen(c->prompt);
-    if (!c->prompt || c->chat) return true;
-    c->ids.n = 0;
-    if (!check_utf8(c, c->prompt, c->n_prompt)) return false;
-    if (!tokenize(t, c->prompt, c->n_prompt, true, c->special, &c->ids, &c->e)) return false;
-    if (c->ids.n || c->tokenize) return true;
-    if (t->bos < 0) return fail(&c->e, "the prompt is empty and the model has no BOS token");
-    return tokens_add(&c->ids, t->bos) || fail(&c->e, "out of memory");
+static bool load_prompt(Cli *cli) {
+    const Tokenizer *t = cli->m.tokenizer;
+    const char *file = cli->ppl ? cli->ppl : cli->file;
+    if (file && !read_file(cli, file)) return false;
+    if (!file && cli->prompt) cli->n_prompt = strlen(cli->prompt);
+    if (!cli->prompt || cli->chat) return true;
+    cli->ids.n = 0;
+    if (!check_utf8(cli, cli->prompt, cli->n_prompt)) return false;
+    bool ok = tokenize(t, cli->prompt, cli->n_prompt, true, cli->special, &cli->ids, &cli->e);
+    if (!ok) return false;
+    if (cli->ids.n || cli->tokenize) return true;
+    if (t->bos < 0) return fail(&cli->e, "the prompt is empty and the model has no BOS token");
+    return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
 }
 
 // what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
 static double token_bytes(const Session *s, int pos) {
     const Model *m = s->m;
-    const Config *k = &m->config;
+    const Config *c = &m->config;
     double sum = 0;
     for (size_t i = 0; i < m->gguf.n_tensors; i++) {
         const Tensor *t = &m->gguf.tensors[i];
         bool layer = t->name.n > 4 && !memcmp(t->name.s, "blk.", 4);
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data;
-        if (layer && atoi(t->name.s + 4) >= k->n_layer) continue;   // it predicts further tokens
-        if (row && t->data != m->head.data) sum += quant_row_bytes(t->type, t->ne[0]);
-        else sum += tensor_bytes(t) * (expert ? (double)k->n_used / k->n_expert : 1);
+        if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it predicts further tokens
+        if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
+        else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
-    for (int l = 0; l < k->n_layer; l++) {
+    for (int l = 0; l < c->n_layer; l++) {
         int most = s->cache[l].window + s->cache[l].keep, seen = pos < most ? pos + 1 : most;
-        sum += 2.0 * seen * m->layers[l].n_kv * (k->hd + k->vd);
+        sum += 2.0 * seen * m->layers[l].n_kv * (c->hd + c->vd);
     }
     return sum;
 }
 
 static bool print_token(void *ctx, int32_t id) {
-    Cli *c = ctx;
-    const Tokenizer *t = c->m.tokenizer;
-    if (!c->first) c->first = now();
-    if (t->kind == TOKENIZER_NONE) printf(c->n_new ? " %d" : "%d", id);
-    else fwrite(c->work, 1, detokenize(t, &c->detokenizer, id, c->work), stdout);
+    Cli *cli = ctx;
+    const Tokenizer *t = cli->m.tokenizer;
+    if (!cli->first) cli->first = now();
+    if (t->kind == TOKENIZER_NONE) printf(cli->n_new ? " %d" : "%d", id);
+    else fwrite(cli->work, 1, detokenize(t, &cli->detokenizer, id, cli->work), stdout);
     fflush(stdout);
-    c->n_new++;
-    return tokens_add(&c->ids, id) && !interrupted && !ferror(stdout);
+    cli->n_new++;
+    return tokens_add(&cli->ids, id) && !interrupted && !ferror(stdout);
 }
 
-// evaluates c->ids, adds and prints what follows
-static bool reply(Cli *c) {
-    size_t n = c->ids.n;
+// evaluates cli->ids, adds and prints what follows
+static bool reply(Cli *cli) {
+    size_t n = cli->ids.n;
     double start = now();
-    c->first = 0;
+    cli->first = 0;
     fflush(stdout);
-    bool ok = c->n_predict
-                  ? session_generate(&c->s, c->ids.id, n, c->n_predict, print_token, c, &c->e)
-                  : session_eval(&c->s, c->ids.id, n, &c->e) != NULL;
+    bool ok = cli->n_predict
+                  ? session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli,
+                                     &cli->e)
+                  : session_eval(&cli->s, cli->ids.id, n, &cli->e) != NULL;
     double end = now();
-    if (!c->first) c->first = end;
-    c->prefill += c->first - start;
-    c->decode += end - c->first;
-    if (ok || interrupted || c->ids.n > n) putchar('\n');
+    if (!cli->first) cli->first = end;
+    cli->prefill += cli->first - start;
+    cli->decode += end - cli->first;
+    if (ok || interrupted || cli->ids.n > n) putchar('\n');
     fflush(stdout);
     return ok;
 }
 
 // what goes to stderr when all went well
-static void print_notes(const Cli *c) {
-    const Session *s = &c->s;
+static void print_notes(const Cli *cli) {
+    const Session *s = &cli->s;
     struct rusage usage;
-    int n = c->ids.n - c->n_new, window = s->o.window, n_ctx = c->m.config.n_ctx;
-    double speed = s->n_history > n ? (s->n_history - n) / c->decode : 0;
-    if (c->m.tokenizer->note) fprintf(stderr, "note: %s\n", c->m.tokenizer->note);
-    if (c->o.window > n_ctx && s->m)
+    int n = cli->ids.n - cli->n_new, window = s->o.window, n_ctx = cli->m.config.n_ctx;
+    double speed = (int)s->history.n > n ? ((int)s->history.n - n) / cli->decode : 0;
+    if (cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
+    if (cli->gpu && !GPU_BUILT)
+        fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
+    if (cli->o.window > n_ctx && s->m)
         fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
-    if (n > window && s->m && !c->ppl && !c->bench.id)
+    if (n > window && s->m && !cli->ppl && !cli->bench.id)
         fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
                 "-c %d keeps them\n", n - window, n);
-    if (!c->prefill) return;
+    if (!cli->prefill) return;
     getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %d tokens %.1f tok/s, decode %zu tokens %.1f tok/s %.1f GB/s, "
-            "peak %.0f MB, seed %llu\n", n, n / c->prefill, c->n_new, speed,
-            speed * token_bytes(s, s->n_history) * 1e-9, usage.ru_maxrss / RSS_PER_MB,
-            (unsigned long long)c->o.sampling.seed);
+            "peak %.0f MB, seed %llu\n", n, n / cli->prefill, cli->n_new, speed,
+            speed * token_bytes(s, (int)s->history.n) * 1e-9, usage.ru_maxrss / RSS_PER_MB,
+            (unsigned long long)cli->o.sampling.seed);
 }
 
 // A chat template is a Jinja program in the metadata. As llama.cpp does by default, the family is
@@ -4206,55 +4713,57 @@ static const ChatFamily CHATS[] = {
 };
 
 // one turn: the user's text between the template's words; only those may be special tokens
-static bool chat_turn(Cli *c, const ChatFamily *f, const char *user, size_t n) {
-    const Tokenizer *t = c->m.tokenizer;
+static bool chat_turn(Cli *cli, const ChatFamily *f, const char *user, size_t n) {
+    const Tokenizer *t = cli->m.tokenizer;
     const char *middle = strchr(f->turn, '%') + 1, *end = strchr(middle, '%');
-    bool first = c->ids.n == 0;
+    bool first = cli->ids.n == 0;
     char before[128];
     snprintf(before, sizeof before, "%s%.*s", first ? f->start : end + 1,
              (int)(middle - 1 - f->turn), f->turn);
-    if (first && t->add_bos && !tokens_add(&c->ids, t->bos)) return fail(&c->e, "out of memory");
-    c->detokenizer = (Detokenizer){.started = true};
-    return check_utf8(c, user, n) &&
-           tokenize(t, before, strlen(before), false, true, &c->ids, &c->e) &&
-           tokenize(t, user, n, false, false, &c->ids, &c->e) &&
-           tokenize(t, middle, end - middle, false, true, &c->ids, &c->e) && reply(c);
+    if (first && t->add_bos && !tokens_add(&cli->ids, t->bos))
+        return fail(&cli->e, "out of memory");
+    cli->detokenizer = (Detokenizer){.started = true};
+    return check_utf8(cli, user, n) &&
+           tokenize(t, before, strlen(before), false, true, &cli->ids, &cli->e) &&
+           tokenize(t, user, n, false, false, &cli->ids, &cli->e) &&
+           tokenize(t, middle, end - middle, false, true, &cli->ids, &cli->e) && reply(cli);
 }
 
-static bool run_chat(Cli *c) {
-    Str template = gguf_str(&c->m.gguf, "tokenizer.chat_template");
+static bool run_chat(Cli *cli) {
+    Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template");
     const ChatFamily *f = CHATS, *end = CHATS + COUNT(CHATS);
-    if (!template.n) return fail(&c->e, "the model has no chat template; -i needs one");
+    if (!template.n) return fail(&cli->e, "the model has no chat template; -i needs one");
     while (f < end && !memmem(template.s, template.n, f->mark, strlen(f->mark))) f++;
-    if (f == end) return fail(&c->e, "the model's chat template is of an unknown family");
+    if (f == end) return fail(&cli->e, "the model's chat template is of an unknown family");
     char *line = NULL;
     size_t room = 0;
-    bool ok = !c->prompt || chat_turn(c, f, c->prompt, c->n_prompt);
+    bool ok = !cli->prompt || chat_turn(cli, f, cli->prompt, cli->n_prompt);
     while (ok && !interrupted && !ferror(stdout)) {
         if (isatty(STDIN_FILENO)) fputs("> ", stderr);
         ssize_t n = getline(&line, &room, stdin);
         if (n < 0) break;
         if (line[n - 1] == '\n') n--;
-        if (n > 0) ok = chat_turn(c, f, line, n);
+        if (n > 0) ok = chat_turn(cli, f, line, n);
     }
     free(line);
     return ok;
 }
 
 static bool write_row(void *ctx, int i, const float *logits) {
-    Cli *c = ctx;
-    size_t n = c->m.config.n_vocab;
+    Cli *cli = ctx;
+    size_t n = cli->m.config.n_vocab;
     (void)i;
-    return fwrite(logits, sizeof *logits, n, c->out) == n;
+    return fwrite(logits, sizeof *logits, n, cli->out) == n;
 }
 
-static bool run_logits(Cli *c) {
+static bool run_logits(Cli *cli) {
     struct stat st;
-    c->out = fopen(c->logits, "wb");
-    if (!c->out) return fail(&c->e, "%s: %s", c->logits, strerror(errno));
-    bool ok = session_run(&c->s, c->ids.id, c->ids.n, 0, false, write_row, c, &c->e);
-    if (ferror(c->out) | fclose(c->out)) ok = fail(&c->e, "%s: cannot be written whole", c->logits);
-    if (!ok && !stat(c->logits, &st) && S_ISREG(st.st_mode)) remove(c->logits);
+    cli->out = fopen(cli->logits, "wb");
+    if (!cli->out) return fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
+    bool ok = session_run(&cli->s, cli->ids.id, cli->ids.n, 0, false, write_row, cli, &cli->e);
+    if (ferror(cli->out) | fclose(cli->out))
+        ok = fail(&cli->e, "%s: cannot be written whole", cli->logits);
+    if (!ok && !stat(cli->logits, &st) && S_ISREG(st.st_mode)) remove(cli->logits);
     return ok;
 }
 
@@ -4274,21 +4783,21 @@ static bool score_row(void *ctx, int i, const float *logits) {
     return true;
 }
 
-static bool run_ppl(Cli *c) {
-    const Tokenizer *t = c->m.tokenizer;
-    size_t n = c->s.o.window, windows = c->ids.n / n;
-    Score p = {.ids = c->ids.id, .n_vocab = c->m.config.n_vocab};
+static bool run_ppl(Cli *cli) {
+    const Tokenizer *t = cli->m.tokenizer;
+    size_t n = cli->s.o.window, windows = cli->ids.n / n;
+    Score p = {.ids = cli->ids.id, .n_vocab = cli->m.config.n_vocab};
     if (windows < 2 || n < 3)
-        return fail(&c->e, "%s: %zu tokens; at -c %zu perplexity takes %zu at least", c->ppl,
-                    c->ids.n, n, larger(2 * n, 6));
+        return fail(&cli->e, "%s: %zu tokens; at -c %zu perplexity takes %zu at least", cli->ppl,
+                    cli->ids.n, n, larger(2 * n, 6));
     for (size_t w = 0; w < windows; w++, p.ids += n) {
-        if (t->add_bos) c->ids.id[w * n] = t->bos;
-        session_truncate(&c->s, 0);
-        if (!session_run(&c->s, p.ids, n - 1, n / 2, false, score_row, &p, &c->e)) return false;
+        if (t->add_bos) cli->ids.id[w * n] = t->bos;
+        session_truncate(&cli->s, 0);
+        if (!session_run(&cli->s, p.ids, n - 1, n / 2, false, score_row, &p, &cli->e)) return false;
     }
     double mean = p.nll / p.count, variance = fmax(p.squares / p.count - mean * mean, 0);
     printf("ppl %.4f +- %.4f tokens %zu windows %zu\n", exp(mean),
-           exp(mean) * sqrt(variance / larger(p.count - 1, 1)), c->ids.n, windows);
+           exp(mean) * sqrt(variance / larger(p.count - 1, 1)), cli->ids.n, windows);
     return true;
 }
 
@@ -4296,15 +4805,15 @@ static bool run_ppl(Cli *c) {
 // Prints the result, L2-normalised; without pooling each row is one.
 static bool pool_row(void *ctx, int i, const float *row) {
     enum { NONE, MEAN, CLS, LAST };
-    Cli *c = ctx;
-    const Config *k = &c->m.config;
-    int pooling = k->pooling >= 0 ? k->pooling : k->causal ? LAST : MEAN;
-    double *x = c->work, length = 0;
-    for (int j = 0; j < k->dim && (i == 0 || pooling != CLS); j++)
+    Cli *cli = ctx;
+    const Config *c = &cli->m.config;
+    int pooling = c->pooling >= 0 ? c->pooling : c->causal ? LAST : MEAN;
+    double *x = cli->work, length = 0;
+    for (int j = 0; j < c->dim && (i == 0 || pooling != CLS); j++)
         x[j] = row[j] + (pooling == MEAN ? x[j] : 0);
-    if (pooling != NONE && i + 1 < (int)c->ids.n) return true;
-    for (int j = 0; j < k->dim; j++) length += x[j] * x[j];
-    for (int j = 0; j < k->dim; j++)
+    if (pooling != NONE && i + 1 < (int)cli->ids.n) return true;
+    for (int j = 0; j < c->dim; j++) length += x[j] * x[j];
+    for (int j = 0; j < c->dim; j++)
         printf(j ? " %.9g" : "%.9g", length > 0 ? x[j] / sqrt(length) : 0.0);
     putchar('\n');
     return true;
@@ -4312,38 +4821,40 @@ static bool pool_row(void *ctx, int i, const float *row) {
 
 enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // reads a memory of so many slices, in bytes
 
-static void read_slice(void *ctx, int i, int thread) {
-    uint64_t *p = (uint64_t *)((char *)ctx + (size_t)i * SLICE), sum[32] = {0};
-    (void)thread;
+static void read_slice(Task t) {
+    uint64_t *p = (uint64_t *)((char *)t.ctx + (size_t)t.i * SLICE), sum[32] = {0};
     for (size_t k = 0; k < SLICE / sizeof *p; k += 32) {
-        prefetch_ahead(p + k, 256);
+        for (int j = 0; j < 32; j += 8) {   // ahead of time, as products ask for weights
+            __builtin_prefetch(p + k + 256 + j);
+            __builtin_prefetch(p + k + 1024 + j, 0, 2);
+        }
         for (int j = 0; j < 32; j++) sum[j] += p[k + j];
     }
     for (int j = 0; j < 32; j++) p[0] += sum[j];   // so that the sums must be made
 }
 
-static bool run_bench(Cli *c) {
-    Session *s = &c->s;
-    int n_prompt = c->bench.id[0], n_decode = c->bench.id[1], n = n_prompt;
+static bool run_bench(Cli *cli) {
+    Session *s = &cli->s;
+    int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1], n = n_prompt;
     double decode = 0, best = 0, moved = 0, memory = (double)SLICES * SLICE;
-    for (uint64_t rng = 1; c->ids.n < (size_t)n_prompt + n_decode;)
-        if (!tokens_add(&c->ids, random_unit(&rng) * c->m.config.n_vocab))
-            return fail(&c->e, "out of memory");
+    for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
+        if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
+            return fail(&cli->e, "out of memory");
 
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    memset(c->work, 1, memory);
-    if (!session_eval(s, c->ids.id, n < s->o.chunk ? n : s->o.chunk, &c->e)) return false;
+    memset(cli->work, 1, memory);
+    if (!session_eval(s, cli->ids.id, n < s->o.chunk ? n : s->o.chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
-    if (!session_eval(s, c->ids.id, n, &c->e)) return false;
+    if (!session_eval(s, cli->ids.id, n, &cli->e)) return false;
     double prefill = now() - start;
     for (int run = 1; run <= RUNS; run++) {
         start = now();
         while (n < n_prompt + (int64_t)n_decode * run / RUNS)
-            if (!session_eval(s, c->ids.id, ++n, &c->e)) return false;
+            if (!session_eval(s, cli->ids.id, ++n, &cli->e)) return false;
         decode += now() - start;
         start = now();
-        parallel(&s->pool, read_slice, c->work, SLICES);
+        parallel(s->pool, read_slice, cli->work, NULL, SLICES);
         best = fmax(best, memory / (now() - start));
     }
     while (n > n_prompt) moved += token_bytes(s, --n);
@@ -4367,14 +4878,33 @@ static void print_meta(const Meta *m) {
     printf(m->n > 4 ? " ...\n" : "\n");
 }
 
-static bool print_info(const Cli *c) {
-    const Config *k = &c->m.config;
-    const Gguf *g = &c->m.gguf;
+// what a plan places, by phase; returns the sum of all
+static size_t print_plan(const Session *s, void plan(Session *, Arena *)) {
+    Session counted = *s;
+    Arena a = {0};
+    size_t sum = 0;
+    plan(&counted, &a);
+    Placement *all = a.list = calloc(a.n_list, sizeof *all);
+    a.n_list = 0;
+    if (all) plan(&counted, &a);
+    for (int i = 0, k = 0; all && i < a.n_list; i = k) {
+        size_t bytes = 0;
+        for (; k < a.n_list && !strcmp(all[k].name, all[i].name); k++) bytes += all[k].bytes;
+        if (bytes) printf("  %-10s %-28s %9.2f MB\n", all[i].phase, all[i].name, bytes / 1048576.0);
+        sum += bytes;
+    }
+    free(all);
+    return sum;
+}
+
+static bool print_info(const Cli *cli) {
+    const Config *c = &cli->m.config;
+    const Gguf *g = &cli->m.gguf;
     double weights = 0;
     for (size_t i = 0; i < g->n_meta; i++) print_meta(&g->meta[i]);
     printf("\narchitecture %s%s: %d layers, dim %d, head %d, vocabulary %d, context %d\n",
-           k->name, is_word(k->name, VERIFIED) ? "" : " (unverified: no golden output)", k->n_layer,
-           k->dim, k->hd, k->n_vocab, k->n_ctx);
+           c->name, c->verified ? "" : " (unverified: no golden output)", c->n_layer,
+           c->dim, c->hd, c->n_vocab, c->n_ctx);
     for (int type = 0; type < 64; type++) {
         double size = 0;
         int count = 0;
@@ -4386,58 +4916,62 @@ static bool print_info(const Cli *c) {
         if (count) printf("format %s: %d tensors, %.1f MB\n", quant_name(type), count, size);
         weights += size;
     }
-    printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
-           weights, c->s.kv_bytes / 1048576.0, c->s.o.window, c->s.scratch_bytes / 1048576.0);
+    printf("buffers, by the phase that they live in:\n");
+    size_t apart = print_plan(&cli->s, plan_caches) + print_plan(&cli->s, plan_scratch);
+    printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB; "
+           "without sharing %.1f MB of buffers\n", weights, cli->s.kv_bytes / 1048576.0,
+           cli->s.o.window, cli->s.scratch_bytes / 1048576.0, apart / 1048576.0);
     return true;
 }
 
-static bool run(Cli *c) {
-    Model *m = &c->m;
-    if (c->help) return print_usage();
-    if (c->version) return puts("llm 1.0"), true;
-    if (!model_load(m, c->model, !c->tokenize, &c->e)) return false;
-    if (!load_prompt(c)) return false;
-    if (c->tokenize) {
-        for (size_t i = 0; i < c->ids.n; i++) printf(i ? " %d" : "%d", c->ids.id[i]);
+static bool run(Cli *cli) {
+    Model *m = &cli->m;
+    if (cli->help) return print_usage();
+    if (cli->version) return puts("llm 1.0"), true;
+    if (!model_load(m, cli->model, !cli->tokenize, &cli->e)) return false;
+    if (!load_prompt(cli)) return false;
+    if (cli->tokenize) {
+        for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
     }
     if (m->config.arch->flags & ENCODER) {
-        if (!c->embed && !c->info)
-            return fail(&c->e, "%s: %s is an encoder; use --embed", c->model, m->config.name);
-        c->o.window = c->o.chunk = c->ids.n;   // it sees the whole text at once
+        if (!cli->embed && !cli->info)
+            return fail(&cli->e, "%s: %s is an encoder; use --embed", cli->model, m->config.name);
+        cli->o.window = cli->o.chunk = cli->ids.n;   // it sees the whole text at once
     }
-    if (!session_open(&c->s, m, c->o, &c->e)) return false;
-    c->s.stop = &interrupted;
+    if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
+    cli->s.stop = &interrupted;
     size_t work = larger(m->config.dim * sizeof(double), m->tokenizer->piece_max);
-    c->work = calloc(1, c->bench.id ? (size_t)SLICES * SLICE : work);
-    if (!c->work) return fail(&c->e, "out of memory");
-    if (c->info) return print_info(c);
-    if (c->ppl) return run_ppl(c);
-    if (c->bench.id) return run_bench(c);
-    if (c->embed) return session_run(&c->s, c->ids.id, c->ids.n, 0, true, pool_row, c, &c->e);
-    if (c->logits) return run_logits(c);
-    if (c->chat) return run_chat(c);
-    if (c->prompt && !c->hide_prompt) fwrite(c->prompt, 1, c->n_prompt, stdout);
-    c->detokenizer.started = c->n_prompt > 0;
-    return reply(c);
+    cli->work = calloc(1, cli->bench.id ? (size_t)SLICES * SLICE : work);
+    if (!cli->work) return fail(&cli->e, "out of memory");
+    if (cli->info) return print_info(cli);
+    if (cli->ppl) return run_ppl(cli);
+    if (cli->bench.id) return run_bench(cli);
+    if (cli->embed)
+        return session_run(&cli->s, cli->ids.id, cli->ids.n, 0, true, pool_row, cli, &cli->e);
+    if (cli->logits) return run_logits(cli);
+    if (cli->chat) return run_chat(cli);
+    if (cli->prompt && !cli->hide_prompt) fwrite(cli->prompt, 1, cli->n_prompt, stdout);
+    cli->detokenizer.started = cli->n_prompt > 0;
+    return reply(cli);
 }
 
 int main(int argc, char **argv) {
-    Cli c = {.n_predict = 256,
+    Cli cli = {.n_predict = 256,
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
-    bool asked = parse_options(&c, argc, argv), ok = asked && run(&c);
+    bool asked = parse_options(&cli, argc, argv), ok = asked && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
-        ok = fail(&c.e, "standard output: %s", strerror(errno));
-    if (c.m.tokenizer && (ok || interrupted)) print_notes(&c);
-    if (!ok && !interrupted) fprintf(stderr, "llm: %s\n", c.e.text);
-    session_close(&c.s);
-    model_close(&c.m);
-    free(c.text);
-    free(c.ids.id);
-    free(c.bench.id);
-    free(c.work);
+        ok = fail(&cli.e, "standard output: %s", strerror(errno));
+    if (cli.m.tokenizer && (ok || interrupted)) print_notes(&cli);
+    if (!ok && !interrupted) fprintf(stderr, "llm: %s\n", cli.e.text);
+    session_close(&cli.s);
+    model_close(&cli.m);
+    free(cli.text);
+    free(cli.ids.id);
+    free(cli.bench.id);
+    free(cli.work);
     return interrupted ? 130 : ok ? 0 : asked ? 1 : 2;
 }
 
@@ -4445,12 +4979,22 @@ int main(int argc, char **argv) {
 
 // ---- appendix: Unicode ----
 //
-// UTF-8, and tables of the Unicode standard for the tokenizers: sorted ranges of characters with a
-// value. A range is two or three numbers: twice the gap since the range before, plus 1 if there are
-// more characters than one; how many more; the change of the value against the range before (0,
-// -1, 1, -2... as 0, 1, 2, 3...). Each line starts afresh, so that a binary search over the lines
-// finds the one to read. A number is base 60, digits from '#' on; higher digits come first, are
-// base 32 and begin where those 60 end.
+// UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
+// of characters, each range with a value; `make unicode` writes them. A range is two or three
+// numbers:
+//   - twice how many characters lie between the range before and this one, plus 1 if this one has
+//     more than one character;
+//   - only if it has: how many more;
+//   - its value minus that of the range before, where 0, -1, 1, -2, 2 are written 0, 1, 2, 3, 4.
+// The last digit of a number has base 60, '#' (0) to '^' (59); digits before it have base 32, '_'
+// (0) to '~' (31), so that one sees where a number ends. Each line starts afresh, at character 0
+// with value 0, so that a binary search over the lines finds the one to read.
+//
+// UNICODE_LOWER begins with "a.<`'b:9#". Here a. is 2 * 60 + 11 = 131 = 2 * 65 + 1: after 65
+// characters comes a range of several, at 'A'; < is 25, so it ends at 'Z'; `' is 1 * 60 + 4 = 64,
+// written for 32: what to add to 'A' for 'a'. Then b: is 3 * 60 + 23 = 203 = 2 * 101 + 1: 101
+// characters after 'Z', at U+00C0, comes the next range; 9 is 22, so it ends at U+00D6; # is 0: its
+// value, too, is 32.
 
 static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
     "$+5$'$$4%#$$%&#%$($#%$&$$,&$$'$%%$$$$<.$%/#%#$#%$<.#-#%#$#%$('#$$<%#$#&$'%#$$$%#*#)#%#'$&&$$(",
@@ -4587,6 +5131,38 @@ static const char *const UNICODE_BASE[] = {   // the character without its accen
     "eje1do_7#c{aZ#c{fG$$cfrD#`##cf{-#cft^#suX#sx3#c/#Y#a##sz.#c|u?#cgq&#i'#e5#tk0#`%#tmO#chm)",
     "eje]soS#c}}5#gU#c9#chpR#tuD#twI#-#1#7#1#`1#ciiU",
 };
+
+static size_t utf8_length(char first) {   // bytes of the character that begins so
+    uint8_t c = first;
+    return c < 0xC0 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
+}
+
+// the character at s, of n bytes; *used: how many of them it took
+static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
+    size_t len = utf8_length(s[0]);
+    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
+    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
+    for (size_t i = 1; ok && i < len; i++) {
+        ok = (s[i] & 0xC0) == 0x80;
+        c = c << 6 | (s[i] & 0x3F);
+    }
+    ok = ok && c <= 0x10FFFF;
+    *used = ok ? len : 1;
+    return ok ? c : UTF8_BAD;
+}
+
+static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at most
+    size_t len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
+    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
+    return len;
+}
+
+// was c, decoded from `used` bytes, proper UTF-8?
+static bool utf8_valid(uint32_t c, size_t used) {
+    char s[4];
+    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
+}
 
 static uint32_t range_number(const char **s) {
     uint32_t high = 0;

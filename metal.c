@@ -1,25 +1,33 @@
 // SPDX-License-Identifier: MIT
 // metal.c: llm.c's forward pass on an Apple GPU, in plain C; llm.c includes it under LLM_METAL. It
-// has not met Apple hardware: the tests run it on a software device. The seam, false or -1 where
-// the CPU is to do the work:
+// has never run on Apple hardware: the tests run it on a device made of software. llm.c calls
 //
-//   gpu_open(s), gpu_close(s)            around a session's life
-//   gpu_forward(s, ids, n, pos, first)   as forward; then as head for the rows from `first` on,
-//                                        in the same command buffer (first = n: no logits)
-//   gpu_head(s, first, n)                as head, for further rows of the last chunk
+//   gpu_open(s), gpu_close(s)            when a session begins and ends
+//   gpu_forward(s, ids, n, pos, first)   instead of forward, and of output_logits for the rows from
+//                                        `first` on (n: for none), all in one command buffer
+//   gpu_logits(s, first, n)              instead of output_logits, for further rows of the chunk
+//   gpu_argmax(s, logits)                for the id of the largest of these logits
 //
-// Weights, KV cache and scratch are the CPU's own pages, shared with the GPU without a copy. So the
-// CPU can take over after any failure, in the middle of a text: everything it needs is in place.
+// When one of them returns false, or gpu_argmax -1, the CPU does the work: there is no GPU, or the
+// kernels lack something that the model needs, or a call of Metal has failed. The CPU can take over
+// in the middle of a text, because both use the same pages of weights, KV cache and scratch.
 #include <assert.h>
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
 
+// the kernels take llm.c's activations and pairings as they are
+_Static_assert((int)ACT_SILU == SILU && (int)ACT_GELU == GELU && (int)ACT_RELU2 == RELU2, "");
+_Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
+               (int)PAIRING_HALVES == ROPE_HALVES, "");
+// what gemm stages, floats of x and halves of W, fits where the finished tile does
+_Static_assert(GEMM_TOKENS * GEMM_K + GEMM_ROWS * GEMM_K / 2 <= GEMM_FLOATS, "");
+
 // ---- Objective-C, by hand ----
 //
-// A method is a C function found by name. Each call goes through its exact type, for arguments of
-// a call through (...) travel differently on arm64. Apple's rules of ownership: what "new", "alloc"
-// and "Copy" or "Create" return is ours to release, all else belongs to the autorelease pool.
+// A method is a C function, found by name. It must be called through its exact type: on arm64 the
+// arguments of a variadic call travel in other places. Apple's rules of ownership: what "new",
+// "alloc", "Copy" or "Create" returns is ours to release; all else belongs to the autorelease pool.
 
 typedef void *id, *SEL;
 typedef void (*IMP)(void);
@@ -32,7 +40,7 @@ IMP class_getMethodImplementation(id, SEL);
 void *objc_autoreleasePoolPush(void);
 void objc_autoreleasePoolPop(void *);
 
-// name here, selector, result, parameters. NSUInteger is size_t.
+// X(name here, selector, result, parameters), where NSUInteger is size_t
 #define METHODS(X) \
     X(make, "new", id, (id, SEL)) X(retain, "retain", id, (id, SEL)) \
     X(release, "release", void, (id, SEL)) X(count, "count", size_t, (id, SEL)) \
@@ -71,11 +79,9 @@ METHODS(X)
 enum { METHODS(X) N_METHODS };
 #undef X
 
-// a message to nil is answered with 0, as in Objective-C
-static size_t nil_method(void) {
-    return 0;
-}
+static size_t nil_method(void) { return 0; }   // what answers a message to nil
 
+// sends the message `name` to an object: looks its method up, and calls it
 #define send(g, name, object, ...) ({ \
     id to_ = (object); \
     SEL sel_ = (g)->sel[SEND_##name]; \
@@ -84,7 +90,7 @@ static size_t nil_method(void) {
 
 enum { MTLDataTypeInt = 29, MTLCommandBufferStatusCompleted = 4, MTLStorageModeShared = 0 };
 
-// quant.h and kernels.metal, as one text
+// quant.h and kernels.metal as one text inside this program
 __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
         ".incbin \"kernels.metal\"\n.byte 0\n.previous\n");
 extern const char metal_source[] __asm__("metal_source");
@@ -92,50 +98,42 @@ extern const char metal_source[] __asm__("metal_source");
 // ---- device ----
 
 enum { MAX_PIPELINES = 96, MAX_COMMANDS = 32, MAX_BOUND = 12, SPLIT_LAYERS = 8 };
-enum {   // function constants, numbered as in kernels.metal
-    C_FORMAT_0, C_FORMAT_1, C_FORMAT_2, C_FORMAT_3, C_RAGGED, C_NORMED, C_BIASES, C_EPILOGUE,
-    C_ACTIVATION, C_SOFTCAPPED, C_HEAD_DIM, C_PAIRING, C_QK_NORMED, C_FUSED, C_CAUSAL,
-    C_TILE_TOKENS, C_INT8, N_CONSTANTS
-};
-
-typedef struct { const char *base; size_t size; id buffer; } Shared;   // memory that the GPU sees
+typedef struct { const char *base; size_t size; id buffer; } Shared;   // with the CPU
 typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
 
 typedef struct {
     SEL sel[N_METHODS];
     id device, queue, library, encoder, commands[MAX_COMMANDS];
-    void *pool;                 // autoreleased objects of one forward
+    void *pool;                 // of the objects that a forward autoreleases
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
-    int n_shared, n_pipelines, n_commands;
+    int n_shared, n_pipelines, n_commands;   // n_commands: of this forward
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
-    int8_t *codes;              // [chunk][widest input], if int8 is asked for
-    float *scales;              // [chunk][widest input / 32][3]
-    const float *best_of;       // the logits that best is the argmax of
-    char why[200];              // the first thing that went wrong
+    int8_t *codes;              // [chunk][widest input] if int8 is asked for, else NULL
+    float *scales;              // [chunk][widest input / 32][3], for quantize
+    const float *best_of;       // the logits whose argmax `best` is, or NULL
+    char why[200];              // what went wrong first, or empty
 } Gpu;
 
 static Gpu *gpu_new(void) {
-    static const char *const selectors[] = {
-#define X(name, selector, R, types) selector,
-        METHODS(X)
-#undef X
-    };
     Gpu *g = calloc(1, sizeof *g);
-    for (int i = 0; g && i < N_METHODS; i++) g->sel[i] = sel_registerName(selectors[i]);
+#define X(name, selector, R, types) if (g) g->sel[SEND_##name] = sel_registerName(selector);
+    METHODS(X)
+#undef X
     return g;
 }
 
+// notes what went wrong, unless something did before; error: what Metal says about it, or NULL
 static bool gpu_fail(Gpu *g, const char *what, id error) {
     const char *text = send(g, utf8, send(g, describe, error));
     if (!g->why[0])
         snprintf(g->why, sizeof g->why, "%s%s%s", what, text ? ": " : "", text ? text : "");
     for (char *c = g->why; *c; c++)
-        if ((unsigned char)*c < ' ') *c = ' ';   // a compiler's message has many lines; ours one
+        if ((unsigned char)*c < ' ') *c = ' ';   // a compiler's message may have many lines
     return false;
 }
 
-// There may be no default device though there is a device: over ssh, or in tmux.
+// Under ssh or tmux there is no default device, but there may be a device all the same.
 static id gpu_device(Gpu *g) {
     id one = MTLCreateSystemDefaultDevice(), all = one ? NULL : MTLCopyAllDevices();
     if (send(g, count, all)) one = send(g, retain, send(g, object_at, all, 0));
@@ -143,26 +141,26 @@ static id gpu_device(Gpu *g) {
     return one;
 }
 
-static bool gpu_library(Gpu *g) {
+static bool gpu_library(Gpu *g) {   // compiles the kernels
     id error = NULL, text = send(g, string, objc_getClass("NSString"), metal_source);
     g->device = gpu_device(g);
     if (!g->device) return gpu_fail(g, "no Metal device", NULL);
     g->queue = send(g, new_queue, g->device);
     id options = send(g, make, objc_getClass("MTLCompileOptions"));
-    send(g, set_fast_math, options, false);
+    send(g, set_fast_math, options, false);   // the kernels must tell NaN from numbers
     g->library = send(g, new_library, g->device, text, options, &error);
-    send(g, release, options);   // an error may hold mere warnings: what counts is the library
+    send(g, release, options);
     if (!g->queue) return gpu_fail(g, "no command queue", NULL);
-    return g->library ? true : gpu_fail(g, "kernels.metal", error);
+    return g->library ? true : gpu_fail(g, "kernels.metal", error);   // error alone: a warning
 }
 
-// makes whole pages, or a new buffer (base NULL), known to the GPU; returns its address
+// lets the GPU see the pages of base[size], or (base NULL) a new buffer; returns its address
 static void *gpu_share(Gpu *g, void *base, size_t size) {
     size_t unit = base ? sysconf(_SC_PAGESIZE) : 1, whole = (size + unit - 1) / unit * unit;
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
     if (!more) return NULL;
     g->shared = more;
-    if (whole > send(g, max_length, g->device)) return NULL;
+    if (whole > send(g, max_length, g->device)) return NULL;   // the longest buffer it takes
     id buffer = base ? send(g, share_pages, g->device, base, whole, MTLStorageModeShared, NULL)
                      : send(g, new_buffer, g->device, whole, MTLStorageModeShared);
     if (!buffer) return NULL;
@@ -171,7 +169,7 @@ static void *gpu_share(Gpu *g, void *base, size_t size) {
     return base;
 }
 
-static const Shared *gpu_find(const Gpu *g, const void *p) {
+static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points into
     for (int i = 0; i < g->n_shared; i++) {
         const Shared *at = &g->shared[i];
         if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
@@ -179,12 +177,12 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {
     return NULL;
 }
 
-// the variant of a kernel that these constants make, compiled on first use
+// a kernel with these function constants, compiled when it is first asked for
 static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *constant) {
     for (int i = 0; i < g->n_pipelines; i++) {
         Variant *p = &g->pipeline[i];
-        bool same = !strcmp(p->kernel, kernel);
-        if (same && !memcmp(p->constant, constant, sizeof p->constant)) return p;
+        if (strcmp(p->kernel, kernel)) continue;
+        if (!memcmp(p->constant, constant, sizeof p->constant)) return p;
     }
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
     Variant *p = &g->pipeline[g->n_pipelines];
@@ -197,7 +195,8 @@ static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *consta
     send(g, release, function);
     send(g, release, values);
     if (!p->state) return gpu_fail(g, kernel, error), NULL;
-    if (send(g, simd_width, p->state) != 32) gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
+    if (send(g, simd_width, p->state) != SIMD_LANES)
+        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
     p->kernel = kernel;
     memcpy(p->constant, constant, sizeof p->constant);
     p->threads = send(g, max_threads, p->state);
@@ -205,26 +204,26 @@ static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *consta
     return p;
 }
 
-static void gpu_commands(Gpu *g) {   // one more command buffer, and its encoder
+static void gpu_commands(Gpu *g) {   // begins one more command buffer
     id commands = send(g, commands, g->queue);
     g->encoder = send(g, encoder, commands);
     if (g->encoder) g->commands[g->n_commands++] = commands;
     else gpu_fail(g, "no command encoder", NULL);
 }
 
-static void gpu_begin(Gpu *g) {
+static void gpu_begin(Gpu *g) {   // what is encoded from here on, gpu_wait runs
     g->pool = objc_autoreleasePoolPush();
     g->n_commands = 0;
     gpu_commands(g);
 }
 
-static void gpu_commit(Gpu *g) {
+static void gpu_commit(Gpu *g) {   // the GPU may start on what was encoded
     if (!g->encoder) return;
     send(g, end_encoding, g->encoder);
     send(g, commit, g->commands[g->n_commands - 1]);
 }
 
-// Also after a failure: told in one line, and the CPU does the rest.
+// Also called after a failure: one line tells which, and without s->gpu the CPU does the work.
 static void gpu_close(Session *s) {
     Gpu *g = s->gpu;
     if (!g) return;
@@ -239,8 +238,7 @@ static void gpu_close(Session *s) {
     s->gpu = NULL;
 }
 
-// runs all that was encoded
-static bool gpu_wait(Gpu *g) {
+static bool gpu_wait(Gpu *g) {   // false if anything failed since gpu_open
     gpu_commit(g);
     for (int i = 0; i < g->n_commands; i++) {
         send(g, wait, g->commands[i]);
@@ -251,18 +249,18 @@ static bool gpu_wait(Gpu *g) {
     return !g->why[0];
 }
 
-static bool gpu_end(Session *s) {
+static bool gpu_end(Session *s) {   // gpu_wait; after a failure the session has no GPU
     bool ok = gpu_wait(s->gpu);
     if (!ok) gpu_close(s);
     return ok;
 }
 
-// One dispatch: buffers in order, then the arguments. NULL stands for what the variant ignores.
+// one dispatch: buffers 0 to n - 1, NULL where the variant ignores one; then come the arguments
 typedef struct {
     const char *kernel;
     const void *bound[MAX_BOUND];
     int n;
-    size_t groups, threads, shared;   // the grid; bytes of threadgroup memory
+    size_t groups, threads, shared;   // threadgroups; for each its threads, and floats it shares
     int constant[N_CONSTANTS];
 } Dispatch;
 
@@ -273,85 +271,86 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
     if (d->threads > p->threads) return;
     send(g, set_pipeline, g->encoder, p->state);
     for (int i = 0; i < d->n; i++) {
-        const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;
+        const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants some
         const Shared *at = gpu_find(g, from);
         assert(at);   // all memory of a session is shared when it is opened
         send(g, set_buffer, g->encoder, at->buffer, from - at->base, i);
     }
     send(g, set_bytes, g->encoder, args, size, d->n);
-    if (d->shared) send(g, set_shared, g->encoder, (d->shared + 15) / 16 * 16, 0);
+    if (d->shared) send(g, set_shared, g->encoder, (sizeof(float) * d->shared + 15) / 16 * 16, 0);
     send(g, dispatch, g->encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
-// ---- operations: each is one dispatch ----
+// ---- operations ----
+//
+// Each encodes one dispatch, or two where it says so; kernels.metal says what a kernel computes.
 
-// A matrix begins anywhere; the address bound is the multiple of 16 before it.
+// A matrix may begin at any byte. What is bound is the multiple of 16 before it.
 static struct kernel_matrix matrix_args(const Matrix *w, float scale) {
     return (struct kernel_matrix){(uintptr_t)w->data % 16, quant_row_bytes(w->type, w->cols),
                                   w->rows, scale * (w->scale ? *w->scale : 1)};
 }
 
-static const void *matrix_base(const Matrix *w) {
-    return w->data - (uintptr_t)w->data % 16;
-}
+static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-static void run_embed(Session *s, int n) {
+static void run_embed(Session *s, int n) {   // s->x[n][dim] = rows g->ids[n] of the embedding
     const Matrix *w = &s->m->embd;
     Gpu *g = s->gpu;
     struct embed_args a = {matrix_args(w, s->m->config.embd_scale), w->cols};
-    Dispatch d = {"embed", {matrix_base(w), g->ids, s->x}, 3, n, 32, 0,
+    Dispatch d = {"embed", {matrix_base(w), g->ids, s->x}, 3, n, SIMD_LANES, 0,
                   {[C_FORMAT_0] = w->type, [C_RAGGED] = w->cols % 32 != 0}};
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
+// y[n][dim] = norm(x), or += that
 static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n, int epilogue) {
     struct norm_args a = {s->m->config.dim, s->m->config.eps};
-    size_t threads = a.cols < 256 ? (a.cols + 31) / 32 * 32 : 256;
-    Dispatch d = {"rms_norm", {x, w->w, y}, 3, n, threads, 32, {[C_EPILOGUE] = epilogue}};
+    Dispatch d = {"norm", {x, w->w, NULL, y}, 4, n, threads_for(a.cols, NORM_THREADS), NORM_FLOATS,
+                  {[C_EPILOGUE] = epilogue}};
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y[i] = scale * w[i] x for up to three matrices, x normalised by `norm` if there is one; or
-// (EPILOGUE_GLU) y[0] = act(w[0] x) * w[1] x
+// y[i] = scale * w[i] x for up to three matrices, with x normalised first if there is a norm; or
+// (EPILOGUE_GLU) y[0] = activation(w[0] x) * (w[1] x)
 static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, const Norm *norm,
                      float *const *y, int epilogue, float cap, float scale) {
-    bool glu = epilogue == EPILOGUE_GLU;
     struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
-    Dispatch d = {glu ? "gemv_glu" : "gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0,
-                  32 * GEMV_SIMDGROUPS, 0,
+    Dispatch d = {"gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0, GEMV_SIMDGROUPS * SIMD_LANES, 0,
                   {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL,
                    [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
                    [C_ACTIVATION] = s->m->config.arch->act}};
-    size_t units = 0;
+    bool glu = epilogue == EPILOGUE_GLU;
+    int units = 0;
     for (int i = 0; i < k; i++) {
-        int rows = gemv_rows(w[i]->type);
         a.w[i] = matrix_args(w[i], scale);
         d.bound[i] = matrix_base(w[i]);
         d.bound[3 + i] = w[i]->bias;
         d.bound[8 + i] = glu ? y[0] : y[i];
         d.constant[C_FORMAT_0 + i] = w[i]->type;
         d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
-        if (i == 0 || !glu) units += (w[i]->rows + rows - 1) / rows;
+        if (i == 0 || !glu) units += gemv_units(w[i]->type, w[i]->rows);
     }
-    d.groups = (units + GEMV_SIMDGROUPS - 1) / GEMV_SIMDGROUPS;
+    d.groups = div_up(units, GEMV_SIMDGROUPS);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y = scale * x w' for n tokens; in integers where that is asked for and the format has codes
+// y[n][rows] = scale * x w', with the epilogue. An integer product takes a dispatch more; it needs
+// more than a few tokens, and a format with codes, which has no row of a single weight.
 static void run_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y,
                      int n, int epilogue, float cap, float scale) {
     Gpu *g = s->gpu;
-    int tile = n > 8 ? 32 : 8;
-    bool int8 = g->codes && tile == 32 && !quant_row_bytes(w->type, 1);   // no row of one: blocks
+    int tile = gemm_tokens(n);
+    bool int8 = g->codes && tile == GEMM_TOKENS && !quant_row_bytes(w->type, 1);
     if (int8) {
         struct quantize_args q = {n * (w->cols / 32)};
-        Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, (q.groups + 3) / 4, 128, 0, {0}};
+        Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(q.groups, UNIT_SIMDGROUPS),
+                      UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
         gpu_dispatch(g, &d, &q, sizeof q);
     }
     struct gemm_args a = {matrix_args(w, scale), w->cols, n, cap};
-    size_t rows = (w->rows + GEMM_ROWS - 1) / GEMM_ROWS, tokens = (n + tile - 1) / tile;
+    size_t tiles = (size_t)div_up(w->rows, GEMM_ROWS) * div_up(n, tile);
     Dispatch d = {"gemm", {matrix_base(w), w->bias, x, int8 ? g->codes : NULL,
-                           int8 ? g->scales : NULL, gate, y}, 7, rows * tokens, 128, 8192,
+                           int8 ? g->scales : NULL, gate, y}, 7, tiles, GEMM_THREADS, GEMM_FLOATS,
                   {[C_FORMAT_0] = w->type, [C_RAGGED] = a.cols % 32 != 0,
                    [C_BIASES] = w->bias != NULL, [C_EPILOGUE] = epilogue,
                    [C_ACTIVATION] = s->m->config.arch->act, [C_SOFTCAPPED] = cap > 0,
@@ -359,40 +358,39 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, const float *g
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// RoPE, cache write and attention: fused for one token, in two dispatches for more
+// RoPE, the write to the cache, and s->att[n][n_head][hd]: one dispatch for one token, else two
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
-    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows;
-    int nsg = used > 112 ? 8 : (used + 15) / 16;
+    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, nsg = attention_simdgroups(used);
     struct attention_args a = {n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows,
                                used, kv->window, kv->keep, c->eps, c->attn_scale, c->attn_cap};
     const float *angles = s->rope[w->window > 0], *q_norm = w->q_norm.w, *k_norm = w->k_norm.w;
     Dispatch r = {"rope", {s->q, s->k, s->v, kv->k, kv->v, q_norm, k_norm, angles}, 8,
-                  ((size_t)n * (w->n_head + 2 * w->n_kv) + 3) / 4, 128, 0,
+                  div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
+                  UNIT_SIMDGROUPS * SIMD_LANES, 0,
                   {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
-                   [C_PAIRING] = !w->rope ? ROPE_NONE
-                                 : c->rope == NORM ? ROPE_PAIRS : ROPE_HALVES,
+                   [C_PAIRING] = w->rope ? c->rope : PAIRING_NONE,
                    [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
     Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
-                                w->sinks, s->att}, 11, (size_t)n * w->n_head, 32 * nsg,
-                  ((2 + nsg) * c->hd + 2 * nsg) * sizeof(float), {0}};
-    if (n >= 8)
+                                w->sinks, s->att}, 11, (size_t)n * w->n_head, nsg * SIMD_LANES,
+                  attention_floats(c->hd, nsg), {0}};
+    if (n >= FLASH_MIN)
         d = (Dispatch){"flash_attention", {s->q, kv->k, kv->v, kv->pos, w->sinks, s->att}, 6,
-                       (size_t)(n + 31) / 32 * w->n_head, 128,
-                       (16 * c->hd + 4 * 320) * sizeof(float), {0}};
+                       (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+                       flash_floats(c->hd), {0}};
     memcpy(d.constant, r.constant, sizeof d.constant);
     if (n > 1) gpu_dispatch(s->gpu, &r, &a, sizeof a);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// The single-dispatch half of a layer, where it is asked for and fits: see kernels.metal
+// The rest of a layer after attention in one dispatch, if it is asked for and ffn_block can do it
 static bool run_block(Session *s, const Layer *w) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
     struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
-    Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, 1024,
-                  (32 + BLOCK_DIM) * sizeof(float), {[C_ACTIVATION] = c->arch->act}};
+    Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_DIM,
+                  BLOCK_FLOATS, {[C_ACTIVATION] = c->arch->act}};
     bool post = w->attn_post_norm.w || w->ffn_post_norm.w;
     bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !post;
     for (int i = 0; i < 4; i++) {
@@ -403,14 +401,14 @@ static bool run_block(Session *s, const Layer *w) {
         d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
     }
     const Variant *p = fits ? gpu_pipeline(s->gpu, d.kernel, d.constant) : NULL;
-    if (!p || p->threads < 1024) return false;
+    if (!p || p->threads < BLOCK_DIM) return false;   // the compiler may allow fewer threads
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
     return true;
 }
 
 // ---- forward ----
 
-// x += w in, or x += norm(w in)
+// x[n][dim] += w in, or x += post(w in) where there is a post-norm
 static void run_residual(Session *s, const Matrix *w, const float *in, const Norm *post, int n) {
     float *y = post->w ? s->out : s->x;
     int epilogue = post->w ? EPILOGUE_STORE : EPILOGUE_ADD;
@@ -419,7 +417,7 @@ static void run_residual(Session *s, const Matrix *w, const float *in, const Nor
     if (post->w) run_norm(s, s->out, post, s->x, n, EPILOGUE_ADD);
 }
 
-// One token: five dispatches, seven with post-norms. A chunk: eleven or thirteen.
+// 5 dispatches for one token, 11 for a chunk, and one more for each post-norm and integer product
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *pair[2] = {&w->gate, &w->up};
     float *to[3] = {s->q, s->k, s->v};
@@ -440,16 +438,16 @@ static void run_layer(Session *s, const Layer *w, int n) {
     run_residual(s, &w->down, s->up, &w->ffn_post_norm, n);
 }
 
-// logits of n rows; for one row also which is the largest
-static void run_head(Session *s, int first, int n) {
+// s->logits[n][n_vocab] for n rows of x from `first` on; of a single row also the argmax
+static void run_output(Session *s, int first, int n) {
     const Config *c = &s->m->config;
-    const Matrix *w = &s->m->head;
+    const Matrix *w = &s->m->output;
     const Norm *norm = &s->m->out_norm;
     Gpu *g = s->gpu;
     float *x = s->x + (size_t)first * c->dim, *h = s->h + (size_t)first * c->dim, *y = s->logits;
     struct argmax_args a = {c->n_vocab};
-    size_t threads = a.n < 1024 ? (a.n + 31) / 32 * 32 : 1024;
-    Dispatch d = {"argmax", {y, g->best}, 2, 1, threads, 2 * 32 * sizeof(float), {0}};
+    Dispatch d = {"argmax", {y, g->best}, 2, 1, threads_for(a.n, ARGMAX_THREADS), ARGMAX_FLOATS,
+                  {0}};
     g->best_of = n == 1 ? y : NULL;
     if (n > 1) {
         run_norm(s, x, norm, h, n, EPILOGUE_STORE);
@@ -460,21 +458,22 @@ static void run_head(Session *s, int first, int n) {
     }
 }
 
-// live: the rows are marked with their positions. The warm-up's are not, so nobody sees them.
+// Embedding and all layers. The rows of the cache get their positions if they are `live`; those of
+// the warm-up get none, so that no query ever sees them.
 static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live) {
     Gpu *g = s->gpu;
     int n_layer = s->m->config.n_layer, split = n_layer / MAX_COMMANDS + SPLIT_LAYERS;
     s->pos = pos;
     g->best_of = NULL;
     memcpy(g->ids, ids, n * sizeof *ids);
-    each_row(s, NULL, n, angles_row);
+    parallel(s->pool, angles_row, s, NULL, n);
     run_embed(s, n);
     for (s->l = 0; s->l < n_layer; s->l++) {
         Cache *cache = &s->cache[s->l];
         for (int i = 0; live && i < n; i++) cache->pos[cache_row(cache, pos + i)] = pos + i;
         run_layer(s, &s->m->layers[s->l], n);
         if (n == 1 || (s->l + 1) % split) continue;
-        gpu_commit(g);   // the GPU begins while the rest is encoded
+        gpu_commit(g);   // the GPU begins on these layers while the next are encoded
         gpu_commands(g);
     }
 }
@@ -483,18 +482,17 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     if (!s->gpu) return false;
     gpu_begin(s->gpu);
     run_layers(s, ids, n, pos, true);
-    if (first < n) run_head(s, first, n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS);
+    if (first < n) run_output(s, first, n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS);
     return gpu_end(s);
 }
 
-static bool gpu_head(Session *s, int first, int n) {
+static bool gpu_logits(Session *s, int first, int n) {
     if (!s->gpu) return false;
     gpu_begin(s->gpu);
-    run_head(s, first, n);
+    run_output(s, first, n);
     return gpu_end(s);
 }
 
-// the id of the largest of these logits if the GPU found it, or -1
 static int32_t gpu_argmax(const Session *s, const float *logits) {
     const Gpu *g = s->gpu;
     return g && logits && g->best_of == logits ? *g->best : -1;
@@ -507,15 +505,15 @@ static const char *layer_lacks(const Config *c, const Layer *w) {
                            &w->q_norm, &w->k_norm};
     if (w->conv_in.data || w->router.data || w->parallel) return "layers";
     if (!w->attn_norm.w || !w->ffn_norm.w || !w->gate.data) return "layers";
-    if (w->q.rows != (int64_t)w->n_head * c->hd) return "gated attention";
+    if (w->q.rows != (int64_t)w->n_head * c->hd) return "gated attention";   // queries and gates
     for (int i = 0; i < 6; i++) {
         bool per_head = norms[i]->group == c->hd && norms[i]->n == c->hd;
         if (norms[i]->b || (i >= 4 && norms[i]->w && !per_head)) return "norms";
     }
-    return !w->q_norm.w != !w->k_norm.w ? "norms" : NULL;
+    return !w->q_norm.w != !w->k_norm.w ? "norms" : NULL;   // of both, or of none
 }
 
-// NULL, or what of this model the kernels do not do
+// what this model has that the kernels do not know, or NULL
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     const char *lacks = c->arch->act > RELU2 ? "activation" : NULL;
@@ -531,6 +529,8 @@ static const char *gpu_lacks(const Model *m) {
     return lacks;
 }
 
+// Shares all that kernels read or write: a buffer of our own (g->best, ids, scales, codes), the
+// files of the model, KV cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Map *maps = s->m->gguf.maps;
@@ -539,7 +539,7 @@ static bool share_all(Session *s) {
         const Tensor *t = &s->m->gguf.tensors[i];
         if (t->ne[0] > (int64_t)wide) wide = t->ne[0];
     }
-    wide = (wide + 31) / 32 * 32;
+    wide = (wide + 31) / 32 * 32;   // columns of the widest input, as whole groups
     g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)));
     bool ok = g->best != NULL;
     for (size_t i = 0; ok && i < s->m->gguf.n_maps; i++)
@@ -553,18 +553,18 @@ static bool share_all(Session *s) {
     return true;
 }
 
-static bool gpu_open(Session *s) {
+static void gpu_open(Session *s) {
     const char *lacks = gpu_lacks(s->m);
     int32_t none = 0;
     Gpu *g = s->gpu = gpu_new();
-    if (!g) return false;
+    if (!g) return;
     void *pool = objc_autoreleasePoolPush();
     if (lacks) snprintf(g->why, sizeof g->why, "the GPU path does not know this model's %s", lacks);
     bool ok = !lacks && gpu_library(g) && share_all(s);
     objc_autoreleasePoolPop(pool);
-    if (!ok) return gpu_close(s), false;
-    gpu_begin(g);   // warm-up: one token on a row that nobody sees compiles what decoding needs
+    if (!ok) return gpu_close(s);
+    gpu_begin(g);   // warm-up: a token in a row that no query sees compiles what decode needs
     run_layers(s, &none, 1, 0, false);
-    run_head(s, 0, 1);
-    return gpu_end(s);
+    run_output(s, 0, 1);
+    gpu_end(s);
 }

@@ -16,15 +16,22 @@
 //
 //   decode_X(const block_X *b, int g, int n, int8_t *q, float *d, float *m)
 //
-// 256 weights are 8 groups of 32, whatever the block size: b is the first of 256 weights' blocks.
-// A GPU lane asks for its group, decode_X(b, g, 1, q, d, m), and gets q[32], d[2], m[2] in order. A
-// CPU asks for all, decode_X(b, 0, 8, q, d, m), and gets d[16] and m[16] in order, but q[4][8][8]:
-// eight k of group i is q[k][i]. So a lane of a wide register meets the same group in all of q, and
-// dot products of q with activations in that order are added up as integers, four at a time, before
-// d and m are applied. Only the n groups' blocks are read, and they may have any address; the end
-// of a row is decoded from a copy with zeros behind. No offsets means m = -0.0f, which changes no
-// float it is added to (+0.0f would turn -0.0f into +0.0f). Every d*q is exact in a float, so the
-// result is ggml's even where multiply-add is fused.
+// A decoder sees 256 weights, as 8 groups of 32, whatever the size of a block; b is the first of
+// their blocks. It is asked in one of two ways:
+//
+//   decode_X(b, g, 1, q, d, m)   group g alone, as a GPU lane wants it: q[32], d[2], m[2], in order
+//   decode_X(b, 0, 8, q, d, m)   all groups, as a CPU wants them: d[16], m[16], in order, but codes
+//                                as q[4][8][8]: weight 32*g + 8*k + j is at q[64*k + 8*g + j]
+//
+// Why that order? A CPU multiplies 32 or 64 codes with activations in one instruction, and adds
+// four neighbouring products to one integer. Here a group's four runs of 8 codes lie 64 bytes
+// apart, each at the same place of its 64 bytes: so one lane meets one group in all four registers,
+// the four results are added as integers, and d and m are applied once at the end.
+//
+// Only the blocks of the n groups are read, and they may have any address; the end of a row is
+// decoded from a copy with zeros behind. Formats without offsets give m = -0.0f, which changes no
+// float that it is added to (+0.0f would turn -0.0f into +0.0f). Every d*q is exact in a float, so
+// the result is ggml's even where multiply-add is fused.
 //
 // HOW TO READ. First section 4: three formats, with byte map and formula, as all have. "Run 32" in
 // a map: 32 bytes hold the low bits of weights 0..31, above them those of 32..63, and so on. Then
@@ -114,7 +121,7 @@ QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
 }
 
-// half to float: exact
+// half to float, exactly
 #if defined(__METAL_VERSION__)
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return as_type<float>(bits); }
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) { return (float)as_type<half>((ushort)h); }
@@ -146,25 +153,32 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
     return quant_f16_to_f32(quant_u16(p));
 }
-// eight fields of 1, 2 or 4 bits, side by side, to the eight bytes of a word
+
+// Eight fields of 1, 2 or 4 bits, side by side, to the eight bytes of a word: the upper four move
+// to the upper half, then in each half the upper two, then in each quarter the upper one. A macro,
+// as x may be a vector of words.
+#define QUANT_SPREAD(x, bits)                                                                      \
+    (x = (x | x << (32 - 4 * bits)) & 0x0000000100000001 * ((1u << 4 * bits) - 1),                 \
+     x = (x | x << (16 - 2 * bits)) & 0x0001000100010001 * ((1u << 2 * bits) - 1),                 \
+     (x | x << (8 - bits)) & 0x0101010101010101 * ((1u << bits) - 1))
 #if defined(QUANT_X86) && defined(__BMI2__)
 QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) {
     return _pdep_u64(x, 0x0101010101010101 * ((1u << bits) - 1));
 }
 #else
-QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) {
-    x = (x | x << (32 - 4 * bits)) & 0x0000000100000001 * ((1u << 4 * bits) - 1);
-    x = (x | x << (16 - 2 * bits)) & 0x0001000100010001 * ((1u << 2 * bits) - 1);
-    return (x | x << (8 - bits)) & 0x0101010101010101 * ((1u << bits) - 1);
-}
+QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x, bits); }
 #endif
 
 // ---- 3. the words decoders are made of ----
 // Each word is written once, on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in
 // NEON, and 1 in plain C, which is what a GPU compiles and which says what an operation means. With
 // n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
-// q, d and m as they were stored, QUANT_LANES bytes at a time. Vectors are made of EIGHTS, eight
-// consecutive weights: the t-th is eight t/n of group g + t%n.
+// q, d and m as they were stored, QUANT_LANES bytes at a time.
+//
+// Vectors are made of EIGHTS: runs of eight consecutive weights, which stay together in q[4][8][8].
+// The t-th eight of q, counted from 0, holds weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n. So
+// with n = 8, eights 0 to 7 begin the eight groups, eights 8 to 15 continue them, and so on; with
+// n = 1 the four eights of one group follow each other.
 
 // first weight of the t-th eight, from that of group g; a vector longer than q repeats some
 QUANT_INLINE int quant_eight(int t, int n) { return t % n * 32 + t / n % 4 * 8; }
@@ -270,7 +284,7 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
 }
 #elif defined(QUANT_X86)
 QUANT_INLINE __m128i quant_pair(const uint8_t *p, int a, int b) {
-    if (a == b) return _mm_castpd_si128(_mm_loaddup_pd((const double *)(p + a)));
+    if (a == b) return _mm_set1_epi64x((long long)quant_u64(p + a));
     if (b == a + 8) return _mm_loadu_si128((const __m128i *)(p + a));
     return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(p + a)),
                               _mm_loadl_epi64((const __m128i *)(p + b)));
@@ -368,9 +382,7 @@ QUANT_INLINE quant_v quant_take(const uint32_t *w, int bits, int j, int n) {
         int bit = quant_eight(j / 8 + t, n) * bits;
         x[t] = w[bit / 32] >> bit % 32 & (0xffffffff >> (32 - 8 * bits));
     }
-    x = (x | x << (32 - 4 * bits)) & 0x0000000100000001 * ((1u << 4 * bits) - 1);
-    x = (x | x << (16 - 2 * bits)) & 0x0001000100010001 * ((1u << 2 * bits) - 1);
-    return (quant_v)((x | x << (8 - bits)) & 0x0101010101010101 * ((1u << bits) - 1));
+    return (quant_v)QUANT_SPREAD(x, bits);
 }
 
 #if defined(QUANT_X86)
@@ -428,32 +440,10 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
         quant_put(q + j, n, v);
     }
 }
-// codes: consecutive fields of 1, 2 or 4 bits from words, lowest first
-QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
-                               int to, int n) {
-    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v v = bits == 1 ? quant_where(w, j, n) & (uint8_t)(1 << to)
-                              : quant_take(w, bits, j, n);
-        if (to) v |= quant_get(q + j, n);
-        quant_put(q + j, n, v);
-    }
-}
-// q = table[q], q in 0..15
-QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *table, int n) {
-    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
-        quant_put(q + j, n, quant_shuffle(table, quant_get(q + j, n)));
-}
 // q += c
 QUANT_INLINE void quant_add(QUANT_THREAD int8_t *q, int c, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
         quant_put(q + j, n, quant_get(q + j, n) + (uint8_t)c);
-}
-// q = -q where a bit of the words is set
-QUANT_INLINE void quant_negate(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int n) {
-    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v minus = quant_where(w, j, n);
-        quant_put(q + j, n, (quant_get(q + j, n) ^ minus) - minus);
-    }
 }
 // d = D * (byte - bias); 16 bytes in lo and hi, or 8 in lo, are the scales of `per` weights each
 QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint64_t hi, int per,
@@ -487,26 +477,7 @@ QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float
     quant_scales(m, M, lo >> 32 | hi >> 32 << 32, 0, 32, 0, g, n);
 }
 #endif
-// E8M0 (MXFP4), halved: 2^(byte - 128) by the 8 bytes of s; 0 and 1 are denormal floats
-QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
-    for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
-        quant_i e;
-        quant_widen(&e, s, 0, 32, i);
-        quant_i tiny = (e - 2) >> 31;                              // all ones if e < 2
-        e = (tiny & (e + 1) << 21) | (~tiny & ((e << 23) - (1 << 23)));
-        quant_put_bits(d + i, &e, 0, n);
-    }
-}
-// UE4M3 (NVFP4), halved: by the 16 bytes of lo and hi; bit 7 is ignored, 0x7f is zero
-QUANT_INLINE void quant_e4m3(QUANT_THREAD float *d, uint64_t lo, uint64_t hi, int n) {
-    for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
-        quant_i x;
-        quant_widen(&x, lo, hi, 16, i);
-        quant_i e = x >> 3 & 15, normal = -e >> 31, zero = ((x ^ 127) - 1) >> 31;
-        x = ((x & 7) | (normal & 8)) << (e + normal) & ~zero;      // in units of 2^-10
-        quant_put_scale(d + i, &x, 1.0f / 1024, 0, n);
-    }
-}
+// m for a format without offsets
 QUANT_INLINE void quant_no_offsets(QUANT_THREAD float *m, int n) {
     for (int i = 0; i < 2 * n; i++) m[i] = -0.0f;
 }
@@ -543,8 +514,10 @@ QUANT_DECODER(q4_0) {
 // Q4_K ------------------------------------------------------------ 4.5 bits per weight
 // 256 weights in 144 bytes:  d f16 | dmin f16 | scales[12] | qs[128]
 //   w = d*sc * q - dmin*mn      q in 0..15: run 32; sc, mn in 0..63, one of each per 32 weights
-//   scales: the low 6 bits of bytes 0-3 are sc 0-3, of bytes 4-7 mn 0-3. The others: low nibble of
-//   byte 8+j under the top 2 bits of byte j is sc 4+j; high nibble, top of byte 4+j: mn 4+j
+//   scales, 8 sc and 8 mn of 6 bits, in three rows of four bytes; j = 0..3, top bits first:
+//     bytes 0-3   | 2 top bits of sc[4+j] | 6 bits of sc[j]            |
+//     bytes 4-7   | 2 top bits of mn[4+j] | 6 bits of mn[j]            |
+//     bytes 8-11  | 4 low bits of mn[4+j] | 4 low bits of sc[4+j]      |
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
 // (Q5_K has the same)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, float D, float M,
@@ -561,7 +534,52 @@ QUANT_DECODER(q4_K) {
 
 // ==== end of the first sitting ===================================================================
 
-// ---- 5. formats of 32 to 128 weights a block ----
+// ---- 5. words for the other formats ----
+
+// codes: consecutive fields of 1, 2 or 4 bits from words, lowest first
+QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
+                               int to, int n) {
+    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
+        quant_v v = bits == 1 ? quant_where(w, j, n) & (uint8_t)(1 << to)
+                              : quant_take(w, bits, j, n);
+        if (to) v |= quant_get(q + j, n);
+        quant_put(q + j, n, v);
+    }
+}
+// q = table[q], q in 0..15
+QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *table, int n) {
+    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
+        quant_put(q + j, n, quant_shuffle(table, quant_get(q + j, n)));
+}
+// q = -q where a bit of the words is set
+QUANT_INLINE void quant_negate(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int n) {
+    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
+        quant_v minus = quant_where(w, j, n);
+        quant_put(q + j, n, (quant_get(q + j, n) ^ minus) - minus);
+    }
+}
+// E8M0 (MXFP4), halved: 2^(byte - 128) by the 8 bytes of s; 0 and 1 are denormal floats
+QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
+    for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
+        quant_i e;
+        quant_widen(&e, s, 0, 32, i);
+        quant_i tiny = (e - 2) >> 31;                              // all ones if e < 2
+        e = (tiny & (e + 1) << 21) | (~tiny & ((e << 23) - (1 << 23)));
+        quant_put_bits(d + i, &e, 0, n);
+    }
+}
+// UE4M3 (NVFP4), halved: by the 16 bytes of lo and hi; bit 7 is ignored, 0x7f is zero
+QUANT_INLINE void quant_e4m3(QUANT_THREAD float *d, uint64_t lo, uint64_t hi, int n) {
+    for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
+        quant_i x;
+        quant_widen(&x, lo, hi, 16, i);
+        quant_i e = x >> 3 & 15, normal = -e >> 31, zero = ((x ^ 127) - 1) >> 31;
+        x = ((x & 7) | (normal & 8)) << (e + normal) & ~zero;      // in units of 2^-10
+        quant_put_scale(d + i, &x, 1.0f / 1024, 0, n);
+    }
+}
+
+// ---- 6. formats of 32 to 128 weights a block ----
 
 // Q4_1 ------------------------------------------------------------ 5 bits per weight
 // 32 weights in 20 bytes:  d f16 | m f16 | qs[16]
@@ -676,7 +694,7 @@ QUANT_DECODER(q2_0) {
     quant_no_offsets(m, n);
 }
 
-// ---- 6. formats of 256 weights a block ----
+// ---- 7. formats of 256 weights a block ----
 
 // Q5_K ------------------------------------------------------------ 5.5 bits per weight
 // 256 weights in 176 bytes:  d f16 | dmin f16 | scales[12] | qh[32] | qs[128]
@@ -781,8 +799,8 @@ QUANT_DECODER(tq1_0) {
     quant_no_offsets(m, n);
 }
 
-// ---- 7. grids ----
-// Data of the formats of section 8 as ggml defines them, packed: an entry's weight j at bits 2j
+// ---- 8. grids ----
+// Data of the formats of section 9 as ggml defines them, packed: an entry's weight j at bits 2j
 // (IQ1, IQ2: 0..2) or 4j (IQ3: 0..7).
 // MIT License. Copyright (c) 2023-2026 The ggml authors. The permission notice and the disclaimer
 // at the top of this file are this licence's too.
@@ -1058,7 +1076,7 @@ QUANT_TABLE uint16_t quant_grid_iq1[2048] = {
 43530,43552,43554,43560,43562,43601,43604,43606,43648,43650,43656,43658,43669,43680,43682,43688,
 43690};
 
-// ---- 8. formats with a codebook ----
+// ---- 9. formats with a codebook ----
 // Eight (IQ2, IQ1) or four (IQ3) weights are an index into a grid of the most frequent patterns.
 // Its entries are packed here, 2 or 4 bits a weight, and index a small table of values in turn;
 // so a group is 2 or 4 words of such fields. Signs, where they are apart, are a bit per weight.
@@ -1246,10 +1264,13 @@ QUANT_DECODER(iq1_m) {
     quant_no_offsets(m, n);
 }
 
-// ---- 9. table, and public functions ----
+// ---- 10. table, and public functions ----
 // In order to add a format: its row here, which also makes it known to everything below.
-// X(id, name, weights_per_block, bytes_per_block, per16, bias): per16 = 1 if the two scales of a
-// group may differ; codes are -bias or more, and 0 or more only in formats with offsets
+// X(id, name, weights_per_block, bytes_per_block, per16, bias)
+//   per16   1 if the two scales of a group may differ
+//   bias    what makes all codes of the format 0 or more when it is added, as dot products of
+//           unsigned bytes want them. It is 0 just for the formats with offsets, whose codes are
+//           never negative: `bias == 0` is how one asks whether m counts
 
 #define QUANT_TYPES(X)                                                                             \
     X(2, q4_0, 32, 18, 0, 8)          X(3, q4_1, 32, 20, 0, 0)                                     \
@@ -1289,11 +1310,6 @@ QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
 }
 
 QUANT_INLINE float quant_bf16_to_f32(uint16_t h) { return quant_from_bits((uint32_t)h << 16); }
-QUANT_INLINE uint16_t quant_f32_to_bf16(float f) {
-    union { float f; uint32_t u; } x = {f};
-    if ((x.u & 0x7fffffff) > 0x7f800000) return (uint16_t)(x.u >> 16 | 64);      // NaN stays NaN
-    return (uint16_t)((x.u + 0x7fff + (x.u >> 16 & 1)) >> 16);
-}
 
 QUANT_API const char *quant_name(int ggml_type) {
     switch (ggml_type) {
