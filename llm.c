@@ -7,12 +7,13 @@
 // in plain C. What the other parts add or make fast stands there as a prototype, and the two large
 // ones in a plain version: `cc -DLLM_PLAIN llm.c -lm` runs every model on these alone.
 //
-//   I    the engine    base, GGUF, model, loading, the types of a session, what the other parts
-//                      provide, ops, forward, session, sampler, generate
-//   II   more mixers   gated attention, experts, the gated delta rule
-//   III  text          UTF-8, tokenizer
-//   IV   speed         threads, vectors, products, tiles, attention; last AMX and the GPU
-//   V    main          the command line; behind it the tables of Unicode
+//   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
+//                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
+//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule
+//   III  text          15 tokenizer
+//   IV   speed         16 threads, 17 vectors, 18 one token, 19-22 many tokens, 23-25 attention,
+//                      26 narrow and the delta rule, 27 the GPU, 28 AMX
+//   V    main          29 the command line; behind it an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
 // of the residual stream, hd = width of a head, ff = width of the feed-forward layer; m the Model,
@@ -1488,7 +1489,7 @@ static size_t plan_calls(Session *s) {
         const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router,
                                &w->shared_gate, &w->shared_up, &w->shared_down, &w->shared_router,
                                &w->conv_in, &w->z, &w->alpha, &w->beta, &w->beta_alpha,
-                               &w->delta_out, &m->output};
+                               &w->delta_out};
         int n = k % 2 ? s->o.chunk : 1, left = larger(n, m->config.n_used), count = 0;
         for (size_t i = 0; i < COUNT(all); i++, count = 0) {
             for (size_t j = 0; j < COUNT(all); j++)
@@ -1505,6 +1506,7 @@ static size_t plan_calls(Session *s) {
                        .hd = m->config.hd, .vd = m->config.vd};
         if (x.rows) attention(s->pool, &a, &x);
     }
+    matmul(s->pool, &a, &(Matmul){&m->output, places, NULL, LOGIT_ROWS}, 1);
     return a.peak;
 }
 
@@ -2869,24 +2871,23 @@ static void delta_rule(const Delta *d) {
     }
 }
 #else
-// ---- threads ----
+// ---- 16. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
 // thread claims a task by subtracting 1: if `left` was i > 0 before, task n - i is its own; if it
 // was 0 or less, nothing is left to claim. `running` counts the tasks that are not finished. Only
-// when it has come down to 0 does parallel return, and only then can fn, ctx and n be overwritten:
-// whoever has claimed a task finds them as they were. A worker that wakes up late fails to claim
-// and touches nothing else, so nobody waits for workers that came too late. Whoever has to wait
-// spins for 20 us, longer than what lies between two products of a token, and then sleeps.
+// when it has come down to 0 does parallel return, and only then can the next call overwrite fn,
+// task and n: whoever has claimed a task finds them as they were. A worker that wakes up late fails
+// to claim and touches nothing else, so nobody waits for it. Those who do wait spin for 20 us,
+// longer than what lies between two products of a token, and then sleep.
 
 struct Pool {
     int threads;
     bool amx;                    // the tile registers are ours to use
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    TaskFn *fn;                  // what the tasks are
-    void *ctx;
-    const void *of;
+    TaskFn *fn;                  // the call: fn(task) with i = 0 .. n-1
+    Task task;
     int n;
     atomic_int left, running;    // tasks nobody has claimed (or less); tasks not finished
     atomic_int sleeping, ids;
@@ -2931,12 +2932,12 @@ static void pool_work(Pool *p, int thread) {
     int left, done = 0;
     if (p->amx) amx_begin();
     for (; (left = atomic_fetch_sub(&p->left, 1)) > 0; done++)
-        p->fn((Task){p->ctx, p->of, p->n - left, thread});
+        p->fn((Task){p->task.ctx, p->task.of, p->n - left, thread});
     if (p->amx) amx_end();
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
 
-// what the caller waits for: the last task is finished; a worker: there is something to claim
+// The caller waits until the last task is finished, a worker until there is something to claim.
 static bool pool_ready(Pool *p, bool caller) {
     if (caller) return atomic_load(&p->running) == 0;
     return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
@@ -2994,8 +2995,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
         if (p->amx) amx_end();
     } else {
         p->fn = fn;
-        p->ctx = ctx;
-        p->of = of;
+        p->task = (Task){.ctx = ctx, .of = of};
         p->n = n;
         atomic_store(&p->running, n);
         atomic_store(&p->left, n);   // from here on tasks can be claimed
@@ -3006,7 +3006,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     fp_set(mode);
 }
 
-// ---- vectors ----
+// ---- 17. vectors ----
 //
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
 // dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
@@ -3148,7 +3148,7 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
     prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
-// ---- products of one token ----
+// ---- 18. products of one token ----
 
 // Rounds 32 floats to int8 codes q = x / d. Returns d, rounded to f16 as ggml stores it, and the
 // sums of the first 16 codes, the other 16, and all. Positive floats order like their bits, and
@@ -3327,16 +3327,16 @@ static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *
     formats[w->type].unpack(b, q, d, m);
 }
 
-// ---- tiles: products of many tokens ----
+// ---- 19. tiles: products of many tokens ----
 //
 // out[n][rows] is computed in tiles of some tokens times 16 rows whose sums stay in registers. Rows
 // lie across the lanes and activations are broadcast, so nothing is summed across lanes. A task has
-// up to `task_rows` rows of one matrix. It decodes `depth` weights of all of them to panels, which
+// up to `task_rows` rows of one matrix. It decodes `depth` weights of each of them to panels, which
 // stay in the L2 cache while all tokens of the chunk pass by; a tile's activations stay in L1 while
 // the task's rows pass by. Then it goes on with the next `depth` weights, which add to out.
 //
-// What differs between CPUs and formats is a Tile: three functions and the sizes they need. The
-// layout of packed activations and of panels is their own affair.
+// What differs between CPUs and formats is a Tile: three functions and the sizes they need. Only
+// these functions know how packed activations and panels are laid out.
 
 typedef struct {
     const Matmul *job;
@@ -3390,8 +3390,8 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
 }
 #endif
 
-// Adds sums of `tokens` tokens from t on and 16 rows from r on to out, as far as the job has them;
-// the first weights set out instead. With the last ones come the matrix's scale and bias.
+// Adds sums of `tokens` tokens from t on and 16 rows from r on to out, as far as the job has them.
+// The first weights overwrite out instead; after the last, the matrix's scale and bias are applied.
 static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VECTORS]) {
     const Matrix *w = p->job->w;
     bool first = p->k == 0, last = p->k + p->depth == w->cols;
@@ -3409,15 +3409,16 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
     }
 }
 
-// ---- the float tile ----
+// ---- 20. the float tile ----
 //
-// It serves float weights, and all formats where there is no int8 tile; attention takes both of its
-// products from it.
+// It serves float weights, and all formats where there is no int8 tile. Attention uses tile_float
+// for both of its products.
 
 enum { FLOAT_DEPTH = 256, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
 
-// total[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step]: x may be rows as they
-// lie, `next` floats apart (step 1), or the same transposed (next 1).
+// total[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step]. Where a token's
+// numbers follow each other in x, step is 1 and next the length of a row; where they stand in a
+// column, next is 1 and step the length of a row.
 INLINE void tile_float(const float *columns, const float *x, size_t next, size_t step, int depth,
                        int tokens, vf total[][VECTORS]) {
     vf sum[FLOAT_TOKENS][VECTORS];   // local, so that it lives in registers
@@ -3462,7 +3463,7 @@ static const Tile float_tile = {
     .decode = float_decode, .multiply = float_multiply,
 };
 
-// ---- the int8 tile ----
+// ---- 21. the int8 tile ----
 //
 // Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
 // no conversion from integers. Per 32 weights of 16 rows and a token there are 8 dot_bytes, then 3
@@ -3470,14 +3471,12 @@ static const Tile float_tile = {
 // instructions, 5 or 6 cycles.
 
 enum { INT8_DEPTH = 512, INT8_TOKENS = LANES == 16 ? 12 : 4 };
-
 typedef struct {                       // 32 activations of some tokens
     int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
     float d[INT8_TOKENS];              // the scale
     float s[3][INT8_TOKENS];           // times the sum of the first 16 codes, the other 16, all
     int32_t start[3][INT8_TOKENS];     // of their dot products: MAGIC, less what CODE_BIAS adds
 } Int8Acts;
-
 typedef struct {                       // weights of 16 rows
     int8_t q[INT8_DEPTH / 4][TILE][4];     // codes, in the decoders' order
     float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
@@ -3564,7 +3563,7 @@ static const Tile int8_tile = {
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
-// ---- matmul ----
+// ---- 22. matmul ----
 
 static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
@@ -3574,7 +3573,7 @@ static const Tile *tile_of(const Pool *p, const Matrix *w) {
     return INT8_TILE && formats[w->type].unpack ? &int8_tile : &float_tile;
 }
 
-// one token, by format: how its activations are packed
+// one token is no tile, but its activations are packed in the same way
 static const Tile float_token = {.tokens = 1, .rows = 1},
     block_token = {.tokens = 1, .rows = 1, .act_bytes = sizeof(TokenActs), .pack = token_pack};
 
@@ -3586,7 +3585,6 @@ typedef struct {
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows;
 } JobPlan;
-
 typedef struct {
     JobPlan job[MAX_JOBS + 1];         // the last one only says where the tasks end
     char *panels;                      // [threads][panel_bytes]
@@ -3640,7 +3638,7 @@ static void matmul_task(Task t) {
     else multiply_tiles(j, r, end, c->panels + t.thread * c->panel_bytes);
 }
 
-// Packs `job` unless an earlier one did, and cuts it into tasks; *j begins where those before end.
+// plans to pack `job`, unless an earlier one packs the same, and cuts it into tasks
 static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul *job) {
     const Matrix *w = job->w;
     const Tile *tile = job->n > 1 ? tile_of(p, w)
@@ -3680,7 +3678,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     a->used = mark;
 }
 
-// ---- attention ----
+// ---- 23. attention ----
 //
 // Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of rows. A query keeps
 // the largest score so far, the sum of exp(score - largest), and the sum of the values so weighted;
@@ -3692,15 +3690,15 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
 // all real scores, exp(HIDDEN - LEAST) is 0, and exp(LEAST - LEAST) fades sums that are 0 anyway.
 static const float LEAST = -1e29f, HIDDEN = -1e30f;
 
-// HIDDEN where the query does not see the key; by their positions
+// a score, or HIDDEN if a query at position `query` does not see a key at position `key`
 INLINE vf mask_scores(const Attention *a, vf score, vi key, vi query) {
     vi in_reach = (key <= query) & ((query - key < a->window) | (key < a->keep));
     vi seen = (in_reach | -!a->causal) & (key >= 0);
     return (vf)(((vi)score & seen) | ((vi)((vf){0} + HIDDEN) & ~seen));
 }
 
-// Rows r .. r+n-1 of the cache for queries at first .. last: may be passed over, as none of these
-// queries sees any of them; must be masked; need no mask, as all see all.
+// Do queries at positions first .. last see rows r .. r+n-1 of the cache? If none sees any, the
+// rows are passed over; if all see all, they need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int n, int first, int last) {
     int any = 0, all = 1, causal = a->causal;
@@ -3723,7 +3721,7 @@ INLINE void scale_scores(const Attention *a, float *s, int n) {
     if (a->softcap > 0) soft_cap(s, n, a->softcap);
 }
 
-// ---- attention of many queries ----
+// ---- 24. attention of many queries ----
 //
 // A task has one KV head and some queries of all its heads, 16 to a QueryTile. They lie across the
 // lanes, so that maxima, sums and masks need no sums across lanes: scores are [key][16], results
@@ -3759,8 +3757,8 @@ typedef struct {
 
 static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// Scores s[n][16] become weights exp(score - top) under the new top, and enter the sums; what was
-// summed before fades.
+// Scores s[n][16] become weights exp(score - top), with the new top, and are added to the sums;
+// what was summed before fades.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS], sum[VECTORS] = {{0}};
     float most[TILE], total[TILE], fade[TILE];
@@ -3919,19 +3917,18 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
         parallel(p, many_task, &c, NULL, x->n_kv * ((x->n + c.queries - 1) / c.queries));
 }
 
-// ---- attention of one query ----
+// ---- 25. attention of one query ----
 //
-// Bound by memory: 2 * (hd + vd) bytes per row and KV head, each read once for all the query heads
-// that share it. FEW rows at a time, first their keys and then their values, both as they lie in
-// memory; reading them asks for the same rows of the next block, so that memory never waits for
-// arithmetic. (128 rows at a time, column by column, read at 60 % of the bandwidth; this at 75.)
-// A head's blocks fall into splits of PART_BLOCKS, which threads take on independently: each leaves
-// a Part, with a largest score and sums of its own. Whoever finishes a head's last part joins them.
+// Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
+// heads that share it. A block has FEW rows. First its keys are read and then its values, both in
+// the order of memory, and with each row the same row of the next block is asked for, so that
+// memory never waits for arithmetic. (128 rows at a time, column by column, ran at 60 % of the
+// bandwidth; this runs at 75.) PART_BLOCKS blocks make a split, and threads take splits
+// independently of each other: each leaves a Part per head, with a largest score and sums of its
+// own, and whoever finishes the last split of a head joins its parts.
 
 enum { FEW = 32, PART_BLOCKS = 8 };
-
 typedef struct { float top, sum, out[]; } Part;   // out[vd]
-
 typedef struct {
     const Attention *a;
     int32_t *block;                // [blocks] first rows of the FEW that hold something visible
@@ -4023,8 +4020,8 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->vd + i]);
 }
 
-// Block b of KV head h enters the parts of so many of its query heads, from number g on. The first
-// of them ask for the next block: of this head, or after the last the first of the next.
+// Adds block b of KV head h to the parts of `heads` of its query heads, from number g on. Only the
+// first of them ask for the block to come: the next of this KV head, or the first of the next one.
 INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
     const Attention *a = c->a;
     int r = c->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
@@ -4044,7 +4041,7 @@ INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
                part_of(c, head, split)->out, stride);
 }
 
-// the parts of a head, each faded to the largest score of all, and divided by the sum of weights
+// adds up the parts of a head, faded to the largest score of all, and divides by the weights' sum
 static void one_join(const OneCall *c, int head) {
     const Attention *a = c->a;
     float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : LEAST;
@@ -4108,7 +4105,7 @@ static void attention(Pool *p, Arena *a, const Attention *x) {
     a->used = mark;
 }
 
-// ---- narrow, and the delta rule ----
+// ---- 26. narrow, and the delta rule ----
 
 static void narrow(const float *x, int n, uint16_t *to) {
     int i = 0;
@@ -4117,12 +4114,12 @@ static void narrow(const float *x, int n, uint16_t *to) {
 }
 
 // Rows r .. r+4*LANES-1 of a block of S, side by side in the lanes of four vectors, over all tokens
-// of the chunk: prefill and decode are one recurrence, and these rows stay in L1. Both products
-// with S, by the key to find what is stored under it and by the query, are made in the one pass
-// that writes it: while token t is written to a column j of S, that column is final for t and
-// starts what token t+1 asks, S k(t+1), whose decay can follow at the end, as it is one factor. So
-// a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form takes 70,000
-// with chunks of 64, and a triangular inverse.
+// of the chunk: prefill and decode are one recurrence, and these rows stay in L1. A token needs S
+// three times: to ask what is stored under its key (S k), to write, and to read for its query
+// (S q). One pass over the columns of S does it all: as soon as token t is written to a column, the
+// column adds to the result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is
+// one factor, applied to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128.
+// The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
 static void delta_rows(const Delta *d, int r) {
     enum { V = 4 };
     size_t bytes = (d->rows - r < V * LANES ? d->rows - r : V * LANES) * sizeof(float);
@@ -4158,7 +4155,25 @@ static void delta_rule(const Delta *d) {
     for (int r = 0; r < d->rows; r += 4 * LANES) delta_rows(d, r);
 }
 
-// ---- AMX ----
+#endif   // LLM_PLAIN
+
+// ---- 27. the GPU ----
+
+#ifdef LLM_METAL
+enum { GPU_BUILT = 1 };
+#include "metal.c"
+#else
+enum { GPU_BUILT = 0 };
+static void gpu_open(Session *s) { (void)s; }
+static void gpu_close(Session *s) { (void)s; }
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
+    return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
+}
+static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
+static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (void)y, -1; }
+#endif
+
+// ---- 28. AMX ----
 //
 // One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
 // Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
@@ -4262,9 +4277,8 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
 }
 
 // out[2 * i + j] = 16 x 16 sums of rows a[..].x[i] times the columns of b + j * next, n tiles deep,
-// each of so many parts. Only those products of parts count that float's precision can tell: every
-// part of one operand (a_first: of a, otherwise of b) meets as many fewer of the other as there
-// are parts before it.
+// each of so many parts. The smaller both parts are, the less their product matters: part i of one
+// operand (a_first: of a, otherwise of b) meets all but i parts of the other.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, bool a_first, float *const out[4]) {
     int outer = a_first ? a_parts : b_parts, inner = a_first ? b_parts : a_parts;
@@ -4399,34 +4413,17 @@ static const AttentionTile amx_attention_tile = {
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
 static const AttentionTile *amx_attention(void) { return &amx_attention_tile; }
-#else
+#elif !defined(LLM_PLAIN)
 static bool amx_allow(void) { return false; }
 static void amx_begin(void) {}
 static void amx_end(void) {}
 static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
 static const AttentionTile *amx_attention(void) { return &float_attention; }
 #endif
-#endif
-
-// ---- the GPU ----
-
-#ifdef LLM_METAL
-enum { GPU_BUILT = 1 };
-#include "metal.c"
-#else
-enum { GPU_BUILT = 0 };
-static void gpu_open(Session *s) { (void)s; }
-static void gpu_close(Session *s) { (void)s; }
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
-}
-static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
-static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (void)y, -1; }
-#endif
 
 // ==== Part V: main ===============================================================================
 
-// ---- the command line ----
+// ---- 29. the command line ----
 
 #ifndef LLM_NO_MAIN
 #include <ctype.h>

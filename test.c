@@ -796,8 +796,7 @@ static void test_gguf_variants(void) {
 }
 
 static const Spoil BROKEN[] = {
-    {"not a GGUF file", BYTES, "GGML", 0, 4, NULL},
-    {"big-endian", BYTES, "\0\0\0\3", 4, 4, NULL},
+    {"not a GGUF file", BYTES, "GGML", 0, 4, NULL}, {"big-endian", BYTES, "\0\0\0\3", 4, 4, NULL},
     {"version 1", BYTES, "\1\0\0", 4, 4, NULL},
     {"9223372036854775807 tensors", BYTES, "\xff\xff\xff\xff\xff\xff\xff\x7f", 8, 8, NULL},
     {"18446744073709551615 metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 16, 8, NULL},
@@ -1363,17 +1362,12 @@ static void test_regenerate(void) {
     CHECK(nmse(got + at, fresh + at, v) < 1e-6, "a changed prompt");
 }
 
+static volatile sig_atomic_t fourth;
+
 static bool collect(void *ctx, int32_t id) {   // up to 12
     Tokens *t = ctx;
-    return tokens_add(t, id) && t->n < 12;
-}
-
-static volatile sig_atomic_t stop_at_four;
-
-static bool until_four(void *ctx, int32_t id) {
-    Tokens *t = ctx;
-    bool ok = tokens_add(t, id);
-    stop_at_four = t->n == 4;
+    bool ok = tokens_add(t, id) && t->n < 12;
+    fourth = t->n == 4;
     return ok;
 }
 
@@ -1395,10 +1389,9 @@ static void test_session_refusals(void) {
     out.n = 0;
     CHECK(!session_generate(s, ids, 94, 9, collect, &out, &e) && out.n == 3, "%zu ids", out.n);
     // an interrupt ends generation at the next evaluation, and evaluation before its first chunk
-    s->stop = &stop_at_four;
-    stop_at_four = 0;
+    s->stop = &fourth;
     out.n = 0;
-    CHECK(!session_generate(s, ids, 3, 50, until_four, &out, &e) && out.n == 4, "%zu ids", out.n);
+    CHECK(!session_generate(s, ids, 3, 50, collect, &out, &e) && out.n == 4, "%zu ids", out.n);
     CHECK(strstr(e.text, "interrupted") && !session_eval(s, ids, 3, &e), "%s", e.text);
     Options o = {.window = INT_MAX, .chunk = 1 << 20, .cpu = true};
     CHECK(!session_open(&huge, m, o, &e) && strstr(e.text, "too large"), "%s", e.text);
@@ -1580,18 +1573,14 @@ static void test_tokenizer_rules(void) {
     static const struct { const char *pre, *words; } rules[] = {
         {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"},
         {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"},
-        {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"},
-        {"qwen35", "a\u0301b| \u0301c|1|2"},
-        {"default", "a|+|b|123|456|78|."},
-        {"falcon", "a|`+|b|123|45| |678|."},
+        {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {"qwen35", "a\u0301b| \u0301c|1|2"},
+        {"default", "a|+|b|123|456|78|."}, {"falcon", "a|`+|b|123|45| |678|."},
         {"starcoder", "a|1|2| |3| b|'s|'s|\n"},
         {"tekken", "Hello|World|HTTPs| \u00C0|B|1|2|;/\n/\n"},
         {"gpt-4o", "Hello's|World|ABC'LL| |123|4|;/"},
         {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
-        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"},
-        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"},
-        {"gemma4", "a  b c|\n\n|d"},
-        {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
+        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"}, {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"},
+        {"gemma4", "a  b c|\n\n|d"}, {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
     };
     for (size_t k = 0; k < sizeof rules / sizeof *rules; k++) {
         static Char ch[256];
