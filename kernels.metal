@@ -7,12 +7,12 @@
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row, for models without learned positions
 //       norm              norm
-//       quantize          act_quantize, but with float scales and sums of unrounded activations
+//       quantize          round_32, but with float scales and sums of unrounded activations
 //    4. gemv              matmul for one token; the epilogues are add and activate
-//       attention         attention; if FUSED, rope_row before it
+//       attention         attention; if FUSED, qkv_row before it
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
-//       rope              rope_row
+//       rope              qkv_row
 //       flash_attention   attention
 //    7. argmax            sample, at temperature 0
 //

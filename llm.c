@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// llm.c: a GGUF language model engine in one file, a book to be read from the front.
+// llm.c: a GGUF language model engine in one file and quant.h, a book to be read from the front.
 //
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
@@ -11,8 +11,8 @@
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
 //   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule
 //   III  text          15 tokenizer
-//   IV   speed         16 threads, 17 vectors, 18 one token, 19-22 many tokens, 23-25 attention,
-//                      26 narrow and the delta rule, 27 the GPU, 28 AMX
+//   IV   speed         16 threads, 17 vectors, 18 one token, 19-21 tiles, 22 matmul,
+//                      23-25 attention, 26 narrow and the delta rule, 27 the GPU, 28 AMX
 //   V    main          29 the command line; behind it an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
@@ -32,7 +32,7 @@
 //   int32_t session_sample(Session *, logits)    draws the next id as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, on_token, ctx, Error *)
 //
-// close accepts zeroed and half-opened structs. Nothing but main exits or prints, except for the
+// close accepts zeroed and half-opened structs. Nothing before Part V exits or prints, but for the
 // one note of a GPU that leaves the work to the CPU.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #include <errno.h>
@@ -102,16 +102,15 @@ typedef struct {
     char *base;
     size_t used, peak;     // bytes
     const char *phase;     // in which part of the work the next buffers live, for
-    Placement *list;          // [n_list] what was taken; NULL: nobody asks
-    int n_list;
+    Placement *list;       // entry of the buffer taken last, in a table; NULL: nobody asks
 } Arena;
 
 static void *arena_take(Arena *a, const char *name, size_t count, size_t size) {
     size_t at = a->used, bytes = (count * size + 63) / 64 * 64;
     a->used += bytes;
     a->peak = larger(a->peak, a->used);
-    if (a->list) a->list[a->n_list] = (Placement){a->phase, name, bytes};
-    a->n_list++;
+    if (a->list && strcmp(a->list->name, name)) *++a->list = (Placement){a->phase, name, 0};
+    if (a->list) a->list->bytes += bytes;
     return a->base ? a->base + at : NULL;
 }
 
@@ -390,13 +389,13 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // rest (biases, QK norms, post-norms, fused QKV or gate-up, experts, sinks, tied output). To add an
 // architecture: read the values off its reference implementation, add its name to the row that has
 // them, or a row, and run `./llm model.gguf --info`. A number under a new key gets a row in KEYS, a
-// tensor under a new name goes into load_layer. Then add one line to test.c. RoPE pairing is the
-// usual mistake, and position 0 cannot show it.
+// tensor under a new name a line in the load_ function of its block. Then add one line to test.c.
+// RoPE pairing is the usual mistake, and position 0 cannot show it.
 //
-// Every row was measured against llama.cpp 0.5.0 on random models in f32: the logits agree to an
-// NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
+// Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models: the logits
+// agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
 
-enum { RMS, LAYER, BARE };                    // norm: RMSNorm, LayerNorm, LayerNorm without weights
+enum { RMS, LAYERNORM, BARE };                // norm: RMSNorm, LayerNorm, and that without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
 enum {
@@ -434,20 +433,18 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"baichuan", RMS, SILU, ROPE_PAIRS, .n_layer = 32},
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = 0},
-    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, ROPE_PAIRS,
-     .flags = 0},
+    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, .rope = ROPE_PAIRS},
     {"smollm3", RMS, SILU, ROPE_PAIRS, .no_rope = 4},
     {"granite", RMS, SILU, ROPE_PAIRS, .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
     {"granitemoe", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
     {"minicpm", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
     {"arcee", RMS, RELU2, ROPE_PAIRS, .flags = 0},
     {"olmo", BARE, SILU, ROPE_PAIRS, .flags = 0},
-    {"command-r", LAYER, SILU, ROPE_PAIRS, .flags = 0},
-    {"cohere2", LAYER, SILU, ROPE_PAIRS, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4},
+    {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = 0},
+    {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4},
     {"exaone4", RMS, SILU, ROPE_HALVES, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4,
      .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, ROPE_HALVES,
-     .flags = 0},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
     {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
     {"qwen3moe* qwen3next*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
@@ -462,13 +459,13 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"gemma2*", RMS, GELU, ROPE_HALVES, .flags = GEMMA2, .local = 2},
     {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
     {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3, .local = 6},
-    {"orion stablelm", LAYER, SILU, ROPE_HALVES, .flags = 0},
-    {"falcon gptneox phi2 starcoder2", LAYER, GELU, ROPE_HALVES, .flags = 0},
-    {"nemotron", LAYER, RELU2, ROPE_HALVES, .flags = 0},
-    {"gpt2 starcoder", LAYER, GELU, ROPE_NONE, .flags = 0},
-    {"bloom", LAYER, GELU, ROPE_NONE, .flags = ALIBI_8},
-    {"bert*", LAYER, GELU, ROPE_NONE, .flags = ENCODER},
-    {"nomic-bert*", LAYER, SILU, ROPE_HALVES, .flags = ENCODER},
+    {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
+    {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
+    {"nemotron", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
+    {"gpt2 starcoder", LAYERNORM, GELU, ROPE_NONE, .flags = 0},
+    {"bloom", LAYERNORM, GELU, ROPE_NONE, .flags = ALIBI_8},
+    {"bert*", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER},
+    {"nomic-bert*", LAYERNORM, SILU, ROPE_HALVES, .flags = ENCODER},
 };
 
 // The hyperparameters: what the architecture's row implies, then what the file says.
@@ -476,7 +473,7 @@ typedef struct {
     char name[32];                             // of the architecture
     const Arch *arch;                          // its row
     bool verified;                             // it has a star
-    int n_layer, n_predict;                    // without and with only those that predict ahead
+    int n_layer, n_predict;                    // layers that run; more, unused, predict ahead
     int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: of layer 0; hd, vd: width of its q and v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
@@ -492,7 +489,7 @@ typedef struct {
     float gates_scale;
     int parallel;                              // attention and FFN read the same stream
     int conv, n_key, n_value, dk, dv;          // delta-net: convolution, heads, widths
-    int causal, pooling;                       // -1 not said, 0 none, 1 mean, 2 CLS, 3 last
+    int causal, pooling;                       // pooling: -1 unsaid, 0 none, 1 mean, 2 CLS, 3 last
 } Config;
 
 // A view of a weight matrix in the file: a tensor, or the rows of one that hold q, an expert, ...
@@ -500,8 +497,8 @@ typedef struct {
     const uint8_t *data;                       // [rows] rows of cols weights; NULL: absent
     int type;                                  // ggml's number of the format
     int64_t rows, cols;
-    const float *bias;                         // [rows] or NULL
-    const float *scale;                        // one factor for the whole product, or NULL
+    const float *bias;                         // [rows], of all experts, or NULL
+    const float *scale;                        // a factor for the product, one an expert, or NULL
     size_t step;                               // bytes from one expert's matrix to the next
 } Matrix;
 
@@ -512,14 +509,14 @@ typedef struct {
     int n_head, n_kv, ff;
     int pattern;                               // how windows are spread over the layers
     int window;                                // 0: the session's
-    bool rope, parallel;                       // parallel: attention and FFN read the same stream
+    bool rotated, parallel;                    // parallel: attention and FFN read the same stream
     Norm attn_norm, attn_post_norm, ffn_norm, ffn_post_norm;
     Norm q_norm, k_norm;                       // per head (n = hd), per projection, or [head][hd]
     Matrix q, k, v, o;                         // q has 2 x hd rows a head where attention is gated
     const float *sinks, *router_bias;          // [n_head]; [n_expert], for the choice only
     Matrix gate, up, down;                     // dense FFN, or all experts' with step
     Matrix router, shared_gate, shared_up, shared_down, shared_router;
-    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net; conv_in: q, k, v
+    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, if conv_in (q, k, v) is
     const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
     Norm delta_norm;
 } Layer;
@@ -527,15 +524,15 @@ typedef struct {
 // What a file says in numbers, under its architecture's name: "llama.block_count".
 typedef struct {
     const char *key;
-    enum { INT, REAL, LAYER_INT } kind;
-    size_t at;               // the field of Config, or for LAYER_INT of Layer
-    double low, high;        // the range; an int that neither file nor row gives must not be below
+    enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, maybe one a layer
+    size_t at;               // the field of Config, or of Layer
+    double low, high;        // the range; a key whose default lies below `low` must be in the file
     const char *archs;       // who reads it: llama.cpp ignores it in other files. NULL: all do
 } Key;
 
-#define INT(field) INT, offsetof(Config, field)
-#define REAL(field) REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
-#define OF_LAYER(field) LAYER_INT, offsetof(Layer, field)
+#define INT(field) KEY_INT, offsetof(Config, field)
+#define REAL(field) KEY_REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
+#define OF_LAYER(field) KEY_LAYER, offsetof(Layer, field)
 #define SCALED "granite granitemoe minicpm"
 
 static const Key KEYS[] = {
@@ -598,7 +595,7 @@ typedef struct {
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
     Norm embd_norm, out_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
-    void **owned;                              // [n_owned] vectors converted to f32, rows in order
+    void **owned;                              // [n_owned] copies: f32 vectors, rows reordered
     size_t n_owned;
     struct Tokenizer *tokenizer;
 } Model;
@@ -642,13 +639,13 @@ static void load_keys(Loader *ld, void *to, bool layer) {
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         int *whole = (int *)((char *)to + k->at);
         float *real = (float *)whole;
-        if ((k->kind == LAYER_INT) != layer || (k->archs && !find_word(name, k->archs))) continue;
-        double x = load_number(ld, k->key, k->kind == REAL ? *real : *whole);
+        if ((k->kind == KEY_LAYER) != layer || (k->archs && !find_word(name, k->archs))) continue;
+        double x = load_number(ld, k->key, k->kind == KEY_REAL ? *real : *whole);
         if (!arch_meta(ld, k->key) && x < k->low) refuse(ld, "key %s.%s is missing", name, k->key);
         else if (!(x >= k->low && x <= k->high))
             refuse(ld, "key %s.%s is %.15g, expected %.15g to %.15g", name, k->key, x, k->low,
                    k->high);
-        else if (k->kind != REAL) *whole = x;
+        else if (k->kind != KEY_REAL) *whole = x;
         else if (x != 0) *real = x;   // 0 is as good as no key
     }
 }
@@ -688,7 +685,7 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-// n weights; for heads one for all [n], one each [heads][n], or the whole projection [heads * n]
+// n weights: for all heads one vector [n], one each [heads][n], or one over all [heads * n]
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     const Tensor *t = find_tensor(ld, name, ".weight");
     bool by_head = t && t->ne[0] == n;
@@ -815,7 +812,7 @@ static void load_layer(Loader *ld, Layer *w) {
     bool each = key && key->type == GGUF_ARR, every = !each && !w->pattern;
     bool local = windows && (each ? w->pattern : every || ld->l % w->pattern < w->pattern - 1);
     w->window = local ? c->window : 0;
-    w->rope = c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
+    w->rotated = c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
               !(a->flags & LOCAL_ROPE && windows && !local);
 }
 
@@ -935,14 +932,14 @@ static bool weights_load(Model *m, Error *e) {
 // ---- 5. the types of a session ----
 
 typedef struct {
-    float temp, top_p, min_p, repeat_penalty;
-    int top_k, repeat_last_n;
+    float temp, top_p, min_p, repeat_penalty;   // greedy: temp 0. Off: top_p 1, min_p 0, penalty 1
+    int top_k, repeat_last_n;                   // top_k 0: off; repeat_last_n -1: all tokens
     uint64_t seed;
 } Sampling;
 
 typedef struct {
     int window, chunk, threads, keep;   // 0: default
-    bool cpu, gpu_block, gpu_int8;      // no GPU; its one-dispatch layers, its int8 prefill
+    bool cpu, gpu_block, gpu_int8;      // no GPU; on it: a layer in one dispatch, int8 prefill
     Sampling sampling;
 } Options;
 
@@ -952,7 +949,7 @@ typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
-    float *conv, *state;        // delta-net: [conv-1][channels]; [n_value][blocks][dk][DELTA_ROWS]
+    float *conv, *state;        // delta-net: [conv-1][channels]; delta_state_size floats
 } Cache;
 
 typedef struct Pool Pool;       // threads
@@ -976,38 +973,38 @@ typedef struct Session {
     // buffers: n = up to chunk rows
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
-    float *rope[2];             // [n][n_rot] cos, sin pairs: whole context, windowed layers
+    float *angles[2];             // [n][n_rot] cos, sin pairs: whole context, windowed layers
     double *freq[2];            // [n_rot/2] radians per position
     float rope_mag[2];          // a factor on the cosines and sines
     float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z, *ba;        // delta-net: [n][channels], [n][n_value*dv], [n][2*n_value]
+    float *mix, *z, *ba;        // delta-net, see delta_net; mix, z: also gated attention's q, gate
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
-    int32_t *chosen, *order;    // [n][n_used] experts, and the same sorted by expert
+    int32_t *chosen, *order;    // [n][n_used] experts; numbers of these choices, by expert
     float *weight;              // [n][n_used] of the chosen experts
     float *logits;              // [LOGIT_ROWS][n_vocab]
     struct Candidate *candidates;   // [n_vocab] for the sampler
     float *slopes;              // [n_head] ALiBi
-    Arena scratch;              // of matmul and attention, during a call
+    Arena calls;                // for matmul and attention, during a call
 } Session;
 
 enum { LOGIT_ROWS = 16 };       // rows of logits made at once
 
 // ---- 6. what the other parts provide ----
 //
-// Part I knows the other parts by these prototypes. What the two large ones compute, plain_matmul
-// and plain_attention say; Part IV computes the same, fast.
+// Part I knows the others by these prototypes, and by load_delta and load_experts above. What the
+// two large ones compute, plain_matmul and plain_attention say; Part IV computes the same, fast.
 
-// Threads (Part IV). A step that can be cut into tasks is a function of one task, which finds in
-// ctx and `of` what the step is about. Its tasks may run anywhere and in any order.
+// Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, with the same ctx and `of`,
+// which say what to work on, in any order; `thread` tells which buffers are the task's own.
 typedef struct { void *ctx; const void *of; int i, thread; } Task;
 typedef void TaskFn(Task t);
 
-static int count_cpus(void);           // that this process may run on
+static int count_cpus(void);           // that this process should use
 static Pool *pool_open(int threads);   // NULL: so many threads cannot be started
 static void pool_close(Pool *p);       // NULL is fine
-static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   // n tasks; waits
+static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   // waits for all
 
 // Products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
@@ -1034,7 +1031,7 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
 
 // All jobs of a call at once: they may share x. What it needs of memory it takes from the arena and
 // gives back; with an arena that only counts it counts, and computes nothing.
-static void matmul(Pool *p, Arena *scratch, const Matmul *jobs, int k);
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
 // Attention (Part IV).
 typedef struct {
@@ -1085,7 +1082,7 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
     }
 }
 
-static void attention(Pool *p, Arena *scratch, const Attention *a);   // memory: as matmul
+static void attention(Pool *p, Arena *a, const Attention *x);   // memory: as matmul
 
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
@@ -1100,7 +1097,8 @@ static bool tokenizer_load(Model *m, Error *e);    // m->tokenizer, which needs 
 static void tokenizer_close(struct Tokenizer *t);
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
-// A GPU (metal.c) takes a whole model, on the same buffers. False or -1: the CPU is to do it.
+// A GPU (metal.c) takes a whole model, on the same buffers; false or -1: the CPU is to do it.
+// gpu_forward makes logits, too, of up to LOGIT_ROWS rows from `first` on; gpu_logits of more.
 static void gpu_open(Session *s);
 static void gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
@@ -1111,11 +1109,11 @@ static int32_t gpu_argmax(const Session *s, const float *logits);
 //
 // What happens between the matrix products, on one token's row at a time.
 
-static const float MAGIC = 12582912.0f;   // 1.5 * 2^23: a float near it holds an integer in its low
-enum { MAGIC_BITS = 0x4b400000 };         // bits, rounded to the nearest; these are its own bits
+static const float MAGIC = 12582912.0f;   // 1.5 * 2^23. x + MAGIC has x, rounded to an integer, in
+enum { MAGIC_BITS = 0x4b400000 };         // its low bits; without x they are these
 
 // exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
-// infinite above 88.3. No call and no branch, so that loops over it become vector code.
+// infinite above 88.4. No call and no branch, so that loops over it become vector code.
 static inline float exp_fast(float x) {
     x = x < -88 ? -88 : x;
     x = x > 89 ? 89 : x;
@@ -1189,7 +1187,7 @@ QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, in
 }
 
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == SILU) activate_as(out, gate, up, n, SILU);   // a loop for each is vector code
+    if (act == SILU) activate_as(out, gate, up, n, SILU);   // a constant: a loop of its own
     else if (act == GELU) activate_as(out, gate, up, n, GELU);
     else if (act == RELU2) activate_as(out, gate, up, n, RELU2);
     else activate_as(out, gate, up, n, SWIGLU_OAI);
@@ -1217,12 +1215,10 @@ static void embed_row(Task t) {
     float *x = s->x + (size_t)t.i * c->dim, *y = s->h + (size_t)t.i * c->dim;
     matrix_row(&m->embd, s->ids[t.i], x);
     for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
-    if (m->pos_embd.data) {   // learned positions
-        matrix_row(&m->pos_embd, s->pos + t.i, y);
-        add(x, y, c->dim, 1);
-    }
-    if (m->type_embd.data) {   // token type 0
-        matrix_row(&m->type_embd, 0, y);
+    for (int k = 0; k < 2; k++) {   // learned positions; token type 0
+        const Matrix *more = k ? &m->type_embd : &m->pos_embd;
+        if (!more->data) continue;
+        matrix_row(more, k ? 0 : s->pos + t.i, y);
         add(x, y, c->dim, 1);
     }
     if (m->embd_norm.w) norm(x, x, c->dim, &m->embd_norm, c->arch->norm, c->eps);
@@ -1233,7 +1229,7 @@ static void angles_row(Task t) {
     Session *s = t.ctx;
     int n_rot = s->m->config.n_rot;
     for (int k = 0; k < 2; k++) {
-        float *turn = s->rope[k] + (size_t)t.i * n_rot;
+        float *turn = s->angles[k] + (size_t)t.i * n_rot;
         for (int j = 0; j < n_rot / 2; j++) {
             double angle = (s->pos + t.i) * s->freq[k][j];
             turn[2 * j] = cos(angle) * s->rope_mag[k];
@@ -1289,7 +1285,7 @@ static void qkv_row(Task t) {
     bool late = c->arch->flags & QK_NORM_LATE;
     int pos = s->pos + t.i, q_dim = w->n_head * c->hd;
     float *q = s->q + (size_t)t.i * q_dim, *k = s->k + t.i * w->k.rows, *v = s->v + t.i * w->v.rows;
-    const float *turn = s->rope[w->window > 0] + (size_t)t.i * c->n_rot;
+    const float *turn = s->angles[w->window > 0] + (size_t)t.i * c->n_rot;
     clamp(v, w->v.rows, c->clamp_qkv);
     for (int p = 0; p < 2; p++) {   // q, then k
         float *x = p ? k : q;
@@ -1297,11 +1293,11 @@ static void qkv_row(Task t) {
         const Norm *n = p ? &w->k_norm : &w->q_norm;
         clamp(x, heads * c->hd, c->clamp_qkv);
         if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
-        for (int h = 0; w->rope && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
+        for (int h = 0; w->rotated && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
         if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
     }
-    float turns = logf(floorf(pos / (float)c->n_ctx_orig) + 1);   // 0 in the original context
-    for (int j = 0; c->temp_scale && turns > 0 && j < q_dim; j++) q[j] *= 1 + c->temp_scale * turns;
+    float far = logf(floorf(pos / (float)c->n_ctx_orig) + 1);   // 0 in the original context
+    for (int j = 0; c->temp_scale && far > 0 && j < q_dim; j++) q[j] *= 1 + c->temp_scale * far;
     kv_append(&s->cache[s->l], c, w->n_kv, pos, k, v);
 }
 
@@ -1319,12 +1315,12 @@ static void attention_block(Session *s) {
                    .hd = c->hd, .vd = c->vd, .window = kv->window, .keep = kv->keep,
                    .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
                    .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
-    matmul(s->pool, &s->scratch, in, 3);
+    matmul(s->pool, &s->calls, in, 3);
     if (gated) parallel(s->pool, split_gate_row, s, NULL, n);
     parallel(s->pool, qkv_row, s, NULL, n);
-    attention(s->pool, &s->scratch, &a);
+    attention(s->pool, &s->calls, &a);
     if (gated) parallel(s->pool, gate_row, s, NULL, n);
-    matmul(s->pool, &s->scratch, &back, 1);
+    matmul(s->pool, &s->calls, &back, 1);
 }
 
 typedef struct { const Matrix *gate, *up, *down; } Ffn;
@@ -1342,9 +1338,9 @@ static void ffn(Session *s, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
     Matmul back = {f->down, s->up, out, n};
-    matmul(s->pool, &s->scratch, in, f->gate->data ? 2 : 1);
+    matmul(s->pool, &s->calls, in, f->gate->data ? 2 : 1);
     parallel(s->pool, activate_row, s, f, n);
-    matmul(s->pool, &s->scratch, &back, 1);
+    matmul(s->pool, &s->calls, &back, 1);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -1383,18 +1379,17 @@ static void output_logits(Session *s, int first, int n) {
     size_t all = (size_t)n * c->n_vocab;
     Matmul out = {&s->m->output, s->h + (size_t)first * c->dim, s->logits, n};
     for (int i = 0; i < n; i++) norm_row((Task){s, &s->m->out_norm, first + i, 0});
-    matmul(s->pool, &s->scratch, &out, 1);
+    matmul(s->pool, &s->calls, &out, 1);
     for (size_t i = 0; c->logit_scale != 1 && i < all; i++) s->logits[i] *= c->logit_scale;
     if (c->logit_cap > 0) soft_cap(s->logits, all, c->logit_cap);
 }
 
 // ---- 9. session ----
 //
-// A layer's KV cache is a ring of w + chunk rows: w is the window that the layer sees, and the rest
-// is room for a chunk, so that writing a chunk overwrites no row that one of its own queries must
-// still see. A row stores its absolute position, and that alone decides who sees it. Keys were
-// rotated at that position, so nothing moves when the ring wraps, and generation goes on past any
-// limit.
+// A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows, so that writing a
+// chunk overwrites no row that one of its own queries must still see. A row stores its position,
+// and that alone decides who sees it. Keys were rotated by it, so nothing moves when the ring
+// wraps, and generation goes on past any limit but that of learned positions.
 
 static bool tokens_room(Tokens *t, size_t n) {   // for n in all
     if (n <= t->room) return true;
@@ -1424,7 +1419,7 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
     const float *divide = m->freqs                 ? m->freqs
                           : window > c->n_ctx_orig ? m->freqs_long
                                                    : m->freqs_short;
-    double ends[2] = {c->yarn_fast, c->yarn_slow};   // turns in the original context, then pairs
+    double ends[2] = {c->yarn_fast, c->yarn_slow};   // in turns; then the pairs that turn so often
     for (int i = 0; i < 2; i++)
         ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
     double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
@@ -1476,11 +1471,11 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
-// What matmul and attention need at most during a call, as they count it themselves. A call is
-// taken to hold all products of a layer that may share their input, for a chunk and for one token.
-// Experts: as many products as there can be, each of so few rows that most of a tile is wasted.
+// What matmul and attention take at most, by letting them count, for a chunk and for one token: all
+// products of a layer with as many columns, as if they shared x; as many experts as a call can
+// have, of two tokens each, so that most of a tile is wasted; then attention.
 static size_t plan_calls(Session *s) {
-    static const float places[MAX_JOBS];   // stand for different x
+    static const float places[MAX_JOBS];   // as many different x: each is packed
     const Model *m = s->m;
     Arena a = {0};
     Matmul jobs[MAX_JOBS];
@@ -1529,12 +1524,12 @@ static void plan_scratch(Session *s, Arena *a) {
         ff = larger(ff, larger(w->ff, w->shared_up.rows));
     }
     a->phase = "always";
-    s->scratch.base = arena_take(a, "inside a product or attention", 1, calls);
+    s->calls.base = arena_take(a, "inside a product or attention", 1, calls);
     s->x = arena_take(a, "x", n * c->dim, f);
     s->h = arena_take(a, "h", n * c->dim, f);
     s->out = arena_take(a, "out", n * c->dim, f);
     for (int i = 0; i < 2; i++) {
-        s->rope[i] = arena_take(a, "rope", n * c->n_rot, f);
+        s->angles[i] = arena_take(a, "angles", n * c->n_rot, f);
         s->freq[i] = arena_take(a, "freq", c->n_rot / 2, sizeof(double));
     }
     s->slopes = arena_take(a, "slopes", s->m->layers[0].n_head, f);
@@ -1726,8 +1721,7 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
 // reorders or shortens it: penalty, temperature, top-k, top-p, min-p. Then the best is taken, or
 // one is drawn. (llama.cpp tempers last; here the cuts see the tempered distribution.) To add a
 // stage, write it like these, call it in sample, give it a field of Sampling and a row of OPTIONS,
-// and add one line to test.c. Nothing sorts a whole vocabulary: sort_top brings the best to the
-// front.
+// and add a line to test.c. sort_top brings the best to the front without sorting the vocabulary.
 
 typedef struct Candidate { float logit; int32_t id; } Candidate;
 
@@ -1736,7 +1730,7 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
 }
 
-// Brings the k best of n to the front, in order. Whatever is better than the k-th best so far is
+// Brings the k best of n to the front, in order. Whatever is not worse than the k-th best so far is
 // gathered behind it; when there are k of these, all 2k are sorted, and the k best stay.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
@@ -1942,8 +1936,8 @@ static void load_experts(Loader *ld, Layer *w) {
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
 }
 
-// the matrix of expert i; w may be some rows of a tensor that holds more, so that matrices and
-// biases lie `step` bytes, and as many rows, apart
+// The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as
+// these bytes hold: w may be only some of the rows that the file has for each expert.
 static Matrix matrix_expert(const Matrix *w, int i) {
     Matrix one = *w;
     one.data += i * w->step;
@@ -2011,9 +2005,9 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
-    matmul(s->pool, &s->scratch, in, 2 * jobs);
+    matmul(s->pool, &s->calls, in, 2 * jobs);
     parallel(s->pool, activate_row, s, &(Ffn){gate, up, down}, rows);
-    matmul(s->pool, &s->scratch, back, jobs);
+    matmul(s->pool, &s->calls, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
@@ -2034,13 +2028,13 @@ static void experts(Session *s) {
     int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
     Matmul router = {&w->router, s->h, s->route, n};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
-    matmul(s->pool, &s->scratch, &router, 1);
+    matmul(s->pool, &s->calls, &router, 1);
     parallel(s->pool, choose_experts, s, NULL, n);
     sort_choices(s, rows);
     memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
     for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     if (!w->shared_up.data) return;
-    if (w->shared_router.data) matmul(s->pool, &s->scratch, &shared, 1);
+    if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
     parallel(s->pool, add_shared_row, s, w, n);
 }
@@ -2056,8 +2050,8 @@ static void experts(Session *s) {
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
 
-// Early files hold, in one tensor, rows q, k, v, z of the first key head, then of the second, ...
-// A copy has all q, all k, all v, then all z: what other files have in two tensors.
+// Early files of Qwen3-Next hold, in one tensor, rows q, k, v, z of the first key head, then of the
+// second, ... A copy has all q, all k, all v, then all z: what other files have in two tensors.
 static void heads_apart(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;   // bytes of a head's q
@@ -2208,12 +2202,12 @@ static void delta_net(Session *s) {
                    {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(s->pool, &s->scratch, in, fused ? 3 : 4);
+    matmul(s->pool, &s->calls, in, fused ? 3 : 4);
     parallel(s->pool, delta_conv, s, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     parallel(s->pool, delta_gates_row, s, NULL, n);
     parallel(s->pool, delta_block, s, NULL, c->n_value * delta_blocks(c));
     parallel(s->pool, delta_out_row, s, NULL, n);
-    matmul(s->pool, &s->scratch, &back, 1);
+    matmul(s->pool, &s->calls, &back, 1);
 }
 
 // ==== Part III: text =============================================================================
@@ -2794,13 +2788,14 @@ static void tokenizer_close(Tokenizer *t) {
 // uses it once: it runs at the speed of memory, provided that codes turn into products fast enough.
 // A chunk (prefill) uses each weight n times: panels of weights are decoded once, stay in the cache
 // and meet all tokens of the chunk. Block formats meet activations rounded to int8 with a scale per
-// 32, so that one instruction multiplies up to 64 bytes; float weights meet float activations. How
-// a number is summed never depends on the number of threads.
+// 32 (with AMX, in prefill, to bf16), so that one instruction multiplies up to 64 bytes; float
+// weights meet float activations. The number of threads never changes a sum.
 
 #include <pthread.h>
 #include <stdatomic.h>
 #ifdef __APPLE__
 #include <sys/sysctl.h>
+enum { RSS_PER_MB = 1 << 20 };   // ru_maxrss counts bytes there, kilobytes elsewhere
 static int count_cpus(void) {   // performance cores
     int n = 0;
     size_t size = sizeof n;
@@ -2808,6 +2803,7 @@ static int count_cpus(void) {   // performance cores
 }
 #else
 #include <sched.h>
+enum { RSS_PER_MB = 1 << 10 };
 static int count_cpus(void) {
     cpu_set_t set;
     return sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set);
@@ -2818,6 +2814,23 @@ static double now(void) {   // seconds since some moment
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+#define INLINE QUANT_INLINE
+// Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
+// requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
+// far ahead of the reader, and L2 to fill L1 shortly before.
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes
+
+INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
+}
+INLINE void prefetch_l2(const void *p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
+}
+INLINE void prefetch_ahead(const void *p, int bytes) {
+    prefetch_l1((const char *)p + L1_AHEAD, bytes);
+    prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
 #ifdef LLM_PLAIN
@@ -2886,9 +2899,8 @@ struct Pool {
     bool amx;                    // the tile registers are ours to use
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    TaskFn *fn;                  // the call: fn(task) with i = 0 .. n-1
-    Task task;
-    int n;
+    TaskFn *fn;                  // the call: fn(task) with i from 0 on
+    Task task;                   // its i: how many tasks there are
     atomic_int left, running;    // tasks nobody has claimed (or less); tasks not finished
     atomic_int sleeping, ids;
     atomic_bool quit;
@@ -2898,7 +2910,7 @@ struct Pool {
 // AMX, at the end of this part: may we use its tile registers? They are set up before tasks and
 // released after them, as they make context switches slow.
 static bool amx_allow(void);
-static void amx_begin(void), amx_end(void);
+static void amx_use(bool on);
 
 // Denormals cost 100 cycles and weigh nothing: workers, and the caller meanwhile, make them zero.
 #if defined(__SSE2__)
@@ -2930,17 +2942,16 @@ static void pool_wake(Pool *p) {
 // claims tasks and runs them until none is left
 static void pool_work(Pool *p, int thread) {
     int left, done = 0;
-    if (p->amx) amx_begin();
+    if (p->amx) amx_use(true);
     for (; (left = atomic_fetch_sub(&p->left, 1)) > 0; done++)
-        p->fn((Task){p->task.ctx, p->task.of, p->n - left, thread});
-    if (p->amx) amx_end();
+        p->fn((Task){p->task.ctx, p->task.of, p->task.i - left, thread});
+    if (p->amx) amx_use(false);
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
 
 // The caller waits until the last task is finished, a worker until there is something to claim.
 static bool pool_ready(Pool *p, bool caller) {
-    if (caller) return atomic_load(&p->running) == 0;
-    return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
+    return caller ? !atomic_load(&p->running) : atomic_load(&p->left) > 0 || atomic_load(&p->quit);
 }
 
 static void pool_wait(Pool *p, bool caller) {
@@ -2974,29 +2985,26 @@ static void pool_close(Pool *p) {
 
 static Pool *pool_open(int threads) {
     Pool *p = calloc(1, sizeof *p + (threads - 1) * sizeof *p->thread);
-    bool ok = p;
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     p->amx = amx_allow();   // before there are threads: they inherit the permission
-    for (p->threads = 1; ok && p->threads < threads; p->threads += ok)
-        ok = !pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p);
-    if (ok) return p;
-    pool_close(p);
-    return NULL;
+    for (p->threads = 1; p->threads < threads; p->threads++)
+        if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p))
+            return pool_close(p), NULL;
+    return p;
 }
 
 static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     uint64_t mode = fp_mode();
     fp_set(mode | FP_FLUSH);
     if (p->threads == 1 || n <= 1) {   // not worth waking anyone
-        if (p->amx) amx_begin();
+        if (p->amx) amx_use(true);
         for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
-        if (p->amx) amx_end();
+        if (p->amx) amx_use(false);
     } else {
         p->fn = fn;
-        p->task = (Task){.ctx = ctx, .of = of};
-        p->n = n;
+        p->task = (Task){ctx, of, n, 0};
         atomic_store(&p->running, n);
         atomic_store(&p->left, n);   // from here on tasks can be claimed
         pool_wake(p);
@@ -3017,12 +3025,9 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
-#define INLINE static inline __attribute__((always_inline))
+#define UNROLL QUANT_UNROLL
 #ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
 #pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
-#else
-#define UNROLL _Pragma("GCC unroll 16")
 #endif
 #if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
 #define SIMD_VNNI
@@ -3132,22 +3137,6 @@ INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
     return v[0];
 }
 
-// Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
-// requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
-// far ahead of the reader, and L2 to fill L1 shortly before.
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes
-
-INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
-}
-INLINE void prefetch_l2(const void *p, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
-}
-INLINE void prefetch_ahead(const void *p, int bytes) {
-    prefetch_l1((const char *)p + L1_AHEAD, bytes);
-    prefetch_l2((const char *)p + L2_AHEAD, bytes);
-}
-
 // ---- 18. products of one token ----
 
 // Rounds 32 floats to int8 codes q = x / d. Returns d, rounded to f16 as ggml stores it, and the
@@ -3167,11 +3156,10 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     for (int i = 0; i < 32; i++) y[i] = x[i] * inverse + MAGIC;
     memcpy(bits, y, sizeof bits);
     for (int i = 0; i < 32; i++) q[i] = (int8_t)bits[i];
-    uint32_t total[3] = {0};
-    for (int i = 0; i < 16; i++) total[0] += (uint32_t)bits[i] - MAGIC_BITS;
-    for (int i = 0; i < 16; i++) total[1] += (uint32_t)bits[16 + i] - MAGIC_BITS;
-    total[2] = total[0] + total[1];
-    memcpy(sum, total, sizeof total);
+    uint32_t lo = 0, hi = 0;
+    for (int i = 0; i < 16; i++) lo += (uint32_t)bits[i] - MAGIC_BITS;
+    for (int i = 16; i < 32; i++) hi += (uint32_t)bits[i] - MAGIC_BITS;
+    sum[0] = lo, sum[1] = hi, sum[2] = lo + hi;
     return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
@@ -3296,14 +3284,9 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-#define FLOAT_MATVEC(name, size)                                                                   \
-    static void matvec_##name(MATVEC_ARGS) {                                                       \
-        float_matvec(load_##name, size, w, rows, cols, x, out);                                    \
-    }
-FLOAT_MATVEC(f32, 4)
-FLOAT_MATVEC(f16, 2)
-FLOAT_MATVEC(bf16, 2)
-#undef FLOAT_MATVEC
+static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x, out); }
+static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
+static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
 
 typedef struct { MatvecFn *matvec; DecodeFn *unpack; bool per16, offsets; } Format;
 
@@ -3567,12 +3550,6 @@ static const Tile int8_tile = {
 
 static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
-// by format and CPU, never by size: small tests run the code that large models run
-static const Tile *tile_of(const Pool *p, const Matrix *w) {
-    if (p->amx) return amx_tile(w);
-    return INT8_TILE && formats[w->type].unpack ? &int8_tile : &float_tile;
-}
-
 // one token is no tile, but its activations are packed in the same way
 static const Tile float_token = {.tokens = 1, .rows = 1},
     block_token = {.tokens = 1, .rows = 1, .act_bytes = sizeof(TokenActs), .pack = token_pack};
@@ -3618,12 +3595,10 @@ static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, char *panel
         for (p.r = r; p.r < end; p.r += tile->rows, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
         for (p.t = 0; p.t < p.job->n; p.t += tile->tokens) {
-            p.acts = (const char *)j->acts + p.t / tile->tokens * j->act_bytes +
-                     p.k / 256 * tile->act_bytes;
-            for (p.panel = panels, p.r = r; p.r < end; p.r += tile->rows) {
+            p.acts = j->acts + p.t / tile->tokens * j->act_bytes + p.k / 256 * tile->act_bytes;
+            p.panel = panels;
+            for (p.r = r; p.r < end; p.r += tile->rows, p.panel += tile->panel_bytes)
                 tile->multiply(&p);
-                p.panel = (const char *)p.panel + tile->panel_bytes;
-            }
         }
     }
 }
@@ -3638,11 +3613,13 @@ static void matmul_task(Task t) {
     else multiply_tiles(j, r, end, c->panels + t.thread * c->panel_bytes);
 }
 
-// plans to pack `job`, unless an earlier one packs the same, and cuts it into tasks
+// Plans to pack `job`, unless an earlier one packs the same, and cuts it into tasks. The tile
+// depends on format and CPU, never on size: small tests run the code that large models run.
 static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul *job) {
     const Matrix *w = job->w;
-    const Tile *tile = job->n > 1 ? tile_of(p, w)
-                       : formats[w->type].unpack ? &block_token : &float_token;
+    bool block = formats[w->type].unpack;
+    const Tile *tile = job->n == 1 ? block ? &block_token : &float_token
+                       : p->amx ? amx_tile(w) : INT8_TILE && block ? &int8_tile : &float_tile;
     const JobPlan *same = c->job;
     size_t row_bytes = quant_row_bytes(w->type, w->cols), packs = 0;
     j->job = job;
@@ -3685,16 +3662,16 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
 // when a larger score comes, both sums fade by exp(old largest - new largest). So no n x n buffer
 // is needed, and the query heads that share a KV head share each block.
 //
-// The largest score so far starts at LEAST, and a score that is masked becomes HIDDEN. With
+// The largest score so far starts at LEAST, and a score that is masked becomes OUT_OF_SIGHT. With
 // infinities, a query that has seen nothing yet would compute inf - inf, a NaN. These two are below
-// all real scores, exp(HIDDEN - LEAST) is 0, and exp(LEAST - LEAST) fades sums that are 0 anyway.
-static const float LEAST = -1e29f, HIDDEN = -1e30f;
+// all real scores, exp(OUT_OF_SIGHT - LEAST) is 0, and exp(LEAST - LEAST) fades sums that are 0.
+static const float LEAST = -1e29f, OUT_OF_SIGHT = -1e30f;
 
-// a score, or HIDDEN if a query at position `query` does not see a key at position `key`
+// a score, or OUT_OF_SIGHT if a query at position `query` does not see a key at position `key`
 INLINE vf mask_scores(const Attention *a, vf score, vi key, vi query) {
     vi in_reach = (key <= query) & ((query - key < a->window) | (key < a->keep));
     vi seen = (in_reach | -!a->causal) & (key >= 0);
-    return (vf)(((vi)score & seen) | ((vi)((vf){0} + HIDDEN) & ~seen));
+    return (vf)(((vi)score & seen) | ((vi)((vf){0} + OUT_OF_SIGHT) & ~seen));
 }
 
 // Do queries at positions first .. last see rows r .. r+n-1 of the cache? If none sees any, the
@@ -4025,7 +4002,7 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
 INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
     const Attention *a = c->a;
     int r = c->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
-    int head = h * (a->n_head / a->n_kv) + g, split = b / PART_BLOCKS;
+    size_t head = h * (a->n_head / a->n_kv) + g, split = b / PART_BLOCKS;
     size_t row = (size_t)h * a->rows + r, next = row, stride = part_floats(a) * c->splits;
     int32_t pos[FEW];
     float s[4][FEW];
@@ -4033,8 +4010,7 @@ INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
     else if (g == 0 && h + 1 < a->n_kv) next = row - r + a->rows + c->block[0];
     memset(pos, -1, sizeof pos);
     memcpy(pos, a->pos_k + r, n * sizeof *pos);
-    one_scores(a, a->q + (size_t)head * a->hd, a->k + row * a->hd, a->k + next * a->hd, n, heads,
-               s);
+    one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, n, heads, s);
     for (int i = 0; i < heads; i++)
         one_softmax(a, pos, head + i, s[i], part_of(c, head + i, split));
     one_values(a, a->v + row * a->vd, a->v + next * a->vd, n, heads, s,
@@ -4137,7 +4113,7 @@ static void delta_rows(const Delta *d, int r) {
         prefetch_l1(k + 2 * d->step, d->dk * sizeof *k);
         memcpy(write, value, bytes);
         UNROLL for (int v = 0; v < V; v++) write[v] = (write[v] - asked[v] * g) * b;
-        for (int j = 0; j < d->dk; j++) {
+        for (int j = 0; j < d->dk; j++)
             UNROLL for (int v = 0; v < V; v++) {
                 float *at = state + j * DELTA_ROWS + v * LANES;
                 vf row = load_f32(at) * g + write[v] * k[j];
@@ -4145,7 +4121,6 @@ static void delta_rows(const Delta *d, int r) {
                 out[v] += row * q[j];
                 ask[v] += row * next[j];
             }
-        }
         memcpy(asked, ask, sizeof ask);
         memcpy(d->out + t * d->out_step + r, out, bytes);
     }
@@ -4185,8 +4160,7 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 #include <sys/syscall.h>
-enum { AMX_DEPTH = 1024, AMX_TOKENS = 2 * TILE, AMX_KEYS = 128, TILE_BYTES = TILE * 64 };
-enum { MAX_PARTS = 3 };
+enum { AMX_DEPTH = 1024, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024, MAX_PARTS = 3 };
 
 // Linux grants the tile registers on request.
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
@@ -4195,8 +4169,7 @@ static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 // believes that only its first 8 bytes are read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-static void amx_begin(void) { _tile_loadconfig(&tile_config); }
-static void amx_end(void) { _tile_release(); }
+static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
 
 typedef struct { uint16_t x[2][16][32]; } AmxActs;   // one part of 32 activations of 2 x 16 tokens
 
@@ -4205,8 +4178,7 @@ static int weight_parts(const Matrix *w) {
 }
 
 INLINE void store_bf16(void *to, vf lo, vf hi) {
-    __m512bh v = _mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
-    memcpy(to, &v, sizeof v);
+    store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
 }
 INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
     typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
@@ -4415,8 +4387,7 @@ static const AttentionTile amx_attention_tile = {
 static const AttentionTile *amx_attention(void) { return &amx_attention_tile; }
 #elif !defined(LLM_PLAIN)
 static bool amx_allow(void) { return false; }
-static void amx_begin(void) {}
-static void amx_end(void) {}
+static void amx_use(bool on) { (void)on; }
 static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
 static const AttentionTile *amx_attention(void) { return &float_attention; }
 #endif
@@ -4428,11 +4399,6 @@ static const AttentionTile *amx_attention(void) { return &float_attention; }
 #ifndef LLM_NO_MAIN
 #include <ctype.h>
 #include <sys/resource.h>
-#ifdef __APPLE__
-#define RSS_PER_MB 1048576.0   // ru_maxrss counts bytes there, kilobytes elsewhere
-#else
-#define RSS_PER_MB 1024.0
-#endif
 
 typedef struct {
     // what was asked for
@@ -4472,26 +4438,26 @@ typedef struct {
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
-    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, as the first argument"},
-    {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, as the second argument"},
+    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, instead of the first argument"},
+    {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, instead of the second argument"},
     {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for standard input"},
     {"-i", SWITCH, AT(chat), 0, 0, "chat: the model's own template, turn after turn"},
     {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1: until the end"},
-    {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096 or the model's less)"},
+    {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
     {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512)"},
     {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
     {"--temp T", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "temperature (0.8); 0 is greedy"},
     {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},
     {"--top-p P", NUMBER, PICK(top_p), 0, 1, "the likeliest that hold a share P (0.95); 1 all"},
     {"--min-p P", NUMBER, PICK(min_p), 0, 1, "those at least P as likely as the best (0.05)"},
-    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "1.0 is none"},
-    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "for the last N (64); -1 all"},
+    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "off at 1 (1)"},
+    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "of the last N (64); -1 all"},
     {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
     {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU"},
-    {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain, block (a layer in one go), int8 (prefill)"},
+    {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default), block or int8: see the README"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
     {"--tokens A,B,C", LIST, AT(ids), 0, 0x1p64, "token ids instead of PROMPT, as they are"},
     {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token"},
@@ -4588,13 +4554,14 @@ static bool read_file(Cli *cli, const char *path) {
     return ok;
 }
 
-static bool check_utf8(Cli *cli, const char *s, size_t n) {
+// appends the ids of a text; `first`: with the tokens that a text begins and ends with
+static bool add_text(Cli *cli, const char *s, size_t n, bool first, bool special) {
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t character = utf8_decode(s + i, n - i, &used);
         if (!utf8_valid(character, used))
             return fail(&cli->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)s[i]);
     }
-    return true;
+    return tokenize(cli->m.tokenizer, s, n, first, special, &cli->ids, &cli->e);
 }
 
 // the text that was given, if one was, and its ids
@@ -4605,9 +4572,7 @@ static bool load_prompt(Cli *cli) {
     if (!file && cli->prompt) cli->n_prompt = strlen(cli->prompt);
     if (!cli->prompt || cli->chat) return true;
     cli->ids.n = 0;
-    if (!check_utf8(cli, cli->prompt, cli->n_prompt)) return false;
-    bool ok = tokenize(t, cli->prompt, cli->n_prompt, true, cli->special, &cli->ids, &cli->e);
-    if (!ok) return false;
+    if (!add_text(cli, cli->prompt, cli->n_prompt, true, cli->special)) return false;
     if (cli->ids.n || cli->tokenize) return true;
     if (t->bos < 0) return fail(&cli->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
@@ -4664,7 +4629,7 @@ static bool reply(Cli *cli) {
     return ok;
 }
 
-// what goes to stderr when all went well
+// what goes to stderr in the end, unless something failed
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     struct rusage usage;
@@ -4682,7 +4647,7 @@ static void print_notes(const Cli *cli) {
     getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %d tokens %.1f tok/s, decode %zu tokens %.1f tok/s %.1f GB/s, "
             "peak %.0f MB, seed %llu\n", n, n / cli->prefill, cli->n_new, speed,
-            speed * token_bytes(s, (int)s->history.n) * 1e-9, usage.ru_maxrss / RSS_PER_MB,
+            speed * token_bytes(s, (int)s->history.n) * 1e-9, usage.ru_maxrss / (double)RSS_PER_MB,
             (unsigned long long)cli->o.sampling.seed);
 }
 
@@ -4720,10 +4685,9 @@ static bool chat_turn(Cli *cli, const ChatFamily *f, const char *user, size_t n)
     if (first && t->add_bos && !tokens_add(&cli->ids, t->bos))
         return fail(&cli->e, "out of memory");
     cli->detokenizer = (Detokenizer){.started = true};
-    return check_utf8(cli, user, n) &&
-           tokenize(t, before, strlen(before), false, true, &cli->ids, &cli->e) &&
-           tokenize(t, user, n, false, false, &cli->ids, &cli->e) &&
-           tokenize(t, middle, end - middle, false, true, &cli->ids, &cli->e) && reply(cli);
+    return add_text(cli, before, strlen(before), false, true) &&
+           add_text(cli, user, n, false, false) &&
+           add_text(cli, middle, end - middle, false, true) && reply(cli);
 }
 
 static bool run_chat(Cli *cli) {
@@ -4821,10 +4785,7 @@ enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // reads a memory of so m
 static void read_slice(Task t) {
     uint64_t *p = (uint64_t *)((char *)t.ctx + (size_t)t.i * SLICE), sum[32] = {0};
     for (size_t k = 0; k < SLICE / sizeof *p; k += 32) {
-        for (int j = 0; j < 32; j += 8) {   // ahead of time, as products ask for weights
-            __builtin_prefetch(p + k + 256 + j);
-            __builtin_prefetch(p + k + 1024 + j, 0, 2);
-        }
+        prefetch_ahead(p + k, 256);   // as products do
         for (int j = 0; j < 32; j++) sum[j] += p[k + j];
     }
     for (int j = 0; j < 32; j++) p[0] += sum[j];   // so that the sums must be made
@@ -4878,19 +4839,12 @@ static void print_meta(const Meta *m) {
 // what a plan places, by phase; returns the sum of all
 static size_t print_plan(const Session *s, void plan(Session *, Arena *)) {
     Session counted = *s;
-    Arena a = {0};
+    Placement all[64] = {{"", "", 0}};   // the first stays empty
+    Arena a = {.list = all};
     size_t sum = 0;
     plan(&counted, &a);
-    Placement *all = a.list = calloc(a.n_list, sizeof *all);
-    a.n_list = 0;
-    if (all) plan(&counted, &a);
-    for (int i = 0, k = 0; all && i < a.n_list; i = k) {
-        size_t bytes = 0;
-        for (; k < a.n_list && !strcmp(all[k].name, all[i].name); k++) bytes += all[k].bytes;
-        if (bytes) printf("  %-10s %-28s %9.2f MB\n", all[i].phase, all[i].name, bytes / 1048576.0);
-        sum += bytes;
-    }
-    free(all);
+    for (Placement *p = all + 1; p <= a.list; sum += p++->bytes)
+        if (p->bytes) printf("  %-10s %-28s %9.2f MB\n", p->phase, p->name, p->bytes / 1048576.0);
     return sum;
 }
 
@@ -4905,11 +4859,8 @@ static bool print_info(const Cli *cli) {
     for (int type = 0; type < 64; type++) {
         double size = 0;
         int count = 0;
-        for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
-            if (t->type != type) continue;
-            size += tensor_bytes(t) / 1048576;
-            count++;
-        }
+        for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++)
+            if (t->type == type) size += tensor_bytes(t) / 1048576, count++;
         if (count) printf("format %s: %d tensors, %.1f MB\n", quant_name(type), count, size);
         weights += size;
     }

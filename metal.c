@@ -365,12 +365,12 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, nsg = attention_simdgroups(used);
     struct attention_args a = {n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows,
                                used, kv->window, kv->keep, c->eps, c->attn_scale, c->attn_cap};
-    const float *angles = s->rope[w->window > 0], *q_norm = w->q_norm.w, *k_norm = w->k_norm.w;
+    const float *angles = s->angles[w->window > 0], *q_norm = w->q_norm.w, *k_norm = w->k_norm.w;
     Dispatch r = {"rope", {s->q, s->k, s->v, kv->k, kv->v, q_norm, k_norm, angles}, 8,
                   div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
                   UNIT_SIMDGROUPS * SIMD_LANES, 0,
                   {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
-                   [C_PAIRING] = w->rope ? c->rope : PAIRING_NONE,
+                   [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE,
                    [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
     Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
                                 w->sinks, s->att}, 11, (size_t)n * w->n_head, nsg * SIMD_LANES,

@@ -170,8 +170,8 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 #endif
 
 // ---- 3. the words decoders are made of ----
-// Each word is written once, on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in
-// NEON, and 1 in plain C, which is what a GPU compiles and which says what an operation means. With
+// The words stand on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in NEON and on
+// other CPUs, 1 in plain C, which is what a GPU compiles and which says what a word means. With
 // n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
 // q, d and m as they were stored, QUANT_LANES bytes at a time.
 //
@@ -455,7 +455,7 @@ QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint
         quant_put_scale(d + i, &v, D, g, n);
     }
 }
-// the same for 4 scales (d, times D), 4 offsets (m, times M), 4 scales and 4 offsets of 32 weights
+// the same where the bytes are 4 scales (d, times D), 4 offsets (m, times M), 4 scales, 4 offsets
 #if defined(QUANT_AVX512)
 QUANT_INLINE void quant_scales_offsets(float *d, float *m, float D, float M, uint64_t lo,
                                        uint64_t hi, int g, int n) {

@@ -119,11 +119,9 @@ static double nmse_double(const float *got, const double *want, size_t n) {
 }
 
 static double nmse(const float *got, const float *want, size_t n) {
-    double *w = malloc(n * sizeof *w);
+    double *w = need(n * sizeof *w);
     for (size_t i = 0; i < n; i++) w[i] = want[i];
-    double error = nmse_double(got, w, n);
-    free(w);
-    return error;
+    return nmse_double(got, w, n);
 }
 
 static double squares(const float *x, size_t n) {
@@ -163,8 +161,7 @@ static char *scratch(const char *name) { return text_of("%s/%s", test.dir, name)
 // ---- references, in double ----
 
 // each group of values by itself; w NULL: x itself
-static void reference_norm(double *out, const float *x, int n, const Norm *w, int kind, double eps)
-{
+static void reference_norm(double *out, const float *x, int n, const Norm *w, int kind, float eps) {
     int width = w && w->group ? w->group : n;
     for (int g = 0; g < n; g += width) {
         double mean = 0, var = 0;
@@ -255,9 +252,18 @@ static void key_text(Writer *w, const char *key, const char *s) {
     put_key(w, key, GGUF_STR, b.p, b.n);
 }
 
+static void key_array(Writer *w, const char *key, uint32_t elem, uint64_t n, const void *x,
+                      size_t bytes) {
+    Bytes b = {0};
+    put_int(&b, elem, 4);
+    put_int(&b, n, 8);
+    put(&b, x, bytes);
+    put_key(w, key, GGUF_ARR, b.p, b.n);
+}
+
 // the strings between the commas of s
 static void key_strings(Writer *w, const char *key, const char *s) {
-    Bytes all = {0}, b = {0};
+    Bytes all = {0};
     uint64_t n = 0;
     for (; s; n++) {
         size_t length = strcspn(s, ",");
@@ -265,18 +271,7 @@ static void key_strings(Writer *w, const char *key, const char *s) {
         put(&all, s, length);
         s = s[length] ? s + length + 1 : NULL;
     }
-    put_int(&b, GGUF_STR, 4);
-    put_int(&b, n, 8);
-    put(&b, all.p, all.n);
-    put_key(w, key, GGUF_ARR, b.p, b.n);
-}
-
-static void key_array(Writer *w, const char *key, uint32_t elem, uint64_t n, const void *x) {
-    Bytes b = {0};   // of 32-bit numbers
-    put_int(&b, elem, 4);
-    put_int(&b, n, 8);
-    put(&b, x, 4 * n);
-    put_key(w, key, GGUF_ARR, b.p, b.n);
+    key_array(w, key, GGUF_STR, n, all.p, all.n);
 }
 
 // NULL: no such key
@@ -361,9 +356,8 @@ static const char PARTS[] =
     "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v+b attn_v:32,32:!f!l!v+b attn_output:64,32:!l+o "
     "attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j "
     "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l!y attn_gate:32,32:l!y ssm_in:32,96:ly "
-    "ssm_in:32,96:lY "
-    "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l ssm_dt.bias:4:l "
-    "ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
+    "ssm_in:32,96:lY ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
+    "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
     "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m+B "
     "ffn_up_exps:32,48,6:x!m+B ffn_down_exps:48,32,6:x+B ffn_gate_shexp:32,48:s "
@@ -1026,7 +1020,7 @@ static void test_norms(void) {
         double want[N];   // weights for each group, or for all its own:
         Norm n = {noise_array(N, 1), noise_array(N, 1), kind == RMS && group ? group : N, group};
         if (kind == BARE) n.w = NULL;
-        if (kind != LAYER) n.b = NULL;
+        if (kind != LAYERNORM) n.b = NULL;
         for (int i = 0; i < N; i++) x[i] += 0.5f;
         norm(out, x, N, &n, kind, 1e-3f);
         reference_norm(want, x, N, &n, kind, 1e-3f);
@@ -1258,15 +1252,14 @@ static double check_shape(const Shape *shape) {
 }
 
 static void test_every_architecture(void) {
-    int n_shapes = sizeof SHAPES / sizeof *SHAPES;
     double worst = 0;
-    for (int i = 0; i < n_shapes; i++)
+    for (size_t i = 0; i < COUNT(SHAPES); i++)
         if (!test.quick || SHAPES[i].n_layer < 8) worst = fmax(worst, check_shape(&SHAPES[i]));
     for (size_t k = 0; k < sizeof ARCHS / sizeof *ARCHS; k++) {
         int n = ARCHS[k].n_layer;
         char *rest, *name = strtok_r(text_of("%s", ARCHS[k].names), " *", &rest);
         for (bool found = false; name; name = strtok_r(NULL, " *", &rest), found = false) {
-            for (int i = 0; i < n_shapes; i++)
+            for (size_t i = 0; i < COUNT(SHAPES); i++)
                 found |= !strcmp(name, SHAPES[i].arch) && (!n || n == SHAPES[i].n_layer);
             CHECK(found, "%s with %d layers has no shape here", name, n);
         }
@@ -1451,9 +1444,8 @@ static void test_sampler_choice(void) {
     uint64_t a = 7, b = 7;
     int counts[7] = {0}, n = test.quick ? 20000 : 200000;
     Sampling greedy = {.repeat_penalty = 1}, cold = {.temp = -1, .repeat_penalty = 1};
-    Sampling all = {.temp = 1, .top_p = 1, .repeat_penalty = 1}, one = all, fresh = greedy;
-    one.top_k = 1;
-    fresh.repeat_penalty = 2;
+    Sampling all = {.temp = 1, .top_p = 1, .repeat_penalty = 1}, fresh = {.repeat_penalty = 2};
+    Sampling one = {.temp = 1, .top_p = 1, .repeat_penalty = 1, .top_k = 1};
     CHECK(draw(greedy, x, 7, &a) == 1, "greedy takes the lower of two equal ids");
     CHECK(draw(fresh, x, 7, &a) == 6, "the penalty comes before the greedy choice");
     CHECK(draw(cold, x, 7, &a) == 1, "a temperature below 0 is greedy");
@@ -1509,8 +1501,7 @@ static void test_sampler_session(void) {
 // ---- tokenizer ----
 
 static const struct { const char *gguf, *tsv; } TOK_GOLDENS[] = {
-    {"golden/tok/spm.gguf", "golden/tok/spm.tsv"},
-    {"golden/story.gguf", "golden/tok/bpe.tsv"},
+    {"golden/tok/spm.gguf", "golden/tok/spm.tsv"}, {"golden/story.gguf", "golden/tok/bpe.tsv"},
     {"golden/archs/bert.gguf", "golden/tok/wpm.tsv"},
 };
 
@@ -1575,25 +1566,23 @@ static void test_tokenizer_rules(void) {
         {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"},
         {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {"qwen35", "a\u0301b| \u0301c|1|2"},
         {"default", "a|+|b|123|456|78|."}, {"falcon", "a|`+|b|123|45| |678|."},
-        {"starcoder", "a|1|2| |3| b|'s|'s|\n"},
+        {"starcoder", "a|1|2| |3| b|'s|'s|\n"}, {"gpt-4o", "Hello's|World|ABC'LL| |123|4|;/"},
         {"tekken", "Hello|World|HTTPs| \u00C0|B|1|2|;/\n/\n"},
-        {"gpt-4o", "Hello's|World|ABC'LL| |123|4|;/"},
         {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
-        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"}, {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"},
+        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"},
+        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"},
         {"gemma4", "a  b c|\n\n|d"}, {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
     };
     for (size_t k = 0; k < sizeof rules / sizeof *rules; k++) {
-        static Char ch[256];
-        static char expected[256];
+        Char ch[256] = {{0}};
+        char expected[256] = {0};
         TokVocab v;
         Writer w = {0};
         key_vocab(&w, "gpt2", rules[k].pre, "a,b,c,d,e,f,g,h,i,j,k,l", "a b");
         REQUIRE(tok_write(&v, &w), "%s", v.e.text);
-        size_t n = 0, n_words = 1;
-        memset(ch, 0, sizeof ch);
-        memset(expected, 0, sizeof expected);
+        size_t n = 0;
         for (const char *s = rules[k].words; *s;) {
-            if (*s == '|') expected[n] = 1, n_words++, s++;
+            if (*s == '|') expected[n] = 1, s++;
             size_t used;
             ch[n].c = utf8_decode(s, strlen(s), &used);
             ch[n].set = unicode_classes(ch[n].c);
@@ -1658,7 +1647,7 @@ static void test_tokenizer_special(void) {
     Writer w = {0};
     key_vocab(&w, "gpt2", "gpt-2",
               "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>", "a b");
-    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 13, types);
+    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 13, types, sizeof types);
     key_int(&w, "tokenizer.ggml.eos_token_id", 7);
     key_int(&w, "tokenizer.ggml.bos_token_id", 3);
     key_int(&w, "tokenizer.ggml.add_bos_token", 1);
@@ -1688,8 +1677,8 @@ static void test_tokenizer_streaming(void) {
     Writer w = {0};
     Detokenizer d = {0};
     key_vocab(&w, "llama", NULL, "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>,\u00E9", NULL);
-    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 9, types);
-    key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores);
+    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 9, types, sizeof types);
+    key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores, sizeof scores);
     REQUIRE(tok_write(&v, &w) && v.t.piece_max <= sizeof out, "%s", v.e.text);
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
         size_t n = detokenize(&v.t, &d, steps[i].id, out);
@@ -1710,8 +1699,7 @@ static void test_tokenizer_refusals(void) {
         {"gpt2", "gpt-2", "a,b", "a b,ab", NULL, "merge 1"},
         {"gpt2", "gpt-2", NULL, "a b", NULL, "tokens is missing"},
         {"gpt2", "gpt-2", "a,b", NULL, NULL, "merges is missing"},
-        {"llama", NULL, "a,b", NULL, NULL, "scores"},
-        {"bert", NULL, "a", NULL, NULL, "token"},
+        {"llama", NULL, "a,b", NULL, NULL, "scores"}, {"bert", NULL, "a", NULL, NULL, "token"},
         {"gpt2", "gpt-2", "a,b", "a b", "tokenizer.ggml.token_type", "token_type"},
         {"gpt2", "gpt-2", "a,b", "a b", "tokenizer.ggml.eos_token_id", "eos_token_id"},
         {"gpt2", "gpt-2", "a,b", "a b", "tokenizer.ggml.bos_token_id", "bos_token_id"},
@@ -1723,7 +1711,7 @@ static void test_tokenizer_refusals(void) {
         const char *key = bad[i].key, *says = bad[i].says;
         key_vocab(&w, bad[i].model, bad[i].pre, bad[i].tokens, bad[i].merges);
         if (key && strstr(key, "_id")) key_int(&w, key, 2);   // past the end
-        else if (key) key_array(&w, key, GGUF_I32, 3, (int32_t[]){2, 1, 1});   // for 2 tokens
+        else if (key) key_array(&w, key, GGUF_I32, 3, (int32_t[]){2, 1, 1}, 12);   // for 2 tokens
         bool ok = tok_write(&v, &w);
         if (says) CHECK(!ok && strstr(v.e.text, says), "%s: %s", says, v.e.text);
         else CHECK(ok && v.t.note && token_find(&v.t, "a") == 0, "missing pre: %s", v.e.text);
@@ -1825,18 +1813,15 @@ static void test_cli_refusals(void) {
 // what is printed, to the letter
 static void test_cli_output(void) {
     static const struct { const char *before, *arguments, *pattern; } good[] = {
-        {"", "--version", "^llm [0-9.]+\n$"},
-        {"", "--help", "^usage: llm MODEL"},
-        {"", "nowhere.gguf --help", "^usage: llm MODEL"},
+        {"", "--version", "^llm [0-9.]+\n$"}, {"", "--help", "^usage: llm MODEL"},
         {"", "$S --tokenize 'Once upon a time'", "^1656 329 659 258 530\n$"},
         {"", "--tokenize -p 'Once upon a time' -m $S", "^1656 329 659 258 530\n$"},
         {"printf 'Once upon a time' |", "$S -f - --tokenize", "^1656 329 659 258 530\n$"},
-        {"", "$S --tokenize ''", "^\n$"},
-        {"", "golden/tok/spm.gguf --tokenize ''", "^1\n$"},
+        {"", "$S --tokenize ''", "^\n$"}, {"", "golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"", "$S --tokenize -- --help", "^[0-9 ]+\n$"},
         {"", "$S --tokenize -p --help", "^[0-9 ]+\n$"},
         {"printf 'a\\000b' |", "$S -f - --tokenize", "^64 188 65\n$"},
-        {"", "$S 'Once upon' -n 0", "^Once upon\n$"},
+        {"", "x.gguf --help", "^usage: llm MODEL"}, {"", "$S 'Once upon' -n 0", "^Once upon\n$"},
         {"", "$S 'Once upon' -n 3 -n 0", "^Once upon\n$"},
         {"", "$G/llama.gguf --tokens 1,2,3 -n 5 --temp 0", "^[0-9]+( [0-9]+){4}\n$"},
         {"", "$S --ppl golden/story.txt -c 128",
@@ -3087,14 +3072,14 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     config->n_rot = t->n_rot;
     config->attn_cap = t->softcap;
     config->causal = t->causal;
-    x.w = (Layer){.n_head = H, .n_kv = KV, .rope = t->pairing != ROPE_NONE};
+    x.w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE};
     if (t->normed) x.w.q_norm = (Norm){lab_floats(g, hd, loud), NULL, hd, hd};
     if (t->normed) x.w.k_norm = lab_norm(g, hd, hd);
     if (t->sinks) a.sinks = x.w.sinks = lab_floats(g, H, 3);
     a.scale = config->attn_scale;
     x.s = (Session){.cache = &c, .pos = t->pos, .q = lab_floats(g, all, 1),
                     .k = lab_floats(g, n * KV * hd, 1), .v = lab_floats(g, n * KV * hd, 1),
-                    .att = lab_floats(g, all, 1), .rope = {lab_floats(g, n * t->n_rot, 1)}};
+                    .att = lab_floats(g, all, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
     float *want_q = (float *)a.q;
     uint16_t *want_k = (uint16_t *)a.k, *want_v = (uint16_t *)a.v;
     for (int i = 0; i < n * (H + KV); i++) {   // rotated queries; new keys and values in their rows
@@ -3103,7 +3088,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
         size_t from = (query ? token * H + h : token * KV + kv) * hd,
                at = (kv * t->rows + cache_row(&c, t->pos + token)) * hd;
         naive_head(t, (query ? x.s.q : x.s.k) + from, query ? &x.w.q_norm : &x.w.k_norm,
-                   x.s.rope[0] + token * t->n_rot, head);
+                   x.s.angles[0] + token * t->n_rot, head);
         for (int j = 0; j < hd; j++) {
             if (query) q[from + j] = want_q[from + j] = head[j];
             if (query) continue;
@@ -3150,7 +3135,7 @@ static void kernel_norms(Gpu *g, int unused) {
         lab_end(&x, "norm");
         lab_compare("norm", -1, y, want, NULL, N * n, 1e-5);
         for (int i = 0; i < N * n; i++) in[i] += 30;   // a mean that is large beside the deviation
-        reference_norm(want, in, N * n, &(Norm){w.w, w.b, n, n}, LAYER, 1e-5);
+        reference_norm(want, in, N * n, &(Norm){w.w, w.b, n, n}, LAYERNORM, 1e-5);
         gpu_dispatch(lab_begin(&x)->gpu, &d, &a, sizeof a);
         lab_end(&x, "norm centred");
         lab_compare("norm centred", -1, y, want, NULL, N * n, 3e-5);
@@ -3672,7 +3657,7 @@ static const char *const MISTAKES[][3] = {
     {"w->bias != NULL", ", [C_EPILOGUE]", "0"}, {"m[i]->cols % 32 != 0", ";", "0"},
     {"w->sinks != NULL", "", "0"}, {"kv->window", ", kv->keep", "kv->rows"},
     {"kv->keep", ", c->eps", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
-    {"w->rope", " ? c->rope", "true"}, {"q_norm != NULL", ",", "0"},
+    {"w->rotated", " ? c->rope", "true"}, {"q_norm != NULL", ",", "0"},
     {"n == 1", ", [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
     {"s->m->config.arch->act", "}};", "0"}, {"c->arch->act", "}};", "1"},
     {"post->w", " ? EPILOGUE", "0"}, {"c->logit_cap", ", c->logit_scale);\n    } else", "0"},
