@@ -35,6 +35,7 @@
 // close accepts zeroed and half-opened structs. Nothing before Part V exits or prints, but for the
 // one note of a GPU that leaves the work to the CPU.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
@@ -100,7 +101,7 @@ static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 typedef struct { const char *phase, *name; size_t bytes; } Placement;
 typedef struct {
     char *base;
-    size_t used, peak;     // bytes
+    size_t size, used, peak;   // bytes: of the block, in use, most in use
     const char *phase;     // in which part of the work the next buffers live, for
     Placement *list;       // entry of the buffer taken last, in a table; NULL: nobody asks
 } Arena;
@@ -109,6 +110,7 @@ static void *arena_take(Arena *a, const char *name, size_t count, size_t size) {
     size_t at = a->used, bytes = (count * size + 63) / 64 * 64;
     a->used += bytes;
     a->peak = larger(a->peak, a->used);
+    assert(!a->base || a->used <= a->size);   // or it was counted wrong
     if (a->list && strcmp(a->list->name, name)) *++a->list = (Placement){a->phase, name, 0};
     if (a->list) a->list->bytes += bytes;
     return a->base ? a->base + at : NULL;
@@ -1008,7 +1010,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   /
 
 // Products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
-enum { MAX_JOBS = 64 };
+enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // of gate and up in one call
 
 static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
     quant_dequantize(w->type, w->data + r * quant_row_bytes(w->type, w->cols), out, w->cols);
@@ -1471,11 +1473,27 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
+// counts the products of experts with `each` tokens, the last of them with `last`
+static void plan_experts(Pool *p, Arena *a, const Layer *w, int experts, int each, int last) {
+    static const float places[MAX_EXPERTS];   // as many different x: each is packed
+    Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
+    for (int i = 0; i < experts; i++) {
+        int n = i < experts - 1 ? each : last;
+        in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
+        in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
+        back[i] = (Matmul){&w->down, &places[i], NULL, n};
+    }
+    matmul(p, a, in, 2 * experts);
+    matmul(p, a, back, experts);
+}
+
 // What matmul and attention take at most, by letting them count, for a chunk and for one token: all
-// products of a layer with as many columns, as if they shared x; as many experts as a call can
-// have, of two tokens each, so that most of a tile is wasted; then attention.
+// products of a layer with as many columns, as if they shared x; attention; and as many experts as
+// a call can have. Of all ways to spread tokens over these, three take most: one each; one each and
+// all for the last, which adds what many tokens need; two each, which waste most of their tiles,
+// and all for the last.
 static size_t plan_calls(Session *s) {
-    static const float places[MAX_JOBS];   // as many different x: each is packed
+    static const float x[1];
     const Model *m = s->m;
     Arena a = {0};
     Matmul jobs[MAX_JOBS];
@@ -1489,19 +1507,18 @@ static size_t plan_calls(Session *s) {
         for (size_t i = 0; i < COUNT(all); i++, count = 0) {
             for (size_t j = 0; j < COUNT(all); j++)
                 if (all[j]->data && all[j]->cols == all[i]->cols)
-                    jobs[count++] = (Matmul){all[j], places, NULL, n};
+                    jobs[count++] = (Matmul){all[j], x, NULL, n};
             matmul(s->pool, &a, jobs, count);
         }
-        for (int some; w->router.data && left > 0 && count < MAX_JOBS; count++, left -= some) {
-            some = left > 2 && count < MAX_JOBS - 1 ? 2 : left;
-            jobs[count] = (Matmul){count % 2 ? &w->up : &w->down, &places[count], NULL, some};
-        }
-        matmul(s->pool, &a, jobs, count);
-        Attention x = {.rows = s->cache[k / 2].rows, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
-                       .hd = m->config.hd, .vd = m->config.vd};
-        if (x.rows) attention(s->pool, &a, &x);
+        int experts = left < MAX_EXPERTS ? left : MAX_EXPERTS;
+        for (int way = 0; w->router.data && way < 3; way++)
+            plan_experts(s->pool, &a, w, experts, way < 2 ? 1 : 2, way < 1 ? 1 : left);
+        Attention att = {.rows = s->cache[k / 2].rows, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
+                         .hd = m->config.hd, .vd = m->config.vd};
+        if (att.rows) attention(s->pool, &a, &att);
     }
-    matmul(s->pool, &a, &(Matmul){&m->output, places, NULL, LOGIT_ROWS}, 1);
+    for (int n = 1; n <= LOGIT_ROWS; n += LOGIT_ROWS - 1)
+        matmul(s->pool, &a, &(Matmul){&m->output, x, NULL, n}, 1);
     return a.peak;
 }
 
@@ -1525,6 +1542,7 @@ static void plan_scratch(Session *s, Arena *a) {
     }
     a->phase = "always";
     s->calls.base = arena_take(a, "inside a product or attention", 1, calls);
+    s->calls.size = calls;
     s->x = arena_take(a, "x", n * c->dim, f);
     s->h = arena_take(a, "h", n * c->dim, f);
     s->out = arena_take(a, "out", n * c->dim, f);
@@ -1582,7 +1600,7 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base
               : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
     *base = p;
-    a = (Arena){.base = (char *)(((uintptr_t)p + 16383) & ~(uintptr_t)16383)};
+    a = (Arena){.base = (char *)(((uintptr_t)p + 16383) & ~(uintptr_t)16383), .size = a.peak};
     plan(s, &a);
     return true;
 }
@@ -1988,11 +2006,11 @@ static void sort_choices(const Session *s, int n) {
 // with all its tokens; returns how many choices that were. Choice k is of token k / n_used.
 static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
     const Config *c = &s->m->config;
-    Matrix gate[MAX_JOBS / 2], up[MAX_JOBS / 2], down[MAX_JOBS / 2];
-    Matmul in[MAX_JOBS] = {{0}}, back[MAX_JOBS / 2] = {{0}};
+    Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
+    Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
     size_t dim = c->dim, ff = w->ff;
     int jobs = 0, rows = 0;
-    for (int n = 1; rows < left && jobs < MAX_JOBS / 2; rows += n, jobs++) {
+    for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
         int r = rows, e = s->chosen[order[r]];
         for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
         if (r + n > limit) break;
@@ -2555,7 +2573,7 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_sp
     w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
                                   SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
     work_place(&w, &a, n, m);
-    a = (Arena){.base = tokens_room(out, out->n + m) ? malloc(a.peak) : NULL};
+    a = (Arena){.base = tokens_room(out, out->n + m) ? malloc(a.peak) : NULL, .size = a.peak};
     if (!a.base) return fail(e, "out of memory");
     work_place(&w, &a, n, m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
@@ -3851,7 +3869,8 @@ static void many_task(Task t) {
     int some = a->n - first < c->queries ? a->n - first : c->queries, keys = c->tile->keys;
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
     KeyBlock b = {0};
-    QueryTile *q = many_buffers(c, &(Arena){.base = c->work + t.thread * c->work_bytes}, &b);
+    Arena own = {.base = c->work + t.thread * c->work_bytes, .size = c->work_bytes};
+    QueryTile *q = many_buffers(c, &own, &b);
     memset(b.k, 0, sizeof(float) * keys * deep);
     memset(b.v, 0, sizeof(float) * keys * wide);
     many_start(c, q, b.k, h, first, some * group);

@@ -660,7 +660,7 @@ static void run_matmul(Pool *p, const Matmul *jobs, int k) {   // in exactly wha
     Arena a = {0};
     matmul(p, &a, jobs, k);
     size_t counted = a.peak;
-    a = (Arena){.base = aligned(counted)};
+    a = (Arena){.base = aligned(counted), .size = counted};
     matmul(p, &a, jobs, k);
     CHECK(a.peak == counted && !a.used, "matmul counts %zu bytes, takes %zu", counted, a.peak);
 }
@@ -968,7 +968,7 @@ static void run_attention_cpu(Pool *p, const Attention *x) {
     Arena a = {0};
     attention(p, &a, x);
     size_t counted = a.peak;
-    a = (Arena){.base = aligned(counted)};
+    a = (Arena){.base = aligned(counted), .size = counted};
     attention(p, &a, x);
     CHECK(a.peak <= counted && !a.used, "attention counts %zu bytes, takes %zu", counted, a.peak);
 }
@@ -1106,7 +1106,7 @@ static void test_golden_models(void) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         Golden g = golden_model(names[i]);
         double worst = 0;
-        for (int k = 0; k < (test.quick ? 2 : 4); k++) {
+        for (int k = 0; k < (test.quick ? 3 : 4); k++) {
             Options o = {.chunk = chunks[k], .threads = 1 + k % 2};
             double error = nmse(logits_of(g.m, g.ids, g.n, o), g.want, g.n * g.m->config.n_vocab);
             bool ok = error <= g.limit;
