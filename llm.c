@@ -975,7 +975,7 @@ typedef struct Session {
     // buffers: n = up to chunk rows
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
-    float *angles[2];             // [n][n_rot] cos, sin pairs: whole context, windowed layers
+    float *angles[2];           // [n][n_rot] cos, sin pairs: whole context, windowed layers
     double *freq[2];            // [n_rot/2] radians per position
     float rope_mag[2];          // a factor on the cosines and sines
     float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
@@ -1546,10 +1546,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->x = arena_take(a, "x", n * c->dim, f);
     s->h = arena_take(a, "h", n * c->dim, f);
     s->out = arena_take(a, "out", n * c->dim, f);
-    for (int i = 0; i < 2; i++) {
-        s->angles[i] = arena_take(a, "angles", n * c->n_rot, f);
-        s->freq[i] = arena_take(a, "freq", c->n_rot / 2, sizeof(double));
-    }
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, "angles", n * c->n_rot, f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, "freq", c->n_rot / 2, sizeof(double));
     s->slopes = arena_take(a, "slopes", s->m->layers[0].n_head, f);
     size_t mark = a->used;
     a->phase = "attention";
