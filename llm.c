@@ -102,8 +102,8 @@ typedef struct { const char *phase, *name; size_t bytes; } Placement;
 typedef struct {
     char *base;
     size_t size, used, peak;   // bytes: of the block, in use, most in use
-    const char *phase;     // in which part of the work the next buffers live, for
-    Placement *list;       // entry of the buffer taken last, in a table; NULL: nobody asks
+    const char *phase;         // in which part of the work the next buffers live, for
+    Placement *list;           // entry of the buffer taken last, in a table; NULL: nobody asks
 } Arena;
 
 static void *arena_take(Arena *a, const char *name, size_t count, size_t size) {
