@@ -13,7 +13,8 @@
 //   III  text          15 tokenizer
 //   IV   speed         16 threads, 17 vectors, 18 one token, 19-21 tiles, 22 matmul,
 //                      23-25 attention, 26 narrow and the delta rule, 27 the GPU, 28 AMX
-//   V    main          29 the command line; behind it an appendix, Unicode
+//   V    main          29 the command line, 30 conversations, 31 what the program can do; behind
+//                      it an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
 // of the residual stream, hd = width of a head, ff = width of the feed-forward layer; m the Model,
@@ -70,8 +71,8 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
     va_start(args, format);
     vsnprintf(e->text, sizeof e->text, format, args);
     va_end(args);
-    for (char *c = e->text; *c; c++)   // names come from the file: keep it one printable line
-        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
+    for (uint8_t *c = (uint8_t *)e->text; *c; c++)   // names come from the file: one printable line
+        if (*c < ' ' || *c == 127 || (*c == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0)) *c = '?';
     return false;
 }
 
@@ -967,7 +968,8 @@ typedef struct Session {
     int saved_pos;
     Tokens history;             // whose rows the caches hold; behind n there may be one more
     uint64_t rng;
-    volatile sig_atomic_t *stop;   // set from outside: ends evaluation between chunks
+    bool (*on_chunk)(void *ctx, int done, int n);   // before each chunk, and in the end, done of n
+    void *ctx;                  // tokens are in the cache; false interrupts. NULL: nobody asks
     void *gpu;
     // what forward is at
     const int32_t *ids;         // [n] tokens of this chunk
@@ -1707,7 +1709,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             memcpy(s->saved, s->recurrent, s->n_recurrent * sizeof *s->saved);
             s->saved_pos = p;
         }
-        if (s->stop && *s->stop) return fail(e, "interrupted");
+        if (s->on_chunk && !s->on_chunk(s->ctx, p, n)) return fail(e, "interrupted");
         if (first > count) first = count;
         bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
         if (!gpu) forward(s, ids + p, count, p);
@@ -1724,7 +1726,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
                 return fail(e, "stopped");
         }
     }
-    return true;
+    return !s->on_chunk || s->on_chunk(s->ctx, n, n) || fail(e, "interrupted");
 }
 
 const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
@@ -2332,7 +2334,8 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
-       TOKEN_EOG = 16, TOKEN_TYPE = 15 };   // EOG is a flag beside the type
+       TOKEN_TYPE = 15,                      // beside the type, flags: generation ends here;
+       TOKEN_EOG = 16, TOKEN_TURN = 32 };    // it opens or closes a part of gpt-oss's turns
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
 enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
 
@@ -2367,6 +2370,8 @@ typedef struct {
     uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
     uint64_t *cost;   // [2 * n_text] of joining, a tree
     size_t n_text;
+    const char *all;             // the text, and where it is not to be trusted (tokenize)
+    const unsigned char *mark;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
     bool space;       // the next fragment is to begin with one
 } Work;
@@ -2533,6 +2538,14 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
+// Is this token, spelled in a text at s, to be cut out there?
+static bool token_cuts(const Work *w, int32_t id, const char *s, size_t n) {
+    int type = w->t->type[id];
+    if (!(w->types >> (type & TOKEN_TYPE) & 1)) return false;
+    bool anyone = (type & ~TOKEN_EOG) == TOKEN_USER;   // may write it
+    return anyone || !w->mark || !memchr(w->mark + (s - w->all), 1, n);
+}
+
 // Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
@@ -2540,7 +2553,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
         for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
             if (!t->special_first[(uint8_t)s[i]]) continue;
             int32_t id = dictionary_find(&t->tokens, s + i, len);
-            if (id < 0 || !(w->types >> (t->type[id] & TOKEN_TYPE) & 1)) continue;
+            if (id < 0 || !token_cuts(w, id, s + i, len)) continue;
             text_tokenize(w, s, i, len - 1);
             w->out->id[w->out->n++] = id;
             w->space = t->space_prefix;
@@ -2559,14 +2572,16 @@ static void work_place(Work *w, Arena *a, size_t n, size_t m) {
 }
 
 // Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
-// for; parse_special: text such as <|im_start|> means the token. False: e says why.
-static bool tokenize(const Tokenizer *t, const char *text, size_t n, bool add_special,
-                     bool parse_special, Tokens *out, Error *e) {
+// for; parse_special: text such as <|im_start|> means the token, except where a byte of it has a
+// mark [n] of 1, because a user wrote it (mark NULL: none has). False: e says why.
+static bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark,
+                     bool add_special, bool parse_special, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
     if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
     Arena a = {0};
-    Work w = {.t = t, .out = out, .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
+    Work w = {.t = t, .out = out, .all = text, .mark = mark,
+              .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
                                   SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
@@ -2639,8 +2654,9 @@ static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
      "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> "
      "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> "
      "<|prefix|> <|suffix|> <|middle|>"},
-    {TOKEN_USER, NULL, "<|channel|> <|message|> <|start|> <|constrain|>"},
-    {TOKEN_USER, "<|return|>", "<|end|>"},   // gpt-oss
+    {TOKEN_USER | TOKEN_TURN, NULL, "<|channel|> <|message|> <|start|>"},
+    {TOKEN_USER, NULL, "<|constrain|>"},
+    {TOKEN_USER | TOKEN_TURN, "<|return|>", "<|end|>"},   // gpt-oss
     {TOKEN_USER, "<|calls|>", "<|end|>"},   // Solar
     {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
 };
@@ -4417,13 +4433,15 @@ static const AttentionTile *amx_attention(void) { return &float_attention; }
 #include <ctype.h>
 #include <sys/resource.h>
 
+typedef struct { char *s; size_t n, room; } Text;   // that grows by doubling
+
 typedef struct {
     // what was asked for
-    const char *model, *file, *logits, *ppl, *gpu;
+    const char *model, *file, *logits, *ppl, *gpu, *system, *think;
     const char *prompt;              // [n_prompt] bytes, for --ppl those of its file
     size_t n_prompt;
     int n_predict;
-    bool help, version, chat, special, hide_prompt, tokenize, embed, info;
+    bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed, info, verbose;
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
@@ -4431,17 +4449,23 @@ typedef struct {
     Model m;
     Session s;
     char *text;                      // of a file
-    Tokens ids;                      // of the prompt, and the n_new that followed
-    size_t n_new;
+    Tokens ids;                      // of the prompt, and what followed
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;
     Detokenizer detokenizer;
+    // statistics: tokens of prompts, of these found in the cache; new ones, of these evaluated
+    size_t n_prompts, n_reused, n_new, n_decoded;
     double first, prefill, decode;   // when the first new token came; seconds before and after
+    struct { int from, n; double start; bool shown; } progress;   // of an evaluation
+    // of a chat
+    ChatMessage *message;            // [n_message] with texts of our own
+    size_t n_message;
+    Text said, answer;               // a line of the user's, what the model is writing
 } Cli;
 
-static volatile sig_atomic_t interrupted;
+static volatile sig_atomic_t interrupted;   // how often since it was last looked at
 
-static void on_interrupt(int sig) { interrupted = sig; }
+static void on_interrupt(int sig) { interrupted += sig == SIGINT; }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
@@ -4459,6 +4483,10 @@ static const Option OPTIONS[] = {
     {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, instead of the second argument"},
     {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for standard input"},
     {"-i", SWITCH, AT(chat), 0, 0, "chat: the model's own template, turn after turn"},
+    {"--chat", SWITCH, AT(answer_once), 0, 0, "PROMPT through the template, one answer"},
+    {"--system TEXT", TEXT, AT(system), 0, 0, "the system message of a chat; @FILE reads it"},
+    {"--think on|off", TEXT, AT(think), 0, 0, "enable_thinking of the template, where it has it"},
+    {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
     {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1: until the end"},
     {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
     {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512)"},
@@ -4481,8 +4509,9 @@ static const Option OPTIONS[] = {
     {"--embed", SWITCH, AT(embed), 0, 0, "print the pooled embedding of PROMPT"},
     {"--ppl FILE", TEXT, AT(ppl), 0, 0, "perplexity of a text"},
     {"--bench [P,N]", PAIR, AT(bench), 1, 1 << 24, "speed of P (512) tokens in, N (128) out"},
-    {"--info", SWITCH, AT(info), 0, 0, "metadata, architecture, formats, memory plan"},
-    {"-h", SWITCH, AT(help), 0, 0, "this page"},
+    {"--info", SWITCH, AT(info), 0, 0, "architecture, formats, memory plan; -v: all metadata"},
+    {"-v", SWITCH, AT(verbose), 0, 0, NULL},
+    {"-h", SWITCH, AT(help), 0, 0, NULL},
     {"--help", SWITCH, AT(help), 0, 0, "this page"},
     {"--version", SWITCH, AT(version), 0, 0, "llm 1.0"},
 };
@@ -4490,7 +4519,7 @@ static const Option OPTIONS[] = {
 static bool print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
-        printf("\n  %-22s %s", o->usage, o->help);
+        if (o->help) printf("\n  %-22s %s", o->usage, o->help);
     printf("\narchitectures (* with recorded outputs in golden/):");
     for (size_t i = 0, column = 99; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
@@ -4554,42 +4583,199 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     cli->o.gpu_int8 = cli->gpu && !strcmp(cli->gpu, "int8");
     if (cli->gpu && !cli->o.gpu_block && !cli->o.gpu_int8 && strcmp(cli->gpu, "chain"))
         return fail(&cli->e, "--gpu: expected chain, block or int8, not '%s'", cli->gpu);
-    if (cli->chat && cli->ids.id) return fail(&cli->e, "-i takes text, not --tokens");
+    bool template = cli->chat || cli->answer_once || cli->render, piped = cli->render && !prompts;
+    if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
+    if (cli->think && strcmp(cli->think, "on") && strcmp(cli->think, "off"))
+        return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
+    if (!template && (cli->system || cli->think))
+        return fail(&cli->e, "--system and --think are for -i, --chat and --render");
+    if (piped && cli->system)
+        return fail(&cli->e, "--render without PROMPT reads a conversation; no --system beside it");
+    if (template && cli->ids.id)
+        return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
     if (prompts > 1) return fail(&cli->e, "two prompts: give one of PROMPT, -p, -f, --tokens");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || cli->ppl || cli->bench.id || cli->info ||
+    return prompts || cli->chat || piped || cli->ppl || cli->bench.id || cli->info ||
            fail(&cli->e, "no PROMPT given; see --help");
 }
 
-static bool read_file(Cli *cli, const char *path) {
+// the bytes of a file, - for standard input; free(*text)
+static bool read_file(Cli *cli, const char *path, char **text, size_t *n) {
     const size_t most = (1 << 28) + 1;   // what tokenize refuses; memory is taken as it is filled
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    cli->prompt = cli->text = malloc(most);
-    cli->n_prompt = f && cli->text ? fread(cli->text, 1, most, f) : 0;
-    bool ok = (f && cli->text && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
+    *text = malloc(most);
+    *n = f && *text ? fread(*text, 1, most, f) : 0;
+    bool ok = (f && *text && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
     if (f && f != stdin) fclose(f);
     return ok;
 }
 
-// appends the ids of a text; `first`: with the tokens that a text begins and ends with
-static bool add_text(Cli *cli, const char *s, size_t n, bool first, bool special) {
+static bool check_utf8(Cli *cli, const char *s, size_t n) {
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t character = utf8_decode(s + i, n - i, &used);
         if (!utf8_valid(character, used))
             return fail(&cli->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)s[i]);
     }
-    return tokenize(cli->m.tokenizer, s, n, first, special, &cli->ids, &cli->e);
+    return true;
 }
+
+static bool text_add(Text *t, const char *s, size_t n) {
+    char *more = t->n + n <= t->room ? t->s : realloc(t->s, 2 * (t->n + n));
+    if (!more) return false;
+    if (more != t->s) *t = (Text){more, t->n, 2 * (t->n + n)};
+    memcpy(t->s + t->n, s, n);
+    t->n += n;
+    return true;
+}
+
+static bool text_ends(const Text *t, const char *with) {
+    size_t n = strlen(with);
+    return t->n >= n && !memcmp(t->s + t->n - n, with, n);
+}
+
+// ---- 30. conversations ----
+//
+// A chat is a list of messages. For each answer the model's own template writes all of them anew,
+// and what the cache holds of that is reused. Only the words of the template may become special
+// tokens, not what a user wrote. The answer becomes a message: what the template opened for it,
+// <think> as a rule, and what the model wrote.
+
+// what stands around a model's thoughts
+static const struct { const char *open, *close; } THOUGHTS[] = {
+    {"<think>", "</think>"}, {"[THINK]", "[/THINK]"}, {"<seed:think>", "</seed:think>"},
+    {"<|channel>thought", "<channel|>"}, {"<|channel|>analysis<|message|>", "<|end|>"},
+};
+static const char FINAL[] = "<|channel|>final<|message|>";   // gpt-oss: here its answer begins
+
+static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from there on
+    while (cli->n_message > from) free((char *)cli->message[--cli->n_message].content.s);
+}
+
+static bool chat_add(Cli *cli, const char *role, const char *s, size_t n) {
+    ChatMessage *more = realloc(cli->message, (cli->n_message + 1) * sizeof *more);
+    if (more) cli->message = more;
+    char *copy = more ? malloc(n + 1) : NULL;
+    if (!copy) return fail(&cli->e, "out of memory");
+    memcpy(copy, s, n);
+    more[cli->n_message++] = (ChatMessage){{role, strlen(role)}, {copy, n}};
+    return check_utf8(cli, s, n);
+}
+
+static bool chat_has_system(const Cli *cli) {
+    return cli->n_message && str_eq(cli->message[0].role, "system");
+}
+
+static bool chat_system(Cli *cli, const char *s, size_t n) {   // the first message, new or changed
+    bool had = chat_has_system(cli);
+    if (!chat_add(cli, "system", s, n)) return false;
+    ChatMessage *m = cli->message, last = m[--cli->n_message];
+    if (had) free((char *)m[0].content.s);
+    else memmove(m + 1, m, cli->n_message++ * sizeof *m);
+    m[0] = last;
+    return true;
+}
+
+// Messages from a text [n]: a line that is @system, @user or @assistant begins one, which goes on
+// to the next such line or the end, less its last newline. /save writes this form.
+static bool chat_read(Cli *cli, const char *s, size_t n) {
+    static const char *const roles[] = {"system", "user", "assistant"};
+    const char *role = NULL, *begin = s, *end = s + n, *next;
+    for (const char *line = s;; line = next) {
+        const char *found = NULL, *newline = memchr(line, '\n', end - line);
+        Str rest = {line + 1, (newline ? newline : end) - line - 1};   // of the line, behind @
+        next = newline ? newline + 1 : end;
+        for (int i = 0; i < 3 && line < end; i++)
+            if (*line == '@' && str_eq(rest, roles[i])) found = roles[i];
+        if (!role && !found)
+            return fail(&cli->e, "a conversation begins with a line @system, @user or @assistant");
+        if (!found && line < end) continue;
+        n = line - begin;
+        if (role && !chat_add(cli, role, begin, n - (n > 0 && line[-1] == '\n'))) return false;
+        if (line == end) return true;
+        role = found;
+        begin = next;
+    }
+}
+
+static bool chat_save(const Cli *cli, const char *path) {
+    FILE *f = fopen(path, "w");
+    for (size_t i = 0; f && i < cli->n_message; i++) {
+        fprintf(f, "@%s\n", cli->message[i].role.s);
+        fwrite(cli->message[i].content.s, 1, cli->message[i].content.n, f);
+        putc('\n', f);
+    }
+    return f && !(ferror(f) | fclose(f));
+}
+
+// the whole conversation as the template writes it
+static bool chat_render(Cli *cli, Rendered *r) {
+    const Tokenizer *t = cli->m.tokenizer;
+    Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template"), none = {"", 0};
+    int think = cli->think ? !strcmp(cli->think, "on") : -1;
+    return template_render(template, cli->message, cli->n_message,
+                           t->bos < 0 ? none : t->tokens.str[t->bos],
+                           t->eos < 0 ? none : t->tokens.str[t->eos], think, r, &cli->e);
+}
+
+// cli->ids of the whole conversation, and what the template opens in the model's answer
+static bool chat_ids(Cli *cli) {
+    const Tokenizer *t = cli->m.tokenizer;
+    Tokens *ids = &cli->ids;
+    Rendered r;
+    if (!chat_render(cli, &r)) return false;
+    ids->n = cli->answer.n = 0;
+    bool ok = tokenize(t, r.text, r.n, r.mark, false, true, ids, &cli->e);
+    if (ok && t->add_bos && !(ids->n && ids->id[0] == t->bos)) {
+        ok = tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
+        memmove(ids->id + 1, ids->id, (ids->n - 1) * sizeof *ids->id);
+        ids->id[0] = t->bos;
+    }
+    size_t n = r.n;
+    while (n > 0 && isspace((uint8_t)r.text[n - 1])) n--;
+    for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
+        size_t open = strlen(THOUGHTS[i].open);
+        if (!text_ends(&(Text){r.text, n, 0}, THOUGHTS[i].open) || r.mark[n - 1]) continue;
+        ok = text_add(&cli->answer, r.text + n - open, r.n - n + open) ||
+             fail(&cli->e, "out of memory");
+    }
+    rendered_free(&r);
+    // the tokenizer puts a space behind special tokens, which is not of the answer
+    bool special = ids->n && SPECIAL_TYPES >> (t->type[ids->id[ids->n - 1]] & TOKEN_TYPE) & 1;
+    cli->detokenizer = (Detokenizer){.started = !special};
+    return ok;
+}
+
+// the messages that the command line gives
+static bool chat_open(Cli *cli) {
+    char *text = NULL;
+    size_t n;
+    const char *system = cli->system;
+    bool ok = true, file = system && *system == '@', piped = cli->render && !cli->prompt;
+    if (!gguf_str(&cli->m.gguf, "tokenizer.chat_template").n)
+        return fail(&cli->e, "%s: the model has no chat template", cli->model);
+    if (file) ok = read_file(cli, system + 1, &text, &n) && chat_add(cli, "system", text, n);
+    else if (system) ok = chat_add(cli, "system", system, strlen(system));
+    if (ok && cli->prompt) ok = chat_add(cli, "user", cli->prompt, cli->n_prompt);
+    if (piped) ok = read_file(cli, "-", &text, &n) && chat_read(cli, text, n);
+    free(text);
+    return ok && (!cli->answer_once || chat_ids(cli));
+}
+
+// ---- 31. what the program can do ----
 
 // the text that was given, if one was, and its ids
 static bool load_prompt(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     const char *file = cli->ppl ? cli->ppl : cli->file;
-    if (file && !read_file(cli, file)) return false;
     if (!file && cli->prompt) cli->n_prompt = strlen(cli->prompt);
-    if (!cli->prompt || cli->chat) return true;
+    if (file && !read_file(cli, file, &cli->text, &cli->n_prompt)) return false;
+    if (file) cli->prompt = cli->text;
+    if (cli->chat || cli->answer_once || cli->render) return chat_open(cli);
+    if (!cli->prompt) return true;
     cli->ids.n = 0;
-    if (!add_text(cli, cli->prompt, cli->n_prompt, true, cli->special)) return false;
+    if (!check_utf8(cli, cli->prompt, cli->n_prompt) ||
+        !tokenize(t, cli->prompt, cli->n_prompt, NULL, true, cli->special, &cli->ids, &cli->e))
+        return false;
     if (cli->ids.n || cli->tokenize) return true;
     if (t->bos < 0) return fail(&cli->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
@@ -4616,42 +4802,105 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
+// Prints part of an answer, a token whose n bytes of text are in cli->work, and keeps it. What has
+// no text of its own, such as a control token, is kept as it is spelled. Thoughts are dimmed.
+static bool print_answer(Cli *cli, int32_t id, size_t n) {
+    Str spelled = cli->m.tokenizer->tokens.str[id];
+    bool control = (cli->m.tokenizer->type[id] & TOKEN_TYPE) == TOKEN_CONTROL;
+    bool ok = !control || text_add(&cli->answer, spelled.s, spelled.n);
+    for (const char *c = cli->work; ok && n > 0; c++, n--) {
+        putchar(*c);
+        ok = text_add(&cli->answer, c, 1);
+        for (size_t i = 0; i < COUNT(THOUGHTS) && isatty(STDOUT_FILENO); i++) {
+            if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
+            if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
+        }
+    }
+    return ok || fail(&cli->e, "out of memory");
+}
+
 static bool print_token(void *ctx, int32_t id) {
     Cli *cli = ctx;
     const Tokenizer *t = cli->m.tokenizer;
     if (!cli->first) cli->first = now();
-    if (t->kind == TOKENIZER_NONE) printf(cli->n_new ? " %d" : "%d", id);
-    else fwrite(cli->work, 1, detokenize(t, &cli->detokenizer, id, cli->work), stdout);
+    size_t n = t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0;
+    if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
+    else if (!cli->n_message) fwrite(cli->work, 1, n, stdout);
+    else if (!print_answer(cli, id, n)) return false;
     fflush(stdout);
     cli->n_new++;
-    return tokens_add(&cli->ids, id) && !interrupted && !ferror(stdout);
+    return !interrupted && !ferror(stdout);
 }
 
-// evaluates cli->ids, adds and prints what follows
+static void end_progress(Cli *cli) {
+    if (cli->progress.shown) fputs("\r\033[K", stderr);
+    cli->progress.shown = false;
+}
+
+// Before each chunk of an evaluation, and at its end. A terminal shows how far a prompt is.
+static bool on_chunk(void *ctx, int done, int n) {
+    Cli *cli = ctx;
+    double time = now();
+    if (done == n) end_progress(cli);
+    if (n != cli->progress.n || done <= cli->progress.from) {   // it begins
+        cli->progress.from = done;
+        cli->progress.n = n;
+        cli->progress.start = time;
+        cli->n_prompts += cli->first ? 0 : n;
+        cli->n_reused += cli->first ? 0 : done;
+    } else if (done < n && isatty(STDERR_FILENO)) {
+        cli->progress.shown = true;
+        fprintf(stderr, "\rprefill %d of %d tokens, %.0f tok/s", done, n,
+                (done - cli->progress.from) / (time - cli->progress.start));
+    }
+    return !interrupted;
+}
+
+// evaluates cli->ids, and prints what follows
 static bool reply(Cli *cli) {
-    size_t n = cli->ids.n;
+    size_t n = cli->ids.n, n_new = cli->n_new;
+    bool dim = cli->answer.n && isatty(STDOUT_FILENO);   // the template has opened its thoughts
     double start = now();
-    cli->first = 0;
+    cli->first = cli->progress.n = 0;
+    if (dim) fputs("\033[2m", stdout);
     fflush(stdout);
     bool ok = cli->n_predict
                   ? session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli,
                                      &cli->e)
                   : session_eval(&cli->s, cli->ids.id, n, &cli->e) != NULL;
     double end = now();
+    size_t seen = cli->s.history.n;
+    end_progress(cli);
     if (!cli->first) cli->first = end;
     cli->prefill += cli->first - start;
     cli->decode += end - cli->first;
-    if (ok || interrupted || cli->ids.n > n) putchar('\n');
+    if (seen > n) cli->n_decoded += seen - n;
+    else cli->n_prompts -= n - seen;   // an interrupt left the rest
+    if (dim || (cli->n_message && isatty(STDOUT_FILENO))) fputs("\033[0m", stdout);
+    if (ok || interrupted || cli->n_new > n_new) putchar('\n');
     fflush(stdout);
     return ok;
+}
+
+static void print_statistics(const Cli *cli) {
+    const Session *s = &cli->s;
+    struct rusage usage;
+    size_t n = cli->n_prompts - cli->n_reused;
+    double speed = cli->decode > 0 ? cli->n_decoded / cli->decode : 0;
+    if (!cli->prefill) return;
+    getrusage(RUSAGE_SELF, &usage);
+    fprintf(stderr, "prefill %zu tokens %.1f tok/s, ", n, n / cli->prefill);
+    if (cli->chat || cli->n_reused)
+        fprintf(stderr, "reused %zu of %zu tokens, ", cli->n_reused, cli->n_prompts);
+    fprintf(stderr, "decode %zu tokens %.1f tok/s %.1f GB/s, peak %.0f MB, seed %llu\n",
+            cli->n_new, speed, speed * token_bytes(s, (int)s->history.n) * 1e-9,
+            usage.ru_maxrss / (double)RSS_PER_MB, (unsigned long long)cli->o.sampling.seed);
 }
 
 // what goes to stderr in the end, unless something failed
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
-    struct rusage usage;
-    int n = cli->ids.n - cli->n_new, window = s->o.window, n_ctx = cli->m.config.n_ctx;
-    double speed = (int)s->history.n > n ? ((int)s->history.n - n) / cli->decode : 0;
+    int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
     if (cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
     if (cli->gpu && !GPU_BUILT)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
@@ -4660,71 +4909,74 @@ static void print_notes(const Cli *cli) {
     if (n > window && s->m && !cli->ppl && !cli->bench.id)
         fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
                 "-c %d keeps them\n", n - window, n);
-    if (!cli->prefill) return;
-    getrusage(RUSAGE_SELF, &usage);
-    fprintf(stderr, "prefill %d tokens %.1f tok/s, decode %zu tokens %.1f tok/s %.1f GB/s, "
-            "peak %.0f MB, seed %llu\n", n, n / cli->prefill, cli->n_new, speed,
-            speed * token_bytes(s, (int)s->history.n) * 1e-9, usage.ru_maxrss / (double)RSS_PER_MB,
-            (unsigned long long)cli->o.sampling.seed);
+    print_statistics(cli);
 }
 
-// A chat template is a Jinja program in the metadata. As llama.cpp does by default, the family is
-// recognised by a word that only its templates have, and a turn is written from this table: % is
-// where the user's text stands, then the reply. The start comes before the first turn.
-typedef struct { const char *mark, *start, *turn; } ChatFamily;
-static const ChatFamily CHATS[] = {
-    {"<|im_start|>", "", "<|im_start|>user\n%<|im_end|>\n<|im_start|>assistant\n%<|im_end|>\n"},
-    {"<|start_header_id|>", "", "<|start_header_id|>user<|end_header_id|>\n\n%<|eot_id|>"
-     "<|start_header_id|>assistant<|end_header_id|>\n\n%<|eot_id|>"},
-    {"<start_of_turn>", "",
-     "<start_of_turn>user\n%<end_of_turn>\n<start_of_turn>model\n%<end_of_turn>\n"},
-    {"<|channel|>", "", "<|start|>user<|message|>%<|end|><|start|>assistant%<|end|>"},
-    {"<|start_of_role|>", "", "<|start_of_role|>user<|end_of_role|>%<|end_of_text|>\n"
-     "<|start_of_role|>assistant<|end_of_role|>%<|end_of_text|>\n"},
-    {"<|START_OF_TURN_TOKEN|>", "", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>%<|END_OF_TURN_TOKEN|>"
-     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>%<|END_OF_TURN_TOKEN|>"},
-    {"<｜User｜>", "", "<｜User｜>%<｜Assistant｜>%<｜end▁of▁sentence｜>"},
-    {"[gMASK]", "[gMASK]<sop>", "<|user|>\n%<|assistant|>\n%"},
-    {"[|assistant|]", "", "[|user|]%\n[|assistant|]%[|endofturn|]\n"},
-    {"<|end|>", "", "<|user|>\n%<|end|>\n<|assistant|>\n%<|end|>\n"},
-    {"<|user|>", "", "<|user|>\n%</s>\n<|assistant|>\n%</s>\n"},
-    {"[INST]", "", "[INST]% [/INST]%</s>"},
-};
+// answers the last message; one Ctrl-C ends the answer, a second one the chat
+static bool chat_answer(Cli *cli) {
+    if (!chat_ids(cli)) return false;
+    bool ok = reply(cli) || interrupted == 1;
+    if (interrupted == 1) interrupted = cli->e.text[0] = 0;
+    Text *a = &cli->answer;
+    Str content = {a->s ? a->s : "", a->n};
+    for (const char *at; (at = memmem(content.s, content.n, FINAL, strlen(FINAL)));)
+        content = (Str){at + strlen(FINAL), a->s + a->n - at - strlen(FINAL)};
+    if (content.n == a->n && a->n && memmem(a->s, a->n, "<|channel|>", 11)) content.n = 0;
+    return ok && chat_add(cli, "assistant", content.s, content.n);
+}
 
-// one turn: the user's text between the template's words; only those may be special tokens
-static bool chat_turn(Cli *cli, const ChatFamily *f, const char *user, size_t n) {
-    const Tokenizer *t = cli->m.tokenizer;
-    const char *middle = strchr(f->turn, '%') + 1, *end = strchr(middle, '%');
-    bool first = cli->ids.n == 0;
-    char before[128];
-    snprintf(before, sizeof before, "%s%.*s", first ? f->start : end + 1,
-             (int)(middle - 1 - f->turn), f->turn);
-    if (first && t->add_bos && !tokens_add(&cli->ids, t->bos))
-        return fail(&cli->e, "out of memory");
-    cli->detokenizer = (Detokenizer){.started = true};
-    return add_text(cli, before, strlen(before), false, true) &&
-           add_text(cli, user, n, false, false) &&
-           add_text(cli, middle, end - middle, false, true) && reply(cli);
+// a line that begins with a slash
+static bool chat_command(Cli *cli, char *word) {
+    char *value = strchr(word, ' ');
+    if (value) *value++ = 0;
+    if (!strcmp(word, "/system") && value) return chat_system(cli, value, strlen(value));
+    if (!strcmp(word, "/reset")) chat_clear(cli, chat_has_system(cli));
+    else if (!strcmp(word, "/stats")) print_statistics(cli);
+    else if (strcmp(word, "/save") || !value)
+        fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in \\ goes "
+              "on; Ctrl-C stops an answer\n", stderr);
+    else if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
+    return true;
+}
+
+// What the user says next, as cli->said with a NUL at its end: a line, or several where lines end
+// in a backslash. False where the input ends, and if cli->e says what failed.
+static bool chat_listen(Cli *cli, char **line, size_t *room) {
+    bool more = true;
+    for (cli->said.n = 0; more;) {
+        if (isatty(STDIN_FILENO)) fputs("> ", stderr);
+        ssize_t n = getline(line, room, stdin);
+        if (n < 0 && (!cli->said.n || interrupted)) return false;
+        if (n > 0 && (*line)[n - 1] == '\n') n--;
+        more = n > 0 && (*line)[n - 1] == '\\';
+        if (more) (*line)[n - 1] = '\n';
+        if (n > 0 && !text_add(&cli->said, *line, n)) return fail(&cli->e, "out of memory");
+    }
+    return text_add(&cli->said, "", 1) || fail(&cli->e, "out of memory");
 }
 
 static bool run_chat(Cli *cli) {
-    Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template");
-    const ChatFamily *f = CHATS, *end = CHATS + COUNT(CHATS);
-    if (!template.n) return fail(&cli->e, "the model has no chat template; -i needs one");
-    while (f < end && !memmem(template.s, template.n, f->mark, strlen(f->mark))) f++;
-    if (f == end) return fail(&cli->e, "the model's chat template is of an unknown family");
     char *line = NULL;
     size_t room = 0;
-    bool ok = !cli->prompt || chat_turn(cli, f, cli->prompt, cli->n_prompt);
-    while (ok && !interrupted && !ferror(stdout)) {
-        if (isatty(STDIN_FILENO)) fputs("> ", stderr);
-        ssize_t n = getline(&line, &room, stdin);
-        if (n < 0) break;
-        if (line[n - 1] == '\n') n--;
-        if (n > 0) ok = chat_turn(cli, f, line, n);
+    bool ok = !cli->prompt || chat_answer(cli);
+    while (ok && !interrupted && !ferror(stdout) && chat_listen(cli, &line, &room)) {
+        const Text *said = &cli->said;
+        if (said->n == 1) continue;
+        if (!strcmp(said->s, "/quit")) break;
+        if (*said->s == '/') ok = chat_command(cli, said->s);
+        else ok = chat_add(cli, "user", said->s, said->n - 1) && chat_answer(cli);
     }
     free(line);
-    return ok;
+    return ok && !cli->e.text[0];
+}
+
+// what the template makes of the conversation, and nothing else
+static bool run_render(Cli *cli) {
+    Rendered r;
+    if (!chat_render(cli, &r)) return false;
+    fwrite(r.text, 1, r.n, stdout);
+    rendered_free(&r);
+    return true;
 }
 
 static bool write_row(void *ctx, int i, const float *logits) {
@@ -4808,16 +5060,23 @@ static void read_slice(Task t) {
     for (int j = 0; j < 32; j++) p[0] += sum[j];   // so that the sums must be made
 }
 
+// bytes a second that all threads read of cli->work
+static double read_rate(Cli *cli) {
+    double start = now();
+    parallel(cli->s.pool, read_slice, cli->work, NULL, SLICES);
+    return (double)SLICES * SLICE / (now() - start);
+}
+
 static bool run_bench(Cli *cli) {
     Session *s = &cli->s;
     int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1], n = n_prompt;
-    double decode = 0, best = 0, moved = 0, memory = (double)SLICES * SLICE;
+    double decode = 0, best = 0, moved = 0;
     for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
         if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
             return fail(&cli->e, "out of memory");
 
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    memset(cli->work, 1, memory);
+    memset(cli->work, 1, (size_t)SLICES * SLICE);
     if (!session_eval(s, cli->ids.id, n < s->o.chunk ? n : s->o.chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
@@ -4828,9 +5087,7 @@ static bool run_bench(Cli *cli) {
         while (n < n_prompt + (int64_t)n_decode * run / RUNS)
             if (!session_eval(s, cli->ids.id, ++n, &cli->e)) return false;
         decode += now() - start;
-        start = now();
-        parallel(s->pool, read_slice, cli->work, NULL, SLICES);
-        best = fmax(best, memory / (now() - start));
+        best = fmax(best, read_rate(cli));
     }
     while (n > n_prompt) moved += token_bytes(s, --n);
     printf("prefill %d tokens %.1f tok/s\n", n_prompt, n_prompt / prefill);
@@ -4839,18 +5096,71 @@ static bool run_bench(Cli *cli) {
     return true;
 }
 
+// up to `most` bytes of a string of the file, whole characters, a blank for each control character
+static void print_str(Str s, size_t most) {
+    size_t used;
+    for (size_t i = 0; i < s.n && i < most; i += used) {
+        uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
+        bool shown = utf8_valid(c, used) && c >= ' ' && (c < 127 || c >= 160);
+        printf("%.*s", (int)(shown ? used : 1), shown ? s.s + i : " ");
+    }
+    if (s.n > most) printf("...");
+}
+
 static void print_meta(const Meta *m) {
     const uint8_t *p = m->v;
-    printf("%.*s =", STR_ARG(m->key));
-    if (m->type == GGUF_ARR) printf(" [%llu]", (unsigned long long)m->n);
+    print_str(m->key, 100);
+    printf(m->type == GGUF_ARR ? " = [%llu]" : " =", (unsigned long long)m->n);
     for (uint64_t i = 0; i < m->n && i < 4; i++) {
-        Str s = m->elem == GGUF_STR ? str_next(&p) : (Str){"", 0};
         putchar(' ');
-        if (m->elem != GGUF_STR) printf("%.9g", meta_float(m, i));
-        for (size_t k = 0; k < s.n && k < 60; k++) putchar((uint8_t)s.s[k] < ' ' ? ' ' : s.s[k]);
-        if (s.n > 60) printf("...");
+        if (m->elem == GGUF_STR) print_str(str_next(&p), 60);
+        else printf("%.9g", meta_float(m, i));
     }
     printf(m->n > 4 ? " ...\n" : "\n");
+}
+
+// what the row of ARCHS says, and how many layers are of which kind
+static void print_layers(const Model *m) {
+    static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
+    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
+    static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
+    enum { ATTENTION, WINDOWED, DELTA, DENSE, EXPERTS, KINDS };
+    static const char *const kinds[] = {"attention", "attention in a window",
+                                        "gated delta net", "dense FFN", "experts"};
+    const Config *c = &m->config;
+    int count[KINDS] = {0};
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &m->layers[l];
+        count[w->conv_in.data ? DELTA : w->window > 0 ? WINDOWED : ATTENTION]++;
+        count[w->router.data ? EXPERTS : DENSE]++;
+    }
+    printf("architecture %s%s: %s, %s, %s\n", c->name,
+           c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
+           act[c->arch->act], rope[c->rope]);
+    printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
+           c->n_layer, c->dim, m->layers[0].n_head, c->hd, m->layers[0].n_kv, c->n_vocab, c->n_ctx);
+    for (int i = 0, any = 0; i < KINDS; i++)
+        if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
+    if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
+    putchar('\n');
+}
+
+// formats of the weights, with their bytes as bars
+static void print_formats(const Gguf *g) {
+    double all = 0, size[64] = {0};
+    int count[64] = {0};
+    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
+        all += tensor_bytes(t);
+        size[t->type] += tensor_bytes(t);
+        count[t->type]++;
+    }
+    for (int type = 0; type < 64; type++) {
+        if (!count[type]) continue;
+        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  ", quant_name(type), count[type],
+               size[type] / 1048576, 100 * size[type] / all);
+        for (int i = 0; i < ceil(40 * size[type] / all); i++) putchar('#');
+        putchar('\n');
+    }
 }
 
 // what a plan places, by phase; returns the sum of all
@@ -4865,27 +5175,37 @@ static size_t print_plan(const Session *s, void plan(Session *, Arena *)) {
     return sum;
 }
 
-static bool print_info(const Cli *cli) {
-    const Config *c = &cli->m.config;
+static bool print_info(Cli *cli) {
+    static const char *const keys[] = {   // behind general. or the architecture's name and a dot
+        "architecture", "name", "size_label", "file_type", "context_length", "embedding_length",
+        "block_count", "attention.head_count", "model", "pre"};
     const Gguf *g = &cli->m.gguf;
-    double weights = 0;
-    for (size_t i = 0; i < g->n_meta; i++) print_meta(&g->meta[i]);
-    printf("\narchitecture %s%s: %d layers, dim %d, head %d, vocabulary %d, context %d\n",
-           c->name, c->verified ? "" : " (unverified: no golden output)", c->n_layer,
-           c->dim, c->hd, c->n_vocab, c->n_ctx);
-    for (int type = 0; type < 64; type++) {
-        double size = 0;
-        int count = 0;
-        for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++)
-            if (t->type == type) size += tensor_bytes(t) / 1048576, count++;
-        if (count) printf("format %s: %d tensors, %.1f MB\n", quant_name(type), count, size);
-        weights += size;
+    Session *s = &cli->s;
+    for (size_t i = 0; i < g->n_meta; i++) {
+        bool matters = cli->verbose;
+        for (size_t k = 0; k < COUNT(keys); k++) {
+            size_t n = strlen(keys[k]);
+            Str key = g->meta[i].key;
+            matters |= key.n > n && key.s[key.n - n - 1] == '.' && !memcmp(key.s + key.n - n, keys[k], n);
+        }
+        if (matters) print_meta(&g->meta[i]);
     }
+    putchar('\n');
+    print_layers(&cli->m);
+    print_formats(g);
     printf("buffers, by the phase that they live in:\n");
-    size_t apart = print_plan(&cli->s, plan_caches) + print_plan(&cli->s, plan_scratch);
+    size_t apart = print_plan(s, plan_caches) + print_plan(s, plan_scratch);
+    size_t shared = s->kv_bytes + s->scratch_bytes;
+    double weights = 0, moved = token_bytes(s, 0), rate = 0;
+    for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB; "
-           "without sharing %.1f MB of buffers\n", weights, cli->s.kv_bytes / 1048576.0,
-           cli->s.o.window, cli->s.scratch_bytes / 1048576.0, apart / 1048576.0);
+           "without sharing %.1f MB of buffers, so it saves %.0f %%\n", weights / 1048576,
+           s->kv_bytes / 1048576.0, s->o.window, s->scratch_bytes / 1048576.0, apart / 1048576.0,
+           100 - 100.0 * shared / apart);
+    memset(cli->work, 1, (size_t)SLICES * SLICE);
+    for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
+    printf("speed: a token reads %.1f MB; %d threads read %.1f GB/s here, so at most %.1f tok/s\n",
+           moved / 1048576, s->o.threads, rate * 1e-9, rate / moved);
     return true;
 }
 
@@ -4893,8 +5213,9 @@ static bool run(Cli *cli) {
     Model *m = &cli->m;
     if (cli->help) return print_usage();
     if (cli->version) return puts("llm 1.0"), true;
-    if (!model_load(m, cli->model, !cli->tokenize, &cli->e)) return false;
+    if (!model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e)) return false;
     if (!load_prompt(cli)) return false;
+    if (cli->render) return run_render(cli);
     if (cli->tokenize) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
@@ -4905,9 +5226,10 @@ static bool run(Cli *cli) {
         cli->o.window = cli->o.chunk = cli->ids.n;   // it sees the whole text at once
     }
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
-    cli->s.stop = &interrupted;
+    cli->s.on_chunk = on_chunk;
+    cli->s.ctx = cli;
     size_t work = larger(m->config.dim * sizeof(double), m->tokenizer->piece_max);
-    cli->work = calloc(1, cli->bench.id ? (size_t)SLICES * SLICE : work);
+    cli->work = calloc(1, cli->bench.id || cli->info ? (size_t)SLICES * SLICE : work);
     if (!cli->work) return fail(&cli->e, "out of memory");
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
@@ -4916,23 +5238,29 @@ static bool run(Cli *cli) {
         return session_run(&cli->s, cli->ids.id, cli->ids.n, 0, true, pool_row, cli, &cli->e);
     if (cli->logits) return run_logits(cli);
     if (cli->chat) return run_chat(cli);
+    if (cli->answer_once) return reply(cli);
     if (cli->prompt && !cli->hide_prompt) fwrite(cli->prompt, 1, cli->n_prompt, stdout);
     cli->detokenizer.started = cli->n_prompt > 0;
     return reply(cli);
 }
 
 int main(int argc, char **argv) {
-    Cli cli = {.n_predict = 256,
+    Cli cli = {.n_predict = -2,   // not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
     bool asked = parse_options(&cli, argc, argv), ok = asked && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
+    end_progress(&cli);
     if (cli.m.tokenizer && (ok || interrupted)) print_notes(&cli);
     if (!ok && !interrupted) fprintf(stderr, "llm: %s\n", cli.e.text);
     session_close(&cli.s);
     model_close(&cli.m);
+    chat_clear(&cli, 0);
+    free(cli.message);
+    free(cli.said.s);
+    free(cli.answer.s);
     free(cli.text);
     free(cli.ids.id);
     free(cli.bench.id);

@@ -295,19 +295,24 @@ static void put_entry(Writer *w, const char *name, int dims, const int *ne, int 
     w->n_tensors++;
 }
 
-// random f32 weights around `mean`, ne[2] matrices of ne[1] rows of ne[0]; 0 ends the dimensions
-static void put_tensor(Writer *w, const char *name, const int ne[3], float mean, float scale) {
+static size_t size_of(const int ne[3]) { return ne[0] * larger(ne[1], 1) * larger(ne[2], 1); }
+
+// f32 weights, ne[2] matrices of ne[1] rows of ne[0]; 0 ends the dimensions
+static void put_weights(Writer *w, const char *name, const int ne[3], const float *x) {
     int dims = 1 + (ne[1] > 0) + (ne[2] > 0);
-    size_t n = ne[0] * (ne[1] ? ne[1] : 1) * (ne[2] ? ne[2] : 1);
-    float *x = noise_array(n, scale);
-    for (size_t i = 0; i < n; i++) x[i] += mean;
     bool elsewhere = w->parts && w->seen++ % w->parts != w->part;
     int copies = elsewhere || spoils(w, NO_TENSOR, name) ? 0 : 1 + spoils(w, TWICE, name);
     for (; copies > 0; copies--) {
         put(&w->data, NULL, -w->data.n % (w->align ? w->align : 32));
         put_entry(w, name, dims, ne, QUANT_F32, w->data.n);
-        put(&w->data, x, n * sizeof *x);
+        put(&w->data, x, size_of(ne) * sizeof *x);
     }
+}
+
+static void put_tensor(Writer *w, const char *name, const int ne[3], float mean, float scale) {
+    float *x = noise_array(size_of(ne), scale);   // random, around `mean`
+    for (size_t i = 0; i < size_of(ne); i++) x[i] += mean;
+    put_weights(w, name, ne, x);
 }
 
 // the whole file; returns the size of what stands before the data
@@ -1364,6 +1369,11 @@ static bool collect(void *ctx, int32_t id) {   // up to 12
     return ok;
 }
 
+static bool before_fourth(void *ctx, int done, int n) {
+    (void)ctx, (void)done, (void)n;
+    return !fourth;
+}
+
 static void test_session_refusals(void) {
     // 96 learned positions
     const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""}, false);
@@ -1382,7 +1392,7 @@ static void test_session_refusals(void) {
     out.n = 0;
     CHECK(!session_generate(s, ids, 94, 9, collect, &out, &e) && out.n == 3, "%zu ids", out.n);
     // an interrupt ends generation at the next evaluation, and evaluation before its first chunk
-    s->stop = &fourth;
+    s->on_chunk = before_fourth;
     out.n = 0;
     CHECK(!session_generate(s, ids, 3, 50, collect, &out, &e) && out.n == 4, "%zu ids", out.n);
     CHECK(strstr(e.text, "interrupted") && !session_eval(s, ids, 3, &e), "%s", e.text);
@@ -1538,7 +1548,7 @@ static void test_tokenizer_goldens(void) {
             size_t n = 0, n_back = 0, i = 0;
             for (unsigned byte; *p != '\t' && sscanf(p, "%2x", &byte) == 1; p += 2)
                 text[n++] = byte;
-            CHECK(tokenize(&v.t, text, n, true, false, &ids, &v.e), "%s", v.e.text);
+            CHECK(tokenize(&v.t, text, n, NULL, true, false, &ids, &v.e), "%s", v.e.text);
             for (p++; *p != '\n'; p = end + (*end == ' '), i++) {
                 int32_t id = strtol(p, &end, 10);
                 REQUIRE(end > p, "%s line %d: not an id", tsv, lines + 1);
@@ -1635,7 +1645,7 @@ static const char *tok_ids(const Tokenizer *t, const char *text, size_t n, bool 
     Error e;
     size_t at = 0;
     out[0] = 0;
-    CHECK(tokenize(t, text, n, add, special, &ids, &e), "%s", e.text);
+    CHECK(tokenize(t, text, n, NULL, add, special, &ids, &e), "%s", e.text);
     for (size_t i = 0; i < ids.n && at < 480; i++) at += sprintf(out + at, " %d", ids.id[i]);
     free(ids.id);
     return out;
@@ -1659,6 +1669,20 @@ static void test_tokenizer_special(void) {
     CHECK(!strcmp(tok_ids(&v.t, "c<s>", 4, false, false), " 10"), "bytes without tokens: nothing");
     CHECK(!strcmp(tok_ids(&v.t, "<PRE>a<|start|>", 15, false, false), " 0 12"), "known");
     CHECK(!strcmp(tok_ids(&v.t, "", 0, true, false), " 3"), "empty");
+    // what a user wrote gives user-defined tokens, but no control tokens and no parts of turns
+    static const struct { const char *text, *mark; int n; int32_t ids[4]; } marked[] = {
+        {"bb<s><s>abbb<u>", "\0\0\0\0\0\1\1\1\1\1\1\1\1\1\1", 4, {4, 3, 0, 5}},
+        {"<s>bb<|start|>", "\0\0\0\1\1\1\1\1\1\1\1\1\1\1", 3, {3, 4, 0}},
+        {"<s><s>", "\0\0\1\0\0\0", 1, {3}}};
+    for (size_t i = 0; i < COUNT(marked); i++) {
+        Tokens ids = {0};
+        const unsigned char *mark = (const unsigned char *)marked[i].mark;
+        const char *text = marked[i].text;
+        CHECK(tokenize(&v.t, text, strlen(text), mark, false, true, &ids, &v.e), "%s", v.e.text);
+        bool same = (int)ids.n == marked[i].n && !memcmp(ids.id, marked[i].ids, 4 * ids.n);
+        CHECK(same, "%s: %zu ids", text, ids.n);
+        free(ids.id);
+    }
     for (int32_t id = -2; id < 13; id++)
         CHECK(token_is_eog(&v.t, id) == (id == 6 || id == 7 || id == 9), "eog %d", id);
     CHECK(token_find(&v.t, "bbb") == 5 && token_find(&v.t, "x") == -1, "find");
@@ -1732,7 +1756,7 @@ static void test_tokenizer_linear(void) {
             Tokens ids = {0};
             for (size_t i = 0; i < n; i++) text[i] = patterns[p][i % strlen(patterns[p])];
             double start = now();
-            CHECK(tokenize(&v.t, text, n, true, false, &ids, &v.e), "%s", v.e.text);
+            CHECK(tokenize(&v.t, text, n, NULL, true, false, &ids, &v.e), "%s", v.e.text);
             double took = now() - start;
             CHECK(took < 10, "%s: pattern %zu takes %.1f s", name, p, took);
             free(ids.id);
@@ -1748,7 +1772,7 @@ static struct { int status; char *out, *err; size_t n; } cli;
 // runs llm in a shell: $S is the storyteller, $G golden/archs, $D the scratch directory
 static void llm(const char *before, const char *arguments) {
     const char *in = strchr(before, '|') ? "" : "</dev/null";
-    const char *out = strchr(arguments, '>') ? "" : ">$D/out";
+    const char *out = strstr(arguments, " >") ? "" : ">$D/out";
     setenv("S", "golden/story.gguf", 1);
     setenv("G", "golden/archs", 1);
     setenv("D", test.dir, 1);
@@ -1841,7 +1865,7 @@ static void test_cli_output(void) {
     llm("", "--help");
     int lines = 0;
     for (const char *s = cli.out; *s; s++) lines += *s == '\n';
-    CHECK(lines <= 40, "--help has %d lines: more than a screen", lines);
+    CHECK(lines <= 42, "--help has %d lines: more than a screen", lines);
     for (size_t i = 0; i < sizeof ARCHS / sizeof *ARCHS; i++)
         CHECK(strstr(cli.out, ARCHS[i].names), "--help does not list %s", ARCHS[i].names);
 }
@@ -1893,34 +1917,126 @@ static void test_cli_numbers(void) {
     CHECK(worst < 1e-3, "--embed is off by %.1e", worst);
 }
 
-// the storyteller with a chat template, in the place of its description
-static void write_chat_model(void) {
-    static const char old[] = "general.description", key[] = "tokenizer.chat_template";
-    static const char mark[] = "{{ <|im_start|> }}";
-    size_t n, old_length;
-    Bytes b = {0};
-    char *file = read_all("golden/story.gguf", &n);
-    char *at = memmem(file, n, old, strlen(old));
-    memcpy(&old_length, at + strlen(old) + 4, 8);
-    put_text(&b, key);
-    put_int(&b, GGUF_STR, 4);
-    put_int(&b, old_length - (sizeof key - sizeof old), 8);
-    put(&b, mark, strlen(mark));
-    memcpy(at - 8, b.p, b.n);
-    FILE *f = fopen(scratch("chat.gguf"), "wb");
-    REQUIRE(f && fwrite(file, 1, n, f) == n && !fclose(f), "chat.gguf cannot be written");
+// A model that says the same again and again: after a word of `chain` comes the next one, whatever
+// stood before. Embedding and output are one-hot, and the layer between them adds nothing. Tokens
+// are the ASCII characters and some words.
+static void write_scripted(const char *template, const char *chain) {
+    enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
+    static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
+                                        "attn_output", "ffn_gate", "ffn_up", "ffn_down"};
+    static const float none[D * D];
+    char all[1024] = "\u0120,\u010A", *name[D], *rest;
+    int32_t types[D], n = 0;
+    float *embd = need(sizeof none), *output = need(sizeof none);
+    Writer w = {0};
+    for (char c = '!'; c <= '~'; c++) sprintf(all + strlen(all), ",%c", c == ',' ? ' ' : c);
+    strcat(all, ",<s>,<|im_start|>,<|im_end|>,<|user|>,<|assistant|>,<|message|>,<|channel|>,"
+           "<|return|>,<think>,</think>,<|end|>,<|start|>,hm,yes,analysis,"
+           "<|start|>assistant<|channel|>final<|message|>");
+    key_text(&w, "general.architecture", "llama");
+    put_keys(&w, "llama", "block_count=1 context_length=4096 embedding_length=128 "
+             "feed_forward_length=128 attention.head_count=4 "
+             "attention.layer_norm_rms_epsilon=.00001");
+    key_vocab(&w, "gpt2", "gpt-2", all, "y z");
+    for (char *s = strtok_r(all, ",", &rest); s; s = strtok_r(NULL, ",", &rest), n++) {
+        types[n] = n >= CONTROL && n < DEFINED ? 3 : n >= DEFINED && n < WORDS ? 4 : 1;
+        embd[n * D + n] = 1;
+        name[n] = s;
+    }
+    char *word = strtok_r(text_of("%s", chain), " ", &rest);
+    for (int32_t from = -1, to; word; word = strtok_r(NULL, " ", &rest), from = to) {
+        for (to = 0; strcmp(word, name[to]);) to++;
+        if (from >= 0) output[to * D + from] = 1;
+    }
+    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, n, types, n * sizeof *types);
+    key_int(&w, "tokenizer.ggml.bos_token_id", CONTROL);
+    key_int(&w, "tokenizer.ggml.add_bos_token", 1);
+    key_text(&w, "tokenizer.chat_template", template);
+    put_weights(&w, "token_embd.weight", (int[3]){D, n}, embd);
+    put_weights(&w, "output.weight", (int[3]){D, n}, output);
+    put_tensor(&w, "output_norm.weight", (int[3]){D}, 1, 0);
+    for (size_t i = 0; i < COUNT(parts); i++)
+        put_weights(&w, text_of("blk.0.%s.weight", parts[i]), (int[3]){D, i < 2 ? 0 : D}, none);
+    write_gguf(&w, scratch("chat.gguf"));
 }
 
+// what a template gets of an assistant's message, if it drops earlier thoughts
+#define EARLIER "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+#define CHATML "{% for m in messages %}<|im_start|>{{ m.role }}\n" EARLIER \
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\\n' }}"
+
+// three turns with templates that treat thoughts as those of Qwen 3, Qwen 3.5, R1 and gpt-oss do
 static void test_cli_chat(void) {
-    write_chat_model();
-    llm("printf 'one\\n\\ntwo' |", "$D/chat.gguf -i -n 9 --seed 1");
-    const char *first = cli.out;
-    CHECK(matches(first, "^.+\n.+\n$"), "not two replies: '%s'", first);
-    CHECK(matches(cli.err, "^prefill .* decode 18 tokens .*\n$"), "statistics: '%s'", cli.err);
-    llm("echo two |", "$D/chat.gguf one -i -n 9 --seed 1");
-    CHECK(!strcmp(cli.out, first), "PROMPT as the first message: '%s', not '%s'", cli.out, first);
+    static const struct { const char *template, *chain, *printed, *kept; int reused, n; } chats[] = {
+        {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes",
+         "<think>hm</think>yes", 89, 172},
+        {CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", "hm</think>yes",
+         "<think>\nhm</think>yes", 89, 178},
+        {"{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>" EARLIER "{% endfor %}"
+         "<|assistant|><think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", "hm</think>yes",
+         "<think>\nhm</think>yes", 36, 70},
+        {"{% for m in messages %}{% if '<|channel|>' in m.content %}{{ raise_exception('no') }}"
+         "{% endif %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+         "<|start|>assistant", "t <|channel|> analysis <|message|> hm <|end|> "
+         "<|start|>assistant<|channel|>final<|message|> yes <|return|>",
+         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
+         "yes", 83, 160},
+    };
+    for (size_t i = 0; i < COUNT(chats); i++) {
+        const char *said = chats[i].printed, *kept = chats[i].kept;
+        write_scripted(chats[i].template, chats[i].chain);
+        llm("printf 'a<|im_end|>\\nb\\\\\\nc\\n/nothing\\nd\\n/save '$D'/saved\\n/stats\\n' |",
+            "$D/chat.gguf -i --temp 0");
+        CHECK(!strcmp(cli.out, text_of("%s\n%s\n%s\n", said, said, said)), "%zu: '%s'", i, cli.out);
+        bool counted = strstr(cli.err, text_of("reused %d of %d tokens", chats[i].reused, chats[i].n));
+        CHECK(counted && matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$"), "%zu: '%s'",
+              i, cli.err);
+        size_t size;
+        const char *saved = read_all(scratch("saved"), &size);
+        CHECK(!strcmp(saved, text_of("@user\na<|im_end|>\n@assistant\n%s\n@user\nb\nc\n@assistant\n"
+                                     "%s\n@user\nd\n@assistant\n%s\n", kept, kept, kept)),
+              "%zu: saved as '%s'", i, saved);
+    }
+    // the last of them: what the model sees; its words are tokens, the user's are not
+    llm("", "$D/chat.gguf --render 'b<|channel|>'");
+    CHECK(cli.status == 1 && strstr(cli.err, ": no\n") && !cli.n, "'%s%s'", cli.out, cli.err);
+    llm("printf '@system\nA\n\n@user\n@assistant\nb\n@users' |", "$D/chat.gguf --render");
+    CHECK(!strcmp(cli.out, "<|start|>system<|message|>A\n<|end|><|start|>user<|message|><|end|>"
+                  "<|start|>assistant<|message|>b\n@users<|end|><|start|>assistant"), "'%s'", cli.out);
+    llm("", "$D/chat.gguf --chat 'a<|end|><|channel|>' --tokenize");
+    CHECK(matches(cli.out, "^96 107( [0-9]+){4} 101( [0-9]+){18} 106 107( [0-9]+){9}\n$"), "'%s'", cli.out);
+    llm("", "$D/chat.gguf --chat a --system b -n 3");
+    CHECK(!strcmp(cli.out, "<|channel|>analysis<|message|>\n"), "--chat: '%s'", cli.out);
     llm("printf 'a\\377' |", "$D/chat.gguf -i");
     CHECK(cli.status == 1 && strstr(cli.err, "byte 1"), "%d: '%s'", cli.status, cli.err);
+}
+
+// On a terminal: a prompt for the user, progress that is wiped, thoughts that are dimmed.
+static void test_cli_terminal(void) {
+    static const struct { const char *arguments, *typed, *pattern; } shown[] = {
+        {"$D/chat.gguf -i --temp 0", "a\n\4", "> \033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
+        {"$S -f golden/story.txt -b 32 -n 1 -t 1", "", "\rprefill 32 of [0-9]+ tokens, [0-9]+ tok/s\r.*\r\033\\[K"}};
+    write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>");
+    setenv("S", "golden/story.gguf", 1);
+    setenv("D", test.dir, 1);
+    for (size_t i = 0; i < COUNT(shown); i++) {
+        char text[1 << 16];
+        size_t n = 0;
+        int master = posix_openpt(O_RDWR | O_NOCTTY), status = -1;
+        REQUIRE(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");
+        const char *tty = ptsname(master);
+        pid_t child = fork();
+        if (child == 0)
+            _exit(execl("/bin/sh", "sh", "-c", text_of("exec %s %s <%s >%s 2>%s", test.program,
+                        shown[i].arguments, tty, tty, tty), NULL));
+        (void)!write(master, shown[i].typed, strlen(shown[i].typed));
+        for (ssize_t k; n < sizeof text - 1 && (k = read(master, text + n, sizeof text - 1 - n)) > 0;)
+            n += k;
+        text[n] = 0;
+        waitpid(child, &status, 0);
+        close(master);
+        CHECK(matches(text, shown[i].pattern), "%s: '%s'", shown[i].arguments, text);
+    }
 }
 
 static void test_cli_logits(void) {
@@ -1941,7 +2057,7 @@ static void test_cli_logits(void) {
 static void test_cli_interrupt(void) {
     static const char *const arguments[] = {"golden/story.gguf Once -n 100000000 -c 64",
                                             "$D/chat.gguf Once -n 20 -i <>$D/nobody"};
-    write_chat_model();
+    write_scripted(CHATML, "Ċ hm hm");
     setenv("D", test.dir, 1);
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
     for (int a = 0; a < 2; a++) {
@@ -3890,7 +4006,7 @@ static const Test TESTS[] = {
     T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals) T(sampler_stages)
     T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules)
     T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals) T(tokenizer_linear)
-    T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_logits)
+    T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_terminal) T(cli_logits)
     T(cli_interrupt)
 #ifdef LLM_METAL
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
