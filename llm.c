@@ -4441,7 +4441,8 @@ typedef struct {
     const char *prompt;              // [n_prompt] bytes, for --ppl those of its file
     size_t n_prompt;
     int n_predict;
-    bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed, info, verbose;
+    bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
+    bool info, verbose;
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
@@ -5186,7 +5187,8 @@ static bool print_info(Cli *cli) {
         for (size_t k = 0; k < COUNT(keys); k++) {
             size_t n = strlen(keys[k]);
             Str key = g->meta[i].key;
-            matters |= key.n > n && key.s[key.n - n - 1] == '.' && !memcmp(key.s + key.n - n, keys[k], n);
+            const char *end = key.s + key.n - n;
+            matters |= key.n > n && end[-1] == '.' && !memcmp(end, keys[k], n);
         }
         if (matters) print_meta(&g->meta[i]);
     }

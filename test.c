@@ -1967,7 +1967,7 @@ static void write_scripted(const char *template, const char *chain) {
 
 // three turns with templates that treat thoughts as those of Qwen 3, Qwen 3.5, R1 and gpt-oss do
 static void test_cli_chat(void) {
-    static const struct { const char *template, *chain, *printed, *kept; int reused, n; } chats[] = {
+    static const struct { const char *template, *chain, *said, *kept; int reused, n; } chats[] = {
         {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes",
          "<think>hm</think>yes", 89, 172},
         {CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", "hm</think>yes",
@@ -1983,14 +1983,14 @@ static void test_cli_chat(void) {
          "yes", 83, 160},
     };
     for (size_t i = 0; i < COUNT(chats); i++) {
-        const char *said = chats[i].printed, *kept = chats[i].kept;
+        const char *said = chats[i].said, *kept = chats[i].kept;
+        const char *counts = text_of("reused %d of %d tokens", chats[i].reused, chats[i].n);
         write_scripted(chats[i].template, chats[i].chain);
         llm("printf 'a<|im_end|>\\nb\\\\\\nc\\n/nothing\\nd\\n/save '$D'/saved\\n/stats\\n' |",
             "$D/chat.gguf -i --temp 0");
         CHECK(!strcmp(cli.out, text_of("%s\n%s\n%s\n", said, said, said)), "%zu: '%s'", i, cli.out);
-        bool counted = strstr(cli.err, text_of("reused %d of %d tokens", chats[i].reused, chats[i].n));
-        CHECK(counted && matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$"), "%zu: '%s'",
-              i, cli.err);
+        bool counted = matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$");
+        CHECK(counted && strstr(cli.err, counts), "%zu: %s: '%s'", i, counts, cli.err);
         size_t size;
         const char *saved = read_all(scratch("saved"), &size);
         CHECK(!strcmp(saved, text_of("@user\na<|im_end|>\n@assistant\n%s\n@user\nb\nc\n@assistant\n"
@@ -2002,9 +2002,11 @@ static void test_cli_chat(void) {
     CHECK(cli.status == 1 && strstr(cli.err, ": no\n") && !cli.n, "'%s%s'", cli.out, cli.err);
     llm("printf '@system\nA\n\n@user\n@assistant\nb\n@users' |", "$D/chat.gguf --render");
     CHECK(!strcmp(cli.out, "<|start|>system<|message|>A\n<|end|><|start|>user<|message|><|end|>"
-                  "<|start|>assistant<|message|>b\n@users<|end|><|start|>assistant"), "'%s'", cli.out);
-    llm("", "$D/chat.gguf --chat 'a<|end|><|channel|>' --tokenize");
-    CHECK(matches(cli.out, "^96 107( [0-9]+){4} 101( [0-9]+){18} 106 107( [0-9]+){9}\n$"), "'%s'", cli.out);
+                  "<|start|>assistant<|message|>b\n@users<|end|><|start|>assistant"),
+          "'%s'", cli.out);
+    llm("", "$D/chat.gguf --chat 'a<|end|><|message|>' --tokenize");
+    CHECK(matches(cli.out, "^96 107( [0-9]{2}){4} 101( [0-9]{1,2}){19} 106 107( [0-9]{2}){9}\n$"),
+          "'%s'", cli.out);
     llm("", "$D/chat.gguf --chat a --system b -n 3");
     CHECK(!strcmp(cli.out, "<|channel|>analysis<|message|>\n"), "--chat: '%s'", cli.out);
     llm("printf 'a\\377' |", "$D/chat.gguf -i");
@@ -2014,8 +2016,10 @@ static void test_cli_chat(void) {
 // On a terminal: a prompt for the user, progress that is wiped, thoughts that are dimmed.
 static void test_cli_terminal(void) {
     static const struct { const char *arguments, *typed, *pattern; } shown[] = {
-        {"$D/chat.gguf -i --temp 0", "a\n\4", "> \033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
-        {"$S -f golden/story.txt -b 32 -n 1 -t 1", "", "\rprefill 32 of [0-9]+ tokens, [0-9]+ tok/s\r.*\r\033\\[K"}};
+        {"$D/chat.gguf -i --temp 0", "a\n\4",
+         "> \033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
+        {"$S -f golden/story.txt -b 32 -n 1 -t 1", "",
+         "\rprefill 32 of [0-9]+ tokens, [0-9]+ tok/s\r.*\r\033\\[K"}};
     write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>");
     setenv("S", "golden/story.gguf", 1);
     setenv("D", test.dir, 1);
@@ -2030,8 +2034,9 @@ static void test_cli_terminal(void) {
             _exit(execl("/bin/sh", "sh", "-c", text_of("exec %s %s <%s >%s 2>%s", test.program,
                         shown[i].arguments, tty, tty, tty), NULL));
         (void)!write(master, shown[i].typed, strlen(shown[i].typed));
-        for (ssize_t k; n < sizeof text - 1 && (k = read(master, text + n, sizeof text - 1 - n)) > 0;)
-            n += k;
+        ssize_t k = 1;
+        for (; k > 0 && n < sizeof text - 1; n += k > 0 ? k : 0)
+            k = read(master, text + n, sizeof text - 1 - n);
         text[n] = 0;
         waitpid(child, &status, 0);
         close(master);
@@ -4006,7 +4011,8 @@ static const Test TESTS[] = {
     T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals) T(sampler_stages)
     T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules)
     T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals) T(tokenizer_linear)
-    T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_terminal) T(cli_logits)
+    T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_terminal)
+    T(cli_logits)
     T(cli_interrupt)
 #ifdef LLM_METAL
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
