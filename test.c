@@ -4012,8 +4012,7 @@ static const Test TESTS[] = {
     T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules)
     T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals) T(tokenizer_linear)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_terminal)
-    T(cli_logits)
-    T(cli_interrupt)
+    T(cli_logits) T(cli_interrupt)
 #ifdef LLM_METAL
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
