@@ -4443,6 +4443,14 @@ static volatile sig_atomic_t interrupted;
 
 static void on_interrupt(int sig) { interrupted = sig; }
 
+// What is mapped cannot be read: someone cut the file, or the disk failed.
+static void on_lost_file(int sig) {
+    static const char text[] = "llm: the model's file can no longer be read: was it truncated?\n";
+    (void)sig;
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+    _exit(1);
+}
+
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
     const char *usage;   // name and value
@@ -4926,6 +4934,7 @@ int main(int argc, char **argv) {
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
+    sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
     bool asked = parse_options(&cli, argc, argv), ok = asked && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));

@@ -14,17 +14,57 @@
 #undef _FORTIFY_SOURCE   // its longjmp forbids the GPU in software to change stacks
 #endif
 #define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
 #include <stdlib.h>
-static size_t allocations;   // of the engine: forward makes none
-#define malloc(n) (allocations++, malloc(n))
-#define calloc(n, size) (allocations++, calloc(n, size))
-#define realloc(p, n) (allocations++, realloc(p, n))
+#include <sys/mman.h>
+
+// What the engine allocates (memory, maps and threads): how often it asked, the number of the
+// request that fails, 0: none does, and how many it has not given back.
+static size_t allocations, failing;
+static long living;
+
+static bool granted(void) {
+    errno = ENOMEM;
+    return ++allocations != failing;
+}
+
+static void *born(void *p) {
+    living += p && p != MAP_FAILED;
+    return p;
+}
+
+static void *resized(void *p, size_t n) {
+    void *q = granted() ? realloc(p, n) : NULL;
+    living += !p && q;
+    return q;
+}
+
+static void freed(void *p) {
+    living -= p != NULL;
+    free(p);
+}
+
+#define malloc(n) born(granted() ? malloc(n) : NULL)
+#define calloc(n, size) born(granted() ? calloc(n, size) : NULL)
+#define realloc(p, n) resized(p, n)
+#define free(p) freed(p)
+#define mmap(...) born(granted() ? mmap(__VA_ARGS__) : MAP_FAILED)
+#define munmap(p, n) (living--, munmap(p, n))
+#define pthread_create(...) (granted() && !pthread_create(__VA_ARGS__) ? living++, 0 : ENOMEM)
+#define pthread_join(...) (living--, pthread_join(__VA_ARGS__))
 #define main llm_main
 #include "llm.c"
 #undef main
 #undef malloc
 #undef calloc
 #undef realloc
+#undef free
+#undef mmap
+#undef munmap
+#undef pthread_create
+#undef pthread_join
 #include <regex.h>
 #include <setjmp.h>
 #include <sys/wait.h>
@@ -1406,6 +1446,55 @@ static void test_session_refusals(void) {
     free(out.id);
 }
 
+static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
+
+// Each allocation on the way from a file to its first words fails once. Every time: one line that
+// says so, and nothing is left behind.
+static void test_allocations(void) {
+    static const struct { Shape shape; const char *model, *tokens; } way[] = {
+        {{"llama", 1, "x", EXPERT_KEYS}, "gpt2", "a,b,ab,<s>"},
+        {{"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS}, "llama", "a,b,ab,<s>"},
+        {{"gpt2", 1, "nboBgfP", ""}, "bert", "a,b,ab,<s>"}};
+    static const float scores[4];
+    Spoil half = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL};   // needs a copy
+    size_t points = 0;
+    for (size_t i = 0; i < COUNT(way); i++) {
+        Writer w = {.spoil = half};
+        put_model(&w, &way[i].shape);
+        key_vocab(&w, way[i].model, NULL, way[i].tokens, "a b");
+        key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 4, scores, sizeof scores);
+        for (int k = 0; i == 2 && k < 2; k++)   // [CLS], [SEP]
+            key_int(&w, k ? "tokenizer.ggml.cls_token_id" : "tokenizer.ggml.seperator_token_id", 3);
+        write_gguf(&w, scratch("way.gguf"));
+        long before = living;
+        bool reached = true;
+        for (failing = 1; reached; failing++) {
+            Model m = {0};
+            Session s = {0};
+            Tokens ids = {0};
+            Error e = {""};
+            Options o = {.threads = 3, .window = 8, .chunk = 2, .cpu = true};
+            allocations = 0;
+            bool ok = model_open(&m, scratch("way.gguf"), &e) && session_open(&s, &m, o, &e) &&
+                      tokenize(m.tokenizer, "abba", 4, true, true, &ids, &e) &&
+                      session_generate(&s, ids.id, ids.n, 20, take_any, NULL, &e);
+            reached = allocations >= failing;
+            session_close(&s);
+            model_close(&m);
+            freed(ids.id);
+            points += reached;
+            CHECK(ok != reached, "%s: request %zu: %d", way[i].shape.arch, failing, ok);
+            bool said = strstr(e.text, "memory") || strstr(e.text, "start 3 threads");
+            CHECK(said == reached, "%s: request %zu: '%s'", way[i].shape.arch, failing, e.text);
+            CHECK(living == before, "%s: request %zu: %ld left behind", way[i].shape.arch, failing,
+                  living - before);
+        }
+        failing = 0;
+    }
+    printf("  %zu allocations failed, one at a time\n", points);
+    CHECK(points > 40, "so few?");
+}
+
 // ==== sampler ====
 
 static Candidate *five(Candidate c[5]) {   // probabilities .249 .012 .056 .678 .005
@@ -1801,6 +1890,10 @@ static void test_cli_refusals(void) {
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         check_refusal(bad[i].status, bad[i].arguments, bad[i].says);
+    // the model is cut while it is mapped: when a pipe has taken more than fits, someone reads it
+    llm("cp $S $D/cut.gguf; (yes | head -n 99999; : >$D/cut.gguf) |", "$D/cut.gguf -f - -n 1");
+    CHECK(cli.status == 1 && matches(cli.err, "^llm: [^\n]*truncated\\?\n$") && !cli.n,
+          "a model cut short: exit %d, '%s'", cli.status, cli.err);
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         char *rest, *word = strtok_r(text_of("%s", options[i]), " ", &rest);
         check_refusal(2, text_of("$S hi %s", options[i]), word);
@@ -3887,7 +3980,7 @@ static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(attention) T(norms)
     T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
     T(gguf_experts) T(golden_models) T(golden_encoders) T(story_greedy) T(every_architecture)
-    T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals) T(sampler_stages)
+    T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals) T(allocations) T(sampler_stages)
     T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules)
     T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals) T(tokenizer_linear)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_logits)
