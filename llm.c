@@ -88,7 +88,7 @@ static bool str_eq(Str a, const char *b) {
 // star. Returns what stands behind the word: a star, a blank or the end; NULL if it is not there.
 static const char *find_word(const char *word, const char *words) {
     size_t n = strlen(word);
-    for (; words; words = strchr(words, ' '), words += words != NULL)
+    for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
         if (!strncmp(words, word, n) && strchr("* ", words[n])) return words + n;
     return NULL;
 }
@@ -2413,7 +2413,7 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
     while (ch < end) {
         Char *match = NULL;
-        for (const char *r = rule; r && !match; r = strchr(r, '|'), r += r != NULL)
+        for (const char *r = rule; r && !match; r = strchr(r, '|'), r = r ? r + 1 : NULL)
             match = rule_match(r, ch, end);
         if (match) ch->cut = match->cut = 1;
         ch = match ? match : ch + 1;

@@ -19,6 +19,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 // What the engine allocates (memory, maps and threads): how often it asked, the number of the
 // request that fails, 0: none does, and how many it has not given back.
@@ -46,12 +47,23 @@ static void freed(void *p) {
     free(p);
 }
 
+// stands in for mmap under the fuzzer: in a copy, who reads past its end is caught
+__attribute__((unused)) static void *map_copy(size_t n, int fd) {
+    void *p = calloc(n, 1);
+    return p && (fd < 0 || pread(fd, p, n, 0) == (ssize_t)n) ? p : MAP_FAILED;
+}
+
 #define malloc(n) born(granted() ? malloc(n) : NULL)
 #define calloc(n, size) born(granted() ? calloc(n, size) : NULL)
 #define realloc(p, n) resized(p, n)
 #define free(p) freed(p)
+#ifdef LLM_FUZZ
+#define mmap(p, n, prot, flags, fd, at) born(granted() ? map_copy(n, fd) : MAP_FAILED)
+#define munmap(p, n) freed(p)
+#else
 #define mmap(...) born(granted() ? mmap(__VA_ARGS__) : MAP_FAILED)
 #define munmap(p, n) (living--, munmap(p, n))
+#endif
 #define pthread_create(...) (granted() && !pthread_create(__VA_ARGS__) ? living++, 0 : ENOMEM)
 #define pthread_join(...) (living--, pthread_join(__VA_ARGS__))
 #define main llm_main
@@ -3969,6 +3981,145 @@ static int metal_mutants(int argc, char **argv) {
     return survived > 0;
 }
 
+#endif
+
+// ==== fuzzing ====
+//
+// `make fuzz` gives each of these targets to libFuzzer, which changes files that the writer of this
+// file made, and keeps what reaches new code. An input is refused, or it works: what is looked for
+// are crashes, leaks, long runs, and reading or writing where it is not allowed.
+
+#ifdef LLM_FUZZ
+static struct {
+    int file;                                // of the model that is tried
+    float weights[1 << 16];
+    TokVocab vocab[COUNT(PRE_TOKENIZERS)];
+    size_t tried, worked;
+} fuzz;
+
+// six tokens of a model; the input is its file up to the weights, and how many bytes they have
+static bool fuzz_loader(const uint8_t *data, size_t size) {
+    static const int32_t ids[4] = {0, 1, 1, 0};
+    Options o = {.window = 5, .chunk = 3, .keep = 1, .threads = 1, .cpu = true,
+                 .sampling = {.temp = 1, .top_k = 9, .top_p = 0.9f, .min_p = 0.1f,
+                              .repeat_penalty = 1.1f, .repeat_last_n = 2}};
+    Model m = {0};
+    Session s = {0};
+    Error e;
+    char path[32];
+    uint32_t head = size - 4, rest;
+    if (size < 4) return false;
+    memcpy(&rest, data + head, 4);
+    rest %= sizeof fuzz.weights;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fuzz.file);
+    bool ok = pwrite(fuzz.file, data, head, 0) >= 0 && !ftruncate(fuzz.file, head + rest) &&
+              pwrite(fuzz.file, fuzz.weights, rest, head) >= 0 && model_open(&m, path, &e);
+    if (!m.config.causal) o.chunk = 6;
+    ok = ok && session_open(&s, &m, o, &e) && session_generate(&s, ids, 4, 3, take_any, NULL, &e);
+    session_close(&s);
+    model_close(&m);
+    return ok;
+}
+
+static bool tokenize_bytes(const Tokenizer *t, const uint8_t *data, size_t size) {
+    Tokens ids = {0};
+    Error e;
+    bool ok = tokenize(t, (const char *)data, size, size & 1, size & 2, &ids, &e);
+    for (size_t i = 0; i < ids.n; i++)
+        if (ids.id[i] < 0 || ids.id[i] >= t->n_vocab) abort();
+    freed(ids.id);
+    return ok;
+}
+
+static bool detokenize_bytes(const Tokenizer *t, const uint8_t *data, size_t size) {   // 2: an id
+    char *out = malloc(t->piece_max);
+    Detokenizer d = {0};
+    for (size_t i = 1; i < size; i += 2)
+        detokenize(t, &d, (data[i - 1] << 8 | data[i]) % (t->n_vocab + 8) - 4, out);
+    free(out);
+    return true;
+}
+
+// the tokenizer of a file, whose end is also the text, and the ids
+static bool fuzz_vocabulary(const uint8_t *data, size_t size) {
+    TokVocab v = {.e = {""}};
+    size_t text = size < 200 ? size : 200;
+    bool ok = size >= 24 && gguf_read(&v.g, &(Map){(uint8_t *)data, size}, 0, &v.e) &&
+              tokenizer_open(&v.t, &v.g, &v.e) && v.t.kind != TOKENIZER_NONE &&
+              tokenize_bytes(&v.t, data + size - text, text) &&
+              detokenize_bytes(&v.t, data + size - text, text);
+    tok_close(&v);
+    return ok;
+}
+
+static const Tokenizer *fuzz_choice(const uint8_t *data, size_t size) {   // by the last byte
+    return &fuzz.vocab[size ? data[size - 1] % COUNT(fuzz.vocab) : 0].t;
+}
+
+static bool fuzz_tokenize(const uint8_t *data, size_t size) {
+    return tokenize_bytes(fuzz_choice(data, size), data, size);
+}
+
+static bool fuzz_detokenize(const uint8_t *data, size_t size) {
+    return detokenize_bytes(fuzz_choice(data, size), data, size);
+}
+
+typedef struct { const char *name; bool (*run)(const uint8_t *data, size_t size); } FuzzTarget;
+static const FuzzTarget FUZZ_TARGETS[] = {{"loader", fuzz_loader}, {"vocabulary", fuzz_vocabulary},
+                                          {"tokenize", fuzz_tokenize}, {"detokenize", fuzz_detokenize}};
+static const FuzzTarget *fuzz_target = FUZZ_TARGETS;
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    long before = living;
+    fuzz.worked += fuzz_target->run(data, size);
+    fuzz.tried++;
+    if (living != before) abort();
+    return 0;
+}
+
+static void fuzz_end(void) {
+    printf("%s: %zu inputs, %zu of them not refused\n", fuzz_target->name, fuzz.tried, fuzz.worked);
+}
+
+// the last argument is the directory of the inputs, named after the target: the first ones
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    static const char tokens[] = "a,b,ab,<s>,</s>,<unk>,\u2581,\u2581a,<0xF0>,<0x9F>,<0xZZ>,##b,"
+        "\xFF\xFE,\u0120,\u010A,\u0120a,1,12,\u00E9,\u6F22,,<|im_end|>,x";
+    int32_t types[23];
+    float *scores = noise_array(23, 1);
+    for (int i = 0; i < 23; i++) types[i] = i > 2 && i < 6 ? TOKEN_CONTROL : 1 + i % 6;
+    snprintf(test.dir, sizeof test.dir, "%s", (*argv)[*argc - 1]);
+    while (strcmp(strrchr(test.dir, '/') + 1, fuzz_target->name)) fuzz_target++;
+    fuzz.file = memfd_create("model", 0);
+    memcpy(fuzz.weights, noise_array(COUNT(fuzz.weights), 0.5f), sizeof fuzz.weights);
+    for (size_t i = 0; i < COUNT(SHAPES); i++) {
+        Writer w = {0};
+        Shape s = SHAPES[i];
+        s.n_layer = 2;
+        put_model(&w, &s);
+        key_vocab(&w, "gpt2", "default", "a,b,ab,<s>", "a b");
+        uint32_t rest = w.data.n;
+        w.data.n = 0;
+        put_int(&w.data, rest, 4);
+        write_gguf(&w, scratch(text_of("model-%zu", i)));
+    }
+    for (size_t i = 0; i < COUNT(PRE_TOKENIZERS); i++) {
+        Writer w = {0};
+        const char *names = PRE_TOKENIZERS[i].names, *model = i == 0 ? "llama" : "bert";
+        char *path = scratch(text_of("vocabulary-%zu", i));
+        key_vocab(&w, i < 2 ? model : "gpt2", text_of("%.*s", (int)strcspn(names, " "), names),
+                  tokens, "a b,\u0120 a,ab \u0120a");
+        key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 23, types, sizeof types);
+        key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 23, scores, 23 * sizeof *scores);
+        for (int k = 0; k < 4; k++)
+            key_int(&w, text_of("tokenizer.ggml.%s_token_id", (const char *[]){"bos", "eos", "cls", "seperator"}[k]), 3);
+        write_gguf(&w, path);
+        if (!tok_open(&fuzz.vocab[i], path)) abort();
+    }
+    clean_up();
+    return atexit(fuzz_end);
+}
+#define main test_main   // libFuzzer has one
 #endif
 
 // ==== the table of tests ====
