@@ -19,6 +19,7 @@ TEST_LIBS = $(or $(METAL),-DLLM_METAL -rdynamic -ldl) $(LIBS)
 else
 TEST_LIBS = $(LIBS)
 endif
+SANITIZE = -fno-sanitize-recover=all -fsanitize=address,undefined
 # valgrind knows AVX2, but not AVX-512
 ifeq ($(shell uname -m),x86_64)
 AVX2 = -mavx2 -mfma -mf16c
@@ -49,8 +50,7 @@ test_book: test.c $(ENGINE)
 test_avx2: test.c $(ENGINE)
 	$(CC) $(WARN) -g -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
 test_asan: test.c $(ENGINE)
-	$(CC) $(WARN) -g -O1 $(NATIVE) -fsanitize=address,undefined -fno-sanitize-recover=all \
-	    test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) -g -O1 $(NATIVE) $(SANITIZE) test.c -o $@ $(TEST_LIBS)
 
 # runs a command and notes in test.log what it said
 RUN = run() { echo "== $$1"; shift; { "$$@"; echo "exit status $$?"; } 2>&1 | tee -a test.log; }; run
@@ -105,6 +105,20 @@ mutants: test_native
 	$(CC) -std=gnu11 -O1 -w $(NATIVE) -fsanitize=bounds -fsanitize-undefined-trap-on-error \
 	    -include test_mutants.d/mutants.h test_mutants.d/test.c -o test_mutants $(TEST_LIBS)
 	./test_mutants mutants
+# you changed what reads a file, or text: hostile ones, as many as RUNS says (apt-get install clang)
+FUZZ ?= loader vocabulary tokenize detokenize
+fuzz:
+	@clang -fsanitize=fuzzer -shared -x c -o /dev/null /dev/null 2> test.tmp || \
+	    { echo "clang with libFuzzer is not installed: nothing is tried"; exit 0; }; \
+	clang $(WARN) -g -O1 $(AVX2) -DLLM_FUZZ -Dalways_inline=noinline $(SANITIZE),fuzzer \
+	    test.c -o test_fuzz $(LIBS) || exit 1; \
+	for t in $(FUZZ); do \
+	    case $$t in loader) n=10000000 most=6000;; vocabulary) n=2000000 most=3000;; *) n=2000000 most=200;; esac; \
+	    mkdir -p test_fuzz.d/$$t; \
+	    ASAN_OPTIONS=quarantine_size_mb=4:detect_leaks=0 ./test_fuzz -runs=$(or $(RUNS),$$n) \
+	        -max_len=$$most -mutate_depth=2 -timeout=10 -artifact_prefix=test_fuzz.d/$$t- \
+	        test_fuzz.d/$$t 2> test_fuzz.d/$$t.log || { tail -n 40 test_fuzz.d/$$t.log; exit 1; }; \
+	done
 LINT = { sed -n '/^\#ifdef METAL_LINT/,/^\#endif/p' test.c; \
     cat quant.h; echo '\#undef __METAL_VERSION__'; sed 's/^constant /extern constant /' kernels.metal; } | \
     clang++ --target=aarch64-linux-gnu -DMETAL_LINT -D__METAL_VERSION__=310 -std=c++14 -fsyntax-only -x c++
@@ -278,7 +292,7 @@ unicode:
 
 clean:
 	rm -f llm test_native test_plain test_book test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
-	rm -rf test_mutants.d
+	rm -rf test_mutants.d test_fuzz.d
 
 install: llm
 	install -d $(DESTDIR)$(PREFIX)/bin

@@ -89,7 +89,7 @@ static bool str_eq(Str a, const char *b) {
 // star. Returns what stands behind the word: a star, a blank or the end; NULL if it is not there.
 static const char *find_word(const char *word, const char *words) {
     size_t n = strlen(word);
-    for (; words; words = strchr(words, ' '), words += words != NULL)
+    for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
         if (!strncmp(words, word, n) && strchr("* ", words[n])) return words + n;
     return NULL;
 }
@@ -2418,7 +2418,7 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
     while (ch < end) {
         Char *match = NULL;
-        for (const char *r = rule; r && !match; r = strchr(r, '|'), r += r != NULL)
+        for (const char *r = rule; r && !match; r = strchr(r, '|'), r = r ? r + 1 : NULL)
             match = rule_match(r, ch, end);
         if (match) ch->cut = match->cut = 1;
         ch = match ? match : ch + 1;
@@ -4468,6 +4468,14 @@ static volatile sig_atomic_t interrupted;   // how often since it was last looke
 
 static void on_interrupt(int sig) { interrupted += sig == SIGINT; }
 
+// What is mapped cannot be read: someone cut the file, or the disk failed.
+static void on_lost_file(int sig) {
+    static const char text[] = "llm: the model's file can no longer be read: was it truncated?\n";
+    (void)sig;
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+    _exit(1);
+}
+
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
     const char *usage;   // name and value
@@ -5251,6 +5259,7 @@ int main(int argc, char **argv) {
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
+    sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
     bool asked = parse_options(&cli, argc, argv), ok = asked && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
