@@ -5,7 +5,7 @@
 //    1. arguments         structs, function constants and sizes, which metal.c includes, too
 //    2. groups            32 weights of any format, taken apart by quant.h's decoders
 //       kernels           compute what these functions of llm.c do on the CPU:
-//    3. embed             embed_row, for models without learned positions
+//    3. embed             embed_row
 //       norm              norm
 //       quantize          round_32, but with float scales and sums of unrounded activations
 //    4. gemv              matmul for one token; the epilogues are add and activate
@@ -14,7 +14,13 @@
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
 //       rope              qkv_row
 //       flash_attention   attention
-//    7. argmax            sample, at temperature 0
+//    7. choose_experts    choose_experts
+//       experts_up, _down experts, for one token
+//       sort_choices      sort_choices, and which tiles gemm computes
+//       weigh_experts     the sum at the end of run_experts, and add_shared_row
+//    8. delta_conv        delta_conv
+//       delta_rule        delta_gates_row, delta_rule
+//    9. argmax            sample, at temperature 0
 //
 // Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
 // thread in that. g is a group of 32 weights, t a token, r a row. Grids have one dimension. Shapes
@@ -42,9 +48,13 @@ using namespace metal;
 #define KERNEL_ARGS
 
 enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   // ggml's type numbers
-enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU };   // y = v, y += v, y = activation(gate) * v
+// y = v, other + v, activation(other) * v, activation(v)
+enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
+// A norm's bits: it is one at all, it subtracts the mean, it has weights, it has a bias.
+enum { NORM_ANY = 1, NORM_CENTRED = 2, NORM_WEIGHTS = 4, NORM_BIAS = 8 };
+enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED };   // see gemm
 // The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
-enum { ACT_SILU, ACT_GELU, ACT_RELU2 };
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
 enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 
 // The variants of a kernel: metal.c sets these constants when it makes a pipeline, so the compiler
@@ -52,13 +62,14 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 #define FUNCTION_CONSTANTS(X) \
     X(FORMAT_0) X(FORMAT_1) X(FORMAT_2) X(FORMAT_3)   /* formats of up to four matrices */ \
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
-    X(NORMED)        /* gemv: the input passes through an RMSNorm first */ \
-    X(CENTRED)       /* norm: LayerNorm, which subtracts the mean, instead of RMSNorm */ \
+    X(NORMED)        /* NORM bits: of norm, and of what gemv does to its input first */ \
     X(BIASES)        /* bit i: matrix i has a bias */ \
+    X(SCALES)        /* bit i: so has each expert's matrix i, as a factor of its own */ \
+    X(EXPERTS)       /* matrices are those of the experts that were chosen */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* of the gate */ \
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
-    X(HEAD_DIM)      /* size of a head, a multiple of 32 */ \
+    X(HEAD_DIM)      /* size of a head, a multiple of 32; of a key of delta_rule, any */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
     X(QK_NORMED)     /* heads of Q and K pass through an RMSNorm before RoPE */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
@@ -72,7 +83,7 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 // The geometry of the launches
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
-    UNIT_SIMDGROUPS = 4,                              // of quantize and rope, each on its own
+    UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: each by itself
     NORM_THREADS = 256, ARGMAX_THREADS = 1024,        // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; each takes 4 rows at a time
@@ -88,18 +99,33 @@ enum {
     ARGMAX_FLOATS = 2 * ARGMAX_THREADS / SIMD_LANES,  // a maximum and its index from each
     BLOCK_FLOATS = BLOCK_DIM / SIMD_LANES + BLOCK_DIM,   // sums, and a row of x
     GEMM_FLOATS = GEMM_TOKENS * GEMM_ROWS,            // the finished tile; what is staged is less
-    FLASH_OWN = 8 * FLASH_KEYS + 8 * 8                // a SIMD-group's scores, a diagonal matrix
+    FLASH_OWN = 8 * FLASH_KEYS + 8 * 8,               // a SIMD-group's scores, a diagonal matrix
+    SORT_THREADS = 1024,                              // at most
+    DELTA_UNIT = 8, DELTA_LAYOUT = 64                 // rows of a SIMD-group; a block of memory
 };
 
 // Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
 // begins `start` bytes after the bound address, which Metal wants aligned; its products are
-// multiplied by `scale`.
-struct kernel_matrix { uint32_t start, row_bytes; int32_t rows; float scale; };
-struct embed_args { struct kernel_matrix w; int32_t cols; };
-struct norm_args { int32_t cols; float eps; };
+// multiplied by `scale`. Of experts' matrices that is the first one; the others lie `step` bytes
+// apart, and their biases bias_step floats. What a product and its bias make is multiplied by
+// `factor`.
+struct kernel_matrix {
+    uint32_t start, row_bytes;
+    int32_t rows;
+    float scale;
+    uint32_t step;
+    int32_t bias_step;
+};
+struct embed_args { struct kernel_matrix w[3]; int32_t cols, pos; };
+struct norm_args { int32_t cols; float eps, factor; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
-struct gemv_args { struct kernel_matrix w[3]; int32_t cols; float eps, softcap; };
-struct gemm_args { struct kernel_matrix w; int32_t cols, tokens; float softcap; };
+struct gemv_args { struct kernel_matrix w[3]; int32_t cols; float eps, softcap, factor; };
+struct gemm_args {
+    struct kernel_matrix w;
+    int32_t cols, tokens;
+    float softcap, factor;
+    int32_t tiles, n_used;                 // of experts: tiles at most, choices of a token
+};
 struct attention_args {
     int32_t n, pos;                        // queries, and the position of the first
     int32_t n_head, n_kv, n_rot, sinks;    // sinks: 1 if each head has an attention sink
@@ -107,6 +133,16 @@ struct attention_args {
     float eps, scale, softcap;
 };
 struct block_args { struct kernel_matrix w[4]; int32_t inner, dim, ff; float eps; };
+struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
+struct experts_args { struct gemv_args each, shared; int32_t n_used, weighed; };
+struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
+struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
+struct conv_args { int32_t n, channels, past; };
+struct delta_args {
+    int32_t n, n_key, n_value, dv, tiled;  // tiled: see DELTA_TILED in llm.c
+    int32_t share, step;                   // of alpha and beta: heads side by side, floats a token
+    float eps;
+};
 struct argmax_args { int32_t n; };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
@@ -124,6 +160,11 @@ static inline int gemv_rows(int format) {
 }
 static inline int gemv_units(int format, int rows) { return div_up(rows, gemv_rows(format)); }
 static inline int gemm_tokens(int n) { return n > GEMM_FEW ? GEMM_TOKENS : GEMM_FEW; }
+
+// the most tiles that n choices of experts can make: each expert's last one may be ragged
+static inline int expert_tiles(int n, int n_expert, int tile) {
+    return n_expert < n ? n / tile + n_expert : n;
+}
 
 // attention: a SIMD-group for every four steps through the used rows of the ring; memory for a
 // query, a key, and each SIMD-group's output, maximum and sum
@@ -242,6 +283,7 @@ static inline float softcap(float x, float cap) { return SOFTCAPPED ? cap * tanh
 
 static inline float activation(float x) {
     if (ACTIVATION == ACT_SILU) return x / (1.0f + exp(-x));
+    if (ACTIVATION == ACT_SWIGLU_OAI) return min(x, 7.0f) / (1.0f + exp(-1.702f * min(x, 7.0f)));
     if (ACTIVATION == ACT_GELU) {   // past 10 tanh is 1, but its exp might overflow
         float t = 0.79788456f * x * (1.0f + 0.044715f * x * x);
         return 0.5f * x * (1.0f + tanh(clamp(t, -10.0f, 10.0f)));
@@ -251,27 +293,49 @@ static inline float activation(float x) {
 }
 
 // stores v in y by way of the soft cap and the epilogue
-static inline void finish(device float *y, float v, float cap, float gate) {
+static inline void finish(device float *y, float v, float cap, float other) {
     v = softcap(v, cap);
-    if (EPILOGUE == EPILOGUE_ADD) v += *y;
-    if (EPILOGUE == EPILOGUE_GLU) v *= activation(gate);
+    if (EPILOGUE == EPILOGUE_ADD) v += other;
+    if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
+    if (EPILOGUE == EPILOGUE_GLU && ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + clamp(v, -7.0f, 7.0f);
+    if (EPILOGUE == EPILOGUE_GLU) v *= activation(other);
     *y = v;
 }
 
+// do those two take the number in `other`, which the host binds?
+static inline bool takes_other(void) {
+    return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+
 // ---- 3. embed, norms ----
 
-// x[n][cols] = scale * W[ids[n]][cols]. Grid: a SIMD-group for each token.
-kernel void embed(device const uchar *w [[buffer(0)]], device const int *ids [[buffer(1)]],
-        device float *x [[buffer(2)]], constant struct embed_args *a [[buffer(3)]],
-        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
-    device const uchar *row = w + a->w.start + (ulong)ids[t] * a->w.row_bytes;
-    device float *out = x + (ulong)t * a->cols;
-    for (int g = lane; g * 32 < a->cols; g += SIMD_LANES) {
+// x[cols] = scale * row r of W, or += that
+static inline void embed_part(int format, device const uchar *w, constant struct kernel_matrix *m,
+        int r, int cols, bool more, device float *x, uint lane) {
+    device const uchar *row = w + m->start + (ulong)r * m->row_bytes;
+    for (int g = lane; g * 32 < cols; g += SIMD_LANES) {
         float v[32];
-        group_weights(FORMAT_0, row, g, a->cols, v);
-        for (int i = 0; i < 32; i++)
-            if (!RAGGED || 32 * g + i < a->cols) out[32 * g + i] = v[i] * a->w.scale;
+        group_weights(format, row, g, cols, v);
+        for (int i = 0; i < 32; i++) {
+            if (RAGGED && 32 * g + i >= cols) continue;
+            x[32 * g + i] = v[i] * m->scale + (more ? x[32 * g + i] : 0.0f);
+        }
     }
+}
+
+// x[n][cols] = W[ids[n]][cols], and the rows for its position and for token type 0 where a model
+// has them. Grid: a SIMD-group for each token, whose lanes keep to their own groups.
+kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
+        device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
+        device float *x [[buffer(4)]], constant struct embed_args *a [[buffer(5)]],
+        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+    device float *to = x + (ulong)t * a->cols;
+    embed_part(FORMAT_0, w, &a->w[0], ids[t], a->cols, false, to, lane);
+    int pos = a->pos + t;
+    if (a->w[1].rows) embed_part(FORMAT_1, positions, &a->w[1], pos, a->cols, true, to, lane);
+    if (a->w[2].rows) embed_part(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
 }
 
 // the sum of v over the threadgroup, for every thread; part[nsg]
@@ -284,26 +348,29 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
 }
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
-// CENTRED; or y += that, since Gemma normalises what it adds to x. The variance takes a pass of its
-// own, because most digits would cancel in mean(x * x) - mean(x) * mean(x). Grid: a threadgroup for
-// each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
+// CENTRED, by way of the epilogue: Gemma normalises what it adds to x, the delta rule has a gate.
+// The variance takes a pass of its own, because most digits would cancel in
+// mean(x * x) - mean(x) * mean(x). Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a
+// value it moves 3 or 4 floats.
 kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
-        device const float *bias [[buffer(2)]], device float *y [[buffer(3)]],
-        constant struct norm_args *a [[buffer(4)]],
+        device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
+        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]],
         threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
         uint t [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
         uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
         uint lane [[thread_index_in_simdgroup]]) {
     float mean = 0.0f, square = 0.0f;
-    x += (ulong)t * a->cols;
-    y += (ulong)t * a->cols;
-    for (int i = tid; CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
-    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
+    ulong at = (ulong)t * a->cols;
+    x += at;
+    for (int i = tid; NORMED & NORM_CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
+    if (NORMED & NORM_CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) square += (x[i] - mean) * (x[i] - mean);
     float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)a->cols + a->eps);
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {
-        float v = (x[i] - mean) * scale * w[i];
-        finish(&y[i], BIASES & 1 ? v + bias[i] : v, 0.0f, 0.0f);
+        float v = (x[i] - mean) * scale;
+        if (NORMED & NORM_WEIGHTS) v *= w[i];
+        if (NORMED & NORM_BIAS) v += bias[i];
+        finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
     }
 }
 
@@ -331,35 +398,41 @@ kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buf
 // Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column from the
 // cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would cost more.
 
-// rows of a unit; with the GLU, those of up are gate's
+// rows of a unit; with the GLU, those of up are gate's; experts have those of the first matrix
 static inline int unit_rows(int format) {
-    return gemv_rows(EPILOGUE == EPILOGUE_GLU ? FORMAT_0 : format);
+    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format);
 }
 
-// v[r] = scale * (W x)[row + r] + bias[row + r], in all lanes, for a unit's rows of matrix `part`
+// v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
+// matrix `part`
 static inline void gemv_product(int format, int part, int unit, device const uchar *w,
-        device const float *bias, device const float *x, device const float *norm,
+        device const float *bias, float scale, device const float *x, device const float *norm,
         constant struct gemv_args *a, uint lane, thread float *v) {
     int R = unit_rows(format), row = unit * R, last = a->w[part].rows - 1 - row;
-    float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f, scale = a->w[part].scale;
+    float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
+    scale *= a->w[part].scale;
     rows_dot(format, R, w + a->w[part].start + (ulong)row * a->w[part].row_bytes,
              a->w[part].row_bytes, last, x, norm, a->cols, lane, sum, &square);
     if (NORMED) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
     for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
         if (BIASES >> part & 1) v[r] += bias[row + min(r, last)];
+        v[r] *= a->factor;
     }
 }
 
-// y = that, with the epilogue; gate[R] is the GLU's other factor before its activation
+// y = that, with the epilogue: gate[R] is the GLU's other factor, other[rows] what is added to
 static inline void gemv_unit(int format, int part, int unit, device const uchar *w,
-        device const float *bias, device const float *x, device const float *norm,
-        thread const float *gate, device float *y, constant struct gemv_args *a, uint lane) {
+        device const float *bias, float scale, device const float *x, device const float *norm,
+        thread const float *gate, device const float *other, device float *y,
+        constant struct gemv_args *a, uint lane) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
-    gemv_product(format, part, unit, w, bias, x, norm, a, lane, v);
+    gemv_product(format, part, unit, w, bias, scale, x, norm, a, lane, v);
     for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < a->w[part].rows) finish(&y[row + r], v[r], a->softcap, gate[r]);
+        if (lane == 0 && row + r < a->w[part].rows)
+            finish(&y[row + r], v[r], a->softcap,
+                   EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
 
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices of the same x (Q, K and V).
@@ -371,19 +444,24 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
         device const float *x [[buffer(6)]], device const float *norm [[buffer(7)]],
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
-        device float *y2 [[buffer(10)]], constant struct gemv_args *a [[buffer(11)]],
+        device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
+        constant struct gemv_args *a [[buffer(12)]],
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int unit = tg * nsg + sg, n0 = gemv_units(FORMAT_0, a->w[0].rows);
+    int u = tg * nsg + sg, n0 = gemv_units(FORMAT_0, a->w[0].rows);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows), n2 = n1 + gemv_units(FORMAT_2, a->w[2].rows);
     if (EPILOGUE == EPILOGUE_GLU) {
-        if (unit >= n0) return;                           // a whole SIMD-group: no barrier follows
-        gemv_product(FORMAT_0, 0, unit, w0, bias0, x, norm, a, lane, gate);
-        gemv_unit(FORMAT_1, 1, unit, w1, bias1, x, norm, gate, y0, a, lane);
-    } else if (unit < n0) gemv_unit(FORMAT_0, 0, unit, w0, bias0, x, norm, gate, y0, a, lane);
-    else if (unit < n1) gemv_unit(FORMAT_1, 1, unit - n0, w1, bias1, x, norm, gate, y1, a, lane);
-    else if (unit < n2) gemv_unit(FORMAT_2, 2, unit - n1, w2, bias2, x, norm, gate, y2, a, lane);
+        if (u >= n0) return;                              // a whole SIMD-group: no barrier follows
+        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, norm, a, lane, gate);
+        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, norm, gate, other, y0, a, lane);
+    } else if (u < n0) {
+        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, norm, gate, other, y0, a, lane);
+    } else if (u < n1) {
+        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, norm, gate, other, y1, a, lane);
+    } else if (u < n2) {
+        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, norm, gate, other, y2, a, lane);
+    }
 }
 
 // Where a head's pair p has its first (which = 0) or second number. After the n_rot numbers that
@@ -672,8 +750,9 @@ static inline void tile_multiply_codes(threadgroup const int8_t *xq, threadgroup
 // The finished tile passes through threadgroup memory, where each thread takes outputs for the
 // epilogue, except those past the last token or row.
 static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *sums,
-        threadgroup float *tile, device const float *bias, device const float *gate,
-        device float *y, constant struct gemm_args *a, int token, int row, uint tid, uint sg) {
+        threadgroup float *tile, device const float *bias, float scale, device const float *other,
+        device float *y, constant struct gemm_args *a, int token, int tokens, int row, uint tid,
+        uint sg) {
     for (int i = 0; INT8 && i < 16; i++)
         tile[((int)tid / 16 * 4 + i / 4) * GEMM_ROWS + (int)tid % 16 * 4 + i % 4] = sums[i];
     for (int i = 0; !INT8 && i < tile_blocks(); i++)
@@ -683,16 +762,16 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the tile is whole
     for (int i = tid; i < TILE_TOKENS * GEMM_ROWS; i += GEMM_THREADS) {
         int t = token + i / GEMM_ROWS, r = row + i % GEMM_ROWS;
-        if (t >= a->tokens || r >= a->w.rows) continue;
+        if (t >= tokens || r >= a->w.rows) continue;
         ulong at = (ulong)t * a->w.rows + r;
-        float v = tile[i] * a->w.scale;
+        float v = tile[i] * (a->w.scale * scale);
         if (BIASES & 1) v += bias[r];
-        finish(&y[at], v, a->softcap, EPILOGUE == EPILOGUE_GLU ? gate[at] : 0.0f);
+        finish(&y[at], v * a->factor, a->softcap, takes_other() ? other[at] : 0.0f);
     }
 }
 
-// y[tokens][rows] = x[tokens][cols] times W[rows][cols] transposed, with a bias and the epilogue;
-// gate[tokens][rows] is for that of the GLU.
+// y[tokens][rows] = x[tokens][cols] times W[rows][cols] transposed, with a bias and the epilogue,
+// for which other[tokens][rows] is.
 // Grid: tiles of TILE_TOKENS x GEMM_ROWS outputs; those of the same rows are neighbours, so that
 // weights come from memory about once per chunk. In each step of GEMM_K columns two SIMD-groups
 // decode 64 groups of W, and two stage activations: for 32 tokens that is 2 * 32 * 64 * 32 FLOP on
@@ -700,10 +779,14 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
 // INT8 takes codes of activations from quantize. As Apple's GPUs have no dot product of bytes, it
 // saves them nothing but threadgroup memory, and is off unless asked for. Elsewhere it should pay
 // for formats with one scale for 32 weights (Q4_0, Q8_0, IQ4_NL, MXFP4).
+// EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
+// and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: so is x in that of y.
 kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [[buffer(1)]],
         device const float *x [[buffer(2)]], device const int8_t *xq [[buffer(3)]],
-        device const float *xscales [[buffer(4)]], device const float *gate [[buffer(5)]],
-        device float *y [[buffer(6)]], constant struct gemm_args *a [[buffer(7)]],
+        device const float *xscales [[buffer(4)]], device const float *other [[buffer(5)]],
+        device float *y [[buffer(6)]], device const float *scales [[buffer(7)]],
+        device const int *expert_tile [[buffer(8)]],                           // [tiles][3]
+        device const int *order [[buffer(9)]], constant struct gemm_args *a [[buffer(10)]],
         threadgroup float *shared [[shared_memory]],                           // [GEMM_FLOATS]
         uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]]) {
@@ -712,9 +795,18 @@ kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [
     threadgroup float *dx = shared, *dw = dx + 3 * TILE_TOKENS;           // or INT8: [][3], [][4],
     threadgroup int8_t *qx = (threadgroup int8_t *)(dw + 4 * GEMM_ROWS);  // [TILE_TOKENS][GEMM_K],
     threadgroup int8_t *qw = qx + TILE_TOKENS * GEMM_K;                   // [GEMM_ROWS][GEMM_K]
-    int tiles = div_up(a->tokens, TILE_TOKENS), groups = div_up(a->cols, GEMM_K);
-    int token = tg % tiles * TILE_TOKENS, row = tg / tiles * GEMM_ROWS;   // the tile's first
+    int groups = div_up(a->cols, GEMM_K), tiles = div_up(a->tokens, TILE_TOKENS), expert = 0;
+    if (EXPERTS) tiles = a->tiles;
+    int token = tg % tiles * TILE_TOKENS, row = tg / tiles * GEMM_ROWS, end = a->tokens;
+    if (EXPERTS) {
+        expert = expert_tile[tg % tiles * 3];
+        token = expert_tile[tg % tiles * 3 + 1];          // the tile's first
+        end = expert_tile[tg % tiles * 3 + 2];
+    }
     ulong at = a->w.start + (ulong)min(row + (int)tid, a->w.rows - 1) * a->w.row_bytes;
+    if (expert < 0) return;                               // all threads: no barrier was there
+    w += (ulong)expert * a->w.step;
+    bias += expert * a->w.bias_step;
     simdgroup_float8x8 c[8];
     float sums[16];
     for (int i = 0; i < 8; i++) c[i] = simdgroup_float8x8(0.0f);
@@ -728,7 +820,8 @@ kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [
         } else {
             for (int i = tid - GEMM_ROWS; i < TILE_TOKENS * GEMM_K; i += GEMM_THREADS - GEMM_ROWS) {
                 int part = i % GEMM_K, col = GEMM_K * g + part;
-                ulong t = min(token + i / GEMM_K, a->tokens - 1);
+                ulong t = min(token + i / GEMM_K, end - 1);
+                if (EXPERTS == EXPERTS_GATHER) t = order[t] / a->n_used;
                 if (INT8) qx[i] = xq[t * a->cols + col];
                 else xs[i] = RAGGED && col >= a->cols ? 0.0f : x[t * a->cols + col];
                 if (INT8 && part < 3)
@@ -740,7 +833,8 @@ kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [
         else tile_multiply(xs, ws, sg, c);
         threadgroup_barrier(mem_flags::mem_threadgroup);                       // used
     }
-    gemm_store(c, sums, shared, bias, gate, y, a, token, row, tid, sg);
+    float scale = SCALES & 1 ? scales[expert] : 1.0f;
+    gemm_store(c, sums, shared, bias, scale, other, y, a, token, end, row, tid, sg);
 }
 
 // QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][HEAD_DIM] in place, k_new
@@ -909,7 +1003,263 @@ kernel void flash_attention(device const float *queries [[buffer(0)]],
     flash_store(o, scores, out, t < a->n, sum > 0.0f ? keep / sum : 0.0f, lane);
 }
 
-// ---- 7. argmax ----
+// ---- 7. experts ----
+//
+// A router chooses n_used of n_expert FFNs for each token. Which ones, only the GPU knows: kernels
+// read the numbers from `chosen`, and the host encodes the same dispatches whatever they are. For
+// one token that is
+//   gemv (norm, router) | choose_experts | experts_up (norm, gate, up, activation) |
+//   experts_down (the weighted sum, added to x)
+// which read the chosen experts' weights alone. A chunk's choices are sorted by expert, so that
+// gemm decodes an expert's weights once for all its tokens; then each token adds up its results.
+
+// For each token the numbers of the n_used experts with the highest score, best first, and their
+// weights. Scores are probabilities, by softmax or sigmoid, plus a bias that does not count in the
+// weights. These are divided by their sum if `normed`, which is then not taken below 2^-14.
+// Grid: a SIMD-group for each token. route[n][n_expert] is the router's product, and is used up.
+kernel void choose_experts(device float *route [[buffer(0)]],
+        device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
+        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]],
+        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+    float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN;
+    int before = -1;                                      // the expert chosen last; its score: last
+    route += (ulong)t * a->n_expert;
+    chosen += (ulong)t * a->n_used;
+    weight += (ulong)t * a->n_used;
+    for (int e = lane; e < a->n_expert; e += SIMD_LANES) top = max(top, route[e]);
+    top = simd_max(top);
+    for (int e = lane; e < a->n_expert; e += SIMD_LANES) {
+        route[e] = a->sigmoid ? sigmoid(route[e]) : exp(route[e] - top);
+        all += route[e];
+    }
+    all = a->sigmoid ? 1.0f : simd_sum(all);
+    for (int k = 0; k < a->n_used; k++) {
+        float best = UNSEEN, p = 0.0f;
+        int at = a->n_expert;
+        for (int e = lane; e < a->n_expert; e += SIMD_LANES) {   // each lane: of its own experts
+            float score = route[e] / all + (BIASES & 1 ? bias[e] : 0.0f);
+            bool left = score < last || (score == last && e > before);
+            if (!left || score <= best) continue;
+            best = score;
+            p = route[e] / all;
+            at = e;
+        }
+        last = simd_max(best);
+        before = simd_min(best == last ? at : a->n_expert);      // of equals the first
+        p = simd_sum(at == before ? p : 0.0f);
+        sum += p;
+        if (lane == 0) chosen[k] = min(before, a->n_expert - 1); // none is left among NaN
+        if (lane == 0) weight[k] = p;
+    }
+    float scale = a->normed ? a->scale / max(sum, 6.103515625e-5f) : a->scale;
+    for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
+}
+
+// y[n_used][ff] = activation(gate_e x) * (up_e x) for the chosen experts e. Grid: a SIMD-group for
+// each unit of each of them.
+kernel void experts_up(device const uchar *gate [[buffer(0)]],
+        device const uchar *up [[buffer(1)]], device const float *bias0 [[buffer(2)]],
+        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
+        device const float *scale1 [[buffer(5)]], device const float *x [[buffer(6)]],
+        device const float *norm [[buffer(7)]], device const int *chosen [[buffer(8)]],
+        device float *y [[buffer(9)]], constant struct experts_args *a [[buffer(10)]],
+        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
+        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    constant struct kernel_matrix *g = &a->each.w[0], *u = &a->each.w[1];
+    int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
+    if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
+    int e = chosen[k];
+    float s0 = SCALES & 1 ? scale0[e] : 1.0f, s1 = SCALES & 2 ? scale1[e] : 1.0f, v[GEMV_ROWS];
+    gate += (ulong)e * g->step;
+    up += (ulong)e * u->step;
+    bias0 += e * g->bias_step;
+    bias1 += e * u->bias_step;
+    y += (ulong)k * u->rows;
+    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, norm, &a->each, lane, v);
+    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, norm, v, x, y, &a->each, lane);
+}
+
+// y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
+// is a shared expert, its product is added, `weighed`: times the sigmoid of what its router said.
+// Grid: a SIMD-group for each unit of rows, so that nobody else adds to them.
+kernel void experts_down(device const uchar *down [[buffer(0)]],
+        device const uchar *shared_down [[buffer(1)]], device const float *bias0 [[buffer(2)]],
+        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
+        device const float *up [[buffer(5)]],                                  // [n_used][ff]
+        device const float *shared_up [[buffer(6)]], device const int *chosen [[buffer(7)]],
+        device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
+        device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
+        constant struct experts_args *a [[buffer(12)]],
+        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
+        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    constant struct kernel_matrix *m = &a->each.w[0];
+    int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
+    float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (row >= m->rows) return;                           // a whole SIMD-group: no barrier follows
+    for (int k = 0; k < a->n_used; k++) {
+        int e = chosen[k];
+        gemv_product(FORMAT_0, 0, unit, down + (ulong)e * m->step, bias0 + e * m->bias_step,
+                     SCALES & 1 ? scale0[e] : 1.0f, up + (ulong)k * a->each.cols, up, &a->each,
+                     lane, v);
+        for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
+    }
+    if (a->shared.cols) {
+        float factor = a->weighed ? sigmoid(*route) : 1.0f;
+        gemv_product(FORMAT_1, 1, unit, shared_down, bias1, 1.0f, shared_up, up, &a->shared, lane,
+                     v);
+        for (int r = 0; r < R; r++) sum[r] += factor * v[r];
+    }
+    for (int r = 0; r < R; r++)
+        if (lane == 0 && row + r < m->rows)
+            finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
+}
+
+// A chunk's choices, sorted by expert: order[i] is the number of the i-th choice, token * n_used +
+// k, and place[] the other way round. tile[tiles][3] is an expert (-1: none), and the first and the
+// end of up to a->tile of its choices. One threadgroup; a thread takes every nsg * 32nd expert, and
+// looks for it in all choices: some thousand steps, while products take millions.
+kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
+        device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
+        constant struct sort_args *a [[buffer(4)]],
+        threadgroup float *shared [[shared_memory]],                           // [n_expert]
+        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+    threadgroup int *count = (threadgroup int *)shared;
+    int threads = nsg * SIMD_LANES, used = 0;
+    for (int e = tid; e < a->n_expert; e += threads) {
+        int n = 0;
+        for (int i = 0; i < a->choices; i++) n += chosen[i] == e;
+        count[e] = n;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // all are counted
+    for (int e = tid; e < a->n_expert; e += threads) {
+        int at = 0, n = 0;
+        for (int i = 0; i < e; i++) {
+            at += count[i];
+            n += div_up(count[i], a->tile);
+        }
+        for (int i = 0; i < count[e]; i += a->tile, n++) {
+            tile[3 * n] = e;
+            tile[3 * n + 1] = at + i;
+            tile[3 * n + 2] = at + min(i + a->tile, count[e]);
+        }
+        for (int i = 0; i < a->choices; i++) {
+            if (chosen[i] != e) continue;
+            order[at] = i;
+            place[i] = at++;
+        }
+    }
+    for (int e = 0; e < a->n_expert; e++) used += div_up(count[e], a->tile);
+    for (int i = used + (int)tid; i < a->tiles; i += threads) tile[3 * i] = -1;
+}
+
+// y[n][dim] = sum of weight * out over a token's choices, and of the shared expert's result, with
+// the epilogue. Grid: a threadgroup for each token.
+kernel void weigh_experts(device const float *out [[buffer(0)]],
+        device const float *weight [[buffer(1)]], device const int *place [[buffer(2)]],
+        device const float *shared_out [[buffer(3)]], device const float *route [[buffer(4)]],
+        device const float *other [[buffer(5)]], device float *y [[buffer(6)]],
+        constant struct weigh_args *a [[buffer(7)]], uint t [[threadgroup_position_in_grid]],
+        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+    float factor = a->weighed ? sigmoid(route[t]) : 1.0f;
+    weight += (ulong)t * a->n_used;
+    place += (ulong)t * a->n_used;
+    for (int j = tid; j < a->dim; j += nsg * SIMD_LANES) {
+        ulong at = (ulong)t * a->dim + j;
+        float sum = a->shared ? factor * shared_out[at] : 0.0f;
+        for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
+        finish(&y[at], sum * a->factor, 0.0f, takes_other() ? other[at] : 0.0f);
+    }
+}
+
+// ---- 8. the gated delta rule ----
+//
+// One token, and a chunk with other products:
+//   gemv (norm; q, k, v and z) | gemv (norm; alpha, beta) | delta_conv | delta_rule |
+//   norm (of each head, times silu(z)) | gemv (added to x)
+
+// The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which come
+// from the state, and then the chunk's; what comes of token t takes the place of row t. Grid: a
+// thread for each channel, so that neighbours read neighbours and nobody else needs what it writes.
+kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],
+        device const float *taps [[buffer(2)]],                            // [channels][past + 1]
+        constant struct conv_args *a [[buffer(3)]], uint tg [[threadgroup_position_in_grid]],
+        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+    int i = tg * nsg * SIMD_LANES + tid, channels = a->channels;
+    if (i >= channels) return;
+    mix += i;
+    state += i;
+    taps += (ulong)i * (a->past + 1);
+    for (int j = 0; j < a->past; j++) mix[(ulong)j * channels] = state[(ulong)j * channels];
+    for (int t = 0; t < a->n; t++) {
+        float y = 0.0f;
+        for (int j = 0; j <= a->past; j++) y += taps[j] * mix[(ulong)(t + j) * channels];
+        mix[(ulong)t * channels] = y * sigmoid(y);
+    }
+    for (int j = 0; j < a->past; j++)
+        state[(ulong)j * channels] = mix[(ulong)(a->n + j) * channels];
+}
+
+// the sum over the four lanes that share a row of the state
+static inline float row_sum(float x) {
+    x += simd_shuffle_xor(x, 8);
+    return x + simd_shuffle_xor(x, 16);
+}
+
+// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
+static inline float softplus(float x) {
+    float e = exp(min(x, 20.0f)), one = 1.0f + e;
+    return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
+}
+
+// For each value head, whose state S[dv][dk] stays in registers while the tokens pass:
+//   S *= g,   S += b * (v - S k) k',   out = S q       k, q of unit length, q also by 1 / sqrt(dk)
+//   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
+// Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
+// fourth number from l / 8 on. So S k is two shuffles away, rows need nothing of one another, and
+// SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
+// of a SIMD-group are neighbours.
+kernel void delta_rule(device float *state [[buffer(0)]],
+        device const float *mix [[buffer(1)]],             // [n][q of n_key heads, k of them, v]
+        device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
+        device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
+        device float *out [[buffer(6)]],                                       // [n][n_value][dv]
+        constant struct delta_args *a [[buffer(7)]],
+        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
+        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    int units = div_up(a->dv, DELTA_UNIT), unit = tg * nsg + sg, h = unit / units;
+    int row = unit % units * DELTA_UNIT + lane % 8, first = lane / 8;
+    if (h >= a->n_value) return;                          // a whole SIMD-group: no barrier follows
+    int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
+    int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
+    ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + row / DELTA_LAYOUT;
+    float s[HEAD_MAX / 4];
+    state += block * HEAD_DIM * DELTA_LAYOUT + row % DELTA_LAYOUT;
+    for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) s[i] = state[(ulong)j * DELTA_LAYOUT];
+    for (int t = 0; t < a->n; t++) {
+        ulong channels = 2 * a->n_key * HEAD_DIM + a->n_value * a->dv;
+        device const float *q = mix + t * channels + key * HEAD_DIM, *k = q + a->n_key * HEAD_DIM;
+        float qq = 0.0f, kk = 0.0f, dot = 0.0f, o = 0.0f;
+        for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) {
+            qq += q[j] * q[j];
+            kk += k[j] * k[j];
+            dot += s[i] * k[j];
+        }
+        float g = exp(decay[h] * softplus(alpha[(ulong)t * a->step + at] + dt[h]));
+        float b = sigmoid(beta[(ulong)t * a->step + at]), unit_k = rsqrt(row_sum(kk) + a->eps);
+        ulong value = h * a->dv + min(row, a->dv - 1);
+        float v = mix[t * channels + 2 * a->n_key * HEAD_DIM + value];
+        float write = b * (v - g * row_sum(dot) * unit_k) * unit_k;
+        for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) {
+            s[i] = g * s[i] + write * k[j];
+            o += s[i] * q[j];
+        }
+        o = row_sum(o) * rsqrt((row_sum(qq) + a->eps) * (float)HEAD_DIM);
+        if (first == 0 && row < a->dv) out[(ulong)t * a->n_value * a->dv + value] = o;
+    }
+    for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) state[(ulong)j * DELTA_LAYOUT] = s[i];
+}
+
+// ---- 9. argmax ----
 
 // *out = the index of the largest of x[n], the lowest if there are several, or 0 if all are NaN.
 // One threadgroup: each lane keeps its best, then each SIMD-group, then the first of them.

@@ -1858,7 +1858,7 @@ static void test_cli_completion(void) {
         CHECK(cli.status == 0 && cli.n && cli.out[cli.n - 1] == '\n', "exit %d", cli.status);
         bool equal = !strcmp(cli.out, first + (i < 2 ? 0 : 16));
         CHECK(equal, "%s: '%s', not '%s'", same[i], cli.out, first);
-        bool said = matches(cli.err, "prefill .*tok/s.*decode .*tok/s.*GB/s.*peak .*MB.*seed 7\n$");
+        bool said = matches(cli.err, "prefill .*tok/s.*decode .*tok/s.*GB/s.*peak .*MB.*seed 7, cpu\n$");
         CHECK(said, "statistics: '%s'", cli.err);
     }
     CHECK(!strncmp(first, "Once upon a time", 16), "no prompt: '%s'", first);
@@ -1960,7 +1960,7 @@ static void test_cli_interrupt(void) {
         waitpid(child, &status, 0);
         const char *said = read_all(scratch("said"), &n);
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 130, "status %x, not exit 130", status);
-        CHECK(matches(said, "prefill .*decode .*seed [0-9]+\n$"), "'%s'", said);
+        CHECK(matches(said, "prefill .*decode .*seed [0-9]+, cpu\n$"), "'%s'", said);
     }
 }
 
@@ -2320,10 +2320,18 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define attention metal_attention               // names that llm.c and the tests use, too
 #define norm metal_norm
 #define rope metal_rope
+#define choose_experts metal_choose_experts
+#define sort_choices metal_sort_choices
+#define delta_conv metal_delta_conv
+#define delta_rule metal_delta_rule
 #include "kernels.metal"
 #undef attention
 #undef norm
 #undef rope
+#undef choose_experts
+#undef sort_choices
+#undef delta_conv
+#undef delta_rule
 #undef kernel
 #undef device
 #undef constant
@@ -2380,6 +2388,8 @@ static struct {
     const char *broken;                          // the method that is to fail, or NULL,
     int after;                                   // this many calls from now, and from then on
     int hasty;                                   // stop at the first failure; 2: few formats
+    size_t longest;                              // that a buffer may be, or 0
+    int resident;                                // buffers in residency sets
 } soft;
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
@@ -2443,7 +2453,8 @@ void objc_autoreleasePoolPop(void *pool) {
 }
 
 static const SoftClass NSString, NSError, NSArray, MTLCompileOptions, MTLFunctionConstantValues,
-    Device, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder;
+    Device, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder, Residency,
+    ResidencyDescriptor;
 
 static id soft_child(const SoftClass *c, id parent) {   // keeps its parent alive
     SoftObject *o = soft_new(c);
@@ -2475,7 +2486,7 @@ M(void, set_fast, bool fast) { SELF->status = !fast; }
 M(id, new_queue) { return soft_child(&Queue, self); }
 M(size_t, width) { return 32; }
 M(size_t, max_threads) { return 1024; }
-M(size_t, max_length) { return (size_t)1 << 40; }
+M(size_t, max_length) { return soft.longest ? soft.longest : (size_t)1 << 40; }
 M(void *, contents) { return SELF->p; }
 M(void, set_pipeline, id pipeline) { SELF->now.pipeline = pipeline; }
 M(void, end_encoding) { SELF->a->status = 1; }
@@ -2578,6 +2589,14 @@ static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, si
 
 M(void, set_buffer, id b, size_t at, size_t i) { soft_bind(self, soft_retain(b), at, i); }
 
+M(id, new_residency, id descriptor, id *error) { return soft_child(&Residency, self); }
+M(void, add_allocation, id buffer) { soft.resident += ((SoftObject *)buffer)->isa == &Buffer; }
+M(void, commit_residency) { SELF->status = 1; }
+M(void, request_residency) { SELF->status += SELF->status == 1; }
+M(void, add_residency, id set) {
+    if (((SoftObject *)set)->status != 2) soft_fault("a residency set not committed or requested");
+}
+
 M(void, set_bytes, const void *p, size_t n, size_t i) {
     SoftObject *o = soft_buffer(n, 4);           // exactly so many, to catch a longer struct
     if (n > 4096) soft_fault("setBytes: %zu bytes", n);
@@ -2679,8 +2698,15 @@ SOFT_CLASS(Device, "MTLDevice",
     METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library)
     METHOD("newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *), new_pipeline)
     METHOD("newBufferWithLength:options:", id, (id, SEL, size_t, size_t), new_buffer)
+    METHOD("newResidencySetWithDescriptor:error:", id, (id, SEL, id, id *), new_residency)
     METHOD("newBufferWithBytesNoCopy:length:options:deallocator:", id,
            (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy))
+SOFT_CLASS(ResidencyDescriptor, "MTLResidencySetDescriptor",
+    METHOD("new", id, (id, SEL), class_new))
+SOFT_CLASS(Residency, "MTLResidencySet",
+    METHOD("addAllocation:", void, (id, SEL, id), add_allocation)
+    METHOD("commit", void, (id, SEL), commit_residency)
+    METHOD("requestResidency", void, (id, SEL), request_residency))
 SOFT_CLASS(Buffer, "MTLBuffer", METHOD("contents", void *, (id, SEL), contents))
 SOFT_CLASS(Library, "MTLLibrary",
     METHOD("newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *), new_function))
@@ -2688,7 +2714,9 @@ SOFT_CLASS(Function, "MTLFunction",)
 SOFT_CLASS(PipelineState, "MTLComputePipelineState",
     METHOD("threadExecutionWidth", size_t, (id, SEL), width)
     METHOD("maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads))
-SOFT_CLASS(Queue, "MTLCommandQueue", METHOD("commandBuffer", id, (id, SEL), new_commands))
+SOFT_CLASS(Queue, "MTLCommandQueue",
+    METHOD("commandBuffer", id, (id, SEL), new_commands)
+    METHOD("addResidencySet:", void, (id, SEL, id), add_residency))
 SOFT_CLASS(Commands, "MTLCommandBuffer",
     METHOD("computeCommandEncoder", id, (id, SEL), new_encoder)
     METHOD("commit", void, (id, SEL), commit)
@@ -2706,7 +2734,8 @@ SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
 
 static const SoftClass *const soft_classes[] = {
     &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &Device, &Buffer,
-    &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder};
+    &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder, &Residency,
+    &ResidencyDescriptor};
 enum { CLASSES = sizeof soft_classes / sizeof *soft_classes };
 
 id MTLCreateSystemDefaultDevice(void) {
@@ -2724,7 +2753,7 @@ SEL sel_registerName(const char *name) { return (SEL)name; }
 id object_getClass(id object) { return (id)((SoftObject *)object)->isa; }
 
 id objc_getClass(const char *name) {
-    for (int i = 0; i < CLASSES; i++)
+    for (int i = 0; i < CLASSES && !soft_breaks(name); i++)
         if (!strcmp(soft_classes[i]->name, name)) return (id)soft_classes[i];
     return NULL;
 }
@@ -2797,7 +2826,7 @@ static void reference_rope(double *out, const double *x, int n, int n_rot, int p
     }
 }
 
-// row r of factor * w's scale * (w . x) + w's bias; size, or NULL: the sum of the absolute products
+// row r of factor * (w's scale * (w . x) + w's bias); size, or NULL: the sum of the absolute products
 static double reference_row(const RandomMatrix *w, int r, const double *x, double factor,
                             double *size) {
     const float *f = w->f + r * w->m.cols;
@@ -2807,7 +2836,7 @@ static double reference_row(const RandomMatrix *w, int r, const double *x, doubl
         all += fabs(f[i] * x[i]);
     }
     if (size) *size = all;
-    return factor * (w->m.scale ? *w->m.scale : 1) * sum + (w->m.bias ? w->m.bias[r] : 0);
+    return factor * ((w->m.scale ? *w->m.scale : 1) * sum + (w->m.bias ? w->m.bias[r] : 0));
 }
 
 // Each test fills its own Model and Layer, and calls the function of metal.c that a model would.
@@ -2819,7 +2848,7 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 
 static Lab lab(Gpu *g) {
     return (Lab){.g = g, .arch = {.act = SILU},
-                 .m = {.config = {.eps = 1e-5f, .attn_scale = 0.2f}}};
+                 .m = {.config = {.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1}}};
 }
 
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
@@ -2892,30 +2921,36 @@ static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
 }
 
 static void kernel_embed(Gpu *g, int type) {
-    enum { V = 7, N = 3 };
+    enum { V = 7, N = 3, POS = 2 };
     Lab x = lab(g);
     int cols = format_cols(type, true);
-    RandomMatrix w = lab_matrix(g, type, V, cols);
+    RandomMatrix w = lab_matrix(g, type, V, cols), p = lab_matrix(g, other_format(type), V, cols);
+    RandomMatrix first = lab_matrix(g, type, 2, cols);
     double *want = need(N * cols * sizeof *want);
     x.m.embd = w.m;
+    x.m.pos_embd = p.m;
+    x.m.type_embd = first.m;
     x.m.config.embd_scale = 3;
+    x.s.pos = POS;
     x.s.x = lab_floats(g, N * cols, 1);
     g->ids = memcpy(lab_bytes(g, N * sizeof *g->ids), (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
     for (int i = 0; i < N * cols; i++)
-        want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols];
+        want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols] + p.f[POS * cols + i] +
+                  first.f[i % cols];
     run_embed(lab_begin(&x), N);
     lab_end(&x, "embed");
-    lab_compare("embed", type, x.s.x, want, NULL, N * cols, 2e-6);
+    lab_compare("embed", type, x.s.x, want, NULL, N * cols, 4e-6);
 }
 
-// three matrices of one input with norm and biases; one with residual and soft cap; gate and up
+// three matrices of one input with norm and biases; one with residual and soft cap; gate and up;
+// one with an activation
 static void kernel_gemv(Gpu *g, int type) {
     static const int rows[3] = {13, 13, 3};
-    static const char *const names[] = {"gemv", "gemv add", "gemv glu"};   // by epilogue
+    static const char *const names[] = {"gemv", "gemv add", "gemv glu", "gemv act"};   // by epilogue
     Lab x = lab(g);
-    int cols = format_cols(type, true), act = type % 3;
+    int cols = format_cols(type, true), act = type % 4;
     RandomMatrix w[3];
-    float *in = lab_floats(g, cols, 1), *y[3], scale = 1.5f;
+    float *in = lab_floats(g, cols, 1), *y[3], *other = lab_floats(g, rows[0], 9), scale = 1.5f;
     double xs[1280], want[13], size[13];
     const Matrix *m[3];
     Norm norm = lab_norm(g, cols, 0);
@@ -2927,21 +2962,22 @@ static void kernel_gemv(Gpu *g, int type) {
         y[i] = lab_floats(g, rows[i], 9);
         m[i] = &w[i].m;
     }
-    for (int k = EPILOGUE_STORE; k <= EPILOGUE_GLU; k++) {
+    for (int k = EPILOGUE_STORE; k <= EPILOGUE_ACT; k++) {
         bool add = k == EPILOGUE_ADD, glu = k == EPILOGUE_GLU;
-        float cap = add ? 2 : 0, factor = glu ? 1 : 2, before[13];
+        float cap = add ? 2 : 0, factor = glu ? 1 : 2;
         if (glu) w[1].m.bias = lab_floats(g, rows[1], 1);
-        memcpy(before, y[0], sizeof before);
         reference_norm(xs, in, cols, add ? NULL : &norm, RMS, 1e-5);
-        run_gemv(lab_begin(&x), m, 3 - (k > 0) - add, in, add ? NULL : &norm, y, k, cap, factor);
+        run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
+                 (Input){in, add ? NULL : &norm}, y, (Epilogue){k, other, factor, cap});
         lab_end(&x, names[k]);
         for (int i = 0; i < (k ? 1 : 3); i++) {
             for (int r = 0; r < rows[i]; r++) {
-                double a, b, v = reference_row(&w[i], r, xs, factor, &a), u = 1;
+                double a, b = 0, v = reference_row(&w[i], r, xs, factor, &a), u = 1;
                 if (glu) u = reference_row(&w[1], r, xs, 1, &b);
-                want[r] = glu ? reference_activation(act, v, u, true)
-                          : add ? before[r] + cap * tanh(v / cap) : v;
-                size[r] = glu ? (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1) : 3 * a + 10;
+                want[r] = k >= EPILOGUE_GLU ? reference_activation(act, v, u, glu)
+                          : add ? other[r] + cap * tanh(v / cap) : v;
+                size[r] = k >= EPILOGUE_GLU ? (3 * a + 3) * (b + 1) * (act == RELU2 ? 3 * a + 3 : 1)
+                          : 3 * a + 10;
             }
             lab_compare(names[k], type, y[i], want, size, rows[i], 1e-6);
         }
@@ -2952,7 +2988,7 @@ static void kernel_gemv(Gpu *g, int type) {
 static void lab_gemm(Gpu *g, int type, int n, bool int8, const char *name) {
     enum { ROWS = 71 };
     Lab x = lab(g);
-    int cols = format_cols(type, false), way = (type + n) % (EPILOGUE_GLU + 1);
+    int cols = format_cols(type, false), way = (type + n) % (EPILOGUE_ACT + 1);
     RandomMatrix w = lab_matrix(g, type, ROWS, cols);
     float *in = lab_floats(g, n * cols, 1), *y = lab_floats(g, n * ROWS, 1),
           *gate = lab_floats(g, n * ROWS, 2), cap = way == EPILOGUE_ADD ? 3 : 0;
@@ -2966,11 +3002,12 @@ static void lab_gemm(Gpu *g, int type, int n, bool int8, const char *name) {
     for (int i = 0; i < n * ROWS; i++) {
         if (i % ROWS == 0) reference_norm(xs, in + i / ROWS * cols, cols, NULL, RMS, 0);
         double v = reference_row(&w, i % ROWS, xs, 2, &size[i]);
-        want[i] = way == EPILOGUE_STORE ? v : way == EPILOGUE_ADD ? y[i] + cap * tanh(v / cap)
+        want[i] = way == EPILOGUE_STORE ? v : way == EPILOGUE_ADD ? gate[i] + cap * tanh(v / cap)
+                  : way == EPILOGUE_ACT ? reference_activation(SILU, v, 1, false)
                   : reference_activation(SILU, gate[i], v, true);
         size[i] = 3 * size[i] + 10;
     }
-    run_gemm(lab_begin(&x), &w.m, in, gate, y, n, way, cap, 2);
+    run_gemm(lab_begin(&x), &w.m, in, y, n, (Epilogue){way, gate, 2, cap}, EXPERTS_NONE);
     lab_end(&x, name);
     lab_compare(name, type, y, want, size, n * ROWS, 1e-6);
     g->codes = NULL;
@@ -3115,30 +3152,256 @@ static void kernel_attention(Gpu *g, int unused) {
         lab_attention(g, &GPU_ATTENTION[i]);
 }
 
+// of each kind, with and without weights and bias, by way of each epilogue
 static void kernel_norms(Gpu *g, int unused) {
     enum { N = 3 };
     static const int sizes[] = {1000, 64, 45};
     (void)unused;
-    for (int k = 0; k < 3; k++) {
-        int n = sizes[k];
+    for (int k = 0; k < 12; k++) {
+        int n = sizes[k % 3], kind = k % 2 ? LAYERNORM : RMS, way = k / 3 % EPILOGUE_ACT;
         Lab x = lab(g);
         float *in = lab_floats(g, N * n, 2), *y = lab_floats(g, N * n, 1);
-        Norm w = {lab_floats(g, n, 1), lab_floats(g, n, 1), n, 0};
+        float *other = lab_floats(g, N * n, 1), factor = way ? 0.5f : 1;
+        Norm w = {k % 4 ? lab_floats(g, n, 1) : NULL, k % 5 ? lab_floats(g, n, 1) : NULL, n, n};
         double *want = need(N * n * sizeof *want);
-        struct norm_args a = {n, 1e-5f};
-        Dispatch d = {"norm", {in, w.w, w.b, y}, 4, N, NORM_THREADS, NORM_FLOATS,
-                      {[C_CENTRED] = 1, [C_BIASES] = 1}};
-        reference_norm(want, in, N * n, &(Norm){w.w, NULL, n, n}, RMS, 1e-5);
-        for (int i = 0; i < N * n; i++) want[i] += y[i];
-        x.m.config.dim = n;
-        run_norm(lab_begin(&x), in, &w, y, N, EPILOGUE_ADD);
+        for (int i = 0; i < N * n && kind; i++) in[i] += 30;   // a mean larger than the deviation
+        reference_norm(want, in, N * n, &w, kind, 1e-5);
+        for (int i = 0; i < N * n; i++) {
+            want[i] *= factor;
+            if (way == EPILOGUE_ADD) want[i] += other[i];
+            if (way == EPILOGUE_GLU) want[i] = reference_activation(SILU, other[i], want[i], true);
+        }
+        run_norm(lab_begin(&x), in, &w, kind, n, y, N, (Epilogue){way, other, factor, 0});
         lab_end(&x, "norm");
-        lab_compare("norm", -1, y, want, NULL, N * n, 1e-5);
-        for (int i = 0; i < N * n; i++) in[i] += 30;   // a mean that is large beside the deviation
-        reference_norm(want, in, N * n, &(Norm){w.w, w.b, n, n}, LAYERNORM, 1e-5);
-        gpu_dispatch(lab_begin(&x)->gpu, &d, &a, sizeof a);
-        lab_end(&x, "norm centred");
-        lab_compare("norm centred", -1, y, want, NULL, N * n, 3e-5);
+        lab_compare("norm", -1, y, want, NULL, N * n, 3e-5);
+    }
+}
+
+// What a router chooses is written to chosen[n_used] and weight[n_used].
+static void reference_choice(const Config *c, const double *logits, const float *bias, int *chosen,
+                             double *weight) {
+    double p[16], sum = 0, all = 0, top = logits[0];
+    for (int e = 1; e < c->n_expert; e++) top = fmax(top, logits[e]);
+    for (int e = 0; e < c->n_expert; e++) all += exp(logits[e] - top);
+    for (int e = 0; e < c->n_expert; e++)
+        p[e] = c->gating == 2 ? 1 / (1 + exp(-logits[e])) : exp(logits[e] - top) / all;
+    for (int k = 0; k < c->n_used; k++, sum += weight[k - 1]) {
+        double best = -1e9;
+        for (int e = 0; e < c->n_expert; e++) {
+            bool taken = false;
+            for (int i = 0; i < k; i++) taken |= chosen[i] == e;
+            if (taken || !(p[e] + (bias ? bias[e] : 0) > best)) continue;
+            best = p[e] + (bias ? bias[e] : 0);
+            chosen[k] = e;
+        }
+        weight[k] = p[chosen[k]];
+    }
+    for (int k = 0; k < c->n_used; k++)
+        weight[k] *= c->gates_scale / (c->gates_normed ? fmax(sum, 6.103515625e-5) : 1);
+}
+
+// out[dim] += weight * down(act(gate x) * up x) of an FFN as wide as its input, whose matrices begin
+// with these rows
+static void reference_ffn(const RandomMatrix *w, const int *row, int act, int ff, const double *x,
+                          double weight, double *out, double *size) {
+    float *h = need(ff * sizeof *h);
+    double *wide = need(2 * ff * sizeof *wide), *all = wide + ff, a, b, c;
+    for (int i = 0; i < ff; i++) {
+        double v = reference_row(&w[0], row[0] + i, x, 1, &a);
+        wide[i] = reference_activation(act, v, reference_row(&w[1], row[1] + i, x, 1, &b), true);
+        all[i] = (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1);
+    }
+    for (int r = 0; r < w[2].m.cols; r++) {
+        out[r] += weight * reference_row(&w[2], row[2] + r, wide, 1, NULL);
+        reference_row(&w[2], row[2] + r, all, 1, &c);
+        size[r] += fabs(weight) * (c + 1);
+    }
+}
+
+// E experts, of which each of n tokens uses 3, and maybe a shared one
+static void lab_experts(Gpu *g, int type, int n) {
+    enum { E = 7, USED = 3 };
+    Lab x = lab(g);
+    int dim = format_cols(type, false), ff = dim, both = 1 + type % 2;   // one tensor for two
+    bool shared = type % 3, weighed = type % 4 > 1;
+    RandomMatrix w[3], own[3], router = lab_matrix(g, FORMAT_F32, E + 1, dim), *all[] = {
+        &w[0], &w[1], &w[2], &own[0], &own[1], &own[2], &router};
+    float *scales = type % 5 ? NULL : lab_floats(g, E, 2), *other = lab_floats(g, n * dim, 1);
+    float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
+    double *want = need(2 * n * dim * sizeof *want), *size = want + n * dim, xs[256], logits[E + 1];
+    double weight[USED];
+    Norm norm = lab_norm(g, dim, 0);
+    Matrix view[3];
+    x.arch.act = type % 4;
+    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E, .n_used = USED,
+                          .gating = 1 + type % 2, .gates_normed = type % 3 > 0,
+                          .gates_scale = 1.5f};
+    memcpy((float *)router.m.data + 4 * dim, (float *)router.m.data + 2 * dim, 4 * dim);   // a tie
+    memcpy(router.f + 4 * dim, router.f + 2 * dim, 4 * dim);
+    for (int i = 0; i < 3; i++) {
+        int many = i < 2 ? both : 1;
+        own[i] = lab_matrix(g, other_format(type), ff, dim);
+        w[i] = i == 1 && both > 1 ? w[0] : lab_matrix(g, type, E * many * ff, dim);
+        if (type % 3 != 1) w[i].m.bias = lab_floats(g, E * many * ff, 1);
+        else own[i].m.bias = lab_floats(g, ff, 1);
+        if (i == 1 && both > 1) w[1].m.bias = w[0].m.bias;
+        view[i] = w[i].m;
+        view[i].rows = ff;
+        view[i].step = many * ff * quant_row_bytes(type, dim);
+        view[i].scale = scales;
+    }
+    x.w = (Layer){.ff = ff, .router = matrix_rows(router.m, 0, E), .gate = view[0],
+                  .up = both > 1 ? matrix_rows(view[1], ff, ff) : view[1], .down = view[2],
+                  .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
+    if (shared) x.w.shared_gate = own[0].m, x.w.shared_up = own[1].m, x.w.shared_down = own[2].m;
+    if (shared && weighed) x.w.shared_router = matrix_rows(router.m, E, 1);
+    for (int k = 0; k < 7 && n > 1; k++)   // gemm's weights are half
+        for (int i = 0; i < (k < 3 ? E * both * ff : k < 6 ? ff : E + 1) * dim; i++) {
+            if (k == 2 && i >= E * ff * dim) break;
+            all[k]->f[i] = (float)(_Float16)all[k]->f[i];
+        }
+    for (int t = 0; t < n; t++) {
+        int chosen[USED];
+        double *to = want + t * dim, *of = size + t * dim;
+        reference_norm(xs, in + t * dim, dim, n > 1 ? NULL : &norm, RMS, 1e-5f);
+        for (int e = 0; e <= E; e++) logits[e] = reference_row(&router, e, xs, 1, NULL);
+        reference_choice(&x.m.config, logits, x.w.router_bias, chosen, weight);
+        for (int k = 0; k < USED; k++) {
+            int e = chosen[k], first[3] = {e * both * ff, (e + 1) * both * ff - ff, e * ff};
+            for (int i = 0; i < 3; i++) w[i].m.scale = scales ? scales + e : NULL;
+            reference_ffn(w, first, x.arch.act, ff, xs, weight[k], to, of);
+        }
+        double part = weighed ? 1 / (1 + exp(-logits[E])) : 1;
+        if (shared) reference_ffn(own, (int[3]){0}, x.arch.act, ff, xs, part, to, of);
+        for (int i = 0; i < dim; i++) to[i] = other[t * dim + i] + 0.5 * to[i];
+    }
+    x.s = (Session){.route = lab_floats(g, n * E, 1), .gathered = lab_floats(g, n, 1),
+                    .chosen = lab_bytes(g, 4 * n * USED), .order = lab_bytes(g, 4 * n * USED),
+                    .weight = lab_floats(g, n * USED, 1), .expert_out = lab_floats(g, n * dim, 1),
+                    .gate = lab_floats(g, n * ff, 1), .up = lab_floats(g, n * ff, 1)};
+    g->gate = lab_floats(g, n * USED * ff, 1);
+    g->up = lab_floats(g, n * USED * ff, 1);
+    g->place = lab_bytes(g, 4 * n * USED);
+    g->tiles = lab_bytes(g, 12 * expert_tiles(n * USED, E, GEMM_FEW));
+    run_choice(lab_begin(&x), &x.w, (Input){in, n > 1 ? NULL : &norm}, n);
+    run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
+    const char *what = n > 1 ? "gemm experts" : "experts_down";
+    lab_end(&x, what);
+    lab_compare(what, type, y, want, size, n * dim, 2e-6);
+}
+
+static void kernel_experts(Gpu *g, int type) {
+    lab_experts(g, type, 1);
+    lab_experts(g, type, type < 2 ? 50 : 9);
+}
+
+// The delta rule, in double, for n tokens: what goes in, the convolution's last inputs and the
+// states in the order of llm.c, and what comes out before the norm.
+typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; } DeltaCase;
+static const DeltaCase DELTAS[] = {
+    {2, 4, 20, 12, 4, false, false}, {2, 6, 33, 72, 3, true, true}, {1, 2, 256, 8, 2, false, true},
+    {3, 3, 128, 5, 4, true, false}};
+
+static void reference_delta(const DeltaCase *d, const Layer *w, const RandomMatrix *m, int n,
+                            const float *in, int dim, double *mix, double *state, double *out) {
+    int channels = m[0].m.rows, past = d->conv - 1, share = d->n_value / d->n_key;
+    double xs[64], *y = need(channels * sizeof *y);
+    for (int t = 0; t < n; t++, out += d->n_value * d->dv) {   // mix[past + n][channels]
+        reference_norm(xs, in + t * dim, dim, NULL, RMS, 0);
+        for (int i = 0; i < channels; i++) {
+            mix[(past + t) * channels + i] = reference_row(&m[0], i, xs, 1, NULL);
+            y[i] = 0;
+            for (int j = 0; j <= past; j++)
+                y[i] += w->conv[i * d->conv + j] * mix[(t + j) * channels + i];
+            y[i] /= 1 + exp(-y[i]);
+        }
+        for (int h = 0; h < d->n_value; h++) {
+            int key = d->tiled ? h % d->n_key : h / share, at = h / share * 2 * share + h % share;
+            double *q = y + key * d->dk, *k = q + d->n_key * d->dk, qq = 1e-5, kk = 1e-5;
+            double a = reference_row(&m[2], d->fused ? at + share : h, xs, 1, NULL) + w->dt_bias[h];
+            double b = reference_row(&m[d->fused ? 2 : 3], d->fused ? at : h, xs, 1, NULL);
+            double g = exp(w->a[h] * log1p(exp(a)));
+            for (int j = 0; j < d->dk; j++) qq += q[j] * q[j], kk += k[j] * k[j];
+            for (int r = 0; r < d->dv; r++) {
+                double *s = state + (h * d->dv + r) * d->dk, dot = 0, o = 0;
+                for (int j = 0; j < d->dk; j++) dot += g * s[j] * k[j] / sqrt(kk);
+                double v = y[2 * d->n_key * d->dk + h * d->dv + r] - dot;
+                for (int j = 0; j < d->dk; j++) {
+                    s[j] = g * s[j] + v / (1 + exp(-b)) * k[j] / sqrt(kk);
+                    o += s[j] * q[j] / sqrt(qq * d->dk);
+                }
+                out[h * d->dv + r] = o;
+            }
+        }
+    }
+}
+
+// where row r of head h begins in a state: [dv / 64][dk][64]
+static size_t delta_at(const DeltaCase *d, int h, int r) {
+    int blocks = (d->dv + DELTA_ROWS - 1) / DELTA_ROWS;
+    return (size_t)(h * blocks + r / DELTA_ROWS) * d->dk * DELTA_ROWS + r % DELTA_ROWS;
+}
+
+// 5 tokens at once, or 2 and then each by itself, with states that are there before
+static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
+    enum { N = 5, DIM = 40 };
+    Lab x = lab(g);
+    int values = d->n_value * d->dv, channels = 2 * d->n_key * d->dk + values, past = d->conv - 1;
+    int gates = d->fused ? 2 * d->n_value : d->n_value;
+    RandomMatrix m[4] = {lab_matrix(g, FORMAT_F16, channels, DIM), lab_matrix(g, 1, values, DIM),
+                         lab_matrix(g, 1, gates, DIM), lab_matrix(g, 1, d->n_value, DIM)};
+    Config *c = &x.m.config;
+    *c = (Config){.eps = 1e-5f, .dim = DIM, .conv = d->conv, .n_key = d->n_key, .dk = d->dk,
+                  .n_value = d->n_value, .dv = d->dv};
+    x.arch.flags = d->tiled ? DELTA_TILED : 0;
+    Cache cache = {.conv = lab_floats(g, past * channels, 1),
+                   .state = lab_floats(g, delta_state_size(c), 1)};
+    x.w = (Layer){.conv_in = m[0].m, .z = m[1].m, .conv = lab_floats(g, channels * d->conv, 1),
+                  .dt_bias = lab_floats(g, d->n_value, 2), .a = lab_floats(g, d->n_value, 1),
+                  .delta_norm = {lab_floats(g, d->dv, 1), NULL, d->dv, d->dv}};
+    if (d->fused) x.w.beta_alpha = m[2].m;
+    else x.w.alpha = m[2].m, x.w.beta = m[3].m;
+    for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= 1;   // it decays
+    float *in = lab_floats(g, N * DIM, 1), *raw = need(N * values * sizeof *raw);
+    x.s = (Session){.cache = &cache, .att = lab_floats(g, N * values, 1),
+                    .mix = lab_floats(g, (N + past) * channels, 1), .z = lab_floats(g, N * values, 1),
+                    .ba = lab_floats(g, N * gates, 1), .decay = lab_floats(g, N * gates, 1),
+                    .write = lab_floats(g, N * gates, 1)};
+    double *mix = need((N + past) * channels * sizeof *mix), *want = need(N * values * sizeof *want);
+    double *state = need(values * d->dk * sizeof *state), worst = 0, xs[DIM];
+    float *got = need(N * values * sizeof *got);
+    for (int i = 0; i < past * channels; i++) mix[i] = cache.conv[i];
+    for (int i = 0; i < values * d->dk; i++)
+        state[i] = cache.state[delta_at(d, i / d->dk / d->dv, i / d->dk % d->dv) +
+                               i % d->dk * DELTA_ROWS];
+    for (int t = 0, n; t < N; t += n) {
+        n = t == 0 ? first : 1;
+        run_delta(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
+        lab_end(&x, "delta_rule");
+        memcpy(got + t * values, x.s.att, n * values * sizeof *got);
+    }
+    reference_delta(d, &x.w, m, N, in, DIM, mix, state, want);
+    for (int i = 0; i < N * values; i++) raw[i] = want[i];
+    reference_norm(want, raw, N * values, &x.w.delta_norm, RMS, 1e-5);
+    for (int i = 0; i < N * values; i++) {
+        if (i % values == 0) reference_norm(xs, in + i / values * DIM, DIM, NULL, RMS, 0);
+        want[i] = reference_activation(SILU, reference_row(&m[1], i % values, xs, 1, NULL), want[i],
+                                       true);
+    }
+    lab_compare("delta_rule", -1, got, want, NULL, N * values, 2e-4);
+    for (int i = 0; i < values * d->dk; i++)
+        worst = fmax(worst, fabs(state[i] - cache.state[delta_at(d, i / d->dk / d->dv, i / d->dk %
+                                                                 d->dv) + i % d->dk * DELTA_ROWS]));
+    for (int i = 0; i < past * channels; i++)
+        worst = fmax(worst, fabs(mix[N * channels + i] - cache.conv[i]));
+    LAB_CHECK(worst < 1e-4, "delta_rule: its states are off by %g", worst);
+}
+
+static void kernel_delta(Gpu *g, int unused) {
+    (void)unused;
+    for (size_t i = 0; i < COUNT(DELTAS); i++) {
+        lab_delta(g, &DELTAS[i], 5);
+        lab_delta(g, &DELTAS[i], 2);
     }
 }
 
@@ -3164,8 +3427,10 @@ static void kernel_argmax(Gpu *g, int unused) {
 // What must have run, as the recorder saw it: variants of kernels, and how many formats of each.
 static const struct { const char *name; int formats; } VARIANTS[] = {
     {"embed", 28}, {"gemv", 28}, {"gemv glu", 28}, {"gemm", 28}, {"gemm few", 28},
-    {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1}, {"norm centred", 1},
-    {"rope", 1}, {"attention", 1}, {"flash_attention", 1}, {"argmax", 1},
+    {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
+    {"rope", 1}, {"attention", 1}, {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1},
+    {"experts_up", 28}, {"experts_down", 28}, {"gemm experts", 2}, {"gemm experts few", 26},
+    {"sort_choices", 1}, {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
 };
 enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
@@ -3175,9 +3440,10 @@ static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
         const SoftObject *f = soft.run[r].pipeline->a;
         bool glu = !strcmp(f->name, "gemv") && f->constant[C_EPILOGUE].value == EPILOGUE_GLU;
         char name[64];
+        bool experts = !strcmp(f->name, "gemm") && f->constant[C_EXPERTS].value;
         snprintf(name, sizeof name, "%s%s%s%s%s", f->name, f->constant[C_INT8].value ? " int8" : "",
-                 f->constant[C_TILE_TOKENS].value == GEMM_FEW ? " few" : "", glu ? " glu" : "",
-                 f->constant[C_CENTRED].value ? " centred" : "");
+                 experts ? " experts" : "",
+                 f->constant[C_TILE_TOKENS].value == GEMM_FEW ? " few" : "", glu ? " glu" : "");
         for (int v = 0; v < N_VARIANTS; v++)
             for (int t = 0; t < N_FORMATS && !strcmp(VARIANTS[v].name, name); t++)
                 ran[v][t] |= f->constant[C_FORMAT_0].value == FORMATS[t];
@@ -3209,7 +3475,8 @@ static void check_counters(void) {
 // In order to add a kernel: its test, and a row here and in VARIANTS.
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
-    {kernel_attention, false}, {kernel_norms, false}, {kernel_argmax, false},
+    {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
+    {kernel_argmax, false}, {kernel_delta, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
@@ -3554,7 +3821,8 @@ template <class T, class U> T as_type(U);
 
 #define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T);   // an int with a uint is ambiguous
 EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
-#define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T);
+#define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T); \
+    T log(T);
 REAL(half) REAL(float)
 #define LANES(T) T simd_sum(T); T simd_max(T); T simd_min(T); T simd_shuffle(T, ushort); \
     T simd_shuffle_xor(T, ushort);
