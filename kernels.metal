@@ -50,8 +50,7 @@ using namespace metal;
 enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   // ggml's type numbers
 // y = v, other + v, activation(other) * v, activation(v)
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
-// A norm's bits: it is one at all, it subtracts the mean, it has weights, it has a bias.
-enum { NORM_ANY = 1, NORM_CENTRED = 2, NORM_WEIGHTS = 4, NORM_BIAS = 8 };
+enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: there is a norm, and it has these
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED };   // see gemm
 // The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
@@ -62,7 +61,8 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 #define FUNCTION_CONSTANTS(X) \
     X(FORMAT_0) X(FORMAT_1) X(FORMAT_2) X(FORMAT_3)   /* formats of up to four matrices */ \
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
-    X(NORMED)        /* NORM bits: of norm, and of what gemv does to its input first */ \
+    X(NORMED)        /* NORM bits, of norm, and of what gemv does to its input first */ \
+    X(CENTRED)       /* norm: LayerNorm, which subtracts the mean, instead of RMSNorm */ \
     X(BIASES)        /* bit i: matrix i has a bias */ \
     X(SCALES)        /* bit i: so has each expert's matrix i, as a factor of its own */ \
     X(EXPERTS)       /* matrices are those of the experts that were chosen */ \
@@ -362,8 +362,8 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
     float mean = 0.0f, square = 0.0f;
     ulong at = (ulong)t * a->cols;
     x += at;
-    for (int i = tid; NORMED & NORM_CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
-    if (NORMED & NORM_CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
+    for (int i = tid; CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
+    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) square += (x[i] - mean) * (x[i] - mean);
     float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)a->cols + a->eps);
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {

@@ -341,10 +341,9 @@ static void run_embed(Session *s, int n) {
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
     struct norm_args a = {cols, s->m->config.eps, e.factor};
-    int bits = NORM_ANY | (kind != RMS) * NORM_CENTRED | (w->w != NULL) * NORM_WEIGHTS |
-               (w->b != NULL) * NORM_BIAS;
+    int bits = NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
     Dispatch d = {"norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
-                  NORM_FLOATS, {[C_NORMED] = bits, [C_EPILOGUE] = e.kind}};
+                  NORM_FLOATS, {[C_NORMED] = bits, [C_CENTRED] = kind != RMS, [C_EPILOGUE] = e.kind}};
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
