@@ -97,7 +97,7 @@ extern const char metal_source[] __asm__("metal_source");
 
 // ---- device ----
 
-enum { MAX_PIPELINES = 96, MAX_COMMANDS = 32, MAX_BOUND = 12, SPLIT_LAYERS = 8 };
+enum { MAX_PIPELINES = 96, MAX_COMMANDS = 32, MAX_BOUND = 14, SPLIT_LAYERS = 8 };
 typedef struct { const char *base; size_t size; id buffer; } Shared;   // with the CPU
 typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
 
@@ -111,6 +111,7 @@ typedef struct {
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
     int8_t *codes;              // [chunk][widest input] if int8 is asked for, else NULL
     float *scales;              // [chunk][widest input / 32][3], for quantize
+    float *parts;               // [n_head][ATTENTION_SLICES][vd + 2] of a long ring
     const float *best_of;       // the logits whose argmax `best` is, or NULL
     char why[200];              // what went wrong first, or empty
 } Gpu;
@@ -358,30 +359,61 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, const float *g
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// RoPE, the write to the cache, and s->att[n][n_head][hd]: one dispatch for one token, else two
+static bool is_gated(const Config *c, const Layer *w) {   // a gate behind each head's query
+    return w->q.rows > (int64_t)w->n_head * c->hd;
+}
+
+// bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
+static int norm_bits(const Norm *norm, int which) {
+    return !norm->w ? 0 : (norm->group ? 1 : 4) << which;
+}
+
+// QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
+// dispatch for one token, else two; one more for such a norm, and to merge a long ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
+    Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
-    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, nsg = attention_simdgroups(used);
-    struct attention_args a = {n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows,
-                               used, kv->window, kv->keep, c->eps, c->attn_scale, c->attn_cap};
-    const float *angles = s->angles[w->window > 0], *q_norm = w->q_norm.w, *k_norm = w->k_norm.w;
-    Dispatch r = {"rope", {s->q, s->k, s->v, kv->k, kv->v, q_norm, k_norm, angles}, 8,
+    const Norm *qn = &w->q_norm, *kn = &w->k_norm;
+    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
+    int heads = attention_heads(w->n_head / w->n_kv), slices = n > 1 ? 1 : attention_slices(used);
+    int parts = div_up(w->n_head / w->n_kv, heads) * w->n_kv * slices;   // threadgroups of a token
+    int nsg = attention_simdgroups(used, lanes), bits = norm_bits(qn, 0) | norm_bits(kn, 1);
+    struct attention_args a = {
+        n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
+        kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig};
+    float *q = is_gated(c, w) ? s->mix : s->q;
+    const float *angles = s->angles[w->window > 0];
+    Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
+                    NORM_FLOATS,
+                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd, [C_VALUE_DIM] = c->vd,
+                     [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
+                     [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
+                     [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
+                     [C_CENTRED] = c->arch->norm != RMS,
+                     [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = n == 1,
+                     [C_CAUSAL] = c->causal}};
+    Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles}, 10,
                   div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
-                  UNIT_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
-                   [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE,
-                   [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
-    Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
-                                w->sinks, s->att}, 11, (size_t)n * w->n_head, nsg * SIMD_LANES,
-                  attention_floats(c->hd, nsg), {0}};
+                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
+    Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
+                                angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
+                  (size_t)n * parts, nsg * SIMD_LANES, attention_floats(heads, c->hd, c->vd, nsg),
+                  {0}};
+    Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
+                  div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
-        d = (Dispatch){"flash_attention", {s->q, kv->k, kv->v, kv->pos, w->sinks, s->att}, 6,
-                       (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                       flash_floats(c->hd), {0}};
-    memcpy(d.constant, r.constant, sizeof d.constant);
-    if (n > 1) gpu_dispatch(s->gpu, &r, &a, sizeof a);
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, s->att},
+                       7, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+                       flash_floats(c->hd, c->vd), {0}};
+    for (int i = 0; i < N_CONSTANTS; i++)
+        r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
+    if (bits & 12) gpu_dispatch(g, &all, &a, sizeof a);
+    if (n > 1) gpu_dispatch(g, &r, &a, sizeof a);
+    gpu_dispatch(g, &d, &a, sizeof a);
+    if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
 }
 
 // The rest of a layer after attention in one dispatch, if it is asked for and ffn_block can do it
@@ -420,7 +452,7 @@ static void run_residual(Session *s, const Matrix *w, const float *in, const Nor
 // 5 dispatches for one token, 11 for a chunk, and one more for each post-norm and integer product
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *pair[2] = {&w->gate, &w->up};
-    float *to[3] = {s->q, s->k, s->v};
+    float *to[3] = {is_gated(&s->m->config, w) ? s->mix : s->q, s->k, s->v};
     if (n == 1) run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
     else run_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
     for (int i = 0; n > 1 && i < 3; i++)
@@ -505,23 +537,21 @@ static const char *layer_lacks(const Config *c, const Layer *w) {
                            &w->q_norm, &w->k_norm};
     if (w->conv_in.data || w->router.data || w->parallel) return "layers";
     if (!w->attn_norm.w || !w->ffn_norm.w || !w->gate.data) return "layers";
-    if (w->q.rows != (int64_t)w->n_head * c->hd) return "gated attention";   // queries and gates
     for (int i = 0; i < 6; i++) {
-        bool per_head = norms[i]->group == c->hd && norms[i]->n == c->hd;
-        if (norms[i]->b || (i >= 4 && norms[i]->w && !per_head)) return "norms";
+        bool late = c->arch->flags & QK_NORM_LATE, whole = norms[i]->w && !norms[i]->group;
+        if (i < 4 ? norms[i]->b != NULL : late && whole) return "norms";
     }
-    return !w->q_norm.w != !w->k_norm.w ? "norms" : NULL;   // of both, or of none
+    return NULL;
 }
 
 // what this model has that the kernels do not know, or NULL
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     const char *lacks = c->arch->act > RELU2 ? "activation" : NULL;
-    if (c->arch->norm != RMS || c->arch->flags & (ENCODER | QK_NORM_LATE)) return "norms";
+    if (c->arch->norm != RMS || c->arch->flags & ENCODER) return "norms";
     if (m->pos_embd.data || m->type_embd.data || m->embd_norm.w) return "embedding";
-    if (c->hd != c->vd || c->hd % 32 || c->hd > HEAD_MAX) return "head size";
-    if (c->residual_scale != 1 || c->clamp_qkv > 0 || c->temp_scale || c->alibi > 0)
-        return "scales";
+    if (c->hd % 4 || c->vd % 4 || c->hd > HEAD_MAX || c->vd > HEAD_MAX) return "head size";
+    if (c->residual_scale != 1) return "scales";
     if (!m->out_norm.w || m->out_norm.b) return "norms";
     if (m->n_owned) return "vectors, which are not f32";   // copies, outside the maps
     if (gguf_int(&m->gguf, "general.alignment", 32) % 4) return "alignment";
@@ -534,13 +564,18 @@ static const char *gpu_lacks(const Model *m) {
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Map *maps = s->m->gguf.maps;
-    size_t n = s->o.chunk, wide = 0;
+    size_t n = s->o.chunk, wide = 0, parts = 0;
     for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++) {
         const Tensor *t = &s->m->gguf.tensors[i];
         if (t->ne[0] > (int64_t)wide) wide = t->ne[0];
     }
     wide = (wide + 31) / 32 * 32;   // columns of the widest input, as whole groups
-    g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)));
+    for (int l = 0; l < s->m->config.n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        size_t slices = attention_slices(s->cache[l].rows) * (s->m->config.vd + 2);
+        if (w->n_head * slices > parts) parts = w->n_head * slices;
+    }
+    g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)) + 4 * parts);
     bool ok = g->best != NULL;
     for (size_t i = 0; ok && i < s->m->gguf.n_maps; i++)
         ok = gpu_share(g, maps[i].base, maps[i].size);
@@ -548,7 +583,8 @@ static bool share_all(Session *s) {
     ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes);
     if (!ok) return gpu_fail(g, "it cannot take this much memory", NULL);
     g->ids = g->best + 4;
-    g->scales = (float *)(g->ids + n);
+    g->parts = (float *)(g->ids + n);
+    g->scales = g->parts + parts;
     g->codes = wide ? (int8_t *)(g->scales + n * (wide / 32) * 3) : NULL;
     return true;
 }
