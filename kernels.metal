@@ -98,7 +98,9 @@ enum {
     BLOCK_FLOATS = BLOCK_DIM / SIMD_LANES + BLOCK_DIM,   // sums, and a row of x
     GEMM_FLOATS = GEMM_TOKENS * GEMM_ROWS,            // the finished tile; what is staged is less
     FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
-    FLASH_OWN = 8 * FLASH_STRIDE + 8 * 8              // a SIMD-group's scores, a diagonal matrix
+    FLASH_HALVES = FLASH_KEYS + 8,                    // of probabilities, which are half
+    // a SIMD-group's scores, probabilities (two in a float), diagonal matrix
+    FLASH_OWN = 8 * FLASH_STRIDE + 8 * FLASH_HALVES / 2 + 8 * 8
 };
 
 // Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
@@ -641,7 +643,7 @@ static inline void attention_newest(threadgroup const float *k, device const flo
         float value = v[lane_quad(e / 4, VALUE_DIM, lane) + e % 4];
         vs[e / 4][e % 4] = (half)limited(value, a->limit);
     }
-    for (int h = 0; h < QUERY_HEADS; h++)
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
 }
 
@@ -720,7 +722,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
-    for (int h = 0; h < QUERY_HEADS; h++) {
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
         int from = min(head + h, last);
         slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
         for (int e = 0; e < 8; e++) {
@@ -741,7 +743,8 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
     for (int r = (slice * nsg + sg) * rows; r < a->used; r += a->slices * nsg * rows)
         attention_rows(k, v, pos_k, pos, slot, r, slope, a, lane, state);
-    for (int h = 0; h < QUERY_HEADS && head + h <= last; h++) {
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        if (head + h > last) continue;                    // the whole threadgroup
         int to = t * a->n_head + head + h;
         ulong at = a->slices > 1 ? (ulong)(to * a->slices + slice) * (VALUE_DIM + 2)
                                  : (ulong)to * VALUE_DIM;
@@ -999,10 +1002,25 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
         }
 }
 
-// A thread's share, every 128th quad, of the rows of the ring from r0 on; keys and values are
-// fetched together, before either is needed. `key` is the position of the key in row `lane`. Empty
-// rows, which may hold NaN, become zeros (a probability of 0 would not remove it), and so do the
-// columns that make a head whole 8 x 8 matrices.
+// The first tile after r0 of which any query sees a key; `key` becomes the position in its row
+// `lane`, and `ahead` that in the tile behind it, asked for before it is needed.
+static inline int flash_next(device const int *pos_k, int r0, int first, int last, uint lane,
+        constant struct attention_args *a, thread int *key, thread int *ahead) {
+    bool seen = false;
+    while (r0 < a->used && !seen) {
+        r0 += FLASH_KEYS;
+        int r = r0 + FLASH_KEYS + (int)lane, pos = *ahead;
+        *key = pos;
+        *ahead = r < a->used ? pos_k[r] : -1;
+        seen = pos >= 0 && (!CAUSAL || (pos <= last && visible(pos, max(first, pos), a)));
+        seen = simd_max((int)seen) > 0;                   // the same for all SIMD-groups
+    }
+    return r0;
+}
+
+// A thread's share, every 128th quad, of the rows of the ring from r0 on. Empty rows, which may
+// hold NaN, become zeros (a probability of 0 would not remove it), and so do the columns that make
+// a head whole 8 x 8 matrices.
 static inline void flash_fetch(device const half *from, int dim, int r0, int key, uint tid,
         thread half4 *quads) {
     const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
@@ -1026,26 +1044,26 @@ static inline void flash_stage(thread const half4 *quads, int dim, uint tid,
 }
 
 // Online softmax of a SIMD-group's scores[8][FLASH_STRIDE]: four lanes share a query, with every
-// fourth key each. Scores become probabilities in place. The factor by which earlier sums shrink
-// goes into a diagonal matrix, for flash_values. Returns that factor.
-static inline float flash_softmax(threadgroup float *scores, threadgroup float *diagonal, int keys,
-        int pos, float slope, uint lane, constant struct attention_args *a, thread float *m,
-        thread float *sum) {
-    threadgroup float *mine = scores + lane / 4 * FLASH_STRIDE + lane % 4;
+// fourth key each. They become probabilities[8][FLASH_HALVES], which half serves well: none is above
+// 1, and their sum is that of the rounded ones. The factor by which earlier sums shrink goes into a
+// diagonal matrix, for flash_values. Returns it.
+static inline float flash_softmax(threadgroup const float *scores, threadgroup half *probabilities,
+        threadgroup float *diagonal, int keys, int pos, float slope, uint lane,
+        constant struct attention_args *a, thread float *m, thread float *sum) {
     float s[8], top = *m, part = 0.0f;
-    for (int i = 0; i < 8; i++) {
-        int pos_k = simd_shuffle(keys, lane % 4 + 4 * i);
-        float score = score_of(mine[4 * i], slope, abs(pos - pos_k), a);
-        s[i] = visible(pos_k, pos, a) ? score : UNSEEN;
+    QUANT_UNROLL for (int i = 0; i < 8; i++) {
+        int at = lane % 4 + 4 * i, pos_k = simd_shuffle(keys, at);
+        float dot = scores[lane / 4 * FLASH_STRIDE + at];
+        s[i] = visible(pos_k, pos, a) ? score_of(dot, slope, abs(pos - pos_k), a) : UNSEEN;
         top = max(top, s[i]);
     }
     top = max(top, simd_shuffle_xor(top, 1));
     top = max(top, simd_shuffle_xor(top, 2));
     float shrink = exp2(*m - top);
-    for (int i = 0; i < 8; i++) {
-        float p = s[i] == UNSEEN ? 0.0f : exp2(s[i] - top);
-        mine[4 * i] = p;
-        part += p;
+    QUANT_UNROLL for (int i = 0; i < 8; i++) {
+        half p = (half)(s[i] == UNSEEN ? 0.0f : exp2(s[i] - top));
+        probabilities[lane / 4 * FLASH_HALVES + lane % 4 + 4 * i] = p;
+        part += (float)p;
     }
     part += simd_shuffle_xor(part, 1);
     part += simd_shuffle_xor(part, 2);
@@ -1067,7 +1085,7 @@ static inline void flash_queries(device const float *x, int n, uint tid, uint sg
         tile[t * flash_row(HEAD_DIM) + e] = (half)v;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // queries are staged
-    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         simdgroup_load(q[d], tile + sg * 8 * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM));
 }
 
@@ -1077,7 +1095,7 @@ static inline void flash_scores(thread const simdgroup_half8x8 *q, threadgroup c
     simdgroup_float8x8 mp[FLASH_KEYS / 8];
     simdgroup_half8x8 mk;
     for (int j = 0; j < FLASH_KEYS / 8; j++) mp[j] = simdgroup_float8x8(0.0f);
-    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         for (int j = 0; j < FLASH_KEYS / 8; j++) {
             simdgroup_load(mk, tile + 8 * j * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM), 0,
                            true);
@@ -1087,19 +1105,21 @@ static inline void flash_scores(thread const simdgroup_half8x8 *q, threadgroup c
 }
 
 // o = diagonal * o + probabilities * values; if nothing shrinks, the diagonal is all ones
-static inline void flash_values(threadgroup const float *scores, threadgroup const float *diagonal,
-        threadgroup const half *tile, bool shrinks, thread simdgroup_float8x8 *o) {
-    simdgroup_float8x8 shrink, mp[FLASH_KEYS / 8];
-    simdgroup_half8x8 mv;
+static inline void flash_values(threadgroup const half *probabilities,
+        threadgroup const float *diagonal, threadgroup const half *tile, bool shrinks,
+        thread simdgroup_float8x8 *o) {
+    simdgroup_float8x8 shrink;
+    simdgroup_half8x8 mp[FLASH_KEYS / 8], mv;
     simdgroup_load(shrink, diagonal, 8);
-    for (int j = 0; j < FLASH_KEYS / 8; j++) simdgroup_load(mp[j], scores + 8 * j, FLASH_STRIDE);
-    for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) {
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
         if (shrinks) simdgroup_multiply(o[d], shrink, o[d]);
+    for (int j = 0; j < FLASH_KEYS / 8; j++)
+        simdgroup_load(mp[j], probabilities + 8 * j, FLASH_HALVES);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
         for (int j = 0; j < FLASH_KEYS / 8; j++) {
             simdgroup_load(mv, tile + 8 * j * flash_row(VALUE_DIM) + 8 * d, flash_row(VALUE_DIM));
             simdgroup_multiply_accumulate(o[d], mp[j], mv, o[d]);
         }
-    }
 }
 
 // out = what becomes of o, through threadgroup memory: of each 8 x 8 matrix a lane takes two numbers
@@ -1107,7 +1127,7 @@ static inline void flash_values(threadgroup const float *scores, threadgroup con
 static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup float *scores,
         device float *out, bool inside, float m, float sum, device const float *sink,
         device const float *gate, uint lane, constant struct attention_args *a) {
-    for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) {
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) {
         simdgroup_barrier(mem_flags::mem_threadgroup);    // the matrix before has been read
         simdgroup_store(o[d], scores, 8);
         simdgroup_barrier(mem_flags::mem_threadgroup);    // this one is there
@@ -1135,36 +1155,38 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
     threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
     threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
     threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
+    threadgroup half *probabilities = (threadgroup half *)(diagonal + 8 * 8);
     int head = tg % a->n_head, t0 = tg / a->n_head * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
     int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
-    int group = a->n_head / a->n_kv, next = (int)lane < a->used ? pos_k[lane] : -1;
+    int group = a->n_head / a->n_kv, key, ahead = (int)lane < a->used ? pos_k[lane] : -1;
     simdgroup_half8x8 mq[HEAD_MAX / 8];
     simdgroup_float8x8 o[HEAD_MAX / 8];
+    half4 quads[HEAD_MAX / 16];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
     k += (ulong)(head / group) * a->rows * HEAD_DIM;
     v += (ulong)(head / group) * a->rows * VALUE_DIM;
     q += ((ulong)t0 * a->n_head + head) * query_step();
     flash_queries(q, a->n - t0, tid, sg, a, tile, mq);
-    for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
 
-    for (int r0 = 0; r0 < a->used; r0 += FLASH_KEYS) {
-        int key = next, later = r0 + FLASH_KEYS + (int)lane;
-        next = later < a->used ? pos_k[later] : -1;
-        bool seen = key >= 0 && (!CAUSAL || (key <= last && visible(key, max(first, key), a)));
-        if (simd_max((int)seen) == 0) continue;           // the same for all SIMD-groups
-        half4 keys[HEAD_MAX / 16], values[HEAD_MAX / 16];
-        flash_fetch(k, HEAD_DIM, r0, key, tid, keys);
-        flash_fetch(v, VALUE_DIM, r0, key, tid, values);
+    // what is staged next is fetched before each product
+    int r0 = flash_next(pos_k, -FLASH_KEYS, first, last, lane, a, &key, &ahead);
+    if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
+    while (r0 < a->used) {
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is free
-        flash_stage(keys, HEAD_DIM, tid, tile);
+        flash_stage(quads, HEAD_DIM, tid, tile);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are staged
+        flash_fetch(v, VALUE_DIM, r0, key, tid, quads);
         flash_scores(mq, tile, scores);
         simdgroup_barrier(mem_flags::mem_threadgroup);    // scores are there
-        float shrink = flash_softmax(scores, diagonal, key, a->pos + t, slope, lane, a, &m, &sum);
+        float shrink = flash_softmax(scores, probabilities, diagonal, key, a->pos + t, slope, lane,
+                                     a, &m, &sum);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // probabilities are there, keys used
-        flash_stage(values, VALUE_DIM, tid, tile);
+        flash_stage(quads, VALUE_DIM, tid, tile);
+        r0 = flash_next(pos_k, r0, first, last, lane, a, &key, &ahead);
+        if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // values are staged
-        flash_values(scores, diagonal, tile, simd_max((int)(shrink < 1.0f)) > 0, o);
+        flash_values(probabilities, diagonal, tile, simd_max((int)(shrink < 1.0f)) > 0, o);
     }
     out += ((ulong)t * a->n_head + head) * VALUE_DIM;
     q += (ulong)(t - t0) * a->n_head * query_step();
