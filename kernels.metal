@@ -62,16 +62,22 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(FORMAT_0) X(FORMAT_1) X(FORMAT_2) X(FORMAT_3)   /* formats of up to four matrices */ \
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
     X(NORMED)        /* NORM bits, of norm, and of what gemv does to its input first */ \
-    X(CENTRED)       /* norm: LayerNorm, which subtracts the mean, instead of RMSNorm */ \
+    X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
     X(BIASES)        /* bit i: matrix i has a bias */ \
     X(SCALES)        /* bit i: so has each expert's matrix i, as a factor of its own */ \
     X(EXPERTS)       /* matrices are those of the experts that were chosen */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* of the gate */ \
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
-    X(HEAD_DIM)      /* size of a head, a multiple of 32; of a key of delta_rule, any */ \
+    X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
+    X(VALUE_DIM)     /* of V, too */ \
+    X(QUERY_HEADS)   /* attention: query heads of a threadgroup, as attention_heads says */ \
+    X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
-    X(QK_NORMED)     /* heads of Q and K pass through an RMSNorm before RoPE */ \
+    X(QK_NORMED)     /* bits 0, 1: heads of Q, of K are normed; 2, 3: all Q, all K at once */ \
+    X(QK_LATE)       /* after RoPE, not before */ \
+    X(GATED)         /* each head's query is followed by a gate of its output */ \
+    X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(TILE_TOKENS)   /* gemm: tokens in a tile, as gemm_tokens says */ \
@@ -86,7 +92,10 @@ enum {
     UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: each by itself
     NORM_THREADS = 256, ARGMAX_THREADS = 1024,        // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
-    ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; each takes 4 rows at a time
+    ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at a time
+    ATTENTION_HEADS = 4,                              // at most, that share what they read
+    ATTENTION_SLICE = 256, ATTENTION_SLICES = 32,     // rows that pay a threadgroup; at most
+    MERGE_THREADS = 128,
     BLOCK_DIM = 1024,                                 // threads, and the longest row of x
     GEMM_TOKENS = 32, GEMM_FEW = 8, GEMM_ROWS = 64,   // a tile: 32 x 64, or 8 x 64 for few tokens
     GEMM_K = 32, GEMM_THREADS = 4 * SIMD_LANES,       // columns in one step: a group
@@ -99,9 +108,12 @@ enum {
     ARGMAX_FLOATS = 2 * ARGMAX_THREADS / SIMD_LANES,  // a maximum and its index from each
     BLOCK_FLOATS = BLOCK_DIM / SIMD_LANES + BLOCK_DIM,   // sums, and a row of x
     GEMM_FLOATS = GEMM_TOKENS * GEMM_ROWS,            // the finished tile; what is staged is less
-    FLASH_OWN = 8 * FLASH_KEYS + 8 * 8,               // a SIMD-group's scores, a diagonal matrix
     SORT_THREADS = 1024,                              // at most
-    DELTA_UNIT = 8, DELTA_LAYOUT = 64                 // rows of a SIMD-group; a block of memory
+    DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; a block of memory
+    FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
+    FLASH_HALVES = FLASH_KEYS + 8,                    // of probabilities, which are half
+    // a SIMD-group's scores, probabilities (two in a float), diagonal matrix
+    FLASH_OWN = 8 * FLASH_STRIDE + 8 * FLASH_HALVES / 2 + 8 * 8
 };
 
 // Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
@@ -130,7 +142,9 @@ struct attention_args {
     int32_t n, pos;                        // queries, and the position of the first
     int32_t n_head, n_kv, n_rot, sinks;    // sinks: 1 if each head has an attention sink
     int32_t rows, used, window, keep;      // rows of the ring, and of those used; see visible
-    float eps, scale, softcap;
+    int32_t slices, q_step, k_step;        // from a head's QK norm to the next: 0, they share it
+    float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
+    float temp, n_ctx;                     // queries grow with log(pos / n_ctx); temp 0: they do not
 };
 struct block_args { struct kernel_matrix w[4]; int32_t inner, dim, ff; float eps; };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
@@ -166,17 +180,48 @@ static inline int expert_tiles(int n, int n_expert, int tile) {
     return n_expert < n ? n / tile + n_expert : n;
 }
 
-// attention: a SIMD-group for every four steps through the used rows of the ring; memory for a
-// query, a key, and each SIMD-group's output, maximum and sum
-static inline int attention_simdgroups(int used) {
-    int nsg = div_up(used, 4 * ATTENTION_ROWS);
+// attention: the `group` query heads of a KV head are shared out evenly among threadgroups
+static inline int attention_heads(int group) {
+    return div_up(group, div_up(group, ATTENTION_HEADS));
+}
+
+// Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
+// of its value; a SIMD-group has 32 / lanes rows at a time.
+static inline int attention_lanes(int head, int value) {
+    int lanes = 4;
+    while (8 * lanes < head || 8 * lanes < value) lanes *= 2;
+    return lanes;
+}
+
+// rows that a SIMD-group takes in one step
+static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
+
+// threadgroups that share a long ring; attention_merge adds up what they found
+static inline int attention_slices(int used) {
+    int slices = used / ATTENTION_SLICE < 1 ? 1 : used / ATTENTION_SLICE;
+    return slices < ATTENTION_SLICES ? slices : ATTENTION_SLICES;
+}
+
+static inline int attention_simdgroups(int used, int lanes) {   // for each step, up to the limit
+    int nsg = div_up(used, attention_step(lanes));
     return nsg < ATTENTION_SIMDGROUPS ? nsg : ATTENTION_SIMDGROUPS;
 }
-static inline int attention_floats(int head, int nsg) { return (2 + nsg) * head + 2 * nsg; }
 
-// flash_attention: a tile of keys or values as half, two in a float
-static inline int flash_tile(int head) { return FLASH_KEYS * head / 2; }
-static inline int flash_floats(int head) { return flash_tile(head) + FLASH_SIMDGROUPS * FLASH_OWN; }
+// memory for queries, a key, and each SIMD-group's output, maximum and sum
+static inline int attention_floats(int heads, int head, int value, int nsg) {
+    return (heads + 1) * head + nsg * (value + 2);
+}
+
+// flash_attention: columns of a staged head as whole 8 x 8 matrices, from one row to the next (8
+// more, so that rows begin in other banks), and floats of a tile: keys or values as half
+static inline int flash_cols(int head) { return div_up(head, 8) * 8; }
+static inline int flash_row(int head) { return flash_cols(head) + 8; }
+static inline int flash_tile(int head, int value) {
+    return FLASH_KEYS * flash_row(head > value ? head : value) / 2;
+}
+static inline int flash_floats(int head, int value) {
+    return flash_tile(head, value) + FLASH_SIMDGROUPS * FLASH_OWN;
+}
 
 #endif
 
@@ -471,41 +516,93 @@ static inline int pair_index(int p, int which, int n_rot) {
     return apart ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
-// QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
-// into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
-// cosine and sine of each pair's angle, in double.
-static inline void head_rope(device const float *x, device const float *norm,
-        device const float *angles, constant struct attention_args *a, uint lane, thread float *v) {
-    float square = 0.0f, scale = 1.0f;
+// from a head's query to the next: between them is the gate of a gated head
+static inline int query_step(void) { return GATED ? 2 * HEAD_DIM : HEAD_DIM; }
+
+static inline float limited(float x, float limit) {
+    return limit > 0.0f ? clamp(x, -limit, limit) : x;
+}
+
+// The norm of one head of Q (which = 0) or K, in a SIMD-group's pairs: RMSNorm, or LayerNorm if
+// CENTRED. w[HEAD_DIM] and bias[HEAD_DIM] are this head's.
+static inline void head_norm(int which, device const float *w, device const float *bias,
+        constant struct attention_args *a, uint lane, thread float *v) {
+    float mean = 0.0f, square = 0.0f;
+    if (!(QK_NORMED >> which & 1)) return;
+    for (int p = lane, i = 0; CENTRED && p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+        mean += v[i] + v[i + 1];
+    if (CENTRED) mean = simd_sum(mean) / (float)HEAD_DIM;
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+        for (int j = 0; j < 2; j++) square += (v[i + j] - mean) * (v[i + j] - mean);
+    float scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
-            v[i + j] = x[pair_index(p, j, a->n_rot)];
-            square += v[i + j] * v[i + j];
+            int at = pair_index(p, j, a->n_rot);
+            v[i + j] = (v[i + j] - mean) * scale * w[at];
+            if (BIASES >> which & 1) v[i + j] += bias[at];
         }
-    if (QK_NORMED) scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
+}
+
+// QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
+// into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
+// cosine and sine of each pair's angle, in double. What qk_norm has seen is within limits.
+static inline void head_rope(int which, device const float *x, device const float *w,
+        device const float *bias, device const float *angles, constant struct attention_args *a,
+        uint lane, thread float *v) {
+    float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+        for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
+    if (!QK_LATE) head_norm(which, w, bias, a, lane, v);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2) {
-        float x0 = v[i] * scale, x1 = v[i + 1] * scale, c = 1.0f, s = 0.0f;
-        if (QK_NORMED) {
-            x0 *= norm[pair_index(p, 0, a->n_rot)];
-            x1 *= norm[pair_index(p, 1, a->n_rot)];
-        }
-        if (PAIRING != PAIRING_NONE && p < a->n_rot / 2) {
-            c = angles[2 * p];
-            s = angles[2 * p + 1];
-        }
+        if (PAIRING == PAIRING_NONE || p >= a->n_rot / 2) continue;
+        float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;
     }
+    if (QK_LATE) head_norm(which, w, bias, a, lane, v);
 }
 
 // the same to threadgroup memory, out[HEAD_DIM], where every lane can read every number
-static inline void head_stage(device const float *x, device const float *norm,
-        device const float *angles, constant struct attention_args *a, uint lane,
-        threadgroup float *out) {
+static inline void head_stage(int which, device const float *x, device const float *w,
+        device const float *bias, device const float *angles, constant struct attention_args *a,
+        uint lane, threadgroup float *out) {
     float v[HEAD_MAX / SIMD_LANES];
-    head_rope(x, norm, angles, a, lane, v);
+    head_rope(which, x, w, bias, angles, a, lane, v);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) out[pair_index(p, j, a->n_rot)] = v[i + j];
+}
+
+// QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
+// Grid: a threadgroup for each token's Q, and one for its K.
+kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]],
+        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
+        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
+        constant struct attention_args *a [[buffer(6)]],
+        threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
+        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+        uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
+        uint lane [[thread_index_in_simdgroup]]) {
+    int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
+    int step = which ? HEAD_DIM : query_step();
+    device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
+    device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
+    float mean = 0.0f, square = 0.0f;
+    if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
+    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
+        int at = i / HEAD_DIM * step + i % HEAD_DIM;
+        x[at] = limited(x[at], a->limit);
+        mean += x[at];
+    }
+    mean = CENTRED ? sum_all(mean, shared, nsg, sg, lane) / (float)cols : 0.0f;
+    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
+        float v = x[i / HEAD_DIM * step + i % HEAD_DIM] - mean;
+        square += v * v;
+    }
+    float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)cols + a->eps);
+    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
+        int at = i / HEAD_DIM * step + i % HEAD_DIM;
+        x[at] = (x[at] - mean) * scale * w[i] + (BIASES >> which & 1 ? bias[i] : 0.0f);
+    }
 }
 
 // Does a query at pos_q see the key at pos_k (-1: the row is empty)? It sees itself, the window - 1
@@ -520,111 +617,238 @@ static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
-// A lane's part of an online softmax: its numbers of the query and of o = sum of exp2(score - m) *
-// value, where m is the largest score so far; sum = sum of exp2(score - m).
-struct softmax_state { float q[HEAD_MAX / SIMD_LANES], o[HEAD_MAX / SIMD_LANES], m, sum; };
+// a factor for the query at a position: some models sharpen attention far out
+static inline float temperature(int pos, constant struct attention_args *a) {
+    if (a->temp == 0.0f) return 1.0f;
+    return 1.0f + a->temp * log(floor((float)pos / a->n_ctx) + 1.0f);
+}
 
-// Adds the next rows of the ring. As there are several, their dot products overlap, and o is
-// rescaled only once. This dispatch writes row `slot`, perhaps in another threadgroup, so the key
-// and value of that row are taken from k_new and v_new.
-static inline void attention_rows(device const half *k, device const half *v,
-        device const int *pos_k, threadgroup const float *k_new, device const float *v_new, int pos,
-        int slot, int r0, constant struct attention_args *a, thread struct softmax_state *state) {
+// the score of q and k from their product, times log2(e): exp(x) is then exp2. `far` is how far
+// apart they are, `slope` the head's of ALiBi.
+static inline float score_of(float dot, float slope, int far, constant struct attention_args *a) {
+    float score = softcap(dot, a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
+    return ALIBI ? score - slope * (float)far : score;
+}
+
+// What becomes of o = sum of exp2(score - m) * value: it is divided by the sum of exp2(score - m),
+// to which an attention sink adds a score without a value, and multiplied by the gate's sigmoid.
+static inline float attention_value(float o, float m, float sum, device const float *sink,
+        device const float *gate, constant struct attention_args *a) {
+    if (a->sinks) {
+        float top = max(m, *sink * LOG2E), shrink = exp2(m - top);
+        o *= shrink;
+        sum = sum * shrink + exp2(*sink * LOG2E - top);
+    }
+    if (GATED) o /= 1.0f + exp(-*gate);
+    return sum > 0.0f ? o / sum : 0.0f;                   // 0 if the query sees nothing
+}
+
+// A lane's part of an online softmax for one query: its two quads of the query and of o, where m is
+// the largest score so far. Lanes that share rows agree on m and sum; others have their own.
+struct softmax_state { float q[8], o[8], m, sum; };
+
+// Where the lane's quad e begins in a row of `dim` numbers. Lanes have neighbouring quads, so that
+// what they load together is in one place. A lane with nothing left repeats the last quad.
+static inline int lane_quad(int e, int dim, uint lane) {
+    return min(4 * ((int)lane % ROW_LANES + e * ROW_LANES), dim - 4);
+}
+static inline bool lane_has(int e, int dim, uint lane) {
+    return 4 * ((int)lane % ROW_LANES + e * ROW_LANES) < dim;
+}
+
+// Adds n rows, of which the lane has two quads each: k[n][2], v[n][2]. A row that is not `seen`
+// counts nothing. As there are several, their products overlap, and o is rescaled only once.
+static inline void softmax_add(int n, thread const half4 *k, thread const half4 *v,
+        thread const int *seen, thread const int *far, float slope,
+        constant struct attention_args *a, thread struct softmax_state *state) {
     float s[ATTENTION_ROWS], top = state->m;
-    for (int i = 0; i < ATTENTION_ROWS; i++) {
-        int r = r0 + i;
-        s[i] = UNSEEN;
-        if (r >= a->used || !visible(pos_k[r], pos, a)) continue;         // so do all lanes
+    QUANT_UNROLL for (int i = 0; i < n; i++) {
         float dot = 0.0f;
-        for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-            half key = r == slot ? (half)k_new[e] : k[(ulong)r * HEAD_DIM + e];
-            dot += state->q[e] * (float)key;
-        }
-        s[i] = softcap(simd_sum(dot), a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            dot += state->q[e] * (float)k[2 * i + e / 4][e % 4];
+        for (int d = ROW_LANES / 2; d > 0; d /= 2) dot += simd_shuffle_xor(dot, d);
+        s[i] = seen[i] ? score_of(dot, slope, far[i], a) : UNSEEN;
         top = max(top, s[i]);
     }
     float shrink = exp2(state->m - top);
     state->m = top;
     state->sum *= shrink;
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) state->o[e] *= shrink;
-    for (int i = 0; i < ATTENTION_ROWS; i++) {
-        int r = r0 + i;
-        if (s[i] == UNSEEN) continue;
-        float p = exp2(s[i] - top);
+    QUANT_UNROLL for (int e = 0; e < 8; e++) state->o[e] *= shrink;
+    QUANT_UNROLL for (int i = 0; i < n; i++) {
+        float p = seen[i] ? exp2(s[i] - top) : 0.0f;
         state->sum += p;
-        for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-            half value = r == slot ? (half)v_new[e] : v[(ulong)r * HEAD_DIM + e];
-            state->o[e] += p * (float)value;
-        }
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            state->o[e] += p * (float)v[2 * i + e / 4][e % 4];
     }
 }
 
-// Merges the SIMD-groups' parts, each with a maximum of its own. An attention sink is a score
-// without a value: it counts only in the sum.
-static inline void attention_merge(thread const struct softmax_state *state,
-        threadgroup float *shared, device const float *sink, device float *out, uint nsg, uint sg,
+// One step through the ring, the rows from r0 on, for all of the threadgroup's queries. Positions
+// come first and tell which rows are seen; then all keys and values are on the way together. What
+// stands in a row that is not seen may be anything, even NaN: some row that is takes its place. Row
+// `slot` is written by this dispatch, perhaps at this moment, and left out.
+static inline void attention_rows(device const half *k, device const half *v,
+        device const int *pos_k, int pos, int slot, int r0, thread const float *slopes,
+        constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
+    int r = r0 + (int)lane % attention_step(ROW_LANES), seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
+    int at = r < a->used && r != slot ? pos_k[r] : -1;
+    int row = visible(at, pos, a) ? r : -1, some = simd_max(row);
+    half4 ks[2 * ATTENTION_ROWS], vs[2 * ATTENTION_ROWS];
+    if (some < 0) return;                                 // so do all lanes
+    QUANT_UNROLL for (int i = 0; i < ATTENTION_ROWS; i++) {
+        int of = i * (SIMD_LANES / ROW_LANES) + (int)lane / ROW_LANES;
+        int mine = simd_shuffle(row, of), where = simd_shuffle(at, of);
+        int from = mine < 0 ? some : mine;
+        seen[i] = mine >= 0;
+        far[i] = abs(pos - where);
+        QUANT_UNROLL for (int e = 0; e < 2; e++) {
+            device const half *key = k + (ulong)from * HEAD_DIM + lane_quad(e, HEAD_DIM, lane);
+            device const half *value = v + (ulong)from * VALUE_DIM + lane_quad(e, VALUE_DIM, lane);
+            ks[2 * i + e] = *(device const half4 *)key;
+            vs[2 * i + e] = *(device const half4 *)value;
+        }
+    }
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
+        softmax_add(ATTENTION_ROWS, ks, vs, seen, far, slopes[h], a, &state[h]);
+}
+
+// the newest key and value, which are in no row yet
+static inline void attention_newest(threadgroup const float *k, device const float *v, int pos,
+        constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
+    half4 ks[2], vs[2];
+    int seen = (int)lane < ROW_LANES && visible(pos, pos, a), far = 0;
+    for (int e = 0; e < 8; e++) {
+        ks[e / 4][e % 4] = (half)k[lane_quad(e / 4, HEAD_DIM, lane) + e % 4];
+        float value = v[lane_quad(e / 4, VALUE_DIM, lane) + e % 4];
+        vs[e / 4][e % 4] = (half)limited(value, a->limit);
+    }
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
+        softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
+}
+
+// Merges one query's parts: first those of lanes with other rows, then the SIMD-groups'. The result
+// goes to out[VALUE_DIM]; or, where the ring has slices, o, m and sum go to part[VALUE_DIM + 2].
+static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
+        device const float *sink, device const float *gate, device float *out, uint nsg, uint sg,
         uint lane, constant struct attention_args *a) {
-    threadgroup float *os = shared, *ms = os + nsg * HEAD_DIM, *sums = ms + nsg;
-    int first = lane * (HEAD_DIM / SIMD_LANES);
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) os[sg * HEAD_DIM + first + e] = state->o[e];
+    threadgroup float *os = shared, *ms = os + nsg * VALUE_DIM, *sums = ms + nsg;
+    float m = UNSEEN, sum = 0.0f;
+    for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
+        float other = simd_shuffle_xor(state->m, d), top = max(state->m, other);
+        float mine = exp2(state->m - top), theirs = exp2(other - top);
+        state->m = top;
+        state->sum = state->sum * mine + simd_shuffle_xor(state->sum, d) * theirs;
+        for (int e = 0; e < 8; e++)
+            state->o[e] = state->o[e] * mine + simd_shuffle_xor(state->o[e], d) * theirs;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the query before has been merged
+    for (int e = 0; e < 8; e++)
+        if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
+            os[sg * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = state->o[e];
     if (lane == 0) ms[sg] = state->m;
     if (lane == 0) sums[sg] = state->sum;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's part is there
-    if (sg > 0) return;
-    float m = a->sinks ? *sink * LOG2E : UNSEEN;
     for (uint i = 0; i < nsg; i++) m = max(m, ms[i]);
-    float sum = a->sinks ? exp2(*sink * LOG2E - m) : 0.0f;
     for (uint i = 0; i < nsg; i++) sum += sums[i] * exp2(ms[i] - m);
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-        float total = 0.0f;
-        for (uint i = 0; i < nsg; i++) total += os[i * HEAD_DIM + first + e] * exp2(ms[i] - m);
-        out[first + e] = sum > 0.0f ? total / sum : 0.0f; // 0 if the query sees nothing
+    for (int e = sg * SIMD_LANES + lane; e < VALUE_DIM; e += nsg * SIMD_LANES) {
+        float o = 0.0f;
+        for (uint i = 0; i < nsg; i++) o += os[i * VALUE_DIM + e] * exp2(ms[i] - m);
+        out[e] = a->slices > 1 ? o : attention_value(o, m, sum, sink, gate + e, a);
     }
+    if (a->slices > 1 && sg == 0 && lane < 2) out[VALUE_DIM + lane] = lane == 0 ? m : sum;
 }
 
-// out[n][n_head][HEAD_DIM] = sum over visible keys of softmax(scale * q k) * v, for few queries.
-// FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Each query head
-// then computes its newest key itself, since another threadgroup may still be writing it.
-// Grid: a threadgroup for each token and query head. Its SIMD-groups take turns at the rows of the
-// ring, and merge at the end. Bound by memory: a row's K and V are 4 * HEAD_DIM bytes, for as many
-// FLOP of each query head; but the heads that share K and V find them in the cache.
+// out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q k) * v, for few queries.
+// FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Each threadgroup
+// then computes the newest key itself, since another may still be writing it.
+// Grid: for each token and KV head, threadgroups of QUERY_HEADS query heads each, and of these as
+// many as a long ring has slices; then `out` is parts[n_head][slices][VALUE_DIM + 2]. SIMD-groups
+// take turns at the rows, and merge at the end. Bound by memory: a row's K and V are 4 bytes a
+// number, for 4 FLOP of each query head that shares them, so at most 4 FLOP a byte; but half as many
+// instructions again go into the softmax, and it needs many rows on the way at once.
 kernel void attention(device const float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
         device half *v [[buffer(4)]], device const int *pos_k [[buffer(5)]],
         device const float *q_norm [[buffer(6)]], device const float *k_norm [[buffer(7)]],
-        device const float *angles [[buffer(8)]],                              // [n_rot / 2][2]
-        device const float *sinks [[buffer(9)]], device float *out [[buffer(10)]],
-        constant struct attention_args *a [[buffer(11)]],
+        device const float *q_bias [[buffer(8)]], device const float *k_bias [[buffer(9)]],
+        device const float *angles [[buffer(10)]],                             // [n_rot / 2][2]
+        device const float *slopes [[buffer(11)]], device const float *sinks [[buffer(12)]],
+        device float *out [[buffer(13)]], constant struct attention_args *a [[buffer(14)]],
         threadgroup float *shared [[shared_memory]],                           // attention_floats
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    int t = tg / a->n_head, head = tg % a->n_head, group = a->n_head / a->n_kv, kv = head / group;
-    int first = lane * (HEAD_DIM / SIMD_LANES);           // where this lane's numbers begin
-    ulong ring = (ulong)kv * a->rows * HEAD_DIM + first;
-    int pos = a->pos + t, slot = FUSED ? ring_row(pos, a) : -1;
-    threadgroup float *qs = shared, *ks = qs + HEAD_DIM;
-    struct softmax_state state;
+    int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
+    int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
+    int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
+    int pos = a->pos + t, slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
+    struct softmax_state state[ATTENTION_HEADS];
+    float slope[ATTENTION_HEADS];
 
-    // the query and the newest key go through threadgroup memory, because RoPE's pairs cross lanes
-    q += (ulong)tg * HEAD_DIM;
-    v_new += kv * HEAD_DIM + first;
-    if (FUSED && sg == 0) head_stage(q, q_norm, angles, a, lane, qs);
-    if (FUSED && sg == nsg - 1) head_stage(k_new + kv * HEAD_DIM, k_norm, angles, a, lane, ks);
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by two SIMD-groups, read by all
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-        float x = FUSED ? qs[first + e] : q[first + e];
-        state.q[e] = x * a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
-        state.o[e] = 0.0f;
-        if (!FUSED || sg > 0 || head % group > 0) continue;
-        k[ring + (ulong)slot * HEAD_DIM + e] = (half)ks[first + e];
-        v[ring + (ulong)slot * HEAD_DIM + e] = (half)v_new[e];
+    // queries and the newest key pass through threadgroup memory, because RoPE's pairs cross lanes
+    q += (ulong)t * a->n_head * query_step();
+    k += (ulong)kv * a->rows * HEAD_DIM;
+    v += (ulong)kv * a->rows * VALUE_DIM;
+    k_new += kv * HEAD_DIM;
+    v_new += kv * VALUE_DIM;
+    for (int i = sg; FUSED && i <= QUERY_HEADS; i += nsg) {
+        int h = min(head + i, last);
+        if (i == QUERY_HEADS)
+            head_stage(1, k_new, k_norm + kv * a->k_step, k_bias + kv * a->k_step, angles, a, lane,
+                       ks);
+        else head_stage(0, q + h * query_step(), q_norm + h * a->q_step, q_bias + h * a->q_step,
+                        angles, a, lane, qs + i * HEAD_DIM);
     }
-    state.m = UNSEEN;
-    state.sum = 0.0f;
-    for (int r = sg * ATTENTION_ROWS; r < a->used; r += nsg * ATTENTION_ROWS)
-        attention_rows(k + ring, v + ring, pos_k, ks + first, v_new, pos, slot, r, a, &state);
-    out += (ulong)tg * HEAD_DIM;
-    attention_merge(&state, ks + HEAD_DIM, sinks + head, out, nsg, sg, lane, a);
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
+    float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        int from = min(head + h, last);
+        slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
+        for (int e = 0; e < 8; e++) {
+            int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
+            float x = FUSED ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
+            state[h].q[e] = lane_has(e / 4, HEAD_DIM, lane) ? x * scale : 0.0f;
+            state[h].o[e] = 0.0f;
+        }
+        state[h].m = UNSEEN;
+        state[h].sum = 0.0f;
+    }
+    int tid = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
+    bool writes = FUSED && slice == 0 && unit % parts == 0;
+    for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
+    for (int i = tid; writes && i < VALUE_DIM; i += all)
+        v[(ulong)slot * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
+
+    if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
+    for (int r = (slice * nsg + sg) * rows; r < a->used; r += a->slices * nsg * rows)
+        attention_rows(k, v, pos_k, pos, slot, r, slope, a, lane, state);
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        if (head + h > last) continue;                    // the whole threadgroup
+        int to = t * a->n_head + head + h;
+        ulong at = a->slices > 1 ? (ulong)(to * a->slices + slice) * (VALUE_DIM + 2)
+                                 : (ulong)to * VALUE_DIM;
+        attention_output(&state[h], ks + HEAD_DIM, sinks + head + h,
+                         q + (head + h) * query_step() + HEAD_DIM, out + at, nsg, sg, lane, a);
+    }
+}
+
+// One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
+// Grid: a thread for each number.
+kernel void attention_merge(device const float *parts [[buffer(0)]],
+        device const float *q [[buffer(1)]], device const float *sinks [[buffer(2)]],
+        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]],
+        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]) {
+    int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
+    float m = UNSEEN, sum = 0.0f, o = 0.0f;
+    if (head >= a->n_head) return;
+    parts += (ulong)head * a->slices * (VALUE_DIM + 2);
+    for (int s = 0; s < a->slices; s++) m = max(m, parts[s * (VALUE_DIM + 2) + VALUE_DIM]);
+    for (int s = 0; s < a->slices; s++) {
+        device const float *part = parts + s * (VALUE_DIM + 2);
+        float weight = exp2(part[VALUE_DIM] - m);
+        sum += part[VALUE_DIM + 1] * weight;
+        o += part[e] * weight;
+    }
+    out[i] = attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
 }
 
 // ---- 5. ffn_block ----
@@ -837,68 +1061,103 @@ kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [
     gemm_store(c, sums, shared, bias, scale, other, y, a, token, end, row, tid, sg);
 }
 
-// QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][HEAD_DIM] in place, k_new
-// and v_new[n][n_kv][HEAD_DIM] as half to their rows of k and v[n_kv][rows][HEAD_DIM].
+// QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place, k_new
+// and v_new[n][n_kv][...] as half to their rows of k[n_kv][rows][HEAD_DIM] and v[..][VALUE_DIM].
 // Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
 kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
         device half *v [[buffer(4)]], device const float *q_norm [[buffer(5)]],
-        device const float *k_norm [[buffer(6)]],
-        device const float *angles [[buffer(7)]],                              // [n][n_rot / 2][2]
-        constant struct attention_args *a [[buffer(8)]],
+        device const float *k_norm [[buffer(6)]], device const float *q_bias [[buffer(7)]],
+        device const float *k_bias [[buffer(8)]],
+        device const float *angles [[buffer(9)]],                              // [n][n_rot / 2][2]
+        constant struct attention_args *a [[buffer(10)]],
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
     int kv = query ? 0 : (h - a->n_head) % a->n_kv;
-    ulong from = ((ulong)t * a->n_kv + kv) * HEAD_DIM;
-    ulong ring = ((ulong)kv * a->rows + ring_row(a->pos + t, a)) * HEAD_DIM;
-    for (int i = lane; value && i < HEAD_DIM; i += SIMD_LANES) v[ring + i] = (half)v_new[from + i];
+    ulong row = (ulong)kv * a->rows + ring_row(a->pos + t, a);
+    v_new += ((ulong)t * a->n_kv + kv) * VALUE_DIM;
+    for (int i = lane; value && i < VALUE_DIM; i += SIMD_LANES)
+        v[row * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
     if (value) return;
-    float y[HEAD_MAX / SIMD_LANES];
-    q += ((ulong)t * a->n_head + (query ? h : 0)) * HEAD_DIM;
+    float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(a->pos + t, a) : 1.0f;
+    q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
+    k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
-    head_rope(query ? q : k_new + from, query ? q_norm : k_norm, angles, a, lane, y);
+    if (query) head_rope(0, q, q_norm + h * a->q_step, q_bias + h * a->q_step, angles, a, lane, y);
+    else head_rope(1, k_new, k_norm + kv * a->k_step, k_bias + kv * a->k_step, angles, a, lane, y);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
             int at = pair_index(p, j, a->n_rot);
-            if (query) q[at] = y[i + j];
-            else k[ring + at] = (half)y[i + j];
+            if (query) q[at] = y[i + j] * scale;
+            else k[row * HEAD_DIM + at] = (half)y[i + j];
         }
 }
 
-// tile[FLASH_KEYS][HEAD_DIM] = rows of the ring from r0 on, with zeros for empty ones, which may
-// hold NaN: a probability of 0 would not remove it.
-static inline void flash_stage(device const half *from, device const int *pos_k, int r0, uint tid,
-        constant struct attention_args *a, threadgroup half *tile) {
-    for (int i = tid; i < FLASH_KEYS * HEAD_DIM; i += FLASH_THREADS) {
-        int r = r0 + i / HEAD_DIM;
-        bool empty = r >= a->used || pos_k[r] < 0;
-        tile[i] = empty ? (half)0.0f : from[(ulong)r * HEAD_DIM + i % HEAD_DIM];
+// The first tile after r0 of which any query sees a key; `key` becomes the position in its row
+// `lane`, and `ahead` that in the tile behind it, asked for before it is needed.
+static inline int flash_next(device const int *pos_k, int r0, int first, int last, uint lane,
+        constant struct attention_args *a, thread int *key, thread int *ahead) {
+    bool seen = false;
+    while (r0 < a->used && !seen) {
+        r0 += FLASH_KEYS;
+        int r = r0 + FLASH_KEYS + (int)lane, pos = *ahead;
+        *key = pos;
+        *ahead = r < a->used ? pos_k[r] : -1;
+        seen = pos >= 0 && (!CAUSAL || (pos <= last && visible(pos, max(first, pos), a)));
+        seen = simd_max((int)seen) > 0;                   // the same for all SIMD-groups
+    }
+    return r0;
+}
+
+// A thread's share, every 128th quad, of the rows of the ring from r0 on. Empty rows, which may
+// hold NaN, become zeros (a probability of 0 would not remove it), and so do the columns that make
+// a head whole 8 x 8 matrices.
+static inline void flash_fetch(device const half *from, int dim, int r0, int key, uint tid,
+        thread half4 *quads) {
+    const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
+    QUANT_UNROLL for (int j = 0; j < count; j++) {
+        int i = min((int)tid + j * FLASH_THREADS, across * FLASH_KEYS - 1), r = i / across;
+        bool empty = simd_shuffle(key, r) < 0 || i % across * 4 >= dim;
+        device const half *at = from + (ulong)(r0 + r) * dim + i % across * 4;
+        if (!empty) quads[j] = *(device const half4 *)at;
+        for (int e = 0; empty && e < 4; e++) quads[j][e] = (half)0.0f;
     }
 }
 
-// Online softmax of a SIMD-group's scores[8][FLASH_KEYS]: four lanes share a query, with 8 keys
-// each. Scores become probabilities in place. The factor by which earlier sums shrink goes into a
-// diagonal matrix, for flash_values. `keys` is the position of the key in row `lane`.
-static inline void flash_softmax(threadgroup float *scores, threadgroup float *diagonal, int keys,
-        int pos, uint lane, constant struct attention_args *a, thread float *m, thread float *sum) {
-    threadgroup float *mine = scores + lane / 4 * FLASH_KEYS + lane % 4 * 8;
+// tile[FLASH_KEYS][flash_row] = what was fetched
+static inline void flash_stage(thread const half4 *quads, int dim, uint tid,
+        threadgroup half *tile) {
+    const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
+    QUANT_UNROLL for (int j = 0; j < count; j++) {
+        int i = (int)tid + j * FLASH_THREADS, to = i / across * flash_row(dim) + i % across * 4;
+        if (i < across * FLASH_KEYS) *(threadgroup half4 *)(tile + to) = quads[j];
+    }
+}
+
+// Online softmax of a SIMD-group's scores[8][FLASH_STRIDE]: four lanes share a query, with every
+// fourth key each. They become probabilities[8][FLASH_HALVES], which half serves well: none is above
+// 1, and their sum is that of the rounded ones. The factor by which earlier sums shrink goes into a
+// diagonal matrix, for flash_values. Returns it.
+static inline float flash_softmax(threadgroup const float *scores, threadgroup half *probabilities,
+        threadgroup float *diagonal, int keys, int pos, float slope, uint lane,
+        constant struct attention_args *a, thread float *m, thread float *sum) {
     float s[8], top = *m, part = 0.0f;
-    for (int i = 0; i < 8; i++) {
-        int pos_k = simd_shuffle(keys, lane % 4 * 8 + i);
-        float score = softcap(mine[i], a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
-        s[i] = visible(pos_k, pos, a) ? score : UNSEEN;
+    QUANT_UNROLL for (int i = 0; i < 8; i++) {
+        int at = lane % 4 + 4 * i, pos_k = simd_shuffle(keys, at);
+        float dot = scores[lane / 4 * FLASH_STRIDE + at];
+        s[i] = visible(pos_k, pos, a) ? score_of(dot, slope, abs(pos - pos_k), a) : UNSEEN;
         top = max(top, s[i]);
     }
     top = max(top, simd_shuffle_xor(top, 1));
     top = max(top, simd_shuffle_xor(top, 2));
     float shrink = exp2(*m - top);
-    for (int i = 0; i < 8; i++) {
-        float p = s[i] == UNSEEN ? 0.0f : exp2(s[i] - top);
-        mine[i] = p;
-        part += p;
+    QUANT_UNROLL for (int i = 0; i < 8; i++) {
+        half p = (half)(s[i] == UNSEEN ? 0.0f : exp2(s[i] - top));
+        probabilities[lane / 4 * FLASH_HALVES + lane % 4 + 4 * i] = p;
+        part += (float)p;
     }
     part += simd_shuffle_xor(part, 1);
     part += simd_shuffle_xor(part, 2);
@@ -906,47 +1165,71 @@ static inline void flash_softmax(threadgroup float *scores, threadgroup float *d
         diagonal[2 * lane + i] = lane / 4 == lane % 4 * 2 + i ? shrink : 0.0f;
     *m = top;
     *sum = *sum * shrink + part;
+    return shrink;
 }
 
 // the scaled queries of a tile, as matrices of half
 static inline void flash_queries(device const float *x, int n, uint tid, uint sg,
         constant struct attention_args *a, threadgroup half *tile, thread simdgroup_half8x8 *q) {
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
-    for (int i = tid; i < FLASH_QUERIES * HEAD_DIM; i += FLASH_THREADS) {
-        int t = i / HEAD_DIM;
-        tile[i] = (half)(t < n ? x[(ulong)t * a->n_head * HEAD_DIM + i % HEAD_DIM] * scale : 0.0f);
+    for (int i = tid; i < FLASH_QUERIES * flash_cols(HEAD_DIM); i += FLASH_THREADS) {
+        int t = i / flash_cols(HEAD_DIM), e = i % flash_cols(HEAD_DIM);
+        bool inside = t < n && e < HEAD_DIM;
+        float v = inside ? x[(ulong)t * a->n_head * query_step() + e] * scale : 0.0f;
+        tile[t * flash_row(HEAD_DIM) + e] = (half)v;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // queries are staged
-    for (int d = 0; d < HEAD_DIM / 8; d++)
-        simdgroup_load(q[d], tile + sg * 8 * HEAD_DIM + 8 * d, HEAD_DIM);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+        simdgroup_load(q[d], tile + sg * 8 * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM));
 }
 
-// o = diagonal * o + probabilities * values
-static inline void flash_values(threadgroup const float *scores, threadgroup const float *diagonal,
-        threadgroup const half *tile, thread simdgroup_float8x8 *o) {
-    simdgroup_float8x8 shrink, mp[FLASH_KEYS / 8];
-    simdgroup_half8x8 mv;
-    simdgroup_load(shrink, diagonal, 8);
-    for (int j = 0; j < FLASH_KEYS / 8; j++) simdgroup_load(mp[j], scores + 8 * j, FLASH_KEYS);
-    for (int d = 0; d < HEAD_DIM / 8; d++) {
-        simdgroup_multiply(o[d], shrink, o[d]);
+// scores[8][FLASH_STRIDE] = q * transposed keys
+static inline void flash_scores(thread const simdgroup_half8x8 *q, threadgroup const half *tile,
+        threadgroup float *scores) {
+    simdgroup_float8x8 mp[FLASH_KEYS / 8];
+    simdgroup_half8x8 mk;
+    for (int j = 0; j < FLASH_KEYS / 8; j++) mp[j] = simdgroup_float8x8(0.0f);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         for (int j = 0; j < FLASH_KEYS / 8; j++) {
-            simdgroup_load(mv, tile + 8 * j * HEAD_DIM + 8 * d, HEAD_DIM);
+            simdgroup_load(mk, tile + 8 * j * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM), 0,
+                           true);
+            simdgroup_multiply_accumulate(mp[j], q[d], mk, mp[j]);
+        }
+    for (int j = 0; j < FLASH_KEYS / 8; j++) simdgroup_store(mp[j], scores + 8 * j, FLASH_STRIDE);
+}
+
+// o = diagonal * o + probabilities * values; if nothing shrinks, the diagonal is all ones
+static inline void flash_values(threadgroup const half *probabilities,
+        threadgroup const float *diagonal, threadgroup const half *tile, bool shrinks,
+        thread simdgroup_float8x8 *o) {
+    simdgroup_float8x8 shrink;
+    simdgroup_half8x8 mp[FLASH_KEYS / 8], mv;
+    simdgroup_load(shrink, diagonal, 8);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
+        if (shrinks) simdgroup_multiply(o[d], shrink, o[d]);
+    for (int j = 0; j < FLASH_KEYS / 8; j++)
+        simdgroup_load(mp[j], probabilities + 8 * j, FLASH_HALVES);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
+        for (int j = 0; j < FLASH_KEYS / 8; j++) {
+            simdgroup_load(mv, tile + 8 * j * flash_row(VALUE_DIM) + 8 * d, flash_row(VALUE_DIM));
             simdgroup_multiply_accumulate(o[d], mp[j], mv, o[d]);
         }
-    }
 }
 
-// out = o * scale, through threadgroup memory: of each 8 x 8 matrix a lane takes two numbers of row
-// lane / 4, the query whose scale it has
+// out = what becomes of o, through threadgroup memory: of each 8 x 8 matrix a lane takes two numbers
+// of row lane / 4, the query whose maximum and sum it has
 static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup float *scores,
-        device float *out, bool inside, float scale, uint lane) {
-    for (int d = 0; d < HEAD_DIM / 8; d++) {
+        device float *out, bool inside, float m, float sum, device const float *sink,
+        device const float *gate, uint lane, constant struct attention_args *a) {
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) {
         simdgroup_barrier(mem_flags::mem_threadgroup);    // the matrix before has been read
         simdgroup_store(o[d], scores, 8);
         simdgroup_barrier(mem_flags::mem_threadgroup);    // this one is there
-        for (int i = 0; i < 2; i++)
-            if (inside) out[8 * d + lane % 4 * 2 + i] = scores[2 * lane + i] * scale;
+        for (int i = 0; i < 2; i++) {
+            int e = 8 * d + lane % 4 * 2 + i;
+            if (inside && e < VALUE_DIM)
+                out[e] = attention_value(scores[2 * lane + i], m, sum, sink, gate + e, a);
+        }
     }
 }
 
@@ -954,53 +1237,54 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
 // head. The ring passes by in tiles of FLASH_KEYS rows, without those that none of the queries
 // sees. Scores, maxima, sums and outputs are float, and outputs stay in registers. exp(x) is
 // computed as exp2(x * log2(e)), with the factor in the queries' scale. 32 queries share each key
-// and value, which makes 32 FLOP a byte of the ring, against 1 in attention.
-kernel void flash_attention(device const float *queries [[buffer(0)]],
+// and value, which makes 32 FLOP a byte of the ring, against 1 to 4 in attention.
+kernel void flash_attention(device const float *q [[buffer(0)]],
         device const half *k [[buffer(1)]], device const half *v [[buffer(2)]],
-        device const int *pos_k [[buffer(3)]], device const float *sinks [[buffer(4)]],
-        device float *out [[buffer(5)]], constant struct attention_args *a [[buffer(6)]],
+        device const int *pos_k [[buffer(3)]], device const float *slopes [[buffer(4)]],
+        device const float *sinks [[buffer(5)]], device float *out [[buffer(6)]],
+        constant struct attention_args *a [[buffer(7)]],
         threadgroup float *shared [[shared_memory]],                           // flash_floats
         uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][HEAD_DIM]
-    threadgroup float *scores = shared + flash_tile(HEAD_DIM) + sg * FLASH_OWN;
-    threadgroup float *diagonal = scores + 8 * FLASH_KEYS;           // [8][8], after [8][32]
+    threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
+    threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
+    threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
+    threadgroup half *probabilities = (threadgroup half *)(diagonal + 8 * 8);
     int head = tg % a->n_head, t0 = tg / a->n_head * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
     int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
-    ulong ring = (ulong)(head / (a->n_head / a->n_kv)) * a->rows * HEAD_DIM;
-    simdgroup_half8x8 q[HEAD_MAX / 8], mk;
-    simdgroup_float8x8 o[HEAD_MAX / 8], mp;
-    float m = UNSEEN, sum = 0.0f;
-    queries += ((ulong)t0 * a->n_head + head) * HEAD_DIM;
-    flash_queries(queries, a->n - t0, tid, sg, a, tile, q);
-    for (int d = 0; d < HEAD_DIM / 8; d++) o[d] = simdgroup_float8x8(0.0f);
+    int group = a->n_head / a->n_kv, key, ahead = (int)lane < a->used ? pos_k[lane] : -1;
+    simdgroup_half8x8 mq[HEAD_MAX / 8];
+    simdgroup_float8x8 o[HEAD_MAX / 8];
+    half4 quads[HEAD_MAX / 16];
+    float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
+    k += (ulong)(head / group) * a->rows * HEAD_DIM;
+    v += (ulong)(head / group) * a->rows * VALUE_DIM;
+    q += ((ulong)t0 * a->n_head + head) * query_step();
+    flash_queries(q, a->n - t0, tid, sg, a, tile, mq);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
 
-    for (int r0 = 0; r0 < a->used; r0 += FLASH_KEYS) {
-        int key = r0 + (int)lane < a->used ? pos_k[r0 + lane] : -1;
-        bool seen = key >= 0 && (!CAUSAL || (key <= last && visible(key, max(first, key), a)));
-        if (simd_max((int)seen) == 0) continue;           // the same for all SIMD-groups
+    // what is staged next is fetched before each product
+    int r0 = flash_next(pos_k, -FLASH_KEYS, first, last, lane, a, &key, &ahead);
+    if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
+    while (r0 < a->used) {
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is free
-        flash_stage(k + ring, pos_k, r0, tid, a, tile);
+        flash_stage(quads, HEAD_DIM, tid, tile);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are staged
-        for (int j = 0; j < FLASH_KEYS; j += 8) {
-            mp = simdgroup_float8x8(0.0f);
-            for (int d = 0; d < HEAD_DIM / 8; d++) {
-                simdgroup_load(mk, tile + j * HEAD_DIM + 8 * d, HEAD_DIM, 0, true);
-                simdgroup_multiply_accumulate(mp, q[d], mk, mp);
-            }
-            simdgroup_store(mp, scores + j, FLASH_KEYS);
-        }
+        flash_fetch(v, VALUE_DIM, r0, key, tid, quads);
+        flash_scores(mq, tile, scores);
         simdgroup_barrier(mem_flags::mem_threadgroup);    // scores are there
-        flash_softmax(scores, diagonal, key, a->pos + t, lane, a, &m, &sum);
+        float shrink = flash_softmax(scores, probabilities, diagonal, key, a->pos + t, slope, lane,
+                                     a, &m, &sum);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // probabilities are there, keys used
-        flash_stage(v + ring, pos_k, r0, tid, a, tile);
+        flash_stage(quads, VALUE_DIM, tid, tile);
+        r0 = flash_next(pos_k, r0, first, last, lane, a, &key, &ahead);
+        if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // values are staged
-        flash_values(scores, diagonal, tile, o);
+        flash_values(probabilities, diagonal, tile, simd_max((int)(shrink < 1.0f)) > 0, o);
     }
-    float top = a->sinks ? max(m, sinks[head] * LOG2E) : m, keep = exp2(m - top);
-    if (a->sinks) sum = sum * keep + exp2(sinks[head] * LOG2E - top);   // a sink has no value
-    out += ((ulong)t * a->n_head + head) * HEAD_DIM;
-    flash_store(o, scores, out, t < a->n, sum > 0.0f ? keep / sum : 0.0f, lane);
+    out += ((ulong)t * a->n_head + head) * VALUE_DIM;
+    q += (ulong)(t - t0) * a->n_head * query_step();
+    flash_store(o, scores, out, t < a->n, m, sum, sinks + head, q + HEAD_DIM, lane, a);
 }
 
 // ---- 7. experts ----

@@ -103,7 +103,7 @@ extern const char metal_source[] __asm__("metal_source");
 
 // ---- device ----
 
-enum { MAX_PIPELINES = 256, MAX_COMMANDS = 32, MAX_BOUND = 13, SPLIT_LAYERS = 8 };
+enum { MAX_PIPELINES = 256, MAX_COMMANDS = 32, MAX_BOUND = 14, SPLIT_LAYERS = 8 };
 typedef struct { const char *base; size_t size; id buffer; } Shared;   // with the CPU
 typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
 
@@ -119,6 +119,7 @@ typedef struct {
     float *scales;              // [chunk][widest input / 32][3], for quantize
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
+    float *parts;               // [n_head][ATTENTION_SLICES][vd + 2] of a long ring
     const float *best_of;       // the logits whose argmax `best` is, or NULL
     bool dry;                   // what is encoded will not run
     char why[200];              // what went wrong first, or empty
@@ -421,30 +422,61 @@ static Input run_input(Session *s, const float *x, const Norm *w, float *h, int 
     return (Input){h, NULL};
 }
 
-// RoPE, the write to the cache, and s->att[n][n_head][hd]: one dispatch for one token, else two
+static bool is_gated(const Config *c, const Layer *w) {   // a gate behind each head's query
+    return w->q.rows > (int64_t)w->n_head * c->hd;
+}
+
+// bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
+static int norm_bits(const Norm *norm, int which) {
+    return !norm->w ? 0 : (norm->group ? 1 : 4) << which;
+}
+
+// QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
+// dispatch for one token, else two; one more for such a norm, and to merge a long ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
+    Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
-    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, nsg = attention_simdgroups(used);
-    struct attention_args a = {n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows,
-                               used, kv->window, kv->keep, c->eps, c->attn_scale, c->attn_cap};
-    const float *angles = s->angles[w->window > 0], *q_norm = w->q_norm.w, *k_norm = w->k_norm.w;
-    Dispatch r = {"rope", {s->q, s->k, s->v, kv->k, kv->v, q_norm, k_norm, angles}, 8,
+    const Norm *qn = &w->q_norm, *kn = &w->k_norm;
+    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
+    int heads = attention_heads(w->n_head / w->n_kv), slices = n > 1 ? 1 : attention_slices(used);
+    int parts = div_up(w->n_head / w->n_kv, heads) * w->n_kv * slices;   // threadgroups of a token
+    int nsg = attention_simdgroups(used, lanes), bits = norm_bits(qn, 0) | norm_bits(kn, 1);
+    struct attention_args a = {
+        n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
+        kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig};
+    float *q = is_gated(c, w) ? s->mix : s->q;
+    const float *angles = s->angles[w->window > 0];
+    Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
+                    NORM_FLOATS,
+                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd, [C_VALUE_DIM] = c->vd,
+                     [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
+                     [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
+                     [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
+                     [C_CENTRED] = c->arch->norm != RMS,
+                     [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = n == 1,
+                     [C_CAUSAL] = c->causal}};
+    Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles}, 10,
                   div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
-                  UNIT_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
-                   [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE,
-                   [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
-    Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
-                                w->sinks, s->att}, 11, (size_t)n * w->n_head, nsg * SIMD_LANES,
-                  attention_floats(c->hd, nsg), {0}};
+                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
+    Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
+                                angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
+                  (size_t)n * parts, nsg * SIMD_LANES, attention_floats(heads, c->hd, c->vd, nsg),
+                  {0}};
+    Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
+                  div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
-        d = (Dispatch){"flash_attention", {s->q, kv->k, kv->v, kv->pos, w->sinks, s->att}, 6,
-                       (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                       flash_floats(c->hd), {0}};
-    memcpy(d.constant, r.constant, sizeof d.constant);
-    if (n > 1) gpu_dispatch(s->gpu, &r, &a, sizeof a);
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, s->att},
+                       7, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+                       flash_floats(c->hd, c->vd), {0}};
+    for (int i = 0; i < N_CONSTANTS; i++)
+        r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
+    if (bits & 12) gpu_dispatch(g, &all, &a, sizeof a);
+    if (n > 1) gpu_dispatch(g, &r, &a, sizeof a);
+    gpu_dispatch(g, &d, &a, sizeof a);
+    if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
 }
 
 // up[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or
@@ -601,7 +633,8 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
 // the sum with attention's result waits in s->out.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
-    float *to[3] = {s->q, s->k, s->v}, *sum = w->parallel ? s->out : s->x;
+    float *to[3] = {is_gated(&s->m->config, w) ? s->mix : s->q, s->k, s->v};
+    float *sum = w->parallel ? s->out : s->x;
     Input in = run_input(s, s->x, &w->attn_norm, s->h, n);
     bool delta = w->conv_in.data, experts = w->router.data;
     if (delta) run_delta(s, w, in, n);
@@ -690,42 +723,33 @@ static int32_t gpu_argmax(const Session *s, const float *logits) {
 
 // ---- open ----
 
-// what of a layer's attention the kernels do not know yet, or NULL
-static const char *layer_lacks(const Config *c, const Layer *w) {
-    const Norm *norms[] = {&w->q_norm, &w->k_norm};
-    if (w->conv_in.data) return NULL;
-    if (w->q.rows != (int64_t)w->n_head * c->hd) return "gated attention";   // queries and gates
-    for (int i = 0; i < 2; i++) {
-        bool per_head = norms[i]->group == c->hd && norms[i]->n == c->hd;
-        if (norms[i]->b || (norms[i]->w && (!per_head || c->arch->norm != RMS))) return "norms";
-    }
-    return !w->q_norm.w != !w->k_norm.w ? "norms" : NULL;   // of both, or of none
-}
-
-// what this model has that the kernels do not know, or NULL
+// what is wrong with this model, or NULL: heads that registers have no room for, numbers at odd
+// addresses, and a norm in a place where no architecture has it
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    const char *lacks = NULL;
-    if (c->hd != c->vd || c->hd % 32 || c->hd > HEAD_MAX || c->dk > HEAD_MAX) return "head size";
-    if (c->arch->flags & QK_NORM_LATE || c->clamp_qkv > 0 || c->temp_scale || c->alibi > 0)
-        return "attention";
-    if (gguf_int(&m->gguf, "general.alignment", 32) % 4) return "alignment";
-    for (int l = 0; !lacks && l < c->n_layer; l++) lacks = layer_lacks(c, &m->layers[l]);
-    return lacks;
+    if (c->hd % 4 || c->vd % 4 || c->hd > HEAD_MAX || c->vd > HEAD_MAX || c->dk > HEAD_MAX)
+        return "head size";
+    for (int l = 0; l < c->n_layer && c->arch->flags & QK_NORM_LATE; l++)   // no model has that
+        if (m->layers[l].q_norm.w && !m->layers[l].q_norm.group) return "QK norm";
+    return gguf_int(&m->gguf, "general.alignment", 32) % 4 ? "alignment" : NULL;
 }
 
 // Places what only the GPU needs, in an arena that may only count.
 static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    size_t n = s->o.chunk, wide = 0, ff = 0, choices = n * c->n_used;
+    size_t n = s->o.chunk, wide = 0, ff = 0, parts = 0, choices = n * c->n_used;
     for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++)
         wide = larger(wide, s->m->gguf.tensors[i].ne[0]);
     wide = (wide + 31) / 32;   // groups of the widest input
-    for (int l = 0; l < c->n_layer; l++)
-        if (s->m->layers[l].router.data) ff = larger(ff, s->m->layers[l].ff);
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        parts = larger(parts, (size_t)w->n_head * attention_slices(s->cache[l].rows));
+        if (w->router.data) ff = larger(ff, w->ff);
+    }
     g->best = arena_take(a, "argmax", 1, sizeof *g->best);
     g->ids = arena_take(a, "ids", n, sizeof *g->ids);
+    g->parts = arena_take(a, "parts", parts, (c->vd + 2) * sizeof *g->parts);
     g->scales = arena_take(a, "scales", 3 * n * wide, sizeof *g->scales);
     g->codes = arena_take(a, "codes", n * wide, 32);
     if (!wide) g->codes = NULL;

@@ -907,8 +907,7 @@ typedef struct {
     int n_head, n_kv, hd, vd, pos, n, rows, window, keep;
     bool causal, sinks, slopes;
     float softcap;
-    int n_rot, pairing;   // these and what follows: of what the GPU does at once
-    bool normed;
+    int n_rot, pairing;   // of what the GPU does at once
 } AttentionCase;
 
 static const AttentionCase ATTENTION[] = {
@@ -2276,6 +2275,7 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
 typedef _Float16 half;
+typedef half half4 __attribute__((vector_size(8)));
 typedef struct { half e[2]; } simdgroup_half8x8;   // a lane's two elements of an 8 x 8 matrix
 typedef struct { float e[2]; } simdgroup_float8x8;
 
@@ -2346,7 +2346,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 // parameter: right on x86-64 and arm64 Linux. A buffer ends where its page ends, with nothing
 // mapped behind: whoever reads on is stopped.
 
-enum { BINDINGS = 31, PARAMS = 20, RECORDS = 4096, PAGE = 16384 };
+enum { BINDINGS = 31, PARAMS = 24, RECORDS = 4096, PAGE = 16384 };
 enum { P_BUFFER, P_SHARED, KINDS = 7 };          // a kernel's parameters:
 static const char *const soft_kinds[KINDS] = {
     "buffer", "shared_memory", "threadgroup_position_in_grid", "thread_index_in_threadgroup",
@@ -2639,9 +2639,9 @@ HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
     for (int i = 0; i < f->n_params; i++)
         v[i] = f->param[i].kind ? of[f->param[i].kind] : (intptr_t)r->bind[f->param[i].index].p;
     typedef intptr_t W;
-    ((void (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W))f->p)(
+    ((void (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W))f->p)(
         v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
-        v[14], v[15], v[16], v[17], v[18], v[19]);
+        v[14], v[15], v[16], v[17], v[18], v[19], v[20], v[21], v[22], v[23]);
 }
 
 static const char *soft_ready(SoftRun *r) {   // set function constants; is all bound?
@@ -2814,19 +2814,8 @@ enum { RECORDER = 1 };
 
 // ---- kernels ----
 
-// pairs of the first n_rot values turn, each by the cosine and sine of an angle
-static void reference_rope(double *out, const double *x, int n, int n_rot, int pairing,
-                           const float *turn) {
-    memcpy(out, x, n * sizeof *x);
-    bool pairs = pairing == ROPE_PAIRS;
-    for (int p = 0; pairing != ROPE_NONE && p < n_rot / 2; p++) {
-        int a = pairs ? 2 * p : p, b = pairs ? a + 1 : a + n_rot / 2;
-        out[a] = x[a] * turn[2 * p] - x[b] * turn[2 * p + 1];
-        out[b] = x[a] * turn[2 * p + 1] + x[b] * turn[2 * p];
-    }
-}
-
-// row r of factor * (w's scale * (w . x) + w's bias); size, or NULL: the sum of the absolute products
+// row r of factor * (w's scale * (w . x) + w's bias); size, or NULL: the sum of the absolute
+// products
 static double reference_row(const RandomMatrix *w, int r, const double *x, double factor,
                             double *size) {
     const float *f = w->f + r * w->m.cols;
@@ -3061,17 +3050,19 @@ static void kernel_block(Gpu *g, int type) {
 }
 
 // Attention: rows of an old ring, then n new tokens through rope and attention, or (n >= 8)
-// flash_attention, or (n = 1) the fused kernel. Rows that are empty hold NaN.
-static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd hd pos n rows window keep
-    {"", 4, 2, 128, 128, 0, 1, 20, 16, 0, true, .n_rot = 128, ROPE_HALVES, .normed = true},
+// flash_attention, or (n = 1) the fused kernel. Rows that are empty hold NaN. Letters: q k norm of
+// the heads of Q, of K  w of all at once  o each head its own  b with bias  c LayerNorm  l after
+// RoPE  g gated  t temperature  m limited to -1 .. 1
+static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd vd pos n rows window keep
+    {"qk", 4, 2, 128, 128, 0, 1, 20, 16, 0, true, .n_rot = 128, ROPE_HALVES},
     {"", 4, 2, 32, 32, 77, 1, 30, 21, 3, true, .n_rot = 32, ROPE_PAIRS},
-    {"", 2, 1, 64, 64, 150, 1, 160, 140, 0, true, true, false, 5, 32, ROPE_HALVES, .normed = true},
+    {"qk", 2, 1, 64, 64, 150, 1, 160, 140, 0, true, true, false, 5, 32, ROPE_HALVES},
     {"", 2, 2, 96, 96, 9, 1, 40, 5, 2, true, true, .n_rot = 96, ROPE_HALVES},
-    {"", 1, 1, 256, 256, 5, 1, 16, 16, 0, true, false, false, 20, 256, ROPE_NONE, false},
-    {"", 4, 2, 96, 96, 31, 5, 29, 20, 4, true, true, .n_rot = 48, ROPE_PAIRS, .normed = true},
+    {"", 1, 1, 256, 256, 5, 1, 16, 16, 0, true, false, false, 20, 256, ROPE_NONE},
+    {"qk", 4, 2, 96, 96, 31, 5, 29, 20, 4, true, true, .n_rot = 48, ROPE_PAIRS},
     {"", 4, 2, 32, 32, 0, 37, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
-    {"", 2, 1, 64, 64, 100, 37, 103, 50, 6, true, true, false, 5, 64, ROPE_HALVES, .normed = true},
-    {"", 2, 2, 128, 128, 40, 9, 50, 24, 0, true, .n_rot = 96, ROPE_HALVES, .normed = true},
+    {"qk", 2, 1, 64, 64, 100, 37, 103, 50, 6, true, true, false, 5, 64, ROPE_HALVES},
+    {"qk", 2, 2, 128, 128, 40, 9, 50, 24, 0, true, .n_rot = 96, ROPE_HALVES},
     {"", 2, 1, 32, 32, 0, 19, 30, 8, 0, false, .n_rot = 32, ROPE_NONE},
     {"", 1, 1, 256, 256, 10, 8, 40, 64, 0, true, .n_rot = 256, ROPE_HALVES},
     {"", 2, 1, 32, 32, 5, 1, 16, 0, 0, true, .n_rot = 32, ROPE_PAIRS},   // sees nothing
@@ -3079,71 +3070,116 @@ static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd hd pos n rows wi
     // the first of rows 0..31, and the first of rows 32..63
     {"", 2, 1, 32, 32, 130, 9, 80, 5, 1, true, .n_rot = 32, ROPE_PAIRS},
     {"", 2, 1, 32, 32, 24, 9, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
+    // wide groups, other sizes, and what is rare
+    {"", 8, 2, 80, 48, 40, 1, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
+    {"", 8, 2, 80, 48, 40, 9, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
+    {"gm", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"gm", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"qklct", 14, 2, 12, 8, 33, 1, 40, 40, 0, true, true, .n_rot = 12, ROPE_HALVES},
+    {"qklct", 14, 2, 12, 8, 33, 9, 50, 50, 0, true, true, .n_rot = 12, ROPE_HALVES},
+    {"", 32, 2, 4, 20, 33, 1, 40, 40, 0, true, false, true, .n_rot = 4, ROPE_HALVES},
+    {"", 32, 2, 4, 20, 33, 9, 50, 50, 0, true, false, true, 5, .n_rot = 4, ROPE_HALVES},
+    {"", 142, 2, 4, 4, 20, 1, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
+    {"", 142, 2, 4, 4, 20, 8, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
+    {"qwmb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
+    {"kwgbc", 4, 2, 20, 20, 33, 5, 40, 40, 0, true, .n_rot = 12, ROPE_HALVES},
+    {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
+    {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
+    {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
+    // long rings, in slices
+    {"g", 2, 1, 16, 16, 900, 1, 620, 700, 2, true, true, .n_rot = 16, ROPE_HALVES},
+    {"t", 5, 1, 64, 4, 600, 1, 900, 90, 0, true, false, true, .n_rot = 16, ROPE_PAIRS},
 };
 
-static void naive_head(const AttentionCase *t, const float *x, const Norm *norm, const float *turn,
-                       double *out) {
-    double v[256];
-    reference_norm(v, x, t->hd, norm->w ? norm : NULL, RMS, 1e-5);
-    reference_rope(out, v, t->hd, t->n_rot, t->pairing, turn);
+static float *lab_copy(Gpu *g, const float *x, size_t n) {
+    return memcpy(lab_bytes(g, n * sizeof *x), x, n * sizeof *x);
+}
+
+static void lab_compare_floats(const char *name, const float *got, const float *want, size_t n,
+                               double limit) {
+    double *all = need(n * sizeof *all);
+    for (size_t i = 0; i < n; i++) all[i] = want[i];
+    lab_compare(name, -1, got, all, NULL, n, limit);
+}
+
+static void lab_compare_ring(const char *name, const uint16_t *got, const uint16_t *want,
+                             const Cache *c, int n_kv, int dim) {
+    double e = 0;
+    for (int i = 0; i < n_kv * c->rows * dim; i++)
+        if (c->pos[i / dim % c->rows] >= 0)
+            e = fmax(e, fabs(half_value(got[i]) - half_value(want[i])));
+    LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
 }
 
 static void lab_attention(Gpu *g, const AttentionCase *t) {
-    int hd = t->hd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows * hd;
-    int all = n * H * hd;
+    int hd = t->hd, vd = t->vd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows;
+    bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
     Lab x = lab(g);
-    Attention a = attention_of(t);   // what is wanted: q, k and v as they will be
-    float loud = t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1, whatever its score
-    double *q = need(all * sizeof *q), head[256], e = 0;
-    Cache c = {lab_bytes(g, 2 * ring), lab_bytes(g, 2 * ring), lab_bytes(g, 4 * t->rows), t->rows,
-               t->window, t->keep, NULL, NULL};
-    memcpy(c.pos, a.pos_k, 4 * t->rows);
-    for (int i = 0; i < ring; i++) {
-        bool empty = c.pos[i / hd % t->rows] < 0;
-        c.k[i] = empty ? 0x7e00 : a.k[i];
-        c.v[i] = empty ? 0x7e00 : a.v[i];
-    }
+    Attention a = attention_of(t);   // k, v and pos_k will be the CPU's ring
     Config *config = &x.m.config;
+    Cache c = {lab_bytes(g, 2 * ring * hd), lab_bytes(g, 2 * ring * vd), lab_bytes(g, 4 * t->rows),
+               t->rows, t->window, t->keep, NULL, NULL}, want = c;
+    want.k = (uint16_t *)a.k;
+    want.v = (uint16_t *)a.v;
+    want.pos = (int32_t *)a.pos_k;
+    memcpy(c.pos, a.pos_k, 4 * t->rows);
+    for (int i = 0; i < ring * hd; i++) c.k[i] = c.pos[i / hd % t->rows] < 0 ? 0x7e00 : a.k[i];
+    for (int i = 0; i < ring * vd; i++) c.v[i] = c.pos[i / vd % t->rows] < 0 ? 0x7e00 : a.v[i];
+    x.arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
+    x.arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
+    config->arch = &x.arch;
     config->rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing;   // the layer has none
-    config->hd = config->vd = hd;
+    config->hd = hd;
+    config->vd = vd;
     config->n_rot = t->n_rot;
     config->attn_cap = t->softcap;
     config->causal = t->causal;
-    x.w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE};
-    if (t->normed) x.w.q_norm = (Norm){lab_floats(g, hd, loud), NULL, hd, hd};
-    if (t->normed) x.w.k_norm = lab_norm(g, hd, hd);
-    if (t->sinks) a.sinks = x.w.sinks = lab_floats(g, H, 3);
-    a.scale = config->attn_scale;
-    x.s = (Session){.cache = &c, .pos = t->pos, .q = lab_floats(g, all, 1),
-                    .k = lab_floats(g, n * KV * hd, 1), .v = lab_floats(g, n * KV * hd, 1),
-                    .att = lab_floats(g, all, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    float *want_q = (float *)a.q;
-    uint16_t *want_k = (uint16_t *)a.k, *want_v = (uint16_t *)a.v;
-    for (int i = 0; i < n * (H + KV); i++) {   // rotated queries; new keys and values in their rows
-        int token = i / (H + KV), h = i % (H + KV), kv = h - H;
-        bool query = h < H;
-        size_t from = (query ? token * H + h : token * KV + kv) * hd,
-               at = (kv * t->rows + cache_row(&c, t->pos + token)) * hd;
-        naive_head(t, (query ? x.s.q : x.s.k) + from, query ? &x.w.q_norm : &x.w.k_norm,
-                   x.s.angles[0] + token * t->n_rot, head);
-        for (int j = 0; j < hd; j++) {
-            if (query) q[from + j] = want_q[from + j] = head[j];
-            if (query) continue;
-            want_k[at + j] = quant_f32_to_f16(head[j]);
-            want_v[at + j] = quant_f32_to_f16(x.s.v[from + j]);
-        }
+    config->alibi = t->slopes;
+    config->clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0;
+    config->temp_scale = strchr(t->what, 't') ? 0.7f : 0;
+    config->n_ctx_orig = 8;
+    x.m.layers = &x.w;
+    x.w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE,
+                  .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd};
+    for (int k = 0; k < 2; k++) {
+        int heads = k ? KV : H, size = whole || own ? heads * hd : hd;
+        float loud = k == 0 && t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1
+        if (strchr(t->what, "qk"[k]))
+            *(k ? &x.w.k_norm : &x.w.q_norm) = (Norm){lab_floats(g, size, loud),
+                strchr(t->what, 'b') ? lab_floats(g, size, 1) : NULL, size, whole ? 0 : hd};
     }
-    const char *name = text_of("%s, case %d", n >= 8 ? "flash_attention" : "attention",
+    if (t->sinks) a.sinks = x.w.sinks = lab_floats(g, H, 3);
+    if (t->slopes) a.slopes = lab_copy(g, a.slopes, H);
+    a.scale = config->attn_scale;
+    x.s = (Session){.cache = &c, .pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
+                    .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
+                    .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
+                    .z = lab_floats(g, n * H * hd, 1), .slopes = (float *)a.slopes,
+                    .angles = {lab_floats(g, n * t->n_rot, 1)}};
+    g->parts = lab_floats(g, H * attention_slices(t->rows) * (vd + 2), 1);
+    Session cpu = x.s;
+    cpu.m = &x.m;
+    cpu.cache = &want;
+    cpu.q = lab_copy(g, x.s.q, n * H * hd);
+    cpu.k = lab_copy(g, x.s.k, n * KV * hd);
+    cpu.v = lab_copy(g, x.s.v, n * KV * vd);
+    cpu.att = lab_floats(g, n * H * vd, 1);
+    for (int i = 0; i < n; i++) {
+        if (gated) split_gate_row((Task){.ctx = &cpu, .i = i});
+        qkv_row((Task){.ctx = &cpu, .i = i});
+    }
+    a.q = cpu.q;
+    a.out = cpu.att;
+    plain_attention(&a, need(a.rows * sizeof(float)));
+    for (int i = 0; gated && i < n; i++) gate_row((Task){.ctx = &cpu, .i = i});
+    const char *name = text_of("%s, case %d", n >= FLASH_MIN ? "flash_attention" : "attention",
                                (int)(t - GPU_ATTENTION));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
-    lab_compare(name, -1, x.s.att, attention_wanted(a), NULL, all, n >= 8 ? 2e-3 : 3e-4);
-    if (n > 1) lab_compare("rope", -1, x.s.q, q, NULL, all, 1e-5);
-    for (int i = 0; i < ring; i++)
-        if (c.pos[i / hd % t->rows] >= 0)
-            e = fmax(e, fmax(fabs(half_value(c.k[i]) - half_value(a.k[i])),
-                             fabs(half_value(c.v[i]) - half_value(a.v[i]))));
-    LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
+    lab_compare_floats(name, x.s.att, cpu.att, n * H * vd, n >= FLASH_MIN ? 2e-3 : 3e-4);
+    if (n > 1 && !gated) lab_compare_floats("rope", x.s.q, cpu.q, n * H * hd, 1e-5);
+    lab_compare_ring(name, c.k, want.k, &c, KV, hd);
+    lab_compare_ring(name, c.v, want.v, &c, KV, vd);
 }
 
 static void kernel_attention(Gpu *g, int unused) {
@@ -3427,10 +3463,11 @@ static void kernel_argmax(Gpu *g, int unused) {
 // What must have run, as the recorder saw it: variants of kernels, and how many formats of each.
 static const struct { const char *name; int formats; } VARIANTS[] = {
     {"embed", 28}, {"gemv", 28}, {"gemv glu", 28}, {"gemm", 28}, {"gemm few", 28},
-    {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
-    {"rope", 1}, {"attention", 1}, {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1},
-    {"experts_up", 28}, {"experts_down", 28}, {"gemm experts", 2}, {"gemm experts few", 26},
-    {"sort_choices", 1}, {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
+    {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1}, {"norm centred", 1},
+    {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1}, {"flash_attention", 1},
+    {"argmax", 1}, {"choose_experts", 1}, {"experts_up", 28}, {"experts_down", 28},
+    {"gemm experts", 2}, {"gemm experts few", 26}, {"sort_choices", 1}, {"weigh_experts", 1},
+    {"delta_conv", 1}, {"delta_rule", 1},
 };
 enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
@@ -3441,9 +3478,11 @@ static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
         bool glu = !strcmp(f->name, "gemv") && f->constant[C_EPILOGUE].value == EPILOGUE_GLU;
         char name[64];
         bool experts = !strcmp(f->name, "gemm") && f->constant[C_EXPERTS].value;
-        snprintf(name, sizeof name, "%s%s%s%s%s", f->name, f->constant[C_INT8].value ? " int8" : "",
-                 experts ? " experts" : "",
-                 f->constant[C_TILE_TOKENS].value == GEMM_FEW ? " few" : "", glu ? " glu" : "");
+        bool centred = !strcmp(f->name, "norm") && f->constant[C_CENTRED].value;
+        snprintf(name, sizeof name, "%s%s%s%s%s%s", f->name,
+                 f->constant[C_INT8].value ? " int8" : "", experts ? " experts" : "",
+                 f->constant[C_TILE_TOKENS].value == GEMM_FEW ? " few" : "", glu ? " glu" : "",
+                 centred ? " centred" : "");
         for (int v = 0; v < N_VARIANTS; v++)
             for (int t = 0; t < N_FORMATS && !strcmp(VARIANTS[v].name, name); t++)
                 ran[v][t] |= f->constant[C_FORMAT_0].value == FORMATS[t];
@@ -3689,7 +3728,7 @@ static void test_metal_models(void) {
 // have other sizes: the GPU equals the CPU, or leaves the model to it with one line. The deep ones
 // take several command buffers.
 static void test_metal_shapes(void) {
-    enum { N = 20, TAKEN = 15 };
+    enum { N = 20, TAKEN = 17 };
     int taken = 0, tried = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof *SHAPES; i++) {
         int32_t ids[N];
@@ -3772,14 +3811,12 @@ static void test_metal_failures(void) {
     for (size_t i = 0; RECORDER && i < sizeof FAILURES / sizeof *FAILURES; i++)
         for (int later = -1; later < (FAILURES[i].later ? 4 : 0); later++)
             lab_failure(m, i, later, want);
-    Model other = *m;
-    other.n_owned = 1;
-    CHECK(gpu_lacks(&other), "vectors outside the file on the GPU");
-    for (int hd = 32; hd <= 288; hd += 16) {
+    Model other;
+    for (int hd = 80; hd < 280; hd += 6) {
         other = *m;
         other.config.hd = other.config.vd = hd;
         bool refused = !strcmp(gpu_lacks(&other) ? gpu_lacks(&other) : "", "head size");
-        CHECK(refused == (hd % 32 || hd > 256), "heads of %d", hd);
+        CHECK(refused == (hd % 4 || hd > 256), "heads of %d", hd);
     }
     for (int i = 0; i < 6; i++) {
         Session s;
@@ -3813,16 +3850,17 @@ typedef unsigned int uint, uint32_t;
 typedef unsigned long ulong, uint64_t, size_t;
 typedef long int64_t;
 typedef _Float16 half;
+typedef half half4 __attribute__((ext_vector_type(4)));
 struct ulong2 { ulong2(ulong); };
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 template <class T, class U> T as_type(U);
 
-#define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T);   // an int with a uint is ambiguous
+#define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T); T abs(T);   // an int with a uint is ambiguous
 EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
 #define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T); \
-    T log(T);
+    T log(T); T floor(T);
 REAL(half) REAL(float)
 #define LANES(T) T simd_sum(T); T simd_max(T); T simd_min(T); T simd_shuffle(T, ushort); \
     T simd_shuffle_xor(T, ushort);
