@@ -286,20 +286,45 @@ static inline void group_weights(int format, device const uchar *row, int g, int
         for (int i = 16 * h; i < 16 * h + 16; i++) w[i] = d[h] * (float)q[i] + m[h];
 }
 
+// A norm that x passes through on its way into a product: (x - mean) * scale * w + bias. Of a plain
+// RMSNorm the scale is 1 here, because the sum of squares comes with the product, and the caller
+// divides by its root. Others, norm_first, need mean and scale beforehand.
+struct row_norm { device const float *w, *bias; float mean, scale; };
+
+static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
+
+static inline float normed(float v, int i, thread const struct row_norm *norm) {
+    if (norm_first()) v = (v - norm->mean) * norm->scale;
+    if (NORMED & NORM_WEIGHTS) v *= norm->w[i];
+    return NORMED & NORM_BIAS ? v + norm->bias[i] : v;
+}
+
+// the mean and scale for x[cols], in every lane; twice through x, as in the kernel norm
+static inline struct row_norm row_norm(device const float *x, device const float *w,
+        device const float *bias, int cols, float eps, uint lane) {
+    struct row_norm n = {w, bias, 0.0f, 1.0f};
+    float square = 0.0f;
+    if (!norm_first()) return n;
+    for (int i = lane; CENTRED && i < cols; i += SIMD_LANES) n.mean += x[i];
+    n.mean = simd_sum(n.mean) / (float)cols;
+    for (int i = lane; i < cols; i += SIMD_LANES) square += (x[i] - n.mean) * (x[i] - n.mean);
+    n.scale = rsqrt(simd_sum(square) / (float)cols + eps);
+    return n;
+}
+
 // Adds a lane's share, every 32nd group, of the products of R rows of W with x:
-//   sum[r] += sum of w[r][i] * x[i] (NORMED: * norm[i]),   *square += sum of x[i] * x[i]
-// So an RMSNorm of x needs no pass of its own: the caller adds `square` up over the lanes and
-// divides the finished sums by the RMS. The sums of 16 x, which a group's offsets multiply, are
+//   sum[r] += sum of w[r][i] * normed(x[i]),   *square += sum of x[i] * x[i]
+// The sums of 16 x, which a group's offsets multiply, are
 // computed once for all R rows. Rows past `last` repeat it; the caller ignores them.
 static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, device const float *norm, int cols, uint lane, thread float *sum,
-        thread float *square) {
+        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
+        thread float *sum, thread float *square) {
     for (int g = lane; g * 32 < cols; g += SIMD_LANES) {
         float xs[32], xsum[2] = {0.0f, 0.0f};
         for (int i = 0; i < 32; i++) {
             float v = RAGGED && 32 * g + i >= cols ? 0.0f : x[32 * g + i];
             *square += v * v;
-            if (NORMED && (!RAGGED || 32 * g + i < cols)) v *= norm[32 * g + i];
+            if (!RAGGED || 32 * g + i < cols) v = normed(v, 32 * g + i, norm);
             xs[i] = v;
             xsum[i / 16] += v;
         }
@@ -440,8 +465,8 @@ kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buf
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column from the
-// cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would cost more.
+// Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column (LayerNorm:
+// 16) from the cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would cost more.
 
 // rows of a unit; with the GLU, those of up are gate's; experts have those of the first matrix
 static inline int unit_rows(int format) {
@@ -451,14 +476,15 @@ static inline int unit_rows(int format) {
 // v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
 // matrix `part`
 static inline void gemv_product(int format, int part, int unit, device const uchar *w,
-        device const float *bias, float scale, device const float *x, device const float *norm,
-        constant struct gemv_args *a, uint lane, thread float *v) {
+        device const float *bias, float scale, device const float *x,
+        thread const struct row_norm *norm, constant struct gemv_args *a, uint lane,
+        thread float *v) {
     int R = unit_rows(format), row = unit * R, last = a->w[part].rows - 1 - row;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
     scale *= a->w[part].scale;
     rows_dot(format, R, w + a->w[part].start + (ulong)row * a->w[part].row_bytes,
              a->w[part].row_bytes, last, x, norm, a->cols, lane, sum, &square);
-    if (NORMED) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
+    if (NORMED && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
     for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
         if (BIASES >> part & 1) v[r] += bias[row + min(r, last)];
@@ -468,8 +494,9 @@ static inline void gemv_product(int format, int part, int unit, device const uch
 
 // y = that, with the epilogue: gate[R] is the GLU's other factor, other[rows] what is added to
 static inline void gemv_unit(int format, int part, int unit, device const uchar *w,
-        device const float *bias, float scale, device const float *x, device const float *norm,
-        thread const float *gate, device const float *other, device float *y,
+        device const float *bias, float scale, device const float *x,
+        thread const struct row_norm *norm, thread const float *gate, device const float *other,
+        device float *y,
         constant struct gemv_args *a, uint lane) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
@@ -487,25 +514,26 @@ static inline void gemv_unit(int format, int part, int unit, device const uchar 
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const float *norm [[buffer(7)]],
+        device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
         device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
-        constant struct gemv_args *a [[buffer(12)]],
+        device const float *norm_bias [[buffer(12)]], constant struct gemv_args *a [[buffer(13)]],
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, n0 = gemv_units(FORMAT_0, a->w[0].rows);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows), n2 = n1 + gemv_units(FORMAT_2, a->w[2].rows);
+    struct row_norm norm = row_norm(x, weights, norm_bias, a->cols, a->eps, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
         if (u >= n0) return;                              // a whole SIMD-group: no barrier follows
-        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, norm, a, lane, gate);
-        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, norm, gate, other, y0, a, lane);
+        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, gate);
+        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane);
     } else if (u < n0) {
-        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, norm, gate, other, y0, a, lane);
+        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, gate, other, y0, a, lane);
     } else if (u < n1) {
-        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, norm, gate, other, y1, a, lane);
+        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, &norm, gate, other, y1, a, lane);
     } else if (u < n2) {
-        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, norm, gate, other, y2, a, lane);
+        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, &norm, gate, other, y2, a, lane);
     }
 }
 
@@ -856,8 +884,9 @@ kernel void attention_merge(device const float *parts [[buffer(0)]],
 // (W x)[row] * scale by one SIMD-group
 static inline float block_row(int format, constant struct kernel_matrix *w, int row,
         device const uchar *data, device const float *x, int cols, uint lane) {
+    struct row_norm none = {x, x, 0.0f, 1.0f};
     float sum[1] = {0.0f}, unused = 0.0f;
-    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, x, cols,
+    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, &none, cols,
              lane, sum, &unused);
     return simd_sum(sum[0]) * w->scale;
 }
@@ -1345,13 +1374,15 @@ kernel void experts_up(device const uchar *gate [[buffer(0)]],
         device const uchar *up [[buffer(1)]], device const float *bias0 [[buffer(2)]],
         device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
         device const float *scale1 [[buffer(5)]], device const float *x [[buffer(6)]],
-        device const float *norm [[buffer(7)]], device const int *chosen [[buffer(8)]],
-        device float *y [[buffer(9)]], constant struct experts_args *a [[buffer(10)]],
+        device const float *weights [[buffer(7)]], device const float *norm_bias [[buffer(8)]],
+        device const int *chosen [[buffer(9)]], device float *y [[buffer(10)]],
+        constant struct experts_args *a [[buffer(11)]],
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     constant struct kernel_matrix *g = &a->each.w[0], *u = &a->each.w[1];
     int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
     if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
+    struct row_norm norm = row_norm(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
     int e = chosen[k];
     float s0 = SCALES & 1 ? scale0[e] : 1.0f, s1 = SCALES & 2 ? scale1[e] : 1.0f, v[GEMV_ROWS];
     gate += (ulong)e * g->step;
@@ -1359,8 +1390,8 @@ kernel void experts_up(device const uchar *gate [[buffer(0)]],
     bias0 += e * g->bias_step;
     bias1 += e * u->bias_step;
     y += (ulong)k * u->rows;
-    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, norm, &a->each, lane, v);
-    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, norm, v, x, y, &a->each, lane);
+    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, &norm, &a->each, lane, v);
+    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, &norm, v, x, y, &a->each, lane);
 }
 
 // y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
@@ -1379,18 +1410,19 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
     constant struct kernel_matrix *m = &a->each.w[0];
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    struct row_norm none = {up, up, 0.0f, 1.0f};
     if (row >= m->rows) return;                           // a whole SIMD-group: no barrier follows
     for (int k = 0; k < a->n_used; k++) {
         int e = chosen[k];
         gemv_product(FORMAT_0, 0, unit, down + (ulong)e * m->step, bias0 + e * m->bias_step,
-                     SCALES & 1 ? scale0[e] : 1.0f, up + (ulong)k * a->each.cols, up, &a->each,
-                     lane, v);
+                     SCALES & 1 ? scale0[e] : 1.0f, up + (ulong)k * a->each.cols, &none,
+                     &a->each, lane, v);
         for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
     }
     if (a->shared.cols) {
         float factor = a->weighed ? sigmoid(*route) : 1.0f;
-        gemv_product(FORMAT_1, 1, unit, shared_down, bias1, 1.0f, shared_up, up, &a->shared, lane,
-                     v);
+        gemv_product(FORMAT_1, 1, unit, shared_down, bias1, 1.0f, shared_up, &none, &a->shared,
+                     lane, v);
         for (int r = 0; r < R; r++) sum[r] += factor * v[r];
     }
     for (int r = 0; r < R; r++)

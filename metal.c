@@ -338,13 +338,17 @@ static void run_embed(Session *s, int n) {
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
+static int norm_bits(const Norm *w) {
+    return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
+}
+
 // y[n][cols] = norm(x), with the epilogue; kind: RMS, LAYERNORM or BARE
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
     struct norm_args a = {cols, s->m->config.eps, e.factor};
-    int bits = NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
     Dispatch d = {"norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
-                  NORM_FLOATS, {[C_NORMED] = bits, [C_CENTRED] = kind != RMS, [C_EPILOGUE] = e.kind}};
+                  NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
+                   [C_EPILOGUE] = e.kind}};
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
@@ -353,9 +357,10 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
                      Epilogue e) {
     struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = e.cap,
                           .factor = e.factor};
-    Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other}, 12, 0,
-                  GEMV_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = in.norm != NULL,
+    Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
+                           in.norm ? in.norm->b : NULL}, 13, 0, GEMV_SIMDGROUPS * SIMD_LANES, 0,
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm_bits(in.norm),
+                   [C_CENTRED] = in.norm && s->m->config.arch->norm != RMS,
                    [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
                    [C_ACTIVATION] = s->m->config.arch->act}};
     bool glu = e.kind == EPILOGUE_GLU;
@@ -413,11 +418,11 @@ static void run_products(Session *s, const Matrix *const *w, int k, Input in, fl
     for (int i = 0; i < k; i++) run_gemm(s, w[i], in.x, y[i], n, e, EXPERTS_NONE);
 }
 
-// norm(x), where the model has this norm: left to gemv if that can do it, or a dispatch, into h
+// norm(x), where the model has this norm: of one token left to gemv, of a chunk a dispatch, into h
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->arch->norm != BARE) return (Input){x, NULL};
-    if (n == 1 && c->arch->norm == RMS && !w->b) return (Input){x, w};
+    if (n == 1) return (Input){x, w};
     run_norm(s, x, w, c->arch->norm, c->dim, h, n, STORE);
     return (Input){h, NULL};
 }
@@ -427,7 +432,7 @@ static bool is_gated(const Config *c, const Layer *w) {   // a gate behind each 
 }
 
 // bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
-static int norm_bits(const Norm *norm, int which) {
+static int qk_bits(const Norm *norm, int which) {
     return !norm->w ? 0 : (norm->group ? 1 : 4) << which;
 }
 
@@ -441,7 +446,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
     int heads = attention_heads(w->n_head / w->n_kv), slices = n > 1 ? 1 : attention_slices(used);
     int parts = div_up(w->n_head / w->n_kv, heads) * w->n_kv * slices;   // threadgroups of a token
-    int nsg = attention_simdgroups(used, lanes), bits = norm_bits(qn, 0) | norm_bits(kn, 1);
+    int nsg = attention_simdgroups(used, lanes), bits = qk_bits(qn, 0) | qk_bits(kn, 1);
     struct attention_args a = {
         n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
         kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
@@ -518,11 +523,12 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
                                       c->eps, 0, 1}, .n_used = c->n_used};
     Dispatch u = {"experts_up", {matrix_base(&w->gate), matrix_base(up), w->gate.bias, up->bias,
                                  w->gate.scale, up->scale, in.x, in.norm ? in.norm->w : NULL,
-                                 s->chosen, g->up}, 10,
+                                 in.norm ? in.norm->b : NULL, s->chosen, g->up}, 11,
                   div_up(gemv_units(w->gate.type, up->rows) * c->n_used, GEMV_SIMDGROUPS),
                   GEMV_SIMDGROUPS * SIMD_LANES, 0,
                   {[C_FORMAT_0] = w->gate.type, up->type, [C_RAGGED] = c->dim % 32 != 0,
-                   [C_NORMED] = in.norm != NULL, [C_EPILOGUE] = EPILOGUE_GLU,
+                   [C_NORMED] = norm_bits(in.norm), [C_EPILOGUE] = EPILOGUE_GLU,
+                   [C_CENTRED] = in.norm && c->arch->norm != RMS,
                    [C_ACTIVATION] = c->arch->act, [C_EXPERTS] = EXPERTS_SORTED,
                    [C_BIASES] = (w->gate.bias != NULL) | (up->bias != NULL) << 1,
                    [C_SCALES] = (w->gate.scale != NULL) | (up->scale != NULL) << 1}};

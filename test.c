@@ -2944,6 +2944,9 @@ static void kernel_gemv(Gpu *g, int type) {
     const Matrix *m[3];
     Norm norm = lab_norm(g, cols, 0);
     x.arch.act = act;
+    x.arch.norm = type % 3;
+    if (type % 2) norm.b = lab_floats(g, cols, 1);
+    if (x.arch.norm == BARE) norm.w = NULL;
     for (int i = 0; i < 3; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
         w[i].m.bias = i == 1 ? NULL : lab_floats(g, rows[i], 1);
@@ -2955,7 +2958,7 @@ static void kernel_gemv(Gpu *g, int type) {
         bool add = k == EPILOGUE_ADD, glu = k == EPILOGUE_GLU;
         float cap = add ? 2 : 0, factor = glu ? 1 : 2;
         if (glu) w[1].m.bias = lab_floats(g, rows[1], 1);
-        reference_norm(xs, in, cols, add ? NULL : &norm, RMS, 1e-5);
+        reference_norm(xs, in, cols, add ? NULL : &norm, x.arch.norm, 1e-5);
         run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
                  (Input){in, add ? NULL : &norm}, y, (Epilogue){k, other, factor, cap});
         lab_end(&x, names[k]);
