@@ -131,7 +131,11 @@ struct kernel_matrix {
 struct embed_args { struct kernel_matrix w[3]; int32_t cols, pos; };
 struct norm_args { int32_t cols; float eps, factor; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
-struct gemv_args { struct kernel_matrix w[3]; int32_t cols; float eps, softcap, factor; };
+struct gemv_args {
+    struct kernel_matrix w[3];
+    int32_t cols, units, tokens;           // units: of all matrices
+    float eps, softcap, factor;
+};
 struct gemm_args {
     struct kernel_matrix w;
     int32_t cols, tokens;
@@ -510,7 +514,8 @@ static inline void gemv_unit(int format, int part, int unit, device const uchar 
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices of the same x (Q, K and V).
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
-// the GLU. They share nothing, so there is no threadgroup memory and no barrier.
+// the GLU. They share nothing, so there is no threadgroup memory and no barrier. Routers of experts
+// have it do this for each token of a chunk: gemm's halves would decide a near-tie otherwise.
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
@@ -521,18 +526,22 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int u = tg * nsg + sg, n0 = gemv_units(FORMAT_0, a->w[0].rows);
-    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows), n2 = n1 + gemv_units(FORMAT_2, a->w[2].rows);
+    int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
+    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
+    if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
+    u %= a->units;
+    x += (ulong)t * a->cols;
+    y0 += (ulong)t * a->w[0].rows;
+    y1 += (ulong)t * a->w[1].rows;
     struct row_norm norm = row_norm(x, weights, norm_bias, a->cols, a->eps, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
-        if (u >= n0) return;                              // a whole SIMD-group: no barrier follows
         gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, gate);
         gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane);
     } else if (u < n0) {
         gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, gate, other, y0, a, lane);
     } else if (u < n1) {
         gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, &norm, gate, other, y1, a, lane);
-    } else if (u < n2) {
+    } else {
         gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, &norm, gate, other, y2, a, lane);
     }
 }

@@ -352,10 +352,11 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y[i] = w[i] x for up to three matrices; or (EPILOGUE_GLU) y[0] = activation(w[0] x) * (w[1] x)
-static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
+// y[i][n] = w[i] x for up to three matrices (of several tokens two); or (EPILOGUE_GLU)
+// y[0] = activation(w[0] x) * (w[1] x)
+static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
                      Epilogue e) {
-    struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = e.cap,
+    struct gemv_args a = {.cols = w[0]->cols, .tokens = n, .eps = s->m->config.eps, .softcap = e.cap,
                           .factor = e.factor};
     Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
                            in.norm ? in.norm->b : NULL}, 13, 0, GEMV_SIMDGROUPS * SIMD_LANES, 0,
@@ -364,7 +365,6 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
                    [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
                    [C_ACTIVATION] = s->m->config.arch->act}};
     bool glu = e.kind == EPILOGUE_GLU;
-    int units = 0;
     for (int i = 0; i < k; i++) {
         a.w[i] = matrix_args(w[i]);
         d.bound[i] = matrix_base(w[i]);
@@ -372,9 +372,9 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
         d.bound[8 + i] = glu ? y[0] : y[i];
         d.constant[C_FORMAT_0 + i] = w[i]->type;
         d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
-        if (i == 0 || !glu) units += gemv_units(w[i]->type, w[i]->rows);
+        if (i == 0 || !glu) a.units += gemv_units(w[i]->type, w[i]->rows);
     }
-    d.groups = div_up(units, GEMV_SIMDGROUPS);
+    d.groups = div_up(a.units * n, GEMV_SIMDGROUPS);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
@@ -414,7 +414,7 @@ static void run_gemm(Session *s, const Matrix *w, const float *x, float *y, int 
 // y[i][n][rows] = w[i] times the input: one dispatch for one token, else k
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
                        Epilogue e) {
-    if (n == 1) return run_gemv(s, w, k, in, y, e);
+    if (n == 1) return run_gemv(s, w, k, in, y, 1, e);
     for (int i = 0; i < k; i++) run_gemm(s, w[i], in.x, y[i], n, e, EXPERTS_NONE);
 }
 
@@ -490,7 +490,7 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     const Matrix *pair[2] = {gate, up};
     Epilogue glu = {EPILOGUE_GLU, s->gate, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
     if (!gate->data) return run_products(s, &up, 1, in, &s->up, n, act);
-    if (n == 1) return run_gemv(s, pair, 2, in, &s->up, glu);
+    if (n == 1) return run_gemv(s, pair, 2, in, &s->up, 1, glu);
     run_products(s, &gate, 1, in, &s->gate, n, STORE);
     run_products(s, &up, 1, in, &s->up, n, glu);
 }
@@ -506,7 +506,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
                             c->gates_scale};
     Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                   SIMD_LANES, 0, {[C_BIASES] = w->router_bias != NULL}};
-    run_products(s, routers, 1 + (w->shared_router.data != NULL), in, to, n, STORE);
+    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), in, to, n, STORE);
     gpu_dispatch(g, &d, &a, sizeof a);
     if (w->shared_up.data) run_ffn(s, &w->shared_gate, &w->shared_up, in, n);
     if (n > 1) {
@@ -520,7 +520,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         return;
     }
     struct experts_args e = {.each = {{experts_matrix(&w->gate), experts_matrix(up)}, c->dim,
-                                      c->eps, 0, 1}, .n_used = c->n_used};
+                                      0, 1, c->eps, 0, 1}, .n_used = c->n_used};
     Dispatch u = {"experts_up", {matrix_base(&w->gate), matrix_base(up), w->gate.bias, up->bias,
                                  w->gate.scale, up->scale, in.x, in.norm ? in.norm->w : NULL,
                                  in.norm ? in.norm->b : NULL, s->chosen, g->up}, 11,
@@ -551,7 +551,7 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
         if (a.shared) run_gemm(s, shared, s->up, s->expert_out, n, STORE, EXPERTS_NONE);
         return gpu_dispatch(g, &d, &a, sizeof a);
     }
-    struct experts_args a = {.each = {{experts_matrix(&w->down)}, w->ff, 0, 0, e.factor},
+    struct experts_args a = {.each = {{experts_matrix(&w->down)}, w->ff, 0, 1, 0, 0, e.factor},
                              .n_used = c->n_used, .weighed = w->shared_router.data != NULL};
     Dispatch d = {"experts_down", {matrix_base(&w->down), NULL, w->down.bias, shared->bias,
                                    w->down.scale, g->up, s->up, s->chosen, s->weight, s->gathered,
@@ -563,7 +563,8 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
                    [C_BIASES] = (w->down.bias != NULL) | (shared->bias != NULL) << 1,
                    [C_SCALES] = w->down.scale != NULL}};
     if (shared->data) {
-        a.shared = (struct gemv_args){{{0}, matrix_args(shared)}, shared->cols, 0, 0, e.factor};
+        a.shared = (struct gemv_args){{{0}, matrix_args(shared)}, shared->cols, 0, 1, 0, 0,
+                                       e.factor};
         d.bound[1] = matrix_base(shared);
     }
     gpu_dispatch(g, &d, &a, sizeof a);

