@@ -82,8 +82,8 @@ enum {
     NORM_THREADS = 256, ARGMAX_THREADS = 1024,        // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at a time
-    ATTENTION_HEADS = 4,                              // at most, that share what they read
-    ATTENTION_SLICE = 256, ATTENTION_SLICES = 32,     // rows that pay a threadgroup; at most
+    ATTENTION_HEADS = 2,                              // share what they read; more cost registers
+    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // rows worth a threadgroup; these fill a GPU
     MERGE_THREADS = 128,
     BLOCK_DIM = 1024,                                 // threads, and the longest row of x
     GEMM_TOKENS = 32, GEMM_FEW = 8, GEMM_ROWS = 64,   // a tile: 32 x 64, or 8 x 64 for few tokens
@@ -139,9 +139,13 @@ static inline int gemv_rows(int format) {
 static inline int gemv_units(int format, int rows) { return div_up(rows, gemv_rows(format)); }
 static inline int gemm_tokens(int n) { return n > GEMM_FEW ? GEMM_TOKENS : GEMM_FEW; }
 
-// attention: the `group` query heads of a KV head are shared out evenly among threadgroups
+// attention: query heads of a threadgroup, of the `group` that has a KV head; and how many
+// threadgroups a token takes
 static inline int attention_heads(int group) {
-    return div_up(group, div_up(group, ATTENTION_HEADS));
+    return group < ATTENTION_HEADS ? group : ATTENTION_HEADS;
+}
+static inline int attention_parts(int n_head, int n_kv) {
+    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
 }
 
 // Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
@@ -155,10 +159,11 @@ static inline int attention_lanes(int head, int value) {
 // rows that a SIMD-group takes in one step
 static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
 
-// threadgroups that share a long ring; attention_merge adds up what they found
-static inline int attention_slices(int used) {
-    int slices = used / ATTENTION_SLICE < 1 ? 1 : used / ATTENTION_SLICE;
-    return slices < ATTENTION_SLICES ? slices : ATTENTION_SLICES;
+// threadgroups that share a ring, if it is long and there are only `parts` for a token otherwise
+static inline int attention_slices(int used, int parts) {
+    int slices = ATTENTION_FILL / parts;
+    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
+    return slices > 1 ? slices : 1;
 }
 
 static inline int attention_simdgroups(int used, int lanes) {   // for each step, up to the limit
@@ -168,7 +173,7 @@ static inline int attention_simdgroups(int used, int lanes) {   // for each step
 
 // memory for queries, a key, and each SIMD-group's output, maximum and sum
 static inline int attention_floats(int heads, int head, int value, int nsg) {
-    return (heads + 1) * head + nsg * (value + 2);
+    return (heads + 1) * head + nsg * heads * (value + 2);
 }
 
 // flash_attention: columns of a staged head as whole 8 x 8 matrices, from one row to the next (8
@@ -647,36 +652,47 @@ static inline void attention_newest(threadgroup const float *k, device const flo
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
 }
 
-// Merges one query's parts: first those of lanes with other rows, then the SIMD-groups'. The result
-// goes to out[VALUE_DIM]; or, where the ring has slices, o, m and sum go to part[VALUE_DIM + 2].
+// Merges the parts of lanes that had other rows, then, through threadgroup memory, those of the
+// SIMD-groups. The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and
+// sum of each head to out[n_head][slices][VALUE_DIM + 2].
 static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
-        device const float *sink, device const float *gate, device float *out, uint nsg, uint sg,
-        uint lane, constant struct attention_args *a) {
-    threadgroup float *os = shared, *ms = os + nsg * VALUE_DIM, *sums = ms + nsg;
-    float m = UNSEEN, sum = 0.0f;
-    for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
-        float other = simd_shuffle_xor(state->m, d), top = max(state->m, other);
-        float mine = exp2(state->m - top), theirs = exp2(other - top);
-        state->m = top;
-        state->sum = state->sum * mine + simd_shuffle_xor(state->sum, d) * theirs;
-        for (int e = 0; e < 8; e++)
-            state->o[e] = state->o[e] * mine + simd_shuffle_xor(state->o[e], d) * theirs;
+        device const float *q, device const float *sinks, device float *out, int head, int heads,
+        int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
+    threadgroup float *os = shared, *ms = os + nsg * QUERY_HEADS * VALUE_DIM;
+    threadgroup float *sums = ms + nsg * QUERY_HEADS;
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        thread struct softmax_state *part = &state[h];
+        int at = sg * QUERY_HEADS + h;
+        for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
+            float other = simd_shuffle_xor(part->m, d), top = max(part->m, other);
+            float mine = exp2(part->m - top), theirs = exp2(other - top);
+            part->m = top;
+            part->sum = part->sum * mine + simd_shuffle_xor(part->sum, d) * theirs;
+            QUANT_UNROLL for (int e = 0; e < 8; e++)
+                part->o[e] = part->o[e] * mine + simd_shuffle_xor(part->o[e], d) * theirs;
+        }
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
+                os[at * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = part->o[e];
+        if (lane == 0) ms[at] = part->m;
+        if (lane == 0) sums[at] = part->sum;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the query before has been merged
-    for (int e = 0; e < 8; e++)
-        if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
-            os[sg * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = state->o[e];
-    if (lane == 0) ms[sg] = state->m;
-    if (lane == 0) sums[sg] = state->sum;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's part is there
-    for (uint i = 0; i < nsg; i++) m = max(m, ms[i]);
-    for (uint i = 0; i < nsg; i++) sum += sums[i] * exp2(ms[i] - m);
-    for (int e = sg * SIMD_LANES + lane; e < VALUE_DIM; e += nsg * SIMD_LANES) {
-        float o = 0.0f;
-        for (uint i = 0; i < nsg; i++) o += os[i * VALUE_DIM + e] * exp2(ms[i] - m);
-        out[e] = a->slices > 1 ? o : attention_value(o, m, sum, sink, gate + e, a);
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's parts are there
+    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM, all = nsg * QUERY_HEADS;
+    for (int i = sg * SIMD_LANES + lane; i < heads * VALUE_DIM; i += nsg * SIMD_LANES) {
+        int h = i / VALUE_DIM, e = i % VALUE_DIM;
+        float m = UNSEEN, sum = 0.0f, o = 0.0f;
+        for (int j = h; j < all; j += QUERY_HEADS) m = max(m, ms[j]);
+        for (int j = h; j < all; j += QUERY_HEADS) {
+            float weight = exp2(ms[j] - m);
+            sum += sums[j] * weight;
+            o += os[j * VALUE_DIM + e] * weight;
+        }
+        device float *to = out + ((ulong)(head + h) * a->slices + slice) * size;
+        device const float *gate = q + h * query_step() + HEAD_DIM + e;
+        to[e] = a->slices > 1 ? o : attention_value(o, m, sum, sinks + h, gate, a);
+        if (a->slices > 1 && e < 2) to[VALUE_DIM + e] = e == 0 ? m : sum;
     }
-    if (a->slices > 1 && sg == 0 && lane < 2) out[VALUE_DIM + lane] = lane == 0 ? m : sum;
 }
 
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q k) * v, for few queries.
@@ -712,7 +728,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     v += (ulong)kv * a->rows * VALUE_DIM;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    for (int i = sg; FUSED && i <= QUERY_HEADS; i += nsg) {
+    for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
         int h = min(head + i, last);
         if (i == QUERY_HEADS)
             head_stage(1, k_new, k_norm + kv * a->k_step, k_bias + kv * a->k_step, angles, a, lane,
@@ -743,14 +759,9 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
     for (int r = (slice * nsg + sg) * rows; r < a->used; r += a->slices * nsg * rows)
         attention_rows(k, v, pos_k, pos, slot, r, slope, a, lane, state);
-    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
-        if (head + h > last) continue;                    // the whole threadgroup
-        int to = t * a->n_head + head + h;
-        ulong at = a->slices > 1 ? (ulong)(to * a->slices + slice) * (VALUE_DIM + 2)
-                                 : (ulong)to * VALUE_DIM;
-        attention_output(&state[h], ks + HEAD_DIM, sinks + head + h,
-                         q + (head + h) * query_step() + HEAD_DIM, out + at, nsg, sg, lane, a);
-    }
+    attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head, out,
+                     t * a->n_head + head, min(QUERY_HEADS, last + 1 - head), slice, nsg, sg, lane,
+                     a);
 }
 
 // One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
@@ -1156,7 +1167,8 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
     threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
     threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
     threadgroup half *probabilities = (threadgroup half *)(diagonal + 8 * 8);
-    int head = tg % a->n_head, t0 = tg / a->n_head * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
+    int head = tg % a->n_head, tiles = div_up(a->n, FLASH_QUERIES);
+    int t0 = (tiles - 1 - (int)tg / a->n_head) * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
     int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
     int group = a->n_head / a->n_kv, key, ahead = (int)lane < a->used ? pos_k[lane] : -1;
     simdgroup_half8x8 mq[HEAD_MAX / 8];

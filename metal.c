@@ -111,7 +111,7 @@ typedef struct {
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
     int8_t *codes;              // [chunk][widest input] if int8 is asked for, else NULL
     float *scales;              // [chunk][widest input / 32][3], for quantize
-    float *parts;               // [n_head][ATTENTION_SLICES][vd + 2] of a long ring
+    float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
     const float *best_of;       // the logits whose argmax `best` is, or NULL
     char why[200];              // what went wrong first, or empty
 } Gpu;
@@ -376,9 +376,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm;
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
-    int heads = attention_heads(w->n_head / w->n_kv), slices = n > 1 ? 1 : attention_slices(used);
-    int parts = div_up(w->n_head / w->n_kv, heads) * w->n_kv * slices;   // threadgroups of a token
-    int nsg = attention_simdgroups(used, lanes), bits = norm_bits(qn, 0) | norm_bits(kn, 1);
+    int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
+    int slices = n > 1 ? 1 : attention_slices(used, parts);
+    int nsg = attention_simdgroups(div_up(used, slices), lanes), bits = norm_bits(qn, 0) | norm_bits(kn, 1);
     struct attention_args a = {
         n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
         kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
@@ -400,7 +400,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
                                 angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
-                  (size_t)n * parts, nsg * SIMD_LANES, attention_floats(heads, c->hd, c->vd, nsg),
+                  (size_t)n * parts * slices, nsg * SIMD_LANES, attention_floats(heads, c->hd, c->vd, nsg),
                   {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
@@ -572,8 +572,9 @@ static bool share_all(Session *s) {
     wide = (wide + 31) / 32 * 32;   // columns of the widest input, as whole groups
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        size_t slices = attention_slices(s->cache[l].rows) * (s->m->config.vd + 2);
-        if (w->n_head * slices > parts) parts = w->n_head * slices;
+        size_t heads = w->n_head * (s->m->config.vd + 2);
+        heads *= attention_slices(s->cache[l].rows, attention_parts(w->n_head, w->n_kv));
+        if (heads > parts) parts = heads;
     }
     g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)) + 4 * parts);
     bool ok = g->best != NULL;

@@ -3118,7 +3118,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
                     .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
                     .z = lab_floats(g, n * H * hd, 1), .slopes = (float *)a.slopes,
                     .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    g->parts = lab_floats(g, H * attention_slices(t->rows) * (vd + 2), 1);
+    g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
     Session cpu = x.s;
     cpu.m = &x.m;
     cpu.cache = &want;
@@ -3693,10 +3693,15 @@ static const char *const MISTAKES[][3] = {
     {"div_up(w->rows, GEMM_ROWS)", "", "w->rows / GEMM_ROWS"}, {"div_up(n, tile)", "", "n / tile"},
     {"a.cols % 32 != 0", ",\n                   [C_BIASES]", "0"},
     {"w->bias != NULL", ", [C_EPILOGUE]", "0"}, {"m[i]->cols % 32 != 0", ";", "0"},
-    {"w->sinks != NULL", "", "0"}, {"kv->window", ", kv->keep", "kv->rows"},
-    {"kv->keep", ", c->eps", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
-    {"w->rotated", " ? c->rope", "true"}, {"q_norm != NULL", ",", "0"},
-    {"n == 1", ", [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
+    {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
+    {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
+    {"w->rotated", " ? c->rope", "true"}, {"norm->group ? 1 : 4", "", "1"},
+    {"n == 1", ",\n                     [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
+    {"qn->n > c->hd ? c->hd : 0", "", "0"}, {"kn->n > c->hd ? c->hd : 0", "", "0"},
+    {"c->clamp_qkv", "", "0"}, {"c->temp_scale", "", "0"}, {"c->n_ctx_orig", "}", "9"},
+    {"(c->arch->flags & QK_NORM_LATE) != 0", "", "0"}, {"c->arch->norm != RMS", ",", "0"},
+    {"(qn->b != NULL)", "", "0"}, {"(kn->b != NULL)", "", "0"}, {"q != s->q", "", "0"},
+    {"c->alibi", " > 0, [C_FUSED]", "0"}, {"slices", " > 1 ? g->parts", "0"},
     {"s->m->config.arch->act", "}};", "0"}, {"c->arch->act", "}};", "1"},
     {"post->w", " ? EPILOGUE", "0"}, {"c->logit_cap", ", c->logit_scale);\n    } else", "0"},
     {"n == 1", " ? y : NULL", "1"}, {"live", " && i < n", "true"},
@@ -3705,7 +3710,16 @@ static const char *const MISTAKES[][3] = {
     {"w->attn_post_norm.w || w->ffn_post_norm.w", ";", "false"},
     {"c->residual_scale != 1", "", "0"}, {"m->n_owned", "", "0"},
 };
-enum { N_MISTAKES = sizeof MISTAKES / sizeof *MISTAKES };
+
+// the same of kernels.metal; the first three read wrong KV heads for groups above 2
+static const char *const KERNEL_MISTAKES[][3] = {
+    {"unit / parts % a->n_kv", "", "unit % a->n_kv"},
+    {"head / group", ") * a->rows * HEAD_DIM", "min(head / 2, a->n_kv - 1)"},
+    {"head / group", ") * a->rows * VALUE_DIM", "min(head / 2, a->n_kv - 1)"},
+    {"QK_NORMED >> which & 4 ? 0.0f : a->limit", "", "a->limit"}, {"exp(-*gate)", "", "0.0f"},
+    {"slope * (float)far", "", "0.0f"}, {"floor((float)pos / a->n_ctx)", "", "pos / a->n_ctx"},
+    {"temperature(pos, a)", "", "1.0f"}, {"temperature(a->pos + t, a)", "", "1.0f"},
+};
 
 // What the copies include. A bound is the next number, of integers or of floats.
 static const char MUTANTS_H[] =
@@ -3795,14 +3809,15 @@ static int find_mutants(const char *s, const char *from, bool host, Mutant *all,
             while (s[i + 1] && s[i + 1] != '\n') i++;
         else mutants_at(s, i, line, all, &n);
     }
-    for (int k = 0; host && k < N_MISTAKES; k++) {
+    const char *const (*table)[3] = host ? MISTAKES : KERNEL_MISTAKES;
+    for (size_t k = 0; k < (host ? COUNT(MISTAKES) : COUNT(KERNEL_MISTAKES)); k++) {
         char text[200];
-        snprintf(text, sizeof text, "%s%s", MISTAKES[k][0], MISTAKES[k][1]);
+        snprintf(text, sizeof text, "%s%s", table[k][0], table[k][1]);
         const char *at = strstr(s, text);
-        if (!CHECK(at, "metal.c has no %s", text)) continue;
+        if (!CHECK(at, "%s has no %s", host ? "metal.c" : "kernels.metal", text)) continue;
         add_mutant(all, &n, "table", at - s, "", "(MUTANT(%d) ? ");
-        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", MISTAKES[k][2]);
-        all[n - 1].end = at - s + strlen(MISTAKES[k][0]);
+        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", table[k][2]);
+        all[n - 1].end = at - s + strlen(table[k][0]);
         all[n - 1].after = ")";
     }
     return n;
