@@ -451,10 +451,11 @@ static inline float limited(float x, float limit) {
 }
 
 // The norm of one head of Q (which = 0) or K, in a SIMD-group's pairs: RMSNorm, or LayerNorm if
-// CENTRED. w[HEAD_DIM] and bias[HEAD_DIM] are this head's.
-static inline void head_norm(int which, device const float *w, device const float *bias,
+// CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each has its own.
+static inline void head_norm(int which, int head, device const float *w, device const float *bias,
         constant struct attention_args *a, uint lane, thread float *v) {
     float mean = 0.0f, square = 0.0f;
+    int own = head * (which ? a->k_step : a->q_step);
     if (!(QK_NORMED >> which & 1)) return;
     for (int p = lane, i = 0; CENTRED && p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         mean += v[i] + v[i + 1];
@@ -464,7 +465,7 @@ static inline void head_norm(int which, device const float *w, device const floa
     float scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
-            int at = pair_index(p, j, a->n_rot);
+            int at = own + pair_index(p, j, a->n_rot);
             v[i + j] = (v[i + j] - mean) * scale * w[at];
             if (BIASES >> which & 1) v[i + j] += bias[at];
         }
@@ -473,28 +474,28 @@ static inline void head_norm(int which, device const float *w, device const floa
 // QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
 // into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
 // cosine and sine of each pair's angle, in double. What qk_norm has seen is within limits.
-static inline void head_rope(int which, device const float *x, device const float *w,
+static inline void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
     float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
-    if (!QK_LATE) head_norm(which, w, bias, a, lane, v);
+    if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2) {
         if (PAIRING == PAIRING_NONE || p >= a->n_rot / 2) continue;
         float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;
     }
-    if (QK_LATE) head_norm(which, w, bias, a, lane, v);
+    if (QK_LATE) head_norm(which, head, w, bias, a, lane, v);
 }
 
 // the same to threadgroup memory, out[HEAD_DIM], where every lane can read every number
-static inline void head_stage(int which, device const float *x, device const float *w,
+static inline void head_stage(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, threadgroup float *out) {
     float v[HEAD_MAX / SIMD_LANES];
-    head_rope(which, x, w, bias, angles, a, lane, v);
+    head_rope(which, head, x, w, bias, angles, a, lane, v);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) out[pair_index(p, j, a->n_rot)] = v[i + j];
 }
@@ -510,25 +511,23 @@ kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]]
         uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
         uint lane [[thread_index_in_simdgroup]]) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
-    int step = which ? HEAD_DIM : query_step();
+    int step = which ? HEAD_DIM : query_step(), all = nsg * SIMD_LANES;
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
     device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
     float mean = 0.0f, square = 0.0f;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
-        int at = i / HEAD_DIM * step + i % HEAD_DIM;
-        x[at] = limited(x[at], a->limit);
-        mean += x[at];
-    }
-    mean = CENTRED ? sum_all(mean, shared, nsg, sg, lane) / (float)cols : 0.0f;
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
-        float v = x[i / HEAD_DIM * step + i % HEAD_DIM] - mean;
+    for (int i = tid; CENTRED && i < cols; i += all)
+        mean += limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit);
+    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)cols;
+    for (int i = tid; i < cols; i += all) {
+        float v = limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit) - mean;
         square += v * v;
     }
     float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)cols + a->eps);
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
+    for (int i = tid; i < cols; i += all) {
         int at = i / HEAD_DIM * step + i % HEAD_DIM;
-        x[at] = (x[at] - mean) * scale * w[i] + (BIASES >> which & 1 ? bias[i] : 0.0f);
+        x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
+        if (BIASES >> which & 1) x[at] += bias[i];
     }
 }
 
@@ -730,11 +729,9 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     v_new += kv * VALUE_DIM;
     for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
         int h = min(head + i, last);
-        if (i == QUERY_HEADS)
-            head_stage(1, k_new, k_norm + kv * a->k_step, k_bias + kv * a->k_step, angles, a, lane,
-                       ks);
-        else head_stage(0, q + h * query_step(), q_norm + h * a->q_step, q_bias + h * a->q_step,
-                        angles, a, lane, qs + i * HEAD_DIM);
+        device const float *from = q + h * query_step();
+        if (i == QUERY_HEADS) head_stage(1, kv, k_new, k_norm, k_bias, angles, a, lane, ks);
+        else head_stage(0, h, from, q_norm, q_bias, angles, a, lane, qs + i * HEAD_DIM);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
@@ -1003,8 +1000,8 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
     q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
     k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
-    if (query) head_rope(0, q, q_norm + h * a->q_step, q_bias + h * a->q_step, angles, a, lane, y);
-    else head_rope(1, k_new, k_norm + kv * a->k_step, k_bias + kv * a->k_step, angles, a, lane, y);
+    if (query) head_rope(0, h, q, q_norm, q_bias, angles, a, lane, y);
+    else head_rope(1, kv, k_new, k_norm, k_bias, angles, a, lane, y);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
             int at = pair_index(p, j, a->n_rot);
@@ -1096,7 +1093,7 @@ static inline void flash_queries(device const float *x, int n, uint tid, uint sg
         tile[t * flash_row(HEAD_DIM) + e] = (half)v;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // queries are staged
-    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         simdgroup_load(q[d], tile + sg * 8 * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM));
 }
 
@@ -1106,7 +1103,7 @@ static inline void flash_scores(thread const simdgroup_half8x8 *q, threadgroup c
     simdgroup_float8x8 mp[FLASH_KEYS / 8];
     simdgroup_half8x8 mk;
     for (int j = 0; j < FLASH_KEYS / 8; j++) mp[j] = simdgroup_float8x8(0.0f);
-    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         for (int j = 0; j < FLASH_KEYS / 8; j++) {
             simdgroup_load(mk, tile + 8 * j * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM), 0,
                            true);
@@ -1179,7 +1176,7 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
     v += (ulong)(head / group) * a->rows * VALUE_DIM;
     q += ((ulong)t0 * a->n_head + head) * query_step();
     flash_queries(q, a->n - t0, tid, sg, a, tile, mq);
-    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
+    for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
 
     // what is staged next is fetched before each product
     int r0 = flash_next(pos_k, -FLASH_KEYS, first, last, lane, a, &key, &ahead);
