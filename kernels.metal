@@ -93,8 +93,8 @@ enum {
     NORM_THREADS = 256, ARGMAX_THREADS = 1024,        // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at a time
-    ATTENTION_HEADS = 4,                              // at most, that share what they read
-    ATTENTION_SLICE = 256, ATTENTION_SLICES = 32,     // rows that pay a threadgroup; at most
+    ATTENTION_HEADS = 2,                              // share what they read; more cost registers
+    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // rows worth a threadgroup; these fill a GPU
     MERGE_THREADS = 128,
     BLOCK_DIM = 1024,                                 // threads, and the longest row of x
     GEMM_TOKENS = 32, GEMM_FEW = 8, GEMM_ROWS = 64,   // a tile: 32 x 64, or 8 x 64 for few tokens
@@ -184,9 +184,13 @@ static inline int expert_tiles(int n, int n_expert, int tile) {
     return n_expert < n ? n / tile + n_expert : n;
 }
 
-// attention: the `group` query heads of a KV head are shared out evenly among threadgroups
+// attention: query heads of a threadgroup, of the `group` that has a KV head; and how many
+// threadgroups a token takes
 static inline int attention_heads(int group) {
-    return div_up(group, div_up(group, ATTENTION_HEADS));
+    return group < ATTENTION_HEADS ? group : ATTENTION_HEADS;
+}
+static inline int attention_parts(int n_head, int n_kv) {
+    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
 }
 
 // Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
@@ -200,10 +204,11 @@ static inline int attention_lanes(int head, int value) {
 // rows that a SIMD-group takes in one step
 static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
 
-// threadgroups that share a long ring; attention_merge adds up what they found
-static inline int attention_slices(int used) {
-    int slices = used / ATTENTION_SLICE < 1 ? 1 : used / ATTENTION_SLICE;
-    return slices < ATTENTION_SLICES ? slices : ATTENTION_SLICES;
+// threadgroups that share a ring, if it is long and there are only `parts` for a token otherwise
+static inline int attention_slices(int used, int parts) {
+    int slices = ATTENTION_FILL / parts;
+    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
+    return slices > 1 ? slices : 1;
 }
 
 static inline int attention_simdgroups(int used, int lanes) {   // for each step, up to the limit
@@ -213,7 +218,7 @@ static inline int attention_simdgroups(int used, int lanes) {   // for each step
 
 // memory for queries, a key, and each SIMD-group's output, maximum and sum
 static inline int attention_floats(int heads, int head, int value, int nsg) {
-    return (heads + 1) * head + nsg * (value + 2);
+    return (heads + 1) * head + nsg * heads * (value + 2);
 }
 
 // flash_attention: columns of a staged head as whole 8 x 8 matrices, from one row to the next (8
@@ -561,10 +566,11 @@ static inline float limited(float x, float limit) {
 }
 
 // The norm of one head of Q (which = 0) or K, in a SIMD-group's pairs: RMSNorm, or LayerNorm if
-// CENTRED. w[HEAD_DIM] and bias[HEAD_DIM] are this head's.
-static inline void head_norm(int which, device const float *w, device const float *bias,
+// CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each has its own.
+static inline void head_norm(int which, int head, device const float *w, device const float *bias,
         constant struct attention_args *a, uint lane, thread float *v) {
     float mean = 0.0f, square = 0.0f;
+    int own = head * (which ? a->k_step : a->q_step);
     if (!(QK_NORMED >> which & 1)) return;
     for (int p = lane, i = 0; CENTRED && p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         mean += v[i] + v[i + 1];
@@ -574,7 +580,7 @@ static inline void head_norm(int which, device const float *w, device const floa
     float scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
-            int at = pair_index(p, j, a->n_rot);
+            int at = own + pair_index(p, j, a->n_rot);
             v[i + j] = (v[i + j] - mean) * scale * w[at];
             if (BIASES >> which & 1) v[i + j] += bias[at];
         }
@@ -583,28 +589,28 @@ static inline void head_norm(int which, device const float *w, device const floa
 // QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
 // into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
 // cosine and sine of each pair's angle, in double. What qk_norm has seen is within limits.
-static inline void head_rope(int which, device const float *x, device const float *w,
+static inline void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
     float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
-    if (!QK_LATE) head_norm(which, w, bias, a, lane, v);
+    if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2) {
         if (PAIRING == PAIRING_NONE || p >= a->n_rot / 2) continue;
         float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;
     }
-    if (QK_LATE) head_norm(which, w, bias, a, lane, v);
+    if (QK_LATE) head_norm(which, head, w, bias, a, lane, v);
 }
 
 // the same to threadgroup memory, out[HEAD_DIM], where every lane can read every number
-static inline void head_stage(int which, device const float *x, device const float *w,
+static inline void head_stage(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, threadgroup float *out) {
     float v[HEAD_MAX / SIMD_LANES];
-    head_rope(which, x, w, bias, angles, a, lane, v);
+    head_rope(which, head, x, w, bias, angles, a, lane, v);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) out[pair_index(p, j, a->n_rot)] = v[i + j];
 }
@@ -620,25 +626,23 @@ kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]]
         uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
         uint lane [[thread_index_in_simdgroup]]) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
-    int step = which ? HEAD_DIM : query_step();
+    int step = which ? HEAD_DIM : query_step(), all = nsg * SIMD_LANES;
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
     device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
     float mean = 0.0f, square = 0.0f;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
-        int at = i / HEAD_DIM * step + i % HEAD_DIM;
-        x[at] = limited(x[at], a->limit);
-        mean += x[at];
-    }
-    mean = CENTRED ? sum_all(mean, shared, nsg, sg, lane) / (float)cols : 0.0f;
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
-        float v = x[i / HEAD_DIM * step + i % HEAD_DIM] - mean;
+    for (int i = tid; CENTRED && i < cols; i += all)
+        mean += limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit);
+    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)cols;
+    for (int i = tid; i < cols; i += all) {
+        float v = limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit) - mean;
         square += v * v;
     }
     float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)cols + a->eps);
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
+    for (int i = tid; i < cols; i += all) {
         int at = i / HEAD_DIM * step + i % HEAD_DIM;
-        x[at] = (x[at] - mean) * scale * w[i] + (BIASES >> which & 1 ? bias[i] : 0.0f);
+        x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
+        if (BIASES >> which & 1) x[at] += bias[i];
     }
 }
 
@@ -762,36 +766,47 @@ static inline void attention_newest(threadgroup const float *k, device const flo
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
 }
 
-// Merges one query's parts: first those of lanes with other rows, then the SIMD-groups'. The result
-// goes to out[VALUE_DIM]; or, where the ring has slices, o, m and sum go to part[VALUE_DIM + 2].
+// Merges the parts of lanes that had other rows, then, through threadgroup memory, those of the
+// SIMD-groups. The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and
+// sum of each head to out[n_head][slices][VALUE_DIM + 2].
 static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
-        device const float *sink, device const float *gate, device float *out, uint nsg, uint sg,
-        uint lane, constant struct attention_args *a) {
-    threadgroup float *os = shared, *ms = os + nsg * VALUE_DIM, *sums = ms + nsg;
-    float m = UNSEEN, sum = 0.0f;
-    for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
-        float other = simd_shuffle_xor(state->m, d), top = max(state->m, other);
-        float mine = exp2(state->m - top), theirs = exp2(other - top);
-        state->m = top;
-        state->sum = state->sum * mine + simd_shuffle_xor(state->sum, d) * theirs;
-        for (int e = 0; e < 8; e++)
-            state->o[e] = state->o[e] * mine + simd_shuffle_xor(state->o[e], d) * theirs;
+        device const float *q, device const float *sinks, device float *out, int head, int heads,
+        int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
+    threadgroup float *os = shared, *ms = os + nsg * QUERY_HEADS * VALUE_DIM;
+    threadgroup float *sums = ms + nsg * QUERY_HEADS;
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        thread struct softmax_state *part = &state[h];
+        int at = sg * QUERY_HEADS + h;
+        for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
+            float other = simd_shuffle_xor(part->m, d), top = max(part->m, other);
+            float mine = exp2(part->m - top), theirs = exp2(other - top);
+            part->m = top;
+            part->sum = part->sum * mine + simd_shuffle_xor(part->sum, d) * theirs;
+            QUANT_UNROLL for (int e = 0; e < 8; e++)
+                part->o[e] = part->o[e] * mine + simd_shuffle_xor(part->o[e], d) * theirs;
+        }
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
+                os[at * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = part->o[e];
+        if (lane == 0) ms[at] = part->m;
+        if (lane == 0) sums[at] = part->sum;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the query before has been merged
-    for (int e = 0; e < 8; e++)
-        if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
-            os[sg * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = state->o[e];
-    if (lane == 0) ms[sg] = state->m;
-    if (lane == 0) sums[sg] = state->sum;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's part is there
-    for (uint i = 0; i < nsg; i++) m = max(m, ms[i]);
-    for (uint i = 0; i < nsg; i++) sum += sums[i] * exp2(ms[i] - m);
-    for (int e = sg * SIMD_LANES + lane; e < VALUE_DIM; e += nsg * SIMD_LANES) {
-        float o = 0.0f;
-        for (uint i = 0; i < nsg; i++) o += os[i * VALUE_DIM + e] * exp2(ms[i] - m);
-        out[e] = a->slices > 1 ? o : attention_value(o, m, sum, sink, gate + e, a);
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's parts are there
+    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM, all = nsg * QUERY_HEADS;
+    for (int i = sg * SIMD_LANES + lane; i < heads * VALUE_DIM; i += nsg * SIMD_LANES) {
+        int h = i / VALUE_DIM, e = i % VALUE_DIM;
+        float m = UNSEEN, sum = 0.0f, o = 0.0f;
+        for (int j = h; j < all; j += QUERY_HEADS) m = max(m, ms[j]);
+        for (int j = h; j < all; j += QUERY_HEADS) {
+            float weight = exp2(ms[j] - m);
+            sum += sums[j] * weight;
+            o += os[j * VALUE_DIM + e] * weight;
+        }
+        device float *to = out + ((ulong)(head + h) * a->slices + slice) * size;
+        device const float *gate = q + h * query_step() + HEAD_DIM + e;
+        to[e] = a->slices > 1 ? o : attention_value(o, m, sum, sinks + h, gate, a);
+        if (a->slices > 1 && e < 2) to[VALUE_DIM + e] = e == 0 ? m : sum;
     }
-    if (a->slices > 1 && sg == 0 && lane < 2) out[VALUE_DIM + lane] = lane == 0 ? m : sum;
 }
 
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q k) * v, for few queries.
@@ -827,13 +842,11 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     v += (ulong)kv * a->rows * VALUE_DIM;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    for (int i = sg; FUSED && i <= QUERY_HEADS; i += nsg) {
+    for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
         int h = min(head + i, last);
-        if (i == QUERY_HEADS)
-            head_stage(1, k_new, k_norm + kv * a->k_step, k_bias + kv * a->k_step, angles, a, lane,
-                       ks);
-        else head_stage(0, q + h * query_step(), q_norm + h * a->q_step, q_bias + h * a->q_step,
-                        angles, a, lane, qs + i * HEAD_DIM);
+        device const float *from = q + h * query_step();
+        if (i == QUERY_HEADS) head_stage(1, kv, k_new, k_norm, k_bias, angles, a, lane, ks);
+        else head_stage(0, h, from, q_norm, q_bias, angles, a, lane, qs + i * HEAD_DIM);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
@@ -858,14 +871,9 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
     for (int r = (slice * nsg + sg) * rows; r < a->used; r += a->slices * nsg * rows)
         attention_rows(k, v, pos_k, pos, slot, r, slope, a, lane, state);
-    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
-        if (head + h > last) continue;                    // the whole threadgroup
-        int to = t * a->n_head + head + h;
-        ulong at = a->slices > 1 ? (ulong)(to * a->slices + slice) * (VALUE_DIM + 2)
-                                 : (ulong)to * VALUE_DIM;
-        attention_output(&state[h], ks + HEAD_DIM, sinks + head + h,
-                         q + (head + h) * query_step() + HEAD_DIM, out + at, nsg, sg, lane, a);
-    }
+    attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head, out,
+                     t * a->n_head + head, min(QUERY_HEADS, last + 1 - head), slice, nsg, sg, lane,
+                     a);
 }
 
 // One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
@@ -1124,8 +1132,8 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
     q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
     k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
-    if (query) head_rope(0, q, q_norm + h * a->q_step, q_bias + h * a->q_step, angles, a, lane, y);
-    else head_rope(1, k_new, k_norm + kv * a->k_step, k_bias + kv * a->k_step, angles, a, lane, y);
+    if (query) head_rope(0, h, q, q_norm, q_bias, angles, a, lane, y);
+    else head_rope(1, kv, k_new, k_norm, k_bias, angles, a, lane, y);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
             int at = pair_index(p, j, a->n_rot);
@@ -1217,7 +1225,7 @@ static inline void flash_queries(device const float *x, int n, uint tid, uint sg
         tile[t * flash_row(HEAD_DIM) + e] = (half)v;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // queries are staged
-    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         simdgroup_load(q[d], tile + sg * 8 * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM));
 }
 
@@ -1227,7 +1235,7 @@ static inline void flash_scores(thread const simdgroup_half8x8 *q, threadgroup c
     simdgroup_float8x8 mp[FLASH_KEYS / 8];
     simdgroup_half8x8 mk;
     for (int j = 0; j < FLASH_KEYS / 8; j++) mp[j] = simdgroup_float8x8(0.0f);
-    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         for (int j = 0; j < FLASH_KEYS / 8; j++) {
             simdgroup_load(mk, tile + 8 * j * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM), 0,
                            true);
@@ -1288,7 +1296,8 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
     threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
     threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
     threadgroup half *probabilities = (threadgroup half *)(diagonal + 8 * 8);
-    int head = tg % a->n_head, t0 = tg / a->n_head * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
+    int head = tg % a->n_head, tiles = div_up(a->n, FLASH_QUERIES);
+    int t0 = (tiles - 1 - (int)tg / a->n_head) * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
     int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
     int group = a->n_head / a->n_kv, key, ahead = (int)lane < a->used ? pos_k[lane] : -1;
     simdgroup_half8x8 mq[HEAD_MAX / 8];
@@ -1299,7 +1308,7 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
     v += (ulong)(head / group) * a->rows * VALUE_DIM;
     q += ((ulong)t0 * a->n_head + head) * query_step();
     flash_queries(q, a->n - t0, tid, sg, a, tile, mq);
-    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
+    for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
 
     // what is staged next is fetched before each product
     int r0 = flash_next(pos_k, -FLASH_KEYS, first, last, lane, a, &key, &ahead);

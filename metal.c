@@ -119,7 +119,7 @@ typedef struct {
     float *scales;              // [chunk][widest input / 32][3], for quantize
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
-    float *parts;               // [n_head][ATTENTION_SLICES][vd + 2] of a long ring
+    float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
     const float *best_of;       // the logits whose argmax `best` is, or NULL
     bool dry;                   // what is encoded will not run
     char why[200];              // what went wrong first, or empty
@@ -444,9 +444,10 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm;
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
-    int heads = attention_heads(w->n_head / w->n_kv), slices = n > 1 ? 1 : attention_slices(used);
-    int parts = div_up(w->n_head / w->n_kv, heads) * w->n_kv * slices;   // threadgroups of a token
-    int nsg = attention_simdgroups(used, lanes), bits = qk_bits(qn, 0) | qk_bits(kn, 1);
+    int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
+    int slices = n > 1 ? 1 : attention_slices(used, parts);
+    int nsg = attention_simdgroups(div_up(used, slices), lanes);
+    int bits = qk_bits(qn, 0) | qk_bits(kn, 1);
     struct attention_args a = {
         n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
         kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
@@ -468,8 +469,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
                                 angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
-                  (size_t)n * parts, nsg * SIMD_LANES, attention_floats(heads, c->hd, c->vd, nsg),
-                  {0}};
+                  (size_t)n * parts * slices, nsg * SIMD_LANES,
+                  attention_floats(heads, c->hd, c->vd, nsg), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
@@ -751,7 +752,8 @@ static void plan_gpu(Session *s, Arena *a) {
     wide = (wide + 31) / 32;   // groups of the widest input
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        parts = larger(parts, (size_t)w->n_head * attention_slices(s->cache[l].rows));
+        int slices = attention_slices(s->cache[l].rows, attention_parts(w->n_head, w->n_kv));
+        parts = larger(parts, (size_t)w->n_head * slices);
         if (w->router.data) ff = larger(ff, w->ff);
     }
     g->best = arena_take(a, "argmax", 1, sizeof *g->best);

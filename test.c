@@ -2279,6 +2279,10 @@ typedef unsigned int uint;
 typedef unsigned long ulong;
 typedef _Float16 half;
 typedef half half4 __attribute__((vector_size(8)));
+typedef float float2 __attribute__((vector_size(8)));
+typedef float float4 __attribute__((vector_size(16)));
+typedef uint uint2 __attribute__((vector_size(8)));
+typedef uint uint4 __attribute__((vector_size(16)));
 typedef struct { half e[2]; } simdgroup_half8x8;   // a lane's two elements of an 8 x 8 matrix
 typedef struct { float e[2]; } simdgroup_float8x8;
 
@@ -2362,6 +2366,7 @@ typedef struct SoftRun {
     SoftBind bind[BINDINGS];
     size_t shared;
     MTLSize groups, threads;
+    struct CudaProgram *program;                 // what CUDA runs
     struct SoftRun *next;
 } SoftRun;
 typedef struct SoftObject {                      // any object; few fields, several uses
@@ -2370,6 +2375,7 @@ typedef struct SoftObject {                      // any object; few fields, seve
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p, *pages;                             // a string's, buffer's, library's bytes
+    char *gpu;                                   // where CUDA has a buffer
     size_t n;
     bool mine;                                   // p is ours to free
     struct { int kind, index; } param[PARAMS];
@@ -2393,7 +2399,13 @@ static struct {
     int hasty;                                   // stop at the first failure; 2: few formats
     size_t longest;                              // that a buffer may be, or 0
     int resident;                                // buffers in residency sets
+    bool cuda;                                   // an NVIDIA GPU runs the kernels, by these:
 } soft;
+static void cuda_map(SoftObject *buffer);
+static void cuda_unmap(SoftObject *buffer);
+static struct CudaProgram *cuda_pipeline(const SoftObject *function, int threads);
+static void cuda_commit(const SoftRun *runs);
+static void cuda_wait(void);
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
     va_list v;
@@ -2433,6 +2445,7 @@ static void soft_release(SoftObject *o) {
     }
     for (int i = 0; i < BINDINGS; i++) soft_release(o->now.bind[i].buffer);
     if (o->mine) free(o->p);
+    if (o->gpu) cuda_unmap(o);
     if (o->pages) munmap(o->pages, (o->n + PAGE - 1) / PAGE * PAGE + PAGE);
     soft_release(o->a);
     free(o);
@@ -2563,7 +2576,9 @@ static SoftObject *soft_buffer(size_t bytes, size_t align) {
 M(id, new_buffer, size_t bytes, size_t options) {
     if (options || !bytes) soft_fault("newBufferWithLength: %zu options %zu", bytes, options);
     soft.buffers++;
-    return soft_buffer(bytes, 16);
+    SoftObject *o = soft_buffer(bytes, 16);
+    if (soft.cuda) cuda_map(o);
+    return o;
 }
 
 M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator) {
@@ -2574,6 +2589,7 @@ M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator)
     o->p = p;
     o->n = bytes;
     soft.buffers++;
+    if (soft.cuda) cuda_map(o);
     return o;
 }
 
@@ -2616,6 +2632,7 @@ M(void, dispatch, MTLSize groups, MTLSize threads) {
     *r = SELF->now;
     r->groups = groups;
     r->threads = threads;
+    r->program = soft.cuda ? cuda_pipeline(r->pipeline->a, threads.width) : NULL;
     soft_retain(r->pipeline);
     for (int i = 0; i < BINDINGS; i++)
         if (r->bind[i].buffer) soft_retain(r->bind[i].buffer);
@@ -2631,6 +2648,7 @@ M(void, commit) {
     if (SELF->status != 1) soft_fault("commit before endEncoding, or twice");
     SELF->status = 2;
     soft.commits++;
+    if (soft.cuda) cuda_commit(SELF->runs);
 }
 
 HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
@@ -2665,8 +2683,9 @@ M(void, wait_completed) {
     if (SELF->status >= 4) return;
     if (SELF->status != 2) soft_fault("waitUntilCompleted before commit");
     for (SoftRun *r = SELF->runs; r && !bad; r = r->next)
-        if (!(bad = soft_ready(r)))
+        if (!(bad = soft_ready(r)) && !soft.cuda)
             bad = emu_run(r->groups.width, r->threads.width, r->shared, soft_kernel, r);
+    if (soft.cuda) cuda_wait();
     SELF->status = bad ? 5 : 4;
     if (!bad) return;
     SELF->p = strdup(bad);
@@ -2790,6 +2809,449 @@ static int soft_prototypes(void) {
 
 #endif
 
+// ==== an NVIDIA GPU ====
+//
+// `make test-cuda` runs the tests of kernels.metal and metal.c on one. Everything that metal.c sees
+// is the software Metal device, and only its kernels run elsewhere: for each set of function
+// constants the run-time compiler gets a program of its own, in which they are plain numbers, as
+// they are for Metal. It holds the dialect below, which makes the kernels' words CUDA C++, then
+// quant.h and kernels.metal as they stand, then a function to launch. Threads of the host compile,
+// so each test runs twice: a rehearsal, which asks for programs and launches nothing, and then in
+// earnest. Binaries stay in test_cuda.d under a hash of what they were made from.
+//
+// CUDA is found at run time, and its functions are declared here, so this builds without it.
+
+// A SIMD-group is a warp. Of an 8 x 8 matrix lane l holds two neighbours, columns l % 4 * 2 and the
+// next of row l / 4; of a turned one it holds these two rows of column l / 4.
+#ifdef CUDA_DIALECT
+typedef signed char int8_t;
+typedef unsigned char uchar, uint8_t;
+typedef unsigned short ushort, uint16_t;
+typedef int int32_t;
+typedef unsigned int uint, uint32_t;
+typedef long int64_t;
+typedef unsigned long ulong, uint64_t;
+struct half {
+    ushort bits;
+    half() = default;
+    half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    operator float() const {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+half __ushort_as_half(ushort bits) {
+    half h;
+    h.bits = bits;
+    return h;
+}
+float __half2float(half h) { return h; }
+
+template <class T, int N> struct alignas(N * sizeof(T)) vec {
+    T e[N];
+    T &operator[](int i) { return e[i]; }
+    const T &operator[](int i) const { return e[i]; }
+};
+#define OPERATOR(op) \
+    template <class T, int N> vec<T, N> operator op(vec<T, N> a, vec<T, N> b) { \
+        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b.e[i]; \
+        return a; \
+    } \
+    template <class T, int N> vec<T, N> operator op(vec<T, N> a, T b) { \
+        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b; \
+        return a; \
+    }
+OPERATOR(+) OPERATOR(-) OPERATOR(*)
+typedef vec<half, 4> half4;
+#define float2 vec<float, 2>   // CUDA's own have neither [] nor arithmetic
+#define float4 vec<float, 4>
+#define uint2 vec<uint, 2>
+#define uint4 vec<uint, 4>
+
+#define EACH_LANE 0xffffffffu
+#define simd_shuffle(x, i) __shfl_sync(EACH_LANE, x, i)
+#define simd_shuffle_xor(x, i) __shfl_xor_sync(EACH_LANE, x, i)
+#define simd_reduce(name, expression) \
+    template <class T> T name(T a) { \
+        for (int i = 16; i; i /= 2) { \
+            T b = simd_shuffle_xor(a, i); \
+            a = expression; \
+        } \
+        return a; \
+    }
+simd_reduce(simd_sum, a + b) simd_reduce(simd_max, max(a, b)) simd_reduce(simd_min, min(a, b))
+#define threadgroup_barrier(flags) __syncthreads()
+#define simdgroup_barrier(flags) __syncwarp()
+float clamp(float x, float a, float b) { return fminf(fmaxf(x, a), b); }
+
+template <class T> struct simdgroup_matrix {
+    T e[2];
+    bool turned;
+    simdgroup_matrix() = default;
+    explicit simdgroup_matrix(T x) : turned(false) {
+        for (int i = 0; i < 2; i++) e[i] = row() == column() + i ? x : (T)0.0f;
+    }
+    static int row() { return threadIdx.x % 32 / 4; }
+    static int column() { return threadIdx.x % 4 * 2; }
+};
+typedef simdgroup_matrix<half> simdgroup_half8x8;
+typedef simdgroup_matrix<float> simdgroup_float8x8;
+template <class T> void simdgroup_load(simdgroup_matrix<T> &m, const T *p, int stride,
+                                       int origin = 0, bool transposed = false) {
+    vec<T, 2> pair = *(const vec<T, 2> *)(p + m.row() * stride + m.column());
+    for (int i = 0; i < 2; i++) m.e[i] = pair[i];
+    m.turned = transposed;
+}
+template <class T> void simdgroup_store(simdgroup_matrix<T> m, T *p, int stride) {
+    for (int i = 0; i < 2; i++) p[m.row() * stride + m.column() + i] = m.e[i];
+}
+uint turn_bits(uint x) {   // two elements of 16 bits
+    uint y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+uint bits_of(const half *e) { return e[0].bits | (uint)e[1].bits << 16; }
+void turn(half *e) {
+    uint x = turn_bits(bits_of(e));
+    e[0].bits = x;
+    e[1].bits = x >> 16;
+}
+void turn(float *e) {
+    uint x = __float_as_uint(e[0]), y = __float_as_uint(e[1]);
+    uint low = turn_bits((x & 0xffff) | y << 16), high = turn_bits(x >> 16 | (y & 0xffff0000));
+    e[0] = __uint_as_float((low & 0xffff) | high << 16);
+    e[1] = __uint_as_float(low >> 16 | (high & 0xffff0000));
+}
+
+// A tensor core multiplies floats of 11 bits, so a float is taken apart into three of them, and a
+// half is one: all products are exact. Its left operand has 16 rows; two parts of the same 8 rows
+// are in there, whose products add up to the result.
+float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
+void multiply_parts(float *d, const float *high, const float *low, const float *b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(__float_as_uint(high[0])), "r"(__float_as_uint(low[0])),
+                   "r"(__float_as_uint(high[1])), "r"(__float_as_uint(low[1])),
+                   "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+template <class A, class B>
+void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_matrix<A> a,
+                                   simdgroup_matrix<B> b, simdgroup_float8x8 c) {
+    if (a.turned) turn(a.e);
+    if (!b.turned) turn(b.e);
+    float sum[4] = {c.e[0], c.e[1], 0.0f, 0.0f}, part[3][2], with[2];
+    float rest_a[2] = {a.e[0], a.e[1]}, rest_b[2] = {b.e[0], b.e[1]};
+    for (int k = 0; k < 3; k++)
+        for (int i = 0; i < 2; i++) {
+            part[k][i] = part_of(rest_a[i]);
+            rest_a[i] -= part[k][i];
+        }
+    for (int k = 0; k < (sizeof(B) == 4 ? 3 : 1); k++) {
+        for (int i = 0; i < 2; i++) {
+            with[i] = part_of(rest_b[i]);
+            rest_b[i] -= with[i];
+        }
+        if (sizeof(A) == 4) multiply_parts(sum, part[2], rest_a, with);   // rest_a is 0
+        multiply_parts(sum, part[0], part[1], with);
+    }
+    for (int i = 0; i < 2; i++) d.e[i] = sum[i] + sum[2 + i];
+    d.turned = false;
+}
+void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_half8x8 a, simdgroup_half8x8 b,
+                                   simdgroup_float8x8 c) {
+    float below[2] = {0.0f, 0.0f};
+    if (a.turned) turn(a.e);
+    if (!b.turned) turn(b.e);
+    d = c;
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d.e[0]), "+f"(d.e[1]), "+f"(below[0]), "+f"(below[1])
+                 : "r"(bits_of(a.e)), "r"(0), "r"(bits_of(b.e)));
+}
+template <class A, class B>
+void simdgroup_multiply(simdgroup_float8x8 &d, simdgroup_matrix<A> a, simdgroup_matrix<B> b) {
+    simdgroup_multiply_accumulate(d, a, b, simdgroup_float8x8(0.0f));
+}
+
+// what a launch binds: a buffer becomes a pointer of whatever type its parameter has
+struct Any {
+    void *p;
+    template <class T> operator T *() const { return (T *)p; }
+};
+struct Bound {
+    Any buffer[32];
+    alignas(16) char bytes[512];
+    int words;   // of threadgroup memory, to be filled with NaN
+};
+extern __shared__ float4 shared_bytes[];
+void begin(int words) {
+    for (int i = threadIdx.x; i < words; i += blockDim.x) ((uint *)shared_bytes)[i] = 0x7fc0dead;
+    if (words) __syncthreads();
+}
+
+// `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`
+#define function_constant(i) ]] = VALUE_##i; [[
+#define kernel static __device__ __forceinline__
+#define device
+#define constant const
+#define threadgroup
+#define thread
+#endif
+
+#ifndef __APPLE__
+__asm__(".data\ntest_source: .incbin \"test.c\"\n.byte 0\n.previous\n");
+extern const char test_source[] __asm__("test_source");
+
+#define DRIVER(X) \
+    X(cuInit, (unsigned)) X(cuDeviceGetAttribute, (int *, int, int)) \
+    X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *)) \
+    X(cuCtxSynchronize, (void)) X(cuGetErrorName, (int, const char **)) \
+    X(cuModuleLoad, (void **, const char *)) \
+    X(cuModuleGetFunction, (void **, void *, const char *)) \
+    X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+                       unsigned, void *, void **, void **)) \
+    X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *)) \
+    X(cuMemHostGetDevicePointer_v2, (char **, void *, unsigned)) X(cuMemFree_v2, (void *)) \
+    X(cuMemAlloc_v2, (char **, size_t)) X(cuMemcpyHtoD_v2, (void *, const void *, size_t)) \
+    X(cuMemcpyDtoD_v2, (void *, const void *, size_t)) X(cuEventCreate, (void **, unsigned)) \
+    X(cuEventRecord, (void *, void *)) X(cuEventSynchronize, (void *)) \
+    X(cuEventElapsedTime, (float *, void *, void *))
+#define COMPILER(X) \
+    X(nvrtcCreateProgram, (void **, const char *, const char *, int, const char *const *, \
+                           const char *const *)) \
+    X(nvrtcCompileProgram, (void *, int, const char *const *)) \
+    X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
+    X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
+    X(nvrtcDestroyProgram, (void **))
+enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 };
+
+typedef struct CudaProgram {
+    char *source, file[64];
+    bool compiled;
+    void *function;
+} CudaProgram;
+typedef struct { char *buffer[32], bytes[512]; int words; } CudaBound;   // as Bound in the dialect
+
+static struct {
+#define X(name, types) int (*name) types;
+    DRIVER(X) COMPILER(X)
+#undef X
+    bool rehearsal, resident;       // resident: buffers are in the GPU's memory, for timing
+    char arch[32], *text;           // what all programs include: dialect, quant.h, kernels
+    CudaProgram program[6000];
+    int n, next;                    // next: the first that no thread compiles
+    pthread_mutex_t lock;
+    pthread_cond_t change;
+} cuda = {.lock = PTHREAD_MUTEX_INITIALIZER, .change = PTHREAD_COND_INITIALIZER};
+
+// the context is of no use after an error
+#define CUDA(call, ...) cuda_check(cuda.call(__VA_ARGS__), #call)
+static void cuda_check(int error, const char *call) {
+    const char *name = "?";
+    if (!error) return;
+    cuda.cuGetErrorName(error, &name);
+    printf("%s: %s\n0 passed, 1 failed, 0 skipped\n", call, name);
+    exit(1);
+}
+
+static void cuda_write(const char *path, void *program) {   // under its name only when complete
+    size_t size;
+    cuda.nvrtcGetCUBINSize(program, &size);
+    char *bytes = malloc(size), draft[80];
+    cuda.nvrtcGetCUBIN(program, bytes);
+    snprintf(draft, sizeof draft, "%s.%d", path, (int)getpid());
+    FILE *f = fopen(draft, "wb");
+    if (!f || fwrite(bytes, size, 1, f) != 1 || fclose(f) || rename(draft, path)) perror(path);
+    free(bytes);
+}
+
+static void cuda_compile(const CudaProgram *p) {
+    const char *texts[] = {cuda.text, ""}, *names[] = {"kernels", "stdint.h"};
+    const char *options[] = {cuda.arch, "-default-device", "-std=c++17", "-w"};
+    void *program;
+    size_t size;
+    if (!access(p->file, R_OK)) return;
+    cuda.nvrtcCreateProgram(&program, p->source, "pipeline", 2, texts, names);
+    if (cuda.nvrtcCompileProgram(program, 4, options)) {
+        cuda.nvrtcGetProgramLogSize(program, &size);
+        char *log = malloc(size);
+        cuda.nvrtcGetProgramLog(program, log);
+        fprintf(stderr, "%s\n%s\n", p->source, log);
+        exit(1);
+    }
+    cuda_write(p->file, program);
+    cuda.nvrtcDestroyProgram(&program);
+}
+
+static void *cuda_worker(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&cuda.lock);
+    while (true) {
+        while (cuda.next == cuda.n) pthread_cond_wait(&cuda.change, &cuda.lock);
+        CudaProgram *p = &cuda.program[cuda.next++];
+        pthread_mutex_unlock(&cuda.lock);
+        cuda_compile(p);
+        pthread_mutex_lock(&cuda.lock);
+        p->compiled = true;
+        pthread_cond_broadcast(&cuda.change);
+    }
+    return NULL;
+}
+
+// the program of a source, which a thread begins to compile
+static CudaProgram *cuda_program(const char *source) {
+    const char *texts[] = {cuda.arch, cuda.text, source};
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int i = 0; i < cuda.n; i++)
+        if (!strcmp(cuda.program[i].source, source)) return &cuda.program[i];
+    for (int i = 0; i < 3; i++)
+        for (const char *c = texts[i]; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001b3;
+    CudaProgram *p = &cuda.program[cuda.n];
+    snprintf(p->file, sizeof p->file, "test_cuda.d/%016llx.cubin", (unsigned long long)hash);
+    p->source = strdup(source);
+    pthread_mutex_lock(&cuda.lock);
+    cuda.n++;
+    pthread_cond_broadcast(&cuda.change);
+    pthread_mutex_unlock(&cuda.lock);
+    return p;
+}
+
+// the function to launch; may wait for the compiler
+static void *cuda_function(CudaProgram *p) {
+    void *module;
+    if (p->function) return p->function;
+    pthread_mutex_lock(&cuda.lock);
+    while (!p->compiled) pthread_cond_wait(&cuda.change, &cuda.lock);
+    pthread_mutex_unlock(&cuda.lock);
+    CUDA(cuModuleLoad, &module, p->file);
+    CUDA(cuModuleGetFunction, &p->function, module, "entry");
+    return p->function;
+}
+
+static int cuda_last(const SoftObject *f) {   // the index of a kernel's last buffer, its arguments
+    int last = 0;
+    for (int i = 0; i < f->n_params; i++)
+        if (f->param[i].kind == P_BUFFER && f->param[i].index > last) last = f->param[i].index;
+    return last;
+}
+
+// What a dispatch runs: constants, all text, and a function that calls the kernel. At most 256
+// threads leave each as many registers as it may use.
+static CudaProgram *cuda_pipeline(const SoftObject *f, int threads) {
+    static const char *const names[] = {
+#define X(name) #name,
+        FUNCTION_CONSTANTS(X)
+#undef X
+    };
+    static const char *const kinds[KINDS] = {   // as soft_kinds
+        "", "(float *)shared_bytes", "blockIdx.x", "threadIdx.x", "threadIdx.x % 32",
+        "threadIdx.x / 32", "blockDim.x / 32"};
+    char source[4000], *s = source;
+    for (int i = 0; i < N_CONSTANTS; i++)
+        s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], f->constant[i].value);
+    s += sprintf(s, "#include \"kernels\"\nextern \"C\" __global__ void __launch_bounds__(%d)\n"
+                 "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
+                 threads > 256 ? 1024 : 256, f->name);
+    for (int i = 0; i < f->n_params; i++) {
+        int index = f->param[i].index, kind = f->param[i].kind;
+        if (kind != P_BUFFER) s += sprintf(s, "%s", kinds[kind]);
+        else if (index < cuda_last(f)) s += sprintf(s, "x.buffer[%d]", index);
+        else s += sprintf(s, "Any{(void *)x.bytes}");
+        s += sprintf(s, i + 1 < f->n_params ? ",\n        " : ");\n}\n");
+    }
+    return cuda_program(source);
+}
+
+static void cuda_launch(const SoftRun *r) {
+    CudaBound x = {.words = cuda.resident ? 0 : (int)r->shared / 4};
+    void *arguments[] = {&x};
+    int last = cuda_last(r->pipeline->a);
+    for (int i = 0; i <= last; i++) {
+        const SoftObject *b = r->bind[i].buffer;
+        if (!b) continue;
+        x.buffer[i] = b->gpu + (r->bind[i].p - (char *)b->p);
+        if (i == last) memcpy(x.bytes, b->p, b->n < sizeof x.bytes ? b->n : sizeof x.bytes);
+    }
+    CUDA(cuLaunchKernel, cuda_function(r->program), r->groups.width, 1, 1, r->threads.width, 1, 1,
+         r->shared, NULL, arguments, NULL);
+}
+
+// The GPU reads and writes the host's pages where they are, or has the buffer to itself.
+static void cuda_map(SoftObject *o) {
+    char *base = o->pages ? o->pages : o->p, *at;
+    size_t bytes = o->pages ? (o->n + PAGE - 1) / PAGE * PAGE : o->n;
+    if (cuda.rehearsal) return;
+    if (cuda.resident) return CUDA(cuMemAlloc_v2, &o->gpu, o->n);
+    if (cuda.cuMemHostRegister_v2(base, bytes, REGISTER_MAPPED))   // a file's pages: they are const
+        CUDA(cuMemHostRegister_v2, base, bytes, REGISTER_MAPPED | REGISTER_READ_ONLY);
+    CUDA(cuMemHostGetDevicePointer_v2, &at, base, 0);
+    o->gpu = at + ((char *)o->p - base);
+}
+
+static void cuda_unmap(SoftObject *o) {
+    if (!o->gpu) return;
+    if (cuda.resident) CUDA(cuMemFree_v2, o->gpu);
+    else CUDA(cuMemHostUnregister, o->pages ? o->pages : o->p);
+}
+
+static void cuda_wait(void) {
+    if (!cuda.rehearsal) CUDA(cuCtxSynchronize);
+}
+
+static void cuda_commit(const SoftRun *runs) {
+    for (const SoftRun *r = cuda.rehearsal ? NULL : runs; r; r = r->next) cuda_launch(r);
+}
+
+// finds the libraries, the first GPU and its context; false if there is none
+static bool cuda_open(void) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = dlopen("libnvrtc.so", RTLD_NOW);
+    const char *home = "/usr/local/cuda/lib64/libnvrtc.so", *end;
+    int major, minor;
+    void *context;
+    pthread_t thread;
+    if (!compiler) compiler = dlopen(home, RTLD_NOW);
+#define X(name, types) \
+    if (!driver || !compiler || !(cuda.name = dlsym(#name[0] == 'c' ? driver : compiler, #name))) \
+        return false;
+    DRIVER(X) COMPILER(X)
+#undef X
+    if (cuda.cuInit(0) || cuda.cuDevicePrimaryCtxRetain(&context, 0)) return false;
+    CUDA(cuCtxSetCurrent, context);
+    CUDA(cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0);
+    CUDA(cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
+    snprintf(cuda.arch, sizeof cuda.arch, "-arch=sm_%d%d", major, minor);
+    const char *dialect = strchr(strstr(test_source, "\n#ifdef CUDA_DIALECT\n") + 1, '\n');
+    end = strstr(dialect, "\n#endif");
+    cuda.text = malloc(end - dialect + strlen(metal_source) + 2);
+    sprintf(cuda.text, "%.*s\n%s", (int)(end - dialect), dialect, metal_source);
+    mkdir("test_cuda.d", 0777);
+    for (int i = sysconf(_SC_NPROCESSORS_ONLN); i > 0; i--)
+        pthread_create(&thread, NULL, cuda_worker, NULL);
+    return soft.cuda = true;
+}
+
+// runs a test without launching anything, so that threads compile what it will need
+static void cuda_rehearse(void (*fn)(void)) {
+    if (!soft.cuda) return;
+    int out = dup(1), nothing = open("/dev/null", O_WRONLY);
+    fflush(stdout);
+    dup2(nothing, 1);
+    cuda.rehearsal = true;
+    if (!setjmp(test.end)) fn();
+    clean_up();
+    cuda.rehearsal = false;
+    fflush(stdout);
+    dup2(out, 1);
+    close(out);
+    close(nothing);
+    test.checks = test.failures = 0;
+    test.seed = 1;
+}
+
+#endif
+
 // ==== tests of kernels.metal and metal.c ====
 //
 // Kernels, each against a reference in double written from the formula, over all formats, ragged
@@ -2808,6 +3270,7 @@ static struct {
     int live, faults, pools, buffers, commits, n_run, after, hasty;
     struct { SoftObject *pipeline; void *bound[16]; } run[1];
     const char *broken;
+    bool cuda;
 } soft;
 static struct { int order; } emu;
 static int soft_prototypes(void) { return 0; }
@@ -3162,7 +3625,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
                     .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
                     .z = lab_floats(g, n * H * hd, 1), .slopes = (float *)a.slopes,
                     .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    g->parts = lab_floats(g, H * attention_slices(t->rows) * (vd + 2), 1);
+    g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
     Session cpu = x.s;
     cpu.m = &x.m;
     cpu.cache = &want;
@@ -3536,6 +3999,7 @@ static void test_metal_kernels(void) {
         int type = FORMATS[i / ORDERS];
         bool few = type < 2 || type == 7 || type == 8 || type == 12;
         emu.order = i % ORDERS;
+        if (soft.cuda && emu.order) continue;   // it has its own
         for (size_t k = 0; ok && k < sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS; k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
@@ -3606,7 +4070,7 @@ static int layer_dispatches(const Session *s, int l, int n, int pos) {
     total += dispatches(ATTENTION_BLOCK, n, !delta);
     total += dispatches(ALL_HEADS, n, (w->q_norm.w && !w->q_norm.group) ||
                                       (w->k_norm.w && !w->k_norm.group));
-    total += dispatches(LONG_RING, n, !delta && attention_slices(used) > 1);
+    total += dispatches(LONG_RING, n, !delta && attention_slices(used, attention_parts(w->n_head, w->n_kv)) > 1);
     total += dispatches(DELTA_BLOCK, n, delta) + dispatches(APART, n, w->alpha.data);
     total += dispatches(GATED_FFN, n, !mix && w->gate.data);
     total += dispatches(UNGATED_FFN, n, !mix && !w->gate.data);
@@ -3913,6 +4377,243 @@ static void test_metal_failures(void) {
     check_counters();
 }
 
+#ifndef __APPLE__
+// ---- how fast ----
+//
+// `make bench-cuda` calls metal.c's functions on operands in the GPU's own memory: so many in turn
+// that its cache does not hold them. A row has the median time, then bytes of weights or of K and V
+// and their share of what the GPU can read, or the rate of multiplications and additions.
+
+static struct { const char *only; double read_rate; } bench;
+
+static bool bench_wants(const char *name) { return strstr(name, bench.only) != NULL; }
+
+// a buffer that holds the pattern again and again
+static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
+    char *p = gpu_share(g, NULL, (bytes + 15) / 16 * 16);
+    const SoftObject *b = gpu_find(g, p)->buffer;
+    if (cuda.rehearsal) return p;
+    CUDA(cuMemcpyHtoD_v2, b->gpu, pattern, n < bytes ? n : bytes);
+    for (size_t at = n; at < bytes; at *= 2)
+        CUDA(cuMemcpyDtoD_v2, b->gpu + at, b->gpu, at < bytes - at ? at : bytes - at);
+    return p;
+}
+
+static float *bench_floats(Gpu *g, size_t n) {
+    float *pattern = noise_array(4096, 1);
+    return bench_fill(g, n * sizeof *pattern, pattern, 4096 * sizeof *pattern);
+}
+
+static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
+    size_t bytes = quant_row_bytes(type, cols);
+    Matrix m = random_matrix(need(8 * bytes), type, 8, cols, false).m;
+    m.data = bench_fill(g, rows * bytes, m.data, 8 * bytes);
+    m.rows = rows;
+    return m;
+}
+
+static Cache bench_cache(Gpu *g, int n_kv, int hd, int rows) {
+    size_t ring = (size_t)n_kv * rows * hd;
+    uint16_t *half = need(4096 * sizeof *half);
+    int32_t *pos = need(rows * sizeof *pos);
+    for (int i = 0; i < 4096; i++) half[i] = quant_f32_to_f16(noise());
+    for (int i = 0; i < rows; i++) pos[i] = i;
+    return (Cache){bench_fill(g, 2 * ring, half, 8192), bench_fill(g, 2 * ring, half, 8192),
+                   bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows, 0, NULL, NULL};
+}
+
+// n tokens after `rows - n`, for a model of such heads
+static void bench_begin(Lab *x, int hd, int n_head, int n_kv, int rows, int n) {
+    Gpu *g = x->g;
+    Config *c = &x->m.config;
+    c->rope = ROPE_HALVES;
+    c->hd = c->vd = c->n_rot = hd;
+    c->causal = true;
+    x->w.n_head = n_head;
+    x->w.n_kv = n_kv;
+    x->w.rotated = true;
+    x->s.pos = rows - n;
+    x->s.q = bench_floats(g, (size_t)n * n_head * hd);
+    x->s.k = bench_floats(g, (size_t)n * n_kv * hd);
+    x->s.v = bench_floats(g, (size_t)n * n_kv * hd);
+    x->s.att = bench_floats(g, (size_t)n * n_head * hd);
+    x->s.angles[0] = bench_floats(g, (size_t)n * hd);
+    g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
+}
+
+// prints the median of 7 runs of what was encoded since lab_begin, which is `times` the same
+static void bench_end(Lab *x, const char *name, int times, double bytes, double flop) {
+    const SoftObject *commands = x->g->commands[0];
+    void *start, *stop;
+    float ms[7];
+    CUDA(cuEventCreate, &start, 0);
+    CUDA(cuEventCreate, &stop, 0);
+    for (int i = -1; i < 7 && !cuda.rehearsal; i++) {   // the first one warms up
+        CUDA(cuEventRecord, start, NULL);
+        cuda_commit(commands->runs);
+        CUDA(cuEventRecord, stop, NULL);
+        CUDA(cuEventSynchronize, stop);
+        int k = i < 0 ? 0 : i;
+        CUDA(cuEventElapsedTime, &ms[k], start, stop);
+        for (; k > 0 && ms[k - 1] > ms[k]; k--) {
+            float t = ms[k];
+            ms[k] = ms[k - 1];
+            ms[k - 1] = t;
+        }
+    }
+    double s = cuda.rehearsal ? 1 : ms[3] / 1e3 / times;
+    printf("%s %.1f us", name, s * 1e6);
+    if (bytes) printf(" %.0f GB/s %.1f %%", bytes / s / 1e9, 100 * bytes / s / bench.read_rate);
+    if (flop) printf(" %.2f TFLOP/s", flop / s / 1e12);
+    putchar('\n');
+    fflush(stdout);
+    lab_end(x, name);
+    lab_drop(x->g);
+    clean_up();
+}
+
+static void bench_gemv(Gpu *g, int type, int64_t rows, int64_t cols) {
+    const char *format = quant_name(type), *name = "";
+    if (format) name = text_of("gemv %s %dx%d", format, (int)rows, (int)cols);
+    double bytes = quant_row_bytes(type, cols) * rows;
+    int copies = 1 + 4e8 / bytes, times = copies < 4 ? 4 : copies;
+    Matrix *m = need(copies * sizeof *m);
+    Lab x = lab(g);
+    if (!bench_wants(name)) return;
+    float *in = bench_floats(g, cols), *y = bench_floats(g, rows);
+    for (int i = 0; i < copies; i++) m[i] = bench_matrix(g, type, rows, cols);
+    lab_begin(&x);
+    for (int i = 0; i < times; i++) {
+        const Matrix *w = &m[i % copies];
+        run_gemv(&x.s, &w, 1, in, NULL, &y, EPILOGUE_STORE, 0, 1);
+    }
+    bench_end(&x, name, times, bytes, 0);
+}
+
+static void bench_gemm(Gpu *g, int type, bool int8) {
+    enum { N = 512, ROWS = 4096, COLS = 4096 };
+    const char *name = text_of("gemm%s %s %dx%dx%d", int8 ? " int8" : "", quant_name(type), ROWS,
+                               COLS, N);
+    Lab x = lab(g);
+    if (!bench_wants(name) || (int8 && format_block(type) == 1)) return;
+    Matrix m = bench_matrix(g, type, ROWS, COLS);
+    float *in = bench_floats(g, N * COLS), *y = bench_floats(g, N * ROWS);
+    g->codes = int8 ? (int8_t *)bench_floats(g, N * COLS / 4) : NULL;
+    g->scales = int8 ? bench_floats(g, N * COLS / 32 * 3) : NULL;
+    lab_begin(&x);
+    for (int i = 0; i < 4; i++) run_gemm(&x.s, &m, in, NULL, y, N, EPILOGUE_STORE, 0, 1);
+    g->codes = NULL;
+    bench_end(&x, name, 4, 0, 2.0 * N * ROWS * COLS);
+}
+
+static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n) {
+    enum { KV = 8, COPIES = 16 };
+    double pairs = (double)n * rows - n * (n - 1) / 2.0, bytes = 4.0 * KV * rows * hd;
+    const char *name = text_of("%sattention %d heads of %d, %d rows", n > 1 ? "flash " : "", n_head,
+                               hd, rows);
+    Cache c[COPIES];
+    Lab x = lab(g);
+    if (!bench_wants(name)) return;
+    bench_begin(&x, hd, n_head, KV, rows, n);
+    for (int i = 0; i < COPIES; i++) c[i] = bench_cache(g, KV, hd, rows);
+    x.s.cache = c;
+    lab_begin(&x);
+    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) run_attention(&x.s, &x.w, n);
+    bench_end(&x, name, COPIES, n > 1 ? 0 : bytes, n > 1 ? 4 * pairs * hd * n_head : 0);
+}
+
+// one token through layers of an 8B Llama, as metal.c dispatches them
+static void bench_layer(Gpu *g, const char *format) {
+    enum { D = 4096, FF = 14336, HD = 128, KV = 8, ROWS = 1024, COPIES = 3 };
+    const char *name = text_of("layer %s of 8B, %d rows", format, ROWS);
+    int type = quant_type_from_name(format);
+    double bytes = quant_row_bytes(type, D) * (2.0 * D + 2 * KV * HD + 3 * FF);
+    Cache c[COPIES];
+    Layer w[COPIES];
+    Lab x = lab(g);
+    if (!bench_wants(name)) return;
+    bench_begin(&x, HD, D / HD, KV, ROWS, 1);
+    x.m.config.dim = D;
+    x.w.ff = FF;
+    x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
+    x.s.cache = c;
+    x.s.x = bench_floats(g, D);
+    x.s.up = bench_floats(g, FF);
+    for (int i = 0; i < COPIES; i++) {
+        Matrix *m[] = {&x.w.q, &x.w.o, &x.w.k, &x.w.v, &x.w.gate, &x.w.up, &x.w.down};
+        for (int k = 0; k < 7; k++)
+            *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * HD : FF,
+                                 k == 6 ? FF : D);
+        w[i] = x.w;
+        c[i] = bench_cache(g, KV, HD, ROWS);
+    }
+    lab_begin(&x);
+    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) run_layer(&x.s, &w[x.s.l], 1);
+    bench_end(&x, name, COPIES, bytes + 4.0 * KV * HD * ROWS, 0);
+}
+
+static void bench_all(void) {
+    Gpu *g = gpu_new();
+    void *pool = objc_autoreleasePoolPush();
+    bool ok = gpu_library(g);
+    CHECK(ok, "%s", g->why);
+    objc_autoreleasePoolPop(pool);
+    for (int i = 0; i < N_FORMATS; i++) {
+        bench_gemv(g, FORMATS[i], 14336, 4096);
+        bench_gemv(g, FORMATS[i], 131072, 4096);
+        bench_gemm(g, FORMATS[i], false);
+        bench_gemm(g, FORMATS[i], true);
+    }
+    for (int rows = 1024; rows <= 8192; rows *= 8) bench_attention(g, 32, 128, rows, 1);
+    for (int hd = 64; hd <= 256; hd *= 2) bench_attention(g, hd == 256 ? 16 : 32, hd, 2048, 512);
+    static const char *const layers[] = {"f16", "q8_0", "q4_0", "q4_K"};
+    for (int i = 0; i < 4; i++) bench_layer(g, layers[i]);
+    Session s = {.gpu = g};
+    gpu_close(&s);
+}
+
+// what the GPU can read, in bytes a second: of 4 GB, 64 bytes a thread at a time
+static double bench_read(void) {
+    CudaProgram *p = cuda_program(
+        "extern \"C\" __global__ void entry(uint4 *p) {\n"
+        "    unsigned sum = 0, step = gridDim.x * blockDim.x;\n"
+        "    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 28; i += 4 * step)\n"
+        "        for (int k = 0; k < 4; k++) {\n"
+        "            uint4 x = p[i + k * step];\n"
+        "            sum += x.x ^ x.y ^ x.z ^ x.w;\n"
+        "        }\n"
+        "    if (sum == 12345) p->x = sum;\n"
+        "}\n");
+    CudaBound x = {0};
+    void *arguments[] = {&x}, *start, *stop;
+    float ms, best = 1e9;
+    CUDA(cuMemAlloc_v2, &x.buffer[0], (size_t)1 << 32);
+    CUDA(cuEventCreate, &start, 0);
+    CUDA(cuEventCreate, &stop, 0);
+    for (int i = 0; i < 8; i++) {
+        CUDA(cuEventRecord, start, NULL);
+        CUDA(cuLaunchKernel, cuda_function(p), 1024, 1, 1, 1024, 1, 1, 0, NULL, arguments, NULL);
+        CUDA(cuEventRecord, stop, NULL);
+        CUDA(cuEventSynchronize, stop);
+        CUDA(cuEventElapsedTime, &ms, start, stop);
+        best = ms < best ? ms : best;
+    }
+    CUDA(cuMemFree_v2, x.buffer[0]);
+    return 4294967296.0 / best * 1e3;
+}
+
+static int cuda_bench(const char *only) {
+    if (!cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
+    cuda.resident = true;
+    bench.only = only;
+    cuda_rehearse(bench_all);
+    bench.read_rate = bench_read();
+    printf("this GPU reads %.0f GB/s\n", bench.read_rate / 1e9);
+    if (!setjmp(test.end)) bench_all();
+    return test.failures > 0;
+}
+#endif
+
 #endif
 
 // ==== lint ====
@@ -3937,13 +4638,18 @@ typedef unsigned long ulong, uint64_t, size_t;
 typedef long int64_t;
 typedef _Float16 half;
 typedef half half4 __attribute__((ext_vector_type(4)));
+typedef float float2 __attribute__((ext_vector_type(2)));
+typedef float float4 __attribute__((ext_vector_type(4)));
+typedef uint uint2 __attribute__((ext_vector_type(2)));
+typedef uint uint4 __attribute__((ext_vector_type(4)));
 struct ulong2 { ulong2(ulong); };
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 template <class T, class U> T as_type(U);
 
-#define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T); T abs(T);   // an int with a uint is ambiguous
+// an int with a uint is ambiguous
+#define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T); T abs(T);
 EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
 #define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T); \
     T log(T); T floor(T);
@@ -4047,10 +4753,15 @@ static const char *const MISTAKES[][3] = {
     {"div_up(w->rows, GEMM_ROWS)", "", "w->rows / GEMM_ROWS"}, {"div_up(n, tile)", "", "n / tile"},
     {"a.cols % 32 != 0", ",\n                   [C_BIASES]", "0"},
     {"w->bias != NULL", ", [C_EPILOGUE]", "0"}, {"m[i]->cols % 32 != 0", ";", "0"},
-    {"w->sinks != NULL", "", "0"}, {"kv->window", ", kv->keep", "kv->rows"},
-    {"kv->keep", ", c->eps", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
-    {"w->rotated", " ? c->rope", "true"}, {"q_norm != NULL", ",", "0"},
-    {"n == 1", ", [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
+    {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
+    {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
+    {"w->rotated", " ? c->rope", "true"}, {"norm->group ? 1 : 4", "", "1"},
+    {"n == 1", ",\n                     [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
+    {"qn->n > c->hd ? c->hd : 0", "", "0"}, {"kn->n > c->hd ? c->hd : 0", "", "0"},
+    {"c->clamp_qkv", "", "0"}, {"c->temp_scale", "", "0"}, {"c->n_ctx_orig", "}", "9"},
+    {"(c->arch->flags & QK_NORM_LATE) != 0", "", "0"}, {"c->arch->norm != RMS", ",", "0"},
+    {"(qn->b != NULL)", "", "0"}, {"(kn->b != NULL)", "", "0"}, {"q != s->q", "", "0"},
+    {"c->alibi", " > 0, [C_FUSED]", "0"}, {"slices", " > 1 ? g->parts", "0"},
     {"s->m->config.arch->act", "}};", "0"}, {"c->arch->act", "}};", "1"},
     {"post->w", " ? EPILOGUE", "0"}, {"c->logit_cap", ", c->logit_scale);\n    } else", "0"},
     {"n == 1", " ? y : NULL", "1"}, {"live", " && i < n", "true"},
@@ -4059,7 +4770,16 @@ static const char *const MISTAKES[][3] = {
     {"w->attn_post_norm.w || w->ffn_post_norm.w", ";", "false"},
     {"c->residual_scale != 1", "", "0"}, {"m->n_owned", "", "0"},
 };
-enum { N_MISTAKES = sizeof MISTAKES / sizeof *MISTAKES };
+
+// the same of kernels.metal; the first three read wrong KV heads for groups above 2
+static const char *const KERNEL_MISTAKES[][3] = {
+    {"unit / parts % a->n_kv", "", "unit % a->n_kv"},
+    {"head / group", ") * a->rows * HEAD_DIM", "min(head / 2, a->n_kv - 1)"},
+    {"head / group", ") * a->rows * VALUE_DIM", "min(head / 2, a->n_kv - 1)"},
+    {"QK_NORMED >> which & 4 ? 0.0f : a->limit", "", "a->limit"}, {"exp(-*gate)", "", "0.0f"},
+    {"slope * (float)far", "", "0.0f"}, {"floor((float)pos / a->n_ctx)", "", "pos / a->n_ctx"},
+    {"temperature(pos, a)", "", "1.0f"}, {"temperature(a->pos + t, a)", "", "1.0f"},
+};
 
 // What the copies include. A bound is the next number, of integers or of floats.
 static const char MUTANTS_H[] =
@@ -4149,14 +4869,15 @@ static int find_mutants(const char *s, const char *from, bool host, Mutant *all,
             while (s[i + 1] && s[i + 1] != '\n') i++;
         else mutants_at(s, i, line, all, &n);
     }
-    for (int k = 0; host && k < N_MISTAKES; k++) {
+    const char *const (*table)[3] = host ? MISTAKES : KERNEL_MISTAKES;
+    for (size_t k = 0; k < (host ? COUNT(MISTAKES) : COUNT(KERNEL_MISTAKES)); k++) {
         char text[200];
-        snprintf(text, sizeof text, "%s%s", MISTAKES[k][0], MISTAKES[k][1]);
+        snprintf(text, sizeof text, "%s%s", table[k][0], table[k][1]);
         const char *at = strstr(s, text);
-        if (!CHECK(at, "metal.c has no %s", text)) continue;
+        if (!CHECK(at, "%s has no %s", host ? "metal.c" : "kernels.metal", text)) continue;
         add_mutant(all, &n, "table", at - s, "", "(MUTANT(%d) ? ");
-        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", MISTAKES[k][2]);
-        all[n - 1].end = at - s + strlen(MISTAKES[k][0]);
+        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", table[k][2]);
+        all[n - 1].end = at - s + strlen(table[k][0]);
         all[n - 1].after = ")";
     }
     return n;
@@ -4272,6 +4993,15 @@ static int metal_mutants(int argc, char **argv) {
 
 // ==== the table of tests ====
 
+#if !defined(LLM_METAL) || defined(__APPLE__)
+static bool cuda_open(void) { return false; }
+static void cuda_rehearse(void (*fn)(void)) { (void)fn; }
+static int cuda_bench(const char *only) {
+    (void)only;
+    return puts("0 passed, 0 failed, 1 skipped"), 0;
+}
+#endif
+
 typedef struct { const char *name; void (*fn)(void); } Test;
 
 #define T(name) {#name, test_##name},
@@ -4297,6 +5027,7 @@ static bool run_test(const Test *t) {
     test.seed = 1;
     printf("%s\n", t->name);
     fflush(stdout);
+    cuda_rehearse(t->fn);
     if (!setjmp(test.end)) t->fn();
     clean_up();
     if (test.failures) printf("  FAILED: %d of %d checks", test.failures, test.checks);
@@ -4312,6 +5043,10 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "mutants")) return metal_mutants(argc - 2, argv + 2);
 #endif
     int named = 0, known = 0, passed = 0, failed = 0;
+    if (argc > 1 && !strcmp(argv[1], "--bench-cuda")) return cuda_bench(argc > 2 ? argv[2] : "");
+    bool on_cuda = argc > 1 && !strcmp(argv[1], "--cuda");
+    if (on_cuda && !cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
+    if (on_cuda) argv[1] = argv[0], argv++, argc--;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--quick")) test.quick = true;
         else if (strcmp(argv[i], "--list")) named++;
