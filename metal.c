@@ -20,8 +20,6 @@
 _Static_assert((int)ACT_SILU == SILU && (int)ACT_GELU == GELU && (int)ACT_RELU2 == RELU2, "");
 _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
                (int)PAIRING_HALVES == ROPE_HALVES, "");
-// what gemm stages, floats of x and halves of W, fits where the finished tile does
-_Static_assert(GEMM_TOKENS * GEMM_K + GEMM_ROWS * GEMM_K / 2 <= GEMM_FLOATS, "");
 
 // ---- Objective-C, by hand ----
 //
@@ -97,7 +95,7 @@ extern const char metal_source[] __asm__("metal_source");
 
 // ---- device ----
 
-enum { MAX_PIPELINES = 96, MAX_COMMANDS = 32, MAX_BOUND = 12, SPLIT_LAYERS = 8 };
+enum { MAX_PIPELINES = 96, MAX_COMMANDS = 32, MAX_BOUND = 14, SPLIT_LAYERS = 8 };
 typedef struct { const char *base; size_t size; id buffer; } Shared;   // with the CPU
 typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
 
@@ -111,6 +109,7 @@ typedef struct {
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
     int8_t *codes;              // [chunk][widest input] if int8 is asked for, else NULL
     float *scales;              // [chunk][widest input / 32][3], for quantize
+    const float *coded;         // the input that they are of, or NULL
     const float *best_of;       // the logits whose argmax `best` is, or NULL
     char why[200];              // what went wrong first, or empty
 } Gpu;
@@ -315,8 +314,8 @@ static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n,
 static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, const Norm *norm,
                      float *const *y, int epilogue, float cap, float scale) {
     struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
-    Dispatch d = {"gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0, GEMV_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL,
+    Dispatch d = {"gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0, GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS, {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL,
                    [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
                    [C_ACTIVATION] = s->m->config.arch->act}};
     bool glu = epilogue == EPILOGUE_GLU;
@@ -334,27 +333,43 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, 
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y[n][rows] = scale * x w', with the epilogue. An integer product takes a dispatch more; it needs
-// more than a few tokens, and a format with codes, which has no row of a single weight.
-static void run_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y,
-                     int n, int epilogue, float cap, float scale) {
+static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
+
+// g->codes of x[n][cols] for the next products of x, with the matrices w[k], if they can be of
+// integers: that takes more than a few tokens and formats with codes, which have no row of a
+// single weight
+static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
     Gpu *g = s->gpu;
-    int tile = gemm_tokens(n);
-    bool int8 = g->codes && tile == GEMM_TOKENS && !quant_row_bytes(w->type, 1);
-    if (int8) {
-        struct quantize_args q = {n * (w->cols / 32)};
-        Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(q.groups, UNIT_SIMDGROUPS),
-                      UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
-        gpu_dispatch(g, &d, &q, sizeof q);
-    }
-    struct gemm_args a = {matrix_args(w, scale), w->cols, n, cap};
-    size_t tiles = (size_t)div_up(w->rows, GEMM_ROWS) * div_up(n, tile);
-    Dispatch d = {"gemm", {matrix_base(w), w->bias, x, int8 ? g->codes : NULL,
-                           int8 ? g->scales : NULL, gate, y}, 7, tiles, GEMM_THREADS, GEMM_FLOATS,
-                  {[C_FORMAT_0] = w->type, [C_RAGGED] = a.cols % 32 != 0,
-                   [C_BIASES] = w->bias != NULL, [C_EPILOGUE] = epilogue,
+    struct quantize_args a = {n * (w[0]->cols / 32)};
+    Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(a.groups, UNIT_SIMDGROUPS),
+                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
+    g->coded = g->codes && n > GEMM_FEW ? x : NULL;
+    for (int i = 0; i < k; i++)
+        if (!has_codes(w[i])) g->coded = NULL;
+    if (g->coded) gpu_dispatch(g, &d, &a, sizeof a);
+}
+
+// y[i][n][rows] = scale * x w[i]' for up to three matrices, with the epilogue
+static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, const float *gate,
+                     float *const *y, int n, int epilogue, float cap, float scale) {
+    Gpu *g = s->gpu;
+    bool int8 = g->coded == x;
+    int tile = int8 ? GEMM_SOME : gemm_tokens(n);
+    struct gemm_args a = {.cols = w[0]->cols, .tokens = n, .softcap = cap};
+    Dispatch d = {"gemm", {[6] = x, g->codes, g->scales, gate}, 13, 0, GEMM_THREADS,
+                  gemm_floats(tile),
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_EPILOGUE] = epilogue, [C_INT8] = int8,
                    [C_ACTIVATION] = s->m->config.arch->act, [C_SOFTCAPPED] = cap > 0,
-                   [C_TILE_TOKENS] = tile, [C_INT8] = int8}};
+                   [C_TILE_TOKENS] = tile}};
+    for (int i = 0; i < k; i++) {
+        a.w[i] = matrix_args(w[i], scale);
+        d.bound[i] = matrix_base(w[i]);
+        d.bound[3 + i] = w[i]->bias;
+        d.bound[10 + i] = y[i];
+        d.constant[C_FORMAT_0 + i] = w[i]->type;
+        d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
+        d.groups += (size_t)div_up(w[i]->rows, GEMM_ROWS) * div_up(n, tile);
+    }
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
@@ -413,18 +428,23 @@ static void run_residual(Session *s, const Matrix *w, const float *in, const Nor
     float *y = post->w ? s->out : s->x;
     int epilogue = post->w ? EPILOGUE_STORE : EPILOGUE_ADD;
     if (n == 1) run_gemv(s, &w, 1, in, NULL, &y, epilogue, 0, 1);
-    else run_gemm(s, w, in, NULL, y, n, epilogue, 0, 1);
+    else run_quantize(s, &w, 1, in, n);
+    if (n > 1) run_gemm(s, &w, 1, in, NULL, &y, n, epilogue, 0, 1);
     if (post->w) run_norm(s, s->out, post, s->x, n, EPILOGUE_ADD);
 }
 
-// 5 dispatches for one token, 11 for a chunk, and one more for each post-norm and integer product
+// 5 dispatches for one token, 9 for a chunk, and one more for each post-norm, and for each of four
+// inputs whose products are of integers
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *pair[2] = {&w->gate, &w->up};
     float *to[3] = {s->q, s->k, s->v};
-    if (n == 1) run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
-    else run_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
-    for (int i = 0; n > 1 && i < 3; i++)
-        run_gemm(s, qkv[i], s->h, NULL, to[i], n, EPILOGUE_STORE, 0, 1);
+    if (n == 1) {
+        run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
+    } else {
+        run_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
+        run_quantize(s, qkv, 3, s->h, n);
+        run_gemm(s, qkv, 3, s->h, NULL, to, n, EPILOGUE_STORE, 0, 1);
+    }
     run_attention(s, w, n);
     if (n == 1 && run_block(s, w)) return;
     run_residual(s, &w->o, s->att, &w->attn_post_norm, n);
@@ -432,8 +452,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
         run_gemv(s, pair, 2, s->x, &w->ffn_norm, &s->up, EPILOGUE_GLU, 0, 1);
     } else {
         run_norm(s, s->x, &w->ffn_norm, s->h, n, EPILOGUE_STORE);
-        run_gemm(s, &w->gate, s->h, NULL, s->gate, n, EPILOGUE_STORE, 0, 1);
-        run_gemm(s, &w->up, s->h, s->gate, s->up, n, EPILOGUE_GLU, 0, 1);
+        run_quantize(s, pair, 2, s->h, n);
+        run_gemm(s, &pair[0], 1, s->h, NULL, &s->gate, n, EPILOGUE_STORE, 0, 1);
+        run_gemm(s, &pair[1], 1, s->h, s->gate, &s->up, n, EPILOGUE_GLU, 0, 1);
     }
     run_residual(s, &w->down, s->up, &w->ffn_post_norm, n);
 }
@@ -451,7 +472,8 @@ static void run_output(Session *s, int first, int n) {
     g->best_of = n == 1 ? y : NULL;
     if (n > 1) {
         run_norm(s, x, norm, h, n, EPILOGUE_STORE);
-        run_gemm(s, w, h, NULL, y, n, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
+        run_quantize(s, &w, 1, h, n);
+        run_gemm(s, &w, 1, h, NULL, &y, n, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
     } else {
         run_gemv(s, &w, 1, x, norm, &y, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
         gpu_dispatch(g, &d, &a, sizeof a);
@@ -524,7 +546,7 @@ static const char *gpu_lacks(const Model *m) {
         return "scales";
     if (!m->out_norm.w || m->out_norm.b) return "norms";
     if (m->n_owned) return "vectors, which are not f32";   // copies, outside the maps
-    if (gguf_int(&m->gguf, "general.alignment", 32) % 4) return "alignment";
+    if (gguf_int(&m->gguf, "general.alignment", 32) % 16) return "alignment";
     for (int l = 0; !lacks && l < c->n_layer; l++) lacks = layer_lacks(c, &m->layers[l]);
     return lacks;
 }

@@ -3350,7 +3350,7 @@ static int other_format(int type) {   // for the same columns
 
 // It starts a few bytes behind an aligned address, as tensors do.
 static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
-    int skew = format_block(type) == 1 ? 4 : 6;
+    int skew = format_block(type) == 1 ? 0 : quant_row_bytes(type, 256) % 4 ? 6 : 4;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
     return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols, false);
 }
@@ -3434,10 +3434,13 @@ static void lab_gemm(Gpu *g, int type, int n, bool int8, const char *name) {
                   : reference_activation(SILU, gate[i], v, true);
         size[i] = 3 * size[i] + 10;
     }
-    run_gemm(lab_begin(&x), &w.m, in, gate, y, n, way, cap, 2);
+    const Matrix *m = &w.m;
+    run_quantize(lab_begin(&x), &m, 1, in, n);
+    run_gemm(&x.s, &m, 1, in, gate, &y, n, way, cap, 2);
     lab_end(&x, name);
     lab_compare(name, type, y, want, size, n * ROWS, 1e-6);
     g->codes = NULL;
+    g->coded = NULL;
 }
 
 static void kernel_gemm(Gpu *g, int type) {
@@ -3710,20 +3713,20 @@ static void test_metal_kernels(void) {
 
 // ---- whole models ----
 
-static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
-
-// dispatches of n tokens of which `rows` want logits: 5 a layer for one token, 11 for a chunk, one
-// more for each post-norm, and for each product in integers; embedding; norm and gemm, or gemv and
+// dispatches of n tokens of which `rows` want logits: 5 a layer for one token, 9 for a chunk, one
+// more for each post-norm, and for each input as codes; embedding; norm and gemm, or gemv and
 // argmax, for each 16 rows of logits
 static int expected_dispatches(const Session *s, int n, int rows) {
     const Model *m = s->m;
     int total = 1 + (rows + LOGIT_ROWS - 1) / LOGIT_ROWS * 2;
     for (int l = 0; l < m->config.n_layer; l++) {
         const Layer *w = &m->layers[l];
-        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down};
-        total += n > 1 ? 11 : s->o.gpu_block && !w->attn_post_norm.w ? 3 : 5;
+        bool codes = s->o.gpu_int8 && n > GEMM_FEW;
+        total += n > 1 ? 9 : s->o.gpu_block && !w->attn_post_norm.w ? 3 : 5;
         total += (w->attn_post_norm.w != NULL) + (w->ffn_post_norm.w != NULL);
-        for (int i = 0; i < 7; i++) total += s->o.gpu_int8 && n > GEMM_FEW && has_codes(all[i]);
+        total += codes && has_codes(&w->q) && has_codes(&w->k) && has_codes(&w->v);
+        total += codes && has_codes(&w->gate) && has_codes(&w->up);
+        total += (codes && has_codes(&w->o)) + (codes && has_codes(&w->down));
     }
     for (int r = rows; r > GEMM_FEW; r -= LOGIT_ROWS)
         total += s->o.gpu_int8 && has_codes(&m->output);
@@ -4111,8 +4114,13 @@ static void bench_gemm(Gpu *g, int type, bool int8) {
     g->codes = int8 ? (int8_t *)bench_floats(g, N * COLS / 4) : NULL;
     g->scales = int8 ? bench_floats(g, N * COLS / 32 * 3) : NULL;
     lab_begin(&x);
-    for (int i = 0; i < 4; i++) run_gemm(&x.s, &m, in, NULL, y, N, EPILOGUE_STORE, 0, 1);
+    for (int i = 0; i < 4; i++) {
+        const Matrix *w = &m;
+        run_quantize(&x.s, &w, 1, in, N);
+        run_gemm(&x.s, &w, 1, in, NULL, &y, N, EPILOGUE_STORE, 0, 1);
+    }
     g->codes = NULL;
+    g->coded = NULL;
     bench_end(&x, name, 4, 0, 2.0 * N * ROWS * COLS);
 }
 
@@ -4391,14 +4399,14 @@ static const char MUTANTS_H[] =
 // in the brackets
 static bool is_declaration(const char *line, const char *open) {
     static const char *const types[] = {"float ", "int", "simdgroup_", "struct ", "const ", "id ",
-        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant "};
+        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant ", "uint ", "float4 "};
     bool typed = false;
     const char *name = open;
     for (const char *c = open; *c != ']'; c++)
         if (islower((unsigned char)*c)) return false;
     while (isalnum((unsigned char)name[-1]) || name[-1] == '_') name--;
     line += strspn(line, " ");
-    for (int i = 0; i < 13; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
+    for (int i = 0; i < 15; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
     return typed && name[-1] != '>' && name[-1] != '.';
 }
 
