@@ -92,13 +92,17 @@ enum {
     UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: each by itself
     NORM_THREADS = 256, ARGMAX_THREADS = 1024,        // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
+    DOT_STEPS = 4,                                    // loads of floats that overlap
+    X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at a time
     ATTENTION_HEADS = 2,                              // share what they read; more cost registers
     ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // rows worth a threadgroup; these fill a GPU
     MERGE_THREADS = 128,
     BLOCK_DIM = 1024,                                 // threads, and the longest row of x
-    GEMM_TOKENS = 32, GEMM_FEW = 8, GEMM_ROWS = 64,   // a tile: 32 x 64, or 8 x 64 for few tokens
-    GEMM_K = 32, GEMM_THREADS = 4 * SIMD_LANES,       // columns in one step: a group
+    GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, by how many there are
+    GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // in a tile
+    GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
+    CODE_STRIDE = GEMM_K / 4 + 12,                    // the same as codes, and what belongs to them
     HEAD_MAX = 256,                                   // the largest HEAD_DIM
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 32, FLASH_KEYS = 32,              // a tile; a SIMD-group takes 8 queries
@@ -107,7 +111,6 @@ enum {
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // a sum from each SIMD-group
     ARGMAX_FLOATS = 2 * ARGMAX_THREADS / SIMD_LANES,  // a maximum and its index from each
     BLOCK_FLOATS = BLOCK_DIM / SIMD_LANES + BLOCK_DIM,   // sums, and a row of x
-    GEMM_FLOATS = GEMM_TOKENS * GEMM_ROWS,            // the finished tile; what is staged is less
     SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; a block of memory
     FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
@@ -137,7 +140,7 @@ struct gemv_args {
     float eps, softcap, factor;
 };
 struct gemm_args {
-    struct kernel_matrix w;
+    struct kernel_matrix w[3];
     int32_t cols, tokens;
     float softcap, factor;
     int32_t tiles, n_used;                 // of experts: tiles at most, choices of a token
@@ -177,7 +180,11 @@ static inline int gemv_rows(int format) {
     return format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
 }
 static inline int gemv_units(int format, int rows) { return div_up(rows, gemv_rows(format)); }
-static inline int gemm_tokens(int n) { return n > GEMM_FEW ? GEMM_TOKENS : GEMM_FEW; }
+// tokens of gemm's tile for n, and its floats of threadgroup memory: x, and W as half
+static inline int gemm_tokens(int n) {
+    return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
+}
+static inline int gemm_floats(int tile) { return (tile + GEMM_ROWS / 2) * GEMM_STRIDE; }
 
 // the most tiles that n choices of experts can make: each expert's last one may be ragged
 static inline int expert_tiles(int n, int n_expert, int tile) {
@@ -249,9 +256,11 @@ constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E
 // A lane works on whole groups of 32 weights. A group of a block format is codes, scales and
 // offsets, w[i] = d[i / 16] * q[i] + m[i / 16]; one of a float format is read weight by weight.
 
-// q[32], d[2] and m[2] of group g of a row. Decoders count groups from the start of 256 weights.
-static inline void group_decode(int format, device const uchar *row, int g, thread int8_t *q,
+// q[32], d[2] and m[2] of group g of a row; four codes, signed bytes, in each word of q. Decoders
+// count groups from the start of 256 weights.
+static inline void group_decode(int format, device const uchar *row, int g, thread uint *words,
         thread float *d, thread float *m) {
+    thread int8_t *q = (thread int8_t *)words;
     switch (format) {
 #define X(id, name, weights, bytes, per16, bias) \
     case id: \
@@ -261,6 +270,10 @@ static inline void group_decode(int format, device const uchar *row, int g, thre
     QUANT_TYPES(X)
 #undef X
     }
+}
+
+static inline float group_code(thread const uint *q, int i) {
+    return (float)(int8_t)(q[i / 4] >> 8 * (i % 4) & 255);
 }
 
 // Does a format have offsets m? Formats whose codes can be negative do not.
@@ -274,25 +287,56 @@ static inline bool format_float(int format) {
     return format == FORMAT_F32 || format == FORMAT_F16 || format == FORMAT_BF16;
 }
 
+// Four values from column i on, zeros past the last column. The address is always inside the row.
+static inline float4 four_floats(device const float *x, int i, int cols) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (!RAGGED) return i < cols ? *(device const float4 *)(x + i) : v;
+    for (int e = 0; e < 4; e++)
+        if (i + e < cols) v[e] = x[i + e];
+    return v;
+}
+
 static inline float float_weight(int format, device const uchar *row, int i) {
     if (format == FORMAT_F32) return ((device const float *)row)[i];
     if (format == FORMAT_F16) return (float)((device const half *)row)[i];
     return quant_from_bits((uint)((device const ushort *)row)[i] << 16);
 }
 
+// the same of a row of a float format
+static inline float4 four_weights(int format, device const uchar *row, int i, int cols) {
+    float4 w = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (format == FORMAT_F32) return four_floats((device const float *)row, i, cols);
+    if (RAGGED) {
+        for (int e = 0; e < 4; e++)
+            if (i + e < cols) w[e] = float_weight(format, row, i + e);
+        return w;
+    }
+    if (i >= cols) return w;
+    if (format == FORMAT_F16) {
+        half4 h = *(device const half4 *)(row + 2 * i);
+        for (int e = 0; e < 4; e++) w[e] = (float)h[e];
+        return w;
+    }
+    uint2 pairs = *(device const uint2 *)(row + 2 * i);
+    for (int e = 0; e < 4; e++)
+        w[e] = quant_from_bits(e % 2 ? pairs[e / 2] & 0xffff0000 : pairs[e / 2] << 16);
+    return w;
+}
+
 // w[32] = group g of a row, with zeros past the last column
 static inline void group_weights(int format, device const uchar *row, int g, int cols,
         thread float *w) {
     if (format_float(format)) {
-        for (int i = 0; i < 32; i++)
-            w[i] = RAGGED && 32 * g + i >= cols ? 0.0f : float_weight(format, row, 32 * g + i);
+        QUANT_UNROLL for (int i = 0; i < 32; i += 4) {
+            float4 v = four_weights(format, row, 32 * g + i, cols);
+            for (int e = 0; e < 4; e++) w[i + e] = v[e];
+        }
         return;
     }
-    int8_t q[32];
+    uint q[8];
     float d[2], m[2];
     group_decode(format, row, g, q, d, m);
-    for (int h = 0; h < 2; h++)
-        for (int i = 16 * h; i < 16 * h + 16; i++) w[i] = d[h] * (float)q[i] + m[h];
+    QUANT_UNROLL for (int i = 0; i < 32; i++) w[i] = d[i / 16] * group_code(q, i) + m[i / 16];
 }
 
 // A norm that x passes through on its way into a product: (x - mean) * scale * w + bias. Of a plain
@@ -302,10 +346,10 @@ struct row_norm { device const float *w, *bias; float mean, scale; };
 
 static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
 
-static inline float normed(float v, int i, thread const struct row_norm *norm) {
+static inline float4 normed(float4 v, int i, int cols, thread const struct row_norm *norm) {
     if (norm_first()) v = (v - norm->mean) * norm->scale;
-    if (NORMED & NORM_WEIGHTS) v *= norm->w[i];
-    return NORMED & NORM_BIAS ? v + norm->bias[i] : v;
+    if (NORMED & NORM_WEIGHTS) v = v * four_floats(norm->w, i, cols);
+    return NORMED & NORM_BIAS ? v + four_floats(norm->bias, i, cols) : v;
 }
 
 // the mean and scale for x[cols], in every lane; twice through x, as in the kernel norm
@@ -321,41 +365,81 @@ static inline struct row_norm row_norm(device const float *x, device const float
     return n;
 }
 
-// Adds a lane's share, every 32nd group, of the products of R rows of W with x:
+// The products of R rows of W with x, a lane's share of them:
 //   sum[r] += sum of w[r][i] * normed(x[i]),   *square += sum of x[i] * x[i]
-// The sums of 16 x, which a group's offsets multiply, are
-// computed once for all R rows. Rows past `last` repeat it; the caller ignores them.
-static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+// Rows past `last` repeat it; the caller ignores them.
+//
+// Of a float format neighbouring lanes take neighbouring weights, four each, so that together they
+// load whole cache lines. The loads of several steps are under way at once.
+static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
         device const float *x, thread const struct row_norm *norm, int cols, uint lane,
         thread float *sum, thread float *square) {
-    for (int g = lane; g * 32 < cols; g += SIMD_LANES) {
-        float xs[32], xsum[2] = {0.0f, 0.0f};
-        for (int i = 0; i < 32; i++) {
-            float v = RAGGED && 32 * g + i >= cols ? 0.0f : x[32 * g + i];
-            *square += v * v;
-            if (!RAGGED || 32 * g + i < cols) v = normed(v, 32 * g + i, norm);
-            xs[i] = v;
-            xsum[i / 16] += v;
+    for (int i0 = 4 * lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
+        float4 xs[DOT_STEPS], ws[DOT_STEPS][GEMV_ROWS];
+        QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
+            int i = i0 + j * 4 * SIMD_LANES;
+            xs[j] = four_floats(x, i, cols);
+            QUANT_UNROLL for (int r = 0; r < R; r++)
+                ws[j][r] = four_weights(format, w + (ulong)min(r, last) * row_bytes, i, cols);
         }
-        for (int r = 0; r < R; r++) {
-            device const uchar *row = w + (ulong)min(r, last) * row_bytes;
-            if (format_float(format)) {
-                float f[32];
-                group_weights(format, row, g, cols, f);
-                for (int i = 0; i < 32; i++) sum[r] += f[i] * xs[i];
-            } else {
-                int8_t q[32];
-                float d[2], m[2], dot[2] = {0.0f, 0.0f};
-                group_decode(format, row, g, q, d, m);
-                for (int i = 0; i < 16; i++) {
-                    dot[0] += (float)q[i] * xs[i];
-                    dot[1] += (float)q[i + 16] * xs[i + 16];
-                }
-                sum[r] += d[0] * dot[0] + d[1] * dot[1];
-                if (format_offsets(format)) sum[r] += m[0] * xsum[0] + m[1] * xsum[1];
-            }
+        QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
+            float4 v = xs[j];
+            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[e] * v[e];
+            v = normed(v, i0 + j * 4 * SIMD_LANES, cols, norm);
+            QUANT_UNROLL for (int r = 0; r < R; r++)
+                QUANT_UNROLL for (int e = 0; e < 4; e++) sum[r] += ws[j][r][e] * v[e];
         }
     }
+}
+
+// Of a block format a lane takes every 32nd group, with codes, scales and offsets as the decoder
+// gives them. Its 32 floats of x come by way of threadgroup memory, xs[X_FLOATS]: the SIMD-group
+// loads 1024 neighbours in whole cache lines and leaves each group where its lane finds it; without
+// that memory, xs NULL, each lane loads its own. The sums of 16 x, which a group's offsets multiply,
+// are computed once for all R rows.
+static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
+        threadgroup float *xs, thread float *sum, thread float *square) {
+    for (int g0 = 0; g0 * 32 < cols; g0 += SIMD_LANES) {
+        int g = g0 + lane;
+        float4 v[8];
+        float xsum[2] = {0.0f, 0.0f};
+        QUANT_UNROLL for (int j = 0; j < 8; j++) {
+            int col = xs ? 32 * g0 + 4 * (int)lane + 128 * j : 32 * g + 4 * j;
+            v[j] = four_floats(x, col, cols);
+            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
+            v[j] = normed(v[j], col, cols, norm);
+        }
+        if (xs) {
+            simdgroup_barrier(mem_flags::mem_threadgroup);    // the groups before have been read
+            QUANT_UNROLL for (int j = 0; j < 8; j++)
+                *(threadgroup float4 *)(xs + X_STRIDE * (4 * j + lane / 8) + lane % 8 * 4) = v[j];
+            simdgroup_barrier(mem_flags::mem_threadgroup);    // these are there
+            QUANT_UNROLL for (int j = 0; j < 8; j++)
+                v[j] = *(threadgroup const float4 *)(xs + X_STRIDE * lane + 4 * j);
+        }
+        if (g * 32 >= cols) continue;                     // the last time: no barrier follows
+        QUANT_UNROLL for (int i = 0; i < 32; i++) xsum[i / 16] += v[i / 4][i % 4];
+        QUANT_UNROLL for (int r = 0; r < R; r++) {
+            uint q[8];
+            float d[2], m[2], dot[2] = {0.0f, 0.0f};
+            group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q, d, m);
+            QUANT_UNROLL for (int i = 0; i < 16; i++) {
+                dot[0] += group_code(q, i) * v[i / 4][i % 4];
+                dot[1] += group_code(q, i + 16) * v[i / 4 + 4][i % 4];
+            }
+            sum[r] += d[0] * dot[0] + d[1] * dot[1];
+            if (format_offsets(format)) sum[r] += m[0] * xsum[0] + m[1] * xsum[1];
+        }
+    }
+}
+
+static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
+        threadgroup float *xs, thread float *sum, thread float *square) {
+    if (format_float(format))
+        floats_dot(format, R, w, row_bytes, last, x, norm, cols, lane, sum, square);
+    else groups_dot(format, R, w, row_bytes, last, x, norm, cols, lane, xs, sum, square);
 }
 
 static inline float softcap(float x, float cap) { return SOFTCAPPED ? cap * tanh(x / cap) : x; }
@@ -475,7 +559,8 @@ kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buf
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
 // Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column (LayerNorm:
-// 16) from the cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would cost more.
+// 16) from the cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would
+// cost more.
 
 // rows of a unit; with the GLU, those of up are gate's; experts have those of the first matrix
 static inline int unit_rows(int format) {
@@ -487,14 +572,14 @@ static inline int unit_rows(int format) {
 static inline void gemv_product(int format, int part, int unit, device const uchar *w,
         device const float *bias, float scale, device const float *x,
         thread const struct row_norm *norm, constant struct gemv_args *a, uint lane,
-        thread float *v) {
+        threadgroup float *xs, thread float *v) {
     int R = unit_rows(format), row = unit * R, last = a->w[part].rows - 1 - row;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
     scale *= a->w[part].scale;
     rows_dot(format, R, w + a->w[part].start + (ulong)row * a->w[part].row_bytes,
-             a->w[part].row_bytes, last, x, norm, a->cols, lane, sum, &square);
+             a->w[part].row_bytes, last, x, norm, a->cols, lane, xs, sum, &square);
     if (NORMED && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
-    for (int r = 0; r < R; r++) {
+    QUANT_UNROLL for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
         if (BIASES >> part & 1) v[r] += bias[row + min(r, last)];
         v[r] *= a->factor;
@@ -505,12 +590,11 @@ static inline void gemv_product(int format, int part, int unit, device const uch
 static inline void gemv_unit(int format, int part, int unit, device const uchar *w,
         device const float *bias, float scale, device const float *x,
         thread const struct row_norm *norm, thread const float *gate, device const float *other,
-        device float *y,
-        constant struct gemv_args *a, uint lane) {
+        device float *y, constant struct gemv_args *a, uint lane, threadgroup float *xs) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
-    gemv_product(format, part, unit, w, bias, scale, x, norm, a, lane, v);
-    for (int r = 0; r < R; r++)
+    gemv_product(format, part, unit, w, bias, scale, x, norm, a, lane, xs, v);
+    QUANT_UNROLL for (int r = 0; r < R; r++)
         if (lane == 0 && row + r < a->w[part].rows)
             finish(&y[row + r], v[r], a->softcap,
                    EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
@@ -519,8 +603,8 @@ static inline void gemv_unit(int format, int part, int unit, device const uchar 
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices of the same x (Q, K and V).
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
-// the GLU. They share nothing, so there is no threadgroup memory and no barrier. Routers of experts
-// have it do this for each token of a chunk: gemm's halves would decide a near-tie otherwise.
+// the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
+// token of a chunk: gemm's halves would decide near-ties.
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
@@ -528,8 +612,10 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
         device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
         device const float *norm_bias [[buffer(12)]], constant struct gemv_args *a [[buffer(13)]],
+        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    threadgroup float *xs = shared + sg * X_FLOATS;
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
@@ -540,14 +626,14 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     y1 += (ulong)t * a->w[1].rows;
     struct row_norm norm = row_norm(x, weights, norm_bias, a->cols, a->eps, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
-        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, gate);
-        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane);
+        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, xs, gate);
+        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
     } else if (u < n0) {
-        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, gate, other, y0, a, lane);
+        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
     } else if (u < n1) {
-        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, &norm, gate, other, y1, a, lane);
+        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, &norm, gate, other, y1, a, lane, xs);
     } else {
-        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, &norm, gate, other, y2, a, lane);
+        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, &norm, gate, other, y2, a, lane, xs);
     }
 }
 
@@ -903,8 +989,8 @@ static inline float block_row(int format, constant struct kernel_matrix *w, int 
         device const uchar *data, device const float *x, int cols, uint lane) {
     struct row_norm none = {x, x, 0.0f, 1.0f};
     float sum[1] = {0.0f}, unused = 0.0f;
-    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, &none, cols,
-             lane, sum, &unused);
+    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, &none,
+             cols, lane, 0, sum, &unused);
     return simd_sum(sum[0]) * w->scale;
 }
 
@@ -958,153 +1044,200 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 // become half there, whose 11 bits hold the codes of any format. Activations stay float, because
 // those of Gemma overflow half; so do all sums.
 
-// out[32] = group g of a row of W
-static inline void stage_weights(int format, device const uchar *row, int g, int cols,
-        threadgroup half *out) {
-    float v[32];
-    group_weights(format, row, g, cols, v);
-    for (int i = 0; i < 32; i++) out[i] = (half)v[i];
+// ws[GEMM_ROWS][GEMM_STRIDE] = a step's columns of rows from `row` on, as half. Of a float format
+// neighbouring threads take neighbouring weights, four each; of a block format a thread decodes a
+// group, neighbours the two of a row. INT8: see tile_multiply_codes.
+static inline void stage_weights(int format, device const uchar *w,
+        constant struct kernel_matrix *m, int row, int k0, int cols, uint tid,
+        threadgroup float *ws) {
+    int fours = format_float(format) ? GEMM_K / 4 : 2;    // shares of a row
+    for (int i = tid; i < GEMM_ROWS * fours; i += GEMM_THREADS) {
+        int r = i / fours, col = k0 + i % fours * (GEMM_K / fours);
+        device const uchar *from = w + m->start + (ulong)min(row + r, m->rows - 1) * m->row_bytes;
+        threadgroup half *to = (threadgroup half *)ws + r * GEMM_STRIDE + col - k0;
+        half4 h = {(half)0.0f, (half)0.0f, (half)0.0f, (half)0.0f};
+        if (format_float(format)) {
+            float4 v = four_weights(format, from, col, cols);
+            for (int e = 0; e < 4; e++) h[e] = (half)v[e];
+            *(threadgroup half4 *)to = h;
+            continue;
+        }
+        uint q[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        float d[2] = {0.0f, 0.0f}, o[2] = {0.0f, 0.0f};
+        if (col < cols) group_decode(format, from, col / 32, q, d, o);
+        threadgroup float *codes = ws + r * CODE_STRIDE + (col - k0) / 4;
+        threadgroup float *scales = ws + r * CODE_STRIDE + GEMM_K / 4 + (col - k0) / 8;
+        for (int j = 0; INT8 && j < 8; j++) ((threadgroup uint *)codes)[j] = q[j];
+        for (int j = 0; INT8 && j < 4; j++) scales[j] = j < 2 ? d[j] : o[j - 2];
+        QUANT_UNROLL for (int j = 0; !INT8 && j < 32; j += 4) {
+            for (int e = 0; e < 4; e++)
+                h[e] = (half)(d[j / 16] * group_code(q, j + e) + o[j / 16]);
+            *(threadgroup half4 *)(to + j) = h;
+        }
+    }
 }
 
-// the same as codes q[32], and two scales and two offsets in scales[4]
-static inline void stage_codes(int format, device const uchar *row, int g, threadgroup int8_t *q,
-        threadgroup float *scales) {
-    int8_t codes[32];
-    float d[2], m[2];
-    group_decode(format, row, g, codes, d, m);
-    for (int i = 0; i < 32; i++) q[i] = codes[i];
-    for (int i = 0; i < 4; i++) scales[i] = i < 2 ? d[i] : m[i - 2];
+// xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x
+static inline void stage_floats(device const float *x, device const int *order, int token, int end,
+        int k0, constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+    for (int i = tid; i < TILE_TOKENS * (GEMM_K / 4); i += GEMM_THREADS) {
+        int t = i / (GEMM_K / 4), col = i % (GEMM_K / 4) * 4, row = min(token + t, end - 1);
+        if (EXPERTS == EXPERTS_GATHER) row = order[row] / a->n_used;
+        device const float *from = x + (ulong)row * a->cols;
+        *(threadgroup float4 *)(xs + t * GEMM_STRIDE + col) = four_floats(from, k0 + col, a->cols);
+    }
 }
 
-// Where a SIMD-group's 8 x 8 blocks begin: 2 x 4 (tokens x rows) in a tile, 1 x 2 in a small one
-static inline int tile_blocks(void) { return TILE_TOKENS == GEMM_TOKENS ? 2 : 1; }
+// the same of codes, xs[TILE_TOKENS][CODE_STRIDE]: behind 16 words of codes a scale and two sums of
+// each group
+static inline void stage_codes(device const uint *xq, device const float *xscales, int token,
+        int k0, constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+    int groups = a->cols / 32;
+    for (int i = tid; i < TILE_TOKENS * 2; i += GEMM_THREADS) {
+        int g = k0 / 32 + i % 2;
+        ulong from = (ulong)min(token + i / 2, a->tokens - 1) * groups + min(g, groups - 1);
+        threadgroup float *to = xs + i / 2 * CODE_STRIDE;
+        threadgroup uint *codes = (threadgroup uint *)to + i % 2 * 8;
+        for (int j = 0; j < 8; j++) codes[j] = xq[from * 8 + j];
+        for (int j = 0; j < 3; j++) to[GEMM_K / 4 + 4 * (i % 2) + j] = xscales[from * 3 + j];
+    }
+}
+
+// Where a SIMD-group's 8 x 8 blocks begin: 2 or 4 x 4 (tokens x rows) in a tile, 1 x 2 in a small
+// one
+static inline int tile_down(void) { return TILE_TOKENS > GEMM_FEW ? TILE_TOKENS / 16 : 1; }
+static inline int tile_across(void) { return TILE_TOKENS > GEMM_FEW ? 4 : 2; }
 static inline int tile_token(int i, uint sg) {
-    return 8 * i + (TILE_TOKENS == GEMM_TOKENS ? (int)sg / 2 * 16 : 0);
+    return 8 * i + (TILE_TOKENS > GEMM_FEW ? (int)sg / 2 * (TILE_TOKENS / 2) : 0);
 }
 static inline int tile_row(int j, uint sg) {
-    return 8 * j + (TILE_TOKENS == GEMM_TOKENS ? (int)sg % 2 * 32 : (int)sg * 16);
+    return 8 * j + (TILE_TOKENS > GEMM_FEW ? (int)sg % 2 * 32 : (int)sg * 16);
 }
 
-// c += xs ws' for those blocks; xs[TILE_TOKENS][GEMM_K], ws[GEMM_ROWS][GEMM_K]
+// c += xs ws' for those blocks; xs[TILE_TOKENS][GEMM_STRIDE], ws[GEMM_ROWS][GEMM_STRIDE]
 static inline void tile_multiply(threadgroup const float *xs, threadgroup const half *ws, uint sg,
         thread simdgroup_float8x8 *c) {
-    simdgroup_float8x8 mx[2];
+    simdgroup_float8x8 mx[4];
     simdgroup_half8x8 mw[4];
     for (int k = 0; k < GEMM_K; k += 8) {
-        for (int i = 0; i < tile_blocks(); i++)
-            simdgroup_load(mx[i], xs + tile_token(i, sg) * GEMM_K + k, GEMM_K);
-        for (int j = 0; j < 2 * tile_blocks(); j++)
-            simdgroup_load(mw[j], ws + tile_row(j, sg) * GEMM_K + k, GEMM_K, 0, true);
-        for (int i = 0; i < tile_blocks(); i++)
-            for (int j = 0; j < 2 * tile_blocks(); j++)
+        QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
+            simdgroup_load(mx[i], xs + tile_token(i, sg) * GEMM_STRIDE + k, GEMM_STRIDE);
+        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
+            simdgroup_load(mw[j], ws + tile_row(j, sg) * GEMM_STRIDE + k, GEMM_STRIDE, 0, true);
+        QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
+            QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
                 simdgroup_multiply_accumulate(c[4 * i + j], mx[i], mw[j], c[4 * i + j]);
     }
 }
 
 // The same for codes: a thread computes 4 x 4 outputs. It adds up 16 products as integers; scales,
-// and offsets times sums of 16 activations, follow in float. xs[TILE_TOKENS][3] is a scale and two
-// sums, ws[GEMM_ROWS][4] two scales and two offsets.
-static inline void tile_multiply_codes(threadgroup const int8_t *xq, threadgroup const float *xs,
-        threadgroup const int8_t *wq, threadgroup const float *ws, uint tid, thread float *c) {
-    for (int i = 0; i < 16; i++) {
-        int t = (int)tid / 16 * 4 + i / 4, r = (int)tid % 16 * 4 + i % 4;
-        for (int h = 0; h < 2; h++) {
+// and offsets times sums of 16 activations, follow in float. A row of ws has, behind 16 words of
+// codes, two scales and two offsets of each group.
+static inline int code_token(int i, uint tid) { return (int)tid / 16 * 4 + i / 4; }
+static inline int code_row(int i, uint tid) { return (int)tid % 16 + i % 4 * 16; }
+static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup const float *ws,
+        uint tid, thread float *c) {
+    for (int h = 0; h < GEMM_K / 16; h++)
+        QUANT_UNROLL for (int i = 0; i < 16; i++) {
+            threadgroup const float *x = xs + code_token(i, tid) * CODE_STRIDE;
+            threadgroup const float *w = ws + code_row(i, tid) * CODE_STRIDE;
+            uint4 xq = *(threadgroup const uint4 *)(x + 4 * h);
+            uint4 wq = *(threadgroup const uint4 *)(w + 4 * h);
             int dot = 0;
-            for (int k = 16 * h; k < 16 * h + 16; k++)
-                dot += (int)xq[32 * t + k] * (int)wq[32 * r + k];
-            c[i] += (float)dot * xs[3 * t] * ws[4 * r + h] + xs[3 * t + 1 + h] * ws[4 * r + 2 + h];
+            QUANT_UNROLL for (int k = 0; k < 16; k++)
+                dot += (int)(int8_t)(xq[k / 4] >> 8 * (k % 4) & 255) *
+                       (int)(int8_t)(wq[k / 4] >> 8 * (k % 4) & 255);
+            x += GEMM_K / 4 + h / 2 * 4;                  // the group's scale and sums
+            w += GEMM_K / 4 + h / 2 * 4 + h % 2;          // the scale of its half, and offset
+            c[i] += (float)dot * x[0] * w[0] + x[1 + h % 2] * w[2];
         }
-    }
 }
 
-// The finished tile passes through threadgroup memory, where each thread takes outputs for the
-// epilogue, except those past the last token or row.
+// The finished tile passes through threadgroup memory, where neighbouring threads take the outputs
+// of neighbouring rows for the epilogue, except those past the last token or row.
 static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *sums,
         threadgroup float *tile, device const float *bias, float scale, device const float *other,
-        device float *y, constant struct gemm_args *a, int token, int tokens, int row, uint tid,
-        uint sg) {
+        device float *y, int part, constant struct gemm_args *a, int token, int end, int row,
+        uint tid, uint sg) {
     for (int i = 0; INT8 && i < 16; i++)
-        tile[((int)tid / 16 * 4 + i / 4) * GEMM_ROWS + (int)tid % 16 * 4 + i % 4] = sums[i];
-    for (int i = 0; !INT8 && i < tile_blocks(); i++)
-        for (int j = 0; j < 2 * tile_blocks(); j++)
+        tile[code_token(i, tid) * GEMM_STRIDE + code_row(i, tid)] = sums[i];
+    QUANT_UNROLL for (int i = 0; !INT8 && i < tile_down(); i++)
+        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
             simdgroup_store(c[4 * i + j],
-                            tile + tile_token(i, sg) * GEMM_ROWS + tile_row(j, sg), GEMM_ROWS);
+                            tile + tile_token(i, sg) * GEMM_STRIDE + tile_row(j, sg), GEMM_STRIDE);
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the tile is whole
+    int rows = a->w[part].rows;
     for (int i = tid; i < TILE_TOKENS * GEMM_ROWS; i += GEMM_THREADS) {
         int t = token + i / GEMM_ROWS, r = row + i % GEMM_ROWS;
-        if (t >= tokens || r >= a->w.rows) continue;
-        ulong at = (ulong)t * a->w.rows + r;
-        float v = tile[i] * (a->w.scale * scale);
-        if (BIASES & 1) v += bias[r];
+        if (t >= end || r >= rows) continue;
+        ulong at = (ulong)t * rows + r;
+        float v = tile[i / GEMM_ROWS * GEMM_STRIDE + i % GEMM_ROWS] * (a->w[part].scale * scale);
+        if (BIASES >> part & 1) v += bias[r];
         finish(&y[at], v * a->factor, a->softcap, takes_other() ? other[at] : 0.0f);
     }
 }
 
-// y[tokens][rows] = x[tokens][cols] times W[rows][cols] transposed, with a bias and the epilogue,
-// for which other[tokens][rows] is.
+// y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
+// for which other[tokens][rows] is, and y1 and y2 likewise if there are matrices W1 and W2 of the
+// same x (Q, K and V).
 // Grid: tiles of TILE_TOKENS x GEMM_ROWS outputs; those of the same rows are neighbours, so that
-// weights come from memory about once per chunk. In each step of GEMM_K columns two SIMD-groups
-// decode 64 groups of W, and two stage activations: for 32 tokens that is 2 * 32 * 64 * 32 FLOP on
-// 4 KB of x, and as much of W if weights have 16 bits, so at least 16 FLOP a byte from the cache.
-// INT8 takes codes of activations from quantize. As Apple's GPUs have no dot product of bytes, it
-// saves them nothing but threadgroup memory, and is off unless asked for. Elsewhere it should pay
-// for formats with one scale for 32 weights (Q4_0, Q8_0, IQ4_NL, MXFP4).
+// weights come from memory about once per chunk. In each step all threads decode two groups of 64
+// rows of W, and stage the same columns of x: for 64 tokens that is 2 * 64 * 64 * 64 FLOP on 16 KB
+// of x and 4 to 9 KB of W, some 25 FLOP a byte from the cache.
+// INT8 takes codes of activations from quantize, and tiles of GEMM_SOME tokens. Neither Metal nor
+// CUDA's common words have a dot product of bytes: four products take four multiplications and the
+// unpacking, where a matrix of half does 16 or more in that time. So it is off unless asked for.
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: so is x in that of y.
-kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [[buffer(1)]],
-        device const float *x [[buffer(2)]], device const int8_t *xq [[buffer(3)]],
-        device const float *xscales [[buffer(4)]], device const float *other [[buffer(5)]],
-        device float *y [[buffer(6)]], device const float *scales [[buffer(7)]],
-        device const int *expert_tile [[buffer(8)]],                           // [tiles][3]
-        device const int *order [[buffer(9)]], constant struct gemm_args *a [[buffer(10)]],
-        threadgroup float *shared [[shared_memory]],                           // [GEMM_FLOATS]
+kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
+        device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
+        device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
+        device const float *x [[buffer(6)]], device const uint *xq [[buffer(7)]],
+        device const float *xscales [[buffer(8)]], device const float *other [[buffer(9)]],
+        device float *y0 [[buffer(10)]], device float *y1 [[buffer(11)]],
+        device float *y2 [[buffer(12)]], device const float *scales [[buffer(13)]],
+        device const int *expert_tile [[buffer(14)]],                          // [tiles][3]
+        device const int *order [[buffer(15)]], constant struct gemm_args *a [[buffer(16)]],
+        threadgroup float *shared [[shared_memory]],                           // gemm_floats
         uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]]) {
-    threadgroup float *xs = shared;                                       // [TILE_TOKENS][GEMM_K]
-    threadgroup half *ws = (threadgroup half *)(xs + TILE_TOKENS * GEMM_K);   // [GEMM_ROWS][GEMM_K]
-    threadgroup float *dx = shared, *dw = dx + 3 * TILE_TOKENS;           // or INT8: [][3], [][4],
-    threadgroup int8_t *qx = (threadgroup int8_t *)(dw + 4 * GEMM_ROWS);  // [TILE_TOKENS][GEMM_K],
-    threadgroup int8_t *qw = qx + TILE_TOKENS * GEMM_K;                   // [GEMM_ROWS][GEMM_K]
-    int groups = div_up(a->cols, GEMM_K), tiles = div_up(a->tokens, TILE_TOKENS), expert = 0;
-    if (EXPERTS) tiles = a->tiles;
-    int token = tg % tiles * TILE_TOKENS, row = tg / tiles * GEMM_ROWS, end = a->tokens;
+    threadgroup float *xs = shared;                               // [TILE_TOKENS][GEMM_STRIDE]
+    threadgroup float *ws = xs + TILE_TOKENS * GEMM_STRIDE;      // [GEMM_ROWS][GEMM_STRIDE] half
+    int tiles = EXPERTS ? a->tiles : div_up(a->tokens, TILE_TOKENS), tile = tg % tiles;
+    int token = tile * TILE_TOKENS, end = a->tokens, expert = 0;
+    int n0 = div_up(a->w[0].rows, GEMM_ROWS), n1 = n0 + div_up(a->w[1].rows, GEMM_ROWS);
+    int block = tg / tiles, part = block < n0 ? 0 : block < n1 ? 1 : 2;
+    int row = (block - (part == 0 ? 0 : part == 1 ? n0 : n1)) * GEMM_ROWS;
     if (EXPERTS) {
-        expert = expert_tile[tg % tiles * 3];
-        token = expert_tile[tg % tiles * 3 + 1];          // the tile's first
-        end = expert_tile[tg % tiles * 3 + 2];
+        expert = expert_tile[3 * tile];
+        token = expert_tile[3 * tile + 1];
+        end = expert_tile[3 * tile + 2];
+        if (expert < 0) return;                               // all threads: no barrier was there
+        w0 += (ulong)expert * a->w[0].step;
+        bias0 += expert * a->w[0].bias_step;
     }
-    ulong at = a->w.start + (ulong)min(row + (int)tid, a->w.rows - 1) * a->w.row_bytes;
-    if (expert < 0) return;                               // all threads: no barrier was there
-    w += (ulong)expert * a->w.step;
-    bias += expert * a->w.bias_step;
-    simdgroup_float8x8 c[8];
+    simdgroup_float8x8 c[16];
     float sums[16];
-    for (int i = 0; i < 8; i++) c[i] = simdgroup_float8x8(0.0f);
-    for (int i = 0; i < 16; i++) sums[i] = 0.0f;
+    QUANT_UNROLL for (int i = 0; i < 16; i++) c[i] = simdgroup_float8x8(0.0f);
+    QUANT_UNROLL for (int i = 0; i < 16; i++) sums[i] = 0.0f;
 
-    for (int g = 0; g < groups; g++) {
-        if (tid < GEMM_ROWS && INT8) {
-            stage_codes(FORMAT_0, w + at, g, qw + GEMM_K * tid, dw + 4 * tid);
-        } else if (tid < GEMM_ROWS) {
-            stage_weights(FORMAT_0, w + at, g, a->cols, ws + GEMM_K * tid);
-        } else {
-            for (int i = tid - GEMM_ROWS; i < TILE_TOKENS * GEMM_K; i += GEMM_THREADS - GEMM_ROWS) {
-                int part = i % GEMM_K, col = GEMM_K * g + part;
-                ulong t = min(token + i / GEMM_K, end - 1);
-                if (EXPERTS == EXPERTS_GATHER) t = order[t] / a->n_used;
-                if (INT8) qx[i] = xq[t * a->cols + col];
-                else xs[i] = RAGGED && col >= a->cols ? 0.0f : x[t * a->cols + col];
-                if (INT8 && part < 3)
-                    dx[i / GEMM_K * 3 + part] = xscales[(t * groups + g) * 3 + part];
-            }
-        }
+    for (int k0 = 0; k0 < a->cols; k0 += GEMM_K) {
+        if (part == 1 && FORMAT_1 != FORMAT_0)
+            stage_weights(FORMAT_1, w1, &a->w[1], row, k0, a->cols, tid, ws);
+        else if (part == 2 && FORMAT_2 != FORMAT_0)
+            stage_weights(FORMAT_2, w2, &a->w[2], row, k0, a->cols, tid, ws);
+        else stage_weights(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], row, k0,
+                           a->cols, tid, ws);
+        if (INT8) stage_codes(xq, xscales, token, k0, a, tid, xs);
+        else stage_floats(x, order, token, end, k0, a, tid, xs);
         threadgroup_barrier(mem_flags::mem_threadgroup);                       // staged
-        if (INT8) tile_multiply_codes(qx, dx, qw, dw, tid, sums);
-        else tile_multiply(xs, ws, sg, c);
+        if (INT8) tile_multiply_codes(xs, ws, tid, sums);
+        else tile_multiply(xs, (threadgroup const half *)ws, sg, c);
         threadgroup_barrier(mem_flags::mem_threadgroup);                       // used
     }
-    float scale = SCALES & 1 ? scales[expert] : 1.0f;
-    gemm_store(c, sums, shared, bias, scale, other, y, a, token, end, row, tid, sg);
+    gemm_store(c, sums, shared, part == 0 ? bias0 : part == 1 ? bias1 : bias2,
+               SCALES & 1 ? scales[expert] : 1.0f, other, part == 0 ? y0 : part == 1 ? y1 : y2,
+               part, a, token, end, row, tid, sg);
 }
 
 // QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place, k_new
@@ -1395,9 +1528,11 @@ kernel void experts_up(device const uchar *gate [[buffer(0)]],
         device const float *weights [[buffer(7)]], device const float *norm_bias [[buffer(8)]],
         device const int *chosen [[buffer(9)]], device float *y [[buffer(10)]],
         constant struct experts_args *a [[buffer(11)]],
+        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     constant struct kernel_matrix *g = &a->each.w[0], *u = &a->each.w[1];
+    threadgroup float *xs = shared + sg * X_FLOATS;
     int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
     if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
     struct row_norm norm = row_norm(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
@@ -1408,8 +1543,8 @@ kernel void experts_up(device const uchar *gate [[buffer(0)]],
     bias0 += e * g->bias_step;
     bias1 += e * u->bias_step;
     y += (ulong)k * u->rows;
-    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, &norm, &a->each, lane, v);
-    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, &norm, v, x, y, &a->each, lane);
+    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, &norm, &a->each, lane, xs, v);
+    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, &norm, v, x, y, &a->each, lane, xs);
 }
 
 // y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
@@ -1423,9 +1558,11 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
         device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
         constant struct experts_args *a [[buffer(12)]],
+        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     constant struct kernel_matrix *m = &a->each.w[0];
+    threadgroup float *xs = shared + sg * X_FLOATS;
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     struct row_norm none = {up, up, 0.0f, 1.0f};
@@ -1434,13 +1571,13 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         int e = chosen[k];
         gemv_product(FORMAT_0, 0, unit, down + (ulong)e * m->step, bias0 + e * m->bias_step,
                      SCALES & 1 ? scale0[e] : 1.0f, up + (ulong)k * a->each.cols, &none,
-                     &a->each, lane, v);
+                     &a->each, lane, xs, v);
         for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
     }
     if (a->shared.cols) {
         float factor = a->weighed ? sigmoid(*route) : 1.0f;
         gemv_product(FORMAT_1, 1, unit, shared_down, bias1, 1.0f, shared_up, &none, &a->shared,
-                     lane, v);
+                     lane, xs, v);
         for (int r = 0; r < R; r++) sum[r] += factor * v[r];
     }
     for (int r = 0; r < R; r++)

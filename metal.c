@@ -22,8 +22,6 @@ _Static_assert((int)ACT_SILU == SILU && (int)ACT_GELU == GELU && (int)ACT_RELU2 
 _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");
 _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
                (int)PAIRING_HALVES == ROPE_HALVES, "");
-// what gemm stages, floats of x and halves of W, fits where the finished tile does
-_Static_assert(GEMM_TOKENS * GEMM_K + GEMM_ROWS * GEMM_K / 2 <= GEMM_FLOATS, "");
 
 // ---- Objective-C, by hand ----
 //
@@ -103,7 +101,7 @@ extern const char metal_source[] __asm__("metal_source");
 
 // ---- device ----
 
-enum { MAX_PIPELINES = 256, MAX_COMMANDS = 32, MAX_BOUND = 14, SPLIT_LAYERS = 8 };
+enum { MAX_PIPELINES = 256, MAX_COMMANDS = 32, MAX_BOUND = 16, SPLIT_LAYERS = 8 };
 typedef struct { const char *base; size_t size; id buffer; } Shared;   // with the CPU
 typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
 
@@ -120,6 +118,7 @@ typedef struct {
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
+    const float *coded;         // the input that they are of, or NULL
     const float *best_of;       // the logits whose argmax `best` is, or NULL
     bool dry;                   // what is encoded will not run
     char why[200];              // what went wrong first, or empty
@@ -359,7 +358,8 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
     struct gemv_args a = {.cols = w[0]->cols, .tokens = n, .eps = s->m->config.eps, .softcap = e.cap,
                           .factor = e.factor};
     Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
-                           in.norm ? in.norm->b : NULL}, 13, 0, GEMV_SIMDGROUPS * SIMD_LANES, 0,
+                           in.norm ? in.norm->b : NULL}, 13, 0, GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm_bits(in.norm),
                    [C_CENTRED] = in.norm && s->m->config.arch->norm != RMS,
                    [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
@@ -381,41 +381,59 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
 // choices of experts in a tile of gemm, by how many an expert gets on average
 static int experts_tile(const Config *c, int n) { return gemm_tokens(n * c->n_used / c->n_expert); }
 
-// y[n][rows] = x w', with the epilogue; experts: for all choices of n tokens, as gemm says. An
-// integer product takes a dispatch more; it needs more than a few tokens, and a format with codes,
-// which has no row of a single weight.
-static void run_gemm(Session *s, const Matrix *w, const float *x, float *y, int n, Epilogue e,
-                     int experts) {
+static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
+
+// g->codes of x[n][cols] for the next products of x, with the matrices w[k], if they can be of
+// integers: that takes more than a few tokens and formats with codes, which have no row of a
+// single weight
+static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
+    Gpu *g = s->gpu;
+    struct quantize_args a = {n * (w[0]->cols / 32)};
+    Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(a.groups, UNIT_SIMDGROUPS),
+                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
+    g->coded = g->codes && n > GEMM_FEW ? x : NULL;
+    for (int i = 0; i < k; i++)
+        if (!has_codes(w[i])) g->coded = NULL;
+    if (g->coded) gpu_dispatch(g, &d, &a, sizeof a);
+}
+
+// y[i][n][rows] = x w[i]' for up to three matrices, with the epilogue; experts: for all choices of n
+// tokens, as gemm says
+static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, float *const *y,
+                     int n, Epilogue e, int experts) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    int tile = experts ? experts_tile(c, n) : gemm_tokens(n), tiles = div_up(n, tile);
-    bool int8 = g->codes && tile == GEMM_TOKENS && !quant_row_bytes(w->type, 1) && !experts;
-    if (int8) {
-        struct quantize_args q = {n * (w->cols / 32)};
-        Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(q.groups, UNIT_SIMDGROUPS),
-                      UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
-        gpu_dispatch(g, &d, &q, sizeof q);
-    }
-    if (experts) tiles = expert_tiles(n * c->n_used, c->n_expert, tile);
-    struct gemm_args a = {experts ? experts_matrix(w) : matrix_args(w), w->cols, n, e.cap, e.factor,
-                          tiles, c->n_used};
-    Dispatch d = {"gemm", {matrix_base(w), w->bias, x, int8 ? g->codes : NULL,
-                           int8 ? g->scales : NULL, e.other, y}, 10,
-                  (size_t)div_up(w->rows, GEMM_ROWS) * tiles, GEMM_THREADS, GEMM_FLOATS,
-                  {[C_FORMAT_0] = w->type, [C_RAGGED] = a.cols % 32 != 0,
-                   [C_BIASES] = w->bias != NULL, [C_EPILOGUE] = e.kind,
+    bool int8 = g->coded == x && !experts;
+    int tile = int8 ? GEMM_SOME : experts ? experts_tile(c, n) : gemm_tokens(n);
+    int tiles = experts ? expert_tiles(n * c->n_used, c->n_expert, tile) : div_up(n, tile);
+    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, c->n_used};
+    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, int8 ? g->scales : NULL,
+                          e.other}, 16, 0, GEMM_THREADS,
+                  gemm_floats(tile),
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_EPILOGUE] = e.kind, [C_INT8] = int8,
                    [C_ACTIVATION] = c->arch->act, [C_SOFTCAPPED] = e.cap > 0,
-                   [C_SCALES] = experts && w->scale, [C_EXPERTS] = experts,
-                   [C_TILE_TOKENS] = tile, [C_INT8] = int8}};
-    if (experts) memcpy(d.bound + 7, (const void *[]){w->scale, g->tiles, s->order}, 24);
+                   [C_SCALES] = experts && w[0]->scale, [C_EXPERTS] = experts,
+                   [C_TILE_TOKENS] = tile}};
+    for (int i = 0; i < k; i++) {
+        a.w[i] = experts ? experts_matrix(w[i]) : matrix_args(w[i]);
+        d.bound[i] = matrix_base(w[i]);
+        d.bound[3 + i] = w[i]->bias;
+        d.bound[10 + i] = y[i];
+        d.constant[C_FORMAT_0 + i] = w[i]->type;
+        d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
+        d.groups += (size_t)div_up(w[i]->rows, GEMM_ROWS) * tiles;
+    }
+    if (experts) memcpy(d.bound + 13, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// y[i][n][rows] = w[i] times the input: one dispatch for one token, else k
+// y[i][n][rows] = w[i] times the input, for up to three matrices: one dispatch, and one more if the
+// input becomes codes first
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
                        Epilogue e) {
     if (n == 1) return run_gemv(s, w, k, in, y, 1, e);
-    for (int i = 0; i < k; i++) run_gemm(s, w[i], in.x, y[i], n, e, EXPERTS_NONE);
+    run_quantize(s, w, k, in.x, n);
+    run_gemm(s, w, k, in.x, y, n, e, EXPERTS_NONE);
 }
 
 // norm(x), where the model has this norm: of one token left to gemv, of a chunk a dispatch, into h
@@ -492,8 +510,9 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     Epilogue glu = {EPILOGUE_GLU, s->gate, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
     if (!gate->data) return run_products(s, &up, 1, in, &s->up, n, act);
     if (n == 1) return run_gemv(s, pair, 2, in, &s->up, 1, glu);
-    run_products(s, &gate, 1, in, &s->gate, n, STORE);
-    run_products(s, &up, 1, in, &s->up, n, glu);
+    run_quantize(s, pair, 2, in.x, n);
+    run_gemm(s, &gate, 1, in.x, &s->gate, n, STORE, EXPERTS_NONE);
+    run_gemm(s, &up, 1, in.x, &s->up, n, glu, EXPERTS_NONE);
 }
 
 // The router's choice, and all of the chosen experts but the product that ends them; the shared
@@ -501,7 +520,7 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    const Matrix *routers[2] = {&w->router, &w->shared_router}, *up = &w->up;
+    const Matrix *routers[2] = {&w->router, &w->shared_router}, *gate = &w->gate, *up = &w->up;
     float *to[2] = {s->route, s->gathered};
     struct choose_args a = {c->n_expert, c->n_used, c->gating == 2, c->gates_normed,
                             c->gates_scale};
@@ -516,23 +535,24 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
                          threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
         gpu_dispatch(g, &sort, &b, sizeof b);
-        run_gemm(s, &w->gate, in.x, g->gate, n, STORE, EXPERTS_GATHER);
-        run_gemm(s, up, in.x, g->up, n, (Epilogue){EPILOGUE_GLU, g->gate, 1, 0}, EXPERTS_GATHER);
+        run_gemm(s, &gate, 1, in.x, &g->gate, n, STORE, EXPERTS_GATHER);
+        run_gemm(s, &up, 1, in.x, &g->up, n, (Epilogue){EPILOGUE_GLU, g->gate, 1, 0},
+                 EXPERTS_GATHER);
         return;
     }
-    struct experts_args e = {.each = {{experts_matrix(&w->gate), experts_matrix(up)}, c->dim,
+    struct experts_args e = {.each = {{experts_matrix(gate), experts_matrix(up)}, c->dim,
                                       0, 1, c->eps, 0, 1}, .n_used = c->n_used};
-    Dispatch u = {"experts_up", {matrix_base(&w->gate), matrix_base(up), w->gate.bias, up->bias,
-                                 w->gate.scale, up->scale, in.x, in.norm ? in.norm->w : NULL,
+    Dispatch u = {"experts_up", {matrix_base(gate), matrix_base(up), gate->bias, up->bias,
+                                 gate->scale, up->scale, in.x, in.norm ? in.norm->w : NULL,
                                  in.norm ? in.norm->b : NULL, s->chosen, g->up}, 11,
-                  div_up(gemv_units(w->gate.type, up->rows) * c->n_used, GEMV_SIMDGROUPS),
-                  GEMV_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_FORMAT_0] = w->gate.type, up->type, [C_RAGGED] = c->dim % 32 != 0,
+                  div_up(gemv_units(gate->type, up->rows) * c->n_used, GEMV_SIMDGROUPS),
+                  GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_FORMAT_0] = gate->type, up->type, [C_RAGGED] = c->dim % 32 != 0,
                    [C_NORMED] = norm_bits(in.norm), [C_EPILOGUE] = EPILOGUE_GLU,
                    [C_CENTRED] = in.norm && c->arch->norm != RMS,
                    [C_ACTIVATION] = c->arch->act, [C_EXPERTS] = EXPERTS_SORTED,
-                   [C_BIASES] = (w->gate.bias != NULL) | (up->bias != NULL) << 1,
-                   [C_SCALES] = (w->gate.scale != NULL) | (up->scale != NULL) << 1}};
+                   [C_BIASES] = (gate->bias != NULL) | (up->bias != NULL) << 1,
+                   [C_SCALES] = (gate->scale != NULL) | (up->scale != NULL) << 1}};
     gpu_dispatch(g, &u, &e, sizeof e);
 }
 
@@ -541,28 +561,28 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    const Matrix *shared = &w->shared_down;
+    const Matrix *shared = &w->shared_down, *down = &w->down;
     if (n > 1) {
         struct weigh_args a = {c->dim, c->n_used, shared->data != NULL,
                                w->shared_router.data != NULL, e.factor};
         Dispatch d = {"weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
                                         e.other, y}, 7, n, threads_for(c->dim, NORM_THREADS), 0,
                       {[C_EPILOGUE] = e.kind}};
-        run_gemm(s, &w->down, g->up, g->gate, n, STORE, EXPERTS_SORTED);
-        if (a.shared) run_gemm(s, shared, s->up, s->expert_out, n, STORE, EXPERTS_NONE);
+        run_gemm(s, &down, 1, g->up, &g->gate, n, STORE, EXPERTS_SORTED);
+        if (a.shared) run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
         return gpu_dispatch(g, &d, &a, sizeof a);
     }
-    struct experts_args a = {.each = {{experts_matrix(&w->down)}, w->ff, 0, 1, 0, 0, e.factor},
+    struct experts_args a = {.each = {{experts_matrix(down)}, w->ff, 0, 1, 0, 0, e.factor},
                              .n_used = c->n_used, .weighed = w->shared_router.data != NULL};
-    Dispatch d = {"experts_down", {matrix_base(&w->down), NULL, w->down.bias, shared->bias,
-                                   w->down.scale, g->up, s->up, s->chosen, s->weight, s->gathered,
+    Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
+                                   down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
                                    e.other, y}, 12,
-                  div_up(gemv_units(w->down.type, c->dim), GEMV_SIMDGROUPS),
-                  GEMV_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_FORMAT_0] = w->down.type, shared->type, [C_EPILOGUE] = e.kind,
+                  div_up(gemv_units(down->type, c->dim), GEMV_SIMDGROUPS),
+                  GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_FORMAT_0] = down->type, shared->type, [C_EPILOGUE] = e.kind,
                    [C_RAGGED] = w->ff % 32 || shared->cols % 32, [C_EXPERTS] = EXPERTS_SORTED,
-                   [C_BIASES] = (w->down.bias != NULL) | (shared->bias != NULL) << 1,
-                   [C_SCALES] = w->down.scale != NULL}};
+                   [C_BIASES] = (down->bias != NULL) | (shared->bias != NULL) << 1,
+                   [C_SCALES] = down->scale != NULL}};
     if (shared->data) {
         a.shared = (struct gemv_args){{{0}, matrix_args(shared)}, shared->cols, 0, 1, 0, 0,
                                        e.factor};
@@ -739,7 +759,7 @@ static const char *gpu_lacks(const Model *m) {
         return "head size";
     for (int l = 0; l < c->n_layer && c->arch->flags & QK_NORM_LATE; l++)   // no model has that
         if (m->layers[l].q_norm.w && !m->layers[l].q_norm.group) return "QK norm";
-    return gguf_int(&m->gguf, "general.alignment", 32) % 4 ? "alignment" : NULL;
+    return gguf_int(&m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
 
 // Places what only the GPU needs, in an arena that may only count.

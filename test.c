@@ -3370,7 +3370,7 @@ static int other_format(int type) {   // for the same columns
 
 // It starts a few bytes behind an aligned address, as tensors do.
 static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
-    int skew = format_block(type) == 1 ? 4 : 6;
+    int skew = format_block(type) == 1 ? 0 : quant_row_bytes(type, 256) % 4 ? 6 : 4;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
     return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols, false);
 }
@@ -3465,10 +3465,13 @@ static void lab_gemm(Gpu *g, int type, int n, bool int8, const char *name) {
                   : reference_activation(SILU, gate[i], v, true);
         size[i] = 3 * size[i] + 10;
     }
-    run_gemm(lab_begin(&x), &w.m, in, y, n, (Epilogue){way, gate, 2, cap}, EXPERTS_NONE);
+    const Matrix *m = &w.m;
+    run_quantize(lab_begin(&x), &m, 1, in, n);
+    run_gemm(&x.s, &m, 1, in, &y, n, (Epilogue){way, gate, 2, cap}, EXPERTS_NONE);
     lab_end(&x, name);
     lab_compare(name, type, y, want, size, n * ROWS, 1e-6);
     g->codes = NULL;
+    g->coded = NULL;
 }
 
 static void kernel_gemm(Gpu *g, int type) {
@@ -4027,10 +4030,10 @@ enum { EMBEDDING, OUTPUT, BEFORE, ATTENTION_BLOCK, ALL_HEADS, LONG_RING, DELTA_B
 static const struct { int token, chunk; } DISPATCHES[] = {
     [EMBEDDING] = {1, 1}, [OUTPUT] = {2, 2},   // product and argmax, or for 16 rows norm and product
     [BEFORE] = {0, 1},                // a norm before a block, or the output
-    [ATTENTION_BLOCK] = {3, 6},       // q, k, v | RoPE, attention | o, one by one in a chunk
+    [ATTENTION_BLOCK] = {3, 4},       // q, k, v | (RoPE |) attention | o
     [ALL_HEADS] = {1, 1},             // a QK norm over a whole projection
     [LONG_RING] = {1, 0},             // the merge of its slices
-    [DELTA_BLOCK] = {5, 7},           // products | convolution | rule | norm | out
+    [DELTA_BLOCK] = {5, 5},           // products | convolution | rule | norm | out
     [APART] = {1, 1},                 // alpha and beta in two tensors
     [GATED_FFN] = {2, 3}, [UNGATED_FFN] = {2, 2},
     [EXPERT_BLOCK] = {4, 7},          // router | choice | (sorting |) gate, up | down (| the sum)
@@ -4051,41 +4054,56 @@ static void layer_matrices(const Layer *w, const Matrix *all[MATRICES]) {   // a
     memcpy(all, list, sizeof list);
 }
 
-// products in integers take one more; those of experts and routers never are
-static int codes_dispatches(const Session *s, const Matrix *w, int n) {
-    return s->o.gpu_int8 && n > GEMM_FEW && w->data && !quant_row_bytes(w->type, 1);
+// Products in integers take one more for their input, except those of experts and routers.
+static int codes_dispatches(const Session *s, int n, const Matrix *a, const Matrix *b,
+                            const Matrix *c) {
+    bool codes = s->o.gpu_int8 && n > GEMM_FEW && a->data && has_codes(a);
+    return codes && (!b->data || has_codes(b)) && (!c->data || has_codes(c));
+}
+
+static int layer_codes(const Session *s, int n, const Layer *w) {
+    static const Matrix none;
+    bool mix = w->router.data;
+    const Matrix *gate = mix ? &w->shared_gate : &w->gate, *up = mix ? &w->shared_up : &w->up;
+    return codes_dispatches(s, n, &w->q, &w->k, &w->v) + codes_dispatches(s, n, &w->o, &none, &none)
+         + codes_dispatches(s, n, &w->conv_in, &w->z, &w->beta_alpha)
+         + codes_dispatches(s, n, &w->alpha, &w->beta, &none)
+         + codes_dispatches(s, n, &w->delta_out, &none, &none)
+         + codes_dispatches(s, n, up, gate, &none)
+         + codes_dispatches(s, n, mix ? &w->shared_down : &w->down, &none, &none);
 }
 
 static int layer_dispatches(const Session *s, int l, int n, int pos) {
     const Layer *w = &s->m->layers[l];
     const Cache *c = &s->cache[l];
-    const Matrix *all[MATRICES];
     bool bare = s->m->config.arch->norm == BARE, delta = w->conv_in.data, mix = w->router.data;
     bool second = w->ffn_norm.w || (bare && !w->parallel), plain = w->gate.data && !w->parallel;
     int used = pos + n < c->rows ? pos + n : c->rows, total = 0;
     if (n == 1 && s->o.gpu_block && plain && !mix && !delta && !w->attn_post_norm.w) return 3;
-    layer_matrices(w, all);
-    for (int i = 5 * mix; i < MATRICES; i++) total += codes_dispatches(s, all[i], n);
+    int parts = attention_parts(w->n_head, w->n_kv);
+    total += layer_codes(s, n, w);
     total += dispatches(BEFORE, n, w->attn_norm.w || bare) + dispatches(BEFORE, n, second);
     total += dispatches(ATTENTION_BLOCK, n, !delta);
     total += dispatches(ALL_HEADS, n, (w->q_norm.w && !w->q_norm.group) ||
                                       (w->k_norm.w && !w->k_norm.group));
-    total += dispatches(LONG_RING, n, !delta && attention_slices(used, attention_parts(w->n_head, w->n_kv)) > 1);
+    total += dispatches(LONG_RING, n, !delta && attention_slices(used, parts) > 1);
     total += dispatches(DELTA_BLOCK, n, delta) + dispatches(APART, n, w->alpha.data);
     total += dispatches(GATED_FFN, n, !mix && w->gate.data);
     total += dispatches(UNGATED_FFN, n, !mix && !w->gate.data);
     total += dispatches(EXPERT_BLOCK, n, mix) + dispatches(SHARED_EXPERT, n, w->shared_up.data);
-    return total + dispatches(AFTER, n, w->attn_post_norm.w) + dispatches(AFTER, n, w->ffn_post_norm.w);
+    total += dispatches(AFTER, n, w->attn_post_norm.w);
+    return total + dispatches(AFTER, n, w->ffn_post_norm.w);
 }
 
 // all dispatches of n tokens, of which `rows` want logits
 static int expected_dispatches(const Session *s, int n, int pos, int rows) {
+    static const Matrix none;
     const Model *m = s->m;
     int total = dispatches(EMBEDDING, n, true) + dispatches(AFTER, n, m->embd_norm.w);
     bool norm = m->out_norm.w || m->config.arch->norm == BARE;
     for (int l = 0; l < m->config.n_layer; l++) total += layer_dispatches(s, l, n, pos);
     for (int r = rows; r > 0; r -= LOGIT_ROWS)
-        total += r == 1 ? 2 : 1 + norm + codes_dispatches(s, &m->output, r);
+        total += r == 1 ? 2 : 1 + norm + codes_dispatches(s, r, &m->output, &none, &none);
     return total;
 }
 
@@ -4485,7 +4503,7 @@ static void bench_gemv(Gpu *g, int type, int64_t rows, int64_t cols) {
     lab_begin(&x);
     for (int i = 0; i < times; i++) {
         const Matrix *w = &m[i % copies];
-        run_gemv(&x.s, &w, 1, in, NULL, &y, EPILOGUE_STORE, 0, 1);
+        run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE);
     }
     bench_end(&x, name, times, bytes, 0);
 }
@@ -4501,8 +4519,13 @@ static void bench_gemm(Gpu *g, int type, bool int8) {
     g->codes = int8 ? (int8_t *)bench_floats(g, N * COLS / 4) : NULL;
     g->scales = int8 ? bench_floats(g, N * COLS / 32 * 3) : NULL;
     lab_begin(&x);
-    for (int i = 0; i < 4; i++) run_gemm(&x.s, &m, in, NULL, y, N, EPILOGUE_STORE, 0, 1);
+    for (int i = 0; i < 4; i++) {
+        const Matrix *w = &m;
+        run_quantize(&x.s, &w, 1, in, N);
+        run_gemm(&x.s, &w, 1, in, &y, N, STORE, EXPERTS_NONE);
+    }
     g->codes = NULL;
+    g->coded = NULL;
     bench_end(&x, name, 4, 0, 2.0 * N * ROWS * COLS);
 }
 
@@ -4797,14 +4820,14 @@ static const char MUTANTS_H[] =
 // in the brackets
 static bool is_declaration(const char *line, const char *open) {
     static const char *const types[] = {"float ", "int", "simdgroup_", "struct ", "const ", "id ",
-        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant "};
+        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant ", "uint ", "float4 "};
     bool typed = false;
     const char *name = open;
     for (const char *c = open; *c != ']'; c++)
         if (islower((unsigned char)*c)) return false;
     while (isalnum((unsigned char)name[-1]) || name[-1] == '_') name--;
     line += strspn(line, " ");
-    for (int i = 0; i < 13; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
+    for (int i = 0; i < 15; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
     return typed && name[-1] != '>' && name[-1] != '.';
 }
 
