@@ -378,7 +378,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
     int slices = n > 1 ? 1 : attention_slices(used, parts);
-    int nsg = attention_simdgroups(div_up(used, slices), lanes), bits = norm_bits(qn, 0) | norm_bits(kn, 1);
+    int nsg = attention_simdgroups(div_up(used, slices), lanes);
+    int bits = norm_bits(qn, 0) | norm_bits(kn, 1);
     struct attention_args a = {
         n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
         kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
@@ -400,8 +401,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
                                 angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
-                  (size_t)n * parts * slices, nsg * SIMD_LANES, attention_floats(heads, c->hd, c->vd, nsg),
-                  {0}};
+                  (size_t)n * parts * slices, nsg * SIMD_LANES,
+                  attention_floats(heads, c->hd, c->vd, nsg), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
