@@ -481,8 +481,8 @@ static inline void head_rope(int which, int head, device const float *x, device 
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
     if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2) {
-        if (PAIRING == PAIRING_NONE || p >= a->n_rot / 2) continue;
+    int pairs = PAIRING == PAIRING_NONE ? 0 : a->n_rot / 2;
+    for (int p = lane, i = 0; p < pairs; p += SIMD_LANES, i += 2) {
         float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;

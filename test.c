@@ -4443,14 +4443,14 @@ static const char MUTANTS_H[] =
 // in the brackets
 static bool is_declaration(const char *line, const char *open) {
     static const char *const types[] = {"float ", "int", "simdgroup_", "struct ", "const ", "id ",
-        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant "};
+        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant ", "half4 "};
     bool typed = false;
     const char *name = open;
     for (const char *c = open; *c != ']'; c++)
         if (islower((unsigned char)*c)) return false;
     while (isalnum((unsigned char)name[-1]) || name[-1] == '_') name--;
     line += strspn(line, " ");
-    for (int i = 0; i < 13; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
+    for (int i = 0; i < 14; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
     return typed && name[-1] != '>' && name[-1] != '.';
 }
 
