@@ -151,7 +151,7 @@ struct attention_args {
     int32_t rows, used, window, keep;      // rows of the ring, and of those used; see visible
     int32_t slices, q_step, k_step;        // from a head's QK norm to the next: 0, they share it
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
-    float temp, n_ctx;                     // queries grow with log(pos / n_ctx); temp 0: they do not
+    float temp, n_ctx;                     // see temperature; temp 0: none
 };
 struct block_args { struct kernel_matrix w[4]; int32_t inner, dim, ff; float eps; };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
@@ -682,8 +682,8 @@ static inline void head_rope(int which, int head, device const float *x, device 
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
     if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2) {
-        if (PAIRING == PAIRING_NONE || p >= a->n_rot / 2) continue;
+    int pairs = PAIRING == PAIRING_NONE ? 0 : a->n_rot / 2;
+    for (int p = lane, i = 0; p < pairs; p += SIMD_LANES, i += 2) {
         float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;
@@ -900,9 +900,9 @@ static inline void attention_output(thread struct softmax_state *state, threadgr
 // then computes the newest key itself, since another may still be writing it.
 // Grid: for each token and KV head, threadgroups of QUERY_HEADS query heads each, and of these as
 // many as a long ring has slices; then `out` is parts[n_head][slices][VALUE_DIM + 2]. SIMD-groups
-// take turns at the rows, and merge at the end. Bound by memory: a row's K and V are 4 bytes a
-// number, for 4 FLOP of each query head that shares them, so at most 4 FLOP a byte; but half as many
-// instructions again go into the softmax, and it needs many rows on the way at once.
+// take turns at the rows, and merge at the end. Bound by memory: for each of its numbers a row has
+// 4 bytes of K and V, and a query head 4 FLOP. Two heads at 4 rows a lane take 100 registers; four
+// would take 170, so fewer SIMD-groups would be there to hide how long a load takes.
 kernel void attention(device const float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
         device half *v [[buffer(4)]], device const int *pos_k [[buffer(5)]],
@@ -1240,8 +1240,8 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
                part, a, token, end, row, tid, sg);
 }
 
-// QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place, k_new
-// and v_new[n][n_kv][...] as half to their rows of k[n_kv][rows][HEAD_DIM] and v[..][VALUE_DIM].
+// QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
+// k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring.
 // Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
 kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
@@ -1317,9 +1317,9 @@ static inline void flash_stage(thread const half4 *quads, int dim, uint tid,
 }
 
 // Online softmax of a SIMD-group's scores[8][FLASH_STRIDE]: four lanes share a query, with every
-// fourth key each. They become probabilities[8][FLASH_HALVES], which half serves well: none is above
-// 1, and their sum is that of the rounded ones. The factor by which earlier sums shrink goes into a
-// diagonal matrix, for flash_values. Returns it.
+// fourth key each. They become probabilities[8][FLASH_HALVES]: half serves well, as none is above 1
+// and the sum is that of the rounded ones. Returns the factor by which earlier sums shrink, which
+// also goes into a diagonal matrix for flash_values.
 static inline float flash_softmax(threadgroup const float *scores, threadgroup half *probabilities,
         threadgroup float *diagonal, int keys, int pos, float slope, uint lane,
         constant struct attention_args *a, thread float *m, thread float *sum) {
@@ -1395,8 +1395,8 @@ static inline void flash_values(threadgroup const half *probabilities,
         }
 }
 
-// out = what becomes of o, through threadgroup memory: of each 8 x 8 matrix a lane takes two numbers
-// of row lane / 4, the query whose maximum and sum it has
+// out = what becomes of o, through threadgroup memory: of each 8 x 8 matrix a lane takes two
+// numbers of row lane / 4, the query whose maximum and sum it has
 static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup float *scores,
         device float *out, bool inside, float m, float sum, device const float *sink,
         device const float *gate, uint lane, constant struct attention_args *a) {
@@ -1416,7 +1416,7 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
 // head. The ring passes by in tiles of FLASH_KEYS rows, without those that none of the queries
 // sees. Scores, maxima, sums and outputs are float, and outputs stay in registers. exp(x) is
 // computed as exp2(x * log2(e)), with the factor in the queries' scale. 32 queries share each key
-// and value, which makes 32 FLOP a byte of the ring, against 1 to 4 in attention.
+// and value, which makes 32 FLOP a byte of the ring, against 1 or 2 in attention.
 kernel void flash_attention(device const float *q [[buffer(0)]],
         device const half *k [[buffer(1)]], device const half *v [[buffer(2)]],
         device const int *pos_k [[buffer(3)]], device const float *slopes [[buffer(4)]],

@@ -851,9 +851,9 @@ static void keep_resident(Gpu *g) {
 // which brings weights into memory, in a row that no query sees.
 static void warm_up(Session *s) {
     Gpu *g = s->gpu;
-    int n[3] = {s->o.chunk, 2, 1};
-    for (int i = 0; s->gpu && i < 3; i++) {
-        g->dry = i < 2;
+    int n[4] = {s->o.chunk, GEMM_SOME, 2, 1};
+    for (int i = 0; s->gpu && i < 4; i++) {
+        g->dry = i < 3;
         gpu_begin(g);
         run_layers(s, NULL, n[i] < s->o.chunk ? n[i] : s->o.chunk, 0);
         if (!g->dry) run_output(s, 0, 1);
