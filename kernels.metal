@@ -395,8 +395,8 @@ static inline void floats_dot(int format, int R, device const uchar *w, ulong ro
 // Of a block format a lane takes every 32nd group, with codes, scales and offsets as the decoder
 // gives them. Its 32 floats of x come by way of threadgroup memory, xs[X_FLOATS]: the SIMD-group
 // loads 1024 neighbours in whole cache lines and leaves each group where its lane finds it; without
-// that memory, xs NULL, each lane loads its own. The sums of 16 x, which a group's offsets multiply,
-// are computed once for all R rows.
+// that memory, xs NULL, each lane loads its own. The sums of 16 x, which a group's offsets
+// multiply, are computed once for all R rows.
 static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
         device const float *x, thread const struct row_norm *norm, int cols, uint lane,
         threadgroup float *xs, thread float *sum, thread float *square) {

@@ -355,15 +355,15 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
 // y[0] = activation(w[0] x) * (w[1] x)
 static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
                      Epilogue e) {
-    struct gemv_args a = {.cols = w[0]->cols, .tokens = n, .eps = s->m->config.eps, .softcap = e.cap,
+    const Config *c = &s->m->config;
+    struct gemv_args a = {.cols = w[0]->cols, .tokens = n, .eps = c->eps, .softcap = e.cap,
                           .factor = e.factor};
     Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
                            in.norm ? in.norm->b : NULL}, 13, 0, GEMV_SIMDGROUPS * SIMD_LANES,
                   GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm_bits(in.norm),
-                   [C_CENTRED] = in.norm && s->m->config.arch->norm != RMS,
-                   [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
-                   [C_ACTIVATION] = s->m->config.arch->act}};
+                   [C_CENTRED] = in.norm && c->arch->norm != RMS, [C_EPILOGUE] = e.kind,
+                   [C_SOFTCAPPED] = e.cap > 0, [C_ACTIVATION] = c->arch->act}};
     bool glu = e.kind == EPILOGUE_GLU;
     for (int i = 0; i < k; i++) {
         a.w[i] = matrix_args(w[i]);
@@ -397,8 +397,8 @@ static void run_quantize(Session *s, const Matrix *const *w, int k, const float 
     if (g->coded) gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// y[i][n][rows] = x w[i]' for up to three matrices, with the epilogue; experts: for all choices of n
-// tokens, as gemm says
+// y[i][n][rows] = x w[i]' for up to three matrices, with the epilogue; experts: for all choices of
+// n tokens, as gemm says
 static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, float *const *y,
                      int n, Epilogue e, int experts) {
     Gpu *g = s->gpu;
@@ -429,8 +429,8 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
 
 // y[i][n][rows] = w[i] times the input, for up to three matrices: one dispatch, and one more if the
 // input becomes codes first
-static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
-                       Epilogue e) {
+static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
+                         int n, Epilogue e) {
     if (n == 1) return run_gemv(s, w, k, in, y, 1, e);
     run_quantize(s, w, k, in.x, n);
     run_gemm(s, w, k, in.x, y, n, e, EXPERTS_NONE);
