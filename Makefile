@@ -80,6 +80,13 @@ test:
 	@[ -s test.tmp ] || echo "valgrind is not installed: the tests under it were left out"
 	@rm -f test.tmp; $(SUM)
 
+# you have an NVIDIA GPU: the kernels on it (NAME=metal_kernels: that test alone), and how fast they
+# are (NAME=q4_0: the rows with that in their names)
+test-cuda: test_native
+	@./test_native --cuda $(or $(NAME),metal_kernels metal_models metal_shapes)
+bench-cuda: test_native
+	@./test_native --bench-cuda "$(NAME)"
+
 # you suspect memory: all tests, also those that are slow there
 valgrind: llm test_avx2
 	$(VALGRIND) ./test_avx2
@@ -292,10 +299,10 @@ unicode:
 
 clean:
 	rm -f llm test_native test_plain test_book test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
-	rm -rf test_mutants.d test_fuzz.d
+	rm -rf test_mutants.d test_fuzz.d test_cuda.d
 
 install: llm
 	install -d $(DESTDIR)$(PREFIX)/bin
 	install llm $(DESTDIR)$(PREFIX)/bin/llm
 
-.PHONY: all run test valgrind test-arm tsan mutants lint bench lines unicode clean install
+.PHONY: all run test test-cuda bench-cuda valgrind test-arm tsan mutants lint bench lines unicode clean install

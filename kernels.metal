@@ -5,7 +5,7 @@
 //    1. arguments         structs, function constants and sizes, which metal.c includes, too
 //    2. groups            32 weights of any format, taken apart by quant.h's decoders
 //       kernels           compute what these functions of llm.c do on the CPU:
-//    3. embed             embed_row, for models without learned positions
+//    3. embed             embed_row
 //       norm              norm
 //       quantize          round_32, but with float scales and sums of unrounded activations
 //    4. gemv              matmul for one token; the epilogues are add and activate
@@ -14,7 +14,13 @@
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
 //       rope              qkv_row
 //       flash_attention   attention
-//    7. argmax            sample, at temperature 0
+//    7. choose_experts    choose_experts
+//       experts_up, _down experts, for one token
+//       sort_choices      sort_choices, and which tiles gemm computes
+//       weigh_experts     the sum at the end of run_experts, and add_shared_row
+//    8. delta_conv        delta_conv
+//       delta_rule        delta_gates_row, delta_rule
+//    9. argmax            sample, at temperature 0
 //
 // Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
 // thread in that. g is a group of 32 weights, t a token, r a row. Grids have one dimension. Shapes
@@ -42,9 +48,12 @@ using namespace metal;
 #define KERNEL_ARGS
 
 enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   // ggml's type numbers
-enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU };   // y = v, y += v, y = activation(gate) * v
+// y = v, other + v, activation(other) * v, activation(v)
+enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
+enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: there is a norm, and it has these
+enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED };   // see gemm
 // The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
-enum { ACT_SILU, ACT_GELU, ACT_RELU2 };
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
 enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 
 // The variants of a kernel: metal.c sets these constants when it makes a pipeline, so the compiler
@@ -52,15 +61,23 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 #define FUNCTION_CONSTANTS(X) \
     X(FORMAT_0) X(FORMAT_1) X(FORMAT_2) X(FORMAT_3)   /* formats of up to four matrices */ \
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
-    X(NORMED)        /* gemv: the input passes through an RMSNorm first */ \
-    X(CENTRED)       /* norm: LayerNorm, which subtracts the mean, instead of RMSNorm */ \
+    X(NORMED)        /* NORM bits, of norm, and of what gemv does to its input first */ \
+    X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
     X(BIASES)        /* bit i: matrix i has a bias */ \
+    X(SCALES)        /* bit i: so has each expert's matrix i, as a factor of its own */ \
+    X(EXPERTS)       /* matrices are those of the experts that were chosen */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* of the gate */ \
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
-    X(HEAD_DIM)      /* size of a head, a multiple of 32 */ \
+    X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
+    X(VALUE_DIM)     /* of V, too */ \
+    X(QUERY_HEADS)   /* attention: query heads of a threadgroup, as attention_heads says */ \
+    X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
-    X(QK_NORMED)     /* heads of Q and K pass through an RMSNorm before RoPE */ \
+    X(QK_NORMED)     /* bits 0, 1: heads of Q, of K are normed; 2, 3: all Q, all K at once */ \
+    X(QK_LATE)       /* after RoPE, not before */ \
+    X(GATED)         /* each head's query is followed by a gate of its output */ \
+    X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(TILE_TOKENS)   /* gemm: tokens in a tile, as gemm_tokens says */ \
@@ -72,13 +89,20 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 // The geometry of the launches
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
-    UNIT_SIMDGROUPS = 4,                              // of quantize and rope, each on its own
+    UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: each by itself
     NORM_THREADS = 256, ARGMAX_THREADS = 1024,        // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
-    ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; each takes 4 rows at a time
+    DOT_STEPS = 4,                                    // loads of floats that overlap
+    X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
+    ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at a time
+    ATTENTION_HEADS = 2,                              // share what they read; more cost registers
+    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // rows worth a threadgroup; these fill a GPU
+    MERGE_THREADS = 128,
     BLOCK_DIM = 1024,                                 // threads, and the longest row of x
-    GEMM_TOKENS = 32, GEMM_FEW = 8, GEMM_ROWS = 64,   // a tile: 32 x 64, or 8 x 64 for few tokens
-    GEMM_K = 32, GEMM_THREADS = 4 * SIMD_LANES,       // columns in one step: a group
+    GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, by how many there are
+    GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // in a tile
+    GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
+    CODE_STRIDE = GEMM_K / 4 + 12,                    // the same as codes, and what belongs to them
     HEAD_MAX = 256,                                   // the largest HEAD_DIM
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 32, FLASH_KEYS = 32,              // a tile; a SIMD-group takes 8 queries
@@ -87,26 +111,59 @@ enum {
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // a sum from each SIMD-group
     ARGMAX_FLOATS = 2 * ARGMAX_THREADS / SIMD_LANES,  // a maximum and its index from each
     BLOCK_FLOATS = BLOCK_DIM / SIMD_LANES + BLOCK_DIM,   // sums, and a row of x
-    GEMM_FLOATS = GEMM_TOKENS * GEMM_ROWS,            // the finished tile; what is staged is less
-    FLASH_OWN = 8 * FLASH_KEYS + 8 * 8                // a SIMD-group's scores, a diagonal matrix
+    SORT_THREADS = 1024,                              // at most
+    DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; a block of memory
+    FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
+    FLASH_HALVES = FLASH_KEYS + 8,                    // of probabilities, which are half
+    // a SIMD-group's scores, probabilities (two in a float), diagonal matrix
+    FLASH_OWN = 8 * FLASH_STRIDE + 8 * FLASH_HALVES / 2 + 8 * 8
 };
 
 // Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
 // begins `start` bytes after the bound address, which Metal wants aligned; its products are
-// multiplied by `scale`.
-struct kernel_matrix { uint32_t start, row_bytes; int32_t rows; float scale; };
-struct embed_args { struct kernel_matrix w; int32_t cols; };
-struct norm_args { int32_t cols; float eps; };
+// multiplied by `scale`. Of experts' matrices that is the first one; the others lie `step` bytes
+// apart, and their biases bias_step floats. What a product and its bias make is multiplied by
+// `factor`.
+struct kernel_matrix {
+    uint32_t start, row_bytes;
+    int32_t rows;
+    float scale;
+    uint32_t step;
+    int32_t bias_step;
+};
+struct embed_args { struct kernel_matrix w[3]; int32_t cols, pos; };
+struct norm_args { int32_t cols; float eps, factor; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
-struct gemv_args { struct kernel_matrix w[3]; int32_t cols; float eps, softcap; };
-struct gemm_args { struct kernel_matrix w; int32_t cols, tokens; float softcap; };
+struct gemv_args {
+    struct kernel_matrix w[3];
+    int32_t cols, units, tokens;           // units: of all matrices
+    float eps, softcap, factor;
+};
+struct gemm_args {
+    struct kernel_matrix w[3];
+    int32_t cols, tokens;
+    float softcap, factor;
+    int32_t tiles, n_used;                 // of experts: tiles at most, choices of a token
+};
 struct attention_args {
     int32_t n, pos;                        // queries, and the position of the first
     int32_t n_head, n_kv, n_rot, sinks;    // sinks: 1 if each head has an attention sink
     int32_t rows, used, window, keep;      // rows of the ring, and of those used; see visible
-    float eps, scale, softcap;
+    int32_t slices, q_step, k_step;        // from a head's QK norm to the next: 0, they share it
+    float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
+    float temp, n_ctx;                     // see temperature; temp 0: none
 };
 struct block_args { struct kernel_matrix w[4]; int32_t inner, dim, ff; float eps; };
+struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
+struct experts_args { struct gemv_args each, shared; int32_t n_used, weighed; };
+struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
+struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
+struct conv_args { int32_t n, channels, past; };
+struct delta_args {
+    int32_t n, n_key, n_value, dv, tiled;  // tiled: see DELTA_TILED in llm.c
+    int32_t share, step;                   // of alpha and beta: heads side by side, floats a token
+    float eps;
+};
 struct argmax_args { int32_t n; };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
@@ -123,19 +180,64 @@ static inline int gemv_rows(int format) {
     return format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
 }
 static inline int gemv_units(int format, int rows) { return div_up(rows, gemv_rows(format)); }
-static inline int gemm_tokens(int n) { return n > GEMM_FEW ? GEMM_TOKENS : GEMM_FEW; }
+// tokens of gemm's tile for n, and its floats of threadgroup memory: x, and W as half
+static inline int gemm_tokens(int n) {
+    return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
+}
+static inline int gemm_floats(int tile) { return (tile + GEMM_ROWS / 2) * GEMM_STRIDE; }
 
-// attention: a SIMD-group for every four steps through the used rows of the ring; memory for a
-// query, a key, and each SIMD-group's output, maximum and sum
-static inline int attention_simdgroups(int used) {
-    int nsg = div_up(used, 4 * ATTENTION_ROWS);
+// the most tiles that n choices of experts can make: each expert's last one may be ragged
+static inline int expert_tiles(int n, int n_expert, int tile) {
+    return n_expert < n ? n / tile + n_expert : n;
+}
+
+// attention: query heads of a threadgroup, of the `group` that has a KV head; and how many
+// threadgroups a token takes
+static inline int attention_heads(int group) {
+    return group < ATTENTION_HEADS ? group : ATTENTION_HEADS;
+}
+static inline int attention_parts(int n_head, int n_kv) {
+    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
+}
+
+// Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
+// of its value; a SIMD-group has 32 / lanes rows at a time.
+static inline int attention_lanes(int head, int value) {
+    int lanes = 4;
+    while (8 * lanes < head || 8 * lanes < value) lanes *= 2;
+    return lanes;
+}
+
+// rows that a SIMD-group takes in one step
+static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
+
+// threadgroups that share a ring, if it is long and there are only `parts` for a token otherwise
+static inline int attention_slices(int used, int parts) {
+    int slices = ATTENTION_FILL / parts;
+    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
+    return slices > 1 ? slices : 1;
+}
+
+static inline int attention_simdgroups(int used, int lanes) {   // for each step, up to the limit
+    int nsg = div_up(used, attention_step(lanes));
     return nsg < ATTENTION_SIMDGROUPS ? nsg : ATTENTION_SIMDGROUPS;
 }
-static inline int attention_floats(int head, int nsg) { return (2 + nsg) * head + 2 * nsg; }
 
-// flash_attention: a tile of keys or values as half, two in a float
-static inline int flash_tile(int head) { return FLASH_KEYS * head / 2; }
-static inline int flash_floats(int head) { return flash_tile(head) + FLASH_SIMDGROUPS * FLASH_OWN; }
+// memory for queries, a key, and each SIMD-group's output, maximum and sum
+static inline int attention_floats(int heads, int head, int value, int nsg) {
+    return (heads + 1) * head + nsg * heads * (value + 2);
+}
+
+// flash_attention: columns of a staged head as whole 8 x 8 matrices, from one row to the next (8
+// more, so that rows begin in other banks), and floats of a tile: keys or values as half
+static inline int flash_cols(int head) { return div_up(head, 8) * 8; }
+static inline int flash_row(int head) { return flash_cols(head) + 8; }
+static inline int flash_tile(int head, int value) {
+    return FLASH_KEYS * flash_row(head > value ? head : value) / 2;
+}
+static inline int flash_floats(int head, int value) {
+    return flash_tile(head, value) + FLASH_SIMDGROUPS * FLASH_OWN;
+}
 
 #endif
 
@@ -154,9 +256,11 @@ constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E
 // A lane works on whole groups of 32 weights. A group of a block format is codes, scales and
 // offsets, w[i] = d[i / 16] * q[i] + m[i / 16]; one of a float format is read weight by weight.
 
-// q[32], d[2] and m[2] of group g of a row. Decoders count groups from the start of 256 weights.
-static inline void group_decode(int format, device const uchar *row, int g, thread int8_t *q,
+// q[32], d[2] and m[2] of group g of a row; four codes, signed bytes, in each word of q. Decoders
+// count groups from the start of 256 weights.
+static inline void group_decode(int format, device const uchar *row, int g, thread uint *words,
         thread float *d, thread float *m) {
+    thread int8_t *q = (thread int8_t *)words;
     switch (format) {
 #define X(id, name, weights, bytes, per16, bias) \
     case id: \
@@ -166,6 +270,10 @@ static inline void group_decode(int format, device const uchar *row, int g, thre
     QUANT_TYPES(X)
 #undef X
     }
+}
+
+static inline float group_code(thread const uint *q, int i) {
+    return (float)(int8_t)(q[i / 4] >> 8 * (i % 4) & 255);
 }
 
 // Does a format have offsets m? Formats whose codes can be negative do not.
@@ -179,69 +287,166 @@ static inline bool format_float(int format) {
     return format == FORMAT_F32 || format == FORMAT_F16 || format == FORMAT_BF16;
 }
 
+// Four values from column i on, zeros past the last column. The address is always inside the row.
+static inline float4 four_floats(device const float *x, int i, int cols) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (!RAGGED) return i < cols ? *(device const float4 *)(x + i) : v;
+    for (int e = 0; e < 4; e++)
+        if (i + e < cols) v[e] = x[i + e];
+    return v;
+}
+
 static inline float float_weight(int format, device const uchar *row, int i) {
     if (format == FORMAT_F32) return ((device const float *)row)[i];
     if (format == FORMAT_F16) return (float)((device const half *)row)[i];
     return quant_from_bits((uint)((device const ushort *)row)[i] << 16);
 }
 
+// the same of a row of a float format
+static inline float4 four_weights(int format, device const uchar *row, int i, int cols) {
+    float4 w = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (format == FORMAT_F32) return four_floats((device const float *)row, i, cols);
+    if (RAGGED) {
+        for (int e = 0; e < 4; e++)
+            if (i + e < cols) w[e] = float_weight(format, row, i + e);
+        return w;
+    }
+    if (i >= cols) return w;
+    if (format == FORMAT_F16) {
+        half4 h = *(device const half4 *)(row + 2 * i);
+        for (int e = 0; e < 4; e++) w[e] = (float)h[e];
+        return w;
+    }
+    uint2 pairs = *(device const uint2 *)(row + 2 * i);
+    for (int e = 0; e < 4; e++)
+        w[e] = quant_from_bits(e % 2 ? pairs[e / 2] & 0xffff0000 : pairs[e / 2] << 16);
+    return w;
+}
+
 // w[32] = group g of a row, with zeros past the last column
 static inline void group_weights(int format, device const uchar *row, int g, int cols,
         thread float *w) {
     if (format_float(format)) {
-        for (int i = 0; i < 32; i++)
-            w[i] = RAGGED && 32 * g + i >= cols ? 0.0f : float_weight(format, row, 32 * g + i);
+        QUANT_UNROLL for (int i = 0; i < 32; i += 4) {
+            float4 v = four_weights(format, row, 32 * g + i, cols);
+            for (int e = 0; e < 4; e++) w[i + e] = v[e];
+        }
         return;
     }
-    int8_t q[32];
+    uint q[8];
     float d[2], m[2];
     group_decode(format, row, g, q, d, m);
-    for (int h = 0; h < 2; h++)
-        for (int i = 16 * h; i < 16 * h + 16; i++) w[i] = d[h] * (float)q[i] + m[h];
+    QUANT_UNROLL for (int i = 0; i < 32; i++) w[i] = d[i / 16] * group_code(q, i) + m[i / 16];
 }
 
-// Adds a lane's share, every 32nd group, of the products of R rows of W with x:
-//   sum[r] += sum of w[r][i] * x[i] (NORMED: * norm[i]),   *square += sum of x[i] * x[i]
-// So an RMSNorm of x needs no pass of its own: the caller adds `square` up over the lanes and
-// divides the finished sums by the RMS. The sums of 16 x, which a group's offsets multiply, are
-// computed once for all R rows. Rows past `last` repeat it; the caller ignores them.
-static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, device const float *norm, int cols, uint lane, thread float *sum,
-        thread float *square) {
-    for (int g = lane; g * 32 < cols; g += SIMD_LANES) {
-        float xs[32], xsum[2] = {0.0f, 0.0f};
-        for (int i = 0; i < 32; i++) {
-            float v = RAGGED && 32 * g + i >= cols ? 0.0f : x[32 * g + i];
-            *square += v * v;
-            if (NORMED && (!RAGGED || 32 * g + i < cols)) v *= norm[32 * g + i];
-            xs[i] = v;
-            xsum[i / 16] += v;
+// A norm that x passes through on its way into a product: (x - mean) * scale * w + bias. Of a plain
+// RMSNorm the scale is 1 here, because the sum of squares comes with the product, and the caller
+// divides by its root. Others, norm_first, need mean and scale beforehand.
+struct row_norm { device const float *w, *bias; float mean, scale; };
+
+static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
+
+static inline float4 normed(float4 v, int i, int cols, thread const struct row_norm *norm) {
+    if (norm_first()) v = (v - norm->mean) * norm->scale;
+    if (NORMED & NORM_WEIGHTS) v = v * four_floats(norm->w, i, cols);
+    return NORMED & NORM_BIAS ? v + four_floats(norm->bias, i, cols) : v;
+}
+
+// the mean and scale for x[cols], in every lane; twice through x, as in the kernel norm
+static inline struct row_norm row_norm(device const float *x, device const float *w,
+        device const float *bias, int cols, float eps, uint lane) {
+    struct row_norm n = {w, bias, 0.0f, 1.0f};
+    float square = 0.0f;
+    if (!norm_first()) return n;
+    for (int i = lane; CENTRED && i < cols; i += SIMD_LANES) n.mean += x[i];
+    n.mean = simd_sum(n.mean) / (float)cols;
+    for (int i = lane; i < cols; i += SIMD_LANES) square += (x[i] - n.mean) * (x[i] - n.mean);
+    n.scale = rsqrt(simd_sum(square) / (float)cols + eps);
+    return n;
+}
+
+// The products of R rows of W with x, a lane's share of them:
+//   sum[r] += sum of w[r][i] * normed(x[i]),   *square += sum of x[i] * x[i]
+// Rows past `last` repeat it; the caller ignores them.
+//
+// Of a float format neighbouring lanes take neighbouring weights, four each, so that together they
+// load whole cache lines. The loads of several steps are under way at once.
+static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
+        thread float *sum, thread float *square) {
+    for (int i0 = 4 * lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
+        float4 xs[DOT_STEPS], ws[DOT_STEPS][GEMV_ROWS];
+        QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
+            int i = i0 + j * 4 * SIMD_LANES;
+            xs[j] = four_floats(x, i, cols);
+            QUANT_UNROLL for (int r = 0; r < R; r++)
+                ws[j][r] = four_weights(format, w + (ulong)min(r, last) * row_bytes, i, cols);
         }
-        for (int r = 0; r < R; r++) {
-            device const uchar *row = w + (ulong)min(r, last) * row_bytes;
-            if (format_float(format)) {
-                float f[32];
-                group_weights(format, row, g, cols, f);
-                for (int i = 0; i < 32; i++) sum[r] += f[i] * xs[i];
-            } else {
-                int8_t q[32];
-                float d[2], m[2], dot[2] = {0.0f, 0.0f};
-                group_decode(format, row, g, q, d, m);
-                for (int i = 0; i < 16; i++) {
-                    dot[0] += (float)q[i] * xs[i];
-                    dot[1] += (float)q[i + 16] * xs[i + 16];
-                }
-                sum[r] += d[0] * dot[0] + d[1] * dot[1];
-                if (format_offsets(format)) sum[r] += m[0] * xsum[0] + m[1] * xsum[1];
-            }
+        QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
+            float4 v = xs[j];
+            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[e] * v[e];
+            v = normed(v, i0 + j * 4 * SIMD_LANES, cols, norm);
+            QUANT_UNROLL for (int r = 0; r < R; r++)
+                QUANT_UNROLL for (int e = 0; e < 4; e++) sum[r] += ws[j][r][e] * v[e];
         }
     }
+}
+
+// Of a block format a lane takes every 32nd group, with codes, scales and offsets as the decoder
+// gives them. Its 32 floats of x come by way of threadgroup memory, xs[X_FLOATS]: the SIMD-group
+// loads 1024 neighbours in whole cache lines and leaves each group where its lane finds it; without
+// that memory, xs NULL, each lane loads its own. The sums of 16 x, which a group's offsets
+// multiply, are computed once for all R rows.
+static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
+        threadgroup float *xs, thread float *sum, thread float *square) {
+    for (int g0 = 0; g0 * 32 < cols; g0 += SIMD_LANES) {
+        int g = g0 + lane;
+        float4 v[8];
+        float xsum[2] = {0.0f, 0.0f};
+        QUANT_UNROLL for (int j = 0; j < 8; j++) {
+            int col = xs ? 32 * g0 + 4 * (int)lane + 128 * j : 32 * g + 4 * j;
+            v[j] = four_floats(x, col, cols);
+            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
+            v[j] = normed(v[j], col, cols, norm);
+        }
+        if (xs) {
+            simdgroup_barrier(mem_flags::mem_threadgroup);    // the groups before have been read
+            QUANT_UNROLL for (int j = 0; j < 8; j++)
+                *(threadgroup float4 *)(xs + X_STRIDE * (4 * j + lane / 8) + lane % 8 * 4) = v[j];
+            simdgroup_barrier(mem_flags::mem_threadgroup);    // these are there
+            QUANT_UNROLL for (int j = 0; j < 8; j++)
+                v[j] = *(threadgroup const float4 *)(xs + X_STRIDE * lane + 4 * j);
+        }
+        if (g * 32 >= cols) continue;                     // the last time: no barrier follows
+        QUANT_UNROLL for (int i = 0; i < 32; i++) xsum[i / 16] += v[i / 4][i % 4];
+        QUANT_UNROLL for (int r = 0; r < R; r++) {
+            uint q[8];
+            float d[2], m[2], dot[2] = {0.0f, 0.0f};
+            group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q, d, m);
+            QUANT_UNROLL for (int i = 0; i < 16; i++) {
+                dot[0] += group_code(q, i) * v[i / 4][i % 4];
+                dot[1] += group_code(q, i + 16) * v[i / 4 + 4][i % 4];
+            }
+            sum[r] += d[0] * dot[0] + d[1] * dot[1];
+            if (format_offsets(format)) sum[r] += m[0] * xsum[0] + m[1] * xsum[1];
+        }
+    }
+}
+
+static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
+        threadgroup float *xs, thread float *sum, thread float *square) {
+    if (format_float(format))
+        floats_dot(format, R, w, row_bytes, last, x, norm, cols, lane, sum, square);
+    else groups_dot(format, R, w, row_bytes, last, x, norm, cols, lane, xs, sum, square);
 }
 
 static inline float softcap(float x, float cap) { return SOFTCAPPED ? cap * tanh(x / cap) : x; }
 
 static inline float activation(float x) {
     if (ACTIVATION == ACT_SILU) return x / (1.0f + exp(-x));
+    if (ACTIVATION == ACT_SWIGLU_OAI) return min(x, 7.0f) / (1.0f + exp(-1.702f * min(x, 7.0f)));
     if (ACTIVATION == ACT_GELU) {   // past 10 tanh is 1, but its exp might overflow
         float t = 0.79788456f * x * (1.0f + 0.044715f * x * x);
         return 0.5f * x * (1.0f + tanh(clamp(t, -10.0f, 10.0f)));
@@ -251,27 +456,49 @@ static inline float activation(float x) {
 }
 
 // stores v in y by way of the soft cap and the epilogue
-static inline void finish(device float *y, float v, float cap, float gate) {
+static inline void finish(device float *y, float v, float cap, float other) {
     v = softcap(v, cap);
-    if (EPILOGUE == EPILOGUE_ADD) v += *y;
-    if (EPILOGUE == EPILOGUE_GLU) v *= activation(gate);
+    if (EPILOGUE == EPILOGUE_ADD) v += other;
+    if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
+    if (EPILOGUE == EPILOGUE_GLU && ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + clamp(v, -7.0f, 7.0f);
+    if (EPILOGUE == EPILOGUE_GLU) v *= activation(other);
     *y = v;
 }
 
+// do those two take the number in `other`, which the host binds?
+static inline bool takes_other(void) {
+    return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+
 // ---- 3. embed, norms ----
 
-// x[n][cols] = scale * W[ids[n]][cols]. Grid: a SIMD-group for each token.
-kernel void embed(device const uchar *w [[buffer(0)]], device const int *ids [[buffer(1)]],
-        device float *x [[buffer(2)]], constant struct embed_args *a [[buffer(3)]],
-        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
-    device const uchar *row = w + a->w.start + (ulong)ids[t] * a->w.row_bytes;
-    device float *out = x + (ulong)t * a->cols;
-    for (int g = lane; g * 32 < a->cols; g += SIMD_LANES) {
+// x[cols] = scale * row r of W, or += that
+static inline void embed_part(int format, device const uchar *w, constant struct kernel_matrix *m,
+        int r, int cols, bool more, device float *x, uint lane) {
+    device const uchar *row = w + m->start + (ulong)r * m->row_bytes;
+    for (int g = lane; g * 32 < cols; g += SIMD_LANES) {
         float v[32];
-        group_weights(FORMAT_0, row, g, a->cols, v);
-        for (int i = 0; i < 32; i++)
-            if (!RAGGED || 32 * g + i < a->cols) out[32 * g + i] = v[i] * a->w.scale;
+        group_weights(format, row, g, cols, v);
+        for (int i = 0; i < 32; i++) {
+            if (RAGGED && 32 * g + i >= cols) continue;
+            x[32 * g + i] = v[i] * m->scale + (more ? x[32 * g + i] : 0.0f);
+        }
     }
+}
+
+// x[n][cols] = W[ids[n]][cols], and the rows for its position and for token type 0 where a model
+// has them. Grid: a SIMD-group for each token, whose lanes keep to their own groups.
+kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
+        device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
+        device float *x [[buffer(4)]], constant struct embed_args *a [[buffer(5)]],
+        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+    device float *to = x + (ulong)t * a->cols;
+    embed_part(FORMAT_0, w, &a->w[0], ids[t], a->cols, false, to, lane);
+    int pos = a->pos + t;
+    if (a->w[1].rows) embed_part(FORMAT_1, positions, &a->w[1], pos, a->cols, true, to, lane);
+    if (a->w[2].rows) embed_part(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
 }
 
 // the sum of v over the threadgroup, for every thread; part[nsg]
@@ -284,26 +511,29 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
 }
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
-// CENTRED; or y += that, since Gemma normalises what it adds to x. The variance takes a pass of its
-// own, because most digits would cancel in mean(x * x) - mean(x) * mean(x). Grid: a threadgroup for
-// each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
+// CENTRED, by way of the epilogue: Gemma normalises what it adds to x, the delta rule has a gate.
+// The variance takes a pass of its own, because most digits would cancel in
+// mean(x * x) - mean(x) * mean(x). Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a
+// value it moves 3 or 4 floats.
 kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
-        device const float *bias [[buffer(2)]], device float *y [[buffer(3)]],
-        constant struct norm_args *a [[buffer(4)]],
+        device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
+        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]],
         threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
         uint t [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
         uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
         uint lane [[thread_index_in_simdgroup]]) {
     float mean = 0.0f, square = 0.0f;
-    x += (ulong)t * a->cols;
-    y += (ulong)t * a->cols;
+    ulong at = (ulong)t * a->cols;
+    x += at;
     for (int i = tid; CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
     if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) square += (x[i] - mean) * (x[i] - mean);
     float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)a->cols + a->eps);
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {
-        float v = (x[i] - mean) * scale * w[i];
-        finish(&y[i], BIASES & 1 ? v + bias[i] : v, 0.0f, 0.0f);
+        float v = (x[i] - mean) * scale;
+        if (NORMED & NORM_WEIGHTS) v *= w[i];
+        if (NORMED & NORM_BIAS) v += bias[i];
+        finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
     }
 }
 
@@ -328,62 +558,83 @@ kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buf
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column from the
-// cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would cost more.
+// Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column (LayerNorm:
+// 16) from the cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would
+// cost more.
 
-// rows of a unit; with the GLU, those of up are gate's
+// rows of a unit; with the GLU, those of up are gate's; experts have those of the first matrix
 static inline int unit_rows(int format) {
-    return gemv_rows(EPILOGUE == EPILOGUE_GLU ? FORMAT_0 : format);
+    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format);
 }
 
-// v[r] = scale * (W x)[row + r] + bias[row + r], in all lanes, for a unit's rows of matrix `part`
+// v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
+// matrix `part`
 static inline void gemv_product(int format, int part, int unit, device const uchar *w,
-        device const float *bias, device const float *x, device const float *norm,
-        constant struct gemv_args *a, uint lane, thread float *v) {
+        device const float *bias, float scale, device const float *x,
+        thread const struct row_norm *norm, constant struct gemv_args *a, uint lane,
+        threadgroup float *xs, thread float *v) {
     int R = unit_rows(format), row = unit * R, last = a->w[part].rows - 1 - row;
-    float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f, scale = a->w[part].scale;
+    float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
+    scale *= a->w[part].scale;
     rows_dot(format, R, w + a->w[part].start + (ulong)row * a->w[part].row_bytes,
-             a->w[part].row_bytes, last, x, norm, a->cols, lane, sum, &square);
-    if (NORMED) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
-    for (int r = 0; r < R; r++) {
+             a->w[part].row_bytes, last, x, norm, a->cols, lane, xs, sum, &square);
+    if (NORMED && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
+    QUANT_UNROLL for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
         if (BIASES >> part & 1) v[r] += bias[row + min(r, last)];
+        v[r] *= a->factor;
     }
 }
 
-// y = that, with the epilogue; gate[R] is the GLU's other factor before its activation
+// y = that, with the epilogue: gate[R] is the GLU's other factor, other[rows] what is added to
 static inline void gemv_unit(int format, int part, int unit, device const uchar *w,
-        device const float *bias, device const float *x, device const float *norm,
-        thread const float *gate, device float *y, constant struct gemv_args *a, uint lane) {
+        device const float *bias, float scale, device const float *x,
+        thread const struct row_norm *norm, thread const float *gate, device const float *other,
+        device float *y, constant struct gemv_args *a, uint lane, threadgroup float *xs) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
-    gemv_product(format, part, unit, w, bias, x, norm, a, lane, v);
-    for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < a->w[part].rows) finish(&y[row + r], v[r], a->softcap, gate[r]);
+    gemv_product(format, part, unit, w, bias, scale, x, norm, a, lane, xs, v);
+    QUANT_UNROLL for (int r = 0; r < R; r++)
+        if (lane == 0 && row + r < a->w[part].rows)
+            finish(&y[row + r], v[r], a->softcap,
+                   EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
 
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices of the same x (Q, K and V).
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
-// the GLU. They share nothing, so there is no threadgroup memory and no barrier.
+// the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
+// token of a chunk: gemm's halves would decide near-ties.
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const float *norm [[buffer(7)]],
+        device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
-        device float *y2 [[buffer(10)]], constant struct gemv_args *a [[buffer(11)]],
+        device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
+        device const float *norm_bias [[buffer(12)]], constant struct gemv_args *a [[buffer(13)]],
+        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    threadgroup float *xs = shared + sg * X_FLOATS;
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int unit = tg * nsg + sg, n0 = gemv_units(FORMAT_0, a->w[0].rows);
-    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows), n2 = n1 + gemv_units(FORMAT_2, a->w[2].rows);
+    int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
+    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
+    if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
+    u %= a->units;
+    x += (ulong)t * a->cols;
+    y0 += (ulong)t * a->w[0].rows;
+    y1 += (ulong)t * a->w[1].rows;
+    struct row_norm norm = row_norm(x, weights, norm_bias, a->cols, a->eps, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
-        if (unit >= n0) return;                           // a whole SIMD-group: no barrier follows
-        gemv_product(FORMAT_0, 0, unit, w0, bias0, x, norm, a, lane, gate);
-        gemv_unit(FORMAT_1, 1, unit, w1, bias1, x, norm, gate, y0, a, lane);
-    } else if (unit < n0) gemv_unit(FORMAT_0, 0, unit, w0, bias0, x, norm, gate, y0, a, lane);
-    else if (unit < n1) gemv_unit(FORMAT_1, 1, unit - n0, w1, bias1, x, norm, gate, y1, a, lane);
-    else if (unit < n2) gemv_unit(FORMAT_2, 2, unit - n1, w2, bias2, x, norm, gate, y2, a, lane);
+        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, xs, gate);
+        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
+    } else if (u < n0) {
+        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
+    } else if (u < n1) {
+        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, &norm, gate, other, y1, a, lane, xs);
+    } else {
+        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, &norm, gate, other, y2, a, lane, xs);
+    }
 }
 
 // Where a head's pair p has its first (which = 0) or second number. After the n_rot numbers that
@@ -393,41 +644,92 @@ static inline int pair_index(int p, int which, int n_rot) {
     return apart ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
-// QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
-// into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
-// cosine and sine of each pair's angle, in double.
-static inline void head_rope(device const float *x, device const float *norm,
-        device const float *angles, constant struct attention_args *a, uint lane, thread float *v) {
-    float square = 0.0f, scale = 1.0f;
+// from a head's query to the next: between them is the gate of a gated head
+static inline int query_step(void) { return GATED ? 2 * HEAD_DIM : HEAD_DIM; }
+
+static inline float limited(float x, float limit) {
+    return limit > 0.0f ? clamp(x, -limit, limit) : x;
+}
+
+// The norm of one head of Q (which = 0) or K, in a SIMD-group's pairs: RMSNorm, or LayerNorm if
+// CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each has its own.
+static inline void head_norm(int which, int head, device const float *w, device const float *bias,
+        constant struct attention_args *a, uint lane, thread float *v) {
+    float mean = 0.0f, square = 0.0f;
+    int own = head * (which ? a->k_step : a->q_step);
+    if (!(QK_NORMED >> which & 1)) return;
+    for (int p = lane, i = 0; CENTRED && p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+        mean += v[i] + v[i + 1];
+    if (CENTRED) mean = simd_sum(mean) / (float)HEAD_DIM;
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+        for (int j = 0; j < 2; j++) square += (v[i + j] - mean) * (v[i + j] - mean);
+    float scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
-            v[i + j] = x[pair_index(p, j, a->n_rot)];
-            square += v[i + j] * v[i + j];
+            int at = own + pair_index(p, j, a->n_rot);
+            v[i + j] = (v[i + j] - mean) * scale * w[at];
+            if (BIASES >> which & 1) v[i + j] += bias[at];
         }
-    if (QK_NORMED) scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2) {
-        float x0 = v[i] * scale, x1 = v[i + 1] * scale, c = 1.0f, s = 0.0f;
-        if (QK_NORMED) {
-            x0 *= norm[pair_index(p, 0, a->n_rot)];
-            x1 *= norm[pair_index(p, 1, a->n_rot)];
-        }
-        if (PAIRING != PAIRING_NONE && p < a->n_rot / 2) {
-            c = angles[2 * p];
-            s = angles[2 * p + 1];
-        }
+}
+
+// QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
+// into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
+// cosine and sine of each pair's angle, in double. What qk_norm has seen is within limits.
+static inline void head_rope(int which, int head, device const float *x, device const float *w,
+        device const float *bias, device const float *angles, constant struct attention_args *a,
+        uint lane, thread float *v) {
+    float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
+    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+        for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
+    if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
+    int pairs = PAIRING == PAIRING_NONE ? 0 : a->n_rot / 2;
+    for (int p = lane, i = 0; p < pairs; p += SIMD_LANES, i += 2) {
+        float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;
     }
+    if (QK_LATE) head_norm(which, head, w, bias, a, lane, v);
 }
 
 // the same to threadgroup memory, out[HEAD_DIM], where every lane can read every number
-static inline void head_stage(device const float *x, device const float *norm,
-        device const float *angles, constant struct attention_args *a, uint lane,
-        threadgroup float *out) {
+static inline void head_stage(int which, int head, device const float *x, device const float *w,
+        device const float *bias, device const float *angles, constant struct attention_args *a,
+        uint lane, threadgroup float *out) {
     float v[HEAD_MAX / SIMD_LANES];
-    head_rope(x, norm, angles, a, lane, v);
+    head_rope(which, head, x, w, bias, angles, a, lane, v);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) out[pair_index(p, j, a->n_rot)] = v[i + j];
+}
+
+// QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
+// Grid: a threadgroup for each token's Q, and one for its K.
+kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]],
+        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
+        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
+        constant struct attention_args *a [[buffer(6)]],
+        threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
+        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+        uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
+        uint lane [[thread_index_in_simdgroup]]) {
+    int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
+    int step = which ? HEAD_DIM : query_step(), all = nsg * SIMD_LANES;
+    device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
+    device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
+    float mean = 0.0f, square = 0.0f;
+    if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
+    for (int i = tid; CENTRED && i < cols; i += all)
+        mean += limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit);
+    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)cols;
+    for (int i = tid; i < cols; i += all) {
+        float v = limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit) - mean;
+        square += v * v;
+    }
+    float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)cols + a->eps);
+    for (int i = tid; i < cols; i += all) {
+        int at = i / HEAD_DIM * step + i % HEAD_DIM;
+        x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
+        if (BIASES >> which & 1) x[at] += bias[i];
+    }
 }
 
 // Does a query at pos_q see the key at pos_k (-1: the row is empty)? It sees itself, the window - 1
@@ -442,111 +744,242 @@ static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
-// A lane's part of an online softmax: its numbers of the query and of o = sum of exp2(score - m) *
-// value, where m is the largest score so far; sum = sum of exp2(score - m).
-struct softmax_state { float q[HEAD_MAX / SIMD_LANES], o[HEAD_MAX / SIMD_LANES], m, sum; };
+// a factor for the query at a position: some models sharpen attention far out
+static inline float temperature(int pos, constant struct attention_args *a) {
+    if (a->temp == 0.0f) return 1.0f;
+    return 1.0f + a->temp * log(floor((float)pos / a->n_ctx) + 1.0f);
+}
 
-// Adds the next rows of the ring. As there are several, their dot products overlap, and o is
-// rescaled only once. This dispatch writes row `slot`, perhaps in another threadgroup, so the key
-// and value of that row are taken from k_new and v_new.
-static inline void attention_rows(device const half *k, device const half *v,
-        device const int *pos_k, threadgroup const float *k_new, device const float *v_new, int pos,
-        int slot, int r0, constant struct attention_args *a, thread struct softmax_state *state) {
+// the score of q and k from their product, times log2(e): exp(x) is then exp2. `far` is how far
+// apart they are, `slope` the head's of ALiBi.
+static inline float score_of(float dot, float slope, int far, constant struct attention_args *a) {
+    float score = softcap(dot, a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
+    return ALIBI ? score - slope * (float)far : score;
+}
+
+// What becomes of o = sum of exp2(score - m) * value: it is divided by the sum of exp2(score - m),
+// to which an attention sink adds a score without a value, and multiplied by the gate's sigmoid.
+static inline float attention_value(float o, float m, float sum, device const float *sink,
+        device const float *gate, constant struct attention_args *a) {
+    if (a->sinks) {
+        float top = max(m, *sink * LOG2E), shrink = exp2(m - top);
+        o *= shrink;
+        sum = sum * shrink + exp2(*sink * LOG2E - top);
+    }
+    if (GATED) o /= 1.0f + exp(-*gate);
+    return sum > 0.0f ? o / sum : 0.0f;                   // 0 if the query sees nothing
+}
+
+// A lane's part of an online softmax for one query: its two quads of the query and of o, where m is
+// the largest score so far. Lanes that share rows agree on m and sum; others have their own.
+struct softmax_state { float q[8], o[8], m, sum; };
+
+// Where the lane's quad e begins in a row of `dim` numbers. Lanes have neighbouring quads, so that
+// what they load together is in one place. A lane with nothing left repeats the last quad.
+static inline int lane_quad(int e, int dim, uint lane) {
+    return min(4 * ((int)lane % ROW_LANES + e * ROW_LANES), dim - 4);
+}
+static inline bool lane_has(int e, int dim, uint lane) {
+    return 4 * ((int)lane % ROW_LANES + e * ROW_LANES) < dim;
+}
+
+// Adds n rows, of which the lane has two quads each: k[n][2], v[n][2]. A row that is not `seen`
+// counts nothing. As there are several, their products overlap, and o is rescaled only once.
+static inline void softmax_add(int n, thread const half4 *k, thread const half4 *v,
+        thread const int *seen, thread const int *far, float slope,
+        constant struct attention_args *a, thread struct softmax_state *state) {
     float s[ATTENTION_ROWS], top = state->m;
-    for (int i = 0; i < ATTENTION_ROWS; i++) {
-        int r = r0 + i;
-        s[i] = UNSEEN;
-        if (r >= a->used || !visible(pos_k[r], pos, a)) continue;         // so do all lanes
+    QUANT_UNROLL for (int i = 0; i < n; i++) {
         float dot = 0.0f;
-        for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-            half key = r == slot ? (half)k_new[e] : k[(ulong)r * HEAD_DIM + e];
-            dot += state->q[e] * (float)key;
-        }
-        s[i] = softcap(simd_sum(dot), a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            dot += state->q[e] * (float)k[2 * i + e / 4][e % 4];
+        for (int d = ROW_LANES / 2; d > 0; d /= 2) dot += simd_shuffle_xor(dot, d);
+        s[i] = seen[i] ? score_of(dot, slope, far[i], a) : UNSEEN;
         top = max(top, s[i]);
     }
     float shrink = exp2(state->m - top);
     state->m = top;
     state->sum *= shrink;
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) state->o[e] *= shrink;
-    for (int i = 0; i < ATTENTION_ROWS; i++) {
-        int r = r0 + i;
-        if (s[i] == UNSEEN) continue;
-        float p = exp2(s[i] - top);
+    QUANT_UNROLL for (int e = 0; e < 8; e++) state->o[e] *= shrink;
+    QUANT_UNROLL for (int i = 0; i < n; i++) {
+        float p = seen[i] ? exp2(s[i] - top) : 0.0f;
         state->sum += p;
-        for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-            half value = r == slot ? (half)v_new[e] : v[(ulong)r * HEAD_DIM + e];
-            state->o[e] += p * (float)value;
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            state->o[e] += p * (float)v[2 * i + e / 4][e % 4];
+    }
+}
+
+// One step through the ring, the rows from r0 on, for all of the threadgroup's queries. Positions
+// come first and tell which rows are seen; then all keys and values are on the way together. What
+// stands in a row that is not seen may be anything, even NaN: some row that is takes its place. Row
+// `slot` is written by this dispatch, perhaps at this moment, and left out.
+static inline void attention_rows(device const half *k, device const half *v,
+        device const int *pos_k, int pos, int slot, int r0, thread const float *slopes,
+        constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
+    int r = r0 + (int)lane % attention_step(ROW_LANES), seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
+    int at = r < a->used && r != slot ? pos_k[r] : -1;
+    int row = visible(at, pos, a) ? r : -1, some = simd_max(row);
+    half4 ks[2 * ATTENTION_ROWS], vs[2 * ATTENTION_ROWS];
+    if (some < 0) return;                                 // so do all lanes
+    QUANT_UNROLL for (int i = 0; i < ATTENTION_ROWS; i++) {
+        int of = i * (SIMD_LANES / ROW_LANES) + (int)lane / ROW_LANES;
+        int mine = simd_shuffle(row, of), where = simd_shuffle(at, of);
+        int from = mine < 0 ? some : mine;
+        seen[i] = mine >= 0;
+        far[i] = abs(pos - where);
+        QUANT_UNROLL for (int e = 0; e < 2; e++) {
+            device const half *key = k + (ulong)from * HEAD_DIM + lane_quad(e, HEAD_DIM, lane);
+            device const half *value = v + (ulong)from * VALUE_DIM + lane_quad(e, VALUE_DIM, lane);
+            ks[2 * i + e] = *(device const half4 *)key;
+            vs[2 * i + e] = *(device const half4 *)value;
         }
     }
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
+        softmax_add(ATTENTION_ROWS, ks, vs, seen, far, slopes[h], a, &state[h]);
 }
 
-// Merges the SIMD-groups' parts, each with a maximum of its own. An attention sink is a score
-// without a value: it counts only in the sum.
-static inline void attention_merge(thread const struct softmax_state *state,
-        threadgroup float *shared, device const float *sink, device float *out, uint nsg, uint sg,
-        uint lane, constant struct attention_args *a) {
-    threadgroup float *os = shared, *ms = os + nsg * HEAD_DIM, *sums = ms + nsg;
-    int first = lane * (HEAD_DIM / SIMD_LANES);
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) os[sg * HEAD_DIM + first + e] = state->o[e];
-    if (lane == 0) ms[sg] = state->m;
-    if (lane == 0) sums[sg] = state->sum;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's part is there
-    if (sg > 0) return;
-    float m = a->sinks ? *sink * LOG2E : UNSEEN;
-    for (uint i = 0; i < nsg; i++) m = max(m, ms[i]);
-    float sum = a->sinks ? exp2(*sink * LOG2E - m) : 0.0f;
-    for (uint i = 0; i < nsg; i++) sum += sums[i] * exp2(ms[i] - m);
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-        float total = 0.0f;
-        for (uint i = 0; i < nsg; i++) total += os[i * HEAD_DIM + first + e] * exp2(ms[i] - m);
-        out[first + e] = sum > 0.0f ? total / sum : 0.0f; // 0 if the query sees nothing
+// the newest key and value, which are in no row yet
+static inline void attention_newest(threadgroup const float *k, device const float *v, int pos,
+        constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
+    half4 ks[2], vs[2];
+    int seen = (int)lane < ROW_LANES && visible(pos, pos, a), far = 0;
+    for (int e = 0; e < 8; e++) {
+        ks[e / 4][e % 4] = (half)k[lane_quad(e / 4, HEAD_DIM, lane) + e % 4];
+        float value = v[lane_quad(e / 4, VALUE_DIM, lane) + e % 4];
+        vs[e / 4][e % 4] = (half)limited(value, a->limit);
+    }
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
+        softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
+}
+
+// Merges the parts of lanes that had other rows, then, through threadgroup memory, those of the
+// SIMD-groups. The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and
+// sum of each head to out[n_head][slices][VALUE_DIM + 2].
+static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
+        device const float *q, device const float *sinks, device float *out, int head, int heads,
+        int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
+    threadgroup float *os = shared, *ms = os + nsg * QUERY_HEADS * VALUE_DIM;
+    threadgroup float *sums = ms + nsg * QUERY_HEADS;
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        thread struct softmax_state *part = &state[h];
+        int at = sg * QUERY_HEADS + h;
+        for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
+            float other = simd_shuffle_xor(part->m, d), top = max(part->m, other);
+            float mine = exp2(part->m - top), theirs = exp2(other - top);
+            part->m = top;
+            part->sum = part->sum * mine + simd_shuffle_xor(part->sum, d) * theirs;
+            QUANT_UNROLL for (int e = 0; e < 8; e++)
+                part->o[e] = part->o[e] * mine + simd_shuffle_xor(part->o[e], d) * theirs;
+        }
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
+                os[at * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = part->o[e];
+        if (lane == 0) ms[at] = part->m;
+        if (lane == 0) sums[at] = part->sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's parts are there
+    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM, all = nsg * QUERY_HEADS;
+    for (int i = sg * SIMD_LANES + lane; i < heads * VALUE_DIM; i += nsg * SIMD_LANES) {
+        int h = i / VALUE_DIM, e = i % VALUE_DIM;
+        float m = UNSEEN, sum = 0.0f, o = 0.0f;
+        for (int j = h; j < all; j += QUERY_HEADS) m = max(m, ms[j]);
+        for (int j = h; j < all; j += QUERY_HEADS) {
+            float weight = exp2(ms[j] - m);
+            sum += sums[j] * weight;
+            o += os[j * VALUE_DIM + e] * weight;
+        }
+        device float *to = out + ((ulong)(head + h) * a->slices + slice) * size;
+        device const float *gate = q + h * query_step() + HEAD_DIM + e;
+        to[e] = a->slices > 1 ? o : attention_value(o, m, sum, sinks + h, gate, a);
+        if (a->slices > 1 && e < 2) to[VALUE_DIM + e] = e == 0 ? m : sum;
     }
 }
 
-// out[n][n_head][HEAD_DIM] = sum over visible keys of softmax(scale * q k) * v, for few queries.
-// FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Each query head
-// then computes its newest key itself, since another threadgroup may still be writing it.
-// Grid: a threadgroup for each token and query head. Its SIMD-groups take turns at the rows of the
-// ring, and merge at the end. Bound by memory: a row's K and V are 4 * HEAD_DIM bytes, for as many
-// FLOP of each query head; but the heads that share K and V find them in the cache.
+// out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q k) * v, for few queries.
+// FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Each threadgroup
+// then computes the newest key itself, since another may still be writing it.
+// Grid: for each token and KV head, threadgroups of QUERY_HEADS query heads each, and of these as
+// many as a long ring has slices; then `out` is parts[n_head][slices][VALUE_DIM + 2]. SIMD-groups
+// take turns at the rows, and merge at the end. Bound by memory: for each of its numbers a row has
+// 4 bytes of K and V, and a query head 4 FLOP. Two heads at 4 rows a lane take 100 registers; four
+// would take 170, so fewer SIMD-groups would be there to hide how long a load takes.
 kernel void attention(device const float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
         device half *v [[buffer(4)]], device const int *pos_k [[buffer(5)]],
         device const float *q_norm [[buffer(6)]], device const float *k_norm [[buffer(7)]],
-        device const float *angles [[buffer(8)]],                              // [n_rot / 2][2]
-        device const float *sinks [[buffer(9)]], device float *out [[buffer(10)]],
-        constant struct attention_args *a [[buffer(11)]],
+        device const float *q_bias [[buffer(8)]], device const float *k_bias [[buffer(9)]],
+        device const float *angles [[buffer(10)]],                             // [n_rot / 2][2]
+        device const float *slopes [[buffer(11)]], device const float *sinks [[buffer(12)]],
+        device float *out [[buffer(13)]], constant struct attention_args *a [[buffer(14)]],
         threadgroup float *shared [[shared_memory]],                           // attention_floats
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    int t = tg / a->n_head, head = tg % a->n_head, group = a->n_head / a->n_kv, kv = head / group;
-    int first = lane * (HEAD_DIM / SIMD_LANES);           // where this lane's numbers begin
-    ulong ring = (ulong)kv * a->rows * HEAD_DIM + first;
-    int pos = a->pos + t, slot = FUSED ? ring_row(pos, a) : -1;
-    threadgroup float *qs = shared, *ks = qs + HEAD_DIM;
-    struct softmax_state state;
+    int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
+    int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
+    int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
+    int pos = a->pos + t, slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
+    struct softmax_state state[ATTENTION_HEADS];
+    float slope[ATTENTION_HEADS];
 
-    // the query and the newest key go through threadgroup memory, because RoPE's pairs cross lanes
-    q += (ulong)tg * HEAD_DIM;
-    v_new += kv * HEAD_DIM + first;
-    if (FUSED && sg == 0) head_stage(q, q_norm, angles, a, lane, qs);
-    if (FUSED && sg == nsg - 1) head_stage(k_new + kv * HEAD_DIM, k_norm, angles, a, lane, ks);
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by two SIMD-groups, read by all
-    for (int e = 0; e < HEAD_DIM / SIMD_LANES; e++) {
-        float x = FUSED ? qs[first + e] : q[first + e];
-        state.q[e] = x * a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
-        state.o[e] = 0.0f;
-        if (!FUSED || sg > 0 || head % group > 0) continue;
-        k[ring + (ulong)slot * HEAD_DIM + e] = (half)ks[first + e];
-        v[ring + (ulong)slot * HEAD_DIM + e] = (half)v_new[e];
+    // queries and the newest key pass through threadgroup memory, because RoPE's pairs cross lanes
+    q += (ulong)t * a->n_head * query_step();
+    k += (ulong)kv * a->rows * HEAD_DIM;
+    v += (ulong)kv * a->rows * VALUE_DIM;
+    k_new += kv * HEAD_DIM;
+    v_new += kv * VALUE_DIM;
+    for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
+        int h = min(head + i, last);
+        device const float *from = q + h * query_step();
+        if (i == QUERY_HEADS) head_stage(1, kv, k_new, k_norm, k_bias, angles, a, lane, ks);
+        else head_stage(0, h, from, q_norm, q_bias, angles, a, lane, qs + i * HEAD_DIM);
     }
-    state.m = UNSEEN;
-    state.sum = 0.0f;
-    for (int r = sg * ATTENTION_ROWS; r < a->used; r += nsg * ATTENTION_ROWS)
-        attention_rows(k + ring, v + ring, pos_k, ks + first, v_new, pos, slot, r, a, &state);
-    out += (ulong)tg * HEAD_DIM;
-    attention_merge(&state, ks + HEAD_DIM, sinks + head, out, nsg, sg, lane, a);
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
+    float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        int from = min(head + h, last);
+        slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
+        for (int e = 0; e < 8; e++) {
+            int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
+            float x = FUSED ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
+            state[h].q[e] = lane_has(e / 4, HEAD_DIM, lane) ? x * scale : 0.0f;
+            state[h].o[e] = 0.0f;
+        }
+        state[h].m = UNSEEN;
+        state[h].sum = 0.0f;
+    }
+    int tid = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
+    bool writes = FUSED && slice == 0 && unit % parts == 0;
+    for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
+    for (int i = tid; writes && i < VALUE_DIM; i += all)
+        v[(ulong)slot * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
+
+    if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
+    for (int r = (slice * nsg + sg) * rows; r < a->used; r += a->slices * nsg * rows)
+        attention_rows(k, v, pos_k, pos, slot, r, slope, a, lane, state);
+    attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head, out,
+                     t * a->n_head + head, min(QUERY_HEADS, last + 1 - head), slice, nsg, sg, lane,
+                     a);
+}
+
+// One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
+// Grid: a thread for each number.
+kernel void attention_merge(device const float *parts [[buffer(0)]],
+        device const float *q [[buffer(1)]], device const float *sinks [[buffer(2)]],
+        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]],
+        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]) {
+    int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
+    float m = UNSEEN, sum = 0.0f, o = 0.0f;
+    if (head >= a->n_head) return;
+    parts += (ulong)head * a->slices * (VALUE_DIM + 2);
+    for (int s = 0; s < a->slices; s++) m = max(m, parts[s * (VALUE_DIM + 2) + VALUE_DIM]);
+    for (int s = 0; s < a->slices; s++) {
+        device const float *part = parts + s * (VALUE_DIM + 2);
+        float weight = exp2(part[VALUE_DIM] - m);
+        sum += part[VALUE_DIM + 1] * weight;
+        o += part[e] * weight;
+    }
+    out[i] = attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
 }
 
 // ---- 5. ffn_block ----
@@ -554,9 +987,10 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
 // (W x)[row] * scale by one SIMD-group
 static inline float block_row(int format, constant struct kernel_matrix *w, int row,
         device const uchar *data, device const float *x, int cols, uint lane) {
+    struct row_norm none = {x, x, 0.0f, 1.0f};
     float sum[1] = {0.0f}, unused = 0.0f;
-    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, x, cols,
-             lane, sum, &unused);
+    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, &none,
+             cols, lane, 0, sum, &unused);
     return simd_sum(sum[0]) * w->scale;
 }
 
@@ -610,201 +1044,299 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 // become half there, whose 11 bits hold the codes of any format. Activations stay float, because
 // those of Gemma overflow half; so do all sums.
 
-// out[32] = group g of a row of W
-static inline void stage_weights(int format, device const uchar *row, int g, int cols,
-        threadgroup half *out) {
-    float v[32];
-    group_weights(format, row, g, cols, v);
-    for (int i = 0; i < 32; i++) out[i] = (half)v[i];
+// ws[GEMM_ROWS][GEMM_STRIDE] = a step's columns of rows from `row` on, as half. Of a float format
+// neighbouring threads take neighbouring weights, four each; of a block format a thread decodes a
+// group, neighbours the two of a row. INT8: see tile_multiply_codes.
+static inline void stage_weights(int format, device const uchar *w,
+        constant struct kernel_matrix *m, int row, int k0, int cols, uint tid,
+        threadgroup float *ws) {
+    int fours = format_float(format) ? GEMM_K / 4 : 2;    // shares of a row
+    for (int i = tid; i < GEMM_ROWS * fours; i += GEMM_THREADS) {
+        int r = i / fours, col = k0 + i % fours * (GEMM_K / fours);
+        device const uchar *from = w + m->start + (ulong)min(row + r, m->rows - 1) * m->row_bytes;
+        threadgroup half *to = (threadgroup half *)ws + r * GEMM_STRIDE + col - k0;
+        half4 h = {(half)0.0f, (half)0.0f, (half)0.0f, (half)0.0f};
+        if (format_float(format)) {
+            float4 v = four_weights(format, from, col, cols);
+            for (int e = 0; e < 4; e++) h[e] = (half)v[e];
+            *(threadgroup half4 *)to = h;
+            continue;
+        }
+        uint q[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        float d[2] = {0.0f, 0.0f}, o[2] = {0.0f, 0.0f};
+        if (col < cols) group_decode(format, from, col / 32, q, d, o);
+        threadgroup float *codes = ws + r * CODE_STRIDE + (col - k0) / 4;
+        threadgroup float *scales = ws + r * CODE_STRIDE + GEMM_K / 4 + (col - k0) / 8;
+        for (int j = 0; INT8 && j < 8; j++) ((threadgroup uint *)codes)[j] = q[j];
+        for (int j = 0; INT8 && j < 4; j++) scales[j] = j < 2 ? d[j] : o[j - 2];
+        QUANT_UNROLL for (int j = 0; !INT8 && j < 32; j += 4) {
+            for (int e = 0; e < 4; e++)
+                h[e] = (half)(d[j / 16] * group_code(q, j + e) + o[j / 16]);
+            *(threadgroup half4 *)(to + j) = h;
+        }
+    }
 }
 
-// the same as codes q[32], and two scales and two offsets in scales[4]
-static inline void stage_codes(int format, device const uchar *row, int g, threadgroup int8_t *q,
-        threadgroup float *scales) {
-    int8_t codes[32];
-    float d[2], m[2];
-    group_decode(format, row, g, codes, d, m);
-    for (int i = 0; i < 32; i++) q[i] = codes[i];
-    for (int i = 0; i < 4; i++) scales[i] = i < 2 ? d[i] : m[i - 2];
+// xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x
+static inline void stage_floats(device const float *x, device const int *order, int token, int end,
+        int k0, constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+    for (int i = tid; i < TILE_TOKENS * (GEMM_K / 4); i += GEMM_THREADS) {
+        int t = i / (GEMM_K / 4), col = i % (GEMM_K / 4) * 4, row = min(token + t, end - 1);
+        if (EXPERTS == EXPERTS_GATHER) row = order[row] / a->n_used;
+        device const float *from = x + (ulong)row * a->cols;
+        *(threadgroup float4 *)(xs + t * GEMM_STRIDE + col) = four_floats(from, k0 + col, a->cols);
+    }
 }
 
-// Where a SIMD-group's 8 x 8 blocks begin: 2 x 4 (tokens x rows) in a tile, 1 x 2 in a small one
-static inline int tile_blocks(void) { return TILE_TOKENS == GEMM_TOKENS ? 2 : 1; }
+// the same of codes, xs[TILE_TOKENS][CODE_STRIDE]: behind 16 words of codes a scale and two sums of
+// each group
+static inline void stage_codes(device const uint *xq, device const float *xscales, int token,
+        int k0, constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+    int groups = a->cols / 32;
+    for (int i = tid; i < TILE_TOKENS * 2; i += GEMM_THREADS) {
+        int g = k0 / 32 + i % 2;
+        ulong from = (ulong)min(token + i / 2, a->tokens - 1) * groups + min(g, groups - 1);
+        threadgroup float *to = xs + i / 2 * CODE_STRIDE;
+        threadgroup uint *codes = (threadgroup uint *)to + i % 2 * 8;
+        for (int j = 0; j < 8; j++) codes[j] = xq[from * 8 + j];
+        for (int j = 0; j < 3; j++) to[GEMM_K / 4 + 4 * (i % 2) + j] = xscales[from * 3 + j];
+    }
+}
+
+// Where a SIMD-group's 8 x 8 blocks begin: 2 or 4 x 4 (tokens x rows) in a tile, 1 x 2 in a small
+// one
+static inline int tile_down(void) { return TILE_TOKENS > GEMM_FEW ? TILE_TOKENS / 16 : 1; }
+static inline int tile_across(void) { return TILE_TOKENS > GEMM_FEW ? 4 : 2; }
 static inline int tile_token(int i, uint sg) {
-    return 8 * i + (TILE_TOKENS == GEMM_TOKENS ? (int)sg / 2 * 16 : 0);
+    return 8 * i + (TILE_TOKENS > GEMM_FEW ? (int)sg / 2 * (TILE_TOKENS / 2) : 0);
 }
 static inline int tile_row(int j, uint sg) {
-    return 8 * j + (TILE_TOKENS == GEMM_TOKENS ? (int)sg % 2 * 32 : (int)sg * 16);
+    return 8 * j + (TILE_TOKENS > GEMM_FEW ? (int)sg % 2 * 32 : (int)sg * 16);
 }
 
-// c += xs ws' for those blocks; xs[TILE_TOKENS][GEMM_K], ws[GEMM_ROWS][GEMM_K]
+// c += xs ws' for those blocks; xs[TILE_TOKENS][GEMM_STRIDE], ws[GEMM_ROWS][GEMM_STRIDE]
 static inline void tile_multiply(threadgroup const float *xs, threadgroup const half *ws, uint sg,
         thread simdgroup_float8x8 *c) {
-    simdgroup_float8x8 mx[2];
+    simdgroup_float8x8 mx[4];
     simdgroup_half8x8 mw[4];
     for (int k = 0; k < GEMM_K; k += 8) {
-        for (int i = 0; i < tile_blocks(); i++)
-            simdgroup_load(mx[i], xs + tile_token(i, sg) * GEMM_K + k, GEMM_K);
-        for (int j = 0; j < 2 * tile_blocks(); j++)
-            simdgroup_load(mw[j], ws + tile_row(j, sg) * GEMM_K + k, GEMM_K, 0, true);
-        for (int i = 0; i < tile_blocks(); i++)
-            for (int j = 0; j < 2 * tile_blocks(); j++)
+        QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
+            simdgroup_load(mx[i], xs + tile_token(i, sg) * GEMM_STRIDE + k, GEMM_STRIDE);
+        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
+            simdgroup_load(mw[j], ws + tile_row(j, sg) * GEMM_STRIDE + k, GEMM_STRIDE, 0, true);
+        QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
+            QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
                 simdgroup_multiply_accumulate(c[4 * i + j], mx[i], mw[j], c[4 * i + j]);
     }
 }
 
 // The same for codes: a thread computes 4 x 4 outputs. It adds up 16 products as integers; scales,
-// and offsets times sums of 16 activations, follow in float. xs[TILE_TOKENS][3] is a scale and two
-// sums, ws[GEMM_ROWS][4] two scales and two offsets.
-static inline void tile_multiply_codes(threadgroup const int8_t *xq, threadgroup const float *xs,
-        threadgroup const int8_t *wq, threadgroup const float *ws, uint tid, thread float *c) {
-    for (int i = 0; i < 16; i++) {
-        int t = (int)tid / 16 * 4 + i / 4, r = (int)tid % 16 * 4 + i % 4;
-        for (int h = 0; h < 2; h++) {
+// and offsets times sums of 16 activations, follow in float. A row of ws has, behind 16 words of
+// codes, two scales and two offsets of each group.
+static inline int code_token(int i, uint tid) { return (int)tid / 16 * 4 + i / 4; }
+static inline int code_row(int i, uint tid) { return (int)tid % 16 + i % 4 * 16; }
+static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup const float *ws,
+        uint tid, thread float *c) {
+    for (int h = 0; h < GEMM_K / 16; h++)
+        QUANT_UNROLL for (int i = 0; i < 16; i++) {
+            threadgroup const float *x = xs + code_token(i, tid) * CODE_STRIDE;
+            threadgroup const float *w = ws + code_row(i, tid) * CODE_STRIDE;
+            uint4 xq = *(threadgroup const uint4 *)(x + 4 * h);
+            uint4 wq = *(threadgroup const uint4 *)(w + 4 * h);
             int dot = 0;
-            for (int k = 16 * h; k < 16 * h + 16; k++)
-                dot += (int)xq[32 * t + k] * (int)wq[32 * r + k];
-            c[i] += (float)dot * xs[3 * t] * ws[4 * r + h] + xs[3 * t + 1 + h] * ws[4 * r + 2 + h];
+            QUANT_UNROLL for (int k = 0; k < 16; k++)
+                dot += (int)(int8_t)(xq[k / 4] >> 8 * (k % 4) & 255) *
+                       (int)(int8_t)(wq[k / 4] >> 8 * (k % 4) & 255);
+            x += GEMM_K / 4 + h / 2 * 4;                  // the group's scale and sums
+            w += GEMM_K / 4 + h / 2 * 4 + h % 2;          // the scale of its half, and offset
+            c[i] += (float)dot * x[0] * w[0] + x[1 + h % 2] * w[2];
         }
-    }
 }
 
-// The finished tile passes through threadgroup memory, where each thread takes outputs for the
-// epilogue, except those past the last token or row.
+// The finished tile passes through threadgroup memory, where neighbouring threads take the outputs
+// of neighbouring rows for the epilogue, except those past the last token or row.
 static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *sums,
-        threadgroup float *tile, device const float *bias, device const float *gate,
-        device float *y, constant struct gemm_args *a, int token, int row, uint tid, uint sg) {
+        threadgroup float *tile, device const float *bias, float scale, device const float *other,
+        device float *y, int part, constant struct gemm_args *a, int token, int end, int row,
+        uint tid, uint sg) {
     for (int i = 0; INT8 && i < 16; i++)
-        tile[((int)tid / 16 * 4 + i / 4) * GEMM_ROWS + (int)tid % 16 * 4 + i % 4] = sums[i];
-    for (int i = 0; !INT8 && i < tile_blocks(); i++)
-        for (int j = 0; j < 2 * tile_blocks(); j++)
+        tile[code_token(i, tid) * GEMM_STRIDE + code_row(i, tid)] = sums[i];
+    QUANT_UNROLL for (int i = 0; !INT8 && i < tile_down(); i++)
+        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
             simdgroup_store(c[4 * i + j],
-                            tile + tile_token(i, sg) * GEMM_ROWS + tile_row(j, sg), GEMM_ROWS);
+                            tile + tile_token(i, sg) * GEMM_STRIDE + tile_row(j, sg), GEMM_STRIDE);
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the tile is whole
+    int rows = a->w[part].rows;
     for (int i = tid; i < TILE_TOKENS * GEMM_ROWS; i += GEMM_THREADS) {
         int t = token + i / GEMM_ROWS, r = row + i % GEMM_ROWS;
-        if (t >= a->tokens || r >= a->w.rows) continue;
-        ulong at = (ulong)t * a->w.rows + r;
-        float v = tile[i] * a->w.scale;
-        if (BIASES & 1) v += bias[r];
-        finish(&y[at], v, a->softcap, EPILOGUE == EPILOGUE_GLU ? gate[at] : 0.0f);
+        if (t >= end || r >= rows) continue;
+        ulong at = (ulong)t * rows + r;
+        float v = tile[i / GEMM_ROWS * GEMM_STRIDE + i % GEMM_ROWS] * (a->w[part].scale * scale);
+        if (BIASES >> part & 1) v += bias[r];
+        finish(&y[at], v * a->factor, a->softcap, takes_other() ? other[at] : 0.0f);
     }
 }
 
-// y[tokens][rows] = x[tokens][cols] times W[rows][cols] transposed, with a bias and the epilogue;
-// gate[tokens][rows] is for that of the GLU.
+// y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
+// for which other[tokens][rows] is, and y1 and y2 likewise if there are matrices W1 and W2 of the
+// same x (Q, K and V).
 // Grid: tiles of TILE_TOKENS x GEMM_ROWS outputs; those of the same rows are neighbours, so that
-// weights come from memory about once per chunk. In each step of GEMM_K columns two SIMD-groups
-// decode 64 groups of W, and two stage activations: for 32 tokens that is 2 * 32 * 64 * 32 FLOP on
-// 4 KB of x, and as much of W if weights have 16 bits, so at least 16 FLOP a byte from the cache.
-// INT8 takes codes of activations from quantize. As Apple's GPUs have no dot product of bytes, it
-// saves them nothing but threadgroup memory, and is off unless asked for. Elsewhere it should pay
-// for formats with one scale for 32 weights (Q4_0, Q8_0, IQ4_NL, MXFP4).
-kernel void gemm(device const uchar *w [[buffer(0)]], device const float *bias [[buffer(1)]],
-        device const float *x [[buffer(2)]], device const int8_t *xq [[buffer(3)]],
-        device const float *xscales [[buffer(4)]], device const float *gate [[buffer(5)]],
-        device float *y [[buffer(6)]], constant struct gemm_args *a [[buffer(7)]],
-        threadgroup float *shared [[shared_memory]],                           // [GEMM_FLOATS]
+// weights come from memory about once per chunk. In each step all threads decode two groups of 64
+// rows of W, and stage the same columns of x: for 64 tokens that is 2 * 64 * 64 * 64 FLOP on 16 KB
+// of x and 4 to 9 KB of W, some 25 FLOP a byte from the cache.
+// INT8 takes codes of activations from quantize, and tiles of GEMM_SOME tokens. Neither Metal nor
+// CUDA's common words have a dot product of bytes: four products take four multiplications and the
+// unpacking, where a matrix of half does 16 or more in that time. So it is off unless asked for.
+// EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
+// and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: so is x in that of y.
+kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
+        device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
+        device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
+        device const float *x [[buffer(6)]], device const uint *xq [[buffer(7)]],
+        device const float *xscales [[buffer(8)]], device const float *other [[buffer(9)]],
+        device float *y0 [[buffer(10)]], device float *y1 [[buffer(11)]],
+        device float *y2 [[buffer(12)]], device const float *scales [[buffer(13)]],
+        device const int *expert_tile [[buffer(14)]],                          // [tiles][3]
+        device const int *order [[buffer(15)]], constant struct gemm_args *a [[buffer(16)]],
+        threadgroup float *shared [[shared_memory]],                           // gemm_floats
         uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]]) {
-    threadgroup float *xs = shared;                                       // [TILE_TOKENS][GEMM_K]
-    threadgroup half *ws = (threadgroup half *)(xs + TILE_TOKENS * GEMM_K);   // [GEMM_ROWS][GEMM_K]
-    threadgroup float *dx = shared, *dw = dx + 3 * TILE_TOKENS;           // or INT8: [][3], [][4],
-    threadgroup int8_t *qx = (threadgroup int8_t *)(dw + 4 * GEMM_ROWS);  // [TILE_TOKENS][GEMM_K],
-    threadgroup int8_t *qw = qx + TILE_TOKENS * GEMM_K;                   // [GEMM_ROWS][GEMM_K]
-    int tiles = div_up(a->tokens, TILE_TOKENS), groups = div_up(a->cols, GEMM_K);
-    int token = tg % tiles * TILE_TOKENS, row = tg / tiles * GEMM_ROWS;   // the tile's first
-    ulong at = a->w.start + (ulong)min(row + (int)tid, a->w.rows - 1) * a->w.row_bytes;
-    simdgroup_float8x8 c[8];
+    threadgroup float *xs = shared;                               // [TILE_TOKENS][GEMM_STRIDE]
+    threadgroup float *ws = xs + TILE_TOKENS * GEMM_STRIDE;      // [GEMM_ROWS][GEMM_STRIDE] half
+    int tiles = EXPERTS ? a->tiles : div_up(a->tokens, TILE_TOKENS), tile = tg % tiles;
+    int token = tile * TILE_TOKENS, end = a->tokens, expert = 0;
+    int n0 = div_up(a->w[0].rows, GEMM_ROWS), n1 = n0 + div_up(a->w[1].rows, GEMM_ROWS);
+    int block = tg / tiles, part = block < n0 ? 0 : block < n1 ? 1 : 2;
+    int row = (block - (part == 0 ? 0 : part == 1 ? n0 : n1)) * GEMM_ROWS;
+    if (EXPERTS) {
+        expert = expert_tile[3 * tile];
+        token = expert_tile[3 * tile + 1];
+        end = expert_tile[3 * tile + 2];
+        if (expert < 0) return;                               // all threads: no barrier was there
+        w0 += (ulong)expert * a->w[0].step;
+        bias0 += expert * a->w[0].bias_step;
+    }
+    simdgroup_float8x8 c[16];
     float sums[16];
-    for (int i = 0; i < 8; i++) c[i] = simdgroup_float8x8(0.0f);
-    for (int i = 0; i < 16; i++) sums[i] = 0.0f;
+    QUANT_UNROLL for (int i = 0; i < 16; i++) c[i] = simdgroup_float8x8(0.0f);
+    QUANT_UNROLL for (int i = 0; i < 16; i++) sums[i] = 0.0f;
 
-    for (int g = 0; g < groups; g++) {
-        if (tid < GEMM_ROWS && INT8) {
-            stage_codes(FORMAT_0, w + at, g, qw + GEMM_K * tid, dw + 4 * tid);
-        } else if (tid < GEMM_ROWS) {
-            stage_weights(FORMAT_0, w + at, g, a->cols, ws + GEMM_K * tid);
-        } else {
-            for (int i = tid - GEMM_ROWS; i < TILE_TOKENS * GEMM_K; i += GEMM_THREADS - GEMM_ROWS) {
-                int part = i % GEMM_K, col = GEMM_K * g + part;
-                ulong t = min(token + i / GEMM_K, a->tokens - 1);
-                if (INT8) qx[i] = xq[t * a->cols + col];
-                else xs[i] = RAGGED && col >= a->cols ? 0.0f : x[t * a->cols + col];
-                if (INT8 && part < 3)
-                    dx[i / GEMM_K * 3 + part] = xscales[(t * groups + g) * 3 + part];
-            }
-        }
+    for (int k0 = 0; k0 < a->cols; k0 += GEMM_K) {
+        if (part == 1 && FORMAT_1 != FORMAT_0)
+            stage_weights(FORMAT_1, w1, &a->w[1], row, k0, a->cols, tid, ws);
+        else if (part == 2 && FORMAT_2 != FORMAT_0)
+            stage_weights(FORMAT_2, w2, &a->w[2], row, k0, a->cols, tid, ws);
+        else stage_weights(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], row, k0,
+                           a->cols, tid, ws);
+        if (INT8) stage_codes(xq, xscales, token, k0, a, tid, xs);
+        else stage_floats(x, order, token, end, k0, a, tid, xs);
         threadgroup_barrier(mem_flags::mem_threadgroup);                       // staged
-        if (INT8) tile_multiply_codes(qx, dx, qw, dw, tid, sums);
-        else tile_multiply(xs, ws, sg, c);
+        if (INT8) tile_multiply_codes(xs, ws, tid, sums);
+        else tile_multiply(xs, (threadgroup const half *)ws, sg, c);
         threadgroup_barrier(mem_flags::mem_threadgroup);                       // used
     }
-    gemm_store(c, sums, shared, bias, gate, y, a, token, row, tid, sg);
+    gemm_store(c, sums, shared, part == 0 ? bias0 : part == 1 ? bias1 : bias2,
+               SCALES & 1 ? scales[expert] : 1.0f, other, part == 0 ? y0 : part == 1 ? y1 : y2,
+               part, a, token, end, row, tid, sg);
 }
 
-// QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][HEAD_DIM] in place, k_new
-// and v_new[n][n_kv][HEAD_DIM] as half to their rows of k and v[n_kv][rows][HEAD_DIM].
+// QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
+// k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring.
 // Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
 kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
         device half *v [[buffer(4)]], device const float *q_norm [[buffer(5)]],
-        device const float *k_norm [[buffer(6)]],
-        device const float *angles [[buffer(7)]],                              // [n][n_rot / 2][2]
-        constant struct attention_args *a [[buffer(8)]],
+        device const float *k_norm [[buffer(6)]], device const float *q_bias [[buffer(7)]],
+        device const float *k_bias [[buffer(8)]],
+        device const float *angles [[buffer(9)]],                              // [n][n_rot / 2][2]
+        constant struct attention_args *a [[buffer(10)]],
         uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
     int kv = query ? 0 : (h - a->n_head) % a->n_kv;
-    ulong from = ((ulong)t * a->n_kv + kv) * HEAD_DIM;
-    ulong ring = ((ulong)kv * a->rows + ring_row(a->pos + t, a)) * HEAD_DIM;
-    for (int i = lane; value && i < HEAD_DIM; i += SIMD_LANES) v[ring + i] = (half)v_new[from + i];
+    ulong row = (ulong)kv * a->rows + ring_row(a->pos + t, a);
+    v_new += ((ulong)t * a->n_kv + kv) * VALUE_DIM;
+    for (int i = lane; value && i < VALUE_DIM; i += SIMD_LANES)
+        v[row * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
     if (value) return;
-    float y[HEAD_MAX / SIMD_LANES];
-    q += ((ulong)t * a->n_head + (query ? h : 0)) * HEAD_DIM;
+    float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(a->pos + t, a) : 1.0f;
+    q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
+    k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
-    head_rope(query ? q : k_new + from, query ? q_norm : k_norm, angles, a, lane, y);
+    if (query) head_rope(0, h, q, q_norm, q_bias, angles, a, lane, y);
+    else head_rope(1, kv, k_new, k_norm, k_bias, angles, a, lane, y);
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) {
             int at = pair_index(p, j, a->n_rot);
-            if (query) q[at] = y[i + j];
-            else k[ring + at] = (half)y[i + j];
+            if (query) q[at] = y[i + j] * scale;
+            else k[row * HEAD_DIM + at] = (half)y[i + j];
         }
 }
 
-// tile[FLASH_KEYS][HEAD_DIM] = rows of the ring from r0 on, with zeros for empty ones, which may
-// hold NaN: a probability of 0 would not remove it.
-static inline void flash_stage(device const half *from, device const int *pos_k, int r0, uint tid,
-        constant struct attention_args *a, threadgroup half *tile) {
-    for (int i = tid; i < FLASH_KEYS * HEAD_DIM; i += FLASH_THREADS) {
-        int r = r0 + i / HEAD_DIM;
-        bool empty = r >= a->used || pos_k[r] < 0;
-        tile[i] = empty ? (half)0.0f : from[(ulong)r * HEAD_DIM + i % HEAD_DIM];
+// The first tile after r0 of which any query sees a key; `key` becomes the position in its row
+// `lane`, and `ahead` that in the tile behind it, asked for before it is needed.
+static inline int flash_next(device const int *pos_k, int r0, int first, int last, uint lane,
+        constant struct attention_args *a, thread int *key, thread int *ahead) {
+    bool seen = false;
+    while (r0 < a->used && !seen) {
+        r0 += FLASH_KEYS;
+        int r = r0 + FLASH_KEYS + (int)lane, pos = *ahead;
+        *key = pos;
+        *ahead = r < a->used ? pos_k[r] : -1;
+        seen = pos >= 0 && (!CAUSAL || (pos <= last && visible(pos, max(first, pos), a)));
+        seen = simd_max((int)seen) > 0;                   // the same for all SIMD-groups
+    }
+    return r0;
+}
+
+// A thread's share, every 128th quad, of the rows of the ring from r0 on. Empty rows, which may
+// hold NaN, become zeros (a probability of 0 would not remove it), and so do the columns that make
+// a head whole 8 x 8 matrices.
+static inline void flash_fetch(device const half *from, int dim, int r0, int key, uint tid,
+        thread half4 *quads) {
+    const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
+    QUANT_UNROLL for (int j = 0; j < count; j++) {
+        int i = min((int)tid + j * FLASH_THREADS, across * FLASH_KEYS - 1), r = i / across;
+        bool empty = simd_shuffle(key, r) < 0 || i % across * 4 >= dim;
+        device const half *at = from + (ulong)(r0 + r) * dim + i % across * 4;
+        if (!empty) quads[j] = *(device const half4 *)at;
+        for (int e = 0; empty && e < 4; e++) quads[j][e] = (half)0.0f;
     }
 }
 
-// Online softmax of a SIMD-group's scores[8][FLASH_KEYS]: four lanes share a query, with 8 keys
-// each. Scores become probabilities in place. The factor by which earlier sums shrink goes into a
-// diagonal matrix, for flash_values. `keys` is the position of the key in row `lane`.
-static inline void flash_softmax(threadgroup float *scores, threadgroup float *diagonal, int keys,
-        int pos, uint lane, constant struct attention_args *a, thread float *m, thread float *sum) {
-    threadgroup float *mine = scores + lane / 4 * FLASH_KEYS + lane % 4 * 8;
+// tile[FLASH_KEYS][flash_row] = what was fetched
+static inline void flash_stage(thread const half4 *quads, int dim, uint tid,
+        threadgroup half *tile) {
+    const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
+    QUANT_UNROLL for (int j = 0; j < count; j++) {
+        int i = (int)tid + j * FLASH_THREADS, to = i / across * flash_row(dim) + i % across * 4;
+        if (i < across * FLASH_KEYS) *(threadgroup half4 *)(tile + to) = quads[j];
+    }
+}
+
+// Online softmax of a SIMD-group's scores[8][FLASH_STRIDE]: four lanes share a query, with every
+// fourth key each. They become probabilities[8][FLASH_HALVES]: half serves well, as none is above 1
+// and the sum is that of the rounded ones. Returns the factor by which earlier sums shrink, which
+// also goes into a diagonal matrix for flash_values.
+static inline float flash_softmax(threadgroup const float *scores, threadgroup half *probabilities,
+        threadgroup float *diagonal, int keys, int pos, float slope, uint lane,
+        constant struct attention_args *a, thread float *m, thread float *sum) {
     float s[8], top = *m, part = 0.0f;
-    for (int i = 0; i < 8; i++) {
-        int pos_k = simd_shuffle(keys, lane % 4 * 8 + i);
-        float score = softcap(mine[i], a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
-        s[i] = visible(pos_k, pos, a) ? score : UNSEEN;
+    QUANT_UNROLL for (int i = 0; i < 8; i++) {
+        int at = lane % 4 + 4 * i, pos_k = simd_shuffle(keys, at);
+        float dot = scores[lane / 4 * FLASH_STRIDE + at];
+        s[i] = visible(pos_k, pos, a) ? score_of(dot, slope, abs(pos - pos_k), a) : UNSEEN;
         top = max(top, s[i]);
     }
     top = max(top, simd_shuffle_xor(top, 1));
     top = max(top, simd_shuffle_xor(top, 2));
     float shrink = exp2(*m - top);
-    for (int i = 0; i < 8; i++) {
-        float p = s[i] == UNSEEN ? 0.0f : exp2(s[i] - top);
-        mine[i] = p;
-        part += p;
+    QUANT_UNROLL for (int i = 0; i < 8; i++) {
+        half p = (half)(s[i] == UNSEEN ? 0.0f : exp2(s[i] - top));
+        probabilities[lane / 4 * FLASH_HALVES + lane % 4 + 4 * i] = p;
+        part += (float)p;
     }
     part += simd_shuffle_xor(part, 1);
     part += simd_shuffle_xor(part, 2);
@@ -812,47 +1344,71 @@ static inline void flash_softmax(threadgroup float *scores, threadgroup float *d
         diagonal[2 * lane + i] = lane / 4 == lane % 4 * 2 + i ? shrink : 0.0f;
     *m = top;
     *sum = *sum * shrink + part;
+    return shrink;
 }
 
 // the scaled queries of a tile, as matrices of half
 static inline void flash_queries(device const float *x, int n, uint tid, uint sg,
         constant struct attention_args *a, threadgroup half *tile, thread simdgroup_half8x8 *q) {
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
-    for (int i = tid; i < FLASH_QUERIES * HEAD_DIM; i += FLASH_THREADS) {
-        int t = i / HEAD_DIM;
-        tile[i] = (half)(t < n ? x[(ulong)t * a->n_head * HEAD_DIM + i % HEAD_DIM] * scale : 0.0f);
+    for (int i = tid; i < FLASH_QUERIES * flash_cols(HEAD_DIM); i += FLASH_THREADS) {
+        int t = i / flash_cols(HEAD_DIM), e = i % flash_cols(HEAD_DIM);
+        bool inside = t < n && e < HEAD_DIM;
+        float v = inside ? x[(ulong)t * a->n_head * query_step() + e] * scale : 0.0f;
+        tile[t * flash_row(HEAD_DIM) + e] = (half)v;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // queries are staged
-    for (int d = 0; d < HEAD_DIM / 8; d++)
-        simdgroup_load(q[d], tile + sg * 8 * HEAD_DIM + 8 * d, HEAD_DIM);
+    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
+        simdgroup_load(q[d], tile + sg * 8 * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM));
 }
 
-// o = diagonal * o + probabilities * values
-static inline void flash_values(threadgroup const float *scores, threadgroup const float *diagonal,
-        threadgroup const half *tile, thread simdgroup_float8x8 *o) {
-    simdgroup_float8x8 shrink, mp[FLASH_KEYS / 8];
-    simdgroup_half8x8 mv;
-    simdgroup_load(shrink, diagonal, 8);
-    for (int j = 0; j < FLASH_KEYS / 8; j++) simdgroup_load(mp[j], scores + 8 * j, FLASH_KEYS);
-    for (int d = 0; d < HEAD_DIM / 8; d++) {
-        simdgroup_multiply(o[d], shrink, o[d]);
+// scores[8][FLASH_STRIDE] = q * transposed keys
+static inline void flash_scores(thread const simdgroup_half8x8 *q, threadgroup const half *tile,
+        threadgroup float *scores) {
+    simdgroup_float8x8 mp[FLASH_KEYS / 8];
+    simdgroup_half8x8 mk;
+    for (int j = 0; j < FLASH_KEYS / 8; j++) mp[j] = simdgroup_float8x8(0.0f);
+    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
         for (int j = 0; j < FLASH_KEYS / 8; j++) {
-            simdgroup_load(mv, tile + 8 * j * HEAD_DIM + 8 * d, HEAD_DIM);
+            simdgroup_load(mk, tile + 8 * j * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM), 0,
+                           true);
+            simdgroup_multiply_accumulate(mp[j], q[d], mk, mp[j]);
+        }
+    for (int j = 0; j < FLASH_KEYS / 8; j++) simdgroup_store(mp[j], scores + 8 * j, FLASH_STRIDE);
+}
+
+// o = diagonal * o + probabilities * values; if nothing shrinks, the diagonal is all ones
+static inline void flash_values(threadgroup const half *probabilities,
+        threadgroup const float *diagonal, threadgroup const half *tile, bool shrinks,
+        thread simdgroup_float8x8 *o) {
+    simdgroup_float8x8 shrink;
+    simdgroup_half8x8 mp[FLASH_KEYS / 8], mv;
+    simdgroup_load(shrink, diagonal, 8);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
+        if (shrinks) simdgroup_multiply(o[d], shrink, o[d]);
+    for (int j = 0; j < FLASH_KEYS / 8; j++)
+        simdgroup_load(mp[j], probabilities + 8 * j, FLASH_HALVES);
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
+        for (int j = 0; j < FLASH_KEYS / 8; j++) {
+            simdgroup_load(mv, tile + 8 * j * flash_row(VALUE_DIM) + 8 * d, flash_row(VALUE_DIM));
             simdgroup_multiply_accumulate(o[d], mp[j], mv, o[d]);
         }
-    }
 }
 
-// out = o * scale, through threadgroup memory: of each 8 x 8 matrix a lane takes two numbers of row
-// lane / 4, the query whose scale it has
+// out = what becomes of o, through threadgroup memory: of each 8 x 8 matrix a lane takes two
+// numbers of row lane / 4, the query whose maximum and sum it has
 static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup float *scores,
-        device float *out, bool inside, float scale, uint lane) {
-    for (int d = 0; d < HEAD_DIM / 8; d++) {
+        device float *out, bool inside, float m, float sum, device const float *sink,
+        device const float *gate, uint lane, constant struct attention_args *a) {
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) {
         simdgroup_barrier(mem_flags::mem_threadgroup);    // the matrix before has been read
         simdgroup_store(o[d], scores, 8);
         simdgroup_barrier(mem_flags::mem_threadgroup);    // this one is there
-        for (int i = 0; i < 2; i++)
-            if (inside) out[8 * d + lane % 4 * 2 + i] = scores[2 * lane + i] * scale;
+        for (int i = 0; i < 2; i++) {
+            int e = 8 * d + lane % 4 * 2 + i;
+            if (inside && e < VALUE_DIM)
+                out[e] = attention_value(scores[2 * lane + i], m, sum, sink, gate + e, a);
+        }
     }
 }
 
@@ -860,56 +1416,321 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
 // head. The ring passes by in tiles of FLASH_KEYS rows, without those that none of the queries
 // sees. Scores, maxima, sums and outputs are float, and outputs stay in registers. exp(x) is
 // computed as exp2(x * log2(e)), with the factor in the queries' scale. 32 queries share each key
-// and value, which makes 32 FLOP a byte of the ring, against 1 in attention.
-kernel void flash_attention(device const float *queries [[buffer(0)]],
+// and value, which makes 32 FLOP a byte of the ring, against 1 or 2 in attention.
+kernel void flash_attention(device const float *q [[buffer(0)]],
         device const half *k [[buffer(1)]], device const half *v [[buffer(2)]],
-        device const int *pos_k [[buffer(3)]], device const float *sinks [[buffer(4)]],
-        device float *out [[buffer(5)]], constant struct attention_args *a [[buffer(6)]],
+        device const int *pos_k [[buffer(3)]], device const float *slopes [[buffer(4)]],
+        device const float *sinks [[buffer(5)]], device float *out [[buffer(6)]],
+        constant struct attention_args *a [[buffer(7)]],
         threadgroup float *shared [[shared_memory]],                           // flash_floats
         uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
         uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][HEAD_DIM]
-    threadgroup float *scores = shared + flash_tile(HEAD_DIM) + sg * FLASH_OWN;
-    threadgroup float *diagonal = scores + 8 * FLASH_KEYS;           // [8][8], after [8][32]
-    int head = tg % a->n_head, t0 = tg / a->n_head * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
+    threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
+    threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
+    threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
+    threadgroup half *probabilities = (threadgroup half *)(diagonal + 8 * 8);
+    int head = tg % a->n_head, tiles = div_up(a->n, FLASH_QUERIES);
+    int t0 = (tiles - 1 - (int)tg / a->n_head) * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
     int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
-    ulong ring = (ulong)(head / (a->n_head / a->n_kv)) * a->rows * HEAD_DIM;
-    simdgroup_half8x8 q[HEAD_MAX / 8], mk;
-    simdgroup_float8x8 o[HEAD_MAX / 8], mp;
-    float m = UNSEEN, sum = 0.0f;
-    queries += ((ulong)t0 * a->n_head + head) * HEAD_DIM;
-    flash_queries(queries, a->n - t0, tid, sg, a, tile, q);
-    for (int d = 0; d < HEAD_DIM / 8; d++) o[d] = simdgroup_float8x8(0.0f);
+    int group = a->n_head / a->n_kv, key, ahead = (int)lane < a->used ? pos_k[lane] : -1;
+    simdgroup_half8x8 mq[HEAD_MAX / 8];
+    simdgroup_float8x8 o[HEAD_MAX / 8];
+    half4 quads[HEAD_MAX / 16];
+    float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
+    k += (ulong)(head / group) * a->rows * HEAD_DIM;
+    v += (ulong)(head / group) * a->rows * VALUE_DIM;
+    q += ((ulong)t0 * a->n_head + head) * query_step();
+    flash_queries(q, a->n - t0, tid, sg, a, tile, mq);
+    for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
 
-    for (int r0 = 0; r0 < a->used; r0 += FLASH_KEYS) {
-        int key = r0 + (int)lane < a->used ? pos_k[r0 + lane] : -1;
-        bool seen = key >= 0 && (!CAUSAL || (key <= last && visible(key, max(first, key), a)));
-        if (simd_max((int)seen) == 0) continue;           // the same for all SIMD-groups
+    // what is staged next is fetched before each product
+    int r0 = flash_next(pos_k, -FLASH_KEYS, first, last, lane, a, &key, &ahead);
+    if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
+    while (r0 < a->used) {
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is free
-        flash_stage(k + ring, pos_k, r0, tid, a, tile);
+        flash_stage(quads, HEAD_DIM, tid, tile);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are staged
-        for (int j = 0; j < FLASH_KEYS; j += 8) {
-            mp = simdgroup_float8x8(0.0f);
-            for (int d = 0; d < HEAD_DIM / 8; d++) {
-                simdgroup_load(mk, tile + j * HEAD_DIM + 8 * d, HEAD_DIM, 0, true);
-                simdgroup_multiply_accumulate(mp, q[d], mk, mp);
-            }
-            simdgroup_store(mp, scores + j, FLASH_KEYS);
-        }
+        flash_fetch(v, VALUE_DIM, r0, key, tid, quads);
+        flash_scores(mq, tile, scores);
         simdgroup_barrier(mem_flags::mem_threadgroup);    // scores are there
-        flash_softmax(scores, diagonal, key, a->pos + t, lane, a, &m, &sum);
+        float shrink = flash_softmax(scores, probabilities, diagonal, key, a->pos + t, slope, lane,
+                                     a, &m, &sum);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // probabilities are there, keys used
-        flash_stage(v + ring, pos_k, r0, tid, a, tile);
+        flash_stage(quads, VALUE_DIM, tid, tile);
+        r0 = flash_next(pos_k, r0, first, last, lane, a, &key, &ahead);
+        if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // values are staged
-        flash_values(scores, diagonal, tile, o);
+        flash_values(probabilities, diagonal, tile, simd_max((int)(shrink < 1.0f)) > 0, o);
     }
-    float top = a->sinks ? max(m, sinks[head] * LOG2E) : m, keep = exp2(m - top);
-    if (a->sinks) sum = sum * keep + exp2(sinks[head] * LOG2E - top);   // a sink has no value
-    out += ((ulong)t * a->n_head + head) * HEAD_DIM;
-    flash_store(o, scores, out, t < a->n, sum > 0.0f ? keep / sum : 0.0f, lane);
+    out += ((ulong)t * a->n_head + head) * VALUE_DIM;
+    q += (ulong)(t - t0) * a->n_head * query_step();
+    flash_store(o, scores, out, t < a->n, m, sum, sinks + head, q + HEAD_DIM, lane, a);
 }
 
-// ---- 7. argmax ----
+// ---- 7. experts ----
+//
+// A router chooses n_used of n_expert FFNs for each token. Which ones, only the GPU knows: kernels
+// read the numbers from `chosen`, and the host encodes the same dispatches whatever they are. For
+// one token that is
+//   gemv (norm, router) | choose_experts | experts_up (norm, gate, up, activation) |
+//   experts_down (the weighted sum, added to x)
+// which read the chosen experts' weights alone. A chunk's choices are sorted by expert, so that
+// gemm decodes an expert's weights once for all its tokens; then each token adds up its results.
+
+// For each token the numbers of the n_used experts with the highest score, best first, and their
+// weights. Scores are probabilities, by softmax or sigmoid, plus a bias that does not count in the
+// weights. These are divided by their sum if `normed`, which is then not taken below 2^-14.
+// Grid: a SIMD-group for each token. route[n][n_expert] is the router's product, and is used up.
+kernel void choose_experts(device float *route [[buffer(0)]],
+        device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
+        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]],
+        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+    float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN;
+    int before = -1;                                      // the expert chosen last; its score: last
+    route += (ulong)t * a->n_expert;
+    chosen += (ulong)t * a->n_used;
+    weight += (ulong)t * a->n_used;
+    for (int e = lane; e < a->n_expert; e += SIMD_LANES) top = max(top, route[e]);
+    top = simd_max(top);
+    for (int e = lane; e < a->n_expert; e += SIMD_LANES) {
+        route[e] = a->sigmoid ? sigmoid(route[e]) : exp(route[e] - top);
+        all += route[e];
+    }
+    all = a->sigmoid ? 1.0f : simd_sum(all);
+    for (int k = 0; k < a->n_used; k++) {
+        float best = UNSEEN, p = 0.0f;
+        int at = a->n_expert;
+        for (int e = lane; e < a->n_expert; e += SIMD_LANES) {   // each lane: of its own experts
+            float score = route[e] / all + (BIASES & 1 ? bias[e] : 0.0f);
+            bool left = score < last || (score == last && e > before);
+            if (!left || score <= best) continue;
+            best = score;
+            p = route[e] / all;
+            at = e;
+        }
+        last = simd_max(best);
+        before = simd_min(best == last ? at : a->n_expert);      // of equals the first
+        p = simd_sum(at == before ? p : 0.0f);
+        sum += p;
+        if (lane == 0) chosen[k] = min(before, a->n_expert - 1); // none is left among NaN
+        if (lane == 0) weight[k] = p;
+    }
+    float scale = a->normed ? a->scale / max(sum, 6.103515625e-5f) : a->scale;
+    for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
+}
+
+// y[n_used][ff] = activation(gate_e x) * (up_e x) for the chosen experts e. Grid: a SIMD-group for
+// each unit of each of them.
+kernel void experts_up(device const uchar *gate [[buffer(0)]],
+        device const uchar *up [[buffer(1)]], device const float *bias0 [[buffer(2)]],
+        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
+        device const float *scale1 [[buffer(5)]], device const float *x [[buffer(6)]],
+        device const float *weights [[buffer(7)]], device const float *norm_bias [[buffer(8)]],
+        device const int *chosen [[buffer(9)]], device float *y [[buffer(10)]],
+        constant struct experts_args *a [[buffer(11)]],
+        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
+        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
+        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    constant struct kernel_matrix *g = &a->each.w[0], *u = &a->each.w[1];
+    threadgroup float *xs = shared + sg * X_FLOATS;
+    int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
+    if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
+    struct row_norm norm = row_norm(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
+    int e = chosen[k];
+    float s0 = SCALES & 1 ? scale0[e] : 1.0f, s1 = SCALES & 2 ? scale1[e] : 1.0f, v[GEMV_ROWS];
+    gate += (ulong)e * g->step;
+    up += (ulong)e * u->step;
+    bias0 += e * g->bias_step;
+    bias1 += e * u->bias_step;
+    y += (ulong)k * u->rows;
+    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, &norm, &a->each, lane, xs, v);
+    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, &norm, v, x, y, &a->each, lane, xs);
+}
+
+// y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
+// is a shared expert, its product is added, `weighed`: times the sigmoid of what its router said.
+// Grid: a SIMD-group for each unit of rows, so that nobody else adds to them.
+kernel void experts_down(device const uchar *down [[buffer(0)]],
+        device const uchar *shared_down [[buffer(1)]], device const float *bias0 [[buffer(2)]],
+        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
+        device const float *up [[buffer(5)]],                                  // [n_used][ff]
+        device const float *shared_up [[buffer(6)]], device const int *chosen [[buffer(7)]],
+        device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
+        device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
+        constant struct experts_args *a [[buffer(12)]],
+        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
+        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
+        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    constant struct kernel_matrix *m = &a->each.w[0];
+    threadgroup float *xs = shared + sg * X_FLOATS;
+    int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
+    float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    struct row_norm none = {up, up, 0.0f, 1.0f};
+    if (row >= m->rows) return;                           // a whole SIMD-group: no barrier follows
+    for (int k = 0; k < a->n_used; k++) {
+        int e = chosen[k];
+        gemv_product(FORMAT_0, 0, unit, down + (ulong)e * m->step, bias0 + e * m->bias_step,
+                     SCALES & 1 ? scale0[e] : 1.0f, up + (ulong)k * a->each.cols, &none,
+                     &a->each, lane, xs, v);
+        for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
+    }
+    if (a->shared.cols) {
+        float factor = a->weighed ? sigmoid(*route) : 1.0f;
+        gemv_product(FORMAT_1, 1, unit, shared_down, bias1, 1.0f, shared_up, &none, &a->shared,
+                     lane, xs, v);
+        for (int r = 0; r < R; r++) sum[r] += factor * v[r];
+    }
+    for (int r = 0; r < R; r++)
+        if (lane == 0 && row + r < m->rows)
+            finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
+}
+
+// A chunk's choices, sorted by expert: order[i] is the number of the i-th choice, token * n_used +
+// k, and place[] the other way round. tile[tiles][3] is an expert (-1: none), and the first and the
+// end of up to a->tile of its choices. One threadgroup; a thread takes every nsg * 32nd expert, and
+// looks for it in all choices: some thousand steps, while products take millions.
+kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
+        device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
+        constant struct sort_args *a [[buffer(4)]],
+        threadgroup float *shared [[shared_memory]],                           // [n_expert]
+        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+    threadgroup int *count = (threadgroup int *)shared;
+    int threads = nsg * SIMD_LANES, used = 0;
+    for (int e = tid; e < a->n_expert; e += threads) {
+        int n = 0;
+        for (int i = 0; i < a->choices; i++) n += chosen[i] == e;
+        count[e] = n;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // all are counted
+    for (int e = tid; e < a->n_expert; e += threads) {
+        int at = 0, n = 0;
+        for (int i = 0; i < e; i++) {
+            at += count[i];
+            n += div_up(count[i], a->tile);
+        }
+        for (int i = 0; i < count[e]; i += a->tile, n++) {
+            tile[3 * n] = e;
+            tile[3 * n + 1] = at + i;
+            tile[3 * n + 2] = at + min(i + a->tile, count[e]);
+        }
+        for (int i = 0; i < a->choices; i++) {
+            if (chosen[i] != e) continue;
+            order[at] = i;
+            place[i] = at++;
+        }
+    }
+    for (int e = 0; e < a->n_expert; e++) used += div_up(count[e], a->tile);
+    for (int i = used + (int)tid; i < a->tiles; i += threads) tile[3 * i] = -1;
+}
+
+// y[n][dim] = sum of weight * out over a token's choices, and of the shared expert's result, with
+// the epilogue. Grid: a threadgroup for each token.
+kernel void weigh_experts(device const float *out [[buffer(0)]],
+        device const float *weight [[buffer(1)]], device const int *place [[buffer(2)]],
+        device const float *shared_out [[buffer(3)]], device const float *route [[buffer(4)]],
+        device const float *other [[buffer(5)]], device float *y [[buffer(6)]],
+        constant struct weigh_args *a [[buffer(7)]], uint t [[threadgroup_position_in_grid]],
+        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+    float factor = a->weighed ? sigmoid(route[t]) : 1.0f;
+    weight += (ulong)t * a->n_used;
+    place += (ulong)t * a->n_used;
+    for (int j = tid; j < a->dim; j += nsg * SIMD_LANES) {
+        ulong at = (ulong)t * a->dim + j;
+        float sum = a->shared ? factor * shared_out[at] : 0.0f;
+        for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
+        finish(&y[at], sum * a->factor, 0.0f, takes_other() ? other[at] : 0.0f);
+    }
+}
+
+// ---- 8. the gated delta rule ----
+//
+// One token, and a chunk with other products:
+//   gemv (norm; q, k, v and z) | gemv (norm; alpha, beta) | delta_conv | delta_rule |
+//   norm (of each head, times silu(z)) | gemv (added to x)
+
+// The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which come
+// from the state, and then the chunk's; what comes of token t takes the place of row t. Grid: a
+// thread for each channel, so that neighbours read neighbours and nobody else needs what it writes.
+kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],
+        device const float *taps [[buffer(2)]],                            // [channels][past + 1]
+        constant struct conv_args *a [[buffer(3)]], uint tg [[threadgroup_position_in_grid]],
+        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+    int i = tg * nsg * SIMD_LANES + tid, channels = a->channels;
+    if (i >= channels) return;
+    mix += i;
+    state += i;
+    taps += (ulong)i * (a->past + 1);
+    for (int j = 0; j < a->past; j++) mix[(ulong)j * channels] = state[(ulong)j * channels];
+    for (int t = 0; t < a->n; t++) {
+        float y = 0.0f;
+        for (int j = 0; j <= a->past; j++) y += taps[j] * mix[(ulong)(t + j) * channels];
+        mix[(ulong)t * channels] = y * sigmoid(y);
+    }
+    for (int j = 0; j < a->past; j++)
+        state[(ulong)j * channels] = mix[(ulong)(a->n + j) * channels];
+}
+
+// the sum over the four lanes that share a row of the state
+static inline float row_sum(float x) {
+    x += simd_shuffle_xor(x, 8);
+    return x + simd_shuffle_xor(x, 16);
+}
+
+// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
+static inline float softplus(float x) {
+    float e = exp(min(x, 20.0f)), one = 1.0f + e;
+    return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
+}
+
+// For each value head, whose state S[dv][dk] stays in registers while the tokens pass:
+//   S *= g,   S += b * (v - S k) k',   out = S q       k, q of unit length, q also by 1 / sqrt(dk)
+//   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
+// Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
+// fourth number from l / 8 on. So S k is two shuffles away, rows need nothing of one another, and
+// SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
+// of a SIMD-group are neighbours.
+kernel void delta_rule(device float *state [[buffer(0)]],
+        device const float *mix [[buffer(1)]],             // [n][q of n_key heads, k of them, v]
+        device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
+        device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
+        device float *out [[buffer(6)]],                                       // [n][n_value][dv]
+        constant struct delta_args *a [[buffer(7)]],
+        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
+        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    int units = div_up(a->dv, DELTA_UNIT), unit = tg * nsg + sg, h = unit / units;
+    int row = unit % units * DELTA_UNIT + lane % 8, first = lane / 8;
+    if (h >= a->n_value) return;                          // a whole SIMD-group: no barrier follows
+    int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
+    int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
+    ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + row / DELTA_LAYOUT;
+    float s[HEAD_MAX / 4];
+    state += block * HEAD_DIM * DELTA_LAYOUT + row % DELTA_LAYOUT;
+    for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) s[i] = state[(ulong)j * DELTA_LAYOUT];
+    for (int t = 0; t < a->n; t++) {
+        ulong channels = 2 * a->n_key * HEAD_DIM + a->n_value * a->dv;
+        device const float *q = mix + t * channels + key * HEAD_DIM, *k = q + a->n_key * HEAD_DIM;
+        float qq = 0.0f, kk = 0.0f, dot = 0.0f, o = 0.0f;
+        for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) {
+            qq += q[j] * q[j];
+            kk += k[j] * k[j];
+            dot += s[i] * k[j];
+        }
+        float g = exp(decay[h] * softplus(alpha[(ulong)t * a->step + at] + dt[h]));
+        float b = sigmoid(beta[(ulong)t * a->step + at]), unit_k = rsqrt(row_sum(kk) + a->eps);
+        ulong value = h * a->dv + min(row, a->dv - 1);
+        float v = mix[t * channels + 2 * a->n_key * HEAD_DIM + value];
+        float write = b * (v - g * row_sum(dot) * unit_k) * unit_k;
+        for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) {
+            s[i] = g * s[i] + write * k[j];
+            o += s[i] * q[j];
+        }
+        o = row_sum(o) * rsqrt((row_sum(qq) + a->eps) * (float)HEAD_DIM);
+        if (first == 0 && row < a->dv) out[(ulong)t * a->n_value * a->dv + value] = o;
+    }
+    for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) state[(ulong)j * DELTA_LAYOUT] = s[i];
+}
+
+// ---- 9. argmax ----
 
 // *out = the index of the largest of x[n], the lowest if there are several, or 0 if all are NaN.
 // One threadgroup: each lane keeps its best, then each SIMD-group, then the first of them.

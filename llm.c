@@ -598,7 +598,7 @@ typedef struct {
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
     Norm embd_norm, out_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
-    void **owned;                              // [n_owned] copies: f32 vectors, rows reordered
+    Map *owned;                                // [n_owned] copies: f32 vectors, rows reordered
     size_t n_owned;
     struct Tokenizer *tokenizer;
 } Model;
@@ -664,12 +664,14 @@ static void need_data(Loader *ld, const void *data, const char *name, const char
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-static void *own(Loader *ld, size_t size) {   // memory that lives as long as the model
+// memory that lives as long as the model, in whole pages of 16 KB, which a GPU can share
+static void *own(Loader *ld, size_t size) {
     Model *m = ld->m;
-    void **owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
+    Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
-    void *v = owned ? malloc(size) : NULL;
-    if (v) m->owned[m->n_owned++] = v;
+    size = (size + 16383) / 16384 * 16384;
+    void *v = owned ? aligned_alloc(16384, size) : NULL;
+    if (v) m->owned[m->n_owned++] = (Map){v, size};
     else refuse(ld, "out of memory");
     return v;
 }
@@ -1867,7 +1869,7 @@ int32_t session_sample(Session *s, const float *logits) {
 // ---- 11. generate ----
 
 void model_close(Model *m) {
-    for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i]);
+    for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i].base);
     if (m->tokenizer) tokenizer_close(m->tokenizer);
     free(m->tokenizer);
     free(m->owned);
@@ -4901,9 +4903,10 @@ static void print_statistics(const Cli *cli) {
     fprintf(stderr, "prefill %zu tokens %.1f tok/s, ", n, n / cli->prefill);
     if (cli->chat || cli->n_reused)
         fprintf(stderr, "reused %zu of %zu tokens, ", cli->n_reused, cli->n_prompts);
-    fprintf(stderr, "decode %zu tokens %.1f tok/s %.1f GB/s, peak %.0f MB, seed %llu\n",
-            cli->n_new, speed, speed * token_bytes(s, (int)s->history.n) * 1e-9,
-            usage.ru_maxrss / (double)RSS_PER_MB, (unsigned long long)cli->o.sampling.seed);
+    fprintf(stderr, "decode %zu tokens %.1f tok/s %.1f GB/s, peak %.0f MB, seed %llu, "
+            "%s\n", cli->n_new, speed, speed * token_bytes(s, (int)s->history.n) * 1e-9,
+            usage.ru_maxrss / (double)RSS_PER_MB, (unsigned long long)cli->o.sampling.seed,
+            s->gpu ? "gpu" : "cpu");
 }
 
 // what goes to stderr in the end, unless something failed

@@ -17,11 +17,11 @@
 #undef METAL_HOST
 
 // the kernels take llm.c's activations and pairings as they are
-_Static_assert((int)ACT_SILU == SILU && (int)ACT_GELU == GELU && (int)ACT_RELU2 == RELU2, "");
+_Static_assert((int)ACT_SILU == SILU && (int)ACT_GELU == GELU && (int)ACT_RELU2 == RELU2 &&
+               (int)ACT_SWIGLU_OAI == SWIGLU_OAI, "");
+_Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");
 _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
                (int)PAIRING_HALVES == ROPE_HALVES, "");
-// what gemm stages, floats of x and halves of W, fits where the finished tile does
-_Static_assert(GEMM_TOKENS * GEMM_K + GEMM_ROWS * GEMM_K / 2 <= GEMM_FLOATS, "");
 
 // ---- Objective-C, by hand ----
 //
@@ -70,7 +70,11 @@ void objc_autoreleasePoolPop(void *);
     X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
     X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
     X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
-    X(error, "error", id, (id, SEL))
+    X(error, "error", id, (id, SEL)) \
+    X(new_residency, "newResidencySetWithDescriptor:error:", id, (id, SEL, id, id *)) \
+    X(add_allocation, "addAllocation:", void, (id, SEL, id)) \
+    X(request_residency, "requestResidency", void, (id, SEL)) \
+    X(add_residency, "addResidencySet:", void, (id, SEL, id))
 
 #define X(name, selector, R, types) typedef R send_##name types;
 METHODS(X)
@@ -97,13 +101,13 @@ extern const char metal_source[] __asm__("metal_source");
 
 // ---- device ----
 
-enum { MAX_PIPELINES = 96, MAX_COMMANDS = 32, MAX_BOUND = 12, SPLIT_LAYERS = 8 };
+enum { MAX_PIPELINES = 256, MAX_COMMANDS = 32, MAX_BOUND = 16, SPLIT_LAYERS = 8 };
 typedef struct { const char *base; size_t size; id buffer; } Shared;   // with the CPU
 typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
 
 typedef struct {
     SEL sel[N_METHODS];
-    id device, queue, library, encoder, commands[MAX_COMMANDS];
+    id device, queue, library, resident, encoder, commands[MAX_COMMANDS];
     void *pool;                 // of the objects that a forward autoreleases
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
@@ -111,7 +115,12 @@ typedef struct {
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
     int8_t *codes;              // [chunk][widest input] if int8 is asked for, else NULL
     float *scales;              // [chunk][widest input / 32][3], for quantize
+    float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
+    int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
+    float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
+    const float *coded;         // the input that they are of, or NULL
     const float *best_of;       // the logits whose argmax `best` is, or NULL
+    bool dry;                   // what is encoded will not run
     char why[200];              // what went wrong first, or empty
 } Gpu;
 
@@ -170,7 +179,7 @@ static void *gpu_share(Gpu *g, void *base, size_t size) {
 }
 
 static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points into
-    for (int i = 0; i < g->n_shared; i++) {
+    for (int i = g->n_shared - 1; i >= 0; i--) {
         const Shared *at = &g->shared[i];
         if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
     }
@@ -220,7 +229,7 @@ static void gpu_begin(Gpu *g) {   // what is encoded from here on, gpu_wait runs
 static void gpu_commit(Gpu *g) {   // the GPU may start on what was encoded
     if (!g->encoder) return;
     send(g, end_encoding, g->encoder);
-    send(g, commit, g->commands[g->n_commands - 1]);
+    if (!g->dry) send(g, commit, g->commands[g->n_commands - 1]);
 }
 
 // Also called after a failure: one line tells which, and without s->gpu the CPU does the work.
@@ -230,6 +239,7 @@ static void gpu_close(Session *s) {
     if (g->why[0]) fprintf(stderr, "note: running on the CPU: %s\n", g->why);
     for (int i = 0; i < g->n_pipelines; i++) send(g, release, g->pipeline[i].state);
     for (int i = 0; i < g->n_shared; i++) send(g, release, g->shared[i].buffer);
+    send(g, release, g->resident);
     send(g, release, g->library);
     send(g, release, g->queue);
     send(g, release, g->device);
@@ -240,7 +250,7 @@ static void gpu_close(Session *s) {
 
 static bool gpu_wait(Gpu *g) {   // false if anything failed since gpu_open
     gpu_commit(g);
-    for (int i = 0; i < g->n_commands; i++) {
+    for (int i = 0; i < g->n_commands && !g->dry; i++) {
         send(g, wait, g->commands[i]);
         if (send(g, status, g->commands[i]) != MTLCommandBufferStatusCompleted)
             gpu_fail(g, "the GPU stopped", send(g, error, g->commands[i]));
@@ -285,103 +295,327 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
 //
 // Each encodes one dispatch, or two where it says so; kernels.metal says what a kernel computes.
 
+// what becomes of a product with its bias, or of a norm: see finish
+typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
+static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
+
+// rows of dim floats, and the norm that they are still to pass through, or NULL
+typedef struct { const float *x; const Norm *norm; } Input;
+
 // A matrix may begin at any byte. What is bound is the multiple of 16 before it.
-static struct kernel_matrix matrix_args(const Matrix *w, float scale) {
+static struct kernel_matrix matrix_args(const Matrix *w) {
     return (struct kernel_matrix){(uintptr_t)w->data % 16, quant_row_bytes(w->type, w->cols),
-                                  w->rows, scale * (w->scale ? *w->scale : 1)};
+                                  w->rows, w->scale ? *w->scale : 1, 0, 0};
+}
+
+// of all experts: their factors are read by the kernel
+static struct kernel_matrix experts_matrix(const Matrix *w) {
+    struct kernel_matrix m = matrix_args(w);
+    m.scale = 1;
+    m.step = w->step;
+    m.bias_step = w->step / m.row_bytes;   // as in matrix_expert
+    return m;
 }
 
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-static void run_embed(Session *s, int n) {   // s->x[n][dim] = rows g->ids[n] of the embedding
-    const Matrix *w = &s->m->embd;
+// s->x[n][dim] = scale * rows g->ids[n] of the embedding, with those of positions and token type
+static void run_embed(Session *s, int n) {
+    const Model *m = s->m;
+    const Matrix *w[3] = {&m->embd, &m->pos_embd, &m->type_embd};
     Gpu *g = s->gpu;
-    struct embed_args a = {matrix_args(w, s->m->config.embd_scale), w->cols};
-    Dispatch d = {"embed", {matrix_base(w), g->ids, s->x}, 3, n, SIMD_LANES, 0,
-                  {[C_FORMAT_0] = w->type, [C_RAGGED] = w->cols % 32 != 0}};
+    struct embed_args a = {.cols = m->embd.cols, .pos = s->pos};
+    Dispatch d = {"embed", {[3] = g->ids, s->x}, 5, n, SIMD_LANES, 0,
+                  {[C_RAGGED] = a.cols % 32 != 0}};
+    for (int i = 0; i < 3; i++) {
+        if (!w[i]->data) continue;
+        a.w[i] = matrix_args(w[i]);
+        d.bound[i] = matrix_base(w[i]);
+        d.constant[C_FORMAT_0 + i] = w[i]->type;
+    }
+    a.w[0].scale *= m->config.embd_scale;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// y[n][dim] = norm(x), or += that
-static void run_norm(Session *s, const float *x, const Norm *w, float *y, int n, int epilogue) {
-    struct norm_args a = {s->m->config.dim, s->m->config.eps};
-    Dispatch d = {"norm", {x, w->w, NULL, y}, 4, n, threads_for(a.cols, NORM_THREADS), NORM_FLOATS,
-                  {[C_EPILOGUE] = epilogue}};
+static int norm_bits(const Norm *w) {
+    return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
+}
+
+// y[n][cols] = norm(x), with the epilogue; kind: RMS, LAYERNORM or BARE
+static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
+                     Epilogue e) {
+    struct norm_args a = {cols, s->m->config.eps, e.factor};
+    Dispatch d = {"norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
+                  NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
+                   [C_EPILOGUE] = e.kind}};
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y[i] = scale * w[i] x for up to three matrices, with x normalised first if there is a norm; or
-// (EPILOGUE_GLU) y[0] = activation(w[0] x) * (w[1] x)
-static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, const Norm *norm,
-                     float *const *y, int epilogue, float cap, float scale) {
-    struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
-    Dispatch d = {"gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0, GEMV_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL,
-                   [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
-                   [C_ACTIVATION] = s->m->config.arch->act}};
-    bool glu = epilogue == EPILOGUE_GLU;
-    int units = 0;
+// y[i][n] = w[i] x for up to three matrices (of several tokens two); or (EPILOGUE_GLU)
+// y[0] = activation(w[0] x) * (w[1] x)
+static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
+                     Epilogue e) {
+    const Config *c = &s->m->config;
+    struct gemv_args a = {.cols = w[0]->cols, .tokens = n, .eps = c->eps, .softcap = e.cap,
+                          .factor = e.factor};
+    Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
+                           in.norm ? in.norm->b : NULL}, 13, 0, GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm_bits(in.norm),
+                   [C_CENTRED] = in.norm && c->arch->norm != RMS, [C_EPILOGUE] = e.kind,
+                   [C_SOFTCAPPED] = e.cap > 0, [C_ACTIVATION] = c->arch->act}};
+    bool glu = e.kind == EPILOGUE_GLU;
     for (int i = 0; i < k; i++) {
-        a.w[i] = matrix_args(w[i], scale);
+        a.w[i] = matrix_args(w[i]);
         d.bound[i] = matrix_base(w[i]);
         d.bound[3 + i] = w[i]->bias;
         d.bound[8 + i] = glu ? y[0] : y[i];
         d.constant[C_FORMAT_0 + i] = w[i]->type;
         d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
-        if (i == 0 || !glu) units += gemv_units(w[i]->type, w[i]->rows);
+        if (i == 0 || !glu) a.units += gemv_units(w[i]->type, w[i]->rows);
     }
-    d.groups = div_up(units, GEMV_SIMDGROUPS);
+    d.groups = div_up(a.units * n, GEMV_SIMDGROUPS);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y[n][rows] = scale * x w', with the epilogue. An integer product takes a dispatch more; it needs
-// more than a few tokens, and a format with codes, which has no row of a single weight.
-static void run_gemm(Session *s, const Matrix *w, const float *x, const float *gate, float *y,
-                     int n, int epilogue, float cap, float scale) {
+// choices of experts in a tile of gemm, by how many an expert gets on average
+static int experts_tile(const Config *c, int n) { return gemm_tokens(n * c->n_used / c->n_expert); }
+
+static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
+
+// g->codes of x[n][cols] for the next products of x, with the matrices w[k], if they can be of
+// integers: that takes more than a few tokens and formats with codes, which have no row of a
+// single weight
+static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
     Gpu *g = s->gpu;
-    int tile = gemm_tokens(n);
-    bool int8 = g->codes && tile == GEMM_TOKENS && !quant_row_bytes(w->type, 1);
-    if (int8) {
-        struct quantize_args q = {n * (w->cols / 32)};
-        Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(q.groups, UNIT_SIMDGROUPS),
-                      UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
-        gpu_dispatch(g, &d, &q, sizeof q);
+    struct quantize_args a = {n * (w[0]->cols / 32)};
+    Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(a.groups, UNIT_SIMDGROUPS),
+                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
+    g->coded = g->codes && n > GEMM_FEW ? x : NULL;
+    for (int i = 0; i < k; i++)
+        if (!has_codes(w[i])) g->coded = NULL;
+    if (g->coded) gpu_dispatch(g, &d, &a, sizeof a);
+}
+
+// y[i][n][rows] = x w[i]' for up to three matrices, with the epilogue; experts: for all choices of
+// n tokens, as gemm says
+static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, float *const *y,
+                     int n, Epilogue e, int experts) {
+    Gpu *g = s->gpu;
+    const Config *c = &s->m->config;
+    bool int8 = g->coded == x && !experts;
+    int tile = int8 ? GEMM_SOME : experts ? experts_tile(c, n) : gemm_tokens(n);
+    int tiles = experts ? expert_tiles(n * c->n_used, c->n_expert, tile) : div_up(n, tile);
+    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, c->n_used};
+    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, int8 ? g->scales : NULL,
+                          e.other}, 16, 0, GEMM_THREADS,
+                  gemm_floats(tile),
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_EPILOGUE] = e.kind, [C_INT8] = int8,
+                   [C_ACTIVATION] = c->arch->act, [C_SOFTCAPPED] = e.cap > 0,
+                   [C_SCALES] = experts && w[0]->scale, [C_EXPERTS] = experts,
+                   [C_TILE_TOKENS] = tile}};
+    for (int i = 0; i < k; i++) {
+        a.w[i] = experts ? experts_matrix(w[i]) : matrix_args(w[i]);
+        d.bound[i] = matrix_base(w[i]);
+        d.bound[3 + i] = w[i]->bias;
+        d.bound[10 + i] = y[i];
+        d.constant[C_FORMAT_0 + i] = w[i]->type;
+        d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
+        d.groups += (size_t)div_up(w[i]->rows, GEMM_ROWS) * tiles;
     }
-    struct gemm_args a = {matrix_args(w, scale), w->cols, n, cap};
-    size_t tiles = (size_t)div_up(w->rows, GEMM_ROWS) * div_up(n, tile);
-    Dispatch d = {"gemm", {matrix_base(w), w->bias, x, int8 ? g->codes : NULL,
-                           int8 ? g->scales : NULL, gate, y}, 7, tiles, GEMM_THREADS, GEMM_FLOATS,
-                  {[C_FORMAT_0] = w->type, [C_RAGGED] = a.cols % 32 != 0,
-                   [C_BIASES] = w->bias != NULL, [C_EPILOGUE] = epilogue,
-                   [C_ACTIVATION] = s->m->config.arch->act, [C_SOFTCAPPED] = cap > 0,
-                   [C_TILE_TOKENS] = tile, [C_INT8] = int8}};
+    if (experts) memcpy(d.bound + 13, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// RoPE, the write to the cache, and s->att[n][n_head][hd]: one dispatch for one token, else two
+// y[i][n][rows] = w[i] times the input, for up to three matrices: one dispatch, and one more if the
+// input becomes codes first
+static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
+                         int n, Epilogue e) {
+    if (n == 1) return run_gemv(s, w, k, in, y, 1, e);
+    run_quantize(s, w, k, in.x, n);
+    run_gemm(s, w, k, in.x, y, n, e, EXPERTS_NONE);
+}
+
+// norm(x), where the model has this norm: of one token left to gemv, of a chunk a dispatch, into h
+static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
+    const Config *c = &s->m->config;
+    if (!w->w && c->arch->norm != BARE) return (Input){x, NULL};
+    if (n == 1) return (Input){x, w};
+    run_norm(s, x, w, c->arch->norm, c->dim, h, n, STORE);
+    return (Input){h, NULL};
+}
+
+static bool is_gated(const Config *c, const Layer *w) {   // a gate behind each head's query
+    return w->q.rows > (int64_t)w->n_head * c->hd;
+}
+
+// bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
+static int qk_bits(const Norm *norm, int which) {
+    return !norm->w ? 0 : (norm->group ? 1 : 4) << which;
+}
+
+// QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
+// dispatch for one token, else two; one more for such a norm, and to merge a long ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
+    Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
-    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, nsg = attention_simdgroups(used);
-    struct attention_args a = {n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows,
-                               used, kv->window, kv->keep, c->eps, c->attn_scale, c->attn_cap};
-    const float *angles = s->angles[w->window > 0], *q_norm = w->q_norm.w, *k_norm = w->k_norm.w;
-    Dispatch r = {"rope", {s->q, s->k, s->v, kv->k, kv->v, q_norm, k_norm, angles}, 8,
+    const Norm *qn = &w->q_norm, *kn = &w->k_norm;
+    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
+    int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
+    int slices = n > 1 ? 1 : attention_slices(used, parts);
+    int nsg = attention_simdgroups(div_up(used, slices), lanes);
+    int bits = qk_bits(qn, 0) | qk_bits(kn, 1);
+    struct attention_args a = {
+        n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
+        kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig};
+    float *q = is_gated(c, w) ? s->mix : s->q;
+    const float *angles = s->angles[w->window > 0];
+    Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
+                    NORM_FLOATS,
+                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd, [C_VALUE_DIM] = c->vd,
+                     [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
+                     [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
+                     [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
+                     [C_CENTRED] = c->arch->norm != RMS,
+                     [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = n == 1,
+                     [C_CAUSAL] = c->causal}};
+    Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles}, 10,
                   div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
-                  UNIT_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd,
-                   [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE,
-                   [C_QK_NORMED] = q_norm != NULL, [C_FUSED] = n == 1, [C_CAUSAL] = c->causal}};
-    Dispatch d = {"attention", {s->q, s->k, s->v, kv->k, kv->v, kv->pos, q_norm, k_norm, angles,
-                                w->sinks, s->att}, 11, (size_t)n * w->n_head, nsg * SIMD_LANES,
-                  attention_floats(c->hd, nsg), {0}};
+                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
+    Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
+                                angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
+                  (size_t)n * parts * slices, nsg * SIMD_LANES,
+                  attention_floats(heads, c->hd, c->vd, nsg), {0}};
+    Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
+                  div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
-        d = (Dispatch){"flash_attention", {s->q, kv->k, kv->v, kv->pos, w->sinks, s->att}, 6,
-                       (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                       flash_floats(c->hd), {0}};
-    memcpy(d.constant, r.constant, sizeof d.constant);
-    if (n > 1) gpu_dispatch(s->gpu, &r, &a, sizeof a);
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, s->att},
+                       7, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+                       flash_floats(c->hd, c->vd), {0}};
+    for (int i = 0; i < N_CONSTANTS; i++)
+        r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
+    if (bits & 12) gpu_dispatch(g, &all, &a, sizeof a);
+    if (n > 1) gpu_dispatch(g, &r, &a, sizeof a);
+    gpu_dispatch(g, &d, &a, sizeof a);
+    if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
+}
+
+// up[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or
+// two for a chunk with a gate
+static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, int n) {
+    const Matrix *pair[2] = {gate, up};
+    Epilogue glu = {EPILOGUE_GLU, s->gate, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
+    if (!gate->data) return run_products(s, &up, 1, in, &s->up, n, act);
+    if (n == 1) return run_gemv(s, pair, 2, in, &s->up, 1, glu);
+    run_quantize(s, pair, 2, in.x, n);
+    run_gemm(s, &gate, 1, in.x, &s->gate, n, STORE, EXPERTS_NONE);
+    run_gemm(s, &up, 1, in.x, &s->up, n, glu, EXPERTS_NONE);
+}
+
+// The router's choice, and all of the chosen experts but the product that ends them; the shared
+// expert's product goes to s->up, its router's to s->gathered.
+static void run_choice(Session *s, const Layer *w, Input in, int n) {
+    Gpu *g = s->gpu;
+    const Config *c = &s->m->config;
+    const Matrix *routers[2] = {&w->router, &w->shared_router}, *gate = &w->gate, *up = &w->up;
+    float *to[2] = {s->route, s->gathered};
+    struct choose_args a = {c->n_expert, c->n_used, c->gating == 2, c->gates_normed,
+                            c->gates_scale};
+    Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
+                  SIMD_LANES, 0, {[C_BIASES] = w->router_bias != NULL}};
+    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), in, to, n, STORE);
+    gpu_dispatch(g, &d, &a, sizeof a);
+    if (w->shared_up.data) run_ffn(s, &w->shared_gate, &w->shared_up, in, n);
+    if (n > 1) {
+        int tile = experts_tile(c, n), choices = n * c->n_used;
+        struct sort_args b = {choices, c->n_expert, expert_tiles(choices, c->n_expert, tile), tile};
+        Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
+                         threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
+        gpu_dispatch(g, &sort, &b, sizeof b);
+        run_gemm(s, &gate, 1, in.x, &g->gate, n, STORE, EXPERTS_GATHER);
+        run_gemm(s, &up, 1, in.x, &g->up, n, (Epilogue){EPILOGUE_GLU, g->gate, 1, 0},
+                 EXPERTS_GATHER);
+        return;
+    }
+    struct experts_args e = {.each = {{experts_matrix(gate), experts_matrix(up)}, c->dim,
+                                      0, 1, c->eps, 0, 1}, .n_used = c->n_used};
+    Dispatch u = {"experts_up", {matrix_base(gate), matrix_base(up), gate->bias, up->bias,
+                                 gate->scale, up->scale, in.x, in.norm ? in.norm->w : NULL,
+                                 in.norm ? in.norm->b : NULL, s->chosen, g->up}, 11,
+                  div_up(gemv_units(gate->type, up->rows) * c->n_used, GEMV_SIMDGROUPS),
+                  GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_FORMAT_0] = gate->type, up->type, [C_RAGGED] = c->dim % 32 != 0,
+                   [C_NORMED] = norm_bits(in.norm), [C_EPILOGUE] = EPILOGUE_GLU,
+                   [C_CENTRED] = in.norm && c->arch->norm != RMS,
+                   [C_ACTIVATION] = c->arch->act, [C_EXPERTS] = EXPERTS_SORTED,
+                   [C_BIASES] = (gate->bias != NULL) | (up->bias != NULL) << 1,
+                   [C_SCALES] = (gate->scale != NULL) | (up->scale != NULL) << 1}};
+    gpu_dispatch(g, &u, &e, sizeof e);
+}
+
+// y[n][dim] = what the experts found, weighed and added up, with the epilogue: one dispatch for one
+// token, two for a chunk, and one more if there is a shared expert
+static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
+    Gpu *g = s->gpu;
+    const Config *c = &s->m->config;
+    const Matrix *shared = &w->shared_down, *down = &w->down;
+    if (n > 1) {
+        struct weigh_args a = {c->dim, c->n_used, shared->data != NULL,
+                               w->shared_router.data != NULL, e.factor};
+        Dispatch d = {"weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
+                                        e.other, y}, 7, n, threads_for(c->dim, NORM_THREADS), 0,
+                      {[C_EPILOGUE] = e.kind}};
+        run_gemm(s, &down, 1, g->up, &g->gate, n, STORE, EXPERTS_SORTED);
+        if (a.shared) run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
+        return gpu_dispatch(g, &d, &a, sizeof a);
+    }
+    struct experts_args a = {.each = {{experts_matrix(down)}, w->ff, 0, 1, 0, 0, e.factor},
+                             .n_used = c->n_used, .weighed = w->shared_router.data != NULL};
+    Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
+                                   down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
+                                   e.other, y}, 12,
+                  div_up(gemv_units(down->type, c->dim), GEMV_SIMDGROUPS),
+                  GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_FORMAT_0] = down->type, shared->type, [C_EPILOGUE] = e.kind,
+                   [C_RAGGED] = w->ff % 32 || shared->cols % 32, [C_EXPERTS] = EXPERTS_SORTED,
+                   [C_BIASES] = (down->bias != NULL) | (shared->bias != NULL) << 1,
+                   [C_SCALES] = down->scale != NULL}};
+    if (shared->data) {
+        a.shared = (struct gemv_args){{{0}, matrix_args(shared)}, shared->cols, 0, 1, 0, 0,
+                                       e.factor};
+        d.bound[1] = matrix_base(shared);
+    }
+    gpu_dispatch(g, &d, &a, sizeof a);
+}
+
+// s->att[n][n_value][dv], by the delta rule: products (of a chunk one dispatch each, of one token
+// two in all, or one if alpha and beta are one tensor), convolution, rule, norm
+static void run_delta(Session *s, const Layer *w, Input in, int n) {
+    const Config *c = &s->m->config;
+    const Cache *cache = &s->cache[s->l];
+    bool fused = w->beta_alpha.data;
+    int channels = w->conv_in.rows, past = c->conv - 1, share = c->n_value / c->n_key;
+    const Matrix *m[4] = {&w->conv_in, &w->z, fused ? &w->beta_alpha : &w->alpha, &w->beta};
+    float *to[4] = {s->mix + (size_t)past * channels, s->z, fused ? s->ba : s->decay, s->write};
+    const float *alpha = fused ? s->ba + share : s->decay, *beta = fused ? s->ba : s->write;
+    run_products(s, m, fused ? 3 : 2, in, to, n, STORE);
+    if (!fused) run_products(s, m + 2, 2, in, to + 2, n, STORE);
+    struct conv_args a = {n, channels, past};
+    Dispatch conv = {"delta_conv", {s->mix, cache->conv, w->conv}, 3,
+                     div_up(channels, UNIT_SIMDGROUPS * SIMD_LANES), UNIT_SIMDGROUPS * SIMD_LANES,
+                     0, {0}};
+    gpu_dispatch(s->gpu, &conv, &a, sizeof a);
+    struct delta_args b = {n, c->n_key, c->n_value, c->dv, !!(c->arch->flags & DELTA_TILED),
+                           fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
+    Dispatch rule = {"delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att}, 7,
+                     div_up(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS),
+                     UNIT_SIMDGROUPS * SIMD_LANES, 0, {[C_HEAD_DIM] = c->dk}};
+    gpu_dispatch(s->gpu, &rule, &b, sizeof b);
+    run_norm(s, s->att, &w->delta_norm, RMS, c->dv, s->att, n * c->n_value,
+             (Epilogue){EPILOGUE_GLU, s->z, 1, 0});
 }
 
 // The rest of a layer after attention in one dispatch, if it is asked for and ffn_block can do it
@@ -391,11 +625,13 @@ static bool run_block(Session *s, const Layer *w) {
     struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_DIM,
                   BLOCK_FLOATS, {[C_ACTIVATION] = c->arch->act}};
-    bool post = w->attn_post_norm.w || w->ffn_post_norm.w;
-    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && !post;
+    bool plain = !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel && w->gate.data &&
+                 w->ffn_norm.w && !w->ffn_norm.b && !w->router.data && !w->conv_in.data &&
+                 c->arch->norm == RMS && c->residual_scale == 1;
+    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && plain;
     for (int i = 0; i < 4; i++) {
         fits = fits && !m[i]->bias;
-        a.w[i] = matrix_args(m[i], 1);
+        a.w[i] = matrix_args(m[i]);
         d.bound[i] = matrix_base(m[i]);
         d.constant[C_FORMAT_0 + i] = m[i]->type;
         d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
@@ -408,69 +644,72 @@ static bool run_block(Session *s, const Layer *w) {
 
 // ---- forward ----
 
-// x[n][dim] += w in, or x += post(w in) where there is a post-norm
-static void run_residual(Session *s, const Matrix *w, const float *in, const Norm *post, int n) {
-    float *y = post->w ? s->out : s->x;
-    int epilogue = post->w ? EPILOGUE_STORE : EPILOGUE_ADD;
-    if (n == 1) run_gemv(s, &w, 1, in, NULL, &y, epilogue, 0, 1);
-    else run_gemm(s, w, in, NULL, y, n, epilogue, 0, 1);
-    if (post->w) run_norm(s, s->out, post, s->x, n, EPILOGUE_ADD);
+// The end of a block: y[n][dim] = base + post(w in), or of an encoder post(base + w in); w NULL:
+// what experts found. tmp[n][dim] holds what waits for the norm.
+static void run_residual(Session *s, const Layer *l, const Matrix *w, const float *in,
+                         const Norm *post, const float *base, float *tmp, float *y, int n) {
+    const Config *c = &s->m->config;
+    bool after = post->w && c->arch->flags & ENCODER, before = post->w && !after;
+    Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
+    float *to = before ? tmp : y;
+    if (w) run_products(s, &w, 1, (Input){in, NULL}, &to, n, e);
+    else run_experts_end(s, l, to, n, e);
+    if (post->w) run_norm(s, to, post, c->arch->norm, c->dim, y, n, before ? add : STORE);
 }
 
-// 5 dispatches for one token, 11 for a chunk, and one more for each post-norm and integer product
+// What forward says of a layer. In a parallel one the FFN reads the stream that attention read, so
+// the sum with attention's result waits in s->out.
 static void run_layer(Session *s, const Layer *w, int n) {
-    const Matrix *qkv[3] = {&w->q, &w->k, &w->v}, *pair[2] = {&w->gate, &w->up};
-    float *to[3] = {s->q, s->k, s->v};
-    if (n == 1) run_gemv(s, qkv, 3, s->x, &w->attn_norm, to, EPILOGUE_STORE, 0, 1);
-    else run_norm(s, s->x, &w->attn_norm, s->h, n, EPILOGUE_STORE);
-    for (int i = 0; n > 1 && i < 3; i++)
-        run_gemm(s, qkv[i], s->h, NULL, to[i], n, EPILOGUE_STORE, 0, 1);
-    run_attention(s, w, n);
+    const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
+    float *to[3] = {is_gated(&s->m->config, w) ? s->mix : s->q, s->k, s->v};
+    float *sum = w->parallel ? s->out : s->x;
+    Input in = run_input(s, s->x, &w->attn_norm, s->h, n);
+    bool delta = w->conv_in.data, experts = w->router.data;
+    if (delta) run_delta(s, w, in, n);
+    else run_products(s, qkv, 3, in, to, n, STORE);
+    if (!delta) run_attention(s, w, n);
     if (n == 1 && run_block(s, w)) return;
-    run_residual(s, &w->o, s->att, &w->attn_post_norm, n);
-    if (n == 1) {
-        run_gemv(s, pair, 2, s->x, &w->ffn_norm, &s->up, EPILOGUE_GLU, 0, 1);
-    } else {
-        run_norm(s, s->x, &w->ffn_norm, s->h, n, EPILOGUE_STORE);
-        run_gemm(s, &w->gate, s->h, NULL, s->gate, n, EPILOGUE_STORE, 0, 1);
-        run_gemm(s, &w->up, s->h, s->gate, s->up, n, EPILOGUE_GLU, 0, 1);
-    }
-    run_residual(s, &w->down, s->up, &w->ffn_post_norm, n);
+    run_residual(s, w, delta ? &w->delta_out : &w->o, s->att, &w->attn_post_norm, s->x, s->out, sum,
+                 n);
+    if (!w->parallel || w->ffn_norm.w) in = run_input(s, s->x, &w->ffn_norm, s->h, n);
+    if (experts) run_choice(s, w, in, n);
+    else run_ffn(s, &w->gate, &w->up, in, n);
+    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
 }
 
 // s->logits[n][n_vocab] for n rows of x from `first` on; of a single row also the argmax
 static void run_output(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     const Matrix *w = &s->m->output;
-    const Norm *norm = &s->m->out_norm;
     Gpu *g = s->gpu;
-    float *x = s->x + (size_t)first * c->dim, *h = s->h + (size_t)first * c->dim, *y = s->logits;
+    size_t at = (size_t)first * c->dim;
     struct argmax_args a = {c->n_vocab};
-    Dispatch d = {"argmax", {y, g->best}, 2, 1, threads_for(a.n, ARGMAX_THREADS), ARGMAX_FLOATS,
-                  {0}};
-    g->best_of = n == 1 ? y : NULL;
-    if (n > 1) {
-        run_norm(s, x, norm, h, n, EPILOGUE_STORE);
-        run_gemm(s, w, h, NULL, y, n, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
-    } else {
-        run_gemv(s, &w, 1, x, norm, &y, EPILOGUE_STORE, c->logit_cap, c->logit_scale);
-        gpu_dispatch(g, &d, &a, sizeof a);
-    }
+    Dispatch d = {"argmax", {s->logits, g->best}, 2, 1, threads_for(a.n, ARGMAX_THREADS),
+                  ARGMAX_FLOATS, {0}};
+    Input in = run_input(s, s->x + at, &s->m->out_norm, s->h + at, n);
+    run_products(s, &w, 1, in, &s->logits, n,
+               (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
+    if (n == 1) gpu_dispatch(g, &d, &a, sizeof a);
+    g->best_of = n == 1 ? s->logits : NULL;
 }
 
-// Embedding and all layers. The rows of the cache get their positions if they are `live`; those of
-// the warm-up get none, so that no query ever sees them.
-static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live) {
+// Embedding and all layers. The rows of the cache get their positions, but those of the warm-up,
+// which has no ids, do not, so that no query ever sees them.
+static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
-    int n_layer = s->m->config.n_layer, split = n_layer / MAX_COMMANDS + SPLIT_LAYERS;
+    const Config *c = &s->m->config;
+    int split = c->n_layer / MAX_COMMANDS + SPLIT_LAYERS;
     s->pos = pos;
     g->best_of = NULL;
-    memcpy(g->ids, ids, n * sizeof *ids);
+    for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
     parallel(s->pool, angles_row, s, NULL, n);
     run_embed(s, n);
-    for (s->l = 0; s->l < n_layer; s->l++) {
+    if (s->m->embd_norm.w)
+        run_norm(s, s->x, &s->m->embd_norm, c->arch->norm, c->dim, s->x, n, STORE);
+    for (s->l = 0; s->l < c->n_layer; s->l++) {
         Cache *cache = &s->cache[s->l];
-        for (int i = 0; live && i < n; i++) cache->pos[cache_row(cache, pos + i)] = pos + i;
+        for (int i = 0; ids && cache->rows && i < n; i++)
+            cache->pos[cache_row(cache, pos + i)] = pos + i;
         run_layer(s, &s->m->layers[s->l], n);
         if (n == 1 || (s->l + 1) % split) continue;
         gpu_commit(g);   // the GPU begins on these layers while the next are encoded
@@ -478,12 +717,24 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos, bool live
     }
 }
 
+// A recurrent state that the GPU has left half-way is worth nothing: the CPU starts at the front.
+static void forward_again(Session *s, int pos) {
+    session_truncate(s, 0);
+    for (int p = 0, n; p < pos; p += n) {
+        n = pos - p < s->o.chunk ? pos - p : s->o.chunk;
+        forward(s, s->history.id + p, n, p);
+    }
+    s->history.n = pos;
+}
+
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
     if (!s->gpu) return false;
     gpu_begin(s->gpu);
-    run_layers(s, ids, n, pos, true);
+    run_layers(s, ids, n, pos);
     if (first < n) run_output(s, first, n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS);
-    return gpu_end(s);
+    bool ok = gpu_end(s);
+    if (!ok && s->n_recurrent) forward_again(s, pos);
+    return ok;
 }
 
 static bool gpu_logits(Session *s, int first, int n) {
@@ -500,71 +751,126 @@ static int32_t gpu_argmax(const Session *s, const float *logits) {
 
 // ---- open ----
 
-static const char *layer_lacks(const Config *c, const Layer *w) {
-    const Norm *norms[] = {&w->attn_norm, &w->ffn_norm, &w->attn_post_norm, &w->ffn_post_norm,
-                           &w->q_norm, &w->k_norm};
-    if (w->conv_in.data || w->router.data || w->parallel) return "layers";
-    if (!w->attn_norm.w || !w->ffn_norm.w || !w->gate.data) return "layers";
-    if (w->q.rows != (int64_t)w->n_head * c->hd) return "gated attention";   // queries and gates
-    for (int i = 0; i < 6; i++) {
-        bool per_head = norms[i]->group == c->hd && norms[i]->n == c->hd;
-        if (norms[i]->b || (i >= 4 && norms[i]->w && !per_head)) return "norms";
-    }
-    return !w->q_norm.w != !w->k_norm.w ? "norms" : NULL;   // of both, or of none
-}
-
-// what this model has that the kernels do not know, or NULL
+// what is wrong with this model, or NULL: heads that registers have no room for, numbers at odd
+// addresses, and a norm in a place where no architecture has it
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    const char *lacks = c->arch->act > RELU2 ? "activation" : NULL;
-    if (c->arch->norm != RMS || c->arch->flags & (ENCODER | QK_NORM_LATE)) return "norms";
-    if (m->pos_embd.data || m->type_embd.data || m->embd_norm.w) return "embedding";
-    if (c->hd != c->vd || c->hd % 32 || c->hd > HEAD_MAX) return "head size";
-    if (c->residual_scale != 1 || c->clamp_qkv > 0 || c->temp_scale || c->alibi > 0)
-        return "scales";
-    if (!m->out_norm.w || m->out_norm.b) return "norms";
-    if (m->n_owned) return "vectors, which are not f32";   // copies, outside the maps
-    if (gguf_int(&m->gguf, "general.alignment", 32) % 4) return "alignment";
-    for (int l = 0; !lacks && l < c->n_layer; l++) lacks = layer_lacks(c, &m->layers[l]);
-    return lacks;
+    if (c->hd % 4 || c->vd % 4 || c->hd > HEAD_MAX || c->vd > HEAD_MAX || c->dk > HEAD_MAX)
+        return "head size";
+    for (int l = 0; l < c->n_layer && c->arch->flags & QK_NORM_LATE; l++)   // no model has that
+        if (m->layers[l].q_norm.w && !m->layers[l].q_norm.group) return "QK norm";
+    return gguf_int(&m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
 
-// Shares all that kernels read or write: a buffer of our own (g->best, ids, scales, codes), the
-// files of the model, KV cache and scratch.
+// Places what only the GPU needs, in an arena that may only count.
+static void plan_gpu(Session *s, Arena *a) {
+    Gpu *g = s->gpu;
+    const Config *c = &s->m->config;
+    size_t n = s->o.chunk, wide = 0, ff = 0, parts = 0, choices = n * c->n_used;
+    for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++)
+        wide = larger(wide, s->m->gguf.tensors[i].ne[0]);
+    wide = (wide + 31) / 32;   // groups of the widest input
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        int slices = attention_slices(s->cache[l].rows, attention_parts(w->n_head, w->n_kv));
+        parts = larger(parts, (size_t)w->n_head * slices);
+        if (w->router.data) ff = larger(ff, w->ff);
+    }
+    g->best = arena_take(a, "argmax", 1, sizeof *g->best);
+    g->ids = arena_take(a, "ids", n, sizeof *g->ids);
+    g->parts = arena_take(a, "parts", parts, (c->vd + 2) * sizeof *g->parts);
+    g->scales = arena_take(a, "scales", 3 * n * wide, sizeof *g->scales);
+    g->codes = arena_take(a, "codes", n * wide, 32);
+    if (!wide) g->codes = NULL;
+    if (!ff) return;
+    g->gate = arena_take(a, "gate", choices * larger(ff, c->dim), sizeof *g->gate);
+    g->up = arena_take(a, "up", choices * ff, sizeof *g->up);
+    g->place = arena_take(a, "place", choices, sizeof *g->place);
+    g->tiles = arena_take(a, "tiles", expert_tiles(choices, c->n_expert, GEMM_FEW),
+                          3 * sizeof *g->tiles);
+}
+
+// the first tensor that begins in from .. stop-1 and ends after `end`; stop: there is none
+static uint8_t *next_tensor(const Gguf *file, uint8_t *from, uint8_t *stop, const uint8_t *end) {
+    for (size_t i = 0; i < file->n_tensors; i++) {
+        uint8_t *p = (uint8_t *)file->tensors[i].data;
+        if (p >= from && p < stop && p + (size_t)tensor_bytes(&file->tensors[i]) > end) stop = p;
+    }
+    return stop;
+}
+
+// Shares a map as one buffer, or as several, cut where a tensor begins, none longer than Metal
+// takes. Buffers begin and end with a page, which two may share: gpu_find takes the later one.
+static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
+    size_t page = sysconf(_SC_PAGESIZE), most = send(g, max_length, g->device) / page * page;
+    uint8_t *stop = map->base + map->size, *from = map->base, *next;
+    for (; from < stop; from = next) {
+        uint8_t *base = map->base + (from - map->base) / page * page;
+        bool whole = (size_t)(stop - base) <= most;
+        next = whole ? stop : next_tensor(file, from, stop, base + most);
+        if (next == from || !gpu_share(g, base, next - base)) return false;
+    }
+    return true;
+}
+
+// Shares all that kernels read or write: a buffer of our own, the files of the model, vectors that
+// were copied out of them, KV cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
-    const Map *maps = s->m->gguf.maps;
-    size_t n = s->o.chunk, wide = 0;
-    for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++) {
-        const Tensor *t = &s->m->gguf.tensors[i];
-        if (t->ne[0] > (int64_t)wide) wide = t->ne[0];
-    }
-    wide = (wide + 31) / 32 * 32;   // columns of the widest input, as whole groups
-    g->best = gpu_share(g, NULL, 16 + n * (sizeof *g->ids + wide / 32 * (12 + 32)));
-    bool ok = g->best != NULL;
-    for (size_t i = 0; ok && i < s->m->gguf.n_maps; i++)
-        ok = gpu_share(g, maps[i].base, maps[i].size);
+    const Model *m = s->m;
+    Arena a = {0};
+    plan_gpu(s, &a);
+    a = (Arena){.size = a.peak, .base = gpu_share(g, NULL, a.peak)};
+    bool ok = a.base != NULL;
+    if (ok) plan_gpu(s, &a);
+    for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
+    for (size_t i = 0; ok && i < m->n_owned; i++)
+        ok = gpu_share(g, m->owned[i].base, m->owned[i].size);
     ok = ok && gpu_share(g, s->kv_base, s->kv_bytes);
     ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes);
-    if (!ok) return gpu_fail(g, "it cannot take this much memory", NULL);
-    g->ids = g->best + 4;
-    g->scales = (float *)(g->ids + n);
-    g->codes = wide ? (int8_t *)(g->scales + n * (wide / 32) * 3) : NULL;
-    return true;
+    return ok ? true : gpu_fail(g, "it cannot take this much memory", NULL);
+}
+
+// Systems that have residency sets (macOS 15) keep all that is shared at hand, so that no command
+// buffer has to look after its own memory.
+static void keep_resident(Gpu *g) {
+    id class = objc_getClass("MTLResidencySetDescriptor"), error = NULL;
+    if (!class) return;
+    id descriptor = send(g, make, class);
+    g->resident = send(g, new_residency, g->device, descriptor, &error);
+    send(g, release, descriptor);
+    if (!g->resident) return;   // it is a help, no need
+    for (int i = 0; i < g->n_shared; i++)
+        send(g, add_allocation, g->resident, g->shared[i].buffer);
+    send(g, commit, g->resident);
+    send(g, request_residency, g->resident);
+    send(g, add_residency, g->queue, g->resident);
+}
+
+// Makes the pipelines of a chunk and of few tokens, by encoding what never runs; then runs a token,
+// which brings weights into memory, in a row that no query sees.
+static void warm_up(Session *s) {
+    Gpu *g = s->gpu;
+    int n[4] = {s->o.chunk, GEMM_SOME, 2, 1};
+    for (int i = 0; s->gpu && i < 4; i++) {
+        g->dry = i < 3;
+        gpu_begin(g);
+        run_layers(s, NULL, n[i] < s->o.chunk ? n[i] : s->o.chunk, 0);
+        if (!g->dry) run_output(s, 0, 1);
+        gpu_end(s);
+    }
+    memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
 }
 
 static void gpu_open(Session *s) {
     const char *lacks = gpu_lacks(s->m);
-    int32_t none = 0;
     Gpu *g = s->gpu = gpu_new();
     if (!g) return;
     void *pool = objc_autoreleasePoolPush();
     if (lacks) snprintf(g->why, sizeof g->why, "the GPU path does not know this model's %s", lacks);
     bool ok = !lacks && gpu_library(g) && share_all(s);
+    if (ok) keep_resident(g);
     objc_autoreleasePoolPop(pool);
     if (!ok) return gpu_close(s);
-    gpu_begin(g);   // warm-up: a token in a row that no query sees compiles what decode needs
-    run_layers(s, &none, 1, 0, false);
-    run_output(s, 0, 1);
-    gpu_end(s);
+    warm_up(s);
 }

@@ -61,7 +61,7 @@
 // The words in which C, C++, Metal and CUDA differ. A pointer's first word is its address space.
 
 #if defined(__METAL_VERSION__)
-#define QUANT_SCALAR
+#define QUANT_WORDS
 #define QUANT_DEVICE device
 #define QUANT_THREAD thread
 #define QUANT_CONSTANT constant
@@ -70,8 +70,8 @@
 #define QUANT_UNROLL _Pragma("unroll")
 #else
 #if defined(__CUDACC__)
-#define QUANT_SCALAR
-#define QUANT_TABLE static __constant__ const
+#define QUANT_WORDS
+#define QUANT_TABLE static __device__ __align__(4) const   // not __constant__: lanes part
 #define QUANT_INLINE static __device__ __forceinline__
 #define QUANT_UNROLL _Pragma("unroll")
 #else
@@ -93,7 +93,7 @@
 #define QUANT_CONSTANT const
 #endif
 
-#if defined(QUANT_SCALAR)
+#if defined(QUANT_WORDS)
 #elif defined(QUANT_PLAIN) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #define QUANT_SCALAR
 #elif defined(__x86_64__) && defined(__AVX2__) && defined(__F16C__)
@@ -109,14 +109,28 @@
 
 // ---- 2. numbers in bytes ----
 // Files are little endian, and nothing in them is aligned: bytes are put together one by one, which
-// compilers turn into one load.
+// a CPU's compiler turns into one load. A GPU's does not, but there what has an even number of bytes
+// lies at an even address, and a word whose block has a multiple of four at such an address.
 
+#if defined(__METAL_VERSION__) || defined(__CUDACC__)
 QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
-    return p[0] | (uint32_t)p[1] << 8;
+    return *(QUANT_DEVICE const uint16_t *)p;
 }
 QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
+    return quant_u16(p) | quant_u16(p + 2) << 16;
+}
+QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int size) {   // of such a block
+    if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)p;
+    if (size % 2 == 0) return quant_u32(p);
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
+#else
+QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1] << 8; }
+QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
+    return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+QUANT_INLINE uint32_t quant_word(const uint8_t *p, int size) { return quant_u32(p + 0 * size); }
+#endif
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
 }
@@ -171,7 +185,8 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 
 // ---- 3. the words decoders are made of ----
 // The words stand on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in NEON and on
-// other CPUs, 1 in plain C, which is what a GPU compiles and which says what a word means. With
+// other CPUs, 4 bytes of a 32-bit word on a GPU (and in C with QUANT_WORDS, for tests), 1 in plain C,
+// which says what a word means. With
 // n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
 // q, d and m as they were stored, QUANT_LANES bytes at a time.
 //
@@ -191,8 +206,12 @@ typedef int quant_v;                                                // codes
 typedef int32_t quant_i;                                            // scales
 QUANT_INLINE quant_v quant_get(QUANT_THREAD const int8_t *q, int n) { return *q; }
 QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) { *q = (int8_t)v; }
+QUANT_INLINE quant_v quant_each(int c) { return c; }
+QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) { return a + b; }
+QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) { return minus ? -v : v; }
+// `field` bytes hold all codes of 256 weights; a block has `size`
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
-                                QUANT_THREAD const int *byte, int field) {
+                                QUANT_THREAD const int *byte, int field, int size) {
     return p[*block + *byte];
 }
 // bits to .. to+bits-1, after a shift to the right, or to the left by a negative count
@@ -211,6 +230,63 @@ QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j,
     int bit = (quant_eight(j / 8, n) + j % 8) * bits;
     return (int)(w[bit / 32] >> bit % 32 & ((1u << bits) - 1));
 }
+#elif defined(QUANT_WORDS)
+enum { QUANT_LANES = 4, QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
+typedef uint32_t quant_v;
+typedef int32_t quant_i;
+#if defined(__METAL_VERSION__) || defined(__CUDACC__)
+QUANT_INLINE quant_v quant_get(QUANT_THREAD const int8_t *q, int n) {
+    return *(QUANT_THREAD const uint32_t *)q;
+}
+QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) {
+    *(QUANT_THREAD uint32_t *)q = v;
+}
+#else
+QUANT_INLINE quant_v quant_get(const int8_t *q, int n) { return quant_u32((const uint8_t *)q); }
+QUANT_INLINE void quant_put(int8_t *q, int n, quant_v v) { __builtin_memcpy(q, &v, 4); }
+#endif
+QUANT_INLINE quant_v quant_each(int c) { return (uint32_t)(c & 255) * 0x01010101; }
+QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) {             // no carry between bytes
+    return ((a & 0x7f7f7f7f) + (b & 0x7f7f7f7f)) ^ ((a ^ b) & 0x80808080);
+}
+QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) {
+    return quant_sum(v ^ minus, minus & 0x01010101);
+}
+QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
+                                QUANT_THREAD const int *byte, int field, int size) {
+    return quant_word(p + *block + *byte, size);
+}
+QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
+    return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
+}
+#if defined(__CUDACC__)
+// __byte_perm takes four of eight bytes, by the low three bits of the nibbles of a number
+QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
+    const uint32_t *t = (const uint32_t *)table;
+    uint32_t pairs = v | v >> 4, at = __byte_perm(pairs, 0, 0x4420) & 0x7777;
+    uint32_t upper = (v >> 3 & 0x01010101) * 255;
+    return (__byte_perm(t[0], t[1], at) & ~upper) | (__byte_perm(t[2], t[3], at) & upper);
+}
+#else
+QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
+    quant_v t = 0;
+    for (int i = 24; i >= 0; i -= 8) t = t << 8 | (uint8_t)table[v >> i & 255];
+    return t;
+}
+#endif
+// the multiplication moves bit i to bit 8 * i
+QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
+    return ((w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15) * 0x00204081 & 0x01010101) * 255;
+}
+QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
+    int bit = (quant_eight(j / 8, n) + j % 8) * bits;
+    uint32_t x = w[bit / 32] >> bit % 32 & ((1u << 4 * bits) - 1);
+    x = (x | x << (16 - 2 * bits)) & 0x00010001 * ((1u << 2 * bits) - 1);
+    return (x | x << (8 - bits)) & 0x01010101 * ((1u << bits) - 1);
+}
+#endif
+
+#if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
 // the byte of 16 weights i, of 16 or 8 bytes that are for `per` weights each
 QUANT_INLINE void quant_widen(QUANT_THREAD quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
     int k = i * 16 / per;
@@ -239,6 +315,9 @@ enum { QUANT_LANES = 16 };
 #endif
 enum { QUANT_EIGHTS = QUANT_LANES / 8, QUANT_SCALES = 16 };
 typedef uint8_t quant_v __attribute__((vector_size(QUANT_LANES)));
+#define quant_each(c) (uint8_t)(c)
+#define quant_sum(a, b) ((a) + (b))
+#define quant_turn(v, minus) (((v) ^ (minus)) - (minus))
 typedef uint64_t quant_w __attribute__((vector_size(QUANT_LANES)));
 typedef uint8_t quant_b __attribute__((vector_size(16)));
 typedef int32_t quant_i __attribute__((vector_size(64)));
@@ -252,7 +331,8 @@ QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) {
 #if defined(QUANT_AVX512)
 // Eights from their blocks and bytes. A field of 64 or 128 bytes is read whole, and its eights go
 // where they belong in one instruction; so do those of 16 bytes from each block.
-QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field) {
+QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field,
+                                int size) {
     __m512i a = _mm512_setzero_si512(), b = a;
     bool whole = field == 64 || field == 128;
     quant_w at;
@@ -289,7 +369,8 @@ QUANT_INLINE __m128i quant_pair(const uint8_t *p, int a, int b) {
     return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(p + a)),
                               _mm_loadl_epi64((const __m128i *)(p + b)));
 }
-QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field) {
+QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field,
+                                int size) {
     return (quant_v)_mm256_set_m128i(quant_pair(p, block[2] + byte[2], block[3] + byte[3]),
                                      quant_pair(p, block[0] + byte[0], block[1] + byte[1]));
 }
@@ -306,7 +387,8 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
     _mm256_storeu_ps(d + 8, _mm256_cvtph_ps(_mm_unpackhi_epi16((__m128i)h, (__m128i)h)));
 }
 #else
-QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field) {
+QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field,
+                                int size) {
     return quant_join(quant_u64(p + block[0] + byte[0]), quant_u64(p + block[1] + byte[1]));
 }
 #if defined(QUANT_NEON)
@@ -434,7 +516,7 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
             byte[t] = i % weights / period * run + i % run;
             s[t] = i % period / run * bits - to;
         }
-        quant_v v = quant_load(p, block, byte, weights < 256 ? 0 : 32 * bits);
+        quant_v v = quant_load(p, block, byte, weights < 256 ? 0 : 32 * bits, size);
         if (bits < 8) v = quant_field(v, s, bits, to);
         if (to) v |= quant_get(q + j, n);
         quant_put(q + j, n, v);
@@ -443,7 +525,7 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
 // q += c
 QUANT_INLINE void quant_add(QUANT_THREAD int8_t *q, int c, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
-        quant_put(q + j, n, quant_get(q + j, n) + (uint8_t)c);
+        quant_put(q + j, n, quant_sum(quant_get(q + j, n), quant_each(c)));
 }
 // d = D * (byte - bias); 16 bytes in lo and hi, or 8 in lo, are the scales of `per` weights each
 QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint64_t hi, int per,
@@ -528,7 +610,7 @@ QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, f
     quant_scales_offsets(d, m, D, M, low, high, g, n);
 }
 QUANT_DECODER(q4_K) {
-    quant_fields(q, b->qs, 0, 256, 32, 4, 0, g, n);
+    quant_fields(q, b->qs, sizeof *b, 256, 32, 4, 0, g, n);
     quant_scales_k(d, m, quant_half(b->d), -quant_half(b->dmin), b->scales, g, n);
 }
 
@@ -540,7 +622,7 @@ QUANT_DECODER(q4_K) {
 QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                int to, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v v = bits == 1 ? quant_where(w, j, n) & (uint8_t)(1 << to)
+        quant_v v = bits == 1 ? quant_where(w, j, n) & quant_each(1 << to)
                               : quant_take(w, bits, j, n);
         if (to) v |= quant_get(q + j, n);
         quant_put(q + j, n, v);
@@ -553,10 +635,8 @@ QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *ta
 }
 // q = -q where a bit of the words is set
 QUANT_INLINE void quant_negate(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int n) {
-    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v minus = quant_where(w, j, n);
-        quant_put(q + j, n, (quant_get(q + j, n) ^ minus) - minus);
-    }
+    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
+        quant_put(q + j, n, quant_turn(quant_get(q + j, n), quant_where(w, j, n)));
 }
 // E8M0 (MXFP4), halved: 2^(byte - 128) by the 8 bytes of s; 0 and 1 are denormal floats
 QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
@@ -702,8 +782,8 @@ QUANT_DECODER(q2_0) {
 //   scales: as in Q4_K
 typedef struct { uint8_t d[2], dmin[2], scales[12], qh[32], qs[128]; } block_q5_K;
 QUANT_DECODER(q5_K) {
-    quant_fields(q, b->qs, 0, 256, 32, 4, 0, g, n);
-    quant_fields(q, b->qh, 0, 256, 32, 1, 4, g, n);
+    quant_fields(q, b->qs, sizeof *b, 256, 32, 4, 0, g, n);
+    quant_fields(q, b->qh, sizeof *b, 256, 32, 1, 4, g, n);
     quant_scales_k(d, m, quant_half(b->d), -quant_half(b->dmin), b->scales, g, n);
 }
 
@@ -714,8 +794,8 @@ QUANT_DECODER(q5_K) {
 typedef struct { uint8_t ql[128], qh[64], scales[16], d[2]; } block_q6_K;
 QUANT_DECODER(q6_K) {
     const uint64_t top = 0x8080808080808080;                // a signed byte + 128: flip its top bit
-    quant_fields(q, b->ql, 0, 256, 64, 4, 0, g, n);
-    quant_fields(q, b->qh, 0, 256, 32, 2, 4, g, n);
+    quant_fields(q, b->ql, sizeof *b, 256, 64, 4, 0, g, n);
+    quant_fields(q, b->qh, sizeof *b, 256, 32, 2, 4, g, n);
     quant_add(q, -32, n);
     quant_scales(d, quant_half(b->d), quant_u64(b->scales) ^ top, quant_u64(b->scales + 8) ^ top,
                  16, 128, g, n);
@@ -730,7 +810,7 @@ typedef struct { uint8_t scales[16], qs[64], d[2], dmin[2]; } block_q2_K;
 QUANT_DECODER(q2_K) {
     const uint64_t low4 = 0x0f0f0f0f0f0f0f0f;
     uint64_t s = quant_u64(b->scales), t = quant_u64(b->scales + 8);
-    quant_fields(q, b->qs, 0, 256, 32, 2, 0, g, n);
+    quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
     quant_scales(d, quant_half(b->d), s & low4, t & low4, 16, 0, g, n);
     quant_scales(m, -quant_half(b->dmin), s >> 4 & low4, t >> 4 & low4, 16, 0, g, n);
 }
@@ -743,8 +823,8 @@ typedef struct { uint8_t hmask[32], qs[64], scales[12], d[2]; } block_q3_K;
 QUANT_DECODER(q3_K) {
     const uint64_t low4 = 0x0f0f0f0f0f0f0f0f, high2 = 0x3030303030303030;
     uint64_t s = quant_u64(b->scales), z = quant_u32(b->scales + 8);
-    quant_fields(q, b->qs, 0, 256, 32, 2, 0, g, n);
-    quant_fields(q, b->hmask, 0, 256, 32, 1, 2, g, n);
+    quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
+    quant_fields(q, b->hmask, sizeof *b, 256, 32, 1, 2, g, n);
     quant_add(q, -4, n);
     quant_scales(d, quant_half(b->d), (s & low4) | ((z << 4 | z << 34) & high2),
                  (s >> 4 & low4) | ((z | z << 30) & high2), 16, 32, g, n);
@@ -759,7 +839,7 @@ typedef struct { uint8_t d[2], scales_h[2], scales_l[4], qs[128]; } block_iq4_xs
 QUANT_DECODER(iq4_xs) {
     uint64_t low = quant_spread(quant_u32(b->scales_l), 4);
     uint64_t high = quant_spread(quant_u16(b->scales_h), 2);
-    quant_fields(q, b->qs, 0, 256, 16, 4, 0, g, n);
+    quant_fields(q, b->qs, sizeof *b, 256, 16, 4, 0, g, n);
     quant_lookup(q, quant_iq4, n);
     quant_scales(d, quant_half(b->d), low | high << 4, 0, 32, 32, g, n);
     quant_no_offsets(m, n);
@@ -770,7 +850,7 @@ QUANT_DECODER(iq4_xs) {
 //   w = d * (q - 1)      q in 0..3: run 32
 typedef struct { uint8_t qs[64], d[2]; } block_tq2_0;
 QUANT_DECODER(tq2_0) {
-    quant_fields(q, b->qs, 0, 256, 32, 2, 0, g, n);
+    quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
     quant_add(q, -1, n);
     quant_halves(d, b->d, 0, n);
     quant_no_offsets(m, n);

@@ -274,7 +274,6 @@ typedef struct {
     uint64_t n_meta, n_tensors;
     uint32_t version, align;      // 0: 3 and 32
     uint32_t part, parts, seen;   // of a split file: every parts-th tensor; 0: all
-    bool wide;                    // two heads of 32 instead of four of 16
     Spoil spoil;
 } Writer;
 
@@ -361,9 +360,10 @@ static void put_weights(Writer *w, const char *name, const int ne[3], const floa
     }
 }
 
+// random weights around `mean`; all are halves, which is what a GPU's tiles make of them
 static void put_tensor(Writer *w, const char *name, const int ne[3], float mean, float scale) {
-    float *x = noise_array(size_of(ne), scale);   // random, around `mean`
-    for (size_t i = 0; i < size_of(ne); i++) x[i] += mean;
+    float *x = noise_array(size_of(ne), scale);
+    for (size_t i = 0; i < size_of(ne); i++) x[i] = quant_f16_to_f32(quant_f32_to_f16(x[i] + mean));
     put_weights(w, name, ne, x);
 }
 
@@ -432,7 +432,6 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
     const char *c = strchr(part, ':');
     snprintf(name, sizeof name, "%.*s", (int)(c - part), part);
     for (int i = 0; i < 3 && (i == 0 || *c == ','); i++) ne[i] = strtol(c + 1, (char **)&c, 10);
-    if (w->wide && ne[0] == HEAD) ne[0] = 2 * HEAD, ne[1] /= 2;   // a norm of q or k
     for (c++; *c; c++) {
         bool not = *c == '!';
         if (*c == '+') bias = *++c;
@@ -469,8 +468,8 @@ static void put_model(Writer *w, const Shape *m) {
     put_keys(w, m->arch, text_of("block_count=%d context_length=96 embedding_length=32 "
         "vocab_size=64 feed_forward_length=48 attention.head_count=%d attention.head_count_kv=%d "
         "attention.key_length=%d attention.value_length=%d attention.layer_norm_epsilon=.00001 "
-        "attention.layer_norm_rms_epsilon=.00001 %s", m->n_layer, HEADS >> w->wide,
-        KV_HEADS >> w->wide, HEAD << w->wide, HEAD << w->wide, m->keys));
+        "attention.layer_norm_rms_epsilon=.00001 %s", m->n_layer, HEADS, KV_HEADS, HEAD, HEAD,
+        m->keys));
     put_parts(w, "", text_of("^%s", m->letters));
     for (int l = 0; l < m->n_layer; l++)
         put_parts(w, text_of("blk.%d.", l), text_of("%s%s", m->letters,
@@ -482,8 +481,8 @@ static void put_model(Writer *w, const Shape *m) {
 #define EXPERT_KEYS "expert_count=6 expert_used_count=2 expert_feed_forward_length=48 "
 #define WINDOW_KEYS "attention.sliding_window=9 "
 
-static const Model *random_model(const Shape *shape, bool wide) {
-    Writer w = {.wide = wide};
+static const Model *random_model(const Shape *shape) {
+    Writer w = {0};
     put_model(&w, shape);
     key_text(&w, "tokenizer.ggml.model", "none");
     write_gguf(&w, scratch("random.gguf"));
@@ -964,8 +963,7 @@ typedef struct {
     int n_head, n_kv, hd, vd, pos, n, rows, window, keep;
     bool causal, sinks, slopes;
     float softcap;
-    int n_rot, pairing;   // these and what follows: of what the GPU does at once
-    bool normed;
+    int n_rot, pairing;   // of what the GPU does at once
 } AttentionCase;
 
 static const AttentionCase ATTENTION[] = {
@@ -1096,11 +1094,11 @@ static void test_alibi_and_alpha(void) {
         for (int h = 0; h < n; h++) CHECK(slope[h] == want[h], "%d heads: %g", n, slope[h]);
     }
     Shape hunyuan = {"hunyuan-dense", 1, "kT", "rope.scaling.alpha=1000."};
-    double base = random_model(&hunyuan, false)->config.rope_base;
+    double base = random_model(&hunyuan)->config.rope_base;
     CHECK(fabs(base / 26826957.95 - 1) < 1e-6, "hunyuan's base is %.10g", base);
     for (int i = 0; i < 2; i++) {   // as llama.cpp's graph of both does
         Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS};
-        CHECK(random_model(&experts, false)->config.gates_normed, "%s", experts.arch);
+        CHECK(random_model(&experts)->config.gates_normed, "%s", experts.arch);
     }
 }
 
@@ -1290,7 +1288,7 @@ static double check_shape(const Shape *shape) {
     enum { N = 20 };
     int32_t ids[N], other[N];
     float whole[VOCAB] = {0}, single[VOCAB] = {0}, changed[VOCAB], back[VOCAB] = {0};
-    const Model *m = random_model(shape, false);
+    const Model *m = random_model(shape);
     bool encoder = m->config.arch->flags & ENCODER;
     Session *s = open_session(m, (Options){.threads = 2, .window = 64, .chunk = 64});
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
@@ -1308,10 +1306,7 @@ static double check_shape(const Shape *shape) {
     return error;
 }
 
-static void test_every_architecture(void) {
-    double worst = 0;
-    for (size_t i = 0; i < COUNT(SHAPES); i++)
-        if (!test.quick || SHAPES[i].n_layer < 8) worst = fmax(worst, check_shape(&SHAPES[i]));
+static void check_names(void) {   // has every name of ARCHS a shape?
     for (size_t k = 0; k < sizeof ARCHS / sizeof *ARCHS; k++) {
         int n = ARCHS[k].n_layer;
         char *rest, *name = strtok_r(text_of("%s", ARCHS[k].names), " *", &rest);
@@ -1321,6 +1316,13 @@ static void test_every_architecture(void) {
             CHECK(found, "%s with %d layers has no shape here", name, n);
         }
     }
+}
+
+static void test_every_architecture(void) {
+    double worst = 0;
+    for (size_t i = 0; i < COUNT(SHAPES); i++)
+        if (!test.quick || SHAPES[i].n_layer < 8) worst = fmax(worst, check_shape(&SHAPES[i]));
+    check_names();
     printf("  prefill, decode and reuse agree to NMSE %.1e, limit 1e-6\n", worst);
 }
 
@@ -1336,7 +1338,7 @@ static void test_ring(void) {
     int32_t ids[N];
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
     for (int a = 0; a < 3; a++) {
-        const Model *m = random_model(&shapes[a], false);
+        const Model *m = random_model(&shapes[a]);
         float *full = logits_of(m, ids, N, (Options){.window = N, .chunk = N}), got[N * VOCAB];
         for (int keep = 0; keep <= 3; keep += 3) {
             Options o = {.window = WINDOW, .chunk = N, .keep = keep, .threads = 1};
@@ -1428,7 +1430,7 @@ static bool before_fourth(void *ctx, int done, int n) {
 
 static void test_session_refusals(void) {
     // 96 learned positions
-    const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""}, false);
+    const Model *m = random_model(&(Shape){"gpt2", 2, "nboBgfP", ""});
     Session *s = open_session(m, (Options){.window = 96, .sampling.seed = 4}), huge = {0};
     Error e = {""};
     Tokens out = {0};
@@ -1451,7 +1453,7 @@ static void test_session_refusals(void) {
     Options o = {.window = INT_MAX, .chunk = 1 << 20, .cpu = true};
     CHECK(!session_open(&huge, m, o, &e) && strstr(e.text, "too large"), "%s", e.text);
     // an encoder's text is one chunk, and nothing of another text is reused
-    m = random_model(&(Shape){"bert", 3, "nboBgENP", ""}, false);
+    m = random_model(&(Shape){"bert", 3, "nboBgENP", ""});
     float a[VOCAB], b[VOCAB];
     s = open_session(m, (Options){.chunk = 8});
     CHECK(!session_eval(s, ids, 9, &e) && strstr(e.text, "in a chunk of 8"), "%s", e.text);
@@ -1584,7 +1586,7 @@ static void test_sampler_choice(void) {
 
 // the session's sampler: seeded once, the first token drawn like every other, repeat_last_n
 static void test_sampler_session(void) {
-    const Model *m = random_model(&(Shape){"llama", 1, "", ""}, false);
+    const Model *m = random_model(&(Shape){"llama", 1, "", ""});
     Error e = {""};
     int32_t ids[6][9] = {{1, 2, 3}};
     bool first_differs = false;
@@ -1987,7 +1989,8 @@ static void test_cli_completion(void) {
         CHECK(cli.status == 0 && cli.n && cli.out[cli.n - 1] == '\n', "exit %d", cli.status);
         bool equal = !strcmp(cli.out, first + (i < 2 ? 0 : 16));
         CHECK(equal, "%s: '%s', not '%s'", same[i], cli.out, first);
-        bool said = matches(cli.err, "prefill .*tok/s.*decode .*tok/s.*GB/s.*peak .*MB.*seed 7\n$");
+        bool said = matches(cli.err, "prefill .*tok/s.*decode .*tok/s.*GB/s.*peak .*MB.*seed 7, "
+                                     "cpu\n$");
         CHECK(said, "statistics: '%s'", cli.err);
     }
     CHECK(!strncmp(first, "Once upon a time", 16), "no prompt: '%s'", first);
@@ -2186,7 +2189,7 @@ static void test_cli_interrupt(void) {
         waitpid(child, &status, 0);
         const char *said = read_all(scratch("said"), &n);
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 130, "status %x, not exit 130", status);
-        CHECK(matches(said, "prefill .*decode .*seed [0-9]+\n$"), "'%s'", said);
+        CHECK(matches(said, "prefill .*decode .*seed [0-9]+, cpu\n$"), "'%s'", said);
     }
 }
 
@@ -2502,6 +2505,11 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
 typedef _Float16 half;
+typedef half half4 __attribute__((vector_size(8)));
+typedef float float2 __attribute__((vector_size(8)));
+typedef float float4 __attribute__((vector_size(16)));
+typedef uint uint2 __attribute__((vector_size(8)));
+typedef uint uint4 __attribute__((vector_size(16)));
 typedef struct { half e[2]; } simdgroup_half8x8;   // a lane's two elements of an 8 x 8 matrix
 typedef struct { float e[2]; } simdgroup_float8x8;
 
@@ -2546,10 +2554,18 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define attention metal_attention               // names that llm.c and the tests use, too
 #define norm metal_norm
 #define rope metal_rope
+#define choose_experts metal_choose_experts
+#define sort_choices metal_sort_choices
+#define delta_conv metal_delta_conv
+#define delta_rule metal_delta_rule
 #include "kernels.metal"
 #undef attention
 #undef norm
 #undef rope
+#undef choose_experts
+#undef sort_choices
+#undef delta_conv
+#undef delta_rule
 #undef kernel
 #undef device
 #undef constant
@@ -2564,7 +2580,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 // parameter: right on x86-64 and arm64 Linux. A buffer ends where its page ends, with nothing
 // mapped behind: whoever reads on is stopped.
 
-enum { BINDINGS = 31, PARAMS = 20, RECORDS = 4096, PAGE = 16384 };
+enum { BINDINGS = 31, PARAMS = 24, RECORDS = 4096, PAGE = 16384 };
 enum { P_BUFFER, P_SHARED, KINDS = 7 };          // a kernel's parameters:
 static const char *const soft_kinds[KINDS] = {
     "buffer", "shared_memory", "threadgroup_position_in_grid", "thread_index_in_threadgroup",
@@ -2577,6 +2593,7 @@ typedef struct SoftRun {
     SoftBind bind[BINDINGS];
     size_t shared;
     MTLSize groups, threads;
+    struct CudaProgram *program;                 // what CUDA runs
     struct SoftRun *next;
 } SoftRun;
 typedef struct SoftObject {                      // any object; few fields, several uses
@@ -2585,6 +2602,7 @@ typedef struct SoftObject {                      // any object; few fields, seve
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p, *pages;                             // a string's, buffer's, library's bytes
+    char *gpu;                                   // where CUDA has a buffer
     size_t n;
     bool mine;                                   // p is ours to free
     struct { int kind, index; } param[PARAMS];
@@ -2606,7 +2624,15 @@ static struct {
     const char *broken;                          // the method that is to fail, or NULL,
     int after;                                   // this many calls from now, and from then on
     int hasty;                                   // stop at the first failure; 2: few formats
+    size_t longest;                              // that a buffer may be, or 0
+    int resident;                                // buffers in residency sets
+    bool cuda;                                   // an NVIDIA GPU runs the kernels, by these:
 } soft;
+static void cuda_map(SoftObject *buffer);
+static void cuda_unmap(SoftObject *buffer);
+static struct CudaProgram *cuda_pipeline(const SoftObject *function, int threads);
+static void cuda_commit(const SoftRun *runs);
+static void cuda_wait(void);
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
     va_list v;
@@ -2646,6 +2672,7 @@ static void soft_release(SoftObject *o) {
     }
     for (int i = 0; i < BINDINGS; i++) soft_release(o->now.bind[i].buffer);
     if (o->mine) free(o->p);
+    if (o->gpu) cuda_unmap(o);
     if (o->pages) munmap(o->pages, (o->n + PAGE - 1) / PAGE * PAGE + PAGE);
     soft_release(o->a);
     free(o);
@@ -2669,7 +2696,8 @@ void objc_autoreleasePoolPop(void *pool) {
 }
 
 static const SoftClass NSString, NSError, NSArray, MTLCompileOptions, MTLFunctionConstantValues,
-    Device, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder;
+    Device, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder, Residency,
+    ResidencyDescriptor;
 
 static id soft_child(const SoftClass *c, id parent) {   // keeps its parent alive
     SoftObject *o = soft_new(c);
@@ -2701,7 +2729,7 @@ M(void, set_fast, bool fast) { SELF->status = !fast; }
 M(id, new_queue) { return soft_child(&Queue, self); }
 M(size_t, width) { return 32; }
 M(size_t, max_threads) { return 1024; }
-M(size_t, max_length) { return (size_t)1 << 40; }
+M(size_t, max_length) { return soft.longest ? soft.longest : (size_t)1 << 40; }
 M(void *, contents) { return SELF->p; }
 M(void, set_pipeline, id pipeline) { SELF->now.pipeline = pipeline; }
 M(void, end_encoding) { SELF->a->status = 1; }
@@ -2775,7 +2803,9 @@ static SoftObject *soft_buffer(size_t bytes, size_t align) {
 M(id, new_buffer, size_t bytes, size_t options) {
     if (options || !bytes) soft_fault("newBufferWithLength: %zu options %zu", bytes, options);
     soft.buffers++;
-    return soft_buffer(bytes, 16);
+    SoftObject *o = soft_buffer(bytes, 16);
+    if (soft.cuda) cuda_map(o);
+    return o;
 }
 
 M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator) {
@@ -2786,6 +2816,7 @@ M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator)
     o->p = p;
     o->n = bytes;
     soft.buffers++;
+    if (soft.cuda) cuda_map(o);
     return o;
 }
 
@@ -2804,6 +2835,14 @@ static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, si
 
 M(void, set_buffer, id b, size_t at, size_t i) { soft_bind(self, soft_retain(b), at, i); }
 
+M(id, new_residency, id descriptor, id *error) { return soft_child(&Residency, self); }
+M(void, add_allocation, id buffer) { soft.resident += ((SoftObject *)buffer)->isa == &Buffer; }
+M(void, commit_residency) { SELF->status = 1; }
+M(void, request_residency) { SELF->status += SELF->status == 1; }
+M(void, add_residency, id set) {
+    if (((SoftObject *)set)->status != 2) soft_fault("a residency set not committed or requested");
+}
+
 M(void, set_bytes, const void *p, size_t n, size_t i) {
     SoftObject *o = soft_buffer(n, 4);           // exactly so many, to catch a longer struct
     if (n > 4096) soft_fault("setBytes: %zu bytes", n);
@@ -2820,6 +2859,7 @@ M(void, dispatch, MTLSize groups, MTLSize threads) {
     *r = SELF->now;
     r->groups = groups;
     r->threads = threads;
+    r->program = soft.cuda ? cuda_pipeline(r->pipeline->a, threads.width) : NULL;
     soft_retain(r->pipeline);
     for (int i = 0; i < BINDINGS; i++)
         if (r->bind[i].buffer) soft_retain(r->bind[i].buffer);
@@ -2835,6 +2875,7 @@ M(void, commit) {
     if (SELF->status != 1) soft_fault("commit before endEncoding, or twice");
     SELF->status = 2;
     soft.commits++;
+    if (soft.cuda) cuda_commit(SELF->runs);
 }
 
 HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
@@ -2846,9 +2887,9 @@ HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
     for (int i = 0; i < f->n_params; i++)
         v[i] = f->param[i].kind ? of[f->param[i].kind] : (intptr_t)r->bind[f->param[i].index].p;
     typedef intptr_t W;
-    ((void (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W))f->p)(
+    ((void (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W))f->p)(
         v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
-        v[14], v[15], v[16], v[17], v[18], v[19]);
+        v[14], v[15], v[16], v[17], v[18], v[19], v[20], v[21], v[22], v[23]);
 }
 
 static const char *soft_ready(SoftRun *r) {   // set function constants; is all bound?
@@ -2869,8 +2910,9 @@ M(void, wait_completed) {
     if (SELF->status >= 4) return;
     if (SELF->status != 2) soft_fault("waitUntilCompleted before commit");
     for (SoftRun *r = SELF->runs; r && !bad; r = r->next)
-        if (!(bad = soft_ready(r)))
+        if (!(bad = soft_ready(r)) && !soft.cuda)
             bad = emu_run(r->groups.width, r->threads.width, r->shared, soft_kernel, r);
+    if (soft.cuda) cuda_wait();
     SELF->status = bad ? 5 : 4;
     if (!bad) return;
     SELF->p = strdup(bad);
@@ -2905,8 +2947,15 @@ SOFT_CLASS(Device, "MTLDevice",
     METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library)
     METHOD("newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *), new_pipeline)
     METHOD("newBufferWithLength:options:", id, (id, SEL, size_t, size_t), new_buffer)
+    METHOD("newResidencySetWithDescriptor:error:", id, (id, SEL, id, id *), new_residency)
     METHOD("newBufferWithBytesNoCopy:length:options:deallocator:", id,
            (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy))
+SOFT_CLASS(ResidencyDescriptor, "MTLResidencySetDescriptor",
+    METHOD("new", id, (id, SEL), class_new))
+SOFT_CLASS(Residency, "MTLResidencySet",
+    METHOD("addAllocation:", void, (id, SEL, id), add_allocation)
+    METHOD("commit", void, (id, SEL), commit_residency)
+    METHOD("requestResidency", void, (id, SEL), request_residency))
 SOFT_CLASS(Buffer, "MTLBuffer", METHOD("contents", void *, (id, SEL), contents))
 SOFT_CLASS(Library, "MTLLibrary",
     METHOD("newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *), new_function))
@@ -2914,7 +2963,9 @@ SOFT_CLASS(Function, "MTLFunction",)
 SOFT_CLASS(PipelineState, "MTLComputePipelineState",
     METHOD("threadExecutionWidth", size_t, (id, SEL), width)
     METHOD("maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads))
-SOFT_CLASS(Queue, "MTLCommandQueue", METHOD("commandBuffer", id, (id, SEL), new_commands))
+SOFT_CLASS(Queue, "MTLCommandQueue",
+    METHOD("commandBuffer", id, (id, SEL), new_commands)
+    METHOD("addResidencySet:", void, (id, SEL, id), add_residency))
 SOFT_CLASS(Commands, "MTLCommandBuffer",
     METHOD("computeCommandEncoder", id, (id, SEL), new_encoder)
     METHOD("commit", void, (id, SEL), commit)
@@ -2932,7 +2983,8 @@ SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
 
 static const SoftClass *const soft_classes[] = {
     &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &Device, &Buffer,
-    &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder};
+    &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder, &Residency,
+    &ResidencyDescriptor};
 enum { CLASSES = sizeof soft_classes / sizeof *soft_classes };
 
 id MTLCreateSystemDefaultDevice(void) {
@@ -2950,7 +3002,7 @@ SEL sel_registerName(const char *name) { return (SEL)name; }
 id object_getClass(id object) { return (id)((SoftObject *)object)->isa; }
 
 id objc_getClass(const char *name) {
-    for (int i = 0; i < CLASSES; i++)
+    for (int i = 0; i < CLASSES && !soft_breaks(name); i++)
         if (!strcmp(soft_classes[i]->name, name)) return (id)soft_classes[i];
     return NULL;
 }
@@ -2984,6 +3036,449 @@ static int soft_prototypes(void) {
 
 #endif
 
+// ==== an NVIDIA GPU ====
+//
+// `make test-cuda` runs the tests of kernels.metal and metal.c on one. Everything that metal.c sees
+// is the software Metal device, and only its kernels run elsewhere: for each set of function
+// constants the run-time compiler gets a program of its own, in which they are plain numbers, as
+// they are for Metal. It holds the dialect below, which makes the kernels' words CUDA C++, then
+// quant.h and kernels.metal as they stand, then a function to launch. Threads of the host compile,
+// so each test runs twice: a rehearsal, which asks for programs and launches nothing, and then in
+// earnest. Binaries stay in test_cuda.d under a hash of what they were made from.
+//
+// CUDA is found at run time, and its functions are declared here, so this builds without it.
+
+// A SIMD-group is a warp. Of an 8 x 8 matrix lane l holds two neighbours, columns l % 4 * 2 and the
+// next of row l / 4; of a turned one it holds these two rows of column l / 4.
+#ifdef CUDA_DIALECT
+typedef signed char int8_t;
+typedef unsigned char uchar, uint8_t;
+typedef unsigned short ushort, uint16_t;
+typedef int int32_t;
+typedef unsigned int uint, uint32_t;
+typedef long int64_t;
+typedef unsigned long ulong, uint64_t;
+struct half {
+    ushort bits;
+    half() = default;
+    half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    operator float() const {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+half __ushort_as_half(ushort bits) {
+    half h;
+    h.bits = bits;
+    return h;
+}
+float __half2float(half h) { return h; }
+
+template <class T, int N> struct alignas(N * sizeof(T)) vec {
+    T e[N];
+    T &operator[](int i) { return e[i]; }
+    const T &operator[](int i) const { return e[i]; }
+};
+#define OPERATOR(op) \
+    template <class T, int N> vec<T, N> operator op(vec<T, N> a, vec<T, N> b) { \
+        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b.e[i]; \
+        return a; \
+    } \
+    template <class T, int N> vec<T, N> operator op(vec<T, N> a, T b) { \
+        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b; \
+        return a; \
+    }
+OPERATOR(+) OPERATOR(-) OPERATOR(*)
+typedef vec<half, 4> half4;
+#define float2 vec<float, 2>   // CUDA's own have neither [] nor arithmetic
+#define float4 vec<float, 4>
+#define uint2 vec<uint, 2>
+#define uint4 vec<uint, 4>
+
+#define EACH_LANE 0xffffffffu
+#define simd_shuffle(x, i) __shfl_sync(EACH_LANE, x, i)
+#define simd_shuffle_xor(x, i) __shfl_xor_sync(EACH_LANE, x, i)
+#define simd_reduce(name, expression) \
+    template <class T> T name(T a) { \
+        for (int i = 16; i; i /= 2) { \
+            T b = simd_shuffle_xor(a, i); \
+            a = expression; \
+        } \
+        return a; \
+    }
+simd_reduce(simd_sum, a + b) simd_reduce(simd_max, max(a, b)) simd_reduce(simd_min, min(a, b))
+#define threadgroup_barrier(flags) __syncthreads()
+#define simdgroup_barrier(flags) __syncwarp()
+float clamp(float x, float a, float b) { return fminf(fmaxf(x, a), b); }
+
+template <class T> struct simdgroup_matrix {
+    T e[2];
+    bool turned;
+    simdgroup_matrix() = default;
+    explicit simdgroup_matrix(T x) : turned(false) {
+        for (int i = 0; i < 2; i++) e[i] = row() == column() + i ? x : (T)0.0f;
+    }
+    static int row() { return threadIdx.x % 32 / 4; }
+    static int column() { return threadIdx.x % 4 * 2; }
+};
+typedef simdgroup_matrix<half> simdgroup_half8x8;
+typedef simdgroup_matrix<float> simdgroup_float8x8;
+template <class T> void simdgroup_load(simdgroup_matrix<T> &m, const T *p, int stride,
+                                       int origin = 0, bool transposed = false) {
+    vec<T, 2> pair = *(const vec<T, 2> *)(p + m.row() * stride + m.column());
+    for (int i = 0; i < 2; i++) m.e[i] = pair[i];
+    m.turned = transposed;
+}
+template <class T> void simdgroup_store(simdgroup_matrix<T> m, T *p, int stride) {
+    for (int i = 0; i < 2; i++) p[m.row() * stride + m.column() + i] = m.e[i];
+}
+uint turn_bits(uint x) {   // two elements of 16 bits
+    uint y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+uint bits_of(const half *e) { return e[0].bits | (uint)e[1].bits << 16; }
+void turn(half *e) {
+    uint x = turn_bits(bits_of(e));
+    e[0].bits = x;
+    e[1].bits = x >> 16;
+}
+void turn(float *e) {
+    uint x = __float_as_uint(e[0]), y = __float_as_uint(e[1]);
+    uint low = turn_bits((x & 0xffff) | y << 16), high = turn_bits(x >> 16 | (y & 0xffff0000));
+    e[0] = __uint_as_float((low & 0xffff) | high << 16);
+    e[1] = __uint_as_float(low >> 16 | (high & 0xffff0000));
+}
+
+// A tensor core multiplies floats of 11 bits, so a float is taken apart into three of them, and a
+// half is one: all products are exact. Its left operand has 16 rows; two parts of the same 8 rows
+// are in there, whose products add up to the result.
+float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
+void multiply_parts(float *d, const float *high, const float *low, const float *b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(__float_as_uint(high[0])), "r"(__float_as_uint(low[0])),
+                   "r"(__float_as_uint(high[1])), "r"(__float_as_uint(low[1])),
+                   "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+template <class A, class B>
+void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_matrix<A> a,
+                                   simdgroup_matrix<B> b, simdgroup_float8x8 c) {
+    if (a.turned) turn(a.e);
+    if (!b.turned) turn(b.e);
+    float sum[4] = {c.e[0], c.e[1], 0.0f, 0.0f}, part[3][2], with[2];
+    float rest_a[2] = {a.e[0], a.e[1]}, rest_b[2] = {b.e[0], b.e[1]};
+    for (int k = 0; k < 3; k++)
+        for (int i = 0; i < 2; i++) {
+            part[k][i] = part_of(rest_a[i]);
+            rest_a[i] -= part[k][i];
+        }
+    for (int k = 0; k < (sizeof(B) == 4 ? 3 : 1); k++) {
+        for (int i = 0; i < 2; i++) {
+            with[i] = part_of(rest_b[i]);
+            rest_b[i] -= with[i];
+        }
+        if (sizeof(A) == 4) multiply_parts(sum, part[2], rest_a, with);   // rest_a is 0
+        multiply_parts(sum, part[0], part[1], with);
+    }
+    for (int i = 0; i < 2; i++) d.e[i] = sum[i] + sum[2 + i];
+    d.turned = false;
+}
+void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_half8x8 a, simdgroup_half8x8 b,
+                                   simdgroup_float8x8 c) {
+    float below[2] = {0.0f, 0.0f};
+    if (a.turned) turn(a.e);
+    if (!b.turned) turn(b.e);
+    d = c;
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d.e[0]), "+f"(d.e[1]), "+f"(below[0]), "+f"(below[1])
+                 : "r"(bits_of(a.e)), "r"(0), "r"(bits_of(b.e)));
+}
+template <class A, class B>
+void simdgroup_multiply(simdgroup_float8x8 &d, simdgroup_matrix<A> a, simdgroup_matrix<B> b) {
+    simdgroup_multiply_accumulate(d, a, b, simdgroup_float8x8(0.0f));
+}
+
+// what a launch binds: a buffer becomes a pointer of whatever type its parameter has
+struct Any {
+    void *p;
+    template <class T> operator T *() const { return (T *)p; }
+};
+struct Bound {
+    Any buffer[32];
+    alignas(16) char bytes[512];
+    int words;   // of threadgroup memory, to be filled with NaN
+};
+extern __shared__ float4 shared_bytes[];
+void begin(int words) {
+    for (int i = threadIdx.x; i < words; i += blockDim.x) ((uint *)shared_bytes)[i] = 0x7fc0dead;
+    if (words) __syncthreads();
+}
+
+// `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`
+#define function_constant(i) ]] = VALUE_##i; [[
+#define kernel static __device__ __forceinline__
+#define device
+#define constant const
+#define threadgroup
+#define thread
+#endif
+
+#ifndef __APPLE__
+__asm__(".data\ntest_source: .incbin \"test.c\"\n.byte 0\n.previous\n");
+extern const char test_source[] __asm__("test_source");
+
+#define DRIVER(X) \
+    X(cuInit, (unsigned)) X(cuDeviceGetAttribute, (int *, int, int)) \
+    X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *)) \
+    X(cuCtxSynchronize, (void)) X(cuGetErrorName, (int, const char **)) \
+    X(cuModuleLoad, (void **, const char *)) \
+    X(cuModuleGetFunction, (void **, void *, const char *)) \
+    X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+                       unsigned, void *, void **, void **)) \
+    X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *)) \
+    X(cuMemHostGetDevicePointer_v2, (char **, void *, unsigned)) X(cuMemFree_v2, (void *)) \
+    X(cuMemAlloc_v2, (char **, size_t)) X(cuMemcpyHtoD_v2, (void *, const void *, size_t)) \
+    X(cuMemcpyDtoD_v2, (void *, const void *, size_t)) X(cuEventCreate, (void **, unsigned)) \
+    X(cuEventRecord, (void *, void *)) X(cuEventSynchronize, (void *)) \
+    X(cuEventElapsedTime, (float *, void *, void *))
+#define COMPILER(X) \
+    X(nvrtcCreateProgram, (void **, const char *, const char *, int, const char *const *, \
+                           const char *const *)) \
+    X(nvrtcCompileProgram, (void *, int, const char *const *)) \
+    X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
+    X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
+    X(nvrtcDestroyProgram, (void **))
+enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 };
+
+typedef struct CudaProgram {
+    char *source, file[64];
+    bool compiled;
+    void *function;
+} CudaProgram;
+typedef struct { char *buffer[32], bytes[512]; int words; } CudaBound;   // as Bound in the dialect
+
+static struct {
+#define X(name, types) int (*name) types;
+    DRIVER(X) COMPILER(X)
+#undef X
+    bool rehearsal, resident;       // resident: buffers are in the GPU's memory, for timing
+    char arch[32], *text;           // what all programs include: dialect, quant.h, kernels
+    CudaProgram program[6000];
+    int n, next;                    // next: the first that no thread compiles
+    pthread_mutex_t lock;
+    pthread_cond_t change;
+} cuda = {.lock = PTHREAD_MUTEX_INITIALIZER, .change = PTHREAD_COND_INITIALIZER};
+
+// the context is of no use after an error
+#define CUDA(call, ...) cuda_check(cuda.call(__VA_ARGS__), #call)
+static void cuda_check(int error, const char *call) {
+    const char *name = "?";
+    if (!error) return;
+    cuda.cuGetErrorName(error, &name);
+    printf("%s: %s\n0 passed, 1 failed, 0 skipped\n", call, name);
+    exit(1);
+}
+
+static void cuda_write(const char *path, void *program) {   // under its name only when complete
+    size_t size;
+    cuda.nvrtcGetCUBINSize(program, &size);
+    char *bytes = malloc(size), draft[80];
+    cuda.nvrtcGetCUBIN(program, bytes);
+    snprintf(draft, sizeof draft, "%s.%d", path, (int)getpid());
+    FILE *f = fopen(draft, "wb");
+    if (!f || fwrite(bytes, size, 1, f) != 1 || fclose(f) || rename(draft, path)) perror(path);
+    free(bytes);
+}
+
+static void cuda_compile(const CudaProgram *p) {
+    const char *texts[] = {cuda.text, ""}, *names[] = {"kernels", "stdint.h"};
+    const char *options[] = {cuda.arch, "-default-device", "-std=c++17", "-w"};
+    void *program;
+    size_t size;
+    if (!access(p->file, R_OK)) return;
+    cuda.nvrtcCreateProgram(&program, p->source, "pipeline", 2, texts, names);
+    if (cuda.nvrtcCompileProgram(program, 4, options)) {
+        cuda.nvrtcGetProgramLogSize(program, &size);
+        char *log = malloc(size);
+        cuda.nvrtcGetProgramLog(program, log);
+        fprintf(stderr, "%s\n%s\n", p->source, log);
+        exit(1);
+    }
+    cuda_write(p->file, program);
+    cuda.nvrtcDestroyProgram(&program);
+}
+
+static void *cuda_worker(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&cuda.lock);
+    while (true) {
+        while (cuda.next == cuda.n) pthread_cond_wait(&cuda.change, &cuda.lock);
+        CudaProgram *p = &cuda.program[cuda.next++];
+        pthread_mutex_unlock(&cuda.lock);
+        cuda_compile(p);
+        pthread_mutex_lock(&cuda.lock);
+        p->compiled = true;
+        pthread_cond_broadcast(&cuda.change);
+    }
+    return NULL;
+}
+
+// the program of a source, which a thread begins to compile
+static CudaProgram *cuda_program(const char *source) {
+    const char *texts[] = {cuda.arch, cuda.text, source};
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int i = 0; i < cuda.n; i++)
+        if (!strcmp(cuda.program[i].source, source)) return &cuda.program[i];
+    for (int i = 0; i < 3; i++)
+        for (const char *c = texts[i]; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001b3;
+    CudaProgram *p = &cuda.program[cuda.n];
+    snprintf(p->file, sizeof p->file, "test_cuda.d/%016llx.cubin", (unsigned long long)hash);
+    p->source = strdup(source);
+    pthread_mutex_lock(&cuda.lock);
+    cuda.n++;
+    pthread_cond_broadcast(&cuda.change);
+    pthread_mutex_unlock(&cuda.lock);
+    return p;
+}
+
+// the function to launch; may wait for the compiler
+static void *cuda_function(CudaProgram *p) {
+    void *module;
+    if (p->function) return p->function;
+    pthread_mutex_lock(&cuda.lock);
+    while (!p->compiled) pthread_cond_wait(&cuda.change, &cuda.lock);
+    pthread_mutex_unlock(&cuda.lock);
+    CUDA(cuModuleLoad, &module, p->file);
+    CUDA(cuModuleGetFunction, &p->function, module, "entry");
+    return p->function;
+}
+
+static int cuda_last(const SoftObject *f) {   // the index of a kernel's last buffer, its arguments
+    int last = 0;
+    for (int i = 0; i < f->n_params; i++)
+        if (f->param[i].kind == P_BUFFER && f->param[i].index > last) last = f->param[i].index;
+    return last;
+}
+
+// What a dispatch runs: constants, all text, and a function that calls the kernel. At most 256
+// threads leave each as many registers as it may use.
+static CudaProgram *cuda_pipeline(const SoftObject *f, int threads) {
+    static const char *const names[] = {
+#define X(name) #name,
+        FUNCTION_CONSTANTS(X)
+#undef X
+    };
+    static const char *const kinds[KINDS] = {   // as soft_kinds
+        "", "(float *)shared_bytes", "blockIdx.x", "threadIdx.x", "threadIdx.x % 32",
+        "threadIdx.x / 32", "blockDim.x / 32"};
+    char source[4000], *s = source;
+    for (int i = 0; i < N_CONSTANTS; i++)
+        s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], f->constant[i].value);
+    s += sprintf(s, "#include \"kernels\"\nextern \"C\" __global__ void __launch_bounds__(%d)\n"
+                 "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
+                 threads > 256 ? 1024 : 256, f->name);
+    for (int i = 0; i < f->n_params; i++) {
+        int index = f->param[i].index, kind = f->param[i].kind;
+        if (kind != P_BUFFER) s += sprintf(s, "%s", kinds[kind]);
+        else if (index < cuda_last(f)) s += sprintf(s, "x.buffer[%d]", index);
+        else s += sprintf(s, "Any{(void *)x.bytes}");
+        s += sprintf(s, i + 1 < f->n_params ? ",\n        " : ");\n}\n");
+    }
+    return cuda_program(source);
+}
+
+static void cuda_launch(const SoftRun *r) {
+    CudaBound x = {.words = cuda.resident ? 0 : (int)r->shared / 4};
+    void *arguments[] = {&x};
+    int last = cuda_last(r->pipeline->a);
+    for (int i = 0; i <= last; i++) {
+        const SoftObject *b = r->bind[i].buffer;
+        if (!b) continue;
+        x.buffer[i] = b->gpu + (r->bind[i].p - (char *)b->p);
+        if (i == last) memcpy(x.bytes, b->p, b->n < sizeof x.bytes ? b->n : sizeof x.bytes);
+    }
+    CUDA(cuLaunchKernel, cuda_function(r->program), r->groups.width, 1, 1, r->threads.width, 1, 1,
+         r->shared, NULL, arguments, NULL);
+}
+
+// The GPU reads and writes the host's pages where they are, or has the buffer to itself.
+static void cuda_map(SoftObject *o) {
+    char *base = o->pages ? o->pages : o->p, *at;
+    size_t bytes = o->pages ? (o->n + PAGE - 1) / PAGE * PAGE : o->n;
+    if (cuda.rehearsal) return;
+    if (cuda.resident) return CUDA(cuMemAlloc_v2, &o->gpu, o->n);
+    if (cuda.cuMemHostRegister_v2(base, bytes, REGISTER_MAPPED))   // a file's pages: they are const
+        CUDA(cuMemHostRegister_v2, base, bytes, REGISTER_MAPPED | REGISTER_READ_ONLY);
+    CUDA(cuMemHostGetDevicePointer_v2, &at, base, 0);
+    o->gpu = at + ((char *)o->p - base);
+}
+
+static void cuda_unmap(SoftObject *o) {
+    if (!o->gpu) return;
+    if (cuda.resident) CUDA(cuMemFree_v2, o->gpu);
+    else CUDA(cuMemHostUnregister, o->pages ? o->pages : o->p);
+}
+
+static void cuda_wait(void) {
+    if (!cuda.rehearsal) CUDA(cuCtxSynchronize);
+}
+
+static void cuda_commit(const SoftRun *runs) {
+    for (const SoftRun *r = cuda.rehearsal ? NULL : runs; r; r = r->next) cuda_launch(r);
+}
+
+// finds the libraries, the first GPU and its context; false if there is none
+static bool cuda_open(void) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = dlopen("libnvrtc.so", RTLD_NOW);
+    const char *home = "/usr/local/cuda/lib64/libnvrtc.so", *end;
+    int major, minor;
+    void *context;
+    pthread_t thread;
+    if (!compiler) compiler = dlopen(home, RTLD_NOW);
+#define X(name, types) \
+    if (!driver || !compiler || !(cuda.name = dlsym(#name[0] == 'c' ? driver : compiler, #name))) \
+        return false;
+    DRIVER(X) COMPILER(X)
+#undef X
+    if (cuda.cuInit(0) || cuda.cuDevicePrimaryCtxRetain(&context, 0)) return false;
+    CUDA(cuCtxSetCurrent, context);
+    CUDA(cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0);
+    CUDA(cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
+    snprintf(cuda.arch, sizeof cuda.arch, "-arch=sm_%d%d", major, minor);
+    const char *dialect = strchr(strstr(test_source, "\n#ifdef CUDA_DIALECT\n") + 1, '\n');
+    end = strstr(dialect, "\n#endif");
+    cuda.text = malloc(end - dialect + strlen(metal_source) + 2);
+    sprintf(cuda.text, "%.*s\n%s", (int)(end - dialect), dialect, metal_source);
+    mkdir("test_cuda.d", 0777);
+    for (int i = sysconf(_SC_NPROCESSORS_ONLN); i > 0; i--)
+        pthread_create(&thread, NULL, cuda_worker, NULL);
+    return soft.cuda = true;
+}
+
+// runs a test without launching anything, so that threads compile what it will need
+static void cuda_rehearse(void (*fn)(void)) {
+    if (!soft.cuda) return;
+    int out = dup(1), nothing = open("/dev/null", O_WRONLY);
+    fflush(stdout);
+    dup2(nothing, 1);
+    cuda.rehearsal = true;
+    if (!setjmp(test.end)) fn();
+    clean_up();
+    cuda.rehearsal = false;
+    fflush(stdout);
+    dup2(out, 1);
+    close(out);
+    close(nothing);
+    test.checks = test.failures = 0;
+    test.seed = 1;
+}
+
+#endif
+
 // ==== tests of kernels.metal and metal.c ====
 //
 // Kernels, each against a reference in double written from the formula, over all formats, ragged
@@ -3002,6 +3497,7 @@ static struct {
     int live, faults, pools, buffers, commits, n_run, after, hasty;
     struct { SoftObject *pipeline; void *bound[16]; } run[1];
     const char *broken;
+    bool cuda;
 } soft;
 static struct { int order; } emu;
 static int soft_prototypes(void) { return 0; }
@@ -3011,19 +3507,8 @@ enum { RECORDER = 1 };
 
 // ---- kernels ----
 
-// pairs of the first n_rot values turn, each by the cosine and sine of an angle
-static void reference_rope(double *out, const double *x, int n, int n_rot, int pairing,
-                           const float *turn) {
-    memcpy(out, x, n * sizeof *x);
-    bool pairs = pairing == ROPE_PAIRS;
-    for (int p = 0; pairing != ROPE_NONE && p < n_rot / 2; p++) {
-        int a = pairs ? 2 * p : p, b = pairs ? a + 1 : a + n_rot / 2;
-        out[a] = x[a] * turn[2 * p] - x[b] * turn[2 * p + 1];
-        out[b] = x[a] * turn[2 * p + 1] + x[b] * turn[2 * p];
-    }
-}
-
-// row r of factor * w's scale * (w . x) + w's bias; size, or NULL: the sum of the absolute products
+// row r of factor * (w's scale * (w . x) + w's bias); size, or NULL: the sum of the absolute
+// products
 static double reference_row(const RandomMatrix *w, int r, const double *x, double factor,
                             double *size) {
     const float *f = w->f + r * w->m.cols;
@@ -3033,7 +3518,7 @@ static double reference_row(const RandomMatrix *w, int r, const double *x, doubl
         all += fabs(f[i] * x[i]);
     }
     if (size) *size = all;
-    return factor * (w->m.scale ? *w->m.scale : 1) * sum + (w->m.bias ? w->m.bias[r] : 0);
+    return factor * ((w->m.scale ? *w->m.scale : 1) * sum + (w->m.bias ? w->m.bias[r] : 0));
 }
 
 // Each test fills its own Model and Layer, and calls the function of metal.c that a model would.
@@ -3045,7 +3530,7 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 
 static Lab lab(Gpu *g) {
     return (Lab){.g = g, .arch = {.act = SILU},
-                 .m = {.config = {.eps = 1e-5f, .attn_scale = 0.2f}}};
+                 .m = {.config = {.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1}}};
 }
 
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
@@ -3112,40 +3597,49 @@ static int other_format(int type) {   // for the same columns
 
 // It starts a few bytes behind an aligned address, as tensors do.
 static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
-    int skew = format_block(type) == 1 ? 4 : 6;
+    int skew = format_block(type) == 1 ? 0 : quant_row_bytes(type, 256) % 4 ? 6 : 4;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
     return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols, false);
 }
 
 static void kernel_embed(Gpu *g, int type) {
-    enum { V = 7, N = 3 };
+    enum { V = 7, N = 3, POS = 2 };
     Lab x = lab(g);
     int cols = format_cols(type, true);
-    RandomMatrix w = lab_matrix(g, type, V, cols);
+    RandomMatrix w = lab_matrix(g, type, V, cols), p = lab_matrix(g, other_format(type), V, cols);
+    RandomMatrix first = lab_matrix(g, type, 2, cols);
     double *want = need(N * cols * sizeof *want);
     x.m.embd = w.m;
+    x.m.pos_embd = p.m;
+    x.m.type_embd = first.m;
     x.m.config.embd_scale = 3;
+    x.s.pos = POS;
     x.s.x = lab_floats(g, N * cols, 1);
     g->ids = memcpy(lab_bytes(g, N * sizeof *g->ids), (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
     for (int i = 0; i < N * cols; i++)
-        want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols];
+        want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols] + p.f[POS * cols + i] +
+                  first.f[i % cols];
     run_embed(lab_begin(&x), N);
     lab_end(&x, "embed");
-    lab_compare("embed", type, x.s.x, want, NULL, N * cols, 2e-6);
+    lab_compare("embed", type, x.s.x, want, NULL, N * cols, 4e-6);
 }
 
-// three matrices of one input with norm and biases; one with residual and soft cap; gate and up
+// three matrices of one input with norm and biases; one with residual and soft cap; gate and up;
+// one with an activation
 static void kernel_gemv(Gpu *g, int type) {
     static const int rows[3] = {13, 13, 3};
-    static const char *const names[] = {"gemv", "gemv add", "gemv glu"};   // by epilogue
+    static const char *const names[] = {"gemv", "gemv add", "gemv glu", "gemv act"};
     Lab x = lab(g);
-    int cols = format_cols(type, true), act = type % 3;
+    int cols = format_cols(type, true), act = type % 4;
     RandomMatrix w[3];
-    float *in = lab_floats(g, cols, 1), *y[3], scale = 1.5f;
+    float *in = lab_floats(g, cols, 1), *y[3], *other = lab_floats(g, rows[0], 9), scale = 1.5f;
     double xs[1280], want[13], size[13];
     const Matrix *m[3];
     Norm norm = lab_norm(g, cols, 0);
     x.arch.act = act;
+    x.arch.norm = type % 3;
+    if (type % 2) norm.b = lab_floats(g, cols, 1);
+    if (x.arch.norm == BARE) norm.w = NULL;
     for (int i = 0; i < 3; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
         w[i].m.bias = i == 1 ? NULL : lab_floats(g, rows[i], 1);
@@ -3153,21 +3647,22 @@ static void kernel_gemv(Gpu *g, int type) {
         y[i] = lab_floats(g, rows[i], 9);
         m[i] = &w[i].m;
     }
-    for (int k = EPILOGUE_STORE; k <= EPILOGUE_GLU; k++) {
+    for (int k = EPILOGUE_STORE; k <= EPILOGUE_ACT; k++) {
         bool add = k == EPILOGUE_ADD, glu = k == EPILOGUE_GLU;
-        float cap = add ? 2 : 0, factor = glu ? 1 : 2, before[13];
+        float cap = add ? 2 : 0, factor = glu ? 1 : 2;
         if (glu) w[1].m.bias = lab_floats(g, rows[1], 1);
-        memcpy(before, y[0], sizeof before);
-        reference_norm(xs, in, cols, add ? NULL : &norm, RMS, 1e-5);
-        run_gemv(lab_begin(&x), m, 3 - (k > 0) - add, in, add ? NULL : &norm, y, k, cap, factor);
+        reference_norm(xs, in, cols, add ? NULL : &norm, x.arch.norm, 1e-5);
+        run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
+                 (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap});
         lab_end(&x, names[k]);
         for (int i = 0; i < (k ? 1 : 3); i++) {
             for (int r = 0; r < rows[i]; r++) {
-                double a, b, v = reference_row(&w[i], r, xs, factor, &a), u = 1;
+                double a, b = 0, v = reference_row(&w[i], r, xs, factor, &a), u = 1;
                 if (glu) u = reference_row(&w[1], r, xs, 1, &b);
-                want[r] = glu ? reference_activation(act, v, u, true)
-                          : add ? before[r] + cap * tanh(v / cap) : v;
-                size[r] = glu ? (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1) : 3 * a + 10;
+                want[r] = k >= EPILOGUE_GLU ? reference_activation(act, v, u, glu)
+                          : add ? other[r] + cap * tanh(v / cap) : v;
+                size[r] = k >= EPILOGUE_GLU ? (3 * a + 3) * (b + 1) * (act == RELU2 ? 3 * a + 3 : 1)
+                          : 3 * a + 10;
             }
             lab_compare(names[k], type, y[i], want, size, rows[i], 1e-6);
         }
@@ -3178,7 +3673,7 @@ static void kernel_gemv(Gpu *g, int type) {
 static void lab_gemm(Gpu *g, int type, int n, bool int8, const char *name) {
     enum { ROWS = 71 };
     Lab x = lab(g);
-    int cols = format_cols(type, false), way = (type + n) % (EPILOGUE_GLU + 1);
+    int cols = format_cols(type, false), way = (type + n) % (EPILOGUE_ACT + 1);
     RandomMatrix w = lab_matrix(g, type, ROWS, cols);
     float *in = lab_floats(g, n * cols, 1), *y = lab_floats(g, n * ROWS, 1),
           *gate = lab_floats(g, n * ROWS, 2), cap = way == EPILOGUE_ADD ? 3 : 0;
@@ -3192,14 +3687,18 @@ static void lab_gemm(Gpu *g, int type, int n, bool int8, const char *name) {
     for (int i = 0; i < n * ROWS; i++) {
         if (i % ROWS == 0) reference_norm(xs, in + i / ROWS * cols, cols, NULL, RMS, 0);
         double v = reference_row(&w, i % ROWS, xs, 2, &size[i]);
-        want[i] = way == EPILOGUE_STORE ? v : way == EPILOGUE_ADD ? y[i] + cap * tanh(v / cap)
+        want[i] = way == EPILOGUE_STORE ? v : way == EPILOGUE_ADD ? gate[i] + cap * tanh(v / cap)
+                  : way == EPILOGUE_ACT ? reference_activation(SILU, v, 1, false)
                   : reference_activation(SILU, gate[i], v, true);
         size[i] = 3 * size[i] + 10;
     }
-    run_gemm(lab_begin(&x), &w.m, in, gate, y, n, way, cap, 2);
+    const Matrix *m = &w.m;
+    run_quantize(lab_begin(&x), &m, 1, in, n);
+    run_gemm(&x.s, &m, 1, in, &y, n, (Epilogue){way, gate, 2, cap}, EXPERTS_NONE);
     lab_end(&x, name);
     lab_compare(name, type, y, want, size, n * ROWS, 1e-6);
     g->codes = NULL;
+    g->coded = NULL;
 }
 
 static void kernel_gemm(Gpu *g, int type) {
@@ -3250,17 +3749,19 @@ static void kernel_block(Gpu *g, int type) {
 }
 
 // Attention: rows of an old ring, then n new tokens through rope and attention, or (n >= 8)
-// flash_attention, or (n = 1) the fused kernel. Rows that are empty hold NaN.
-static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd hd pos n rows window keep
-    {"", 4, 2, 128, 128, 0, 1, 20, 16, 0, true, .n_rot = 128, ROPE_HALVES, .normed = true},
+// flash_attention, or (n = 1) the fused kernel. Rows that are empty hold NaN. Letters: q k norm of
+// the heads of Q, of K  w of all at once  o each head its own  b with bias  c LayerNorm  l after
+// RoPE  g gated  t temperature  m limited to -1 .. 1
+static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd vd pos n rows window keep
+    {"qk", 4, 2, 128, 128, 0, 1, 20, 16, 0, true, .n_rot = 128, ROPE_HALVES},
     {"", 4, 2, 32, 32, 77, 1, 30, 21, 3, true, .n_rot = 32, ROPE_PAIRS},
-    {"", 2, 1, 64, 64, 150, 1, 160, 140, 0, true, true, false, 5, 32, ROPE_HALVES, .normed = true},
+    {"qk", 2, 1, 64, 64, 150, 1, 160, 140, 0, true, true, false, 5, 32, ROPE_HALVES},
     {"", 2, 2, 96, 96, 9, 1, 40, 5, 2, true, true, .n_rot = 96, ROPE_HALVES},
-    {"", 1, 1, 256, 256, 5, 1, 16, 16, 0, true, false, false, 20, 256, ROPE_NONE, false},
-    {"", 4, 2, 96, 96, 31, 5, 29, 20, 4, true, true, .n_rot = 48, ROPE_PAIRS, .normed = true},
+    {"", 1, 1, 256, 256, 5, 1, 16, 16, 0, true, false, false, 20, 256, ROPE_NONE},
+    {"qk", 4, 2, 96, 96, 31, 5, 29, 20, 4, true, true, .n_rot = 48, ROPE_PAIRS},
     {"", 4, 2, 32, 32, 0, 37, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
-    {"", 2, 1, 64, 64, 100, 37, 103, 50, 6, true, true, false, 5, 64, ROPE_HALVES, .normed = true},
-    {"", 2, 2, 128, 128, 40, 9, 50, 24, 0, true, .n_rot = 96, ROPE_HALVES, .normed = true},
+    {"qk", 2, 1, 64, 64, 100, 37, 103, 50, 6, true, true, false, 5, 64, ROPE_HALVES},
+    {"qk", 2, 2, 128, 128, 40, 9, 50, 24, 0, true, .n_rot = 96, ROPE_HALVES},
     {"", 2, 1, 32, 32, 0, 19, 30, 8, 0, false, .n_rot = 32, ROPE_NONE},
     {"", 1, 1, 256, 256, 10, 8, 40, 64, 0, true, .n_rot = 256, ROPE_HALVES},
     {"", 2, 1, 32, 32, 5, 1, 16, 0, 0, true, .n_rot = 32, ROPE_PAIRS},   // sees nothing
@@ -3268,71 +3769,116 @@ static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd hd pos n rows wi
     // the first of rows 0..31, and the first of rows 32..63
     {"", 2, 1, 32, 32, 130, 9, 80, 5, 1, true, .n_rot = 32, ROPE_PAIRS},
     {"", 2, 1, 32, 32, 24, 9, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
+    // wide groups, other sizes, and what is rare
+    {"", 8, 2, 80, 48, 40, 1, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
+    {"", 8, 2, 80, 48, 40, 9, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
+    {"gm", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"gm", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"qklct", 14, 2, 12, 8, 33, 1, 40, 40, 0, true, true, .n_rot = 12, ROPE_HALVES},
+    {"qklct", 14, 2, 12, 8, 33, 9, 50, 50, 0, true, true, .n_rot = 12, ROPE_HALVES},
+    {"", 32, 2, 4, 20, 33, 1, 40, 40, 0, true, false, true, .n_rot = 4, ROPE_HALVES},
+    {"", 32, 2, 4, 20, 33, 9, 50, 50, 0, true, false, true, 5, .n_rot = 4, ROPE_HALVES},
+    {"", 142, 2, 4, 4, 20, 1, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
+    {"", 142, 2, 4, 4, 20, 8, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
+    {"qwmb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
+    {"kwgbc", 4, 2, 20, 20, 33, 5, 40, 40, 0, true, .n_rot = 12, ROPE_HALVES},
+    {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
+    {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
+    {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
+    // long rings, in slices
+    {"g", 2, 1, 16, 16, 900, 1, 620, 700, 2, true, true, .n_rot = 16, ROPE_HALVES},
+    {"t", 5, 1, 64, 4, 600, 1, 900, 90, 0, true, false, true, .n_rot = 16, ROPE_PAIRS},
 };
 
-static void naive_head(const AttentionCase *t, const float *x, const Norm *norm, const float *turn,
-                       double *out) {
-    double v[256];
-    reference_norm(v, x, t->hd, norm->w ? norm : NULL, RMS, 1e-5);
-    reference_rope(out, v, t->hd, t->n_rot, t->pairing, turn);
+static float *lab_copy(Gpu *g, const float *x, size_t n) {
+    return memcpy(lab_bytes(g, n * sizeof *x), x, n * sizeof *x);
+}
+
+static void lab_compare_floats(const char *name, const float *got, const float *want, size_t n,
+                               double limit) {
+    double *all = need(n * sizeof *all);
+    for (size_t i = 0; i < n; i++) all[i] = want[i];
+    lab_compare(name, -1, got, all, NULL, n, limit);
+}
+
+static void lab_compare_ring(const char *name, const uint16_t *got, const uint16_t *want,
+                             const Cache *c, int n_kv, int dim) {
+    double e = 0;
+    for (int i = 0; i < n_kv * c->rows * dim; i++)
+        if (c->pos[i / dim % c->rows] >= 0)
+            e = fmax(e, fabs(half_value(got[i]) - half_value(want[i])));
+    LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
 }
 
 static void lab_attention(Gpu *g, const AttentionCase *t) {
-    int hd = t->hd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows * hd;
-    int all = n * H * hd;
+    int hd = t->hd, vd = t->vd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows;
+    bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
     Lab x = lab(g);
-    Attention a = attention_of(t);   // what is wanted: q, k and v as they will be
-    float loud = t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1, whatever its score
-    double *q = need(all * sizeof *q), head[256], e = 0;
-    Cache c = {lab_bytes(g, 2 * ring), lab_bytes(g, 2 * ring), lab_bytes(g, 4 * t->rows), t->rows,
-               t->window, t->keep, NULL, NULL};
-    memcpy(c.pos, a.pos_k, 4 * t->rows);
-    for (int i = 0; i < ring; i++) {
-        bool empty = c.pos[i / hd % t->rows] < 0;
-        c.k[i] = empty ? 0x7e00 : a.k[i];
-        c.v[i] = empty ? 0x7e00 : a.v[i];
-    }
+    Attention a = attention_of(t);   // k, v and pos_k will be the CPU's ring
     Config *config = &x.m.config;
+    Cache c = {lab_bytes(g, 2 * ring * hd), lab_bytes(g, 2 * ring * vd), lab_bytes(g, 4 * t->rows),
+               t->rows, t->window, t->keep, NULL, NULL}, want = c;
+    want.k = (uint16_t *)a.k;
+    want.v = (uint16_t *)a.v;
+    want.pos = (int32_t *)a.pos_k;
+    memcpy(c.pos, a.pos_k, 4 * t->rows);
+    for (int i = 0; i < ring * hd; i++) c.k[i] = c.pos[i / hd % t->rows] < 0 ? 0x7e00 : a.k[i];
+    for (int i = 0; i < ring * vd; i++) c.v[i] = c.pos[i / vd % t->rows] < 0 ? 0x7e00 : a.v[i];
+    x.arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
+    x.arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
+    config->arch = &x.arch;
     config->rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing;   // the layer has none
-    config->hd = config->vd = hd;
+    config->hd = hd;
+    config->vd = vd;
     config->n_rot = t->n_rot;
     config->attn_cap = t->softcap;
     config->causal = t->causal;
-    x.w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE};
-    if (t->normed) x.w.q_norm = (Norm){lab_floats(g, hd, loud), NULL, hd, hd};
-    if (t->normed) x.w.k_norm = lab_norm(g, hd, hd);
-    if (t->sinks) a.sinks = x.w.sinks = lab_floats(g, H, 3);
-    a.scale = config->attn_scale;
-    x.s = (Session){.cache = &c, .pos = t->pos, .q = lab_floats(g, all, 1),
-                    .k = lab_floats(g, n * KV * hd, 1), .v = lab_floats(g, n * KV * hd, 1),
-                    .att = lab_floats(g, all, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    float *want_q = (float *)a.q;
-    uint16_t *want_k = (uint16_t *)a.k, *want_v = (uint16_t *)a.v;
-    for (int i = 0; i < n * (H + KV); i++) {   // rotated queries; new keys and values in their rows
-        int token = i / (H + KV), h = i % (H + KV), kv = h - H;
-        bool query = h < H;
-        size_t from = (query ? token * H + h : token * KV + kv) * hd,
-               at = (kv * t->rows + cache_row(&c, t->pos + token)) * hd;
-        naive_head(t, (query ? x.s.q : x.s.k) + from, query ? &x.w.q_norm : &x.w.k_norm,
-                   x.s.angles[0] + token * t->n_rot, head);
-        for (int j = 0; j < hd; j++) {
-            if (query) q[from + j] = want_q[from + j] = head[j];
-            if (query) continue;
-            want_k[at + j] = quant_f32_to_f16(head[j]);
-            want_v[at + j] = quant_f32_to_f16(x.s.v[from + j]);
-        }
+    config->alibi = t->slopes;
+    config->clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0;
+    config->temp_scale = strchr(t->what, 't') ? 0.7f : 0;
+    config->n_ctx_orig = 8;
+    x.m.layers = &x.w;
+    x.w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE,
+                  .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd};
+    for (int k = 0; k < 2; k++) {
+        int heads = k ? KV : H, size = whole || own ? heads * hd : hd;
+        float loud = k == 0 && t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1
+        if (strchr(t->what, "qk"[k]))
+            *(k ? &x.w.k_norm : &x.w.q_norm) = (Norm){lab_floats(g, size, loud),
+                strchr(t->what, 'b') ? lab_floats(g, size, 1) : NULL, size, whole ? 0 : hd};
     }
-    const char *name = text_of("%s, case %d", n >= 8 ? "flash_attention" : "attention",
+    if (t->sinks) a.sinks = x.w.sinks = lab_floats(g, H, 3);
+    if (t->slopes) a.slopes = lab_copy(g, a.slopes, H);
+    a.scale = config->attn_scale;
+    x.s = (Session){.cache = &c, .pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
+                    .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
+                    .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
+                    .z = lab_floats(g, n * H * hd, 1), .slopes = (float *)a.slopes,
+                    .angles = {lab_floats(g, n * t->n_rot, 1)}};
+    g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
+    Session cpu = x.s;
+    cpu.m = &x.m;
+    cpu.cache = &want;
+    cpu.q = lab_copy(g, x.s.q, n * H * hd);
+    cpu.k = lab_copy(g, x.s.k, n * KV * hd);
+    cpu.v = lab_copy(g, x.s.v, n * KV * vd);
+    cpu.att = lab_floats(g, n * H * vd, 1);
+    for (int i = 0; i < n; i++) {
+        if (gated) split_gate_row((Task){.ctx = &cpu, .i = i});
+        qkv_row((Task){.ctx = &cpu, .i = i});
+    }
+    a.q = cpu.q;
+    a.out = cpu.att;
+    plain_attention(&a, need(a.rows * sizeof(float)));
+    for (int i = 0; gated && i < n; i++) gate_row((Task){.ctx = &cpu, .i = i});
+    const char *name = text_of("%s, case %d", n >= FLASH_MIN ? "flash_attention" : "attention",
                                (int)(t - GPU_ATTENTION));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
-    lab_compare(name, -1, x.s.att, attention_wanted(a), NULL, all, n >= 8 ? 2e-3 : 3e-4);
-    if (n > 1) lab_compare("rope", -1, x.s.q, q, NULL, all, 1e-5);
-    for (int i = 0; i < ring; i++)
-        if (c.pos[i / hd % t->rows] >= 0)
-            e = fmax(e, fmax(fabs(half_value(c.k[i]) - half_value(a.k[i])),
-                             fabs(half_value(c.v[i]) - half_value(a.v[i]))));
-    LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
+    lab_compare_floats(name, x.s.att, cpu.att, n * H * vd, n >= FLASH_MIN ? 2e-3 : 3e-4);
+    if (n > 1 && !gated) lab_compare_floats("rope", x.s.q, cpu.q, n * H * hd, 1e-5);
+    lab_compare_ring(name, c.k, want.k, &c, KV, hd);
+    lab_compare_ring(name, c.v, want.v, &c, KV, vd);
 }
 
 static void kernel_attention(Gpu *g, int unused) {
@@ -3341,30 +3887,258 @@ static void kernel_attention(Gpu *g, int unused) {
         lab_attention(g, &GPU_ATTENTION[i]);
 }
 
+// of each kind, with and without weights and bias, by way of each epilogue
 static void kernel_norms(Gpu *g, int unused) {
     enum { N = 3 };
     static const int sizes[] = {1000, 64, 45};
     (void)unused;
-    for (int k = 0; k < 3; k++) {
-        int n = sizes[k];
+    for (int k = 0; k < 12; k++) {
+        int n = sizes[k % 3], kind = k % 2 ? LAYERNORM : RMS, way = k / 3 % EPILOGUE_ACT;
         Lab x = lab(g);
         float *in = lab_floats(g, N * n, 2), *y = lab_floats(g, N * n, 1);
-        Norm w = {lab_floats(g, n, 1), lab_floats(g, n, 1), n, 0};
+        float *other = lab_floats(g, N * n, 1), factor = way ? 0.5f : 1;
+        Norm w = {k % 4 ? lab_floats(g, n, 1) : NULL, k % 5 ? lab_floats(g, n, 1) : NULL, n, n};
         double *want = need(N * n * sizeof *want);
-        struct norm_args a = {n, 1e-5f};
-        Dispatch d = {"norm", {in, w.w, w.b, y}, 4, N, NORM_THREADS, NORM_FLOATS,
-                      {[C_CENTRED] = 1, [C_BIASES] = 1}};
-        reference_norm(want, in, N * n, &(Norm){w.w, NULL, n, n}, RMS, 1e-5);
-        for (int i = 0; i < N * n; i++) want[i] += y[i];
-        x.m.config.dim = n;
-        run_norm(lab_begin(&x), in, &w, y, N, EPILOGUE_ADD);
+        for (int i = 0; i < N * n && kind; i++) in[i] += 30;   // a mean larger than the deviation
+        reference_norm(want, in, N * n, &w, kind, 1e-5);
+        for (int i = 0; i < N * n; i++) {
+            want[i] *= factor;
+            if (way == EPILOGUE_ADD) want[i] += other[i];
+            if (way == EPILOGUE_GLU) want[i] = reference_activation(SILU, other[i], want[i], true);
+        }
+        run_norm(lab_begin(&x), in, &w, kind, n, y, N, (Epilogue){way, other, factor, 0});
         lab_end(&x, "norm");
-        lab_compare("norm", -1, y, want, NULL, N * n, 1e-5);
-        for (int i = 0; i < N * n; i++) in[i] += 30;   // a mean that is large beside the deviation
-        reference_norm(want, in, N * n, &(Norm){w.w, w.b, n, n}, LAYERNORM, 1e-5);
-        gpu_dispatch(lab_begin(&x)->gpu, &d, &a, sizeof a);
-        lab_end(&x, "norm centred");
-        lab_compare("norm centred", -1, y, want, NULL, N * n, 3e-5);
+        lab_compare("norm", -1, y, want, NULL, N * n, 3e-5);
+    }
+}
+
+// What a router chooses is written to chosen[n_used] and weight[n_used].
+static void reference_choice(const Config *c, const double *logits, const float *bias, int *chosen,
+                             double *weight) {
+    double p[16], sum = 0, all = 0, top = logits[0];
+    for (int e = 1; e < c->n_expert; e++) top = fmax(top, logits[e]);
+    for (int e = 0; e < c->n_expert; e++) all += exp(logits[e] - top);
+    for (int e = 0; e < c->n_expert; e++)
+        p[e] = c->gating == 2 ? 1 / (1 + exp(-logits[e])) : exp(logits[e] - top) / all;
+    for (int k = 0; k < c->n_used; k++, sum += weight[k - 1]) {
+        double best = -1e9;
+        for (int e = 0; e < c->n_expert; e++) {
+            bool taken = false;
+            for (int i = 0; i < k; i++) taken |= chosen[i] == e;
+            if (taken || !(p[e] + (bias ? bias[e] : 0) > best)) continue;
+            best = p[e] + (bias ? bias[e] : 0);
+            chosen[k] = e;
+        }
+        weight[k] = p[chosen[k]];
+    }
+    for (int k = 0; k < c->n_used; k++)
+        weight[k] *= c->gates_scale / (c->gates_normed ? fmax(sum, 6.103515625e-5) : 1);
+}
+
+// out[dim] += weight * down(act(gate x) * up x) of an FFN as wide as its input, whose matrices
+// begin with these rows
+static void reference_ffn(const RandomMatrix *w, const int *row, int act, int ff, const double *x,
+                          double weight, double *out, double *size) {
+    float *h = need(ff * sizeof *h);
+    double *wide = need(2 * ff * sizeof *wide), *all = wide + ff, a, b, c;
+    for (int i = 0; i < ff; i++) {
+        double v = reference_row(&w[0], row[0] + i, x, 1, &a);
+        wide[i] = reference_activation(act, v, reference_row(&w[1], row[1] + i, x, 1, &b), true);
+        all[i] = (a + 1) * (b + 1) * (act == RELU2 ? a + 1 : 1);
+    }
+    for (int r = 0; r < w[2].m.cols; r++) {
+        out[r] += weight * reference_row(&w[2], row[2] + r, wide, 1, NULL);
+        reference_row(&w[2], row[2] + r, all, 1, &c);
+        size[r] += fabs(weight) * (c + 1);
+    }
+}
+
+// E experts, of which each of n tokens uses 3, and maybe a shared one
+static void lab_experts(Gpu *g, int type, int n) {
+    enum { E = 7, USED = 3 };
+    Lab x = lab(g);
+    int dim = format_cols(type, false), ff = dim, both = 1 + type % 2;   // one tensor for two
+    bool shared = type % 3, weighed = type % 4 > 1;
+    RandomMatrix w[3], own[3], router = lab_matrix(g, FORMAT_F32, E + 1, dim), *all[] = {
+        &w[0], &w[1], &w[2], &own[0], &own[1], &own[2], &router};
+    float *scales = type % 5 ? NULL : lab_floats(g, E, 2), *other = lab_floats(g, n * dim, 1);
+    float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
+    double *want = need(2 * n * dim * sizeof *want), *size = want + n * dim, xs[256], logits[E + 1];
+    double weight[USED];
+    Norm norm = lab_norm(g, dim, 0);
+    Matrix view[3];
+    x.arch.act = type % 4;
+    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E, .n_used = USED,
+                          .gating = 1 + type % 2, .gates_normed = type % 3 > 0,
+                          .gates_scale = 1.5f};
+    memcpy((float *)router.m.data + 4 * dim, (float *)router.m.data + 2 * dim, 4 * dim);   // a tie
+    memcpy(router.f + 4 * dim, router.f + 2 * dim, 4 * dim);
+    for (int i = 0; i < 3; i++) {
+        int many = i < 2 ? both : 1;
+        own[i] = lab_matrix(g, other_format(type), ff, dim);
+        w[i] = i == 1 && both > 1 ? w[0] : lab_matrix(g, type, E * many * ff, dim);
+        if (type % 3 != 1) w[i].m.bias = lab_floats(g, E * many * ff, 1);
+        else own[i].m.bias = lab_floats(g, ff, 1);
+        if (i == 1 && both > 1) w[1].m.bias = w[0].m.bias;
+        view[i] = w[i].m;
+        view[i].rows = ff;
+        view[i].step = many * ff * quant_row_bytes(type, dim);
+        view[i].scale = scales;
+    }
+    x.w = (Layer){.ff = ff, .router = matrix_rows(router.m, 0, E), .gate = view[0],
+                  .up = both > 1 ? matrix_rows(view[1], ff, ff) : view[1], .down = view[2],
+                  .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
+    if (shared) x.w.shared_gate = own[0].m, x.w.shared_up = own[1].m, x.w.shared_down = own[2].m;
+    if (shared && weighed) x.w.shared_router = matrix_rows(router.m, E, 1);
+    for (int k = 0; k < 6 && n > 1; k++)   // gemm's weights are half
+        for (int i = 0; i < (k < 3 ? E * both * ff : ff) * dim; i++) {
+            if (k == 2 && i >= E * ff * dim) break;
+            all[k]->f[i] = (float)(_Float16)all[k]->f[i];
+        }
+    for (int t = 0; t < n; t++) {
+        int chosen[USED];
+        double *to = want + t * dim, *of = size + t * dim;
+        reference_norm(xs, in + t * dim, dim, n > 1 ? NULL : &norm, RMS, 1e-5f);
+        for (int e = 0; e <= E; e++) logits[e] = reference_row(&router, e, xs, 1, NULL);
+        reference_choice(&x.m.config, logits, x.w.router_bias, chosen, weight);
+        for (int k = 0; k < USED; k++) {
+            int e = chosen[k], first[3] = {e * both * ff, (e + 1) * both * ff - ff, e * ff};
+            for (int i = 0; i < 3; i++) w[i].m.scale = scales ? scales + e : NULL;
+            reference_ffn(w, first, x.arch.act, ff, xs, weight[k], to, of);
+        }
+        double part = weighed ? 1 / (1 + exp(-logits[E])) : 1;
+        if (shared) reference_ffn(own, (int[3]){0}, x.arch.act, ff, xs, part, to, of);
+        for (int i = 0; i < dim; i++) to[i] = other[t * dim + i] + 0.5 * to[i];
+    }
+    x.s = (Session){.route = lab_floats(g, n * E, 1), .gathered = lab_floats(g, n, 1),
+                    .chosen = lab_bytes(g, 4 * n * USED), .order = lab_bytes(g, 4 * n * USED),
+                    .weight = lab_floats(g, n * USED, 1), .expert_out = lab_floats(g, n * dim, 1),
+                    .gate = lab_floats(g, n * ff, 1), .up = lab_floats(g, n * ff, 1)};
+    g->gate = lab_floats(g, n * USED * ff, 1);
+    g->up = lab_floats(g, n * USED * ff, 1);
+    g->place = lab_bytes(g, 4 * n * USED);
+    g->tiles = lab_bytes(g, 12 * expert_tiles(n * USED, E, GEMM_FEW));
+    run_choice(lab_begin(&x), &x.w, (Input){in, n > 1 ? NULL : &norm}, n);
+    run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
+    const char *what = n > 1 ? "gemm experts" : "experts_down";
+    lab_end(&x, what);
+    lab_compare(what, type, y, want, size, n * dim, 2e-6);
+}
+
+static void kernel_experts(Gpu *g, int type) {
+    lab_experts(g, type, 1);
+    lab_experts(g, type, type < 2 ? 50 : 9);
+}
+
+// The delta rule, in double, for n tokens: what goes in, the convolution's last inputs and the
+// states in the order of llm.c, and what comes out before the norm.
+typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; } DeltaCase;
+static const DeltaCase DELTAS[] = {
+    {2, 4, 20, 12, 4, false, false}, {2, 6, 33, 72, 3, true, true}, {1, 2, 256, 8, 2, false, true},
+    {3, 3, 128, 5, 4, true, false}};
+
+static void reference_delta(const DeltaCase *d, const Layer *w, const RandomMatrix *m, int n,
+                            const float *in, int dim, double *mix, double *state, double *out) {
+    int channels = m[0].m.rows, past = d->conv - 1, share = d->n_value / d->n_key;
+    double xs[64], *y = need(channels * sizeof *y);
+    for (int t = 0; t < n; t++, out += d->n_value * d->dv) {   // mix[past + n][channels]
+        reference_norm(xs, in + t * dim, dim, NULL, RMS, 0);
+        for (int i = 0; i < channels; i++) {
+            mix[(past + t) * channels + i] = reference_row(&m[0], i, xs, 1, NULL);
+            y[i] = 0;
+            for (int j = 0; j <= past; j++)
+                y[i] += w->conv[i * d->conv + j] * mix[(t + j) * channels + i];
+            y[i] /= 1 + exp(-y[i]);
+        }
+        for (int h = 0; h < d->n_value; h++) {
+            int key = d->tiled ? h % d->n_key : h / share, at = h / share * 2 * share + h % share;
+            double *q = y + key * d->dk, *k = q + d->n_key * d->dk, qq = 1e-5, kk = 1e-5;
+            double a = reference_row(&m[2], d->fused ? at + share : h, xs, 1, NULL) + w->dt_bias[h];
+            double b = reference_row(&m[d->fused ? 2 : 3], d->fused ? at : h, xs, 1, NULL);
+            double g = exp(w->a[h] * log1p(exp(a)));
+            for (int j = 0; j < d->dk; j++) qq += q[j] * q[j], kk += k[j] * k[j];
+            for (int r = 0; r < d->dv; r++) {
+                double *s = state + (h * d->dv + r) * d->dk, dot = 0, o = 0;
+                for (int j = 0; j < d->dk; j++) dot += g * s[j] * k[j] / sqrt(kk);
+                double v = y[2 * d->n_key * d->dk + h * d->dv + r] - dot;
+                for (int j = 0; j < d->dk; j++) {
+                    s[j] = g * s[j] + v / (1 + exp(-b)) * k[j] / sqrt(kk);
+                    o += s[j] * q[j] / sqrt(qq * d->dk);
+                }
+                out[h * d->dv + r] = o;
+            }
+        }
+    }
+}
+
+// where row r of head h begins in a state: [dv / 64][dk][64]
+static size_t delta_at(const DeltaCase *d, int h, int r) {
+    int blocks = (d->dv + DELTA_ROWS - 1) / DELTA_ROWS;
+    return (size_t)(h * blocks + r / DELTA_ROWS) * d->dk * DELTA_ROWS + r % DELTA_ROWS;
+}
+
+// 5 tokens at once, or 2 and then each by itself, with states that are there before
+static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
+    enum { N = 5, DIM = 40 };
+    Lab x = lab(g);
+    int values = d->n_value * d->dv, channels = 2 * d->n_key * d->dk + values, past = d->conv - 1;
+    int gates = d->fused ? 2 * d->n_value : d->n_value;
+    RandomMatrix m[4] = {lab_matrix(g, FORMAT_F16, channels, DIM), lab_matrix(g, 1, values, DIM),
+                         lab_matrix(g, 1, gates, DIM), lab_matrix(g, 1, d->n_value, DIM)};
+    Config *c = &x.m.config;
+    *c = (Config){.eps = 1e-5f, .dim = DIM, .conv = d->conv, .n_key = d->n_key, .dk = d->dk,
+                  .n_value = d->n_value, .dv = d->dv};
+    x.arch.flags = d->tiled ? DELTA_TILED : 0;
+    Cache cache = {.conv = lab_floats(g, past * channels, 1),
+                   .state = lab_floats(g, delta_state_size(c), 1)};
+    x.w = (Layer){.conv_in = m[0].m, .z = m[1].m, .conv = lab_floats(g, channels * d->conv, 1),
+                  .dt_bias = lab_floats(g, d->n_value, 2), .a = lab_floats(g, d->n_value, 1),
+                  .delta_norm = {lab_floats(g, d->dv, 1), NULL, d->dv, d->dv}};
+    if (d->fused) x.w.beta_alpha = m[2].m;
+    else x.w.alpha = m[2].m, x.w.beta = m[3].m;
+    for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= 1;   // it decays
+    float *in = lab_floats(g, N * DIM, 1), *raw = need(N * values * sizeof *raw);
+    x.s = (Session){.cache = &cache, .att = lab_floats(g, N * values, 1),
+                    .mix = lab_floats(g, (N + past) * channels, 1),
+                    .z = lab_floats(g, N * values, 1),
+                    .ba = lab_floats(g, N * gates, 1), .decay = lab_floats(g, N * gates, 1),
+                    .write = lab_floats(g, N * gates, 1)};
+    double *mix = need((N + past) * channels * sizeof *mix);
+    double *want = need(N * values * sizeof *want);
+    double *state = need(values * d->dk * sizeof *state), worst = 0, xs[DIM];
+    float *got = need(N * values * sizeof *got);
+    for (int i = 0; i < past * channels; i++) mix[i] = cache.conv[i];
+    for (int i = 0; i < values * d->dk; i++)
+        state[i] = cache.state[delta_at(d, i / d->dk / d->dv, i / d->dk % d->dv) +
+                               i % d->dk * DELTA_ROWS];
+    for (int t = 0, n; t < N; t += n) {
+        n = t == 0 ? first : 1;
+        run_delta(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
+        lab_end(&x, "delta_rule");
+        memcpy(got + t * values, x.s.att, n * values * sizeof *got);
+    }
+    reference_delta(d, &x.w, m, N, in, DIM, mix, state, want);
+    for (int i = 0; i < N * values; i++) raw[i] = want[i];
+    reference_norm(want, raw, N * values, &x.w.delta_norm, RMS, 1e-5);
+    for (int i = 0; i < N * values; i++) {
+        if (i % values == 0) reference_norm(xs, in + i / values * DIM, DIM, NULL, RMS, 0);
+        want[i] = reference_activation(SILU, reference_row(&m[1], i % values, xs, 1, NULL), want[i],
+                                       true);
+    }
+    lab_compare("delta_rule", -1, got, want, NULL, N * values, 2e-4);
+    for (int i = 0; i < values * d->dk; i++)
+        worst = fmax(worst, fabs(state[i] - cache.state[delta_at(d, i / d->dk / d->dv, i / d->dk %
+                                                                 d->dv) + i % d->dk * DELTA_ROWS]));
+    for (int i = 0; i < past * channels; i++)
+        worst = fmax(worst, fabs(mix[N * channels + i] - cache.conv[i]));
+    LAB_CHECK(worst < 1e-4, "delta_rule: its states are off by %g", worst);
+}
+
+static void kernel_delta(Gpu *g, int unused) {
+    (void)unused;
+    for (size_t i = 0; i < COUNT(DELTAS); i++) {
+        lab_delta(g, &DELTAS[i], 5);
+        lab_delta(g, &DELTAS[i], 2);
     }
 }
 
@@ -3391,7 +4165,10 @@ static void kernel_argmax(Gpu *g, int unused) {
 static const struct { const char *name; int formats; } VARIANTS[] = {
     {"embed", 28}, {"gemv", 28}, {"gemv glu", 28}, {"gemm", 28}, {"gemm few", 28},
     {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1}, {"norm centred", 1},
-    {"rope", 1}, {"attention", 1}, {"flash_attention", 1}, {"argmax", 1},
+    {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1}, {"flash_attention", 1},
+    {"argmax", 1}, {"choose_experts", 1}, {"experts_up", 28}, {"experts_down", 28},
+    {"gemm experts", 2}, {"gemm experts few", 26}, {"sort_choices", 1}, {"weigh_experts", 1},
+    {"delta_conv", 1}, {"delta_rule", 1},
 };
 enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
 
@@ -3401,9 +4178,12 @@ static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
         const SoftObject *f = soft.run[r].pipeline->a;
         bool glu = !strcmp(f->name, "gemv") && f->constant[C_EPILOGUE].value == EPILOGUE_GLU;
         char name[64];
-        snprintf(name, sizeof name, "%s%s%s%s%s", f->name, f->constant[C_INT8].value ? " int8" : "",
+        bool experts = !strcmp(f->name, "gemm") && f->constant[C_EXPERTS].value;
+        bool centred = !strcmp(f->name, "norm") && f->constant[C_CENTRED].value;
+        snprintf(name, sizeof name, "%s%s%s%s%s%s", f->name,
+                 f->constant[C_INT8].value ? " int8" : "", experts ? " experts" : "",
                  f->constant[C_TILE_TOKENS].value == GEMM_FEW ? " few" : "", glu ? " glu" : "",
-                 f->constant[C_CENTRED].value ? " centred" : "");
+                 centred ? " centred" : "");
         for (int v = 0; v < N_VARIANTS; v++)
             for (int t = 0; t < N_FORMATS && !strcmp(VARIANTS[v].name, name); t++)
                 ran[v][t] |= f->constant[C_FORMAT_0].value == FORMATS[t];
@@ -3435,7 +4215,8 @@ static void check_counters(void) {
 // In order to add a kernel: its test, and a row here and in VARIANTS.
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
-    {kernel_attention, false}, {kernel_norms, false}, {kernel_argmax, false},
+    {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
+    {kernel_argmax, false}, {kernel_delta, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
@@ -3450,6 +4231,7 @@ static void test_metal_kernels(void) {
         int type = FORMATS[i / ORDERS];
         bool few = type < 2 || type == 7 || type == 8 || type == 12;
         emu.order = i % ORDERS;
+        if (soft.cuda && emu.order) continue;   // it has its own
         for (size_t k = 0; ok && k < sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS; k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
@@ -3471,44 +4253,112 @@ static void test_metal_kernels(void) {
 
 // ---- whole models ----
 
-static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
+// Dispatches of each part of a model, for one token and for a chunk.
+enum { EMBEDDING, OUTPUT, BEFORE, ATTENTION_BLOCK, ALL_HEADS, LONG_RING, DELTA_BLOCK, APART,
+       GATED_FFN, UNGATED_FFN, EXPERT_BLOCK, SHARED_EXPERT, AFTER };
+static const struct { int token, chunk; } DISPATCHES[] = {
+    [EMBEDDING] = {1, 1},
+    [OUTPUT] = {2, 1},                // product and argmax; of up to 16 rows the product
+    [BEFORE] = {0, 1},                // the norm before a block or the output
+    [ATTENTION_BLOCK] = {3, 4},       // q, k, v | (RoPE |) attention | o
+    [ALL_HEADS] = {1, 1},             // a QK norm over a whole projection
+    [LONG_RING] = {1, 0},             // the merge of its slices
+    [DELTA_BLOCK] = {5, 5},           // products | convolution | rule | norm | out
+    [APART] = {1, 1},                 // alpha and beta in two tensors
+    [GATED_FFN] = {2, 3}, [UNGATED_FFN] = {2, 2},
+    [EXPERT_BLOCK] = {4, 7},          // router | choice | (sorting |) gate, up | down (| the sum)
+    [SHARED_EXPERT] = {1, 3},
+    [AFTER] = {1, 1},                 // each post-norm, and that of the embedding
+};
 
-// dispatches of n tokens of which `rows` want logits: 5 a layer for one token, 11 for a chunk, one
-// more for each post-norm, and for each product in integers; embedding; norm and gemm, or gemv and
-// argmax, for each 16 rows of logits
-static int expected_dispatches(const Session *s, int n, int rows) {
+static int dispatches(int part, int n, bool there) {
+    return !there ? 0 : n > 1 ? DISPATCHES[part].chunk : DISPATCHES[part].token;
+}
+
+enum { MATRICES = 18 };
+static void layer_matrices(const Layer *w, const Matrix *all[MATRICES]) {   // absent ones, too
+    const Matrix *list[MATRICES] = {
+        &w->router, &w->shared_router, &w->gate, &w->up, &w->down, &w->q, &w->k, &w->v, &w->o,
+        &w->conv_in, &w->z, &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out, &w->shared_gate,
+        &w->shared_up, &w->shared_down};
+    memcpy(all, list, sizeof list);
+}
+
+// Products in integers take one more for their input, except those of experts and routers.
+static int codes_dispatches(const Session *s, int n, const Matrix *a, const Matrix *b,
+                            const Matrix *c) {
+    bool codes = s->o.gpu_int8 && n > GEMM_FEW && a->data && has_codes(a);
+    return codes && (!b->data || has_codes(b)) && (!c->data || has_codes(c));
+}
+
+static int layer_codes(const Session *s, int n, const Layer *w) {
+    static const Matrix none;
+    bool mix = w->router.data;
+    const Matrix *gate = mix ? &w->shared_gate : &w->gate, *up = mix ? &w->shared_up : &w->up;
+    return codes_dispatches(s, n, &w->q, &w->k, &w->v) + codes_dispatches(s, n, &w->o, &none, &none)
+         + codes_dispatches(s, n, &w->conv_in, &w->z, &w->beta_alpha)
+         + codes_dispatches(s, n, &w->alpha, &w->beta, &none)
+         + codes_dispatches(s, n, &w->delta_out, &none, &none)
+         + codes_dispatches(s, n, up, gate, &none)
+         + codes_dispatches(s, n, mix ? &w->shared_down : &w->down, &none, &none);
+}
+
+static int layer_dispatches(const Session *s, int l, int n, int pos) {
+    const Layer *w = &s->m->layers[l];
+    const Cache *c = &s->cache[l];
+    bool bare = s->m->config.arch->norm == BARE, delta = w->conv_in.data, mix = w->router.data;
+    bool second = w->ffn_norm.w || (bare && !w->parallel), plain = w->gate.data && !w->parallel;
+    int used = pos + n < c->rows ? pos + n : c->rows, total = 0;
+    if (n == 1 && s->o.gpu_block && plain && !mix && !delta && !w->attn_post_norm.w) return 3;
+    int parts = attention_parts(w->n_head, w->n_kv);
+    total += layer_codes(s, n, w);
+    total += dispatches(BEFORE, n, w->attn_norm.w || bare) + dispatches(BEFORE, n, second);
+    total += dispatches(ATTENTION_BLOCK, n, !delta);
+    total += dispatches(ALL_HEADS, n, (w->q_norm.w && !w->q_norm.group) ||
+                                      (w->k_norm.w && !w->k_norm.group));
+    total += dispatches(LONG_RING, n, !delta && attention_slices(used, parts) > 1);
+    total += dispatches(DELTA_BLOCK, n, delta) + dispatches(APART, n, w->alpha.data);
+    total += dispatches(GATED_FFN, n, !mix && w->gate.data);
+    total += dispatches(UNGATED_FFN, n, !mix && !w->gate.data);
+    total += dispatches(EXPERT_BLOCK, n, mix) + dispatches(SHARED_EXPERT, n, w->shared_up.data);
+    total += dispatches(AFTER, n, w->attn_post_norm.w);
+    return total + dispatches(AFTER, n, w->ffn_post_norm.w);
+}
+
+// all dispatches of n tokens, of which `rows` want logits
+static int expected_dispatches(const Session *s, int n, int pos, int rows) {
+    static const Matrix none;
     const Model *m = s->m;
-    int total = 1 + (rows + LOGIT_ROWS - 1) / LOGIT_ROWS * 2;
-    for (int l = 0; l < m->config.n_layer; l++) {
-        const Layer *w = &m->layers[l];
-        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down};
-        total += n > 1 ? 11 : s->o.gpu_block && !w->attn_post_norm.w ? 3 : 5;
-        total += (w->attn_post_norm.w != NULL) + (w->ffn_post_norm.w != NULL);
-        for (int i = 0; i < 7; i++) total += s->o.gpu_int8 && n > GEMM_FEW && has_codes(all[i]);
-    }
-    for (int r = rows; r > GEMM_FEW; r -= LOGIT_ROWS)
-        total += s->o.gpu_int8 && has_codes(&m->output);
+    int total = dispatches(EMBEDDING, n, true) + dispatches(AFTER, n, m->embd_norm.w);
+    bool norm = m->out_norm.w || m->config.arch->norm == BARE;
+    for (int l = 0; l < m->config.n_layer; l++) total += layer_dispatches(s, l, n, pos);
+    for (int r = rows; r > 0; r -= LOGIT_ROWS)
+        total += dispatches(OUTPUT, r, true) + dispatches(BEFORE, r, norm) +
+                 codes_dispatches(s, r, &m->output, &none, &none);
     return total;
 }
 
-// Logits of ids[from .. n-1], into `to`. The GPU's recorder must have seen exactly the dispatches
-// of the chunks after position p (a fall-back to the CPU is a failure), in so many command buffers,
-// and nothing is allocated but the history of tokens.
+// Logits of ids[from .. n-1], or an encoder's vectors, into `to`. The GPU's recorder must have seen
+// exactly the dispatches of the chunks after position p (a fall-back to the CPU is a failure), in
+// so many command buffers, and nothing is allocated but the history of tokens.
 static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, float *to) {
     int want = 0, commits = 0, buffers = soft.buffers, layers = s->m->config.n_layer;
-    bool gpu = !s->o.cpu && RECORDER;
+    bool gpu = !s->o.cpu && RECORDER, encoder = !s->m->config.causal;
+    bool save = s->n_recurrent && n - p > 1;
     size_t allowed = allocations + (n + 1 > (int)s->history.room);
     for (int left; p < n; p += left) {
         left = n - p < s->o.chunk ? n - p : s->o.chunk;
-        int rows = p + left <= from ? 0 : p < from ? p + left - from : left;
-        want += expected_dispatches(s, left, rows);
+        if (save && left > 1 && left == n - p) left--;   // a snapshot before the last token
+        int rows = encoder || p + left <= from ? 0 : p < from ? p + left - from : left;
+        want += expected_dispatches(s, left, p, rows);
         commits += 1 + (left > 1) * layers / (layers / MAX_COMMANDS + SPLIT_LAYERS);
         commits += rows > 0 ? (rows - 1) / LOGIT_ROWS : 0;
     }
     soft.n_run = soft.commits = 0;
-    get_rows(s, ids, n, from, to - from * s->m->config.n_vocab);
+    get_rows(s, ids, n, from, to - from * (encoder ? s->m->config.dim : s->m->config.n_vocab));
     CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
-    CHECK(!gpu || (s->gpu && soft.n_run == want), "%d dispatches, expected %d", soft.n_run, want);
+    CHECK(!gpu || (s->gpu && soft.n_run == want), "%s: %d dispatches, expected %d",
+          s->m->config.name, soft.n_run, want);
     CHECK(!gpu || soft.commits == commits, "%d commits, expected %d", soft.commits, commits);
     CHECK(!gpu || soft.buffers == buffers, "%d buffers made in forward", soft.buffers - buffers);
     CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
@@ -3517,23 +4367,31 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, fl
             CHECK(s->cache[l].pos[r] < n, "layer %d: a row of the future", l);
 }
 
-// One token: each weight matrix is bound by one dispatch, which reads it once; so are K and V.
+// how many dispatches but embed's, which reads a single row, have bound p
+static int times_bound(const void *p) {
+    int times = 0;
+    for (int r = 0; r < soft.n_run; r++)
+        for (int b = 0; b < 16 && strcmp(soft.run[r].pipeline->a->name, "embed"); b++)
+            times += soft.run[r].bound[b] == p;
+    return times;
+}
+
+// One token: each weight matrix is bound by one dispatch, which reads it once; so are K and V, or
+// a state.
 static void check_reads(const Session *s) {
-    for (int l = 0; l <= s->m->config.n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down};
-        bool last = l == s->m->config.n_layer;
-        for (int i = 0; i < (last ? 1 : 9); i++) {
-            const void *p = i < 7 ? matrix_base(last ? &s->m->output : all[i])
-                          : i == 7 ? s->cache[l].k : s->cache[l].v;
-            int times = 0;
-            for (int r = 0; r < soft.n_run; r++) {
-                bool row = !strcmp(soft.run[r].pipeline->a->name, "embed");   // one row of the head
-                for (int b = 0; b < 12 && !row; b++) times += soft.run[r].bound[b] == p;
-            }
-            CHECK(times == 1, "layer %d: operand %d is read %d times", l, i, times);
+    for (int l = 0; l < s->m->config.n_layer; l++) {
+        const Matrix *all[MATRICES];
+        const Cache *c = &s->cache[l];
+        const void *own[] = {c->k, c->v, c->conv, c->state};
+        layer_matrices(&s->m->layers[l], all);
+        for (int i = 0; i < MATRICES + 4; i++) {
+            const void *p = i < MATRICES ? all[i]->data : own[i - MATRICES];
+            int times = times_bound(i < MATRICES && p ? matrix_base(all[i]) : p);
+            CHECK(!p || times == 1, "layer %d: operand %d is read %d times", l, i, times);
         }
     }
+    bool once = !s->m->config.causal || times_bound(matrix_base(&s->m->output)) == 1;
+    CHECK(once, "%s: the output matrix", s->m->config.name);
 }
 
 // stderr goes to a file; what came there, and to the screen again
@@ -3567,39 +4425,63 @@ static bool open_gpu(Session *s, const Model *m, Options o) {
     for (int l = 0; l < m->config.n_layer; l++)   // a warm-up leaves no trace
         for (int r = 0; r < s->cache[l].rows; r++)
             CHECK(s->cache[l].pos[r] == -1, "%s: row %d is taken", name, r);
+    bool clean = squares(s->recurrent, s->n_recurrent) == 0;
+    CHECK(clean, "%s: a state is not zero", name);
     return s->gpu != NULL;
 }
 
-// A prompt in chunks, then token by token; then cut back and on again. `far`: how far from the
-// golden logits (NULL: none) both may be; `near`: how far GPU and CPU may be from each other.
-// False if the GPU does not take the model.
+// what session_reuse can keep of `p` tokens that are in the cache, fewer than it holds
+static int kept(const Session *s, int p) {
+    if (!s->m->config.causal) return 0;
+    if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
+    return rows_resident(s, p) ? p : 0;
+}
+
+// how far from llama.cpp's logits, or the mean of an encoder's vectors
+static double golden_error(const Model *m, const float *rows, int n, const float *golden) {
+    int dim = m->config.dim;
+    float *mean = need(dim * sizeof *mean);
+    if (m->config.causal) return nmse(rows, golden, (size_t)n * m->config.n_vocab);
+    for (int i = 0; i < n * dim; i++) mean[i % dim] += rows[i] / n;
+    return nmse(mean, golden, dim);
+}
+
+// A prompt in chunks, then token by token; then cut back and on again. An encoder: its whole text
+// again and again, and a text of one token. `far`: how far from the golden output (NULL: none) both
+// may be; `near`: how far GPU and CPU may be from each other. False if the GPU does not take the
+// model.
 static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden,
                           double far, double near) {
     Session s[2];
-    size_t V = m->config.n_vocab;
+    bool encoder = !m->config.causal;
+    size_t V = encoder ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
-    float *logits = need(2 * n * V * sizeof *logits), *of[2] = {logits, logits + n * V};
-    int prompt = n * 5 / 6, best = 0, cut = n - 4;
+    float *logits = need(2 * (n + 1) * V * sizeof *logits), *of[2] = {logits, logits + (n + 1) * V};
+    int prompt = encoder ? n : n * 5 / 6, best = 0, cut = n - 4;
     o.threads = 1;
+    if (encoder) o.chunk = n;
     bool opened = open_gpu(&s[0], m, o);
     o.cpu = true;
     open_gpu(&s[1], m, o);
     for (int cpu = 0; opened && cpu < 2; cpu++) {
         eval_rows(&s[cpu], ids, prompt, 0, 0, of[cpu]);
         for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, i, of[cpu] + i * V);
+        if (encoder) eval_rows(&s[cpu], ids, 1, 0, 0, of[cpu] + n * V);
         if (!cpu && s[0].gpu && !o.gpu_block && RECORDER) check_reads(&s[0]);
     }
-    for (size_t i = 1; i < V; i++) best = s[0].logits[i] > s[0].logits[best] ? (int)i : best;
-    CHECK(!opened || gpu_argmax(&s[0], s[0].logits) == best, "%s: argmax %d", name, best);
+    for (size_t i = 1; i < V && !encoder; i++)
+        best = s[0].logits[i] > s[0].logits[best] ? (int)i : best;
+    CHECK(!opened || gpu_argmax(&s[0], s[0].logits) == (encoder ? -1 : best), "%s: argmax", name);
     CHECK(gpu_argmax(&s[0], s[0].logits + V) == -1, "%s: the argmax of other logits", name);
-    double d = nmse(of[0], of[1], n * V), g = golden && opened ? nmse(of[0], golden, n * V) : 0;
+    double d = nmse(of[0], of[1], (n + 1) * V);
+    double g = golden && opened ? golden_error(m, of[0], n, golden) : 0;
     CHECK(d <= near, "%s: GPU and CPU differ by %.1e, limit %.0e", name, d, near);
     CHECK(g <= far, "%s: %.1e from golden, limit %.0e", name, g, far);
     for (int cpu = 0; opened && cpu < 2; cpu++) {
-        int p = rows_resident(&s[cpu], cut - 1) ? cut - 1 : 0;
-        eval_rows(&s[cpu], ids, cut, cut - 1, p, of[cpu]);
-        eval_rows(&s[cpu], ids, n, n - 2, cut, of[cpu] + V);
-        CHECK(gpu_argmax(&s[cpu], s[cpu].logits) == -1, "%s: the argmax of two rows", name);
+        eval_rows(&s[cpu], ids, cut, cut - 1, kept(&s[cpu], cut - 1), of[cpu]);
+        eval_rows(&s[cpu], ids, n, n - 2, encoder ? 0 : cut, of[cpu] + V);
+        bool none = gpu_argmax(&s[cpu], s[cpu].logits) == -1 || s[cpu].n_recurrent;   // one by one
+        CHECK(none, "%s: the argmax of two rows", name);
         session_truncate(&s[cpu], 0);
         eval_rows(&s[cpu], ids, prompt, prompt - 1, 0, of[cpu] + 3 * V);
     }
@@ -3610,63 +4492,70 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     return opened;
 }
 
-static const char *const GPU_MODELS[] = {   // the first three with --quick
-    "llama", "gemma2", "gemma3.iq4_nl", "gemma3", "phi3", "llama256.q4_K_M", "mistral3", "qwen2",
-    "qwen3", "gemma", "llama3-freqs", "llama-linear", "qwen2-yarn", "phi3-long", "phi3-short",
-    "llama.q4_0", "qwen2.q5_1", "qwen2-256.q2_K"};
+static const char *const GPU_MODELS[] = {   // the first five with --quick
+    "llama", "gemma2", "gemma3.iq4_nl", "glm4moe", "qwen35", "gemma3", "phi3", "llama256.q4_K_M",
+    "mistral3", "qwen2", "qwen3", "gemma", "llama3-freqs", "llama-linear", "qwen2-yarn",
+    "phi3-long", "phi3-short", "llama.q4_0", "qwen2.q5_1", "qwen2-256.q2_K", "llama-moe",
+    "qwen3moe", "gpt-oss", "gpt-oss.mxfp4", "qwen35-heads", "qwen3next-heads", "bert",
+    "nomic-bert"};
 
 static void test_metal_models(void) {
-    int models = test.quick ? 3 : (int)(sizeof GPU_MODELS / sizeof *GPU_MODELS);
+    int models = test.quick ? 5 : (int)COUNT(GPU_MODELS);
     for (int i = 0; i < models; i++) {
         const char *name = GPU_MODELS[i];
         Golden g = golden_model(name);
-        int n = test.quick ? 18 : g.n;
+        // token 15 of qwen3moe chooses between experts whose scores differ by a 4,000th
+        int n = test.quick ? 18 : strcmp(name, "qwen3moe") ? g.n : 15;
         double near = strchr(name, '.') ? g.limit : 1e-5;
         Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
         emu.order = i % ORDERS;
         bool ok = compare_model(g.m, whole, g.ids, n, g.want, g.limit, near);
-        ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
+        // experts chosen by codes are far from those by floats, which only golden logits can judge
+        bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
+        if (ringed) ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
         whole.gpu_block = i < 2;   // the second has post-norms, which rule it out
         whole.gpu_int8 = strchr(name, '.');
         if (whole.gpu_block || whole.gpu_int8)
             ok = ok && compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
         CHECK(ok, "the GPU does not take %s", name);
+        printf("  %s", name);
         clean_up();
         if (soft.hasty && test.failures) break;
     }
+    putchar('\n');
     emu.order = FORWARD;
     if (test.quick) return check_counters();
     const Model *story = open_model("golden/story.gguf");
     int32_t ids[12];
     for (int i = 0; i < 12; i++) ids[i] = 7 * i + 1;
+    soft.longest = 3 << 19;   // in three buffers
     bool ok = compare_model(story, (Options){.chunk = 9, .window = 64}, ids, 12, NULL, 0, 1e-4);
+    soft.longest = 0;
     CHECK(ok, "the GPU does not take the story");
     check_counters();
 }
 
-// The models of SHAPES, with random weights, but for those with sinks or delta nets, whose heads
-// have other sizes: the GPU equals the CPU, or leaves the model to it with one line. The deep ones
-// take several command buffers.
+// The models of SHAPES, with random weights: the GPU equals the CPU. The deep ones take several
+// command buffers.
 static void test_metal_shapes(void) {
-    enum { N = 20, TAKEN = 15 };
+    enum { N = 20 };
     int taken = 0, tried = 0;
-    for (size_t i = 0; i < sizeof SHAPES / sizeof *SHAPES; i++) {
+    for (size_t i = 0; i < COUNT(SHAPES); i++) {
         int32_t ids[N];
-        int layers = SHAPES[i].n_layer;
-        bool other = strpbrk(SHAPES[i].letters, "id");   // sinks, delta nets
-        if (other || (layers > 8 && (layers > 40 ? layers != 46 : test.quick))) continue;
-        const Model *m = random_model(&SHAPES[i], true);
+        bool another = false;
+        if (SHAPES[i].n_layer > 40 ? test.quick : SHAPES[i].n_layer > 8) continue;
+        for (size_t k = 0; k < i; k++) another |= !strcmp(SHAPES[k].arch, SHAPES[i].arch);
+        const Model *m = random_model(&SHAPES[i]);
         for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
-        Options o = {.chunk = 9, .window = 64};
-        bool ok = compare_model(m, o, ids, N, NULL, 0, 1e-5);
-        taken += ok && layers < 8;
-        tried += layers < 8;
-        if (ok) printf("  %s", SHAPES[i].arch);
+        bool ok = compare_model(m, (Options){.chunk = 9, .window = 64}, ids, N, NULL, 0, 2e-6);
+        CHECK(ok, "the GPU does not take %s with '%s'", SHAPES[i].arch, SHAPES[i].letters);
+        taken += ok && !another;
+        tried += !another;
         clean_up();
         if (soft.hasty && test.failures) return;
     }
-    printf("\n  %d of %d architectures run on the GPU\n", taken, tried);
-    CHECK(taken == TAKEN, "%d architectures run on the GPU, not %d", taken, TAKEN);
+    check_names();
+    printf("  %d of %d architectures run on the GPU\n", taken, tried);
     check_counters();
 }
 
@@ -3678,16 +4567,19 @@ static const struct { const char *method, *says; bool later; } FAILURES[] = {
     {"MTLCopyAllDevices", "no Metal device", false},
     {"newCommandQueue", "no command queue", false},
     {"newLibraryWithSource:options:error:", "kernels.metal", false},
-    {"newFunctionWithName:constantValues:error:", "note", true},
-    {"newComputePipelineStateWithFunction:error:", "note", true},
-    {"threadExecutionWidth", "SIMD-groups are not 32 wide", true},
-    {"maxTotalThreadsPerThreadgroup", "too few threads", true},
+    {"newFunctionWithName:constantValues:error:", "note", false},   // at open all are made
+    {"newComputePipelineStateWithFunction:error:", "note", false},
+    {"threadExecutionWidth", "SIMD-groups are not 32 wide", false},
+    {"maxTotalThreadsPerThreadgroup", "too few threads", false},
+    {"MTLResidencySetDescriptor", NULL, false},      // an older system
+    {"newResidencySetWithDescriptor:error:", NULL, false},
     {"newBufferWithLength:options:", "memory", false},
     {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", false},
     {"maxBufferLength", "memory", false},
     {"commandBuffer", "no command encoder", true},
     {"computeCommandEncoder", "no command encoder", true},
     {"waitUntilCompleted", "the GPU stopped: it did not run", true},
+    {"status", "the GPU stopped: it did not run", true},   // after it has written states
 };
 
 // The GPU fails at open (later < 0) or after so many calls in the text, chunks and tokens of it.
@@ -3721,33 +4613,286 @@ static void lab_failure(const Model *m, int which, int later, const float *want)
     CHECK(error <= 1e-5, "%s, %d: %.1e from what comes of no failure", method, later, error);
 }
 
+// A file that is longer than a buffer may be: each tensor lies whole in one of several buffers.
+static void check_cut(const Model *m) {
+    Session s;
+    int buffers = soft.resident = 0;
+    soft.longest = 3 << 19;
+    open_gpu(&s, m, (Options){.chunk = 9, .window = 64});
+    for (size_t i = 0; s.gpu && i < m->gguf.n_tensors; i++) {
+        const Tensor *t = &m->gguf.tensors[i];
+        const Shared *in = gpu_find(s.gpu, t->data);
+        bool whole = (const char *)t->data + (size_t)tensor_bytes(t) <= in->base + in->size;
+        CHECK(whole && in->size <= soft.longest, "%.*s is cut", STR_ARG(t->name));
+    }
+    if (s.gpu) buffers = ((Gpu *)s.gpu)->n_shared;
+    CHECK(buffers == 6 && soft.resident == 6, "%d buffers, %d resident", buffers, soft.resident);
+    session_close(&s);
+    soft.longest = 0;
+}
+
 static void test_metal_failures(void) {
-    static const char *const refused[] = {"gpt-oss", "qwen35", "bert", "nomic-bert", "llama-moe",
-                                          "qwen3moe"};
-    const Model *m = golden_model("llama").m;
+    const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
     int32_t ids[40];
     for (int i = 0; i < 40; i++) ids[i] = 5 * i % m->config.n_vocab;
-    float *want = logits_of(m, ids, 40, (Options){.threads = 1});
-    for (size_t i = 0; RECORDER && i < sizeof FAILURES / sizeof *FAILURES; i++)
-        for (int later = -1; later < (FAILURES[i].later ? 4 : 0); later++)
-            lab_failure(m, i, later, want);
-    Model other = *m;
-    other.n_owned = 1;
-    CHECK(gpu_lacks(&other), "vectors outside the file on the GPU");
-    for (int hd = 32; hd <= 288; hd += 16) {
+    for (int k = 0; k < 2; k++) {
+        float *want = logits_of(models[k], ids, 40, (Options){.threads = 1});
+        for (size_t i = k ? COUNT(FAILURES) - 1 : 0; RECORDER && i < COUNT(FAILURES); i++)
+            for (int later = -1; later < (FAILURES[i].later ? 4 : 0); later++)
+                lab_failure(models[k], i, later, want);
+    }
+    if (RECORDER) check_cut(open_model("golden/story.gguf"));
+    Model other;
+    for (int hd = 80; hd < 280; hd += 6) {
         other = *m;
         other.config.hd = other.config.vd = hd;
         bool refused = !strcmp(gpu_lacks(&other) ? gpu_lacks(&other) : "", "head size");
-        CHECK(refused == (hd % 32 || hd > 256), "heads of %d", hd);
-    }
-    for (int i = 0; i < 6; i++) {
-        Session s;
-        bool on_gpu = open_gpu(&s, golden_model(refused[i]).m, (Options){0});
-        CHECK(!on_gpu, "%s runs on the GPU", refused[i]);
-        session_close(&s);
+        CHECK(refused == (hd % 4 || hd > 256), "heads of %d", hd);
     }
     check_counters();
 }
+
+#ifndef __APPLE__
+// ---- how fast ----
+//
+// `make bench-cuda` calls metal.c's functions on operands in the GPU's own memory: so many in turn
+// that its cache does not hold them. A row has the median time, then bytes of weights or of K and V
+// and their share of what the GPU can read, or the rate of multiplications and additions.
+
+static struct { const char *only; double read_rate; } bench;
+
+static bool bench_wants(const char *name) { return strstr(name, bench.only) != NULL; }
+
+// a buffer that holds the pattern again and again
+static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
+    char *p = gpu_share(g, NULL, (bytes + 15) / 16 * 16);
+    const SoftObject *b = gpu_find(g, p)->buffer;
+    if (cuda.rehearsal) return p;
+    CUDA(cuMemcpyHtoD_v2, b->gpu, pattern, n < bytes ? n : bytes);
+    for (size_t at = n; at < bytes; at *= 2)
+        CUDA(cuMemcpyDtoD_v2, b->gpu + at, b->gpu, at < bytes - at ? at : bytes - at);
+    return p;
+}
+
+static float *bench_floats(Gpu *g, size_t n) {
+    float *pattern = noise_array(4096, 1);
+    return bench_fill(g, n * sizeof *pattern, pattern, 4096 * sizeof *pattern);
+}
+
+static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
+    size_t bytes = quant_row_bytes(type, cols);
+    Matrix m = random_matrix(need(8 * bytes), type, 8, cols, false).m;
+    m.data = bench_fill(g, rows * bytes, m.data, 8 * bytes);
+    m.rows = rows;
+    return m;
+}
+
+static Cache bench_cache(Gpu *g, int n_kv, int hd, int rows) {
+    size_t ring = (size_t)n_kv * rows * hd;
+    uint16_t *half = need(4096 * sizeof *half);
+    int32_t *pos = need(rows * sizeof *pos);
+    for (int i = 0; i < 4096; i++) half[i] = quant_f32_to_f16(noise());
+    for (int i = 0; i < rows; i++) pos[i] = i;
+    return (Cache){bench_fill(g, 2 * ring, half, 8192), bench_fill(g, 2 * ring, half, 8192),
+                   bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows, 0, NULL, NULL};
+}
+
+// n tokens after `rows - n`, for a model of such heads
+static void bench_begin(Lab *x, int hd, int n_head, int n_kv, int rows, int n) {
+    Gpu *g = x->g;
+    Config *c = &x->m.config;
+    c->rope = ROPE_HALVES;
+    c->hd = c->vd = c->n_rot = hd;
+    c->causal = true;
+    x->w.n_head = n_head;
+    x->w.n_kv = n_kv;
+    x->w.rotated = true;
+    x->s.pos = rows - n;
+    x->s.q = bench_floats(g, (size_t)n * n_head * hd);
+    x->s.k = bench_floats(g, (size_t)n * n_kv * hd);
+    x->s.v = bench_floats(g, (size_t)n * n_kv * hd);
+    x->s.att = bench_floats(g, (size_t)n * n_head * hd);
+    x->s.angles[0] = bench_floats(g, (size_t)n * hd);
+    g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
+}
+
+// prints the median of 7 runs of what was encoded since lab_begin, which is `times` the same
+static void bench_end(Lab *x, const char *name, int times, double bytes, double flop) {
+    const SoftObject *commands = x->g->commands[0];
+    void *start, *stop;
+    float ms[7];
+    CUDA(cuEventCreate, &start, 0);
+    CUDA(cuEventCreate, &stop, 0);
+    for (int i = -1; i < 7 && !cuda.rehearsal; i++) {   // the first one warms up
+        CUDA(cuEventRecord, start, NULL);
+        cuda_commit(commands->runs);
+        CUDA(cuEventRecord, stop, NULL);
+        CUDA(cuEventSynchronize, stop);
+        int k = i < 0 ? 0 : i;
+        CUDA(cuEventElapsedTime, &ms[k], start, stop);
+        for (; k > 0 && ms[k - 1] > ms[k]; k--) {
+            float t = ms[k];
+            ms[k] = ms[k - 1];
+            ms[k - 1] = t;
+        }
+    }
+    double s = cuda.rehearsal ? 1 : ms[3] / 1e3 / times;
+    printf("%s %.1f us", name, s * 1e6);
+    if (bytes) printf(" %.0f GB/s %.1f %%", bytes / s / 1e9, 100 * bytes / s / bench.read_rate);
+    if (flop) printf(" %.2f TFLOP/s", flop / s / 1e12);
+    putchar('\n');
+    fflush(stdout);
+    lab_end(x, name);
+    lab_drop(x->g);
+    clean_up();
+}
+
+static void bench_gemv(Gpu *g, int type, int64_t rows, int64_t cols) {
+    const char *format = quant_name(type), *name = "";
+    if (format) name = text_of("gemv %s %dx%d", format, (int)rows, (int)cols);
+    double bytes = quant_row_bytes(type, cols) * rows;
+    int copies = 1 + 4e8 / bytes, times = copies < 4 ? 4 : copies;
+    Matrix *m = need(copies * sizeof *m);
+    Lab x = lab(g);
+    if (!bench_wants(name)) return;
+    float *in = bench_floats(g, cols), *y = bench_floats(g, rows);
+    for (int i = 0; i < copies; i++) m[i] = bench_matrix(g, type, rows, cols);
+    lab_begin(&x);
+    for (int i = 0; i < times; i++) {
+        const Matrix *w = &m[i % copies];
+        run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE);
+    }
+    bench_end(&x, name, times, bytes, 0);
+}
+
+static void bench_gemm(Gpu *g, int type, bool int8) {
+    enum { N = 512, ROWS = 4096, COLS = 4096 };
+    const char *name = text_of("gemm%s %s %dx%dx%d", int8 ? " int8" : "", quant_name(type), ROWS,
+                               COLS, N);
+    Lab x = lab(g);
+    if (!bench_wants(name) || (int8 && format_block(type) == 1)) return;
+    Matrix m = bench_matrix(g, type, ROWS, COLS);
+    float *in = bench_floats(g, N * COLS), *y = bench_floats(g, N * ROWS);
+    g->codes = int8 ? (int8_t *)bench_floats(g, N * COLS / 4) : NULL;
+    g->scales = int8 ? bench_floats(g, N * COLS / 32 * 3) : NULL;
+    lab_begin(&x);
+    for (int i = 0; i < 4; i++) {
+        const Matrix *w = &m;
+        run_quantize(&x.s, &w, 1, in, N);
+        run_gemm(&x.s, &w, 1, in, &y, N, STORE, EXPERTS_NONE);
+    }
+    g->codes = NULL;
+    g->coded = NULL;
+    bench_end(&x, name, 4, 0, 2.0 * N * ROWS * COLS);
+}
+
+static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n) {
+    enum { KV = 8, COPIES = 16 };
+    double pairs = (double)n * rows - n * (n - 1) / 2.0, bytes = 4.0 * KV * rows * hd;
+    const char *name = text_of("%sattention %d heads of %d, %d rows", n > 1 ? "flash " : "", n_head,
+                               hd, rows);
+    Cache c[COPIES];
+    Lab x = lab(g);
+    if (!bench_wants(name)) return;
+    bench_begin(&x, hd, n_head, KV, rows, n);
+    for (int i = 0; i < COPIES; i++) c[i] = bench_cache(g, KV, hd, rows);
+    x.s.cache = c;
+    lab_begin(&x);
+    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) run_attention(&x.s, &x.w, n);
+    bench_end(&x, name, COPIES, n > 1 ? 0 : bytes, n > 1 ? 4 * pairs * hd * n_head : 0);
+}
+
+// one token through layers of an 8B Llama, as metal.c dispatches them
+static void bench_layer(Gpu *g, const char *format) {
+    enum { D = 4096, FF = 14336, HD = 128, KV = 8, ROWS = 1024, COPIES = 3 };
+    const char *name = text_of("layer %s of 8B, %d rows", format, ROWS);
+    int type = quant_type_from_name(format);
+    double bytes = quant_row_bytes(type, D) * (2.0 * D + 2 * KV * HD + 3 * FF);
+    Cache c[COPIES];
+    Layer w[COPIES];
+    Lab x = lab(g);
+    if (!bench_wants(name)) return;
+    bench_begin(&x, HD, D / HD, KV, ROWS, 1);
+    x.m.config.dim = D;
+    x.w.ff = FF;
+    x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
+    x.s.cache = c;
+    x.s.x = bench_floats(g, D);
+    x.s.up = bench_floats(g, FF);
+    for (int i = 0; i < COPIES; i++) {
+        Matrix *m[] = {&x.w.q, &x.w.o, &x.w.k, &x.w.v, &x.w.gate, &x.w.up, &x.w.down};
+        for (int k = 0; k < 7; k++)
+            *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * HD : FF,
+                                 k == 6 ? FF : D);
+        w[i] = x.w;
+        c[i] = bench_cache(g, KV, HD, ROWS);
+    }
+    lab_begin(&x);
+    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) run_layer(&x.s, &w[x.s.l], 1);
+    bench_end(&x, name, COPIES, bytes + 4.0 * KV * HD * ROWS, 0);
+}
+
+static void bench_all(void) {
+    Gpu *g = gpu_new();
+    void *pool = objc_autoreleasePoolPush();
+    bool ok = gpu_library(g);
+    CHECK(ok, "%s", g->why);
+    objc_autoreleasePoolPop(pool);
+    for (int i = 0; i < N_FORMATS; i++) {
+        bench_gemv(g, FORMATS[i], 14336, 4096);
+        bench_gemv(g, FORMATS[i], 131072, 4096);
+        bench_gemm(g, FORMATS[i], false);
+        bench_gemm(g, FORMATS[i], true);
+    }
+    for (int rows = 1024; rows <= 8192; rows *= 8) bench_attention(g, 32, 128, rows, 1);
+    for (int hd = 64; hd <= 256; hd *= 2) bench_attention(g, hd == 256 ? 16 : 32, hd, 2048, 512);
+    static const char *const layers[] = {"f16", "q8_0", "q4_0", "q4_K"};
+    for (int i = 0; i < 4; i++) bench_layer(g, layers[i]);
+    Session s = {.gpu = g};
+    gpu_close(&s);
+}
+
+// what the GPU can read, in bytes a second: of 4 GB, 64 bytes a thread at a time
+static double bench_read(void) {
+    CudaProgram *p = cuda_program(
+        "extern \"C\" __global__ void entry(uint4 *p) {\n"
+        "    unsigned sum = 0, step = gridDim.x * blockDim.x;\n"
+        "    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 28; i += 4 * step)\n"
+        "        for (int k = 0; k < 4; k++) {\n"
+        "            uint4 x = p[i + k * step];\n"
+        "            sum += x.x ^ x.y ^ x.z ^ x.w;\n"
+        "        }\n"
+        "    if (sum == 12345) p->x = sum;\n"
+        "}\n");
+    CudaBound x = {0};
+    void *arguments[] = {&x}, *start, *stop;
+    float ms, best = 1e9;
+    CUDA(cuMemAlloc_v2, &x.buffer[0], (size_t)1 << 32);
+    CUDA(cuEventCreate, &start, 0);
+    CUDA(cuEventCreate, &stop, 0);
+    for (int i = 0; i < 8; i++) {
+        CUDA(cuEventRecord, start, NULL);
+        CUDA(cuLaunchKernel, cuda_function(p), 1024, 1, 1, 1024, 1, 1, 0, NULL, arguments, NULL);
+        CUDA(cuEventRecord, stop, NULL);
+        CUDA(cuEventSynchronize, stop);
+        CUDA(cuEventElapsedTime, &ms, start, stop);
+        best = ms < best ? ms : best;
+    }
+    CUDA(cuMemFree_v2, x.buffer[0]);
+    return 4294967296.0 / best * 1e3;
+}
+
+static int cuda_bench(const char *only) {
+    if (!cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
+    cuda.resident = true;
+    bench.only = only;
+    cuda_rehearse(bench_all);
+    bench.read_rate = bench_read();
+    printf("this GPU reads %.0f GB/s\n", bench.read_rate / 1e9);
+    if (!setjmp(test.end)) bench_all();
+    return test.failures > 0;
+}
+#endif
 
 #endif
 
@@ -3772,15 +4917,22 @@ typedef unsigned int uint, uint32_t;
 typedef unsigned long ulong, uint64_t, size_t;
 typedef long int64_t;
 typedef _Float16 half;
+typedef half half4 __attribute__((ext_vector_type(4)));
+typedef float float2 __attribute__((ext_vector_type(2)));
+typedef float float4 __attribute__((ext_vector_type(4)));
+typedef uint uint2 __attribute__((ext_vector_type(2)));
+typedef uint uint4 __attribute__((ext_vector_type(4)));
 struct ulong2 { ulong2(ulong); };
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 template <class T, class U> T as_type(U);
 
-#define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T);   // an int with a uint is ambiguous
+// an int with a uint is ambiguous
+#define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T); T abs(T);
 EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
-#define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T);
+#define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T); \
+    T log(T); T floor(T);
 REAL(half) REAL(float)
 #define LANES(T) T simd_sum(T); T simd_max(T); T simd_min(T); T simd_shuffle(T, ushort); \
     T simd_shuffle_xor(T, ushort);
@@ -3874,26 +5026,56 @@ static const char *const MISTAKES[][3] = {
     {"one ? NULL : MTLCopyAllDevices()", "", "NULL"}, {"MTLCommandBufferStatusCompleted", ")", "5"},
     {"from - at->base", "", "0"}, {"(sizeof(float) * d->shared + 15) / 16 * 16", "", "16"},
     {"(uintptr_t)w->data % 16", ", quant", "0"}, {"w->scale ? *w->scale : 1", "", "1"},
-    {"s->m->config.embd_scale", "", "1"}, {"w->cols % 32 != 0", "}};", "0"},
-    {"a.cols % 32 != 0", ", [C_NORMED]", "0"}, {"norm != NULL", ",", "0"},
+    {"m->config.embd_scale", ";", "1"}, {"a.cols % 32 != 0", "}};", "0"},
+    {"a.cols % 32 != 0", ", [C_NORMED]", "0"}, {"norm_bits(in.norm)", ",\n", "0"},
+    {"in.norm && c->arch->norm != RMS", ", [C_EPILOGUE]", "0"}, {"kind != RMS", ",", "0"},
+    {"in.norm && c->arch->norm != RMS", ",\n", "0"},
     {"(w[i]->bias != NULL)", "", "0"},
-    {"div_up(units, GEMV_SIMDGROUPS)", "", "units / GEMV_SIMDGROUPS"},
-    {"div_up(w->rows, GEMM_ROWS)", "", "w->rows / GEMM_ROWS"}, {"div_up(n, tile)", "", "n / tile"},
-    {"a.cols % 32 != 0", ",\n                   [C_BIASES]", "0"},
-    {"w->bias != NULL", ", [C_EPILOGUE]", "0"}, {"m[i]->cols % 32 != 0", ";", "0"},
-    {"w->sinks != NULL", "", "0"}, {"kv->window", ", kv->keep", "kv->rows"},
-    {"kv->keep", ", c->eps", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
-    {"w->rotated", " ? c->rope", "true"}, {"q_norm != NULL", ",", "0"},
-    {"n == 1", ", [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
-    {"s->m->config.arch->act", "}};", "0"}, {"c->arch->act", "}};", "1"},
-    {"post->w", " ? EPILOGUE", "0"}, {"c->logit_cap", ", c->logit_scale);\n    } else", "0"},
-    {"n == 1", " ? y : NULL", "1"}, {"live", " && i < n", "true"},
-    {"g->best_of == logits", "", "1"}, {"n_layer / MAX_COMMANDS", " + SPLIT", "100"},
-    {"w->router.data", " ||", "0"}, {"s->o.gpu_block", " &&", "1"},
-    {"w->attn_post_norm.w || w->ffn_post_norm.w", ";", "false"},
-    {"c->residual_scale != 1", "", "0"}, {"m->n_owned", "", "0"},
+    {"div_up(a.units * n, GEMV_SIMDGROUPS)", "", "a.units * n / GEMV_SIMDGROUPS"},
+    {"div_up(w[i]->rows, GEMM_ROWS)", "", "w[i]->rows / GEMM_ROWS"},
+    {"div_up(n, tile)", "", "n / tile"}, {"a.cols % 32 != 0", ", [C_EPILOGUE]", "0"},
+    {"(w[i]->bias != NULL)", " << i;\n        d.groups", "0"}, {"m[i]->cols % 32 != 0", ";", "0"},
+    {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
+    {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
+    {"w->rotated", " ? c->rope", "true"}, {"norm->group ? 1 : 4", "", "1"},
+    {"n == 1", ",\n                     [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
+    {"qn->n > c->hd ? c->hd : 0", "", "0"}, {"kn->n > c->hd ? c->hd : 0", "", "0"},
+    {"c->clamp_qkv", "", "0"}, {"c->temp_scale", "", "0"}, {"c->n_ctx_orig", "}", "9"},
+    {"(c->arch->flags & QK_NORM_LATE) != 0", "", "0"}, {"c->arch->norm != RMS", ",", "0"},
+    {"(qn->b != NULL)", "", "0"}, {"(kn->b != NULL)", "", "0"}, {"q != s->q", "", "0"},
+    {"c->alibi", " > 0, [C_FUSED]", "0"}, {"slices", " > 1 ? g->parts", "0"},
+    {"c->arch->act", "}};\n    bool glu", "0"}, {"c->arch->act", "}};\n    bool plain", "1"},
+    {"post->w && c->arch->flags & ENCODER", "", "0"}, {"post->w && !after", "", "0"},
+    {"c->residual_scale", ", 0}, e", "1"}, {"w->parallel ? s->out : s->x", "", "s->x"},
+    {"!w->parallel || w->ffn_norm.w", "", "true"}, {"!w->w && c->arch->norm != BARE", "", "!w->w"},
+    {"c->logit_cap", "}", "0"}, {"c->logit_scale", ", c->logit_cap", "1"},
+    {"n == 1", " ? s->logits : NULL", "1"}, {"ids", " && cache->rows", "true"},
+    {"g->best_of == logits", "", "1"}, {"c->n_layer / MAX_COMMANDS", " + SPLIT", "100"},
+    {"s->o.gpu_block", " &&", "1"}, {"!w->attn_post_norm.w && !w->ffn_post_norm.w", "", "true"},
+    {"w->step / m.row_bytes", "", "w->rows"}, {"experts && w[0]->scale", "", "0"},
+    {"c->gating == 2", "", "0"}, {"w->router_bias != NULL", "}", "0"},
+    {"1 + (w->shared_router.data != NULL)", "", "1"}, {"(gate->bias != NULL)", "", "0"},
+    {"(gate->scale != NULL)", "", "0"}, {"down->scale != NULL", "}", "0"},
+    {"(down->bias != NULL)", "", "0"}, {"(shared->bias != NULL)", "", "0"},
+    {"w->shared_router.data != NULL", ", e.factor", "0"},
+    {"s->n_recurrent", ") forward_again", "0"},
+    {"w->ff % 32 || shared->cols % 32", "", "0"}, {"fused ? share : c->n_value", "", "share"},
+    {"(fused + 1) * c->n_value", "", "c->n_value"}, {"!!(c->arch->flags & DELTA_TILED)", "", "0"},
 };
-enum { N_MISTAKES = sizeof MISTAKES / sizeof *MISTAKES };
+
+// the same of kernels.metal; the first three read wrong KV heads for groups above 2
+static const char *const KERNEL_MISTAKES[][3] = {
+    {"unit / parts % a->n_kv", "", "unit % a->n_kv"},
+    {"head / group", ") * a->rows * HEAD_DIM", "min(head / 2, a->n_kv - 1)"},
+    {"head / group", ") * a->rows * VALUE_DIM", "min(head / 2, a->n_kv - 1)"},
+    {"QK_NORMED >> which & 4 ? 0.0f : a->limit", "", "a->limit"}, {"exp(-*gate)", "", "0.0f"},
+    {"slope * (float)far", "", "0.0f"}, {"floor((float)pos / a->n_ctx)", "", "pos / a->n_ctx"},
+    {"temperature(pos, a)", "", "1.0f"}, {"temperature(a->pos + t, a)", "", "1.0f"},
+    {"sigmoid(*route)", " : 1.0f", "1.0f"}, {"sigmoid(route[t])", " : 1.0f", "1.0f"},
+    {"(BIASES & 1 ? bias[e] : 0.0f)", "", "0.0f"}, {"order[row] / a->n_used", "", "order[row]"},
+    {"h / (a->n_value / a->n_key)", "", "h % a->n_key"},
+    {"clamp(v, -7.0f, 7.0f)", "", "v"}, {"rsqrt(row_sum(kk) + a->eps)", "", "1.0f"},
+};
 
 // What the copies include. A bound is the next number, of integers or of floats.
 static const char MUTANTS_H[] =
@@ -3911,14 +5093,15 @@ static const char MUTANTS_H[] =
 // in the brackets
 static bool is_declaration(const char *line, const char *open) {
     static const char *const types[] = {"float ", "int", "simdgroup_", "struct ", "const ", "id ",
-        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant "};
+        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant ", "uint ", "float4 ",
+        "half4 "};
     bool typed = false;
     const char *name = open;
     for (const char *c = open; *c != ']'; c++)
         if (islower((unsigned char)*c)) return false;
     while (isalnum((unsigned char)name[-1]) || name[-1] == '_') name--;
     line += strspn(line, " ");
-    for (int i = 0; i < 13; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
+    for (int i = 0; i < 16; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
     return typed && name[-1] != '>' && name[-1] != '.';
 }
 
@@ -3983,14 +5166,15 @@ static int find_mutants(const char *s, const char *from, bool host, Mutant *all,
             while (s[i + 1] && s[i + 1] != '\n') i++;
         else mutants_at(s, i, line, all, &n);
     }
-    for (int k = 0; host && k < N_MISTAKES; k++) {
+    const char *const (*table)[3] = host ? MISTAKES : KERNEL_MISTAKES;
+    for (size_t k = 0; k < (host ? COUNT(MISTAKES) : COUNT(KERNEL_MISTAKES)); k++) {
         char text[200];
-        snprintf(text, sizeof text, "%s%s", MISTAKES[k][0], MISTAKES[k][1]);
+        snprintf(text, sizeof text, "%s%s", table[k][0], table[k][1]);
         const char *at = strstr(s, text);
-        if (!CHECK(at, "metal.c has no %s", text)) continue;
+        if (!CHECK(at, "%s has no %s", host ? "metal.c" : "kernels.metal", text)) continue;
         add_mutant(all, &n, "table", at - s, "", "(MUTANT(%d) ? ");
-        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", MISTAKES[k][2]);
-        all[n - 1].end = at - s + strlen(MISTAKES[k][0]);
+        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", table[k][2]);
+        all[n - 1].end = at - s + strlen(table[k][0]);
         all[n - 1].after = ")";
     }
     return n;
@@ -4245,6 +5429,15 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 
 // ==== the table of tests ====
 
+#if !defined(LLM_METAL) || defined(__APPLE__)
+static bool cuda_open(void) { return false; }
+static void cuda_rehearse(void (*fn)(void)) { (void)fn; }
+static int cuda_bench(const char *only) {
+    (void)only;
+    return puts("0 passed, 0 failed, 1 skipped"), 0;
+}
+#endif
+
 typedef struct { const char *name; void (*fn)(void); } Test;
 
 #define T(name) {#name, test_##name},
@@ -4270,6 +5463,7 @@ static bool run_test(const Test *t) {
     test.seed = 1;
     printf("%s\n", t->name);
     fflush(stdout);
+    cuda_rehearse(t->fn);
     if (!setjmp(test.end)) t->fn();
     clean_up();
     if (test.failures) printf("  FAILED: %d of %d checks", test.failures, test.checks);
@@ -4285,6 +5479,10 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "mutants")) return metal_mutants(argc - 2, argv + 2);
 #endif
     int named = 0, known = 0, passed = 0, failed = 0;
+    if (argc > 1 && !strcmp(argv[1], "--bench-cuda")) return cuda_bench(argc > 2 ? argv[2] : "");
+    bool on_cuda = argc > 1 && !strcmp(argv[1], "--cuda");
+    if (on_cuda && !cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
+    if (on_cuda) argv[1] = argv[0], argv++, argc--;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--quick")) test.quick = true;
         else if (strcmp(argv[i], "--list")) named++;
