@@ -2802,190 +2802,169 @@ static void tokenizer_close(Tokenizer *t) {
 // ---- chat templates ----
 //
 // How a model wants a conversation written, its file says in a program: a template in Jinja, the
-// language of Python's jinja2, as Hugging Face sets that up (sandboxed, with trim_blocks,
-// lstrip_blocks and loop controls). Here is an interpreter of the language.
+// language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
+// loop controls. This interpreter prints the same bytes.
 //
-//   text {{ expression }} {% statement %} {# comment #}     - inside a tag's end: strip there; + do not
-//   if elif else | for x, y in list if test .. else | break | continue | raw | set x = 1 | set n.x = 1
-//   set x .. endset | with x = 1 | filter upper | macro f(x, y=1) | call(x) f(1) | generation
-//   a if b else c;  or;  and;  not;  == < in ..;  + -;  ~;  * / // %;  **;  -x;  x.y x[1:2] f(x);
-//   x | filter, x is test;  1 2.5 'text' [1, 2] (1, 2) {'key': 1} name
+// GRAMMAR is read as it stands: a parser tries its rules on the text and makes a tree of nodes, which
+// `eval` turns into values and `execute` into text. BUILTINS, the filters, tests, methods and
+// functions, are Jinja as well, on a few primitives in C whose names begin with _.
 //
-// The text becomes tokens, and parser and evaluator are one: a function for each rule of the grammar
-// reads tokens and returns a value. While `dead` is not zero they only read. The first run is dead
-// from end to end: it finds what is not Jinja, and leaves in `jump` where the live run goes on when
-// it passes over a block, and where in `A if C else B` it finds C, which it needs before A.
+// A string is an array of code points, each with a bit for whether it came from a message that the
+// model did not write: whatever becomes of the string, the mark stays with its character. Values do
+// not change, but for namespaces, so a slice is a view. A sequence knows its home, memory with room
+// behind it: where one ends at the end of what its home holds, + writes there, so that a text that
+// grows piece by piece costs what is added.
 //
-// Values never change, but for namespaces, so a slice is a view. A string is an array of characters,
-// with a bit for whether one came from a message that the model did not write: whatever is done to
-// strings, the mark stays with its character. Strings and lists know their home, memory with room
-// behind them: where one ends at the end of what its home holds, + writes there, so that what is
-// built piece by piece costs what is added.
-//
-// Filters, tests, methods and functions are written in Jinja itself (PRELUDE), on few primitives
-// whose names begin with _. An error leaves by longjmp, all memory is in chunks that template_render
-// frees, and steps and memory are counted: every template ends.
+// An error leaves by longjmp; all memory is in chunks that template_render frees; depth, steps and
+// memory have limits: every template ends.
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: 1 where a byte came from the
 // content of a message whose role is not "assistant".
 typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;   // rendered_free frees both
 
+enum { MARK = 1 << 30, CHARACTER = MARK - 1, CHUNK = 1 << 16, DEEPEST = 3000, LONGEST_RANGE = 100000 };
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_ONCE, V_DICT,
        V_NAMESPACE, V_LOOP, V_MACRO };
 static const char *const KINDS[] = {"undefined", "None", "bool", "int", "float", "str", "list",
     "tuple", "generator", "dict", "namespace", "loop", "macro"};
-enum { MARK = 1 << 30, CHARACTER = MARK - 1 };   // a character is its code point, maybe with MARK
-enum { CHUNK = 1 << 16, NESTED = 200, CALLS_NESTED = 2000, RANGE_MOST = 100000 };
 
 typedef struct Value Value;
-typedef struct { size_t used, room; char data[]; } Home;              // bytes
+typedef struct Node { int rule; struct Node *first, *next; Value *value; const uint32_t *source; } Node;
+typedef struct { size_t used, room; char data[]; } Home;   // bytes
 typedef struct { union { const uint32_t *c; Value *v; const void *at; }; size_t n; Home *home; } Seq;
-typedef struct Dict { Seq pairs; struct Dict *outer; } Dict;          // key, value, key, ..
-typedef struct { Seq items; size_t i, at; int64_t depth; Seq last; } Loop;
+typedef struct Dict { Seq pairs; struct Dict *outer; } Dict;   // key, value, key, ..; or a scope
+typedef struct { Seq items; size_t i; int64_t depth; const Node *statement; } Loop;
 struct Value {
     int kind;
     union {
-        int64_t i;           // also of a bool
+        int64_t i;               // also of a bool
         double f;
-        Seq seq;             // of a string, list or tuple; the name of what is undefined
-        Value *once;         // a list that can be read but once
-        Dict *dict;          // also of a namespace
+        Seq seq;                 // of a string, list or tuple; the name of what is undefined
+        Value *once;             // a list that can be read but once
+        Dict *dict;              // also of a namespace
         Loop *loop;
         struct Macro *macro;
     };
 };
-// at, body, end: its tokens; at 0: it has no parameters. self: of a method
-typedef struct Macro { Seq class, name; size_t at, body, end; Dict *scope; Value *self; } Macro;
+// lets: what a builtin names before its body; self: what a method belongs to
+typedef struct Macro { const Node *params, *lets, *body; Dict *scope; Value *self; } Macro;
 typedef struct { Seq list; Dict named; } Args;
-
-enum { T_END, T_TEXT, T_PRINT, T_TAG, T_LITERAL, T_NAME, T_OPERATOR };
-typedef struct { int kind, op; size_t jump; Value value; const uint32_t *source; } Token;
 typedef struct Chunk { struct Chunk *before; size_t used, size; } Chunk;
-
 typedef struct {
-    Token *token;
-    size_t n_tokens, at, n_prelude;   // the first n_prelude are not the template's
-    int dead, depth, flow;
-    Seq *out, source, printed;
-    const uint32_t *where;            // in source: what is being done
-    Dict *scope;
-    Loop *loop;
-    Macro *builtins, *caller;         // caller: for the next call
-    size_t n_builtins, steps, memory;    // steps, memory: what is left
+    Seq source, printed, *out;              // out: where text goes
+    const uint32_t *p, *end, *where, *far;  // read up to p; where: what runs; far: as far as rules fit
+    int depth, flow;                        // flow: R_break or R_continue on its way to the loop
+    Dict *scope, builtins;
+    Macro *caller;                          // for the next call
+    size_t steps, memory;                   // what is left
     Chunk *chunks;
     Error *e;
-    jmp_buf end;
+    jmp_buf failed;
 } Template;
 
 __attribute__((noreturn, format(printf, 2, 3)))
 static void stop(Template *t, const char *format, ...) {
     char why[400];
-    va_list args;
     int line = 1;
+    va_list args;
     va_start(args, format);
     vsnprintf(why, sizeof why, format, args);
     va_end(args);
     for (const uint32_t *c = t->source.c; c < t->where; c++) line += *c == '\n';
     fail(t->e, "chat template, line %d: %s", line, why);
-    longjmp(t->end, 1);
+    longjmp(t->failed, 1);
 }
 
-static void take_steps(Template *t, size_t n) {
-    if (n > t->steps) stop(t, "it takes too many steps");
-    t->steps -= n;
+static void spend(Template *t, size_t steps) {
+    if (steps > t->steps) stop(t, "it takes too many steps");
+    t->steps -= steps;
 }
 
 static void enter(Template *t) {   // one level deeper; t->depth-- leaves it
-    take_steps(t, 1);
-    if (++t->depth > (t->dead ? NESTED : CALLS_NESTED)) stop(t, "it is nested too deeply");
+    spend(t, 1);
+    if (++t->depth > DEEPEST) stop(t, "it is nested too deeply");
 }
 
 static void *obtain(Template *t, size_t n) {   // zeroed
-    Chunk *c = t->chunks;
     n = (n + 7) / 8 * 8;
     if (n > t->memory) stop(t, "it takes too much memory");
     t->memory -= n;
-    if (!c || c->size - c->used < n) {
-        size_t size = larger(n, CHUNK);
-        c = calloc(1, sizeof *c + size);
+    if (!t->chunks || t->chunks->size - t->chunks->used < n) {
+        Chunk *c = calloc(1, sizeof *c + larger(n, CHUNK));
         if (!c) stop(t, "out of memory");
-        *c = (Chunk){t->chunks, 0, size};
+        *c = (Chunk){t->chunks, 0, larger(n, CHUNK)};
         t->chunks = c;
     }
-    c->used += n;
-    return (char *)(c + 1) + c->used - n;
+    t->chunks->used += n;
+    return (char *)(t->chunks + 1) + t->chunks->used - n;
 }
-
-// ---- strings and lists ----
 
 // Adds n elements of so many bytes: in place, if a ends where its home does and there is room.
 static void append(Template *t, Seq *a, const void *more, size_t n, size_t size) {
     Home *h = a->home;
+    size_t old = a->n * size, add = n * size, room = 2 * (old + add) + 32;
     if (!n) return;
-    take_steps(t, n * size / 64);
-    if (!h || (const char *)a->at + a->n * size != h->data + h->used || h->room - h->used < n * size) {
-        size_t room = 2 * (a->n + n) * size + 32;
+    spend(t, add / 64);
+    if (!h || (const char *)a->at + old != h->data + h->used || h->room - h->used < add) {
         h = obtain(t, sizeof *h + room);
-        *h = (Home){a->n * size, room};
-        if (a->n) memcpy(h->data, a->at, h->used);
+        *h = (Home){old, room};
+        if (old) memcpy(h->data, a->at, old);
         *a = (Seq){.at = h->data, .n = a->n, .home = h};
     }
-    memcpy(h->data + h->used, more, n * size);
-    h->used += n * size;
+    memcpy(h->data + h->used, more, add);
+    h->used += add;
     a->n += n;
 }
 
 static void push(Template *t, Seq *list, Value v) { append(t, list, &v, 1, sizeof v); }
 static void put(Template *t, Seq *to, Seq s) { append(t, to, s.c, s.n, sizeof *s.c); }
 static void put_char(Template *t, Seq *to, uint32_t c) { append(t, to, &c, 1, sizeof c); }
-
-// ASCII, marked as c is
-static void put_like(Template *t, Seq *to, const char *s, uint32_t c) {
-    for (; *s; s++) put_char(t, to, *s | (c & MARK));
-}
-
-static void say(Template *t, Seq *to, const char *s) { put_like(t, to, s, 0); }
-
 static Seq part(Seq s, size_t from, size_t to) { return (Seq){{s.c + from}, to - from, s.home}; }
 
-static bool same(Seq a, Seq b) {
-    size_t i = 0;
-    if (a.n != b.n) return false;
-    while (i < a.n && !((a.c[i] ^ b.c[i]) & CHARACTER)) i++;
-    return i == a.n;
+static void say(Template *t, Seq *to, const char *s, uint32_t mark) {   // ASCII
+    while (*s) put_char(t, to, *s++ | mark);
 }
 
-static bool is(Seq a, const char *b) {
-    size_t i = 0;
-    while (i < a.n && b[i] && a.c[i] == (uint8_t)b[i]) i++;
-    return i == a.n && !b[i];
-}
-
-static Seq from_utf8(Template *t, Str s, uint32_t mark) {
+static Seq from_utf8(Template *t, const char *s, size_t n, uint32_t mark) {
     Seq out = {0};
-    for (size_t i = 0, used; i < s.n; i += used)
-        put_char(t, &out, utf8_decode(s.s + i, s.n - i, &used) | mark);
+    for (size_t i = 0, used; i < n; i += used) put_char(t, &out, utf8_decode(s + i, n - i, &used) | mark);
     return out;
 }
 
-// s as bytes with a NUL behind them, for C's functions and messages
-static char *utf8(Template *t, Seq s) {
+static Seq text(Template *t, const char *s) { return from_utf8(t, s, strlen(s), 0); }
+
+static char *utf8(Template *t, Seq s) {   // with a NUL behind it, for C's functions and messages
     char *out = obtain(t, 4 * s.n + 1), *end = out;
     for (size_t i = 0; i < s.n; i++) end += utf8_encode(s.c[i] & CHARACTER, end);
     return out;
 }
 
-static bool is_space(uint32_t c) {
-    c &= CHARACTER;
-    if (c < 128) return c == ' ' || (c >= 9 && c <= 13) || (c >= 28 && c <= 31);
-    return unicode_classes(c) & CLASS('s');
+static bool is(Seq a, const char *b) {
+    size_t i = 0;
+    while (i < a.n && b[i] && (a.c[i] & CHARACTER) == (uint8_t)b[i]) i++;
+    return i == a.n && !b[i];
 }
 
-static size_t find(Template *t, Seq s, Seq what, size_t from) {   // SIZE_MAX: it is not there
-    take_steps(t, s.n / 16);
-    for (; from + what.n <= s.n; from++)
-        if (same(part(s, from, from + what.n), what)) return from;
+static bool same(Seq a, Seq b) {
+    size_t i = 0;
+    while (i < a.n && a.n == b.n && !((a.c[i] ^ b.c[i]) & CHARACTER)) i++;
+    return i == a.n && a.n == b.n;
+}
+
+static bool among(uint32_t c, const char *set) { return c && c < 128 && strchr(set, c); }
+static bool is_digit(uint32_t c) { return c - '0' < 10; }
+static bool is_letter(uint32_t c) { return (c | 32) - 'a' < 26 || c == '_' || c >= 128; }
+
+static bool is_space(uint32_t c) {
+    c &= CHARACTER;
+    return c < 128 ? among(c, " \t\n\v\f\r\x1c\x1d\x1e\x1f") : unicode_classes(c) & CLASS('s');
+}
+
+static size_t find(Template *t, Seq s, Seq what) {   // SIZE_MAX: it is not there
+    spend(t, s.n / 16);
+    for (size_t i = 0; i + what.n <= s.n; i++)
+        if (same(part(s, i, i + what.n), what)) return i;
     return SIZE_MAX;
 }
 
@@ -2994,20 +2973,60 @@ static Seq strip(Template *t, Seq s, const Seq *set, int sides) {   // set NULL:
     for (int side = LEFT; side <= RIGHT; side++)
         while (side & sides && s.n) {
             Seq c = side == LEFT ? part(s, 0, 1) : part(s, s.n - 1, s.n);
-            if (set ? find(t, *set, c, 0) == SIZE_MAX : !is_space(*c.c)) break;
+            if (set ? find(t, *set, c) == SIZE_MAX : !is_space(*c.c)) break;
             s = part(s, side == LEFT, s.n - (side == RIGHT));
         }
     return s;
 }
 
-// ---- tokens ----
-
-static const struct { const char *name; int level; } OPERATORS[] = {
-    {"", 0}, {"or", 1}, {"and", 2}, {"not", 4}, {"in", 4}, {"==", 4}, {"!=", 4}, {"<", 4},
-    {">", 4}, {"<=", 4}, {">=", 4}, {"+", 5}, {"-", 5}, {"~", 6}, {"*", 7}, {"/", 7}, {"//", 7},
-    {"%", 7}, {"**", 8}};
-enum { OP_NONE, OP_OR, OP_AND, OP_NOT, OP_IN, OP_EQ, OP_NE, OP_LT, OP_GT, OP_LE, OP_GE, OP_ADD,
-       OP_SUB, OP_JOIN, OP_MUL, OP_DIV, OP_FLOOR, OP_MOD, OP_POW, LEVEL_NOT = 3, LEVEL_COMPARE };
+// Jinja's parser: 'x' is a word or sign, `x` one that gets a node, * any number, ? none or one, | or
+// else. A rule up to `atom` that finds but one part is that part.
+#define GRAMMAR(X) \
+    X(tuple, "value (`,` value)* `,`?")     X(plain, "or (`,` or)* `,`?") \
+    X(value, "or ('if' or ('else' value)?)?") \
+    X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
+    X(not, "`not` not | compare") \
+    X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | notin) sum)*") \
+    X(sum, "join ((`+` | `-`) join)*")      X(join, "product (`~` product)*") \
+    X(product, "power ((`*` | `//` | `/` | `%`) power)*") \
+    X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test | args)*") \
+    X(postfix, "atom (member | item | args)*") \
+    X(paren, "'(' tuple? ')'") \
+    X(atom, "strings | number | each | list | dict | paren | name") \
+    X(sign, "(`-` | `+`) (sign | postfix)") X(notin, "'not' 'in'") \
+    X(strings, "string string*")            X(each, "'[' 'for' name 'in' or cond? ':' value ']'") \
+    X(list, "'[' (value (',' value)* ','?)? ']'") \
+    X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
+    X(member, "'.' (name | number)")        X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
+    X(args, "'(' (arg (',' arg)* ','?)? ')'") \
+    X(arg, "name '=' value | value") \
+    X(filter, "'|' name args?")             X(inline, "name args?") \
+    X(test, "'is' `not`? (`in` | name) (args | postfix)?") \
+    X(cond, "'if' value") \
+    X(block, "(text | print | if | for | set | macro | call | pipe | generation | with | break" \
+        " | continue)*") \
+    X(print, "'{{' tuple '}}'") \
+    X(if, "'{%' 'if' plain '%}' block (elif | else)? '{%' 'endif' '%}'") \
+    X(elif, "'{%' 'elif' plain '%}' block (elif | else)?") \
+    X(else, "'{%' 'else' '%}' block") \
+    X(for, "'{%' 'for' targets 'in' plain cond? 'recursive'? '%}' block else? '{%' 'endfor' '%}'") \
+    X(targets, "target (`,` target)* `,`?") X(target, "'(' targets ')' | name ('.' name)?") \
+    X(set, "'{%' 'set' targets ('=' tuple '%}' | pipes '%}' block '{%' 'endset' '%}')") \
+    X(macro, "'{%' 'macro' name params '%}' block '{%' 'endmacro' '%}'") \
+    X(params, "'(' (param (',' param)* ','?)? ')'") X(param, "name ('=' value)?") \
+    X(call, "'{%' 'call' params? value '%}' block '{%' 'endcall' '%}'") \
+    X(pipe, "'{%' 'filter' inline pipes '%}' block '{%' 'endfilter' '%}'") X(pipes, "filter*") \
+    X(generation, "'{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
+    X(with, "'{%' 'with' (param (',' param)*)? '%}' block '{%' 'endwith' '%}'") \
+    X(break, "'{%' 'break' '%}'")           X(continue, "'{%' 'continue' '%}'") \
+    X(builtin, "params (':' param (',' param)* ':')? value") \
+    X(word, NULL) X(name, NULL) X(string, NULL) X(number, NULL) X(text, NULL)
+#define X(name, grammar) R_##name,
+enum { GRAMMAR(X) RULE_COUNT };
+#undef X
+#define X(name, grammar) {#name, grammar},
+static const struct { const char *name, *grammar; } RULES[] = {GRAMMAR(X)};
+#undef X
 
 static Value string(Seq s) { return (Value){.kind = V_STRING, .seq = s}; }
 static Value integer(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
@@ -3015,215 +3034,234 @@ static Value number(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
 static Value boolean(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
 static Value undefined(Seq name) { return (Value){.kind = V_UNDEFINED, .seq = name}; }
 
-static void add_token(Template *t, int kind, Value v) {
-    if ((t->n_tokens & (t->n_tokens - 1)) == 0) {   // it is full
-        Token *more = obtain(t, (2 * t->n_tokens + 1) * sizeof *more);
-        if (t->n_tokens) memcpy(more, t->token, t->n_tokens * sizeof *more);
-        t->token = more;
-    }
-    Token *new = &t->token[t->n_tokens++];
-    *new = (Token){kind, OP_NONE, 0, v, t->where};
-    for (size_t i = 1; i < COUNT(OPERATORS) && kind >= T_NAME; i++)
-        if (is(v.seq, OPERATORS[i].name)) new->op = i;
+static Seq rest(const Template *t) { return (Seq){{t->p}, t->end - t->p, NULL}; }
+static void skip_space(Template *t) { t->p = strip(t, rest(t), NULL, LEFT).c; }
+
+static void add_node(Template *t, Node ***tail, int rule, Node *first, Value v, const uint32_t *source) {
+    Node *n = **tail = obtain(t, sizeof *n);
+    *n = (Node){rule, first, NULL, obtain(t, sizeof v), source};
+    *n->value = v;
+    *tail = &n->next;
 }
 
-static Seq unescape(Template *t, Seq s) {   // what stands between the quotes of a string
-    static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
-    Seq out = {0};
-    for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i], next = i + 1 < s.n ? s.c[i + 1] : 0;
-        const char *known = c == '\\' && next && next < 128 ? strchr(letters, next) : NULL;
-        size_t digits = next == 'x' ? 2 : next == 'u' ? 4 : next == 'U' ? 8 : 0;
-        i += known || (c == '\\' && digits);
-        if (c == '\\' && digits) {
-            char *hex = utf8(t, part(s, i + 1, i + 1 + digits < s.n ? i + 1 + digits : s.n)), *end;
-            c = strtoul(hex, &end, 16);
-            if (end - hex != (ptrdiff_t)digits || c > 0x10FFFF) stop(t, "a bad escape in a string");
-            i += digits;
-        }
-        if (!known) put_char(t, &out, c);
-        else if (*known != '\n') put_char(t, &out, meant[known - letters]);
-    }
-    return out;
+// Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
+static bool read_end(Template *t, uint32_t close) {
+    Seq s = rest(t);
+    size_t sign = s.n > 2 && (*s.c == '-' || (*s.c == '+' && close != '}'));
+    if (s.n < 2 || s.c[sign] != close || s.c[sign + 1] != '}') return false;
+    t->p += 2 + sign;
+    if (*s.c == '-') skip_space(t);
+    else if (!sign && close != '}' && t->p < t->end && *t->p == '\n') t->p++;
+    return true;
 }
 
-static bool among(uint32_t c, const char *set) { return c && c < 128 && strchr(set, c); }
-static bool is_digit(uint32_t c) { return c - '0' < 10; }
-static bool is_letter(uint32_t c) { return (c | 32) - 'a' < 26 || c == '_' || c >= 128; }
-
-// one token inside a tag; returns how long it is
-static size_t scan_token(Template *t, Seq s) {
-    size_t n = 1;
-    uint32_t c = s.c[0];
-    if (c == '"' || c == '\'') {
-        while (n < s.n && s.c[n] != c) n += s.c[n] == '\\' ? 2 : 1;
-        if (n >= s.n) stop(t, "a string does not end");
-        add_token(t, T_LITERAL, string(unescape(t, part(s, 1, n))));
-        return n + 1;
-    }
-    if (is_digit(c)) {
-        char *digits = utf8(t, part(s, 0, s.n < 64 ? s.n : 64)), *end, *real;
-        errno = 0;
-        Value v = integer(strtoll(digits, &end, 10));
-        double f = strtod(digits, &real);
-        if (real > end && end[0] != 'x' && end[0] != 'X' && real[-1] != '.') v = number(f), end = real;
-        if (v.kind == V_INT && errno) stop(t, "the number is too large");
-        add_token(t, T_LITERAL, v);
-        return end - digits;
-    }
-    if (is_letter(c)) {
-        while (n < s.n && (is_letter(s.c[n]) || is_digit(s.c[n]))) n++;
-        add_token(t, T_NAME, string(part(s, 0, n)));
-        return n;
-    }
-    if (s.n > 1 && ((c == s.c[1] && among(c, "*/=")) || (s.c[1] == '=' && among(c, "!<>")))) n = 2;
-    if (!among(c, "+-*/%~[](){}<>=.:|,;!") || (c == '!' && n == 1))
-        stop(t, "unexpected character '%s'", utf8(t, part(s, 0, 1)));
-    add_token(t, T_OPERATOR, string(part(s, 0, n)));
-    return n;
+// Is this word or sign here? Reads it.
+static bool read_word(Template *t, const char *word, size_t n) {
+    size_t i = 0;
+    skip_space(t);
+    if (t->p > t->far) t->far = t->p;
+    if (n == 2 && word[1] == '}') return read_end(t, word[0]);
+    Seq s = rest(t);
+    while (i < n && i < s.n && s.c[i] == (uint8_t)word[i]) i++;
+    if (i < n || (is_letter(*word) && n < s.n && (is_letter(s.c[n]) || is_digit(s.c[n])))) return false;
+    t->p += n + (n == 2 && *word == '{' && s.n > 2 && among(s.c[2], "+-"));
+    return true;
 }
 
-// How many characters a tag's end, such as -%}, takes here with the white space that goes with it;
-// 0: it does not end here.
-static size_t scan_end(Template *t, Seq s, uint32_t close, bool trim) {
-    size_t sign = s.n > 2 && (s.c[0] == '-' || (s.c[0] == '+' && close != '}'));
-    if (s.n < sign + 2 || s.c[sign] != close || s.c[sign + 1] != '}') return 0;
-    Seq rest = part(s, sign + 2, s.n);
-    if (sign) return s.n - (s.c[0] == '-' ? strip(t, rest, NULL, LEFT) : rest).n;
-    return 2 + (trim && rest.n && rest.c[0] == '\n');
+// Is this a tag of one word, such as raw? Reads it.
+static bool read_raw(Template *t, const char *word) {
+    const uint32_t *start = t->p;
+    bool yes = read_word(t, "{%", 2) && read_word(t, word, strlen(word)) && read_word(t, "%}", 2);
+    if (!yes) t->p = start;
+    else if (*word == 'r' && t->p[-1] == '\n' && t->p[-4] != '-') t->p--;   // that newline stays
+    return yes;
 }
 
-static size_t scan_sign(Seq s) { return s.n > 2 && (s.c[2] == '-' || s.c[2] == '+') ? 3 : 2; }
-
-// Is s a tag of one word, such as raw? Returns how long it is with what goes with it, 0 if not.
-static size_t scan_word(Template *t, Seq s, const char *word, bool trim) {
-    Seq rest = strip(t, part(s, scan_sign(s), s.n), NULL, LEFT);
-    size_t n = strlen(word);
-    if (s.c[1] != '%' || rest.n < n || !is(part(rest, 0, n), word)) return 0;
-    rest = strip(t, part(rest, n, rest.n), NULL, LEFT);
-    n = scan_end(t, rest, '%', trim);
-    return n ? s.n - rest.n + n : 0;
-}
-
-// Is there a tag, comment or print at the front of s? In raw only {% endraw %} is.
-static bool scan_open(Template *t, Seq s, bool raw) {
-    if (s.n < 2 || s.c[0] != '{' || (s.c[1] != '{' && s.c[1] != '%' && s.c[1] != '#')) return false;
-    return !raw || scan_word(t, s, "endraw", true);
-}
-
-// how long the text of n characters is without the white space that goes with the tag behind it
-static size_t scan_text(Template *t, Seq s, size_t n, bool fresh) {
-    Seq tag = part(s, n, s.n), text = part(s, 0, n);
-    uint32_t sign = tag.n > 2 ? tag.c[2] : 0;
-    if (sign == '-') return strip(t, text, NULL, RIGHT).n;
-    if (sign == '+' || tag.n < 2 || tag.c[1] == '{') return n;
-    size_t line = n;   // where it begins
-    while (line > 0 && s.c[line - 1] != '\n') line--;
-    return (line || fresh) && !strip(t, part(s, line, n), NULL, LEFT).n ? line : n;
-}
-
-static void scan(Template *t, Seq s) {
-    static const uint32_t ends[] = {'%', '}', '}'};
-    bool raw = false, fresh = true;
-    t->source = s;
-    t->where = s.c;
-    for (size_t n, end; s.n; fresh = s.c[n - 1] == '\n', s = part(s, n, s.n)) {
-        for (n = 0; n < s.n && !scan_open(t, part(s, n, s.n), raw);) n++;
-        end = scan_text(t, s, n, fresh);
-        t->where = s.c + n;
-        if (end) add_token(t, T_TEXT, string(part(s, 0, end)));
-        if (n == s.n) break;
-        Seq tag = part(s, n, s.n);
-        end = scan_word(t, tag, raw ? "endraw" : "raw", raw);
-        if (end) {
-            raw = !raw;
-            n += end;
+// Reads text up to the next {{ or {%, comments and raw text with it. A tag takes the white space in
+// front of it: with - all, else what its line begins with.
+static bool read_text(Template *t, Seq *out) {
+    const uint32_t *start = t->p;
+    for (bool raw = false; t->p < t->end || raw;) {
+        Seq s = rest(t);
+        size_t n = 0, kept;
+        while (n < s.n && !(s.c[n] == '{' && n + 1 < s.n && among(s.c[n + 1], raw ? "%" : "{%#"))) n++;
+        uint32_t tag = n < s.n ? s.c[n + 1] : 0, sign = n + 2 < s.n ? s.c[n + 2] : 0;
+        t->p = s.c + n;
+        if (raw && !tag) stop(t, "raw does not end");
+        if (raw && !read_raw(t, "endraw")) {
+            put(t, out, part(s, 0, n + 2));
+            t->p += 2;
             continue;
         }
-        uint32_t close = tag.c[1] == '{' ? '}' : tag.c[1];
-        size_t at = scan_sign(tag);
-        int open = 0;
-        if (close != '#') add_token(t, close == '%' ? T_TAG : T_PRINT, string(part(tag, 0, 2)));
-        for (;; at += close == '#' ? 1 : scan_token(t, part(tag, at, tag.n))) {
-            while (close != '#' && at < tag.n && is_space(tag.c[at])) at++;
-            if (at >= tag.n) stop(t, "a tag does not end");
-            end = open ? 0 : scan_end(t, part(tag, at, tag.n), close, close != '}');
-            if (end) break;
-            t->where = tag.c + at;
-            if (close != '#') open += among(tag.c[at], "[({") - among(tag.c[at], "])}");
-            if (open < 0) stop(t, "unexpected '%c'", (int)tag.c[at]);
-        }
-        if (close != '#') add_token(t, T_OPERATOR, string((Seq){{ends + (close == '}')}, 2, NULL}));
-        n += at + end;
+        for (kept = n; kept > 0 && (s.c[kept - 1] != '\n' || sign == '-') && is_space(s.c[kept - 1]);) kept--;
+        bool line = kept ? s.c[kept - 1] == '\n' : s.c == t->source.c || s.c[-1] == '\n';
+        if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = n;
+        put(t, out, part(s, 0, kept));
+        if (tag == '#')
+            for (t->p += 2 + among(sign, "+-"); !read_end(t, '#'); t->p++) {
+                if (t->p >= t->end) stop(t, "a comment does not end");
+            }
+        else if (raw) raw = false;
+        else if (!(raw = read_raw(t, "raw"))) break;
     }
-    if (raw) stop(t, "raw does not end");
+    return t->p > start;
 }
 
-// ---- values ----
+// what stands between the quotes of a string
+static bool read_string(Template *t, Seq *out) {
+    static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
+    uint32_t quote = *t->p++;
+    for (; t->p < t->end && *t->p != quote; t->p++) {
+        uint32_t c = *t->p, next = c == '\\' && t->p + 1 < t->end ? t->p[1] : 0;
+        size_t digits = next == 'x' ? 2 : next == 'u' ? 4 : next == 'U' ? 8 : 0;
+        t->p += among(next, letters) || digits;
+        if (among(next, letters)) c = meant[strchr(letters, next) - letters];   // 0: no newline
+        else if (digits) {
+            char *hex = utf8(t, part(rest(t), 1, digits < rest(t).n ? digits + 1 : 1)), *end;
+            c = strtoul(hex, &end, 16);
+            if (end - hex != (ptrdiff_t)digits || c > 0x10FFFF) stop(t, "a bad \\ in a string");
+            t->p += digits;
+        }
+        if (c || !next) put_char(t, out, c);
+    }
+    if (t->p++ >= t->end) stop(t, "a string does not end");
+    return true;
+}
 
-static Value list_of(int kind, Seq s) { return (Value){.kind = kind, .seq = s}; }
+static bool read_number(Template *t, Value *v) {
+    char *digits = utf8(t, part(rest(t), 0, rest(t).n < 64 ? rest(t).n : 64)), *end, *real;
+    errno = 0;
+    *v = integer(strtoll(digits, &end, 10));
+    if (errno) stop(t, "a number is too large");
+    double f = strtod(digits, &real);
+    if (real > end && among(*end, ".eE") && real[-1] != '.') *v = number(f), end = real;
+    t->p += end - digits;
+    return true;
+}
+
+static bool read_name(Template *t, Seq *name) {
+    const uint32_t *start = t->p;
+    while (t->p < t->end && (is_letter(*t->p) || is_digit(*t->p))) t->p++;
+    *name = (Seq){{start}, t->p - start, NULL};
+    return !find_word(utf8(t, *name), "and or not if elif else in is");
+}
+
+static bool read_choice(Template *t, const char *g, Node ***tail);
+
+// Reads what a rule says and puts its node at *tail, which then is behind it.
+static bool read_rule(Template *t, int r, Node ***tail) {
+    Node *first = NULL, **last = &first;
+    Value v = string((Seq){0});
+    if (r != R_text && r != R_block) skip_space(t);
+    const uint32_t *start = t->p, c = start < t->end ? *start : 0;
+    if (start > t->far) t->far = start;
+    enter(t);
+    bool yes = r == R_text ? read_text(t, &v.seq) : r == R_name ? is_letter(c) && read_name(t, &v.seq) :
+               r == R_number ? is_digit(c) && read_number(t, &v) :
+               r == R_string ? among(c, "'\"") && read_string(t, &v.seq) :
+               read_choice(t, RULES[r].grammar, &last);
+    t->depth--;
+    if (yes && r <= R_atom && first && !first->next) **tail = first, *tail = last;
+    else if (yes) add_node(t, tail, r, first, v, start);
+    return yes;
+}
+
+static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
+    size_t n = 1;
+    if (*g == '\'' || *g == '`') return strchr(g + 1, *g) - g + 1;
+    if (*g != '(') return strcspn(g, " )*?");
+    while (g[n] != ')') n += strchr(" |*?", g[n]) ? 1 : item_length(g + n);
+    return n + 1;
+}
+
+static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
+    const uint32_t *start = t->p;
+    Node **last = *tail;
+    int r = 0;
+    bool sign = *g == '\'' || *g == '`', yes;
+    while (!sign && *g != '(' && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
+    if (sign) yes = read_word(t, g + 1, n - 2);
+    else yes = *g == '(' ? read_choice(t, g + 1, tail) : read_rule(t, r, tail);
+    if (yes && *g == '`') add_node(t, tail, R_word, NULL, string(from_utf8(t, g + 1, n - 2, 0)), start);
+    if (!yes) t->p = start, *tail = last, *last = NULL;
+    return yes;
+}
+
+// Reads one of the alternatives that stand at g, up to a closing bracket or the end.
+static bool read_choice(Template *t, const char *g, Node ***tail) {
+    for (const uint32_t *start = t->p;; g += 2) {
+        Node **last = *tail;
+        bool fits = true;
+        while (*g && *g != '|' && *g != ')') {
+            size_t n = item_length(g);
+            bool found = fits && read_item(t, g, n, tail);
+            while (found && g[n] == '*' && read_item(t, g, n, tail)) {}
+            fits = fits && (found || (g[n] && strchr("*?", g[n])));
+            g += n;
+            g += strspn(g, " *?");
+        }
+        if (fits) return true;
+        t->p = start, *tail = last, *last = NULL;
+        if (*g != '|') return false;
+    }
+}
+
+// ---- its values
+
 static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
 static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
 static bool is_list(Value v) { return v.kind == V_LIST || v.kind == V_TUPLE; }
 static bool is_seq(Value v) { return is_list(v) || v.kind == V_STRING; }
 static size_t size_in(Value v) { return v.kind == V_STRING ? sizeof *v.seq.c : sizeof *v.seq.v; }
-static double as_float(Value v) { return v.kind == V_FLOAT ? v.f : (double)v.i; }
+static double real(Value v) { return v.kind == V_FLOAT ? v.f : (double)v.i; }
 
 static bool truth(Value v) {
-    if (is_number(v)) return as_float(v) != 0;
-    if (is_seq(v)) return v.seq.n > 0;
-    return v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_DICT || v.kind == V_ONCE;
+    if (is_number(v)) return real(v) != 0;
+    return is_seq(v) ? v.seq.n > 0 : v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
+}
+
+static void need_defined(Template *t, Value v) {
+    if (v.kind == V_UNDEFINED) stop(t, "'%s' is undefined", utf8(t, v.seq));
 }
 
 static Value *dict_find(Template *t, const Dict *d, Value key);
 
-static bool equal(Template *t, Value a, Value b) {
-    if (is_number(a) && is_number(b))
-        return is_int(a) && is_int(b) ? a.i == b.i : as_float(a) == as_float(b);
-    if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind;
-    if (a.kind == V_STRING) return same(a.seq, b.seq);
-    if (!is_list(a) && a.kind != V_DICT) return a.dict == b.dict;
-    Seq x = is_list(a) ? a.seq : a.dict->pairs, y = is_list(a) ? b.seq : b.dict->pairs;
-    bool all = x.n == y.n;
+// below, 0, above 0 as a is less, equal, more; UNLIKE: neither of them
+enum { UNLIKE = 2 };
+static int order(Template *t, Value a, Value b) {
+    int c = 0;
+    if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
+    if (is_number(a) && is_number(b)) return (real(a) > real(b)) - (real(a) < real(b));
+    if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
+    if (!is_seq(a) && a.kind != V_DICT) return a.dict == b.dict ? 0 : UNLIKE;
+    bool dict = a.kind == V_DICT;
+    Seq x = dict ? a.dict->pairs : a.seq, y = dict ? b.dict->pairs : b.seq;
+    if (dict && x.n != y.n) return UNLIKE;
     enter(t);
-    for (size_t i = 0; all && x.v != y.v && i < x.n; i++)
-        if (is_list(a)) all = equal(t, x.v[i], y.v[i]);
-        else {
-            Value *other = dict_find(t, b.dict, x.v[i++]);
-            all = other && equal(t, x.v[i], *other);
-        }
-    t->depth--;
-    return all;
-}
-
-static bool less(Template *t, Value a, Value b) {
-    size_t i = 0, n = a.seq.n < b.seq.n ? a.seq.n : b.seq.n;
-    if (is_number(a) && is_number(b))
-        return is_int(a) && is_int(b) ? a.i < b.i : as_float(a) < as_float(b);
-    if (a.kind != b.kind || !is_seq(a))
-        stop(t, "cannot compare %s and %s", KINDS[a.kind], KINDS[b.kind]);
-    if (a.kind == V_STRING) {
-        while (i < n && !((a.seq.c[i] ^ b.seq.c[i]) & CHARACTER)) i++;
-        if (i < n) return (a.seq.c[i] & CHARACTER) < (b.seq.c[i] & CHARACTER);
-        return a.seq.n < b.seq.n;
+    for (size_t i = 0; !c && x.at != y.at && i < x.n && (i < y.n || dict); i += 1 + dict) {
+        Value *other = dict ? dict_find(t, b.dict, x.v[i]) : NULL;
+        if (a.kind == V_STRING) c = (x.c[i] & CHARACTER) - (y.c[i] & CHARACTER);
+        else if (!dict) c = order(t, x.v[i], y.v[i]);
+        else c = other && !order(t, x.v[i + 1], *other) ? 0 : UNLIKE;
     }
-    while (i < n && equal(t, a.seq.v[i], b.seq.v[i])) i++;
-    return i < n ? less(t, a.seq.v[i], b.seq.v[i]) : a.seq.n < b.seq.n;
+    t->depth--;
+    if (a.kind == V_STRING && c) return c < 0 ? -1 : 1;
+    return c || dict ? c : (x.n > y.n) - (x.n < y.n);
 }
 
 static Value *dict_find(Template *t, const Dict *d, Value key) {   // NULL: it is not there
-    take_steps(t, d->pairs.n / 16);
-    for (size_t i = 0; i < d->pairs.n; i += 2)
-        if (equal(t, d->pairs.v[i], key)) return (Value *)&d->pairs.v[i + 1];
+    spend(t, d->pairs.n / 16);
+    for (Value *v = d->pairs.v, *end = v + d->pairs.n; v < end; v += 2)
+        if (key.kind == V_STRING && v->kind == V_STRING ? same(v->seq, key.seq) : !order(t, *v, key))
+            return v + 1;
     return NULL;
 }
 
 static void dict_set(Template *t, Dict *d, Value key, Value v) {
-    Value *old = dict_find(t, d, key);
+    Value *old = dict_find(t, d, key), pair[] = {key, v};
     if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", KINDS[key.kind]);
-    if (!old) push(t, &d->pairs, key);
     if (old) *old = v;
-    else push(t, &d->pairs, v);
+    else append(t, &d->pairs, pair, 2, sizeof v);
 }
 
 static Dict *new_dict(Template *t, Dict *outer) {
@@ -3235,10 +3273,8 @@ static Dict *new_dict(Template *t, Dict *outer) {
 static Seq items_of(Template *t, Value v) {   // what a loop over v sees
     Seq l = {0};
     if (is_list(v)) return v.seq;
-    if (v.kind == V_ONCE) {
-        l = v.once->seq;
-        v.once->seq.n = 0;
-    } else if (v.kind == V_DICT)
+    if (v.kind == V_ONCE) l = v.once->seq, v.once->seq.n = 0;
+    else if (v.kind == V_DICT)
         for (size_t i = 0; i < v.dict->pairs.n; i += 2) push(t, &l, v.dict->pairs.v[i]);
     else if (v.kind == V_STRING)
         for (size_t i = 0; i < v.seq.n; i++) push(t, &l, string(part(v.seq, i, i + 1)));
@@ -3251,26 +3287,22 @@ typedef struct { bool repr, json, ascii; Seq item, key, indent; int depth; } Sty
 
 static void put_quoted(Template *t, Seq *out, Seq s, const Style *style) {
     static const char plain[] = "\n\r\t\b\f", letters[] = "nrtbf";
-    bool single = false, twice = false;
-    for (size_t i = 0; i < s.n && !style->json; i++) {
-        single = single || (s.c[i] & CHARACTER) == '\'';
-        twice = twice || (s.c[i] & CHARACTER) == '"';
-    }
-    uint32_t quote = style->json || (single && !twice) ? '"' : '\'';
+    bool twice = style->json || (find(t, s, text(t, "'")) != SIZE_MAX && find(t, s, text(t, "\"")) == SIZE_MAX);
+    uint32_t quote = twice ? '"' : '\'';
     put_char(t, out, quote);
     for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER, high = style->json && c > 0xFFFF ? 0xD7C0 + (c >> 10) : 0;
+        uint32_t c = s.c[i] & CHARACTER;
         char escape[16] = "";
-        bool hidden = c < 32 || (style->json ? style->ascii && c > 126 : c == 127);
-        if (!style->json && c > 127)
-            hidden = unicode_classes(c) & (CLASS('C') | CLASS('O') | CLASS('s'));
+        bool hidden = c < 32 || (style->json ? style->ascii && c > 126 : c == 127 || (c > 127 &&
+                      unicode_classes(c) & (CLASS('C') | CLASS('O') | CLASS('s'))));
         if (c == quote || c == '\\') sprintf(escape, "\\%c", (int)c);
         else if (among(c, style->json ? plain : "\n\r\t"))
             sprintf(escape, "\\%c", letters[strchr(plain, c) - plain]);
-        else if (hidden && high) sprintf(escape, "\\u%04x\\u%04x", high, 0xDC00 | (c & 0x3FF));
+        else if (hidden && style->json && c > 0xFFFF)
+            sprintf(escape, "\\u%04x\\u%04x", 0xD7C0 + (c >> 10), 0xDC00 | (c & 0x3FF));
         else if (hidden) sprintf(escape, !style->json && c < 256 ? "\\x%02x" :
                                          c > 0xFFFF ? "\\U%08x" : "\\u%04x", c);
-        if (*escape) put_like(t, out, escape, s.c[i]);
+        if (*escape) say(t, out, escape, s.c[i] & MARK);
         else put_char(t, out, s.c[i]);
     }
     put_char(t, out, quote);
@@ -3278,1277 +3310,890 @@ static void put_quoted(Template *t, Seq *out, Seq s, const Style *style) {
 
 static void put_float(Template *t, Seq *out, double f, bool json) {
     char s[400];
-    int digits = 0;   // as few as read back as f
-    if (f - f != 0)
-        return say(t, out, f != f ? json ? "NaN" : "nan" : f < 0 ? json ? "-Infinity" : "-inf" :
-                           json ? "Infinity" : "inf");
+    int digits = 0, exponent;   // as few digits as read back as f
+    if (f - f != 0) {
+        snprintf(s, sizeof s, "%s%s", f < 0 ? "-" : "", f != f ? json ? "NaN" : "nan" : json ? "Infinity" : "inf");
+        return say(t, out, s, 0);
+    }
     do snprintf(s, sizeof s, "%.*e", digits, f);
     while (strtod(s, NULL) != f && digits++ < 17);
-    int exponent = atoi(strchr(s, 'e') + 1);
+    exponent = atoi(strchr(s, 'e') + 1);
     if (exponent >= -4 && exponent < 16)
         snprintf(s, sizeof s, "%.*f", digits > exponent ? digits - exponent : 1, f);
-    say(t, out, s);
+    say(t, out, s, 0);
 }
 
 static void put_value(Template *t, Seq *out, Value v, const Style *style);
 
-static void put_line(Template *t, Seq *out, const Style *style, int depth) {
-    if (style->indent.c) put_char(t, out, '\n');
-    while (style->indent.c && depth-- > 0) put(t, out, style->indent);
-}
-
 static void put_items(Template *t, Seq *out, Value v, const Style *style) {
-    bool dict = v.kind == V_DICT || v.kind == V_NAMESPACE, tuple = v.kind == V_TUPLE && !style->json;
+    bool dict = v.kind >= V_DICT, tuple = v.kind == V_TUPLE && !style->json, quote;
     Seq l = dict ? v.dict->pairs : v.seq;
     Style inner = *style;
     inner.repr = true;
     inner.depth++;
-    say(t, out, dict ? "{" : tuple ? "(" : "[");
-    for (size_t i = 0; i < l.n; i++) {
-        bool key = dict && i % 2 == 0, quote = style->json && key && l.v[i].kind != V_STRING;
-        if (i) put(t, out, dict && !key ? style->key : style->item);
-        if (!dict || key) put_line(t, out, style, inner.depth);
-        if (quote) say(t, out, "\"");
+    say(t, out, dict ? "{" : tuple ? "(" : "[", 0);
+    for (size_t i = 0; i <= l.n; i++) {
+        bool key = dict && i % 2 == 0, item = i < l.n && i > 0;
+        if (item) put(t, out, dict && !key ? style->key : style->item);
+        if (l.n && style->indent.c && (!dict || key)) {
+            put_char(t, out, '\n');
+            for (int k = i == l.n; k < inner.depth; k++) put(t, out, style->indent);
+        }
+        if (i == l.n) break;
+        quote = style->json && key && l.v[i].kind != V_STRING;
+        say(t, out, quote ? "\"" : "", 0);
         put_value(t, out, l.v[i], &inner);
-        if (quote) say(t, out, "\"");
+        say(t, out, quote ? "\"" : "", 0);
     }
-    if (l.n) put_line(t, out, style, style->depth);
-    say(t, out, dict ? "}" : !tuple ? "]" : l.n == 1 ? ",)" : ")");
+    say(t, out, dict ? "}" : !tuple ? "]" : l.n == 1 ? ",)" : ")", 0);
 }
 
 static void put_value(Template *t, Seq *out, Value v, const Style *style) {
+    static const char *const words[][2] = {{"False", "True"}, {"false", "true"}};
     char digits[32];
     enter(t);
     if (style->json && (v.kind == V_UNDEFINED || v.kind > V_DICT || v.kind == V_ONCE))
         stop(t, "%s cannot be written as JSON", KINDS[v.kind]);
     snprintf(digits, sizeof digits, "%lld", v.kind == V_INT ? (long long)v.i : 0);
-    if (v.kind == V_UNDEFINED) say(t, out, style->repr ? "Undefined" : "");
-    else if (v.kind == V_NONE) say(t, out, style->json ? "null" : "None");
-    else if (v.kind == V_BOOL)
-        say(t, out, style->json ? v.i ? "true" : "false" : v.i ? "True" : "False");
-    else if (v.kind == V_INT) say(t, out, digits);
-    else if (v.kind == V_FLOAT) put_float(t, out, v.f, style->json);
-    else if (v.kind == V_STRING && (style->repr || style->json)) put_quoted(t, out, v.seq, style);
-    else if (v.kind == V_STRING) put(t, out, v.seq);
-    else if (is_list(v) || v.kind == V_DICT) put_items(t, out, v, style);
-    else {
-        say(t, out, v.kind == V_NAMESPACE ? "<Namespace " : "<");
+    switch (v.kind) {
+    case V_UNDEFINED: say(t, out, style->repr ? "Undefined" : "", 0); break;
+    case V_NONE: say(t, out, style->json ? "null" : "None", 0); break;
+    case V_BOOL: say(t, out, words[style->json][v.i], 0); break;
+    case V_INT: say(t, out, digits, 0); break;
+    case V_FLOAT: put_float(t, out, v.f, style->json); break;
+    case V_STRING:
+        if (style->repr || style->json) put_quoted(t, out, v.seq, style);
+        else put(t, out, v.seq);
+        break;
+    case V_LIST: case V_TUPLE: case V_DICT: put_items(t, out, v, style); break;
+    default:
+        say(t, out, v.kind == V_NAMESPACE ? "<Namespace " : "<", 0);
         if (v.kind == V_NAMESPACE) put_items(t, out, v, style);
-        else say(t, out, KINDS[v.kind]);
-        say(t, out, ">");
+        else say(t, out, KINDS[v.kind], 0);
+        say(t, out, ">", 0);
     }
     t->depth--;
 }
 
 static void print(Template *t, Seq *out, Value v, bool repr) {
     static const uint32_t comma[] = {',', ' '}, colon[] = {':', ' '};
-    put_value(t, out, v, &(Style){.repr = repr, .item = {{comma}, 2, NULL}, .key = {{colon}, 2, NULL}});
+    Style style = {.repr = repr, .item = {{comma}, 2, NULL}, .key = {{colon}, 2, NULL}};
+    put_value(t, out, v, &style);
 }
 
 static Seq to_text(Template *t, Value v) {
     Seq out = {0};
     if (v.kind == V_STRING) return v.seq;
-    print(t, &out, v, false);
-    return out;
+    return print(t, &out, v, false), out;
 }
 
-// ---- operators ----
+// ---- its operators
 
-static void need_defined(Template *t, Value v) {
-    if (v.kind == V_UNDEFINED) stop(t, "'%s' is undefined", utf8(t, v.seq));
+static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
+
+// op: + - * / % of numbers, f for //, p for **
+static Value arithmetic(Template *t, int op, Value a, Value b) {
+    double x = real(a), y = real(b), left = y ? fmod(x, y) : 0;
+    if (among(op, "/f%") && !y) stop(t, "division by zero");
+    if (left && (left < 0) != (y < 0)) left += y;   // rounds down, also below 0
+    if (!is_int(a) || !is_int(b) || op == '/' || (op == 'p' && y < 0))
+        return number(op == '+' ? x + y : op == '-' ? x - y : op == '*' ? x * y : op == '/' ? x / y :
+                      op == '%' ? left : op == 'f' ? round((x - left) / y) : pow(x, y));
+    __int128 i = a.i, k = b.i, z = op == '+' ? i + k : op == '-' ? i - k : op == '*' ? i * k : 1;
+    for (; op == 'p' && k > 0 && z == (int64_t)z; k--, spend(t, 1)) z *= i;
+    if (among(op, "f%")) z = i % k + (i % k && (i < 0) != (k < 0) ? k : 0);
+    if (op == 'f') z = (i - z) / k;
+    if (z != (int64_t)z) stop(t, "a number is too large");
+    return integer(z);
 }
 
-static Value integer_op(Template *t, int op, int64_t a, int64_t b) {
-    int64_t x = 1;
-    bool over = false, differ = (a < 0) != (b < 0);
-    if (op == OP_ADD) over = __builtin_add_overflow(a, b, &x);
-    else if (op == OP_SUB) over = __builtin_sub_overflow(a, b, &x);
-    else if (op == OP_MUL) over = __builtin_mul_overflow(a, b, &x);
-    else if (op == OP_POW)
-        for (; b-- > 0 && !over; take_steps(t, 1)) over = __builtin_mul_overflow(x, a, &x);
-    else if (b == -1) return integer_op(t, OP_MUL, op == OP_FLOOR ? a : 0, -1);
-    else if (op == OP_FLOOR) x = a / b - (a % b != 0 && differ);   // rounds down, also below 0
-    else x = a % b + (a % b != 0 && differ ? b : 0);
-    if (over) stop(t, "the number is too large");
-    return integer(x);
-}
-
-static Value float_op(int op, double a, double b) {
-    double rest = fmod(a, b);
-    if (rest != 0 && (rest < 0) != (b < 0)) rest += b;
-    return number(op == OP_ADD ? a + b : op == OP_SUB ? a - b : op == OP_MUL ? a * b :
-                  op == OP_DIV ? a / b : op == OP_POW ? pow(a, b) : op == OP_MOD ? rest :
-                  round((a - rest) / b));
-}
-
-static Seq format_percent(Template *t, Seq f, Value args);
-
-static Value operate(Template *t, int op, Value a, Value b) {
-    if (op == OP_JOIN) a = string(to_text(t, a)), b = string(to_text(t, b)), op = OP_ADD;
-    if (op == OP_MUL && is_int(a) && is_seq(b)) {
-        Value number = a;
-        a = b;
-        b = number;
-    }
+static Value operate(Template *t, const char *op, Value a, Value b) {
+    bool times = *op == '*' && !op[1], swap = times && is_int(a) && is_seq(b);
+    Value s = swap ? b : a, product = {.kind = s.kind};
+    if (*op == '~') return operate(t, "+", string(to_text(t, a)), string(to_text(t, b)));
     need_defined(t, a);
     need_defined(t, b);
-    if (op == OP_MOD && a.kind == V_STRING) return string(format_percent(t, a.seq, b));
-    if (op == OP_ADD && is_seq(a) && a.kind == b.kind) {
-        append(t, &a.seq, b.seq.at, b.seq.n, size_in(a));
-        return a;
-    }
-    if (op == OP_MUL && is_seq(a) && is_int(b)) {
-        Value product = {.kind = a.kind};
-        for (; b.i > 0 && a.seq.n; b.i--) append(t, &product.seq, a.seq.at, a.seq.n, size_in(a));
+    if (*op == '%' && a.kind == V_STRING) return apply(t, "str", text(t, "%"), a, (Args){.list = {{.v = &b}, 1, NULL}});
+    if (*op == '+' && is_seq(a) && a.kind == b.kind)
+        return append(t, &a.seq, b.seq.at, b.seq.n, size_in(a)), a;
+    if (swap || (times && is_seq(a) && is_int(b))) {
+        for (int64_t n = swap ? a.i : b.i; n > 0 && s.seq.n; n--)
+            append(t, &product.seq, s.seq.at, s.seq.n, size_in(s));
         return product;
     }
-    if (!is_number(a) || !is_number(b))
-        stop(t, "%s %s %s is not possible", KINDS[a.kind], OPERATORS[op].name, KINDS[b.kind]);
-    if ((op == OP_DIV || op == OP_FLOOR || op == OP_MOD) && as_float(b) == 0)
-        stop(t, "division by zero");
-    bool whole = is_int(a) && is_int(b) && op != OP_DIV && (op != OP_POW || b.i >= 0);
-    return whole ? integer_op(t, op, a.i, b.i) : float_op(op, as_float(a), as_float(b));
+    if (!is_number(a) || !is_number(b)) stop(t, "%s %s %s is not possible", KINDS[a.kind], op, KINDS[b.kind]);
+    return arithmetic(t, !op[1] ? *op : *op == '/' ? 'f' : 'p', a, b);
 }
 
 static bool contains(Template *t, Value in, Value v) {
-    if (in.kind == V_STRING && v.kind != V_STRING)
-        stop(t, "%s in a string is not possible", KINDS[v.kind]);
-    if (in.kind == V_STRING) return find(t, in.seq, v.seq, 0) != SIZE_MAX;
+    if (in.kind == V_STRING && v.kind != V_STRING) stop(t, "%s in str is not possible", KINDS[v.kind]);
+    if (in.kind == V_STRING) return find(t, in.seq, v.seq) != SIZE_MAX;
     if (in.kind == V_DICT) return dict_find(t, in.dict, v) != NULL;
     Seq l = items_of(t, in);
-    for (size_t i = 0; i < l.n; i++)
-        if (equal(t, l.v[i], v)) return true;
-    return false;
+    size_t i = 0;
+    while (i < l.n && order(t, l.v[i], v)) i++;
+    return i < l.n;
 }
 
-static bool compare(Template *t, int op, Value a, Value b) {
-    if (op == OP_IN || op == OP_NOT) return contains(t, b, a) == (op == OP_IN);   // NOT: not in
-    if (op == OP_EQ || op == OP_NE) return equal(t, a, b) == (op == OP_EQ);
+static bool compare(Template *t, const char *op, Value a, Value b) {
+    if (*op == 'i' || *op == 'n') return contains(t, b, a) == (*op == 'i');
+    int c = order(t, a, b);
+    if (*op == '=' || *op == '!') return (c == 0) == (*op == '=');
     need_defined(t, a);
     need_defined(t, b);
-    if (op == OP_LT || op == OP_GE) return less(t, a, b) == (op == OP_LT);
-    return less(t, b, a) == (op == OP_GT);
+    if (c == UNLIKE || a.kind == V_NONE || a.kind > V_TUPLE)
+        stop(t, "%s %s %s is not possible", KINDS[a.kind], op, KINDS[b.kind]);
+    return *op == '<' ? c < (op[1] == '=') : c > -(op[1] == '=');
 }
 
-// a[from:to:step], as Python counts
-static Value slice(Template *t, Value a, const Value *bound) {
-    int64_t step = is_int(bound[2]) ? bound[2].i : 1, at[2];
-    int64_t low = step < 0 ? -1 : 0, high = (int64_t)a.seq.n + low;
+static Value slice(Template *t, Value a, const Value *bound) {   // a[from:to:step], as Python counts
+    int64_t n = a.seq.n, step = is_int(bound[2]) ? bound[2].i : 1, low = step < 0 ? -1 : 0, at[2];
     Value out = {.kind = a.kind};
-    if (a.kind == V_UNDEFINED || !is_seq(a)) {
-        need_defined(t, a);
-        return undefined((Seq){0});
-    }
-    if (!step) stop(t, "a slice's step is 0");
+    need_defined(t, a);
+    if (!is_seq(a) || !step) stop(t, "this slice of %s is not possible", KINDS[a.kind]);
     for (int k = 0; k < 2; k++) {
-        int64_t i = is_int(bound[k]) ? bound[k].i : 0;
-        if (i < 0) i += a.seq.n;
-        if (bound[k].kind == V_NONE) i = (k == 0) == (step > 0) ? low : high;
-        at[k] = i < low ? low : i > high ? high : i;
+        int64_t i = is_int(bound[k]) ? bound[k].i + (bound[k].i < 0 ? n : 0) : 0;
+        if (!is_int(bound[k])) i = (k == 0) == (step > 0) ? low : n + low;
+        at[k] = i < low ? low : i > n + low ? n + low : i;
     }
-    if (step == 1 && at[1] <= at[0]) return out;
-    for (int64_t i = at[0]; step > 0 ? i < at[1] : i > at[1]; i += step)
-        if (step == 1) {   // a view
-            out.seq = (Seq){{.at = (char *)a.seq.at + i * size_in(a)}, at[1] - i, a.seq.home};
-            break;
-        } else append(t, &out.seq, (char *)a.seq.at + i * size_in(a), 1, size_in(a));
+    const char *base = a.seq.at;
+    if (step == 1 && at[1] > at[0])   // a view
+        out.seq = (Seq){{.at = base + at[0] * size_in(a)}, at[1] - at[0], a.seq.home};
+    step = step > n ? n + 1 : step < -n ? -n - 1 : step;
+    for (int64_t i = at[0]; step != 1 && (step > 0 ? i < at[1] : i > at[1]); i += step)
+        append(t, &out.seq, base + i * size_in(a), 1, size_in(a));
     return out;
 }
 
-// ---- expressions ----
+// ---- its filters, tests, methods and functions
 
-static Value expression(Template *t);
-static Value unary(Template *t, bool filters);
-static void block(Template *t, bool live);
-static void run(Template *t);
-static void run_for(Template *t, const Value *given);
+// "class names (parameters) : name=what, .. : value", where the names between the colons stand for
+// what the value uses several times
+static const char BUILTINS[] =
+    "global range (a, b=none, step=1) _range(0, a, 1) if b is none else _range(a, b, step)\n"
+    "global namespace (d={}) _dict('namespace', d, kwargs)\n"
+    "global dict (d={}) _dict('dict', d, kwargs)\n"
+    "global raise_exception (message) _fail(message)\n"
+    "global strftime_now (format) _now(format)\n"
+    "loop cycle (l) varargs[l.index0 % (varargs|length)]\n"
+    "dict keys (d) _list(d)\n" "dict values (d) [for k in d: d[k]]\n"
+    "dict items (d) [for k in d: (k, d[k])]\n"
+    "dict get (d, k, default=none) d[k] if k in d else default\n"
+    "list count (l, x) [for y in l if y == x: y]|length\n"
+    "str upper (s) _case(s, true)\n" "str lower (s) _case(s, false)\n"
+    "str capitalize (s) s[:1]|upper + s[1:]|lower\n"
+    "str title (s) _join('', [for i in _range(0, s|length, 1): s[i]|upper if i == 0 or"
+        " s[i - 1]|upper == s[i - 1]|lower else s[i]|lower])\n"
+    "str strip (s, chars=none) _strip(s, chars, 3)\n"
+    "str lstrip (s, chars=none) _strip(s, chars, 1)\n"
+    "str rstrip (s, chars=none) _strip(s, chars, 2)\n"
+    "str split (s, sep=none, maxsplit=-1) _split(s, sep, maxsplit)\n"
+    "str rsplit (s, sep=none, maxsplit=-1) [for x in _split(s[::-1], sep[::-1] if sep else sep,"
+        " maxsplit)[::-1]: x[::-1]]\n"
+    "str splitlines (s) : l=_split(s.replace('\\r\\n', '\\n'), '\\n', -1) : l if l[-1] else l[:-1]\n"
+    "str replace (s, old, new, count=-1) _join(new, _split(s, _text(old), count))\n"
+    "str join (s, list) _join(s, list)\n"
+    "str find (s, x) _find(s, x)\n" "str count (s, x) _split(s, x, -1)|length - 1\n"
+    "str startswith (s, x) [for p in (x if _kind(x) == 'tuple' else [x]) if s[:p|length] == p: p]"
+        " != []\n"
+    "str endswith (s, x) [for p in (x if _kind(x) == 'tuple' else [x]) if s|length >= p|length and"
+        " s[s|length - p|length:] == p: p] != []\n"
+    "str removeprefix (s, x) s[x|length:] if s.startswith(x) else s\n"
+    "str removesuffix (s, x) s[:s|length - x|length] if s.endswith(x) else s\n"
+    "str isdigit (s) s != '' and s.strip('0123456789') == ''\n"
+    "str % (s, v) : p=s.replace('%%', '\\uffff').split('%'), a=v if _kind(v) == 'tuple' else (v,) :"
+        " _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_percent(i - 1, a, v)])"
+        ".replace('\\uffff', '%') if v is mapping or p|length == a|length + 1 else"
+        " _fail('a format has not as many fields as values')\n"
+    "str format (s) : p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{') :"
+        " _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_braces(i - 1, varargs, kwargs)])"
+        ".replace('\\uffff', '{').replace('\\ufffe', '}')\n"
+    "filter _percent (x, i, list, named) : b=x[1:].split(')', 1) if x[:1] == '(' else [none, x],"
+        " r=b[1].lstrip('-+ #0123456789.') : _format(list[i] if b[0] is none else named[b[0]],"
+        " b[1][:b[1]|length - r|length + 1], true) + r[1:]\n"
+    "filter _braces (x, i, list, named) : b=x.split('}', 1), c=b[0].split(':', 1),"
+        " k=c[0].split('!') : _format(list[i] if k[0] == '' else list[k[0]|int] if k[0].isdigit()"
+        " else named[k[0]], (c[1] or '') ~ (k[1] or ''), false) + b[1]\n"
+    "filter upper (s) _case(s, true)\n" "filter lower (s) _case(s, false)\n"
+    "filter capitalize (s) _text(s).capitalize()\n"
+    "filter title (s) : t=_text(s) : _join('', [for i in _range(0, t|length, 1): t[i]|upper if"
+        " i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])\n"
+    "filter trim (s, chars=none) _strip(s, chars, 3)\n"
+    "filter replace (s, old, new, count=-1) _join(new, _split(s, _text(old), count))\n"
+    "filter format (s) _text(s) % (kwargs or varargs)\n"
+    "filter join (v, d='', attribute=none) _join(d, [for x in v: _path(x, attribute, none)])\n"
+    "filter string safe (v) _text(v)\n" "filter length count (v) _length(v)\n"
+    "filter list (v) _list(v)\n" "filter first (v) _list(v)[0]\n" "filter last (v) _list(v)[-1]\n"
+    "filter default d (v, default_value='', boolean=false) default_value if v is undefined or"
+        " boolean and not v else v\n"
+    "filter reverse (v) v[::-1] if v is string else _once(_list(v)[::-1])\n"
+    "filter items (v) _once(v.items() if v is defined else [])\n"
+    "filter map (v) _once([for x in v: _path(x, kwargs.attribute, kwargs.default) if"
+        " kwargs.attribute is defined else _apply('filter', x, varargs, kwargs)])\n"
+    "filter select (v) _once([for x in v if _apply('test', x, varargs, kwargs): x])\n"
+    "filter reject (v) _once([for x in v if not _apply('test', x, varargs, kwargs): x])\n"
+    "filter selectattr (v, a) _once([for x in v if"
+        " _apply('test', _path(x, a, none), varargs, kwargs): x])\n"
+    "filter rejectattr (v, a) _once([for x in v if not"
+        " _apply('test', _path(x, a, none), varargs, kwargs): x])\n"
+    "filter sum (v, attribute=none, start=0) _sum([for x in v: _path(x, attribute, none)], start)\n"
+    "filter sort (v, reverse=false, case_sensitive=false, attribute=none) : l=_list(v) :"
+        " _sort(l, [for x in l: _key(x, attribute, case_sensitive)], reverse)\n"
+    "filter min (v, case_sensitive=false, attribute=none)"
+        " (v|sort(false, case_sensitive, attribute))[0]\n"
+    "filter max (v, case_sensitive=false, attribute=none)"
+        " (v|sort(true, case_sensitive, attribute))[0]\n"
+    "filter dictsort (d, case_sensitive=false, by='key', reverse=false)"
+        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else 1)\n"
+    "filter unique (v, case_sensitive=false, attribute=none) : l=_list(v), k=[for x in l:"
+        " _key(x, attribute, case_sensitive)] :"
+        " _once([for i in _range(0, l|length, 1) if k[i] not in k[:i]: l[i]])\n"
+    "filter groupby (v, attribute, default=none, case_sensitive=false) : l=[for x in v: (x,"
+        " _path(x, attribute, default))]|sort(false, case_sensitive, 1), k=[for x in l:"
+        " _key(x, 1, case_sensitive)] : [for i in _range(0, l|length, 1) if i == 0 or"
+        " k[i] != k[i - 1]: (l[i][1], [for j in _range(i, l|length, 1) if k[j] == k[i]: l[j][0]])]\n"
+    "filter batch (v, n, fill_with=none) : l=_list(v) : _once([for i in _range(0, l|length, n):"
+        " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])\n"
+    "filter abs (x) -x if x < 0 else x\n"
+    "filter round (x, precision=0, method='common') : p=10 ** precision : -(-x * p // 1) / p if"
+        " method == 'ceil' else x * p // 1 / p if method == 'floor' else x if x is integer else"
+        " ('%.0f' % (x * p))|float / p if precision < 0 else (('%.' ~ precision ~ 'f') % x)|float\n"
+    "filter int (v, default=0, base=10) _number(v, default, base)\n"
+    "filter float (v, default=0.0) _number(v, default, 0)\n"
+    "filter indent (s, width=4, first=false, blank=false) : l=_text(s).split('\\n'), pad=width if"
+        " width is string else ' ' * width : _join('\\n', [for i in _range(0, l|length, 1):"
+        " (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])\n"
+    "filter escape e (s) _text(s).replace('&', '&amp;').replace('>', '&gt;').replace('<', '&lt;')"
+        ".replace(\"'\", '&#39;').replace('\"', '&#34;')\n"
+    "filter tojson (v, ensure_ascii=false, indent=none, separators=none) : s=separators or"
+        " (', ' if indent is none else ',', ': ') :"
+        " _json(v, ensure_ascii, s[0], s[1], ' ' * indent if indent is integer else indent)\n"
+    "test undefined (x) _kind(x) == 'undefined'\n" "test defined (x) _kind(x) != 'undefined'\n"
+    "test none (x) _kind(x) == 'None'\n" "test boolean (x) _kind(x) == 'bool'\n"
+    "test true (x) _kind(x) == 'bool' and x\n" "test false (x) _kind(x) == 'bool' and not x\n"
+    "test integer (x) _kind(x) == 'int'\n" "test float (x) _kind(x) == 'float'\n"
+    "test number (x) _kind(x) in ['int', 'float', 'bool']\n" "test string (x) _kind(x) == 'str'\n"
+    "test mapping (x) _kind(x) == 'dict'\n" "test callable (x) _kind(x) == 'macro'\n"
+    "test sequence (x) _kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']\n"
+    "test iterable (x) x is sequence or _kind(x) in ['generator', 'loop']\n"
+    "test odd (x) x % 2 == 1\n" "test even (x) x % 2 == 0\n" "test divisibleby (x, n) x % n == 0\n"
+    "test eq equalto == (a, b) a == b\n" "test ne != (a, b) a != b\n" "test in (x, l) x in l\n"
+    "test lt lessthan < (a, b) a < b\n" "test gt greaterthan > (a, b) a > b\n"
+    "test le <= (a, b) a <= b\n" "test ge >= (a, b) a >= b\n"
+    "test sameas (a, b) _kind(a) == _kind(b) and a == b\n"
+    "test lower (s) s == s|lower and s != s|upper\n" "test upper (s) s == s|upper and s != s|lower\n";
+
+static void list_builtins(Template *t) {   // by "class name", as text
+    for (const char *s = BUILTINS, *w, *open, *end; *s; s = end + 1) {
+        size_t class = strcspn(s, " ") + 1;
+        open = strchr(s, '(');
+        end = strchr(s, '\n');
+        for (w = s + class; w < open; w += strcspn(w, " ") + 1) {
+            Seq key = from_utf8(t, s, class, 0);
+            put(t, &key, from_utf8(t, w, strcspn(w, " "), 0));
+            dict_set(t, &t->builtins, string(key), string(from_utf8(t, open, end - open, 0)));
+        }
+    }
+}
+
+// NULL: there is none. One is read when it is used for the first time.
+static Macro *find_builtin(Template *t, const char *class, Seq name) {
+    uint32_t key[64];
+    size_t n = 0;
+    while (*class) key[n++] = *class++;
+    key[n++] = ' ';
+    for (size_t i = 0; i < name.n && n < COUNT(key); i++) key[n++] = name.c[i];
+    Value *v = dict_find(t, &t->builtins, string((Seq){{key}, n, NULL}));
+    if (v && v->kind == V_STRING) {
+        Node *node = NULL, **tail = &node;
+        t->p = v->seq.c;
+        t->end = t->p + v->seq.n;
+        read_rule(t, R_builtin, &tail);
+        const Node *body = node->first->next;
+        while (body->next) body = body->next;
+        *v = (Value){.kind = V_MACRO, .macro = obtain(t, sizeof *v->macro)};
+        *v->macro = (Macro){node->first, node->first->next, body, NULL, NULL};
+    }
+    return v ? v->macro : NULL;
+}
+
+// ---- it runs
+
+static Value eval(Template *t, const Node *n);
+static void execute(Template *t, const Node *n);
 static Value primitive(Template *t, Seq name, const Value *a);
+static void run_for(Template *t, const Node *n, const Value *given, const Loop *outer);
 
-static Token *here(Template *t) { return &t->token[t->at]; }
-
-static bool at(Template *t, const char *word) {
-    return here(t)->kind >= T_NAME && is(here(t)->value.seq, word);
-}
-
-static bool accept(Template *t, const char *word) {
-    bool yes = at(t, word);
-    t->at += yes;
-    return yes;
-}
-
-static void expect(Template *t, const char *word) {
-    t->where = t->at < t->n_prelude ? t->where : here(t)->source;
-    if (!accept(t, word)) stop(t, "'%s' is missing", word);
-}
-
-static Seq name(Template *t) {
-    if (here(t)->kind != T_NAME) expect(t, "a name");
-    return t->token[t->at++].value.seq;
-}
-
-// A value or, with commas, a tuple. conditional: may it be A if C else B?
-static Value binary(Template *t, int level);
-static Value tuple(Template *t, bool conditional) {
-    Value list = {.kind = V_TUPLE}, v = conditional ? expression(t) : binary(t, 0);
-    if (!at(t, ",")) return v;
-    push(t, &list.seq, v);
-    while (accept(t, ",") && !at(t, ")") && !at(t, "%}") && !at(t, "}}") && !at(t, "="))
-        push(t, &list.seq, conditional ? expression(t) : binary(t, 0));
-    return list;
-}
-
-static Macro *builtin(Template *t, const char *class, Seq name) {
-    for (Macro *m = t->builtins; m < t->builtins + t->n_builtins; m++)
-        if (is(m->class, class) && same(m->name, name)) return m;
-    return NULL;
+static const Node *child(const Node *n, int rule) {   // NULL: there is none
+    for (n = n->first; n && n->rule != rule;) n = n->next;
+    return n;
 }
 
 static Value macro_value(Macro *m) { return (Value){.kind = V_MACRO, .macro = m}; }
 
-static Value look_up(Template *t, Seq name) {
-    Value *v = NULL;
-    for (Dict *d = t->scope; d && !v; d = d->outer) v = dict_find(t, d, string(name));
-    Macro *m = v ? NULL : builtin(t, "global", name);
-    return v ? *v : m ? macro_value(m) : undefined(name);
+static void set_name(Template *t, Dict *d, const char *key, Value v) {
+    dict_set(t, d, string(text(t, key)), v);
 }
 
-static Args arguments(Template *t) {   // (1, 2, x=3)
-    static const uint32_t caller[] = {'c', 'a', 'l', 'l', 'e', 'r'};
-    Args a = {0};
-    if (t->caller)
-        dict_set(t, &a.named, string((Seq){{caller}, 6, NULL}), macro_value(t->caller));
-    t->caller = NULL;
-    for (expect(t, "("); !accept(t, ")"); accept(t, ",") || at(t, ")") || (expect(t, ")"), 0)) {
-        Token *k = here(t);
-        bool named = k->kind == T_NAME && k[1].kind == T_OPERATOR && is(k[1].value.seq, "=");
-        t->at += 2 * named;
-        Value v = expression(t);
-        if (named) dict_set(t, &a.named, k->value, v);
-        else push(t, &a.list, v);
-    }
-    return a;
+static bool mentions(const Node *n, const char *name) {
+    for (; n; n = n->next)
+        if ((n->rule == R_name && is(n->value->seq, name)) || mentions(n->first, name)) return true;
+    return false;
 }
 
-// Reads (x, y=1) and sets these names to what a call gave, or to what stands there; what it gave
-// beyond them is varargs and kwargs. a NULL: only reads.
-static void parameters(Template *t, const Args *a, const Macro *m) {
-    static const char *const rest[] = {"varargs", "kwargs"};
+// Sets the names of parameters to what a call gave, or to what stands there; what it gave beyond
+// them is varargs and kwargs.
+static void bind(Template *t, const Macro *m, const Args *a) {
     size_t i = 0;
-    Value more[] = {{.kind = V_TUPLE}, {.kind = V_DICT, .dict = new_dict(t, NULL)}};
-    for (expect(t, "("); !accept(t, ")"); i++) {
-        Value key = string(name(t)), *given = NULL, v = undefined(key.seq);
-        if (a) given = i < a->list.n ? (Value *)&a->list.v[i] : dict_find(t, &a->named, key);
-        t->dead += given || !a;
-        if (accept(t, "=")) v = expression(t);
-        t->dead -= given || !a;
-        if (a) dict_set(t, t->scope, key, given ? *given : v);
-        if (!accept(t, ",") && !at(t, ")")) expect(t, ")");
+    Value more = {.kind = V_TUPLE}, named = {.kind = V_DICT, .dict = new_dict(t, NULL)};
+    for (const Node *p = m->params ? m->params->first : NULL; p; p = p->next, i++) {
+        Value key = *p->first->value, v = undefined(key.seq);
+        Value *given = i < a->list.n ? &a->list.v[i] : dict_find(t, &a->named, key);
+        if (!given && p->first->next) v = eval(t, p->first->next);
+        dict_set(t, t->scope, key, given ? *given : v);
     }
-    if (!a) return;
-    for (; i < a->list.n; i++) push(t, &more[0].seq, a->list.v[i]);
+    for (; i < a->list.n; i++) push(t, &more.seq, a->list.v[i]);
     for (i = 0; i < a->named.pairs.n; i += 2) {
-        const Value *pair = &a->named.pairs.v[i];
-        bool caller = is(pair->seq, "caller");
-        if (caller || !dict_find(t, t->scope, *pair))
-            dict_set(t, caller ? t->scope : more[1].dict, pair[0], pair[1]);
+        Value *pair = &a->named.pairs.v[i];
+        if (is(pair->seq, "caller")) dict_set(t, t->scope, pair[0], pair[1]);
+        else if (!dict_find(t, t->scope, pair[0])) dict_set(t, named.dict, pair[0], pair[1]);
     }
-    for (int k = 0; k < 2; k++) {
-        size_t word = t->at;
-        while (word < m->end && !(t->token[word].kind == T_NAME && is(t->token[word].value.seq, rest[k]))) word++;
-        if (word < m->end) dict_set(t, t->scope, t->token[word].value, more[k]);
-        else if (truth(more[k])) stop(t, "%s() takes fewer arguments", utf8(t, m->name));
-    }
+    if ((more.seq.n && !mentions(m->lets, "varargs")) || (truth(named) && !mentions(m->lets, "kwargs")))
+        stop(t, "a call has an argument too many");
+    set_name(t, t->scope, "varargs", more);
+    set_name(t, t->scope, "kwargs", named);
+    for (const Node *k = m->lets; k != m->body; k = k->next)
+        dict_set(t, t->scope, *k->first->value, eval(t, k->first->next));
 }
 
-// what the block that begins here prints
-static Value capture(Template *t) {
+// what a block prints, with names of its own on top of those of scope
+static Value capture(Template *t, const Node *block, Dict *scope) {
     Seq text = {0}, *out = t->out;
     Dict *outer = t->scope;
     t->out = &text;
-    t->scope = new_dict(t, outer);
-    block(t, true);
+    t->scope = new_dict(t, scope);
+    execute(t, block);
     t->out = out;
     t->scope = outer;
     return string(text);
 }
 
-static Value call(Template *t, Value f, const Args *a) {
-    size_t back = t->at;
+static Value call(Template *t, Value f, Args a) {
     const uint32_t *where = t->where;
     Dict *scope = t->scope;
-    Value v;
-    if (f.kind == V_LOOP && a->list.n) {   // loop(list) in a recursive loop
-        Seq text = {0}, *out = t->out;
-        Loop *loop = t->loop;
-        t->at = f.loop->at;
+    Seq text = {0}, *out = t->out;
+    Args all = {.named = a.named};
+    need_defined(t, f);
+    if (f.kind == V_LOOP && a.list.n) {   // of a recursive loop
         t->out = &text;
-        t->loop = f.loop;
-        run_for(t, a->list.v);
-        t->out = out, t->loop = loop, t->at = back;
+        run_for(t, f.loop->statement, a.list.v, f.loop);
+        t->out = out;
         return string(text);
     }
-    need_defined(t, f);
     if (f.kind != V_MACRO) stop(t, "%s cannot be called", KINDS[f.kind]);
-    Args all = {.named = a->named};
     if (f.macro->self) push(t, &all.list, *f.macro->self);
-    append(t, &all.list, a->list.v, a->list.n, sizeof *a->list.v);
-    enter(t);
+    append(t, &all.list, a.list.v, a.list.n, sizeof *a.list.v);
     t->scope = new_dict(t, f.macro->scope);
-    t->at = f.macro->at;
-    if (t->at) parameters(t, &all, f.macro);
-    t->at = f.macro->body;
-    v = t->at < t->n_prelude ? expression(t) : capture(t);
+    bind(t, f.macro, &all);
+    const Node *body = f.macro->body;
+    Value v = body->rule == R_block ? capture(t, body, t->scope) : eval(t, body);
     t->scope = scope;
-    t->at = back;
     t->where = where;
-    t->depth--;
     return v;
 }
 
-// a method, filter or test on v
+static Args arguments(Template *t, const Node *n) {   // n: args, or NULL
+    Args a = {0};
+    if (t->caller && n) set_name(t, &a.named, "caller", macro_value(t->caller));
+    t->caller = NULL;
+    for (n = n ? n->first : NULL; n; n = n->next)
+        if (n->first->next) dict_set(t, &a.named, *n->first->value, eval(t, n->first->next));
+        else push(t, &a.list, eval(t, n->first));
+    return a;
+}
+
+// calls a method, filter or test of v
 static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
-    Macro *m = builtin(t, class, name);
+    Macro *m = find_builtin(t, class, name), bound;
     if (!m) stop(t, "there is no %s '%s'", class, utf8(t, name));
-    Macro bound = *m;
+    bound = *m;
     bound.self = &v;
-    return call(t, macro_value(&bound), &a);
+    return call(t, macro_value(&bound), a);
 }
 
 static Value loop_member(const Loop *l, Seq name) {
     static const char *const names[] = {"index", "index0", "revindex", "revindex0", "length",
-                                        "depth", "depth0"};
+                                        "depth", "depth0", "first", "last"};
     int64_t i = l->i, n = l->items.n;
-    int64_t values[] = {i + 1, i, n - i, n - i - 1, n, l->depth + 1, l->depth};
+    int64_t values[] = {i + 1, i, n - i, n - i - 1, n, l->depth + 1, l->depth, i == 0, i + 1 == n};
     for (size_t k = 0; k < COUNT(names); k++)
-        if (is(name, names[k])) return integer(values[k]);
-    if (is(name, "first") || is(name, "last")) return boolean(i == (is(name, "first") ? 0 : n - 1));
-    bool previous = is(name, "previtem") && i > 0, next = is(name, "nextitem") && i + 1 < n;
-    return previous || next ? l->items.v[next ? i + 1 : i - 1] : undefined(name);
+        if (is(name, names[k])) return k < 7 ? integer(values[k]) : boolean(values[k]);
+    if (is(name, "previtem") && i > 0) return l->items.v[i - 1];
+    return is(name, "nextitem") && i + 1 < n ? l->items.v[i + 1] : undefined(name);
 }
 
 // v.key, where a method comes before an entry of that name, or v[key]
 static Value member(Template *t, Value v, Value key, bool dot) {
     bool named = key.kind == V_STRING;
     need_defined(t, v);
-    Macro *method = named ? builtin(t, KINDS[v.kind], key.seq) : NULL;
     Value *entry = v.kind == V_DICT || v.kind == V_NAMESPACE ? dict_find(t, v.dict, key) : NULL;
-    if (entry && !(dot && method)) return *entry;
-    if (is_seq(v) && is_int(key)) {
-        size_t i = key.i < 0 ? key.i + v.seq.n : (size_t)key.i;
-        if (i < v.seq.n)
-            return v.kind == V_STRING ? string(part(v.seq, i, i + 1)) : v.seq.v[i];
+    Macro *m = named && (!entry || dot) ? find_builtin(t, KINDS[v.kind], key.seq) : NULL;
+    if (m) {
+        struct { Macro macro; Value self; } *method = obtain(t, sizeof *method);
+        method->macro = *m;
+        method->macro.self = &method->self;
+        method->self = v;
+        return macro_value(&method->macro);
     }
-    if (method) {
-        Macro *m = obtain(t, sizeof *m);
-        *m = *method;
-        m->self = obtain(t, sizeof v);
-        *m->self = v;
-        return macro_value(m);
-    }
+    if (entry) return *entry;
+    size_t i = is_int(key) ? key.i + (key.i < 0 ? v.seq.n : 0) : SIZE_MAX;
+    if (is_seq(v) && is_int(key) && i < v.seq.n)
+        return v.kind == V_STRING ? string(part(v.seq, i, i + 1)) : v.seq.v[i];
     if (v.kind == V_LOOP && named) return loop_member(v.loop, key.seq);
-    if (v.kind == V_TUPLE && v.seq.n == 2 && named)   // of groupby
-        return is(key.seq, "grouper") ? v.seq.v[0] : is(key.seq, "list") ? v.seq.v[1] : undefined(key.seq);
+    if (v.kind == V_TUPLE && v.seq.n == 2 && named && (is(key.seq, "grouper") || is(key.seq, "list")))
+        return v.seq.v[is(key.seq, "list")];   // of groupby
     return undefined(to_text(t, key));
 }
 
-static Value subscript(Template *t, Value v) {   // behind the [ of x[1] or x[1:2:3]
+static Value look_up(Template *t, Seq name) {
+    Value *v = NULL;
+    for (Dict *d = t->scope; d && !v; d = d->outer) v = dict_find(t, d, string(name));
+    Macro *m = v ? NULL : find_builtin(t, "global", name);
+    return v ? *v : m ? macro_value(m) : undefined(name);
+}
+
+// v with what stands behind it: .x [1] (x) | f or is f
+static Value suffixed(Template *t, Value v, const Node *n) {
+    const Node *k = n->first, *args = child(n, R_args);
     Value bound[] = {{.kind = V_NONE}, {.kind = V_NONE}, {.kind = V_NONE}};
     int colons = 0;
-    while (!accept(t, "]"))
-        if (!accept(t, ":")) bound[colons] = expression(t);
-        else if (++colons > 2) expect(t, "]");
-    return t->dead ? v : colons ? slice(t, v, bound) : member(t, v, bound[0], false);
+    if (n->rule == R_member) return member(t, v, *k->value, k->rule == R_name);
+    if (n->rule == R_args) return call(t, v, arguments(t, n));
+    if (n->rule == R_item) {
+        for (; k; k = k->next)
+            if (k->rule == R_word) colons++;
+            else bound[colons] = eval(t, k);
+        return colons ? slice(t, v, bound) : member(t, v, bound[0], false);
+    }
+    Args a = arguments(t, args);
+    if (n->rule != R_test) return apply(t, "filter", k->value->seq, v, a);
+    bool negative = k->rule == R_word && is(k->value->seq, "not");
+    if (negative) k = k->next;
+    if (!args && k->next) push(t, &a.list, eval(t, k->next));
+    return boolean(truth(apply(t, "test", k->value->seq, v, a)) != negative);
 }
 
-static Value test(Template *t, Value v) {   // behind `is`
-    bool negative = accept(t, "not");
-    Seq word = name(t);
-    Token *k = here(t);
-    Args a = {0};
-    if (at(t, "(")) a = arguments(t);
-    else if (k->kind == T_LITERAL || at(t, "[") || at(t, "{") ||
-             (k->kind == T_NAME && !k->op && !at(t, "else") && !at(t, "if") && !at(t, "is")))
-        push(t, &a.list, unary(t, false));
-    return t->dead ? v : boolean(truth(apply(t, "test", word, v, a)) != negative);
-}
-
-// behind a [: a list or, in the prelude, [for x in list if test: value]
-static Value list(Template *t) {
+static Value each(Template *t, const Node *n) {   // [for x in list if test: value]
+    const Node *test = child(n, R_cond), *key = n->first;
+    Seq items = items_of(t, eval(t, key->next));
     Value v = {.kind = V_LIST};
-    if (t->at >= t->n_prelude || !accept(t, "for")) {
-        while (!accept(t, "]")) {
-            push(t, &v.seq, expression(t));
-            if (!accept(t, ",") && !at(t, "]")) expect(t, "]");
-        }
-        return v;
-    }
-    Value key = string(name(t));
-    expect(t, "in");
-    Seq items = items_of(t, binary(t, 0));
-    size_t i = 0, start = t->at;
     t->scope = new_dict(t, t->scope);
-    do {   // also without an item: then it only reads
-        bool item = i < items.n, keep = true;
-        t->at = start;
-        t->dead += !item;
-        if (item) dict_set(t, t->scope, key, items.v[i]);
-        if (accept(t, "if")) keep = truth(expression(t));
-        expect(t, ":");
-        t->dead += !keep;
-        Value x = expression(t);
-        t->dead -= !keep + !item;
-        if (item && keep) push(t, &v.seq, x);
-    } while (++i < items.n);
+    for (size_t i = 0; i < items.n; i++) {
+        dict_set(t, t->scope, *key->value, items.v[i]);
+        if (!test || truth(eval(t, test->first)))
+            push(t, &v.seq, eval(t, test ? test->next : key->next->next));
+    }
     t->scope = t->scope->outer;
-    return expect(t, "]"), v;
+    return v;
 }
 
-static Value primary(Template *t) {
-    Token *k = here(t);
-    Value v = k->value;
-    if (k->kind == T_LITERAL) {
-        for (t->at++; v.kind == V_STRING && here(t)->kind == T_LITERAL; t->at++)
-            v = operate(t, OP_ADD, v, here(t)->value);
-        return v;
-    }
-    if (accept(t, "(")) {
-        v = at(t, ")") ? list_of(V_TUPLE, (Seq){0}) : tuple(t, true);
-        return expect(t, ")"), v;
-    }
-    if (accept(t, "[")) return list(t);
-    if (accept(t, "{")) {
-        v = (Value){.kind = V_DICT, .dict = new_dict(t, NULL)};
-        while (!accept(t, "}")) {
-            Value key = expression(t);
-            expect(t, ":");
-            Value item = expression(t);
-            if (!t->dead) dict_set(t, v.dict, key, item);
-            if (!accept(t, ",") && !at(t, "}")) expect(t, "}");
-        }
-        return v;
-    }
-    Seq word = name(t);
-    if (is(word, "true") || is(word, "True")) return boolean(true);
-    if (is(word, "false") || is(word, "False")) return boolean(false);
-    if (is(word, "none") || is(word, "None")) return (Value){.kind = V_NONE};
-    if (t->at < t->n_prelude && word.c[0] == '_') {
-        Args a = arguments(t);
-        return t->dead ? v : primitive(t, word, a.list.v);
-    }
-    return t->dead ? v : look_up(t, word);
-}
-
-static Value unary(Template *t, bool filters) {
-    Value v;
-    if (at(t, "-") || at(t, "+")) {
-        int op = t->token[t->at++].op;
-        enter(t);
-        v = unary(t, false);
-        t->depth--;
-        if (!t->dead) v = operate(t, op, integer(0), v);
-    } else v = primary(t);
-    for (;;)
-        if (accept(t, ".")) {
-            Value key = here(t)->kind == T_LITERAL ? t->token[t->at++].value : string(name(t));
-            if (!t->dead) v = member(t, v, key, key.kind == V_STRING);
-        } else if (accept(t, "[")) v = subscript(t, v);
-        else if (at(t, "(")) {
-            Args a = arguments(t);
-            if (!t->dead) v = call(t, v, &a);
-        } else if (filters && accept(t, "|")) {
-            Seq word = name(t);
-            Args a = at(t, "(") ? arguments(t) : (Args){0};
-            if (!t->dead) v = apply(t, "filter", word, v, a);
-        } else if (filters && accept(t, "is")) v = test(t, v);
-        else return v;
-}
-
-static Value binary(Template *t, int level) {
-    Value a, left;
-    bool compared = false;   // a < b < c: then a is whether a < b, left is b
-    enter(t);
-    if (level <= LEVEL_NOT && accept(t, "not")) a = boolean(!truth(binary(t, LEVEL_NOT)));
-    else a = unary(t, true);
-    for (int op, l; (op = here(t)->op) && (l = OPERATORS[op].level) >= level; ) {
-        t->at++;
-        if (op == OP_NOT) expect(t, "in");
-        bool chained = compared && l == LEVEL_COMPARE;
-        bool decided = op == OP_OR ? truth(a) : (op == OP_AND || chained) && !truth(a);
-        t->dead += decided;
-        Value b = binary(t, l + 1);
-        t->dead -= decided;
-        compared = l == LEVEL_COMPARE;
-        if (!t->dead && !decided)
-            a = op <= OP_AND ? b : !compared ? operate(t, op, a, b) :
-                boolean(compare(t, op, chained ? left : a, b));
+static Value chain(Template *t, const Node *n) {   // operands with operators between them
+    bool compares = n->rule == R_compare;
+    Value left = eval(t, n->first), a = compares ? boolean(true) : left;
+    for (const Node *op = n->first->next; op; op = op->next->next) {
+        if (n->rule == R_or ? truth(a) : (n->rule == R_and || compares) && !truth(a)) return a;
+        Value b = eval(t, op->next);
+        const char *sign = op->rule == R_word ? utf8(t, op->value->seq) : "not in";
+        a = n->rule <= R_and ? b : compares ? boolean(compare(t, sign, left, b)) : operate(t, sign, a, b);
         left = b;
     }
-    t->depth--;
     return a;
 }
 
-static Value expression(Template *t) {   // A, or A if C else B
-    size_t start = t->at;
-    bool yes = true;
-    if (t->token[start].jump && !t->dead) {
-        t->at = t->token[start].jump;
-        yes = truth(binary(t, 0));
-        t->at = start;
-    }
-    t->dead += !yes;
-    Value v = binary(t, 0), other = undefined((Seq){0});
-    t->dead -= !yes;
-    if (!accept(t, "if")) return v;
-    t->token[start].jump = t->at;
-    t->dead++;
-    binary(t, 0);
-    t->dead += yes - 1;
-    if (accept(t, "else")) other = expression(t);
-    t->dead -= yes;
-    return yes ? v : other;
+static Value name_value(Template *t, Seq name) {
+    if (is(name, "true") || is(name, "True")) return boolean(true);
+    if (is(name, "false") || is(name, "False")) return boolean(false);
+    return is(name, "none") || is(name, "None") ? (Value){.kind = V_NONE} : look_up(t, name);
 }
 
-// ---- statements ----
-
-// Runs the block behind the %} that was read last, or passes over it; ends at the tag behind it.
-static void block(Template *t, bool live) {
-    size_t *end = &t->token[t->at - 1].jump;
-    if (t->dead || live) run(t);
-    if (t->dead) *end = t->at;
-    t->at = *end;
-}
-
-static bool clause(Template *t, const char *word) {   // a tag that goes on with a statement
-    bool yes = here(t)->kind == T_TAG && is(here(t)[1].value.seq, word);
-    t->at += 2 * yes;
-    return yes;
-}
-
-static void end(Template *t, const char *word) {
-    if (!clause(t, word)) expect(t, word);
-    expect(t, "%}");
-}
-
-static void run_if(Template *t) {
-    bool done = false, last = false;
-    do {
-        t->dead += done;
-        bool yes = last || truth(tuple(t, false));
-        t->dead -= done;
-        expect(t, "%}");
-        block(t, yes && !done);
-        done = done || (yes && !t->dead);
-    } while (clause(t, "elif") || (!last && (last = clause(t, "else"))));
-    end(t, "endif");
-}
-
-// Reads what is assigned to, such as x, n.x or x, y, and sets it; v NULL: only reads.
-static void assign(Template *t, const Value *v) {
-    size_t start = t->at, n = 0;
-    Seq items = {.v = (Value *)v, .n = 1};
-    bool many = false;
-    for (int pass = v ? 0 : 1; pass < 2; pass++, t->at = pass < 2 ? start : t->at) {
-        if (pass && v && many) items = items_of(t, *v);
-        if (pass && v && items.n != n) stop(t, "%zu values for %zu names", items.n, n);
-        for (n = 0; n == 0 || (many && !at(t, "=") && !at(t, "in") && !at(t, ")")); n++) {
-            const Value *item = pass && v ? &items.v[n] : NULL;
-            if (accept(t, "(")) {
-                assign(t, item);
-                expect(t, ")");
-            } else {
-                Seq word = name(t), key = accept(t, ".") ? name(t) : (Seq){0};
-                Value space = key.n && item ? look_up(t, word) : (Value){.kind = V_NAMESPACE};
-                if (space.kind != V_NAMESPACE) stop(t, "'%s' is not a namespace", utf8(t, word));
-                if (item) dict_set(t, key.n ? space.dict : t->scope, string(key.n ? key : word), *item);
-            }
-            many = accept(t, ",") || many;
-        }
-    }
-}
-
-static void run_for(Template *t, const Value *given) {
-    size_t target = t->at, condition = 0, body;
-    Loop loop = {.at = target, .depth = given ? t->loop->depth + 1 : 0}, *outer = t->loop;
-    static const uint32_t loop_name[] = {'l', 'o', 'o', 'p'};
-    assign(t, NULL);
-    expect(t, "in");
-    t->dead += given != NULL;
-    Value list = tuple(t, false);
-    t->dead -= given != NULL;
-    if (given) list = *given;
-    t->dead++;
-    if (accept(t, "if")) {
-        condition = t->at;
-        expression(t);
-    }
-    t->dead--;
-    accept(t, "recursive");
-    expect(t, "%}");
-    body = t->at;
-    Dict *scope = t->scope;
-    Seq all = t->dead ? (Seq){0} : items_of(t, list);
-    Loop *l = obtain(t, sizeof *l);
-    *l = loop;
-    t->scope = new_dict(t, scope);
-    for (size_t i = 0; i < all.n && condition; i++) {
-        t->at = target;
-        assign(t, &all.v[i]);
-        t->at = condition;
-        if (truth(expression(t))) push(t, &l->items, all.v[i]);
-    }
-    if (!condition) l->items = all;
-    bool broken = false;
-    for (; l->i < l->items.n && !broken; l->i++) {
-        t->scope->pairs = (Seq){0};
-        dict_set(t, t->scope, string((Seq){{loop_name}, 4, NULL}), (Value){.kind = V_LOOP, .loop = l});
-        t->at = target;
-        assign(t, &l->items.v[l->i]);
-        t->at = body;
-        t->loop = l;
-        block(t, true);
-        broken = t->flow == 1;
-        t->flow = 0;
-    }
-    t->loop = outer;
-    t->at = body;
-    block(t, false);
-    t->scope = new_dict(t, scope);
-    if (clause(t, "else")) expect(t, "%}"), block(t, !l->items.n);
-    t->scope = scope;
-    end(t, "endfor");
-}
-
-static void run_loop(Template *t) { run_for(t, NULL); }
-
-// x | filter | ..; behind the first |
-static Value filters(Template *t, Value v) {
-    do {
-        Seq word = name(t);
-        Args a = at(t, "(") ? arguments(t) : (Args){0};
-        if (!t->dead) v = apply(t, "filter", word, v, a);
-    } while (accept(t, "|"));
-    return v;
-}
-
-// the rest of a block statement whose text goes through the filters that stand here, if any
-static Value filtered(Template *t, bool any, const char *word) {
-    size_t start = t->at, back;
-    t->dead++;
-    if (any) filters(t, (Value){0});
-    t->dead--;
-    expect(t, "%}");
-    Value v = capture(t);
-    back = t->at;
-    t->at = start;
-    if (any) v = filters(t, v);
-    t->at = back;
-    end(t, word);
-    return v;
-}
-
-static void emit(Template *t, Value v) {
-    if (!t->dead) print(t, t->out, v, false);
-}
-
-static void run_set(Template *t) {
-    size_t target = t->at, back;
-    assign(t, NULL);
-    bool plain = accept(t, "=");
-    Value v = plain ? tuple(t, true) : filtered(t, accept(t, "|"), "endset");
-    if (plain) expect(t, "%}");
-    back = t->at;
-    t->at = target;
-    if (!t->dead) assign(t, &v);
-    t->at = back;
-}
-
-static void run_filter(Template *t) { emit(t, filtered(t, true, "endfilter")); }
-static void run_generation(Template *t) { emit(t, filtered(t, false, "endgeneration")); }
-
-static void run_with(Template *t) {
-    t->scope = new_dict(t, t->scope);
-    while (!at(t, "%}")) {
-        Seq word = name(t);
-        expect(t, "=");
-        Dict *inner = t->scope;
-        t->scope = inner->outer;
-        Value v = expression(t);
-        t->scope = inner;
-        dict_set(t, inner, string(word), v);
-        if (!accept(t, ",")) break;
-    }
-    expect(t, "%}");
-    block(t, true);
-    t->scope = t->scope->outer;
-    end(t, "endwith");
-}
-
-static void run_macro(Template *t) {
-    Macro *m = obtain(t, sizeof *m);
-    *m = (Macro){.name = name(t), .at = t->at, .scope = t->scope};
-    parameters(t, NULL, NULL);
-    expect(t, "%}");
-    m->body = t->at;
-    block(t, false);
-    m->end = t->at;
-    end(t, "endmacro");
-    if (!t->dead) dict_set(t, t->scope, string(m->name), macro_value(m));
-}
-
-static void run_call(Template *t) {
-    Macro *m = obtain(t, sizeof *m);
-    *m = (Macro){.name = here(t)[-1].value.seq, .at = at(t, "(") ? t->at : 0, .scope = t->scope};
-    if (m->at) parameters(t, NULL, NULL);
-    size_t start = t->at;
-    t->dead++;
-    expression(t);
-    t->dead--;
-    expect(t, "%}");
-    m->body = t->at;
-    block(t, false);
-    m->end = t->at;
-    t->at = start;
-    t->caller = t->dead ? NULL : m;
-    emit(t, expression(t));
-    t->at = m->end;
-    end(t, "endcall");
-}
-
-static void run_break(Template *t) {
-    expect(t, "%}");
-    if (!t->dead) t->flow = 1;
-}
-
-static void run_continue(Template *t) {
-    expect(t, "%}");
-    if (!t->dead) t->flow = 2;
-}
-
-static void run(Template *t) {
-    static const struct { const char *name; void (*run)(Template *); } STATEMENTS[] = {
-        {"if", run_if}, {"for", run_loop}, {"set", run_set}, {"macro", run_macro},
-        {"call", run_call}, {"filter", run_filter}, {"with", run_with},
-        {"generation", run_generation}, {"break", run_break}, {"continue", run_continue}};
+static Value eval(Template *t, const Node *n) {
+    const Node *first = n->first, *k = first;
+    bool ours = n->source < t->source.c || n->source > t->source.c + t->source.n;
+    Value v = *n->value;
     enter(t);
-    while (!t->flow && here(t)->kind != T_END) {
-        Token *k = here(t);
-        size_t i = 0;
-        t->where = k->source;
-        if (k->kind == T_TEXT || k->kind == T_PRINT) {
-            t->at++;
-            emit(t, k->kind == T_TEXT ? k->value : tuple(t, true));
-            if (k->kind == T_PRINT) expect(t, "}}");
-            continue;
+    if (!ours) t->where = n->source;
+    switch (n->rule) {
+    case R_number: break;
+    case R_name: v = name_value(t, v.seq); break;
+    case R_strings:
+        for (v = *first->value; (k = k->next);) v = operate(t, "+", v, *k->value);
+        break;
+    case R_value:
+        v = undefined((Seq){0});
+        if (truth(eval(t, first->next))) v = eval(t, first);
+        else if (first->next->next) v = eval(t, first->next->next);
+        break;
+    case R_not: v = boolean(!truth(eval(t, first->next))); break;
+    case R_sign: v = operate(t, utf8(t, first->value->seq), integer(0), eval(t, first->next)); break;
+    case R_tuple: case R_plain: case R_list: case R_paren:
+        for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
+            if (k->rule != R_word) push(t, &v.seq, eval(t, k));
+        break;
+    case R_dict:
+        for (v = (Value){.kind = V_DICT, .dict = new_dict(t, NULL)}; k; k = k->next->next) {
+            Value key = eval(t, k);
+            dict_set(t, v.dict, key, eval(t, k->next));
         }
-        t->at++;
-        while (i < COUNT(STATEMENTS) && !accept(t, STATEMENTS[i].name)) i++;
-        if (i == COUNT(STATEMENTS)) {
-            Seq word = name(t);
-            char *w = utf8(t, word);
-            t->at -= 2;
-            if (!find_word(w, "elif else endif endfor endset endmacro endcall endfilter endwith "
-                           "endgeneration")) stop(t, "unknown tag '%s'", w);
-            break;
+        break;
+    case R_each: v = each(t, n); break;
+    case R_postfix: case R_unary:
+        if (ours && first->rule == R_name && first->value->seq.c[0] == '_') {
+            k = k->next;
+            v = primitive(t, first->value->seq, arguments(t, k).list.v);
+        } else v = eval(t, first);
+        while ((k = k->next)) v = suffixed(t, v, k);
+        break;
+    default: v = chain(t, n);
+    }
+    t->depth--;
+    return v;
+}
+
+// Sets what a target names: x, n.x, or several, for the items of v.
+static void assign(Template *t, const Node *n, Value v) {
+    const Node *first = n->first;
+    size_t i = 0;
+    if (n->rule == R_targets && first->next) {
+        Seq items = items_of(t, v);
+        for (; first; first = first->next)
+            if (first->rule != R_word && i++ < items.n) assign(t, first, items.v[i - 1]);
+        if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
+    } else if (first->rule != R_name) assign(t, first, v);
+    else if (!first->next) dict_set(t, t->scope, *first->value, v);
+    else {
+        Value space = look_up(t, first->value->seq);
+        if (space.kind != V_NAMESPACE) stop(t, "'%s' is not a namespace", utf8(t, first->value->seq));
+        dict_set(t, space.dict, *first->next->value, v);
+    }
+}
+
+static void run_for(Template *t, const Node *n, const Value *given, const Loop *outer) {
+    const Node *target = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
+    Seq all = items_of(t, given ? *given : eval(t, target->next));
+    Dict *scope = t->scope;
+    Loop *l = obtain(t, sizeof *l);
+    bool done = false;
+    *l = (Loop){.depth = outer ? outer->depth + 1 : 0, .statement = n};
+    if (!test) l->items = all;
+    t->scope = new_dict(t, scope);
+    for (size_t i = 0; i < all.n && test; i++) {
+        assign(t, target, all.v[i]);
+        if (truth(eval(t, test->first))) push(t, &l->items, all.v[i]);
+    }
+    for (; l->i < l->items.n && t->flow != R_break; l->i++) {
+        t->flow = 0;
+        t->scope->pairs = (Seq){0};
+        set_name(t, t->scope, "loop", (Value){.kind = V_LOOP, .loop = l});
+        assign(t, target, l->items.v[l->i]);
+        execute(t, child(n, R_block));
+        done = done || !t->flow;   // jinja2 runs else also where no turn came to its end
+    }
+    t->flow = 0;
+    t->scope = new_dict(t, scope);
+    if (otherwise && !done) execute(t, otherwise->first);
+    t->scope = scope;
+}
+
+static Value filtered(Template *t, Value v, const Node *pipes) {
+    for (const Node *k = pipes ? pipes->first : NULL; k; k = k->next) v = suffixed(t, v, k);
+    return v;
+}
+
+static void execute(Template *t, const Node *n) {
+    const Node *first = n->first, *block = child(n, R_block), *pipes = child(n, R_pipes), *k = first;
+    Dict *scope = t->scope, *inner;
+    Macro *m;
+    enter(t);
+    t->where = n->source;
+    switch (n->rule) {
+    case R_block:
+        for (; k && !t->flow; k = k->next) execute(t, k);
+        break;
+    case R_text: put(t, t->out, n->value->seq); break;
+    case R_print: print(t, t->out, eval(t, first), false); break;
+    case R_if: case R_elif:
+        if (truth(eval(t, first))) execute(t, block);
+        else if (block->next) execute(t, block->next);
+        break;
+    case R_else: execute(t, first); break;
+    case R_for: run_for(t, n, NULL, NULL); break;
+    case R_set: assign(t, first, block ? filtered(t, capture(t, block, scope), pipes) : eval(t, first->next)); break;
+    case R_macro: case R_call:
+        m = obtain(t, sizeof *m);
+        *m = (Macro){child(n, R_params), block, block, scope, NULL};
+        if (n->rule == R_macro) dict_set(t, scope, *first->value, macro_value(m));
+        else {
+            t->caller = m;
+            print(t, t->out, eval(t, m->params ? first->next : first), false);
         }
-        STATEMENTS[i].run(t);
+        break;
+    case R_pipe:
+        print(t, t->out, filtered(t, suffixed(t, capture(t, block, scope), first), pipes), false);
+        break;
+    case R_generation: put(t, t->out, capture(t, block, scope).seq); break;
+    case R_with:
+        for (inner = new_dict(t, scope); k != block; k = k->next)
+            dict_set(t, inner, *k->first->value, eval(t, k->first->next));
+        put(t, t->out, capture(t, block, inner).seq);
+        break;
+    default: t->flow = n->rule;   // break, continue
     }
     t->depth--;
 }
 
-// ---- what templates call ----
+// ---- its primitives
 
-static Value path(Template *t, Value v, Value key, Value otherwise) {   // key: none, 'a.b' or 1
-    static const uint32_t dot = '.';
-    Seq rest = key.seq;
-    if (key.kind == V_UNDEFINED || key.kind == V_NONE) return v;
-    bool more = true;
-    while (more) {
-        size_t n = key.kind == V_STRING ? find(t, rest, (Seq){{&dot}, 1, NULL}, 0) : 0;
-        more = key.kind == V_STRING && n != SIZE_MAX;
-        Seq word = key.kind == V_STRING ? part(rest, 0, more ? n : rest.n) : rest;
-        bool digit = key.kind == V_STRING && word.n && is_digit(word.c[0]);
-        Value k = key.kind != V_STRING ? key : digit ? integer(atoi(utf8(t, word))) : string(word);
-        v = member(t, v, k, false);
-        if (v.kind == V_UNDEFINED && otherwise.kind > V_NONE) v = otherwise;
-        if (more) rest = part(rest, n + 1, rest.n);
-    }
-    return v;
+// v.key, or v.a.b for the string 'a.b'; v itself without a key
+static Value path(Template *t, Value v, Value key, Value otherwise) {
+    size_t n = 0;
+    if (key.kind <= V_NONE) return v;
+    while (key.kind == V_STRING && n < key.seq.n && key.seq.c[n] != '.') n++;
+    Value head = key.kind == V_STRING ? string(part(key.seq, 0, n)) : key;
+    if (n && is_digit(*key.seq.c)) head = integer(atoi(utf8(t, head.seq)));
+    v = member(t, v, head, false);
+    if (v.kind == V_UNDEFINED && otherwise.kind > V_NONE) v = otherwise;
+    return n && n < key.seq.n ? path(t, v, string(part(key.seq, n + 1, key.seq.n)), otherwise) : v;
 }
 
-static uint32_t change_case(uint32_t c, bool upper) {
-    uint32_t mark = c & MARK, plain = c & CHARACTER;
-    if (upper) {
-        if (plain < 128) return plain - 'a' < 26 ? c - 32 : c;
-        return c;
-    }
-    uint32_t low = unicode_fold(plain, true, false);
-    return (low ? low : plain) | mark;
-}
-
-enum { UPPER, LOWER, CAPITALIZE, TITLE, TITLE_FILTER };
-static Seq recase(Template *t, Seq s, int how) {
+static Seq recase(Template *t, Seq s, bool upper) {
     Seq out = {0};
-    bool first = true;
     for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER;
-        put_char(t, &out, change_case(s.c[i], how == UPPER || (how != LOWER && first)));
-        first = how == TITLE ? !(unicode_classes(c) & (CLASS('u') | CLASS('l') | CLASS('c'))) :
-                how == TITLE_FILTER && (is_space(c) || among(c, "-([{<"));
+        uint32_t c = s.c[i] & CHARACTER, low = unicode_fold(c, true, false);
+        put_char(t, &out, upper ? s.c[i] - (c - 'a' < 26 ? 32 : 0) : (low ? low : c) | (s.c[i] & MARK));
     }
     return out;
 }
 
-static Value split(Template *t, Seq s, Value by, int64_t most, bool right) {
+static Value split(Template *t, Seq s, Value by, int64_t most) {   // by none: white space
     Value list = {.kind = V_LIST};
-    size_t n = by.seq.n, i, k;
-    if (by.kind == V_STRING && !n) stop(t, "an empty separator");
-    for (;;) {
-        if (by.kind != V_STRING) s = strip(t, s, NULL, most == 0 ? (right ? RIGHT : LEFT) : LEFT | RIGHT);
-        if (by.kind != V_STRING && !s.n) break;
-        // the next separator is i .. k
-        if (by.kind == V_STRING) {
-            i = right ? s.n - n : 0;
-            if (s.n < n) i = SIZE_MAX;
-            else if (right) for (; i != SIZE_MAX && !same(part(s, i, i + n), by.seq); i--) {}
-            else i = find(t, s, by.seq, 0);
-            k = i + n;
-        } else {
-            for (i = right ? s.n : 0; right ? i > 0 && !is_space(s.c[i - 1]) : i < s.n && !is_space(s.c[i]);) i += right ? -1 : 1;
-            k = i;
-            if (right ? i == 0 : i == s.n) i = SIZE_MAX;
-        }
-        if (most-- == 0 || i == SIZE_MAX) break;
-        push(t, &list.seq, string(right ? part(s, k, s.n) : part(s, 0, i)));
-        s = right ? part(s, 0, i) : part(s, k, s.n);
+    bool words = by.kind != V_STRING;
+    size_t i, n = words ? 0 : by.seq.n;
+    if (!words && !n) stop(t, "an empty separator");
+    for (;; s = part(s, i + n, s.n)) {
+        if (words) s = strip(t, s, NULL, LEFT);
+        if (words && !s.n) return list;
+        for (i = 0; words && i < s.n && !is_space(s.c[i]);) i++;
+        if (!words) i = find(t, s, by.seq);
+        if (i >= s.n || most-- == 0) break;
+        push(t, &list.seq, string(part(s, 0, i)));
     }
-    if (by.kind == V_STRING || s.n) push(t, &list.seq, string(s));
-    if (!right) return list;
-    Value bound[] = {{.kind = V_NONE}, {.kind = V_NONE}, integer(-1)};
-    return slice(t, list, bound);
+    return push(t, &list.seq, string(s)), list;
 }
 
-// What stands behind % or in {}, such as 05.2f
-typedef struct { uint32_t fill; char align, sign, type; bool comma; int width, digits; } Spec;
-
-static Spec parse_spec(const char *s, bool percent) {
-    Spec p = {' ', 0, '-', 0, false, 0, -1};
-    if (!percent && *s && s[1] && strchr("<>^=", s[1])) p.fill = *s++;
-    if (!percent && *s && strchr("<>^=", *s)) p.align = *s++;
-    for (; *s && strchr("-+ #0", *s); s++)
-        if (*s == '0' && p.align != '<') p.fill = '0', p.align = '=';
-        else if (*s == '-' && percent) p.align = '<', p.fill = ' ';
-        else if (*s != '#') p.sign = *s;
-    p.width = strtol(s, (char **)&s, 10);
-    if (*s == ',') p.comma = true, s++;
-    if (*s == '.') p.digits = strtol(s + 1, (char **)&s, 10);
-    p.type = *s;
-    return p;
-}
-
-static void put_spec(Template *t, Seq *out, Value v, Spec p) {
-    Seq body = {0};
-    char s[400] = "", format[] = "%+.*f";
-    size_t sign = 0;
-    if (p.width > 100000 || p.digits > 300) stop(t, "a format is too wide");
-    bool number = p.type && strchr("diouxXeEfFgGc", p.type);
-    if (number && !is_number(v)) stop(t, "a number is needed, not %s", KINDS[v.kind]);
-    format[4] = p.type == 'u' ? 'd' : p.type;
-    if (number && strchr("eEfFgG", p.type)) snprintf(s, sizeof s, format, p.digits < 0 ? 6 : p.digits, as_float(v));
-    else if (number && p.type == 'c') put_char(t, &body, v.i);
-    else if (number) snprintf(s, sizeof s, p.type == 'x' ? "+%llx" : p.type == 'X' ? "+%llX" : p.type == 'o' ? "+%llo" : "%+lld", is_int(v) ? (long long)v.i : (long long)v.f);
-    if (*s) {
-        sign = *s == '-' || p.sign != '-';
-        if (*s == '+' && p.sign == ' ') *s = ' ';
-        say(t, &body, s + !sign);
-    } else if (!body.n) print(t, &body, v, p.type == 'r');
-    if (!number && p.digits >= 0 && (size_t)p.digits < body.n) body.n = p.digits;
-    size_t pad = (size_t)p.width > body.n ? p.width - body.n : 0;
-    char align = p.align ? p.align : number || is_number(v) || p.type ? '>' : '<';
-    size_t before = align == '>' ? pad : align == '^' ? pad / 2 : 0;
-    for (size_t i = 0; i < before; i++) put_char(t, out, p.fill);
-    put(t, out, part(body, 0, sign));
-    for (size_t i = 0; i < pad && align == '='; i++) put_char(t, out, p.fill);
-    put(t, out, part(body, sign, body.n));
-    for (size_t i = before; i < pad && align != '='; i++) put_char(t, out, p.fill);
-}
-
-static Seq format_percent(Template *t, Seq f, Value args) {
-    Seq out = {0};
-    size_t used = 0;
-    for (size_t i = 0, k; i < f.n; i++) {
-        if (f.c[i] != '%') {
-            put_char(t, &out, f.c[i]);
-            continue;
-        }
-        Value v = args;
-        if (++i < f.n && f.c[i] == '%') {
-            put_char(t, &out, '%');
-            continue;
-        }
-        bool named = i < f.n && f.c[i] == '(';
-        if (named) {
-            for (k = i; k < f.n && f.c[k] != ')';) k++;
-            v = member(t, args, string(part(f, i + 1, k)), false);
-            i = k + 1;
-        }
-        for (k = i; k < f.n && among(f.c[k], "-+ #0123456789.");) k++;
-        if (k >= f.n) stop(t, "an incomplete format");
-        Spec p = parse_spec(utf8(t, part(f, i, k + 1)), true);
-        if (!among(p.type, "diouxXeEfFgGcsra")) stop(t, "an unknown format");
-        if (!named && args.kind == V_TUPLE) {
-            if (used == args.seq.n) stop(t, "too few values for a format");
-            v = args.seq.v[used];
-        }
-        used++;
-        put_spec(t, &out, v, p);
-        i = k;
-    }
-    if (args.kind != V_DICT && used < (args.kind == V_TUPLE ? args.seq.n : 1)) stop(t, "too many values for a format");
-    return out;
-}
-
-static Seq format_braces(Template *t, Seq f, Value list, Value named) {
-    Seq out = {0};
-    int64_t next = 0;
-    for (size_t i = 0; i < f.n; i++) {
-        uint32_t c = f.c[i] & CHARACTER;
-        if (c != '{' && c != '}') {
-            put_char(t, &out, f.c[i]);
-            continue;
-        }
-        if (i + 1 < f.n && f.c[i + 1] == c) {
-            put_char(t, &out, f.c[i++]);
-            continue;
-        }
-        size_t end = i + 1, colon;
-        while (end < f.n && f.c[end] != '}') end++;
-        if (c == '}' || end == f.n) stop(t, "an incomplete format");
-        for (colon = i + 1; colon < end && f.c[colon] != ':' && f.c[colon] != '!';) colon++;
-        Seq word = part(f, i + 1, colon);
-        Value key = word.n && is_digit(word.c[0]) ? integer(atoi(utf8(t, word))) : string(word);
-        Value v = !word.n ? member(t, list, integer(next++), false) : key.kind == V_INT ? member(t, list, key, false) : path(t, named, key, (Value){0});
-        need_defined(t, v);
-        bool repr = f.c[colon] == '!' && f.c[colon + 1] == 'r';
-        if (f.c[colon] == '!') colon += 2;
-        Spec p = parse_spec(colon < end ? utf8(t, part(f, colon + 1, end)) : "", false);
-        if (repr) p.type = 'r';
-        if (p.type == 's' || is_seq(v)) p.type = repr ? 'r' : 0;
-        put_spec(t, &out, v, p);
-        i = end;
-    }
-    return out;
-}
-
-static Value sorted(Template *t, Seq list, Seq key, bool reverse) {   // stable
+static Value sorted(Template *t, Seq list, Seq keys, bool down) {   // stable
     Value out = {.kind = V_LIST};
-    Seq keys = {0};
-    append(t, &out.seq, list.v, list.n, sizeof *list.v);
-    append(t, &keys, key.v, key.n, sizeof *key.v);
-    for (size_t i = 1; i < list.n; i++)
-        for (size_t k = i; k > 0 && (reverse ? less(t, keys.v[k - 1], keys.v[k]) : less(t, keys.v[k], keys.v[k - 1])); k--) {
-            Value x = keys.v[k], y = out.seq.v[k];
-            keys.v[k] = keys.v[k - 1], out.seq.v[k] = out.seq.v[k - 1];
-            keys.v[k - 1] = x, out.seq.v[k - 1] = y;
-            take_steps(t, 1);
+    Seq k = {0};
+    for (size_t i = 0, j; i < list.n; i++) {
+        push(t, &out.seq, list.v[i]);
+        push(t, &k, keys.v[i]);
+        for (j = i; j > 0 && compare(t, down ? ">" : "<", keys.v[i], k.v[j - 1]); j--) {
+            spend(t, 1);
+            k.v[j] = k.v[j - 1];
+            out.seq.v[j] = out.seq.v[j - 1];
         }
+        k.v[j] = keys.v[i];
+        out.seq.v[j] = list.v[i];
+    }
     return out;
 }
 
-static Value to_number(Template *t, Value v, Value otherwise, int base, bool whole) {
-    if (v.kind == V_UNDEFINED) need_defined(t, v);
+static Value to_number(Template *t, Value v, Value otherwise, int base) {   // base 0: a float
+    need_defined(t, v);
     if (v.kind == V_STRING) {
         char *s = utf8(t, strip(t, v.seq, NULL, LEFT | RIGHT)), *end;
-        Value i = integer(strtoll(s, &end, base));
-        if (whole && *s && !*end) return i;
+        Value whole = integer(strtoll(s, &end, base));
+        if (base && *s && !*end) return whole;
         v = number(strtod(s, &end));
         if (!*s || *end) return otherwise;
     }
-    if (!is_number(v)) return otherwise;
-    if (!whole) return number(as_float(v));
-    if (v.kind == V_FLOAT && !(fabs(v.f) < 9e18)) return otherwise;
-    return integer(v.kind == V_FLOAT ? (int64_t)v.f : v.i);
+    if (!is_number(v) || (base && v.kind == V_FLOAT && !(fabs(v.f) < 9e18))) return otherwise;
+    return !base ? number(real(v)) : integer(v.kind == V_FLOAT ? (int64_t)v.f : v.i);
 }
 
-static Value rounded(Template *t, Value v, int digits, Seq how) {
-    char s[400];
-    if (!is_number(v)) stop(t, "%s cannot be rounded", KINDS[v.kind]);
-    double scale = pow(10, digits), f = as_float(v);
-    if (is(how, "ceil")) return number(ceil(f * scale) / scale);
-    if (is(how, "floor")) return number(floor(f * scale) / scale);
-    if (is_int(v)) return integer(v.i);
-    if (digits < 0) return number(nearbyint(f * scale) / scale);
-    snprintf(s, sizeof s, "%.*f", digits < 50 ? digits : 50, f);
-    return number(strtod(s, NULL));
+// A value as %05.2f or {:>8} want it: behind % or : stand fill, alignment, sign, width, .digits, type.
+static Seq formatted(Template *t, Value v, Seq spec, bool percent) {
+    char s[400] = "", *p = utf8(t, spec), align = 0, plus = 0, c[] = "%+.*f";
+    uint32_t fill = ' ';
+    Seq out = {0}, body = {0};
+    if (!percent && *p && p[1] && strchr("<>^=", p[1])) fill = *p++;
+    if (!percent && *p && strchr("<>^=", *p)) align = *p++;
+    for (; *p && strchr("-+ #0", *p); p++)
+        if (*p == '-' && percent) align = '<', fill = ' ';
+        else if (*p == '0' && !align) align = '=', fill = '0';
+        else if (*p == '+' || *p == ' ') plus = *p;
+    size_t width = strtoul(p, &p, 10), digits = *p == '.' ? strtoul(p + 1, &p, 10) : SIZE_MAX, sign = 0;
+    bool real_type = *p && strchr("eEfFgG", *p), whole = *p && strchr("diuxXo", *p);
+    need_defined(t, v);
+    if (width > 100000 || (digits > 300 && digits != SIZE_MAX)) stop(t, "a format is too wide");
+    if ((real_type || whole) && !is_number(v)) stop(t, "a format takes a number, not %s", KINDS[v.kind]);
+    if (*p && !real_type && !whole && !strchr("srca", *p)) stop(t, "unknown format '%s'", p);
+    c[4] = *p;
+    if (real_type) snprintf(s, sizeof s, c, digits == SIZE_MAX ? 6 : (int)digits, real(v));
+    if (whole) snprintf(s, sizeof s, *p == 'x' ? "+%llx" : *p == 'X' ? "+%llX" : *p == 'o' ? "+%llo" :
+                        "%+lld", is_int(v) ? (long long)v.i : (long long)v.f);
+    if (*s == '+') *s = plus;
+    sign = *s != 0;
+    if (real_type || whole) say(t, &body, s + !sign, 0);
+    else print(t, &body, v, *p == 'r');
+    if (!real_type && !whole && digits < body.n) body.n = digits;
+    if (!align) align = percent || is_number(v) ? '>' : '<';
+    size_t pad = width > body.n ? width - body.n : 0;
+    size_t before = align == '<' ? 0 : align == '^' ? pad / 2 : pad;
+    if (align == '=') put(t, &out, part(body, 0, sign));
+    for (size_t i = 0; i <= pad; i++) {
+        if (i == before) put(t, &out, part(body, align == '=' ? sign : 0, body.n));
+        if (i < pad) put_char(t, &out, fill);
+    }
+    return out;
 }
 
-static Value today(Template *t, Seq format) {
+static Value now_as(Template *t, Seq format) {
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
     time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
     struct tm tm;
     char s[400];
-    gmtime_r(&now, &tm);
-    size_t n = strftime(s, sizeof s, utf8(t, format), &tm);
+    size_t n = gmtime_r(&now, &tm) ? strftime(s, sizeof s, utf8(t, format), &tm) : 0;
     if (!n && format.n) stop(t, "a date is too long");
-    return string(from_utf8(t, (Str){s, n}, format.n ? format.c[0] & MARK : 0));
+    return string(from_utf8(t, s, n, format.n ? *format.c & MARK : 0));
 }
 
-static Value to_json(Template *t, const Value *a) {   // value, ensure_ascii, indent, separators
-    static const uint32_t space = ' ', comma[] = {',', ' '}, colon[] = {':', ' '};
-    Style style = {.json = true, .ascii = truth(a[1]), .item = {{comma}, 2, NULL}, .key = {{colon}, 2, NULL}};
-    Value out = {.kind = V_STRING}, pad = a[2];
-    if (is_int(pad)) pad = operate(t, OP_MUL, string((Seq){{&space}, 1, NULL}), pad);
-    if (pad.kind == V_STRING) {
-        style.item.n = 1;
-        style.indent = pad.seq;
-        if (!style.indent.c) style.indent.c = &space;
-    }
-    if (is_list(a[3]) && a[3].seq.n == 2) {
-        style.item = to_text(t, a[3].seq.v[0]);
-        style.key = to_text(t, a[3].seq.v[1]);
-    }
-    put_value(t, &out.seq, a[0], &style);
-    return out;
-}
-
-static Value merged(Template *t, int kind, Value a, Value b) {
+// a dict or namespace of what is in a dict or list of pairs, and named
+static Value make_dict(Template *t, int kind, Value from, Dict *named) {
     Value out = {.kind = kind, .dict = new_dict(t, NULL)};
-    if (a.kind != V_DICT) {
-        Seq l = items_of(t, a);
-        for (size_t i = 0; i < l.n; i++) {
-            Seq pair = items_of(t, l.v[i]);
-            if (pair.n != 2) stop(t, "a dict is made of pairs");
-            dict_set(t, out.dict, pair.v[0], pair.v[1]);
-        }
+    Seq l = items_of(t, from), pairs = named->pairs;
+    for (size_t i = 0; i < l.n; i++) {
+        Seq pair = from.kind == V_DICT ? (Seq){.v = &from.dict->pairs.v[2 * i], .n = 2} : items_of(t, l.v[i]);
+        if (pair.n != 2) stop(t, "a dict is made of pairs");
+        dict_set(t, out.dict, pair.v[0], pair.v[1]);
     }
-    for (size_t i = 0; a.kind == V_DICT && i < a.dict->pairs.n; i += 2) dict_set(t, out.dict, a.dict->pairs.v[i], a.dict->pairs.v[i + 1]);
-    for (size_t i = 0; i < b.dict->pairs.n; i += 2) dict_set(t, out.dict, b.dict->pairs.v[i], b.dict->pairs.v[i + 1]);
+    for (size_t i = 0; i < pairs.n; i += 2) dict_set(t, out.dict, pairs.v[i], pairs.v[i + 1]);
     return out;
 }
 
-static Value apply_rest(Template *t, const char *class, Value v, Value list, Value named) {
+// the filter or test whose name comes first in a list, with the rest as its arguments
+static Value apply_named(Template *t, Value class, Value v, Seq list, Value named) {
     Args a = {.named = *named.dict};
-    if (!list.seq.n) return v;
-    append(t, &a.list, list.seq.v + 1, list.seq.n - 1, sizeof *list.seq.v);
-    return apply(t, class, to_text(t, list.seq.v[0]), v, a);
+    if (!list.n && is(class.seq, "test")) return v;
+    if (!list.n) stop(t, "the name of a filter is missing");
+    append(t, &a.list, list.v + 1, list.n - 1, sizeof *list.v);
+    return apply(t, utf8(t, class.seq), to_text(t, list.v[0]), v, a);
 }
 
 static Value range(Template *t, Value a, Value b, Value c) {
     Value list = {.kind = V_LIST};
     if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
     for (int64_t i = a.i; c.i > 0 ? i < b.i : i > b.i; i += c.i) {
-        if (list.seq.n == RANGE_MOST) stop(t, "a range has more than %d numbers", RANGE_MOST);
+        if (list.seq.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
         push(t, &list.seq, integer(i));
     }
     return list;
 }
 
-static Value primitive(Template *t, Seq word, const Value *a) {
+static Value primitive(Template *t, Seq name, const Value *a) {
     Value v = {.kind = V_STRING};
-    if (is(word, "_kind")) say(t, &v.seq, KINDS[a[0].kind]);
-    else if (is(word, "_text")) v.seq = to_text(t, a[0]);
-    else if (is(word, "_list")) v = list_of(V_LIST, items_of(t, a[0]));
-    else if (is(word, "_length")) {
-        if (a[0].kind == V_LOOP) return integer(a[0].loop->items.n);
-        if (is_number(a[0]) || a[0].kind == V_NONE || a[0].kind == V_ONCE || a[0].kind > V_DICT) stop(t, "%s has no length", KINDS[a[0].kind]);
-        return integer(a[0].kind == V_STRING ? a[0].seq.n : items_of(t, a[0]).n);
+    Seq l;
+    if (is(name, "_kind")) return string(text(t, KINDS[a[0].kind]));
+    if (is(name, "_text")) return string(to_text(t, a[0]));
+    if (is(name, "_list")) return (Value){.kind = V_LIST, .seq = items_of(t, a[0])};
+    if (is(name, "_path")) return path(t, a[0], a[1], a[2]);
+    if (is(name, "_case")) return string(recase(t, to_text(t, a[0]), truth(a[1])));
+    if (is(name, "_strip"))
+        return string(strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i));
+    if (is(name, "_split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
+    if (is(name, "_format")) return string(formatted(t, a[0], a[1].seq, truth(a[2])));
+    if (is(name, "_sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
+    if (is(name, "_apply")) return apply_named(t, a[0], a[1], a[2].seq, a[3]);
+    if (is(name, "_number")) return to_number(t, a[0], a[1], a[2].i);
+    if (is(name, "_now")) return now_as(t, to_text(t, a[0]));
+    if (is(name, "_range")) return range(t, a[0], a[1], a[2]);
+    if (is(name, "_dict")) return make_dict(t, is(a[0].seq, "dict") ? V_DICT : V_NAMESPACE, a[1], a[2].dict);
+    if (is(name, "_fail")) stop(t, "%s", utf8(t, to_text(t, a[0])));
+    if (is(name, "_find")) return integer((int64_t)find(t, a[0].seq, to_text(t, a[1])));
+    if (is(name, "_length")) {
+        if (a[0].kind == V_STRING || a[0].kind == V_LOOP)
+            return integer(a[0].kind == V_LOOP ? a[0].loop->items.n : a[0].seq.n);
+        if (a[0].kind == V_ONCE) stop(t, "generator has no length");
+        return integer(items_of(t, a[0]).n);
     }
-    else if (is(word, "_case")) v.seq = recase(t, to_text(t, a[0]), a[1].i);
-    else if (is(word, "_strip")) v.seq = strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i);
-    else if (is(word, "_split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1, truth(a[3]));
-    else if (is(word, "_join")) {
-        Seq l = items_of(t, a[1]);
+    if (is(name, "_join")) {
+        l = items_of(t, a[1]);
         for (size_t i = 0; i < l.n; i++) {
             if (i) put(t, &v.seq, to_text(t, a[0]));
             print(t, &v.seq, l.v[i], false);
         }
-    }
-    else if (is(word, "_find")) {
-        size_t i = find(t, a[0].seq, a[1].seq, 0);
-        return integer(i == SIZE_MAX ? -1 : (int64_t)i);
-    }
-    else if (is(word, "_format")) v.seq = format_braces(t, a[0].seq, a[1], a[2]);
-    else if (is(word, "_path")) return path(t, a[0], a[1], a[2]);
-    else if (is(word, "_key")) {
+    } else if (is(name, "_key")) {
         v = path(t, a[0], a[1], (Value){.kind = V_NONE});
-        return v.kind == V_STRING && !truth(a[2]) ? string(recase(t, v.seq, LOWER)) : v;
-    }
-    else if (is(word, "_sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
-    else if (is(word, "_sum")) {
+        if (v.kind == V_STRING && !truth(a[2])) v.seq = recase(t, v.seq, false);
+    } else if (is(name, "_sum")) {
         v = a[1];
-        for (size_t i = 0; i < a[0].seq.n; i++) v = operate(t, OP_ADD, v, a[0].seq.v[i]);
-    }
-    else if (is(word, "_filter")) return apply_rest(t, "filter", a[0], a[1], a[2]);
-    else if (is(word, "_test")) return apply_rest(t, "test", a[0], a[1], a[2]);
-    else if (is(word, "_once")) {
+        for (size_t i = 0; i < a[0].seq.n; i++) v = operate(t, "+", v, a[0].seq.v[i]);
+    } else if (is(name, "_once")) {
         v = (Value){.kind = V_ONCE, .once = obtain(t, sizeof v)};
         *v.once = a[0];
+    } else if (is(name, "_json")) {
+        static const uint32_t nothing = 0;
+        Style style = {.json = true, .ascii = truth(a[1]), .item = to_text(t, a[2]), .key = to_text(t, a[3])};
+        if (a[4].kind == V_STRING) style.indent = a[4].seq.c ? a[4].seq : (Seq){{&nothing}, 0, NULL};
+        put_value(t, &v.seq, a[0], &style);
     }
-    else if (is(word, "_round")) return rounded(t, a[0], a[1].i, a[2].seq);
-    else if (is(word, "_int")) return to_number(t, a[0], a[1], a[2].i, true);
-    else if (is(word, "_float")) return to_number(t, a[0], a[1], 10, false);
-    else if (is(word, "_json")) return to_json(t, a);
-    else if (is(word, "_fail")) stop(t, "%s", utf8(t, to_text(t, a[0])));
-    else if (is(word, "_today")) return today(t, a[0].seq);
-    else if (is(word, "_range")) return range(t, a[0], a[1], a[2]);
-    else if (is(word, "_namespace")) return merged(t, V_NAMESPACE, a[0], a[1]);
-    else if (is(word, "_dict")) return merged(t, V_DICT, a[0], a[1]);
-    else stop(t, "no primitive %s", utf8(t, word));
     return v;
-}
-
-// class | class name, alias (parameters) = value;
-static const char PRELUDE[] = "{%"
-    "global range(a, b=none, step=1) = _range(0, a, 1) if b is none else _range(a, b, step);"
-    "global namespace(d={}) = _namespace(d, kwargs); global dict(d={}) = _dict(d, kwargs);"
-    "global raise_exception(message) = _fail(message); global strftime_now(f) = _today(f);"
-    "loop cycle(l) = varargs[l.index0 % (varargs|length)];"
-    "dict keys(d) = _list(d); dict values(d) = [for k in d: d[k]]; dict copy(d) = d;"
-    "dict items(d) = [for k in d: (k, d[k])]; dict get(d, k, default=none) = d[k] if k in d else default;"
-    "filter|str upper(s) = _case(s, 0); filter|str lower(s) = _case(s, 1);"
-    "filter|str capitalize(s) = _case(s, 2); str title(s) = _case(s, 3); filter title(s) = _case(s, 4);"
-    "str lstrip(s, chars=none) = _strip(s, chars, 1); str rstrip(s, chars=none) = _strip(s, chars, 2);"
-    "str strip(s, chars=none) = _strip(s, chars, 3); filter trim(s, chars=none) = _strip(s, chars, 3);"
-    "str split(s, sep=none, maxsplit=-1) = _split(s, sep, maxsplit, false);"
-    "str rsplit(s, sep=none, maxsplit=-1) = _split(s, sep, maxsplit, true);"
-    "str splitlines(s, l=s.replace('\\r\\n', '\\n').split('\\n')) = l if l[-1] else l[:-1];"
-    "filter|str replace(s, old, new, count=-1) = _join(new, _split(s, _text(old), count, false));"
-    "str join(s, l) = _join(s, l); str find(s, x) = _find(s, x); str count(s, x) = s.split(x)|length - 1;"
-    "filter join(v, d='', attribute=none) = _join(d, [for x in v: _path(x, attribute, none)]);"
-    "str startswith(s, x) = [for p in ([x] if x is string else x) if s[:p|length] == p: p] != [];"
-    "str endswith(s, x) = [for p in ([x] if x is string else x) if not p or s[-(p|length):] == p: p] != [];"
-    "str isdigit(s) = s != '' and s.strip('0123456789') == '';"
-    "str removeprefix(s, p) = s[p|length:] if s.startswith(p) else s;"
-    "str removesuffix(s, p) = s[:-(p|length)] if p and s.endswith(p) else s;"
-    "str format(s) = _format(s, varargs, kwargs); filter format(s) = _text(s) % (kwargs or varargs);"
-    "str isupper(s) = s is upper; str islower(s) = s is lower;"
-    "filter string, safe(v) = _text(v); filter length, count(v) = _length(v); filter list(v) = _list(v);"
-    "filter default, d(v, default_value='', boolean=false) ="
-    "    default_value if v is undefined or boolean and not v else v;"
-    "filter first(v) = _list(v)[0]; filter last(v) = _list(v)[-1];"
-    "filter reverse(v) = v[::-1] if v is string else _once(_list(v)[::-1]);"
-    "filter items(v) = _once(v.items() if v is mapping else [] if v is undefined else _fail('no mapping'));"
-    "filter attr(v, name) = v[name];"
-    "filter map(v) = _once([for x in v: _filter(x, varargs, kwargs) if varargs"
-    "    else _path(x, kwargs.attribute, kwargs.default)]);"
-    "filter select(v) = _once([for x in v if _test(x, varargs, kwargs): x]);"
-    "filter reject(v) = _once([for x in v if not _test(x, varargs, kwargs): x]);"
-    "filter selectattr(v, a) = _once([for x in v if _test(_path(x, a, none), varargs, kwargs): x]);"
-    "filter rejectattr(v, a) = _once([for x in v if not _test(_path(x, a, none), varargs, kwargs): x]);"
-    "filter sum(v, attribute=none, start=0) = _sum([for x in v: _path(x, attribute, none)], start);"
-    "filter sort(v, reverse=false, case_sensitive=false, attribute=none, l=_list(v)) ="
-    "    _sort(l, [for x in l: _key(x, attribute, case_sensitive)], reverse);"
-    "filter min(v, case_sensitive=false, attribute=none) = (v|sort(false, case_sensitive, attribute))[0];"
-    "filter max(v, case_sensitive=false, attribute=none) = (v|sort(true, case_sensitive, attribute))[0];"
-    "filter dictsort(d, case_sensitive=false, by='key', reverse=false) = _sort(d.items(),"
-    "    [for x in d.items(): _key(x, 0 if by == 'key' else 1, case_sensitive)], reverse);"
-    "filter unique(v, case_sensitive=false, attribute=none, l=_list(v),"
-    "    k=[for x in l: _key(x, attribute, case_sensitive)]) ="
-    "    _once([for i in _range(0, l|length, 1) if k[i] not in k[:i]: l[i]]);"
-    "filter groupby(v, attribute, default=none, case_sensitive=false, u=[for x in v:"
-    "    (x, _path(x, attribute, default))], l=u|sort(false, case_sensitive, 1),"
-    "    k=[for x in l: _key(x, 1, case_sensitive)]) ="
-    "    [for i in _range(0, l|length, 1) if i == 0 or k[i] != k[i - 1]:"
-    "    (l[i][1], [for j in _range(i, l|length, 1) if k[j] == k[i]: l[j][0]])];"
-    "filter batch(v, linecount, fill_with=none, l=_list(v)) = _once([for i in"
-    "    _range(0, l|length, linecount): l[i:i + linecount] + [fill_with] * (0 if fill_with is none"
-    "    else i + linecount - (l|length))]);"
-    "filter abs(x) = -x if x < 0 else x;"
-    "filter round(x, precision=0, method='common') = _round(x, precision, method);"
-    "filter int(v, default=0, base=10) = _int(v, default, base);"
-    "filter float(v, default=0.0) = _float(v, default);"
-    "filter indent(s, width=4, first=false, blank=false, l=_text(s).split('\\n'),"
-    "    pad=width if width is string else ' ' * width) = _join('\\n', [for i in _range(0, l|length, 1):"
-    "    (pad if (first if i == 0 else blank or l[i]) else '') + l[i]]);"
-    "filter escape, e(s) = _text(s).replace('&', '&amp;').replace('>', '&gt;').replace('<', '&lt;')"
-    "    .replace(\"'\", '&#39;').replace('\"', '&#34;');"
-    "filter tojson(v, ensure_ascii=false, indent=none, separators=none) ="
-    "    _json(v, ensure_ascii, indent, separators);"
-    "test undefined(x) = _kind(x) == 'undefined'; test defined(x) = _kind(x) != 'undefined';"
-    "test none(x) = _kind(x) == 'None'; test boolean(x) = _kind(x) == 'bool';"
-    "test true(x) = _kind(x) == 'bool' and x; test false(x) = _kind(x) == 'bool' and not x;"
-    "test integer(x) = _kind(x) == 'int'; test float(x) = _kind(x) == 'float';"
-    "test number(x) = _kind(x) in ['int', 'float', 'bool']; test string(x) = _kind(x) == 'str';"
-    "test mapping(x) = _kind(x) == 'dict'; test callable(x) = _kind(x) == 'macro';"
-    "test sequence(x) = _kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined'];"
-    "test iterable(x) = x is sequence or _kind(x) in ['generator', 'loop'];"
-    "test odd(x) = x % 2 == 1; test even(x) = x % 2 == 0; test divisibleby(x, num) = x % num == 0;"
-    "test in(x, seq) = x in seq; test eq, equalto, '=='(a, b) = a == b; test ne, '!='(a, b) = a != b;"
-    "test sameas(a, b) = _kind(a) == _kind(b) and a == b; test escaped(x) = false;"
-    "test lt, lessthan, '<'(a, b) = a < b; test gt, greaterthan, '>'(a, b) = a > b;"
-    "test le, '<='(a, b) = a <= b; test ge, '>='(a, b) = a >= b;"
-    "test upper(s) = s == s|upper and s != s|lower; test lower(s) = s == s|lower and s != s|upper;"
-    "%}";
-
-static void define(Template *t) {
-    for (t->at = 1; !at(t, "%}");) {
-        size_t class = t->at, names;
-        for (names = class + 1; is(t->token[names].value.seq, "|");) names += 2;
-        for (t->at = names + 1; accept(t, ",");) t->at++;
-        Macro m = {.at = t->at};
-        parameters(t, NULL, NULL);
-        expect(t, "=");
-        m.body = t->at;
-        expression(t);
-        m.end = t->at;
-        expect(t, ";");
-        for (size_t c = class; c < names; c += 2)
-            for (size_t n = names; n < m.at; n += 2) {
-                if (!(t->n_builtins & (t->n_builtins - 1))) {
-                    Macro *more = obtain(t, (2 * t->n_builtins + 1) * sizeof *more);
-                    if (t->n_builtins) memcpy(more, t->builtins, t->n_builtins * sizeof *more);
-                    t->builtins = more;
-                }
-                m.class = t->token[c].value.seq;
-                m.name = t->token[n].value.seq;
-                t->builtins[t->n_builtins++] = m;
-            }
-    }
-}
-
-static void set_name(Template *t, Dict *d, const char *key, Value v) {
-    Seq s = {0};
-    say(t, &s, key);
-    dict_set(t, d, string(s), v);
 }
 
 static void template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think) {
-    Seq s = {0};
     Value messages = {.kind = V_LIST};
+    Node *root = NULL, **tail = &root;
     t->out = &t->printed;
     t->scope = new_dict(t, NULL);
-    scan(t, from_utf8(t, (Str){PRELUDE, strlen(PRELUDE)}, 0));
-    t->n_prelude = t->n_tokens;
-    t->dead = 1;
-    define(t);
-    for (size_t i = 0, used; i < source.n; i += used) {   // \r\n and \r are \n
+    list_builtins(t);
+    for (size_t i = 0, used; i < source.n; i += used) {   // \r\n and \r are \n; the last is dropped
         uint32_t c = utf8_decode(source.s + i, source.n - i, &used);
         if (c == '\r' && i + 1 < source.n && source.s[i + 1] == '\n') used = 2;
-        put_char(t, &s, c == '\r' ? '\n' : c);
+        if (i + used < source.n || !among(c, "\r\n")) put_char(t, &t->source, c == '\r' ? '\n' : c);
     }
-    if (s.n && s.c[s.n - 1] == '\n') s.n--;
-    scan(t, s);
-    add_token(t, T_END, string((Seq){0}));
+    t->p = t->where = t->far = t->source.c;
+    t->end = t->p + t->source.n;
+    read_rule(t, R_block, &tail);
+    if (t->p != t->end) {
+        Seq s = {{t->far}, t->end - t->far, NULL};
+        t->where = t->far;
+        stop(t, "unexpected %s", s.n ? utf8(t, part(s, 0, s.n < 20 ? s.n : 20)) : "end");
+    }
     for (size_t i = 0; i < n; i++) {
         Value v = {.kind = V_DICT, .dict = new_dict(t, NULL)};
-        bool own = m[i].role.n == 9 && !memcmp(m[i].role.s, "assistant", 9);
-        set_name(t, v.dict, "role", string(from_utf8(t, m[i].role, 0)));
-        set_name(t, v.dict, "content", string(from_utf8(t, m[i].content, own ? 0 : MARK)));
+        Seq role = from_utf8(t, m[i].role.s, m[i].role.n, 0);
+        uint32_t mark = is(role, "assistant") ? 0 : MARK;
+        set_name(t, v.dict, "role", string(role));
+        set_name(t, v.dict, "content", string(from_utf8(t, m[i].content.s, m[i].content.n, mark)));
         push(t, &messages.seq, v);
     }
     set_name(t, t->scope, "messages", messages);
     set_name(t, t->scope, "add_generation_prompt", boolean(true));
-    set_name(t, t->scope, "bos_token", string(from_utf8(t, bos, 0)));
-    set_name(t, t->scope, "eos_token", string(from_utf8(t, eos, 0)));
+    set_name(t, t->scope, "bos_token", string(from_utf8(t, bos.s, bos.n, 0)));
+    set_name(t, t->scope, "eos_token", string(from_utf8(t, eos.s, eos.n, 0)));
     if (think >= 0) set_name(t, t->scope, "enable_thinking", boolean(think));
-    for (int dead = 1; dead >= 0; dead--) {
-        t->dead = dead;
-        t->at = t->n_prelude;
-        run(t);
-        if (here(t)->kind != T_END) stop(t, "unexpected tag '%s'", utf8(t, here(t)[1].value.seq));
-    }
+    execute(t, root);
+    if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
 }
 
+static void rendered_free(Rendered *r) {
+    free(r->text);
+    free(r->mark);
+    *r = (Rendered){0};
+}
+
+// Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
+// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty.
 static bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                             Str eos, int think, Rendered *out, Error *e) {
     size_t size = template.n;
@@ -4559,32 +4204,22 @@ static bool template_render(Str template, const ChatMessage *messages, size_t n_
     t->e = e;
     t->steps = 20000000 + 200 * size;
     t->memory = (64 << 20) + 400 * size;
-    bool ok = !setjmp(t->end);
+    bool ok = !setjmp(t->failed);
     if (ok) {
         template_run(t, template, messages, n_messages, bos, eos, think);
-        Seq text = t->printed;
-        out->text = malloc(4 * text.n + 1);
-        out->mark = malloc(4 * text.n + 1);
+        out->text = malloc(4 * t->printed.n + 1);
+        out->mark = malloc(4 * t->printed.n + 1);
         if (!out->text || !out->mark) stop(t, "out of memory");
-        for (size_t i = 0; i < text.n; i++) {
-            size_t k = utf8_encode(text.c[i] & CHARACTER, out->text + out->n);
-            memset(out->mark + out->n, (text.c[i] & MARK) != 0, k);
-            out->n += k;
+        for (size_t i = 0, k; i < t->printed.n; i++, out->n += k) {
+            k = utf8_encode(t->printed.c[i] & CHARACTER, out->text + out->n);
+            memset(out->mark + out->n, (t->printed.c[i] & MARK) != 0, k);
         }
         out->text[out->n] = 0;
     }
-    for (Chunk *c = t->chunks, *before; c; c = before) {
-        before = c->before;
-        free(c);
-    }
+    if (!ok) rendered_free(out);
+    for (Chunk *c; (c = t->chunks); free(c)) t->chunks = c->before;
     free(t);
     return ok;
-}
-
-static void rendered_free(Rendered *r) {
-    free(r->text);
-    free(r->mark);
-    *r = (Rendered){0};
 }
 
 // ==== Part IV: speed =============================================================================
