@@ -244,10 +244,11 @@ static void put_text(Bytes *b, const char *s) {
 }
 
 // How a broken file differs from a good one; the writer applies it.
-enum { GOOD, BYTES, CUT, KEY, NEW_KEY, NO_KEY, TWICE, NO_TENSOR, DIM, TYPE, OFFSET };
+enum { GOOD, BYTES, CUT, KEY, NEW_KEY, NO_KEY, TWICE, NO_TENSOR, DIM, FOLD, TYPE, OFFSET };
 typedef struct {
     const char *expect;   // part of the message
     int how;              // BYTES: a is where, b how many
+                          // FOLD: [n] becomes [n/b,b]
                           // CUT: a bytes behind the metadata remain; b: none at all
     const char *name;     // of the key or tensor; the bytes
     int64_t a, b;         // KEY: type, value; DIM: which (-1: their number), size
@@ -324,6 +325,7 @@ static void key_vocab(Writer *w, const char *model, const char *pre, const char 
 static void put_entry(Writer *w, const char *name, int dims, const int *ne, int type, size_t at) {
     const Spoil *s = &w->spoil;
     bool dim = spoils(w, DIM, name);
+    if (spoils(w, FOLD, name)) ne = (int[]){ne[0] / s->b, s->b}, dims = 2;
     put_text(&w->tensors, name);
     put_int(&w->tensors, dim && s->a < 0 ? s->b : dims, 4);
     for (int d = 0; d < dims; d++) put_int(&w->tensors, dim && s->a == d ? s->b : ne[d], 8);
@@ -925,6 +927,40 @@ static void test_gguf_hostile(void) {
     }
     close(fd);
     printf("  each of %zu bytes changed thrice: %d files still ran\n", head, ran);
+}
+
+// what only some architectures have
+static void test_gguf_shapes(void) {
+    static const Shape delta = {"qwen35", 2, "dak", DELTA_KEYS};
+    static const struct { Shape shape; Spoil spoil; } bad[] = {
+        {{"qwen35", 2, "dak", DELTA_KEYS},
+         {"file has [32,128", KEY, "qwen35.attention.value_length", GGUF_U32, 8, NULL}},
+        {{"qwen35", 2, "dak", "ssm.conv_kernel=4 ssm.state_size=4096 ssm.group_count=1 "
+          "ssm.time_step_rank=4096 ssm.inner_size=4096"}, {.expect = "a state of 1073741824"}},
+        {{"bloom", 2, "nboBgfNT", ""},
+         {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 0, NULL}},
+    };
+    static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        Writer w = {.spoil = bad[i].spoil};
+        put_model(&w, &bad[i].shape);
+        w.spoil.how = GOOD;
+        key_array(&w, "bloom.attention.head_count", GGUF_U32, 2, heads, sizeof heads);
+        key_text(&w, "tokenizer.ggml.model", "none");
+        write_gguf(&w, scratch("shape.gguf"));
+        refused(scratch("shape.gguf"), bad[i].spoil.expect);
+    }
+    float *want = NULL;
+    for (int fold = 1; fold <= 4; fold *= 2) {   // a norm [8] as [8,1], [4,2], [2,4]
+        Writer w = {.spoil = {NULL, FOLD, "blk.0.ssm_norm.weight", 0, fold, NULL}};
+        test.seed = 1;
+        put_model(&w, &delta);
+        key_text(&w, "tokenizer.ggml.model", "none");
+        write_gguf(&w, scratch("shape.gguf"));
+        float *got = logits_of(open_model(scratch("shape.gguf")), ids, 3, (Options){.threads = 1});
+        if (!want) want = got;
+        CHECK(!memcmp(got, want, 3 * VOCAB * sizeof *got), "[%d,%d] differs", 8 / fold, fold);
+    }
 }
 
 // an expert of a matrix that is the lower half of its tensor: biases lie as far apart as weights
@@ -4090,10 +4126,10 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(attention) T(norms)
     T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
-    T(gguf_experts) T(golden_models) T(golden_encoders) T(story_greedy) T(every_architecture)
-    T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals) T(allocations) T(sampler_stages)
-    T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules)
-    T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals) T(tokenizer_linear)
+    T(gguf_shapes) T(gguf_experts) T(golden_models) T(golden_encoders) T(story_greedy)
+    T(every_architecture) T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals) T(allocations)
+    T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens)
+    T(tokenizer_rules) T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals) T(tokenizer_linear)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_logits)
     T(cli_interrupt)
 #ifdef LLM_METAL
