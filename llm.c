@@ -697,7 +697,7 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
     const float *w = load_vector(ld, name, ".weight", size);
-    return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head ? n : 0};
+    return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head || heads == 1 ? n : 0};
 }
 
 // a [rows][cols] matrix, or n of them; rows 0: however many the file has
@@ -749,7 +749,7 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
-    if (first && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // attention is gated
+    if (first && c->hd == c->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
     load_fused(ld, "attn_qkv", 1,
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
     w->o = need_matrix(ld, "attn_output", w->n_head * c->vd, c->dim, 1);
@@ -807,6 +807,7 @@ static void load_layer(Loader *ld, Layer *w) {
     if (!w->n_kv) w->n_kv = w->n_head;
     if (ld->ok && w->n_head % w->n_kv)
         refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+    if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
     load_norms(ld, w);
     if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
     else load_attention(ld, w);
@@ -2093,6 +2094,9 @@ static void load_delta(Loader *ld, Layer *w) {
     if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
         refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
                ld->l, c->n_value, c->n_key, c->dv, c->dk);
+    if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
+        refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
+               delta_state_size(c));
     if (early) {
         load_fused(ld, "ssm_in", 1, (Slice[]){{"", qkv, &w->conv_in}, {"", values, &w->z}}, 2);
         if (ld->ok) heads_apart(ld, w);
