@@ -1511,7 +1511,7 @@ static void test_allocations(void) {
         allocations = 0;
         failing = k;
         bool ok = model_open(&m, scratch("way.gguf"), &e) && session_open(&s, &m, o, &e) &&
-                  tokenize(m.tokenizer, "abba", 4, false, true, &ids, &e) &&
+                  tokenize(m.tokenizer, "abba", 4, NULL, false, true, &ids, &e) &&
                   session_generate(&s, ids.id, ids.n, 20, take_any, NULL, &e);
         session_close(&s);
         model_close(&m);
@@ -5340,7 +5340,7 @@ static bool fuzz_loader(const Tokenizer *t, const uint8_t *data, size_t size) { 
 static bool fuzz_tokenize(const Tokenizer *t, const uint8_t *data, size_t size) {
     Tokens ids = {0};
     Error e;
-    bool ok = tokenize(t, (const char *)data, size, size & 1, size & 2, &ids, &e);
+    bool ok = tokenize(t, (const char *)data, size, NULL, size & 1, size & 2, &ids, &e);
     for (size_t i = 0; i < ids.n; i++)
         if (ids.id[i] < 0 || ids.id[i] >= t->n_vocab) abort();
     freed(ids.id);
