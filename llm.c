@@ -2823,10 +2823,11 @@ typedef struct { Str role, content; } ChatMessage;
 // content of a message whose role is not "assistant".
 typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;   // rendered_free frees both
 
-enum { MARK = 1 << 30, CHARACTER = MARK - 1, CHUNK = 1 << 16, DEEPEST = 3000, LONGEST_RANGE = 100000 };
+enum { MARK = 1 << 30, CHARACTER = MARK - 1, CHUNK = 1 << 16, LONGEST_RANGE = 100000,
+       DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion here; a macro's call counts as so many
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_ONCE, V_DICT,
        V_NAMESPACE, V_LOOP, V_MACRO };
-static const char *const KINDS[] = {"undefined", "None", "bool", "int", "float", "str", "list",
+static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str", "list",
     "tuple", "generator", "dict", "namespace", "loop", "macro"};
 
 typedef struct Value Value;
@@ -2918,7 +2919,7 @@ static void append(Template *t, Seq *a, const void *more, size_t n, size_t size)
 }
 
 static void push(Template *t, Seq *list, Value v) { append(t, list, &v, 1, sizeof v); }
-static void put(Template *t, Seq *to, Seq s) { append(t, to, s.c, s.n, sizeof *s.c); }
+static void put_seq(Template *t, Seq *to, Seq s) { append(t, to, s.c, s.n, sizeof *s.c); }
 static void put_char(Template *t, Seq *to, uint32_t c) { append(t, to, &c, 1, sizeof c); }
 static Seq part(Seq s, size_t from, size_t to) { return (Seq){{s.c + from}, to - from, s.home}; }
 
@@ -3014,12 +3015,13 @@ static Seq strip(Template *t, Seq s, const Seq *set, int sides) {   // set NULL:
     X(set, "'{%' 'set' targets ('=' tuple '%}' | pipes '%}' block '{%' 'endset' '%}')") \
     X(macro, "'{%' 'macro' name params '%}' block '{%' 'endmacro' '%}'") \
     X(params, "'(' (param (',' param)* ','?)? ')'") X(param, "name ('=' value)?") \
+    X(bound, "name '=' value") \
     X(call, "'{%' 'call' params? value '%}' block '{%' 'endcall' '%}'") \
     X(pipe, "'{%' 'filter' inline pipes '%}' block '{%' 'endfilter' '%}'") X(pipes, "filter*") \
     X(generation, "'{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
-    X(with, "'{%' 'with' (param (',' param)*)? '%}' block '{%' 'endwith' '%}'") \
+    X(with, "'{%' 'with' (bound (',' bound)*)? '%}' block '{%' 'endwith' '%}'") \
     X(break, "'{%' 'break' '%}'")           X(continue, "'{%' 'continue' '%}'") \
-    X(builtin, "params (':' param (',' param)* ':')? value") \
+    X(builtin, "params (':' bound (',' bound)* ':')? value") \
     X(word, NULL) X(name, NULL) X(string, NULL) X(number, NULL) X(text, NULL)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) RULE_COUNT };
@@ -3089,14 +3091,14 @@ static bool read_text(Template *t, Seq *out) {
         t->p = s.c + n;
         if (raw && !tag) stop(t, "raw does not end");
         if (raw && !read_raw(t, "endraw")) {
-            put(t, out, part(s, 0, n + 2));
+            put_seq(t, out, part(s, 0, n + 2));
             t->p += 2;
             continue;
         }
         for (kept = n; kept > 0 && (s.c[kept - 1] != '\n' || sign == '-') && is_space(s.c[kept - 1]);) kept--;
         bool line = kept ? s.c[kept - 1] == '\n' : s.c == t->source.c || s.c[-1] == '\n';
         if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = n;
-        put(t, out, part(s, 0, kept));
+        put_seq(t, out, part(s, 0, kept));
         if (tag == '#')
             for (t->p += 2 + among(sign, "+-"); !read_end(t, '#'); t->p++) {
                 if (t->p >= t->end) stop(t, "a comment does not end");
@@ -3259,7 +3261,7 @@ static Value *dict_find(Template *t, const Dict *d, Value key) {   // NULL: it i
 
 static void dict_set(Template *t, Dict *d, Value key, Value v) {
     Value *old = dict_find(t, d, key), pair[] = {key, v};
-    if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", KINDS[key.kind]);
+    if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", VALUE_KINDS[key.kind]);
     if (old) *old = v;
     else append(t, &d->pairs, pair, 2, sizeof v);
 }
@@ -3278,7 +3280,7 @@ static Seq items_of(Template *t, Value v) {   // what a loop over v sees
         for (size_t i = 0; i < v.dict->pairs.n; i += 2) push(t, &l, v.dict->pairs.v[i]);
     else if (v.kind == V_STRING)
         for (size_t i = 0; i < v.seq.n; i++) push(t, &l, string(part(v.seq, i, i + 1)));
-    else if (v.kind != V_UNDEFINED) stop(t, "%s cannot be iterated", KINDS[v.kind]);
+    else if (v.kind != V_UNDEFINED) stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
     return l;
 }
 
@@ -3334,10 +3336,10 @@ static void put_items(Template *t, Seq *out, Value v, const Style *style) {
     say(t, out, dict ? "{" : tuple ? "(" : "[", 0);
     for (size_t i = 0; i <= l.n; i++) {
         bool key = dict && i % 2 == 0, item = i < l.n && i > 0;
-        if (item) put(t, out, dict && !key ? style->key : style->item);
+        if (item) put_seq(t, out, dict && !key ? style->key : style->item);
         if (l.n && style->indent.c && (!dict || key)) {
             put_char(t, out, '\n');
-            for (int k = i == l.n; k < inner.depth; k++) put(t, out, style->indent);
+            for (int k = i == l.n; k < inner.depth; k++) put_seq(t, out, style->indent);
         }
         if (i == l.n) break;
         quote = style->json && key && l.v[i].kind != V_STRING;
@@ -3353,7 +3355,7 @@ static void put_value(Template *t, Seq *out, Value v, const Style *style) {
     char digits[32];
     enter(t);
     if (style->json && (v.kind == V_UNDEFINED || v.kind > V_DICT || v.kind == V_ONCE))
-        stop(t, "%s cannot be written as JSON", KINDS[v.kind]);
+        stop(t, "%s cannot be written as JSON", VALUE_KINDS[v.kind]);
     snprintf(digits, sizeof digits, "%lld", v.kind == V_INT ? (long long)v.i : 0);
     switch (v.kind) {
     case V_UNDEFINED: say(t, out, style->repr ? "Undefined" : "", 0); break;
@@ -3363,13 +3365,13 @@ static void put_value(Template *t, Seq *out, Value v, const Style *style) {
     case V_FLOAT: put_float(t, out, v.f, style->json); break;
     case V_STRING:
         if (style->repr || style->json) put_quoted(t, out, v.seq, style);
-        else put(t, out, v.seq);
+        else put_seq(t, out, v.seq);
         break;
     case V_LIST: case V_TUPLE: case V_DICT: put_items(t, out, v, style); break;
     default:
         say(t, out, v.kind == V_NAMESPACE ? "<Namespace " : "<", 0);
         if (v.kind == V_NAMESPACE) put_items(t, out, v, style);
-        else say(t, out, KINDS[v.kind], 0);
+        else say(t, out, VALUE_KINDS[v.kind], 0);
         say(t, out, ">", 0);
     }
     t->depth--;
@@ -3421,16 +3423,17 @@ static Value operate(Template *t, const char *op, Value a, Value b) {
             append(t, &product.seq, s.seq.at, s.seq.n, size_in(s));
         return product;
     }
-    if (!is_number(a) || !is_number(b)) stop(t, "%s %s %s is not possible", KINDS[a.kind], op, KINDS[b.kind]);
+    if (!is_number(a) || !is_number(b)) stop(t, "%s %s %s is not possible", VALUE_KINDS[a.kind], op, VALUE_KINDS[b.kind]);
     return arithmetic(t, !op[1] ? *op : *op == '/' ? 'f' : 'p', a, b);
 }
 
 static bool contains(Template *t, Value in, Value v) {
-    if (in.kind == V_STRING && v.kind != V_STRING) stop(t, "%s in str is not possible", KINDS[v.kind]);
+    if (in.kind == V_STRING && v.kind != V_STRING) stop(t, "%s in str is not possible", VALUE_KINDS[v.kind]);
     if (in.kind == V_STRING) return find(t, in.seq, v.seq) != SIZE_MAX;
     if (in.kind == V_DICT) return dict_find(t, in.dict, v) != NULL;
     Seq l = items_of(t, in);
     size_t i = 0;
+    spend(t, l.n / 8);
     while (i < l.n && order(t, l.v[i], v)) i++;
     return i < l.n;
 }
@@ -3442,7 +3445,7 @@ static bool compare(Template *t, const char *op, Value a, Value b) {
     need_defined(t, a);
     need_defined(t, b);
     if (c == UNLIKE || a.kind == V_NONE || a.kind > V_TUPLE)
-        stop(t, "%s %s %s is not possible", KINDS[a.kind], op, KINDS[b.kind]);
+        stop(t, "%s %s %s is not possible", VALUE_KINDS[a.kind], op, VALUE_KINDS[b.kind]);
     return *op == '<' ? c < (op[1] == '=') : c > -(op[1] == '=');
 }
 
@@ -3450,7 +3453,7 @@ static Value slice(Template *t, Value a, const Value *bound) {   // a[from:to:st
     int64_t n = a.seq.n, step = is_int(bound[2]) ? bound[2].i : 1, low = step < 0 ? -1 : 0, at[2];
     Value out = {.kind = a.kind};
     need_defined(t, a);
-    if (!is_seq(a) || !step) stop(t, "this slice of %s is not possible", KINDS[a.kind]);
+    if (!is_seq(a) || !step) stop(t, "this slice of %s is not possible", VALUE_KINDS[a.kind]);
     for (int k = 0; k < 2; k++) {
         int64_t i = is_int(bound[k]) ? bound[k].i + (bound[k].i < 0 ? n : 0) : 0;
         if (!is_int(bound[k])) i = (k == 0) == (step > 0) ? low : n + low;
@@ -3590,7 +3593,7 @@ static void list_builtins(Template *t) {   // by "class name", as text
         end = strchr(s, '\n');
         for (w = s + class; w < open; w += strcspn(w, " ") + 1) {
             Seq key = from_utf8(t, s, class, 0);
-            put(t, &key, from_utf8(t, w, strcspn(w, " "), 0));
+            put_seq(t, &key, from_utf8(t, w, strcspn(w, " "), 0));
             dict_set(t, &t->builtins, string(key), string(from_utf8(t, open, end - open, 0)));
         }
     }
@@ -3690,15 +3693,18 @@ static Value call(Template *t, Value f, Args a) {
         t->out = out;
         return string(text);
     }
-    if (f.kind != V_MACRO) stop(t, "%s cannot be called", KINDS[f.kind]);
+    if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
     if (f.macro->self) push(t, &all.list, *f.macro->self);
     append(t, &all.list, a.list.v, a.list.n, sizeof *a.list.v);
+    enter(t);
+    t->depth += CALL_DEPTH;
     t->scope = new_dict(t, f.macro->scope);
     bind(t, f.macro, &all);
     const Node *body = f.macro->body;
     Value v = body->rule == R_block ? capture(t, body, t->scope) : eval(t, body);
     t->scope = scope;
     t->where = where;
+    t->depth -= CALL_DEPTH + 1;
     return v;
 }
 
@@ -3737,7 +3743,7 @@ static Value member(Template *t, Value v, Value key, bool dot) {
     bool named = key.kind == V_STRING;
     need_defined(t, v);
     Value *entry = v.kind == V_DICT || v.kind == V_NAMESPACE ? dict_find(t, v.dict, key) : NULL;
-    Macro *m = named && (!entry || dot) ? find_builtin(t, KINDS[v.kind], key.seq) : NULL;
+    Macro *m = named && (!entry || dot) ? find_builtin(t, VALUE_KINDS[v.kind], key.seq) : NULL;
     if (m) {
         struct { Macro macro; Value self; } *method = obtain(t, sizeof *method);
         method->macro = *m;
@@ -3919,7 +3925,7 @@ static void execute(Template *t, const Node *n) {
     case R_block:
         for (; k && !t->flow; k = k->next) execute(t, k);
         break;
-    case R_text: put(t, t->out, n->value->seq); break;
+    case R_text: put_seq(t, t->out, n->value->seq); break;
     case R_print: print(t, t->out, eval(t, first), false); break;
     case R_if: case R_elif:
         if (truth(eval(t, first))) execute(t, block);
@@ -3940,11 +3946,11 @@ static void execute(Template *t, const Node *n) {
     case R_pipe:
         print(t, t->out, filtered(t, suffixed(t, capture(t, block, scope), first), pipes), false);
         break;
-    case R_generation: put(t, t->out, capture(t, block, scope).seq); break;
+    case R_generation: put_seq(t, t->out, capture(t, block, scope).seq); break;
     case R_with:
         for (inner = new_dict(t, scope); k != block; k = k->next)
             dict_set(t, inner, *k->first->value, eval(t, k->first->next));
-        put(t, t->out, capture(t, block, inner).seq);
+        put_seq(t, t->out, capture(t, block, inner).seq);
         break;
     default: t->flow = n->rule;   // break, continue
     }
@@ -4035,7 +4041,7 @@ static Seq formatted(Template *t, Value v, Seq spec, bool percent) {
     bool real_type = *p && strchr("eEfFgG", *p), whole = *p && strchr("diuxXo", *p);
     need_defined(t, v);
     if (width > 100000 || (digits > 300 && digits != SIZE_MAX)) stop(t, "a format is too wide");
-    if ((real_type || whole) && !is_number(v)) stop(t, "a format takes a number, not %s", KINDS[v.kind]);
+    if ((real_type || whole) && !is_number(v)) stop(t, "a format takes a number, not %s", VALUE_KINDS[v.kind]);
     if (*p && !real_type && !whole && !strchr("srca", *p)) stop(t, "unknown format '%s'", p);
     c[4] = *p;
     if (real_type) snprintf(s, sizeof s, c, digits == SIZE_MAX ? 6 : (int)digits, real(v));
@@ -4049,9 +4055,9 @@ static Seq formatted(Template *t, Value v, Seq spec, bool percent) {
     if (!align) align = percent || is_number(v) ? '>' : '<';
     size_t pad = width > body.n ? width - body.n : 0;
     size_t before = align == '<' ? 0 : align == '^' ? pad / 2 : pad;
-    if (align == '=') put(t, &out, part(body, 0, sign));
+    if (align == '=') put_seq(t, &out, part(body, 0, sign));
     for (size_t i = 0; i <= pad; i++) {
-        if (i == before) put(t, &out, part(body, align == '=' ? sign : 0, body.n));
+        if (i == before) put_seq(t, &out, part(body, align == '=' ? sign : 0, body.n));
         if (i < pad) put_char(t, &out, fill);
     }
     return out;
@@ -4092,7 +4098,7 @@ static Value apply_named(Template *t, Value class, Value v, Seq list, Value name
 static Value range(Template *t, Value a, Value b, Value c) {
     Value list = {.kind = V_LIST};
     if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
-    for (int64_t i = a.i; c.i > 0 ? i < b.i : i > b.i; i += c.i) {
+    for (__int128 i = a.i; c.i > 0 ? i < b.i : i > b.i; i += c.i) {
         if (list.seq.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
         push(t, &list.seq, integer(i));
     }
@@ -4102,7 +4108,7 @@ static Value range(Template *t, Value a, Value b, Value c) {
 static Value primitive(Template *t, Seq name, const Value *a) {
     Value v = {.kind = V_STRING};
     Seq l;
-    if (is(name, "_kind")) return string(text(t, KINDS[a[0].kind]));
+    if (is(name, "_kind")) return string(text(t, VALUE_KINDS[a[0].kind]));
     if (is(name, "_text")) return string(to_text(t, a[0]));
     if (is(name, "_list")) return (Value){.kind = V_LIST, .seq = items_of(t, a[0])};
     if (is(name, "_path")) return path(t, a[0], a[1], a[2]);
@@ -4128,7 +4134,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (is(name, "_join")) {
         l = items_of(t, a[1]);
         for (size_t i = 0; i < l.n; i++) {
-            if (i) put(t, &v.seq, to_text(t, a[0]));
+            if (i) put_seq(t, &v.seq, to_text(t, a[0]));
             print(t, &v.seq, l.v[i], false);
         }
     } else if (is(name, "_key")) {
