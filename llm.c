@@ -2827,8 +2827,8 @@ static void tokenizer_close(Tokenizer *t) {
 // language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
 // loop controls. This interpreter prints the same bytes.
 //
-// GRAMMAR is read as it stands: a parser tries its rules on the text and makes a tree of nodes, which
-// `eval` turns into values and `execute` into text. BUILTINS, the filters, tests, methods and
+// GRAMMAR is read as it stands: a parser tries its rules on the text and makes a tree of nodes,
+// which `eval` turns into values and `execute` into text. BUILTINS, the filters, tests, methods and
 // functions, are Jinja as well, on a few primitives in C whose names begin with _.
 //
 // A string is an array of code points, each with a bit for whether it came from a message that the
@@ -2842,19 +2842,25 @@ static void tokenizer_close(Tokenizer *t) {
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: 1 where a byte came from the
-// content of a message whose role is not "assistant".
-typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;   // rendered_free frees both
+// content of a message whose role is not "assistant". rendered_free frees both.
+typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;
 
-enum { MARK = 1 << 30, CHARACTER = MARK - 1, CHUNK = 1 << 16, DEEPEST = 3000, LONGEST_RANGE = 100000 };
+enum { MARK = 1 << 30, CHARACTER = MARK - 1, CHUNK = 1 << 16, LONGEST_RANGE = 100000,
+       DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_ONCE, V_DICT,
        V_NAMESPACE, V_LOOP, V_MACRO };
-static const char *const KINDS[] = {"undefined", "None", "bool", "int", "float", "str", "list",
-    "tuple", "generator", "dict", "namespace", "loop", "macro"};
+static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
+    "list", "tuple", "generator", "dict", "namespace", "loop", "macro"};
 
 typedef struct Value Value;
-typedef struct Node { int rule; struct Node *first, *next; Value *value; const uint32_t *source; } Node;
+typedef struct Node Node;
+struct Node { int rule; Node *first, *next; Value *value; const uint32_t *source; };
 typedef struct { size_t used, room; char data[]; } Home;   // bytes
-typedef struct { union { const uint32_t *c; Value *v; const void *at; }; size_t n; Home *home; } Seq;
+typedef struct {
+    union { const uint32_t *c; Value *v; const void *at; };   // characters, or elements of a list
+    size_t n;
+    Home *home;
+} Seq;
 typedef struct Dict { Seq pairs; struct Dict *outer; } Dict;   // key, value, key, ..; or a scope
 typedef struct { Seq items; size_t i; int64_t depth; const Node *statement; } Loop;
 struct Value {
@@ -2875,7 +2881,7 @@ typedef struct { Seq list; Dict named; } Args;
 typedef struct Chunk { struct Chunk *before; size_t used, size; } Chunk;
 typedef struct {
     Seq source, printed, *out;              // out: where text goes
-    const uint32_t *p, *end, *where, *far;  // read up to p; where: what runs; far: as far as rules fit
+    const uint32_t *p, *end, *where, *far;  // read up to p; where: what runs; far: what fits a rule
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
     Dict *scope, builtins;
     Macro *caller;                          // for the next call
@@ -2940,7 +2946,7 @@ static void append(Template *t, Seq *a, const void *more, size_t n, size_t size)
 }
 
 static void push(Template *t, Seq *list, Value v) { append(t, list, &v, 1, sizeof v); }
-static void put(Template *t, Seq *to, Seq s) { append(t, to, s.c, s.n, sizeof *s.c); }
+static void put_seq(Template *t, Seq *to, Seq s) { append(t, to, s.c, s.n, sizeof *s.c); }
 static void put_char(Template *t, Seq *to, uint32_t c) { append(t, to, &c, 1, sizeof c); }
 static Seq part(Seq s, size_t from, size_t to) { return (Seq){{s.c + from}, to - from, s.home}; }
 
@@ -2950,7 +2956,8 @@ static void say(Template *t, Seq *to, const char *s, uint32_t mark) {   // ASCII
 
 static Seq from_utf8(Template *t, const char *s, size_t n, uint32_t mark) {
     Seq out = {0};
-    for (size_t i = 0, used; i < n; i += used) put_char(t, &out, utf8_decode(s + i, n - i, &used) | mark);
+    for (size_t i = 0, used; i < n; i += used)
+        put_char(t, &out, utf8_decode(s + i, n - i, &used) | mark);
     return out;
 }
 
@@ -3001,8 +3008,8 @@ static Seq strip(Template *t, Seq s, const Seq *set, int sides) {   // set NULL:
     return s;
 }
 
-// Jinja's parser: 'x' is a word or sign, `x` one that gets a node, * any number, ? none or one, | or
-// else. A rule up to `atom` that finds but one part is that part.
+// Jinja's parser: 'x' is a word or sign, `x` one that gets a node, * any number, ? none or one,
+// | or else. A rule up to `atom` that finds but one part is that part.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value)* `,`?")     X(plain, "or (`,` or)* `,`?") \
     X(value, "or ('if' or ('else' value)?)?") \
@@ -3036,12 +3043,13 @@ static Seq strip(Template *t, Seq s, const Seq *set, int sides) {   // set NULL:
     X(set, "'{%' 'set' targets ('=' tuple '%}' | pipes '%}' block '{%' 'endset' '%}')") \
     X(macro, "'{%' 'macro' name params '%}' block '{%' 'endmacro' '%}'") \
     X(params, "'(' (param (',' param)* ','?)? ')'") X(param, "name ('=' value)?") \
+    X(bound, "name '=' value") \
     X(call, "'{%' 'call' params? value '%}' block '{%' 'endcall' '%}'") \
     X(pipe, "'{%' 'filter' inline pipes '%}' block '{%' 'endfilter' '%}'") X(pipes, "filter*") \
     X(generation, "'{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
-    X(with, "'{%' 'with' (param (',' param)*)? '%}' block '{%' 'endwith' '%}'") \
+    X(with, "'{%' 'with' (bound (',' bound)*)? '%}' block '{%' 'endwith' '%}'") \
     X(break, "'{%' 'break' '%}'")           X(continue, "'{%' 'continue' '%}'") \
-    X(builtin, "params (':' param (',' param)* ':')? value") \
+    X(builtin, "params (':' bound (',' bound)* ':')? value") \
     X(word, NULL) X(name, NULL) X(string, NULL) X(number, NULL) X(text, NULL)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) RULE_COUNT };
@@ -3059,7 +3067,8 @@ static Value undefined(Seq name) { return (Value){.kind = V_UNDEFINED, .seq = na
 static Seq rest(const Template *t) { return (Seq){{t->p}, t->end - t->p, NULL}; }
 static void skip_space(Template *t) { t->p = strip(t, rest(t), NULL, LEFT).c; }
 
-static void add_node(Template *t, Node ***tail, int rule, Node *first, Value v, const uint32_t *source) {
+static void add_node(Template *t, Node ***tail, int rule, Node *first, Value v,
+                     const uint32_t *source) {
     Node *n = **tail = obtain(t, sizeof *n);
     *n = (Node){rule, first, NULL, obtain(t, sizeof v), source};
     *n->value = v;
@@ -3085,7 +3094,8 @@ static bool read_word(Template *t, const char *word, size_t n) {
     if (n == 2 && word[1] == '}') return read_end(t, word[0]);
     Seq s = rest(t);
     while (i < n && i < s.n && s.c[i] == (uint8_t)word[i]) i++;
-    if (i < n || (is_letter(*word) && n < s.n && (is_letter(s.c[n]) || is_digit(s.c[n])))) return false;
+    bool longer = is_letter(*word) && n < s.n && (is_letter(s.c[n]) || is_digit(s.c[n]));
+    if (i < n || longer) return false;
     t->p += n + (n == 2 && *word == '{' && s.n > 2 && among(s.c[2], "+-"));
     return true;
 }
@@ -3106,19 +3116,21 @@ static bool read_text(Template *t, Seq *out) {
     for (bool raw = false; t->p < t->end || raw;) {
         Seq s = rest(t);
         size_t n = 0, kept;
-        while (n < s.n && !(s.c[n] == '{' && n + 1 < s.n && among(s.c[n + 1], raw ? "%" : "{%#"))) n++;
+        const char *tags = raw ? "%" : "{%#";
+        while (n < s.n && !(s.c[n] == '{' && n + 1 < s.n && among(s.c[n + 1], tags))) n++;
         uint32_t tag = n < s.n ? s.c[n + 1] : 0, sign = n + 2 < s.n ? s.c[n + 2] : 0;
         t->p = s.c + n;
         if (raw && !tag) stop(t, "raw does not end");
         if (raw && !read_raw(t, "endraw")) {
-            put(t, out, part(s, 0, n + 2));
+            put_seq(t, out, part(s, 0, n + 2));
             t->p += 2;
             continue;
         }
-        for (kept = n; kept > 0 && (s.c[kept - 1] != '\n' || sign == '-') && is_space(s.c[kept - 1]);) kept--;
+        for (kept = n; kept > 0 && is_space(s.c[kept - 1]); kept--)
+            if (s.c[kept - 1] == '\n' && sign != '-') break;
         bool line = kept ? s.c[kept - 1] == '\n' : s.c == t->source.c || s.c[-1] == '\n';
         if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = n;
-        put(t, out, part(s, 0, kept));
+        put_seq(t, out, part(s, 0, kept));
         if (tag == '#')
             for (t->p += 2 + among(sign, "+-"); !read_end(t, '#'); t->p++) {
                 if (t->p >= t->end) stop(t, "a comment does not end");
@@ -3178,7 +3190,8 @@ static bool read_rule(Template *t, int r, Node ***tail) {
     const uint32_t *start = t->p, c = start < t->end ? *start : 0;
     if (start > t->far) t->far = start;
     enter(t);
-    bool yes = r == R_text ? read_text(t, &v.seq) : r == R_name ? is_letter(c) && read_name(t, &v.seq) :
+    bool yes = r == R_text ? read_text(t, &v.seq) :
+               r == R_name ? is_letter(c) && read_name(t, &v.seq) :
                r == R_number ? is_digit(c) && read_number(t, &v) :
                r == R_string ? among(c, "'\"") && read_string(t, &v.seq) :
                read_choice(t, RULES[r].grammar, &last);
@@ -3204,7 +3217,8 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
     while (!sign && *g != '(' && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
     if (sign) yes = read_word(t, g + 1, n - 2);
     else yes = *g == '(' ? read_choice(t, g + 1, tail) : read_rule(t, r, tail);
-    if (yes && *g == '`') add_node(t, tail, R_word, NULL, string(from_utf8(t, g + 1, n - 2, 0)), start);
+    if (yes && *g == '`')
+        add_node(t, tail, R_word, NULL, string(from_utf8(t, g + 1, n - 2, 0)), start);
     if (!yes) t->p = start, *tail = last, *last = NULL;
     return yes;
 }
@@ -3273,15 +3287,16 @@ static int order(Template *t, Value a, Value b) {
 
 static Value *dict_find(Template *t, const Dict *d, Value key) {   // NULL: it is not there
     spend(t, d->pairs.n / 16);
-    for (Value *v = d->pairs.v, *end = v + d->pairs.n; v < end; v += 2)
-        if (key.kind == V_STRING && v->kind == V_STRING ? same(v->seq, key.seq) : !order(t, *v, key))
-            return v + 1;
+    for (Value *v = d->pairs.v, *end = v + d->pairs.n; v < end; v += 2) {
+        bool strings = key.kind == V_STRING && v->kind == V_STRING;
+        if (strings ? same(v->seq, key.seq) : !order(t, *v, key)) return v + 1;
+    }
     return NULL;
 }
 
 static void dict_set(Template *t, Dict *d, Value key, Value v) {
     Value *old = dict_find(t, d, key), pair[] = {key, v};
-    if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", KINDS[key.kind]);
+    if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", VALUE_KINDS[key.kind]);
     if (old) *old = v;
     else append(t, &d->pairs, pair, 2, sizeof v);
 }
@@ -3300,7 +3315,7 @@ static Seq items_of(Template *t, Value v) {   // what a loop over v sees
         for (size_t i = 0; i < v.dict->pairs.n; i += 2) push(t, &l, v.dict->pairs.v[i]);
     else if (v.kind == V_STRING)
         for (size_t i = 0; i < v.seq.n; i++) push(t, &l, string(part(v.seq, i, i + 1)));
-    else if (v.kind != V_UNDEFINED) stop(t, "%s cannot be iterated", KINDS[v.kind]);
+    else if (v.kind != V_UNDEFINED) stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
     return l;
 }
 
@@ -3309,8 +3324,8 @@ typedef struct { bool repr, json, ascii; Seq item, key, indent; int depth; } Sty
 
 static void put_quoted(Template *t, Seq *out, Seq s, const Style *style) {
     static const char plain[] = "\n\r\t\b\f", letters[] = "nrtbf";
-    bool twice = style->json || (find(t, s, text(t, "'")) != SIZE_MAX && find(t, s, text(t, "\"")) == SIZE_MAX);
-    uint32_t quote = twice ? '"' : '\'';
+    bool single = find(t, s, text(t, "'")) < s.n, twice = find(t, s, text(t, "\"")) < s.n;
+    uint32_t quote = style->json || (single && !twice) ? '"' : '\'';
     put_char(t, out, quote);
     for (size_t i = 0; i < s.n; i++) {
         uint32_t c = s.c[i] & CHARACTER;
@@ -3334,8 +3349,8 @@ static void put_float(Template *t, Seq *out, double f, bool json) {
     char s[400];
     int digits = 0, exponent;   // as few digits as read back as f
     if (f - f != 0) {
-        snprintf(s, sizeof s, "%s%s", f < 0 ? "-" : "", f != f ? json ? "NaN" : "nan" : json ? "Infinity" : "inf");
-        return say(t, out, s, 0);
+        say(t, out, f < 0 ? "-" : "", 0);
+        return say(t, out, f != f ? json ? "NaN" : "nan" : json ? "Infinity" : "inf", 0);
     }
     do snprintf(s, sizeof s, "%.*e", digits, f);
     while (strtod(s, NULL) != f && digits++ < 17);
@@ -3356,10 +3371,10 @@ static void put_items(Template *t, Seq *out, Value v, const Style *style) {
     say(t, out, dict ? "{" : tuple ? "(" : "[", 0);
     for (size_t i = 0; i <= l.n; i++) {
         bool key = dict && i % 2 == 0, item = i < l.n && i > 0;
-        if (item) put(t, out, dict && !key ? style->key : style->item);
+        if (item) put_seq(t, out, dict && !key ? style->key : style->item);
         if (l.n && style->indent.c && (!dict || key)) {
             put_char(t, out, '\n');
-            for (int k = i == l.n; k < inner.depth; k++) put(t, out, style->indent);
+            for (int k = i == l.n; k < inner.depth; k++) put_seq(t, out, style->indent);
         }
         if (i == l.n) break;
         quote = style->json && key && l.v[i].kind != V_STRING;
@@ -3375,7 +3390,7 @@ static void put_value(Template *t, Seq *out, Value v, const Style *style) {
     char digits[32];
     enter(t);
     if (style->json && (v.kind == V_UNDEFINED || v.kind > V_DICT || v.kind == V_ONCE))
-        stop(t, "%s cannot be written as JSON", KINDS[v.kind]);
+        stop(t, "%s cannot be written as JSON", VALUE_KINDS[v.kind]);
     snprintf(digits, sizeof digits, "%lld", v.kind == V_INT ? (long long)v.i : 0);
     switch (v.kind) {
     case V_UNDEFINED: say(t, out, style->repr ? "Undefined" : "", 0); break;
@@ -3385,13 +3400,13 @@ static void put_value(Template *t, Seq *out, Value v, const Style *style) {
     case V_FLOAT: put_float(t, out, v.f, style->json); break;
     case V_STRING:
         if (style->repr || style->json) put_quoted(t, out, v.seq, style);
-        else put(t, out, v.seq);
+        else put_seq(t, out, v.seq);
         break;
     case V_LIST: case V_TUPLE: case V_DICT: put_items(t, out, v, style); break;
     default:
         say(t, out, v.kind == V_NAMESPACE ? "<Namespace " : "<", 0);
         if (v.kind == V_NAMESPACE) put_items(t, out, v, style);
-        else say(t, out, KINDS[v.kind], 0);
+        else say(t, out, VALUE_KINDS[v.kind], 0);
         say(t, out, ">", 0);
     }
     t->depth--;
@@ -3413,14 +3428,19 @@ static Seq to_text(Template *t, Value v) {
 
 static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
 
+__attribute__((noreturn)) static void stop_types(Template *t, const char *op, Value a, Value b) {
+    stop(t, "%s %s %s is not possible", VALUE_KINDS[a.kind], op, VALUE_KINDS[b.kind]);
+}
+
 // op: + - * / % of numbers, f for //, p for **
 static Value arithmetic(Template *t, int op, Value a, Value b) {
     double x = real(a), y = real(b), left = y ? fmod(x, y) : 0;
     if (among(op, "/f%") && !y) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // rounds down, also below 0
     if (!is_int(a) || !is_int(b) || op == '/' || (op == 'p' && y < 0))
-        return number(op == '+' ? x + y : op == '-' ? x - y : op == '*' ? x * y : op == '/' ? x / y :
-                      op == '%' ? left : op == 'f' ? round((x - left) / y) : pow(x, y));
+        return number(op == '+' ? x + y : op == '-' ? x - y : op == '*' ? x * y :
+                      op == '/' ? x / y : op == '%' ? left :
+                      op == 'f' ? round((x - left) / y) : pow(x, y));
     __int128 i = a.i, k = b.i, z = op == '+' ? i + k : op == '-' ? i - k : op == '*' ? i * k : 1;
     for (; op == 'p' && k > 0 && z == (int64_t)z; k--, spend(t, 1)) z *= i;
     if (among(op, "f%")) z = i % k + (i % k && (i < 0) != (k < 0) ? k : 0);
@@ -3435,7 +3455,8 @@ static Value operate(Template *t, const char *op, Value a, Value b) {
     if (*op == '~') return operate(t, "+", string(to_text(t, a)), string(to_text(t, b)));
     need_defined(t, a);
     need_defined(t, b);
-    if (*op == '%' && a.kind == V_STRING) return apply(t, "str", text(t, "%"), a, (Args){.list = {{.v = &b}, 1, NULL}});
+    if (*op == '%' && a.kind == V_STRING)
+        return apply(t, "str", text(t, "%"), a, (Args){.list = {{.v = &b}, 1, NULL}});
     if (*op == '+' && is_seq(a) && a.kind == b.kind)
         return append(t, &a.seq, b.seq.at, b.seq.n, size_in(a)), a;
     if (swap || (times && is_seq(a) && is_int(b))) {
@@ -3443,16 +3464,17 @@ static Value operate(Template *t, const char *op, Value a, Value b) {
             append(t, &product.seq, s.seq.at, s.seq.n, size_in(s));
         return product;
     }
-    if (!is_number(a) || !is_number(b)) stop(t, "%s %s %s is not possible", KINDS[a.kind], op, KINDS[b.kind]);
+    if (!is_number(a) || !is_number(b)) stop_types(t, op, a, b);
     return arithmetic(t, !op[1] ? *op : *op == '/' ? 'f' : 'p', a, b);
 }
 
 static bool contains(Template *t, Value in, Value v) {
-    if (in.kind == V_STRING && v.kind != V_STRING) stop(t, "%s in str is not possible", KINDS[v.kind]);
+    if (in.kind == V_STRING && v.kind != V_STRING) stop_types(t, "in", v, in);
     if (in.kind == V_STRING) return find(t, in.seq, v.seq) != SIZE_MAX;
     if (in.kind == V_DICT) return dict_find(t, in.dict, v) != NULL;
     Seq l = items_of(t, in);
     size_t i = 0;
+    spend(t, l.n / 8);
     while (i < l.n && order(t, l.v[i], v)) i++;
     return i < l.n;
 }
@@ -3464,15 +3486,16 @@ static bool compare(Template *t, const char *op, Value a, Value b) {
     need_defined(t, a);
     need_defined(t, b);
     if (c == UNLIKE || a.kind == V_NONE || a.kind > V_TUPLE)
-        stop(t, "%s %s %s is not possible", KINDS[a.kind], op, KINDS[b.kind]);
+        stop_types(t, op, a, b);
     return *op == '<' ? c < (op[1] == '=') : c > -(op[1] == '=');
 }
 
-static Value slice(Template *t, Value a, const Value *bound) {   // a[from:to:step], as Python counts
+// a[from:to:step], as Python counts
+static Value slice(Template *t, Value a, const Value *bound) {
     int64_t n = a.seq.n, step = is_int(bound[2]) ? bound[2].i : 1, low = step < 0 ? -1 : 0, at[2];
     Value out = {.kind = a.kind};
     need_defined(t, a);
-    if (!is_seq(a) || !step) stop(t, "this slice of %s is not possible", KINDS[a.kind]);
+    if (!is_seq(a) || !step) stop(t, "this slice of %s is not possible", VALUE_KINDS[a.kind]);
     for (int k = 0; k < 2; k++) {
         int64_t i = is_int(bound[k]) ? bound[k].i + (bound[k].i < 0 ? n : 0) : 0;
         if (!is_int(bound[k])) i = (k == 0) == (step > 0) ? low : n + low;
@@ -3512,7 +3535,8 @@ static const char BUILTINS[] =
     "str split (s, sep=none, maxsplit=-1) _split(s, sep, maxsplit)\n"
     "str rsplit (s, sep=none, maxsplit=-1) [for x in _split(s[::-1], sep[::-1] if sep else sep,"
         " maxsplit)[::-1]: x[::-1]]\n"
-    "str splitlines (s) : l=_split(s.replace('\\r\\n', '\\n'), '\\n', -1) : l if l[-1] else l[:-1]\n"
+    "str splitlines (s) : l=_split(s.replace('\\r\\n', '\\n'), '\\n', -1) : l if l[-1] else"
+        " l[:-1]\n"
     "str replace (s, old, new, count=-1) _join(new, _split(s, _text(old), count))\n"
     "str join (s, list) _join(s, list)\n"
     "str find (s, x) _find(s, x)\n" "str count (s, x) _split(s, x, -1)|length - 1\n"
@@ -3528,8 +3552,8 @@ static const char BUILTINS[] =
         ".replace('\\uffff', '%') if v is mapping or p|length == a|length + 1 else"
         " _fail('a format has not as many fields as values')\n"
     "str format (s) : p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{') :"
-        " _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_braces(i - 1, varargs, kwargs)])"
-        ".replace('\\uffff', '{').replace('\\ufffe', '}')\n"
+        " _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_braces(i - 1, varargs,"
+        " kwargs)]).replace('\\uffff', '{').replace('\\ufffe', '}')\n"
     "filter _percent (x, i, list, named) : b=x[1:].split(')', 1) if x[:1] == '(' else [none, x],"
         " r=b[1].lstrip('-+ #0123456789.') : _format(list[i] if b[0] is none else named[b[0]],"
         " b[1][:b[1]|length - r|length + 1], true) + r[1:]\n"
@@ -3573,7 +3597,8 @@ static const char BUILTINS[] =
     "filter groupby (v, attribute, default=none, case_sensitive=false) : l=[for x in v: (x,"
         " _path(x, attribute, default))]|sort(false, case_sensitive, 1), k=[for x in l:"
         " _key(x, 1, case_sensitive)] : [for i in _range(0, l|length, 1) if i == 0 or"
-        " k[i] != k[i - 1]: (l[i][1], [for j in _range(i, l|length, 1) if k[j] == k[i]: l[j][0]])]\n"
+        " k[i] != k[i - 1]: (l[i][1], [for j in _range(i, l|length, 1) if k[j] == k[i]:"
+        " l[j][0]])]\n"
     "filter batch (v, n, fill_with=none) : l=_list(v) : _once([for i in _range(0, l|length, n):"
         " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])\n"
     "filter abs (x) -x if x < 0 else x\n"
@@ -3603,7 +3628,8 @@ static const char BUILTINS[] =
     "test lt lessthan < (a, b) a < b\n" "test gt greaterthan > (a, b) a > b\n"
     "test le <= (a, b) a <= b\n" "test ge >= (a, b) a >= b\n"
     "test sameas (a, b) _kind(a) == _kind(b) and a == b\n"
-    "test lower (s) s == s|lower and s != s|upper\n" "test upper (s) s == s|upper and s != s|lower\n";
+    "test lower (s) s == s|lower and s != s|upper\n"
+    "test upper (s) s == s|upper and s != s|lower\n";
 
 static void list_builtins(Template *t) {   // by "class name", as text
     for (const char *s = BUILTINS, *w, *open, *end; *s; s = end + 1) {
@@ -3612,7 +3638,7 @@ static void list_builtins(Template *t) {   // by "class name", as text
         end = strchr(s, '\n');
         for (w = s + class; w < open; w += strcspn(w, " ") + 1) {
             Seq key = from_utf8(t, s, class, 0);
-            put(t, &key, from_utf8(t, w, strcspn(w, " "), 0));
+            put_seq(t, &key, from_utf8(t, w, strcspn(w, " "), 0));
             dict_set(t, &t->builtins, string(key), string(from_utf8(t, open, end - open, 0)));
         }
     }
@@ -3680,7 +3706,8 @@ static void bind(Template *t, const Macro *m, const Args *a) {
         if (is(pair->seq, "caller")) dict_set(t, t->scope, pair[0], pair[1]);
         else if (!dict_find(t, t->scope, pair[0])) dict_set(t, named.dict, pair[0], pair[1]);
     }
-    if ((more.seq.n && !mentions(m->lets, "varargs")) || (truth(named) && !mentions(m->lets, "kwargs")))
+    bool positions = !more.seq.n || mentions(m->lets, "varargs");
+    if (!positions || (truth(named) && !mentions(m->lets, "kwargs")))
         stop(t, "a call has an argument too many");
     set_name(t, t->scope, "varargs", more);
     set_name(t, t->scope, "kwargs", named);
@@ -3712,15 +3739,18 @@ static Value call(Template *t, Value f, Args a) {
         t->out = out;
         return string(text);
     }
-    if (f.kind != V_MACRO) stop(t, "%s cannot be called", KINDS[f.kind]);
+    if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
     if (f.macro->self) push(t, &all.list, *f.macro->self);
     append(t, &all.list, a.list.v, a.list.n, sizeof *a.list.v);
+    enter(t);
+    t->depth += CALL_DEPTH;
     t->scope = new_dict(t, f.macro->scope);
     bind(t, f.macro, &all);
     const Node *body = f.macro->body;
     Value v = body->rule == R_block ? capture(t, body, t->scope) : eval(t, body);
     t->scope = scope;
     t->where = where;
+    t->depth -= CALL_DEPTH + 1;
     return v;
 }
 
@@ -3759,7 +3789,7 @@ static Value member(Template *t, Value v, Value key, bool dot) {
     bool named = key.kind == V_STRING;
     need_defined(t, v);
     Value *entry = v.kind == V_DICT || v.kind == V_NAMESPACE ? dict_find(t, v.dict, key) : NULL;
-    Macro *m = named && (!entry || dot) ? find_builtin(t, KINDS[v.kind], key.seq) : NULL;
+    Macro *m = named && (!entry || dot) ? find_builtin(t, VALUE_KINDS[v.kind], key.seq) : NULL;
     if (m) {
         struct { Macro macro; Value self; } *method = obtain(t, sizeof *method);
         method->macro = *m;
@@ -3772,8 +3802,9 @@ static Value member(Template *t, Value v, Value key, bool dot) {
     if (is_seq(v) && is_int(key) && i < v.seq.n)
         return v.kind == V_STRING ? string(part(v.seq, i, i + 1)) : v.seq.v[i];
     if (v.kind == V_LOOP && named) return loop_member(v.loop, key.seq);
-    if (v.kind == V_TUPLE && v.seq.n == 2 && named && (is(key.seq, "grouper") || is(key.seq, "list")))
-        return v.seq.v[is(key.seq, "list")];   // of groupby
+    bool list = named && is(key.seq, "list");   // of groupby
+    if (v.kind == V_TUPLE && v.seq.n == 2 && named && (list || is(key.seq, "grouper")))
+        return v.seq.v[list];
     return undefined(to_text(t, key));
 }
 
@@ -3826,7 +3857,8 @@ static Value chain(Template *t, const Node *n) {   // operands with operators be
         if (n->rule == R_or ? truth(a) : (n->rule == R_and || compares) && !truth(a)) return a;
         Value b = eval(t, op->next);
         const char *sign = op->rule == R_word ? utf8(t, op->value->seq) : "not in";
-        a = n->rule <= R_and ? b : compares ? boolean(compare(t, sign, left, b)) : operate(t, sign, a, b);
+        a = n->rule <= R_and ? b : compares ? boolean(compare(t, sign, left, b)) :
+            operate(t, sign, a, b);
         left = b;
     }
     return a;
@@ -3856,7 +3888,9 @@ static Value eval(Template *t, const Node *n) {
         else if (first->next->next) v = eval(t, first->next->next);
         break;
     case R_not: v = boolean(!truth(eval(t, first->next))); break;
-    case R_sign: v = operate(t, utf8(t, first->value->seq), integer(0), eval(t, first->next)); break;
+    case R_sign:
+        v = operate(t, utf8(t, first->value->seq), integer(0), eval(t, first->next));
+        break;
     case R_tuple: case R_plain: case R_list: case R_paren:
         for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
             if (k->rule != R_word) push(t, &v.seq, eval(t, k));
@@ -3894,7 +3928,8 @@ static void assign(Template *t, const Node *n, Value v) {
     else if (!first->next) dict_set(t, t->scope, *first->value, v);
     else {
         Value space = look_up(t, first->value->seq);
-        if (space.kind != V_NAMESPACE) stop(t, "'%s' is not a namespace", utf8(t, first->value->seq));
+        if (space.kind != V_NAMESPACE)
+            stop(t, "'%s' is not a namespace", utf8(t, first->value->seq));
         dict_set(t, space.dict, *first->next->value, v);
     }
 }
@@ -3932,7 +3967,8 @@ static Value filtered(Template *t, Value v, const Node *pipes) {
 }
 
 static void execute(Template *t, const Node *n) {
-    const Node *first = n->first, *block = child(n, R_block), *pipes = child(n, R_pipes), *k = first;
+    const Node *first = n->first, *k = first;
+    const Node *block = child(n, R_block), *pipes = child(n, R_pipes);
     Dict *scope = t->scope, *inner;
     Macro *m;
     enter(t);
@@ -3941,7 +3977,7 @@ static void execute(Template *t, const Node *n) {
     case R_block:
         for (; k && !t->flow; k = k->next) execute(t, k);
         break;
-    case R_text: put(t, t->out, n->value->seq); break;
+    case R_text: put_seq(t, t->out, n->value->seq); break;
     case R_print: print(t, t->out, eval(t, first), false); break;
     case R_if: case R_elif:
         if (truth(eval(t, first))) execute(t, block);
@@ -3949,7 +3985,10 @@ static void execute(Template *t, const Node *n) {
         break;
     case R_else: execute(t, first); break;
     case R_for: run_for(t, n, NULL, NULL); break;
-    case R_set: assign(t, first, block ? filtered(t, capture(t, block, scope), pipes) : eval(t, first->next)); break;
+    case R_set:
+        if (block) assign(t, first, filtered(t, capture(t, block, scope), pipes));
+        else assign(t, first, eval(t, first->next));
+        break;
     case R_macro: case R_call:
         m = obtain(t, sizeof *m);
         *m = (Macro){child(n, R_params), block, block, scope, NULL};
@@ -3962,11 +4001,11 @@ static void execute(Template *t, const Node *n) {
     case R_pipe:
         print(t, t->out, filtered(t, suffixed(t, capture(t, block, scope), first), pipes), false);
         break;
-    case R_generation: put(t, t->out, capture(t, block, scope).seq); break;
+    case R_generation: put_seq(t, t->out, capture(t, block, scope).seq); break;
     case R_with:
         for (inner = new_dict(t, scope); k != block; k = k->next)
             dict_set(t, inner, *k->first->value, eval(t, k->first->next));
-        put(t, t->out, capture(t, block, inner).seq);
+        put_seq(t, t->out, capture(t, block, inner).seq);
         break;
     default: t->flow = n->rule;   // break, continue
     }
@@ -3990,8 +4029,9 @@ static Value path(Template *t, Value v, Value key, Value otherwise) {
 static Seq recase(Template *t, Seq s, bool upper) {
     Seq out = {0};
     for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER, low = unicode_fold(c, true, false);
-        put_char(t, &out, upper ? s.c[i] - (c - 'a' < 26 ? 32 : 0) : (low ? low : c) | (s.c[i] & MARK));
+        uint32_t c = s.c[i] & CHARACTER, mark = s.c[i] & MARK, low = unicode_fold(c, true, false);
+        if (upper) put_char(t, &out, s.c[i] - (c - 'a' < 26 ? 32 : 0));
+        else put_char(t, &out, (low ? low : c) | mark);
     }
     return out;
 }
@@ -4042,7 +4082,8 @@ static Value to_number(Template *t, Value v, Value otherwise, int base) {   // b
     return !base ? number(real(v)) : integer(v.kind == V_FLOAT ? (int64_t)v.f : v.i);
 }
 
-// A value as %05.2f or {:>8} want it: behind % or : stand fill, alignment, sign, width, .digits, type.
+// A value as %05.2f or {:>8} want it: behind % or : stand fill, alignment, sign, width, .digits
+// and type.
 static Seq formatted(Template *t, Value v, Seq spec, bool percent) {
     char s[400] = "", *p = utf8(t, spec), align = 0, plus = 0, c[] = "%+.*f";
     uint32_t fill = ' ';
@@ -4053,16 +4094,18 @@ static Seq formatted(Template *t, Value v, Seq spec, bool percent) {
         if (*p == '-' && percent) align = '<', fill = ' ';
         else if (*p == '0' && !align) align = '=', fill = '0';
         else if (*p == '+' || *p == ' ') plus = *p;
-    size_t width = strtoul(p, &p, 10), digits = *p == '.' ? strtoul(p + 1, &p, 10) : SIZE_MAX, sign = 0;
+    size_t width = strtoul(p, &p, 10), sign = 0;
+    size_t digits = *p == '.' ? strtoul(p + 1, &p, 10) : SIZE_MAX;
     bool real_type = *p && strchr("eEfFgG", *p), whole = *p && strchr("diuxXo", *p);
     need_defined(t, v);
     if (width > 100000 || (digits > 300 && digits != SIZE_MAX)) stop(t, "a format is too wide");
-    if ((real_type || whole) && !is_number(v)) stop(t, "a format takes a number, not %s", KINDS[v.kind]);
+    if ((real_type || whole) && !is_number(v))
+        stop(t, "a format takes a number, not %s", VALUE_KINDS[v.kind]);
     if (*p && !real_type && !whole && !strchr("srca", *p)) stop(t, "unknown format '%s'", p);
     c[4] = *p;
     if (real_type) snprintf(s, sizeof s, c, digits == SIZE_MAX ? 6 : (int)digits, real(v));
-    if (whole) snprintf(s, sizeof s, *p == 'x' ? "+%llx" : *p == 'X' ? "+%llX" : *p == 'o' ? "+%llo" :
-                        "%+lld", is_int(v) ? (long long)v.i : (long long)v.f);
+    if (whole) snprintf(s, sizeof s, *p == 'x' ? "+%llx" : *p == 'X' ? "+%llX" :
+                        *p == 'o' ? "+%llo" : "%+lld", (long long)to_number(t, v, v, 10).i);
     if (*s == '+') *s = plus;
     sign = *s != 0;
     if (real_type || whole) say(t, &body, s + !sign, 0);
@@ -4071,9 +4114,9 @@ static Seq formatted(Template *t, Value v, Seq spec, bool percent) {
     if (!align) align = percent || is_number(v) ? '>' : '<';
     size_t pad = width > body.n ? width - body.n : 0;
     size_t before = align == '<' ? 0 : align == '^' ? pad / 2 : pad;
-    if (align == '=') put(t, &out, part(body, 0, sign));
+    if (align == '=') put_seq(t, &out, part(body, 0, sign));
     for (size_t i = 0; i <= pad; i++) {
-        if (i == before) put(t, &out, part(body, align == '=' ? sign : 0, body.n));
+        if (i == before) put_seq(t, &out, part(body, align == '=' ? sign : 0, body.n));
         if (i < pad) put_char(t, &out, fill);
     }
     return out;
@@ -4090,11 +4133,12 @@ static Value now_as(Template *t, Seq format) {
 }
 
 // a dict or namespace of what is in a dict or list of pairs, and named
-static Value make_dict(Template *t, int kind, Value from, Dict *named) {
-    Value out = {.kind = kind, .dict = new_dict(t, NULL)};
+static Value make_dict(Template *t, Value kind, Value from, Dict *named) {
+    Value out = {.kind = is(kind.seq, "dict") ? V_DICT : V_NAMESPACE, .dict = new_dict(t, NULL)};
     Seq l = items_of(t, from), pairs = named->pairs;
     for (size_t i = 0; i < l.n; i++) {
-        Seq pair = from.kind == V_DICT ? (Seq){.v = &from.dict->pairs.v[2 * i], .n = 2} : items_of(t, l.v[i]);
+        Seq pair = {.v = from.kind == V_DICT ? &from.dict->pairs.v[2 * i] : NULL, .n = 2};
+        if (!pair.v) pair = items_of(t, l.v[i]);
         if (pair.n != 2) stop(t, "a dict is made of pairs");
         dict_set(t, out.dict, pair.v[0], pair.v[1]);
     }
@@ -4114,7 +4158,7 @@ static Value apply_named(Template *t, Value class, Value v, Seq list, Value name
 static Value range(Template *t, Value a, Value b, Value c) {
     Value list = {.kind = V_LIST};
     if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
-    for (int64_t i = a.i; c.i > 0 ? i < b.i : i > b.i; i += c.i) {
+    for (__int128 i = a.i; c.i > 0 ? i < b.i : i > b.i; i += c.i) {
         if (list.seq.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
         push(t, &list.seq, integer(i));
     }
@@ -4124,7 +4168,7 @@ static Value range(Template *t, Value a, Value b, Value c) {
 static Value primitive(Template *t, Seq name, const Value *a) {
     Value v = {.kind = V_STRING};
     Seq l;
-    if (is(name, "_kind")) return string(text(t, KINDS[a[0].kind]));
+    if (is(name, "_kind")) return string(text(t, VALUE_KINDS[a[0].kind]));
     if (is(name, "_text")) return string(to_text(t, a[0]));
     if (is(name, "_list")) return (Value){.kind = V_LIST, .seq = items_of(t, a[0])};
     if (is(name, "_path")) return path(t, a[0], a[1], a[2]);
@@ -4138,7 +4182,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (is(name, "_number")) return to_number(t, a[0], a[1], a[2].i);
     if (is(name, "_now")) return now_as(t, to_text(t, a[0]));
     if (is(name, "_range")) return range(t, a[0], a[1], a[2]);
-    if (is(name, "_dict")) return make_dict(t, is(a[0].seq, "dict") ? V_DICT : V_NAMESPACE, a[1], a[2].dict);
+    if (is(name, "_dict")) return make_dict(t, a[0], a[1], a[2].dict);
     if (is(name, "_fail")) stop(t, "%s", utf8(t, to_text(t, a[0])));
     if (is(name, "_find")) return integer((int64_t)find(t, a[0].seq, to_text(t, a[1])));
     if (is(name, "_length")) {
@@ -4150,7 +4194,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (is(name, "_join")) {
         l = items_of(t, a[1]);
         for (size_t i = 0; i < l.n; i++) {
-            if (i) put(t, &v.seq, to_text(t, a[0]));
+            if (i) put_seq(t, &v.seq, to_text(t, a[0]));
             print(t, &v.seq, l.v[i], false);
         }
     } else if (is(name, "_key")) {
@@ -4164,8 +4208,11 @@ static Value primitive(Template *t, Seq name, const Value *a) {
         *v.once = a[0];
     } else if (is(name, "_json")) {
         static const uint32_t nothing = 0;
-        Style style = {.json = true, .ascii = truth(a[1]), .item = to_text(t, a[2]), .key = to_text(t, a[3])};
-        if (a[4].kind == V_STRING) style.indent = a[4].seq.c ? a[4].seq : (Seq){{&nothing}, 0, NULL};
+        Style style = {.json = true, .ascii = truth(a[1])};
+        style.item = to_text(t, a[2]);
+        style.key = to_text(t, a[3]);
+        if (a[4].kind == V_STRING) style.indent = a[4].seq;
+        if (a[4].kind == V_STRING && !style.indent.c) style.indent.c = &nothing;
         put_value(t, &v.seq, a[0], &style);
     }
     return v;
@@ -4219,7 +4266,8 @@ static void rendered_free(Rendered *r) {
 static bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                             Str eos, int think, Rendered *out, Error *e) {
     size_t size = template.n;
-    for (size_t i = 0; i < n_messages; i++) size += messages[i].role.n + messages[i].content.n + 100;
+    for (size_t i = 0; i < n_messages; i++)
+        size += messages[i].role.n + messages[i].content.n + 100;
     Template *t = calloc(1, sizeof *t);
     *out = (Rendered){0};
     if (!t) return fail(e, "out of memory");
