@@ -54,6 +54,7 @@ __attribute__((unused)) static void *map_copy(size_t n, int fd) {
 #define malloc(n) born(granted() ? malloc(n) : NULL)
 #define calloc(n, size) born(granted() ? calloc(n, size) : NULL)
 #define realloc(p, n) resized(p, n)
+#define aligned_alloc(align, n) born(granted() ? aligned_alloc(align, n) : NULL)
 #define free(p) freed(p)
 #define main llm_main
 #include "llm.c"
@@ -61,6 +62,7 @@ __attribute__((unused)) static void *map_copy(size_t n, int fd) {
 #undef malloc
 #undef calloc
 #undef realloc
+#undef aligned_alloc
 #undef free
 #include <regex.h>
 #include <setjmp.h>
@@ -323,8 +325,9 @@ static void key_vocab(Writer *w, const char *model, const char *pre, const char 
 // a tensor's row in the list
 static void put_entry(Writer *w, const char *name, int dims, const int *ne, int type, size_t at) {
     const Spoil *s = &w->spoil;
-    bool dim = spoils(w, DIM, name);
-    if (spoils(w, FOLD, name)) ne = (int[]){ne[0] / s->b, s->b}, dims = 2;
+    bool dim = spoils(w, DIM, name), fold = spoils(w, FOLD, name);
+    int folded[2] = {fold ? ne[0] / s->b : 0, s->b};
+    if (fold) ne = folded, dims = 2;
     put_text(&w->tensors, name);
     put_int(&w->tensors, dim && s->a < 0 ? s->b : dims, 4);
     for (int d = 0; d < dims; d++) put_int(&w->tensors, dim && s->a == d ? s->b : ne[d], 8);
