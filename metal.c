@@ -315,8 +315,8 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, 
                      float *const *y, int epilogue, float cap, float scale) {
     struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
     Dispatch d = {"gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0, GEMV_SIMDGROUPS * SIMD_LANES,
-                  GEMV_SIMDGROUPS * X_FLOATS, {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL,
-                   [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
+                  GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL, [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
                    [C_ACTIVATION] = s->m->config.arch->act}};
     bool glu = epilogue == EPILOGUE_GLU;
     int units = 0;
@@ -356,7 +356,7 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
     bool int8 = g->coded == x;
     int tile = int8 ? GEMM_SOME : gemm_tokens(n);
     struct gemm_args a = {.cols = w[0]->cols, .tokens = n, .softcap = cap};
-    Dispatch d = {"gemm", {[6] = x, g->codes, g->scales, gate}, 13, 0, GEMM_THREADS,
+    Dispatch d = {"gemm", {[6] = x, g->codes, int8 ? g->scales : NULL, gate}, 13, 0, GEMM_THREADS,
                   gemm_floats(tile),
                   {[C_RAGGED] = a.cols % 32 != 0, [C_EPILOGUE] = epilogue, [C_INT8] = int8,
                    [C_ACTIVATION] = s->m->config.arch->act, [C_SOFTCAPPED] = cap > 0,
