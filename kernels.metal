@@ -272,9 +272,7 @@ static inline void group_decode(int format, device const uchar *row, int g, thre
     }
 }
 
-static inline float group_code(thread const uint *q, int i) {
-    return (float)(int8_t)(q[i / 4] >> 8 * (i % 4) & 255);
-}
+static inline float group_code(thread const uint *q, int i) { return quant_code(q[i / 4], i % 4); }
 
 // Does a format have offsets m? Formats whose codes can be negative do not.
 static inline bool format_offsets(int format) {

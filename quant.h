@@ -109,8 +109,8 @@
 
 // ---- 2. numbers in bytes ----
 // Files are little endian, and nothing in them is aligned: bytes are put together one by one, which
-// a CPU's compiler turns into one load. A GPU's does not, but there what has an even number of bytes
-// lies at an even address, and a word whose block has a multiple of four at such an address.
+// a CPU's compiler turns into one load. A GPU's does not. But what has an even number of bytes lies
+// at an even address, except in MXFP4, and words of a block of 4 * n bytes at a multiple of four.
 
 #if defined(__METAL_VERSION__) || defined(__CUDACC__)
 QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
@@ -118,6 +118,9 @@ QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
 }
 QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
     return quant_u16(p) | quant_u16(p + 2) << 16;
+}
+QUANT_INLINE uint32_t quant_u8(QUANT_DEVICE const uint8_t *p, int i) {        // of an even number
+    return quant_u16(p + i / 2 * 2) >> i % 2 * 8 & 255;
 }
 QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int size) {   // of such a block
     if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)p;
@@ -129,10 +132,15 @@ QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1]
 QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
+QUANT_INLINE uint32_t quant_u8(const uint8_t *p, int i) { return p[i]; }
 QUANT_INLINE uint32_t quant_word(const uint8_t *p, int size) { return quant_u32(p + 0 * size); }
 #endif
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
+}
+// the first (i = 0) or last (i = 8) eight of 16 bytes, two a group, or of them those of group g
+QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, int n) {
+    return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
 // half to float, exactly
@@ -164,6 +172,16 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 #endif
 #endif
 
+// byte i of a word, a code, as a float; where conversions are slow, by way of 2^23 + 128 + code, a
+// float with the code in its lowest byte
+#if defined(__CUDACC__)
+QUANT_INLINE float quant_code(uint32_t v, int i) {
+    return quant_from_bits(__byte_perm(v ^ 0x80808080, 0x4b000000, 0x7650 + i)) - 8388736.0f;
+}
+#else
+QUANT_INLINE float quant_code(uint32_t v, int i) { return (float)(int8_t)(v >> 8 * i & 255); }
+#endif
+
 QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
     return quant_f16_to_f32(quant_u16(p));
 }
@@ -185,9 +203,8 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 
 // ---- 3. the words decoders are made of ----
 // The words stand on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in NEON and on
-// other CPUs, 4 bytes of a 32-bit word on a GPU (and in C with QUANT_WORDS, for tests), 1 in plain C,
-// which says what a word means. With
-// n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
+// other CPUs, 4 in a 32-bit word on a GPU (and with QUANT_WORDS, for tests), 1 in plain C, which says
+// what a word means. With n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
 // q, d and m as they were stored, QUANT_LANES bytes at a time.
 //
 // Vectors are made of EIGHTS: runs of eight consecutive weights, which stay together in q[4][8][8].
@@ -604,7 +621,8 @@ typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
 // (Q5_K has the same)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, float D, float M,
                                  QUANT_DEVICE const uint8_t *s, int g, int n) {
-    uint64_t x = quant_u64(s), z = quant_u32(s + 8), nibbles = 0x0f0f0f0f;
+    uint64_t x = quant_word(s, 4) | (uint64_t)quant_word(s + 4, 4) << 32;
+    uint64_t z = quant_word(s + 8, 4), nibbles = 0x0f0f0f0f;
     uint64_t low = x & 0x3f3f3f3f3f3f3f3f;                         // sc 0-3, mn 0-3
     uint64_t high = (z & nibbles) | (z >> 4 & nibbles) << 32 | (x >> 2 & 0x3030303030303030);
     quant_scales_offsets(d, m, D, M, low, high, g, n);
@@ -797,8 +815,8 @@ QUANT_DECODER(q6_K) {
     quant_fields(q, b->ql, sizeof *b, 256, 64, 4, 0, g, n);
     quant_fields(q, b->qh, sizeof *b, 256, 32, 2, 4, g, n);
     quant_add(q, -32, n);
-    quant_scales(d, quant_half(b->d), quant_u64(b->scales) ^ top, quant_u64(b->scales + 8) ^ top,
-                 16, 128, g, n);
+    quant_scales(d, quant_half(b->d), quant_pairs(b->scales, 0, g, n) ^ top,
+                 quant_pairs(b->scales, 8, g, n) ^ top, 16, 128, g, n);
     quant_no_offsets(m, n);
 }
 
@@ -809,7 +827,7 @@ QUANT_DECODER(q6_K) {
 typedef struct { uint8_t scales[16], qs[64], d[2], dmin[2]; } block_q2_K;
 QUANT_DECODER(q2_K) {
     const uint64_t low4 = 0x0f0f0f0f0f0f0f0f;
-    uint64_t s = quant_u64(b->scales), t = quant_u64(b->scales + 8);
+    uint64_t s = quant_pairs(b->scales, 0, g, n), t = quant_pairs(b->scales, 8, g, n);
     quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
     quant_scales(d, quant_half(b->d), s & low4, t & low4, 16, 0, g, n);
     quant_scales(m, -quant_half(b->dmin), s >> 4 & low4, t >> 4 & low4, 16, 0, g, n);
@@ -869,8 +887,8 @@ QUANT_DECODER(tq1_0) {
         int k = 2 * g + i, power = quant_pow3[k < 10 ? k / 2 : k < 15 ? k - 10 : 0];
         QUANT_DEVICE const uint8_t *p = b->qs + (k < 10 ? k % 2 * 16 : k < 15 ? 32 : 48);
         uint8_t x[16];
-        if (k < 15) for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j] * power);
-        else for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j % 4] * quant_pow3[j / 4]);
+        if (k < 15) for (int j = 0; j < 16; j++) x[j] = (uint8_t)(quant_u8(p, j) * power);
+        else for (int j = 0; j < 16; j++) x[j] = (uint8_t)(quant_u8(p, j % 4) * quant_pow3[j / 4]);
         for (int j = 0; j < 16; j++) w[16 * i + j] = (int8_t)((x[j] > 85) + (x[j] > 170) - 1);
     }
     for (int t = 0; t < 4 * n; t++)
@@ -1197,8 +1215,8 @@ QUANT_DECODER(iq2_xxs) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(p + 4);
-        w[2 * i] = quant_entries(quant_grid_iq2_xxs, p[0], p[1]);
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_xxs, p[2], p[3]);
+        w[2 * i] = quant_entries(quant_grid_iq2_xxs, quant_u8(p, 0), quant_u8(p, 1));
+        w[2 * i + 1] = quant_entries(quant_grid_iq2_xxs, quant_u8(p, 2), quant_u8(p, 3));
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
@@ -1237,9 +1255,10 @@ QUANT_DECODER(iq2_s) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = b->qh[g + i];
-        w[2 * i] = quant_entries(quant_grid_iq2_s, p[0] | (h << 8 & 768), p[1] | (h << 6 & 768));
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_s, p[2] | (h << 4 & 768),
-                                     p[3] | (h << 2 & 768));
+        w[2 * i] = quant_entries(quant_grid_iq2_s, quant_u8(p, 0) | (h << 8 & 768),
+                                 quant_u8(p, 1) | (h << 6 & 768));
+        w[2 * i + 1] = quant_entries(quant_grid_iq2_s, quant_u8(p, 2) | (h << 4 & 768),
+                                     quant_u8(p, 3) | (h << 2 & 768));
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 2, quant_iq2, sign, n);
@@ -1260,7 +1279,8 @@ QUANT_DECODER(iq3_xxs) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(b->x + 4 * (g + i));
         for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_xxs, p[2 * k], p[2 * k + 1]);
+            w[4 * i + k] = quant_entries(quant_grid_iq3_xxs, quant_u8(p, 2 * k),
+                                         quant_u8(p, 2 * k + 1));
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
@@ -1280,8 +1300,9 @@ QUANT_DECODER(iq3_s) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t h = b->qh[g + i];
         for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_s, p[2 * k] | (h << (8 - 2 * k) & 256),
-                                         p[2 * k + 1] | (h << (7 - 2 * k) & 256));
+            w[4 * i + k] = quant_entries(quant_grid_iq3_s,
+                                         quant_u8(p, 2 * k) | (h << (8 - 2 * k) & 256),
+                                         quant_u8(p, 2 * k + 1) | (h << (7 - 2 * k) & 256));
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 4, quant_iq3_s, sign, n);
@@ -1301,9 +1322,10 @@ QUANT_DECODER(iq1_s) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 5 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h << 2 & 1792),
-                                     p[3] | (h >> 1 & 1792));
+        w[2 * i] = quant_entries(quant_grid_iq1, quant_u8(p, 0) | (h << 8 & 1792),
+                                 quant_u8(p, 1) | (h << 5 & 1792));
+        w[2 * i + 1] = quant_entries(quant_grid_iq1, quant_u8(p, 2) | (h << 2 & 1792),
+                                     quant_u8(p, 3) | (h >> 1 & 1792));
         minus[i] = 0u - (h >> 15);
         sc |= (uint64_t)(h >> 12 & 7) << 8 * i;
     }
@@ -1325,8 +1347,10 @@ QUANT_DECODER(iq1_m) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 4 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h & 1792), p[3] | (h >> 4 & 1792));
+        w[2 * i] = quant_entries(quant_grid_iq1, quant_u8(p, 0) | (h << 8 & 1792),
+                                 quant_u8(p, 1) | (h << 4 & 1792));
+        w[2 * i + 1] = quant_entries(quant_grid_iq1, quant_u8(p, 2) | (h & 1792),
+                                     quant_u8(p, 3) | (h >> 4 & 1792));
         uint32_t top = h >> 3 & 0x1111;                             // one bit to a byte of ones
         top = (top | top << 8) & 0x00110011;
         minus[i] = ((top | top << 4) & 0x01010101) * 255;
