@@ -1430,7 +1430,7 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
     int head = tg % a->n_head, tiles = div_up(a->n, FLASH_QUERIES);
     int t0 = (tiles - 1 - (int)tg / a->n_head) * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
     int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
-    int group = a->n_head / a->n_kv, key, ahead = (int)lane < a->used ? pos_k[lane] : -1;
+    int group = a->n_head / a->n_kv, key = -1, ahead = (int)lane < a->used ? pos_k[lane] : -1;
     simdgroup_half8x8 mq[HEAD_MAX / 8];
     simdgroup_float8x8 o[HEAD_MAX / 8];
     half4 quads[HEAD_MAX / 16];

@@ -3589,12 +3589,49 @@ static void lab_compare_ring(const char *name, const uint16_t *got, const uint16
     LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
 }
 
+// a model of one layer, and its activations
+static void lab_heads(Lab *x, const AttentionCase *t) {
+    Gpu *g = x->g;
+    int hd = t->hd, vd = t->vd, H = t->n_head, KV = t->n_kv, n = t->n;
+    bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
+    Config *c = &x->m.config;
+    x->arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
+    x->arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
+    c->arch = &x->arch;
+    c->rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing;   // the layer has none
+    c->hd = hd;
+    c->vd = vd;
+    c->n_rot = t->n_rot;
+    c->attn_cap = t->softcap;
+    c->causal = t->causal;
+    c->alibi = t->slopes;
+    c->clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0;
+    c->temp_scale = strchr(t->what, 't') ? 0.7f : 0;
+    c->n_ctx_orig = 8;
+    x->w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE,
+                   .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd,
+                   .sinks = t->sinks ? lab_floats(g, H, 3) : NULL};
+    for (int k = 0; k < 2; k++) {
+        int size = whole || own ? (k ? KV : H) * hd : hd;
+        float loud = k == 0 && t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1
+        if (strchr(t->what, "qk"[k]))
+            *(k ? &x->w.k_norm : &x->w.q_norm) = (Norm){lab_floats(g, size, loud),
+                strchr(t->what, 'b') ? lab_floats(g, size, 1) : NULL, size, whole ? 0 : hd};
+    }
+    x->m.layers = &x->w;
+    x->s = (Session){.m = &x->m, .pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
+                     .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
+                     .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
+                     .z = lab_floats(g, n * H * hd, 1),
+                     .angles = {lab_floats(g, n * t->n_rot, 1)}};
+    g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
+}
+
 static void lab_attention(Gpu *g, const AttentionCase *t) {
     int hd = t->hd, vd = t->vd, H = t->n_head, KV = t->n_kv, n = t->n, ring = KV * t->rows;
-    bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
+    bool gated = strchr(t->what, 'g');
     Lab x = lab(g);
     Attention a = attention_of(t);   // k, v and pos_k will be the CPU's ring
-    Config *config = &x.m.config;
     Cache c = {lab_bytes(g, 2 * ring * hd), lab_bytes(g, 2 * ring * vd), lab_bytes(g, 4 * t->rows),
                t->rows, t->window, t->keep, NULL, NULL}, want = c;
     want.k = (uint16_t *)a.k;
@@ -3603,51 +3640,21 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     memcpy(c.pos, a.pos_k, 4 * t->rows);
     for (int i = 0; i < ring * hd; i++) c.k[i] = c.pos[i / hd % t->rows] < 0 ? 0x7e00 : a.k[i];
     for (int i = 0; i < ring * vd; i++) c.v[i] = c.pos[i / vd % t->rows] < 0 ? 0x7e00 : a.v[i];
-    x.arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
-    x.arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
-    config->arch = &x.arch;
-    config->rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing;   // the layer has none
-    config->hd = hd;
-    config->vd = vd;
-    config->n_rot = t->n_rot;
-    config->attn_cap = t->softcap;
-    config->causal = t->causal;
-    config->alibi = t->slopes;
-    config->clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0;
-    config->temp_scale = strchr(t->what, 't') ? 0.7f : 0;
-    config->n_ctx_orig = 8;
-    x.m.layers = &x.w;
-    x.w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE,
-                  .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd};
-    for (int k = 0; k < 2; k++) {
-        int heads = k ? KV : H, size = whole || own ? heads * hd : hd;
-        float loud = k == 0 && t->pos + n == 1 ? 300 : 1;   // of one key the weight is 1
-        if (strchr(t->what, "qk"[k]))
-            *(k ? &x.w.k_norm : &x.w.q_norm) = (Norm){lab_floats(g, size, loud),
-                strchr(t->what, 'b') ? lab_floats(g, size, 1) : NULL, size, whole ? 0 : hd};
-    }
-    if (t->sinks) a.sinks = x.w.sinks = lab_floats(g, H, 3);
-    if (t->slopes) a.slopes = lab_copy(g, a.slopes, H);
-    a.scale = config->attn_scale;
-    x.s = (Session){.cache = &c, .pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
-                    .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
-                    .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
-                    .z = lab_floats(g, n * H * hd, 1), .slopes = (float *)a.slopes,
-                    .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
+    lab_heads(&x, t);
+    x.s.cache = &c;
+    x.s.slopes = t->slopes ? lab_copy(g, a.slopes, H) : NULL;
     Session cpu = x.s;
-    cpu.m = &x.m;
     cpu.cache = &want;
-    cpu.q = lab_copy(g, x.s.q, n * H * hd);
+    a.q = cpu.q = lab_copy(g, x.s.q, n * H * hd);
     cpu.k = lab_copy(g, x.s.k, n * KV * hd);
     cpu.v = lab_copy(g, x.s.v, n * KV * vd);
-    cpu.att = lab_floats(g, n * H * vd, 1);
+    a.out = cpu.att = lab_floats(g, n * H * vd, 1);
+    a.scale = x.m.config.attn_scale;
+    a.sinks = x.w.sinks;
     for (int i = 0; i < n; i++) {
         if (gated) split_gate_row((Task){.ctx = &cpu, .i = i});
         qkv_row((Task){.ctx = &cpu, .i = i});
     }
-    a.q = cpu.q;
-    a.out = cpu.att;
     plain_attention(&a, need(a.rows * sizeof(float)));
     for (int i = 0; gated && i < n; i++) gate_row((Task){.ctx = &cpu, .i = i});
     const char *name = text_of("%s, case %d", n >= FLASH_MIN ? "flash_attention" : "attention",
@@ -4688,14 +4695,29 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"if (unit >= n0)", "n0)", "a unit past the end reads the last row and writes nothing"},
     {"return pos < a->keep ?", "a->keep ?", "at pos = keep both are row keep"},
     {"if (sg > 0) return;", "0)", "then all SIMD-groups write the same"},
-    {"!FUSED || sg > 0 ||", "0 ||", "then all SIMD-groups write the same"},
-    {"r < a->used; r += nsg", "a->used", "attention_rows looks again"},
+    {"return group < ATTENTION_HEADS ?", "ATT", "at equality both are the same"},
+    {"if (slices > used /", "used", "at equality both are the same"},
+    {"return slices > 1 ?", "1 ?", "both give 1"},
+    {"flash_row(head > value ?", "value ?", "at equality both are the same"},
+    {"r < a->used; r += a->slices", "a->used", "attention_rows looks again"},
+    {"h < QUERY_HEADS; h++)", "QUERY", "an unused head; of 2 AddressSanitizer sees it"},
+    {"QUANT_UNROLL for (int e = 0; e < 8; e++)", "8; e++)\n            if", "no lane has a third quad"},
+    {"if ((int)lane < ROW_LANES", "ROW_LANES &&", "the next lane writes the same"},
+    {"i < QUERY_HEADS + (slice == 0)", "QUERY_HEADS", "it goes where results will be"},
+    {"m = max(m, parts[", "s *", "any m serves that is not too far off"},
     {"for (int i = 0; i < 16; i++) {", "16", "past the thread's array: AddressSanitizer sees it"},
-    {"i < FLASH_QUERIES * HEAD_DIM;", "FLASH_Q", "the float behind the tile is a score to be made"},
-    {"d < HEAD_DIM / 8; d++)", "HEAD_DIM", "an unused matrix; at 256 AddressSanitizer sees it"},
+    {"while (r0 < a->used && !seen)", "a->used", "nothing is seen in a tile past the end"},
+    {"(r0 < a->used)", "a->used", "the same"},
+    {"simd_max((int)seen) > 0;", "0;", "then tiles pass by that no query sees"},
+    {"j < count; j++)", "count", "a quad that is not staged; at 256 AddressSanitizer sees it"},
+    {"if (i < across * FLASH_KEYS)", "across", "the float behind the tile is a score to be made"},
+    {"i < FLASH_QUERIES * flash_cols(", "FLASH_Q", "the same"},
+    {"d < flash_cols(HEAD_DIM)", "flash_cols(HEAD_DIM) / 8; d++)\n        simdgroup_load(q",
+     "an unused matrix; at 256 AddressSanitizer sees it"},
+    {"d < flash_cols(VALUE_DIM)", "flash", "the same"},
+    {"for (int i = 0; i < 2; i++) {", "2; i++) {\n            int e", "what it writes is written anew"},
     {"min(t0 + FLASH_QUERIES, a->n)", "min(", "a tile too many is masked"},
     {"// scores are there", "simdgroup_barrier", "shuffles follow here; `make tsan` sees it"},
-    {"r0 < a->used; r0 +=", "a->used", "nothing is seen in a tile past the end"},
     {"g->why[0]", "0]", "a message is longer than a letter"},
     {"*c < ' '", "' '", "a blank becomes a blank"},
     {"i < g->n_shared; i++", "g->n_shared", "all memory is found before the end"},
@@ -4706,7 +4728,6 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"s->pos + n < kv->rows ?", "kv->rows ?", "at equality both are the same"},
     {"if (n >= FLASH_MIN)", "FLASH_MIN)", "either kernel serves 8 tokens"},
     {"n - first < LOGIT_ROWS ?", "LOGIT_ROWS ?", "at equality both are the same"},
-    {"i >= 4 && norms", "4 &&", "the norm of k is of the kind of q's"},
     {"c->arch->act > RELU2", "RELU2", "no architecture has it with a gate"},
     {"i < s->m->gguf.n_tensors", "s->m->gguf", "a tensor more is there, all zeros"},
     {"= &s->m->gguf.tensors[i]", "i]", "the widest tensor is not the first"},
