@@ -1676,7 +1676,7 @@ static inline float row_sum(float x) {
 
 // log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
 static inline float softplus(float x) {
-    float e = exp(min(x, 20.0f)), one = 1.0f + e;
+    float e = exp(x), one = 1.0f + e;
     return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
 }
 
