@@ -122,10 +122,15 @@ QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
 QUANT_INLINE uint32_t quant_u8(QUANT_DEVICE const uint8_t *p, int i) {        // of an even number
     return quant_u16(p + i / 2 * 2) >> i % 2 * 8 & 255;
 }
-QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int size) {   // of such a block
-    if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)p;
-    if (size % 2 == 0) return quant_u32(p);
-    return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+// The word i bytes (a multiple of four) behind p in a block of `size`, made of aligned words: of two
+// if it lies in two. Where more of the block follows, always of two, so that neighbours share them.
+QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
+    if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)(p + i);
+    if (size % 2 == 0 && !inside) return quant_u32(p + i);
+    uint32_t s = (uint32_t)(uint64_t)p & 3;
+    QUANT_DEVICE const uint32_t *a = (QUANT_DEVICE const uint32_t *)(p - s + i);
+    uint32_t low = a[0], high = a[inside || s > 0 ? 1 : 0];
+    return (uint32_t)((low | (uint64_t)high << 32) >> 8 * s);
 }
 #else
 QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1] << 8; }
@@ -133,7 +138,9 @@ QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 QUANT_INLINE uint32_t quant_u8(const uint8_t *p, int i) { return p[i]; }
-QUANT_INLINE uint32_t quant_word(const uint8_t *p, int size) { return quant_u32(p + 0 * size); }
+QUANT_INLINE uint32_t quant_word(const uint8_t *p, int i, int size, bool inside) {
+    return quant_u32(p + i + 0 * (size + inside));
+}
 #endif
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
@@ -172,11 +179,12 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 #endif
 #endif
 
-// byte i of a word, a code, as a float; where conversions are slow, by way of 2^23 + 128 + code, a
-// float with the code in its lowest byte
+// byte i of a word, a code, as a float; CUDA converts a whole word faster than a byte
 #if defined(__CUDACC__)
 QUANT_INLINE float quant_code(uint32_t v, int i) {
-    return quant_from_bits(__byte_perm(v ^ 0x80808080, 0x4b000000, 0x7650 + i)) - 8388736.0f;
+    int32_t code;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(code) : "r"(v), "r"(0x8880 + 0x1111 * i));
+    return (float)code;
 }
 #else
 QUANT_INLINE float quant_code(uint32_t v, int i) { return (float)(int8_t)(v >> 8 * i & 255); }
@@ -242,6 +250,10 @@ QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
     return w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 1 ? 255 : 0;
 }
+// the same as bit `to`
+QUANT_INLINE quant_v quant_bit(QUANT_THREAD const uint32_t *w, int to, int j, int n) {
+    return quant_where(w, j, n) & 1 << to;
+}
 // weight j's field of 2 or 4 bits of the words
 QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
     int bit = (quant_eight(j / 8, n) + j % 8) * bits;
@@ -266,12 +278,12 @@ QUANT_INLINE quant_v quant_each(int c) { return (uint32_t)(c & 255) * 0x01010101
 QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) {             // no carry between bytes
     return ((a & 0x7f7f7f7f) + (b & 0x7f7f7f7f)) ^ ((a ^ b) & 0x80808080);
 }
-QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) {
-    return quant_sum(v ^ minus, minus & 0x01010101);
+QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) {        // no byte of v is 0
+    return (v ^ minus) + (minus & 0x01010101);
 }
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
-    return quant_word(p + *block + *byte, size);
+    return quant_word(p + *block, *byte, size, field > 0);
 }
 QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
     return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
@@ -291,9 +303,12 @@ QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
     return t;
 }
 #endif
-// the multiplication moves bit i to bit 8 * i
+QUANT_INLINE quant_v quant_bit(QUANT_THREAD const uint32_t *w, int to, int j, int n) {
+    uint32_t four = w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15;
+    return (four * 0x00204081 & 0x01010101) << to;                 // bit i moves to bit 8 * i
+}
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
-    return ((w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15) * 0x00204081 & 0x01010101) * 255;
+    return quant_bit(w, 0, j, n) * 255;
 }
 QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
     int bit = (quant_eight(j / 8, n) + j % 8) * bits;
@@ -334,6 +349,7 @@ enum { QUANT_EIGHTS = QUANT_LANES / 8, QUANT_SCALES = 16 };
 typedef uint8_t quant_v __attribute__((vector_size(QUANT_LANES)));
 #define quant_each(c) (uint8_t)(c)
 #define quant_sum(a, b) ((a) + (b))
+#define quant_bit(w, to, j, n) (quant_where(w, j, n) & (uint8_t)(1 << (to)))
 #define quant_turn(v, minus) (((v) ^ (minus)) - (minus))
 typedef uint64_t quant_w __attribute__((vector_size(QUANT_LANES)));
 typedef uint8_t quant_b __attribute__((vector_size(16)));
@@ -524,14 +540,18 @@ QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
 // a code. A block has `weights` weights, and the next begins `size` bytes further.
 QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_t *p, int size,
                                int weights, int run, int bits, int to, int g, int n) {
-    int period = run * 8 / bits;
+    int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
+    int blocks = weights < 256 ? 32 * g / weights * size : 0;
+    int bytes = first / period * run + first % run, shift = first % period / run * bits;
+    if (QUANT_LANES <= 4) p += blocks + bytes;                     // the others need to know
+    if (QUANT_LANES <= 4) blocks = bytes = 0;
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
         int block[8], byte[8], s[8];
         QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
-            int i = 32 * g + quant_eight(j / 8 + t, n) + j % 8;
-            block[t] = i / weights * size;
-            byte[t] = i % weights / period * run + i % run;
-            s[t] = i % period / run * bits - to;
+            int i = quant_eight(j / 8 + t, n) + j % 8;              // from the group's first on
+            block[t] = blocks + i / weights * size;
+            byte[t] = bytes + i % weights / period * run + i % run;
+            s[t] = shift + i % period / run * bits - to;
         }
         quant_v v = quant_load(p, block, byte, weights < 256 ? 0 : 32 * bits, size);
         if (bits < 8) v = quant_field(v, s, bits, to);
@@ -621,8 +641,8 @@ typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
 // (Q5_K has the same)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, float D, float M,
                                  QUANT_DEVICE const uint8_t *s, int g, int n) {
-    uint64_t x = quant_word(s, 4) | (uint64_t)quant_word(s + 4, 4) << 32;
-    uint64_t z = quant_word(s + 8, 4), nibbles = 0x0f0f0f0f;
+    uint64_t x = quant_word(s, 0, 4, true) | (uint64_t)quant_word(s, 4, 4, true) << 32;
+    uint64_t z = quant_word(s, 8, 4, true), nibbles = 0x0f0f0f0f;
     uint64_t low = x & 0x3f3f3f3f3f3f3f3f;                         // sc 0-3, mn 0-3
     uint64_t high = (z & nibbles) | (z >> 4 & nibbles) << 32 | (x >> 2 & 0x3030303030303030);
     quant_scales_offsets(d, m, D, M, low, high, g, n);
@@ -636,12 +656,29 @@ QUANT_DECODER(q4_K) {
 
 // ---- 5. words for the other formats ----
 
+// table[field], for a field of 2 or 4 bits of the words below 8
+#if defined(__CUDACC__)
+QUANT_INLINE quant_v quant_choose(const int8_t *table, const uint32_t *w, int bits, int j, int n) {
+    const uint32_t *t = (const uint32_t *)table;
+    int bit = j * bits;
+    uint32_t at = w[bit / 32] >> bit % 32;
+    if (bits == 2) {
+        at = ((at & 255) | at << 4) & 0x0f0f;
+        at = (at | at << 2) & 0x3333;
+    }
+    return __byte_perm(t[0], t[1], at & 0x7777);
+}
+#else
+QUANT_INLINE quant_v quant_choose(QUANT_CONSTANT int8_t *table, QUANT_THREAD const uint32_t *w,
+                                  int bits, int j, int n) {
+    return quant_shuffle(table, quant_take(w, bits, j, n));
+}
+#endif
 // codes: consecutive fields of 1, 2 or 4 bits from words, lowest first
 QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                int to, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v v = bits == 1 ? quant_where(w, j, n) & quant_each(1 << to)
-                              : quant_take(w, bits, j, n);
+        quant_v v = bits == 1 ? quant_bit(w, to, j, n) : quant_take(w, bits, j, n);
         if (to) v |= quant_get(q + j, n);
         quant_put(q + j, n, v);
     }
@@ -880,16 +917,30 @@ QUANT_DECODER(tq2_0) {
 //   256, rounded up; digit k = floor(3 * frac(3^k * byte/256)). Digits for bits, a run holds five
 //   times its bytes: run 32 in qs[0..31], run 16 in qs[32..47], run 4 (four digits) in qs[48..51]
 QUANT_TABLE uint8_t quant_pow3[5] = {1, 3, 9, 27, 81};
+#if defined(QUANT_WORDS)
+QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, int power) {
+    uint32_t x = quant_u32(p), even = (x & 0x00ff00ff) * power & 0x00ff00ff;
+    uint32_t odd = (x >> 8 & 0x00ff00ff) * power & 0x00ff00ff;
+    x = (even * 3 >> 8 & 0x00030003) | (odd * 3 & 0x03000300);
+    quant_put(w, 1, quant_sum(x, 0xffffffff));
+}
+#else
+QUANT_INLINE void quant_digits(int8_t *w, const uint8_t *p, int power) {
+    for (int j = 0; j < 4; j++) {
+        uint8_t x = (uint8_t)(p[j] * power);
+        w[j] = (int8_t)((x > 85) + (x > 170) - 1);
+    }
+}
+#endif
 typedef struct { uint8_t qs[52], d[2]; } block_tq1_0;
 QUANT_DECODER(tq1_0) {
     int8_t w[256];                                                  // in order
     for (int i = 0; i < 2 * n; i++) {                               // 16 weights at a time
-        int k = 2 * g + i, power = quant_pow3[k < 10 ? k / 2 : k < 15 ? k - 10 : 0];
+        int k = 2 * g + i, last = k == 15;
         QUANT_DEVICE const uint8_t *p = b->qs + (k < 10 ? k % 2 * 16 : k < 15 ? 32 : 48);
-        uint8_t x[16];
-        if (k < 15) for (int j = 0; j < 16; j++) x[j] = (uint8_t)(quant_u8(p, j) * power);
-        else for (int j = 0; j < 16; j++) x[j] = (uint8_t)(quant_u8(p, j % 4) * quant_pow3[j / 4]);
-        for (int j = 0; j < 16; j++) w[16 * i + j] = (int8_t)((x[j] > 85) + (x[j] > 170) - 1);
+        for (int j = 0; j < 16; j += 4)
+            quant_digits(w + 16 * i + j, p + (last ? 0 : j),
+                         quant_pow3[last ? j / 4 : k < 10 ? k / 2 : k - 10]);
     }
     for (int t = 0; t < 4 * n; t++)
         for (int j = 0; j < 8; j++) q[8 * t + j] = w[quant_eight(t, n) + j];
@@ -1199,8 +1250,8 @@ QUANT_INLINE uint32_t quant_entries(QUANT_CONSTANT uint16_t *grid, uint32_t i, u
 QUANT_INLINE void quant_codebook(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                  QUANT_CONSTANT int8_t *table,
                                  QUANT_THREAD const uint32_t *sign, int n) {
-    quant_unpack(q, w, bits, 0, n);
-    quant_lookup(q, table, n);
+    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
+        quant_put(q + j, n, quant_choose(table, w, bits, j, n));
     quant_negate(q, sign, n);
 }
 
