@@ -258,7 +258,7 @@ constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E
 
 // q[32], d[2] and m[2] of group g of a row; four codes, signed bytes, in each word of q. Decoders
 // count groups from the start of 256 weights.
-static inline void group_decode(int format, device const uchar *row, int g, thread uint *words,
+static inline void group_decode(int format, device const uchar *row, uint g, thread uint *words,
         thread float *d, thread float *m) {
     thread int8_t *q = (thread int8_t *)words;
     switch (format) {
@@ -272,13 +272,18 @@ static inline void group_decode(int format, device const uchar *row, int g, thre
     }
 }
 
-static inline float group_code(thread const uint *q, int i) {
-    return (float)(int8_t)(q[i / 4] >> 8 * (i % 4) & 255);
-}
+static inline float group_code(thread const uint *q, int i) { return quant_code(q[i / 4], i % 4); }
 
 // Does a format have offsets m? Formats whose codes can be negative do not.
 static inline bool format_offsets(int format) {
 #define X(id, name, weights, bytes, per16, bias) (format == id && bias == 0) ||
+    return QUANT_TYPES(X) false;
+#undef X
+}
+
+// Has a format blocks of 32 weights? Their decoders are short.
+static inline bool format_short(int format) {
+#define X(id, name, weights, bytes, per16, bias) (format == id && weights == 32) ||
     return QUANT_TYPES(X) false;
 #undef X
 }
@@ -410,6 +415,12 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
             v[j] = normed(v[j], col, cols, norm);
         }
+        uint q[GEMV_ROWS][8];
+        float d[GEMV_ROWS][2], m[GEMV_ROWS][2];
+        QUANT_UNROLL for (int r = 0; r < R; r++)
+            if (!format_short(format))
+                group_decode(format, w + (ulong)min(r, last) * row_bytes, min(g, (cols - 1) / 32),
+                             q[r], d[r], m[r]);
         if (xs) {
             simdgroup_barrier(mem_flags::mem_threadgroup);    // the groups before have been read
             QUANT_UNROLL for (int j = 0; j < 8; j++)
@@ -421,15 +432,15 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
         if (g * 32 >= cols) continue;                     // the last time: no barrier follows
         QUANT_UNROLL for (int i = 0; i < 32; i++) xsum[i / 16] += v[i / 4][i % 4];
         QUANT_UNROLL for (int r = 0; r < R; r++) {
-            uint q[8];
-            float d[2], m[2], dot[2] = {0.0f, 0.0f};
-            group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q, d, m);
+            float dot[2] = {0.0f, 0.0f};
+            if (format_short(format))
+                group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q[r], d[r], m[r]);
             QUANT_UNROLL for (int i = 0; i < 16; i++) {
-                dot[0] += group_code(q, i) * v[i / 4][i % 4];
-                dot[1] += group_code(q, i + 16) * v[i / 4 + 4][i % 4];
+                dot[0] += group_code(q[r], i) * v[i / 4][i % 4];
+                dot[1] += group_code(q[r], i + 16) * v[i / 4 + 4][i % 4];
             }
-            sum[r] += d[0] * dot[0] + d[1] * dot[1];
-            if (format_offsets(format)) sum[r] += m[0] * xsum[0] + m[1] * xsum[1];
+            sum[r] += d[r][0] * dot[0] + d[r][1] * dot[1];
+            if (format_offsets(format)) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
         }
     }
 }
@@ -1432,7 +1443,7 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
     int head = tg % a->n_head, tiles = div_up(a->n, FLASH_QUERIES);
     int t0 = (tiles - 1 - (int)tg / a->n_head) * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
     int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
-    int group = a->n_head / a->n_kv, key, ahead = (int)lane < a->used ? pos_k[lane] : -1;
+    int group = a->n_head / a->n_kv, key = -1, ahead = (int)lane < a->used ? pos_k[lane] : -1;
     simdgroup_half8x8 mq[HEAD_MAX / 8];
     simdgroup_float8x8 o[HEAD_MAX / 8];
     half4 quads[HEAD_MAX / 16];
@@ -1678,7 +1689,7 @@ static inline float row_sum(float x) {
 
 // log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
 static inline float softplus(float x) {
-    float e = exp(min(x, 20.0f)), one = 1.0f + e;
+    float e = exp(x), one = 1.0f + e;
     return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
 }
 

@@ -109,8 +109,8 @@
 
 // ---- 2. numbers in bytes ----
 // Files are little endian, and nothing in them is aligned: bytes are put together one by one, which
-// a CPU's compiler turns into one load. A GPU's does not, but there what has an even number of bytes
-// lies at an even address, and a word whose block has a multiple of four at such an address.
+// a CPU's compiler turns into one load. A GPU's does not. But what has an even number of bytes lies
+// at an even address, except in MXFP4, and words of a block of 4 * n bytes at a multiple of four.
 
 #if defined(__METAL_VERSION__) || defined(__CUDACC__)
 QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
@@ -119,20 +119,35 @@ QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
 QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
     return quant_u16(p) | quant_u16(p + 2) << 16;
 }
-QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int size) {   // of such a block
-    if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)p;
-    if (size % 2 == 0) return quant_u32(p);
-    return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+QUANT_INLINE uint32_t quant_u8(QUANT_DEVICE const uint8_t *p, int i) {        // of an even number
+    return quant_u16(p + i / 2 * 2) >> i % 2 * 8 & 255;
+}
+// The word i bytes (a multiple of four) behind p in a block of `size`, made of aligned words: of two
+// if it lies in two. Where more of the block follows, always of two, so that neighbours share them.
+QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
+    if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)(p + i);
+    if (size % 2 == 0 && !inside) return quant_u32(p + i);
+    uint32_t s = (uint32_t)(uint64_t)p & 3;
+    QUANT_DEVICE const uint32_t *a = (QUANT_DEVICE const uint32_t *)(p - s + i);
+    uint32_t low = a[0], high = a[inside || s > 0 ? 1 : 0];
+    return (uint32_t)((low | (uint64_t)high << 32) >> 8 * s);
 }
 #else
 QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1] << 8; }
 QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
-QUANT_INLINE uint32_t quant_word(const uint8_t *p, int size) { return quant_u32(p + 0 * size); }
+QUANT_INLINE uint32_t quant_u8(const uint8_t *p, int i) { return p[i]; }
+QUANT_INLINE uint32_t quant_word(const uint8_t *p, int i, int size, bool inside) {
+    return quant_u32(p + i + 0 * (size + inside));
+}
 #endif
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
+}
+// the first (i = 0) or last (i = 8) eight of 16 bytes, two a group, or of them those of group g
+QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, int n) {
+    return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
 // half to float, exactly
@@ -164,6 +179,17 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 #endif
 #endif
 
+// byte i of a word, a code, as a float; CUDA converts a whole word faster than a byte
+#if defined(__CUDACC__)
+QUANT_INLINE float quant_code(uint32_t v, int i) {
+    int32_t code;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(code) : "r"(v), "r"(0x8880 + 0x1111 * i));
+    return (float)code;
+}
+#else
+QUANT_INLINE float quant_code(uint32_t v, int i) { return (float)(int8_t)(v >> 8 * i & 255); }
+#endif
+
 QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
     return quant_f16_to_f32(quant_u16(p));
 }
@@ -185,9 +211,8 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 
 // ---- 3. the words decoders are made of ----
 // The words stand on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in NEON and on
-// other CPUs, 4 bytes of a 32-bit word on a GPU (and in C with QUANT_WORDS, for tests), 1 in plain C,
-// which says what a word means. With
-// n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
+// other CPUs, 4 in a 32-bit word on a GPU (and with QUANT_WORDS, for tests), 1 in plain C, which says
+// what a word means. With n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
 // q, d and m as they were stored, QUANT_LANES bytes at a time.
 //
 // Vectors are made of EIGHTS: runs of eight consecutive weights, which stay together in q[4][8][8].
@@ -225,6 +250,10 @@ QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
     return w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 1 ? 255 : 0;
 }
+// the same as bit `to`
+QUANT_INLINE quant_v quant_bit(QUANT_THREAD const uint32_t *w, int to, int j, int n) {
+    return quant_where(w, j, n) & 1 << to;
+}
 // weight j's field of 2 or 4 bits of the words
 QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
     int bit = (quant_eight(j / 8, n) + j % 8) * bits;
@@ -249,12 +278,12 @@ QUANT_INLINE quant_v quant_each(int c) { return (uint32_t)(c & 255) * 0x01010101
 QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) {             // no carry between bytes
     return ((a & 0x7f7f7f7f) + (b & 0x7f7f7f7f)) ^ ((a ^ b) & 0x80808080);
 }
-QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) {
-    return quant_sum(v ^ minus, minus & 0x01010101);
+QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) {        // no byte of v is 0
+    return (v ^ minus) + (minus & 0x01010101);
 }
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
-    return quant_word(p + *block + *byte, size);
+    return quant_word(p + *block, *byte, size, field > 0);
 }
 QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
     return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
@@ -274,9 +303,12 @@ QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
     return t;
 }
 #endif
-// the multiplication moves bit i to bit 8 * i
+QUANT_INLINE quant_v quant_bit(QUANT_THREAD const uint32_t *w, int to, int j, int n) {
+    uint32_t four = w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15;
+    return (four * 0x00204081 & 0x01010101) << to;                 // bit i moves to bit 8 * i
+}
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
-    return ((w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15) * 0x00204081 & 0x01010101) * 255;
+    return quant_bit(w, 0, j, n) * 255;
 }
 QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
     int bit = (quant_eight(j / 8, n) + j % 8) * bits;
@@ -317,6 +349,7 @@ enum { QUANT_EIGHTS = QUANT_LANES / 8, QUANT_SCALES = 16 };
 typedef uint8_t quant_v __attribute__((vector_size(QUANT_LANES)));
 #define quant_each(c) (uint8_t)(c)
 #define quant_sum(a, b) ((a) + (b))
+#define quant_bit(w, to, j, n) (quant_where(w, j, n) & (uint8_t)(1 << (to)))
 #define quant_turn(v, minus) (((v) ^ (minus)) - (minus))
 typedef uint64_t quant_w __attribute__((vector_size(QUANT_LANES)));
 typedef uint8_t quant_b __attribute__((vector_size(16)));
@@ -507,14 +540,18 @@ QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
 // a code. A block has `weights` weights, and the next begins `size` bytes further.
 QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_t *p, int size,
                                int weights, int run, int bits, int to, int g, int n) {
-    int period = run * 8 / bits;
+    int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
+    int blocks = weights < 256 ? 32 * g / weights * size : 0;
+    int bytes = first / period * run + first % run, shift = first % period / run * bits;
+    if (QUANT_LANES <= 4) p += blocks + bytes;                     // the others need to know
+    if (QUANT_LANES <= 4) blocks = bytes = 0;
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
         int block[8], byte[8], s[8];
         QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
-            int i = 32 * g + quant_eight(j / 8 + t, n) + j % 8;
-            block[t] = i / weights * size;
-            byte[t] = i % weights / period * run + i % run;
-            s[t] = i % period / run * bits - to;
+            int i = quant_eight(j / 8 + t, n) + j % 8;              // from the group's first on
+            block[t] = blocks + i / weights * size;
+            byte[t] = bytes + i % weights / period * run + i % run;
+            s[t] = shift + i % period / run * bits - to;
         }
         quant_v v = quant_load(p, block, byte, weights < 256 ? 0 : 32 * bits, size);
         if (bits < 8) v = quant_field(v, s, bits, to);
@@ -604,7 +641,8 @@ typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
 // (Q5_K has the same)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, float D, float M,
                                  QUANT_DEVICE const uint8_t *s, int g, int n) {
-    uint64_t x = quant_u64(s), z = quant_u32(s + 8), nibbles = 0x0f0f0f0f;
+    uint64_t x = quant_word(s, 0, 4, true) | (uint64_t)quant_word(s, 4, 4, true) << 32;
+    uint64_t z = quant_word(s, 8, 4, true), nibbles = 0x0f0f0f0f;
     uint64_t low = x & 0x3f3f3f3f3f3f3f3f;                         // sc 0-3, mn 0-3
     uint64_t high = (z & nibbles) | (z >> 4 & nibbles) << 32 | (x >> 2 & 0x3030303030303030);
     quant_scales_offsets(d, m, D, M, low, high, g, n);
@@ -618,12 +656,29 @@ QUANT_DECODER(q4_K) {
 
 // ---- 5. words for the other formats ----
 
+// table[field], for a field of 2 or 4 bits of the words below 8
+#if defined(__CUDACC__)
+QUANT_INLINE quant_v quant_choose(const int8_t *table, const uint32_t *w, int bits, int j, int n) {
+    const uint32_t *t = (const uint32_t *)table;
+    int bit = j * bits;
+    uint32_t at = w[bit / 32] >> bit % 32;
+    if (bits == 2) {
+        at = ((at & 255) | at << 4) & 0x0f0f;
+        at = (at | at << 2) & 0x3333;
+    }
+    return __byte_perm(t[0], t[1], at & 0x7777);
+}
+#else
+QUANT_INLINE quant_v quant_choose(QUANT_CONSTANT int8_t *table, QUANT_THREAD const uint32_t *w,
+                                  int bits, int j, int n) {
+    return quant_shuffle(table, quant_take(w, bits, j, n));
+}
+#endif
 // codes: consecutive fields of 1, 2 or 4 bits from words, lowest first
 QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                int to, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v v = bits == 1 ? quant_where(w, j, n) & quant_each(1 << to)
-                              : quant_take(w, bits, j, n);
+        quant_v v = bits == 1 ? quant_bit(w, to, j, n) : quant_take(w, bits, j, n);
         if (to) v |= quant_get(q + j, n);
         quant_put(q + j, n, v);
     }
@@ -797,8 +852,8 @@ QUANT_DECODER(q6_K) {
     quant_fields(q, b->ql, sizeof *b, 256, 64, 4, 0, g, n);
     quant_fields(q, b->qh, sizeof *b, 256, 32, 2, 4, g, n);
     quant_add(q, -32, n);
-    quant_scales(d, quant_half(b->d), quant_u64(b->scales) ^ top, quant_u64(b->scales + 8) ^ top,
-                 16, 128, g, n);
+    quant_scales(d, quant_half(b->d), quant_pairs(b->scales, 0, g, n) ^ top,
+                 quant_pairs(b->scales, 8, g, n) ^ top, 16, 128, g, n);
     quant_no_offsets(m, n);
 }
 
@@ -809,7 +864,7 @@ QUANT_DECODER(q6_K) {
 typedef struct { uint8_t scales[16], qs[64], d[2], dmin[2]; } block_q2_K;
 QUANT_DECODER(q2_K) {
     const uint64_t low4 = 0x0f0f0f0f0f0f0f0f;
-    uint64_t s = quant_u64(b->scales), t = quant_u64(b->scales + 8);
+    uint64_t s = quant_pairs(b->scales, 0, g, n), t = quant_pairs(b->scales, 8, g, n);
     quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
     quant_scales(d, quant_half(b->d), s & low4, t & low4, 16, 0, g, n);
     quant_scales(m, -quant_half(b->dmin), s >> 4 & low4, t >> 4 & low4, 16, 0, g, n);
@@ -862,16 +917,30 @@ QUANT_DECODER(tq2_0) {
 //   256, rounded up; digit k = floor(3 * frac(3^k * byte/256)). Digits for bits, a run holds five
 //   times its bytes: run 32 in qs[0..31], run 16 in qs[32..47], run 4 (four digits) in qs[48..51]
 QUANT_TABLE uint8_t quant_pow3[5] = {1, 3, 9, 27, 81};
+#if defined(QUANT_WORDS)
+QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, int power) {
+    uint32_t x = quant_u32(p), even = (x & 0x00ff00ff) * power & 0x00ff00ff;
+    uint32_t odd = (x >> 8 & 0x00ff00ff) * power & 0x00ff00ff;
+    x = (even * 3 >> 8 & 0x00030003) | (odd * 3 & 0x03000300);
+    quant_put(w, 1, quant_sum(x, 0xffffffff));
+}
+#else
+QUANT_INLINE void quant_digits(int8_t *w, const uint8_t *p, int power) {
+    for (int j = 0; j < 4; j++) {
+        uint8_t x = (uint8_t)(p[j] * power);
+        w[j] = (int8_t)((x > 85) + (x > 170) - 1);
+    }
+}
+#endif
 typedef struct { uint8_t qs[52], d[2]; } block_tq1_0;
 QUANT_DECODER(tq1_0) {
     int8_t w[256];                                                  // in order
     for (int i = 0; i < 2 * n; i++) {                               // 16 weights at a time
-        int k = 2 * g + i, power = quant_pow3[k < 10 ? k / 2 : k < 15 ? k - 10 : 0];
+        int k = 2 * g + i, last = k == 15;
         QUANT_DEVICE const uint8_t *p = b->qs + (k < 10 ? k % 2 * 16 : k < 15 ? 32 : 48);
-        uint8_t x[16];
-        if (k < 15) for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j] * power);
-        else for (int j = 0; j < 16; j++) x[j] = (uint8_t)(p[j % 4] * quant_pow3[j / 4]);
-        for (int j = 0; j < 16; j++) w[16 * i + j] = (int8_t)((x[j] > 85) + (x[j] > 170) - 1);
+        for (int j = 0; j < 16; j += 4)
+            quant_digits(w + 16 * i + j, p + (last ? 0 : j),
+                         quant_pow3[last ? j / 4 : k < 10 ? k / 2 : k - 10]);
     }
     for (int t = 0; t < 4 * n; t++)
         for (int j = 0; j < 8; j++) q[8 * t + j] = w[quant_eight(t, n) + j];
@@ -1181,8 +1250,8 @@ QUANT_INLINE uint32_t quant_entries(QUANT_CONSTANT uint16_t *grid, uint32_t i, u
 QUANT_INLINE void quant_codebook(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                  QUANT_CONSTANT int8_t *table,
                                  QUANT_THREAD const uint32_t *sign, int n) {
-    quant_unpack(q, w, bits, 0, n);
-    quant_lookup(q, table, n);
+    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
+        quant_put(q + j, n, quant_choose(table, w, bits, j, n));
     quant_negate(q, sign, n);
 }
 
@@ -1197,8 +1266,8 @@ QUANT_DECODER(iq2_xxs) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(p + 4);
-        w[2 * i] = quant_entries(quant_grid_iq2_xxs, p[0], p[1]);
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_xxs, p[2], p[3]);
+        w[2 * i] = quant_entries(quant_grid_iq2_xxs, quant_u8(p, 0), quant_u8(p, 1));
+        w[2 * i + 1] = quant_entries(quant_grid_iq2_xxs, quant_u8(p, 2), quant_u8(p, 3));
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
@@ -1237,9 +1306,10 @@ QUANT_DECODER(iq2_s) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = b->qh[g + i];
-        w[2 * i] = quant_entries(quant_grid_iq2_s, p[0] | (h << 8 & 768), p[1] | (h << 6 & 768));
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_s, p[2] | (h << 4 & 768),
-                                     p[3] | (h << 2 & 768));
+        w[2 * i] = quant_entries(quant_grid_iq2_s, quant_u8(p, 0) | (h << 8 & 768),
+                                 quant_u8(p, 1) | (h << 6 & 768));
+        w[2 * i + 1] = quant_entries(quant_grid_iq2_s, quant_u8(p, 2) | (h << 4 & 768),
+                                     quant_u8(p, 3) | (h << 2 & 768));
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 2, quant_iq2, sign, n);
@@ -1260,7 +1330,8 @@ QUANT_DECODER(iq3_xxs) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(b->x + 4 * (g + i));
         for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_xxs, p[2 * k], p[2 * k + 1]);
+            w[4 * i + k] = quant_entries(quant_grid_iq3_xxs, quant_u8(p, 2 * k),
+                                         quant_u8(p, 2 * k + 1));
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
@@ -1280,8 +1351,9 @@ QUANT_DECODER(iq3_s) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t h = b->qh[g + i];
         for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_s, p[2 * k] | (h << (8 - 2 * k) & 256),
-                                         p[2 * k + 1] | (h << (7 - 2 * k) & 256));
+            w[4 * i + k] = quant_entries(quant_grid_iq3_s,
+                                         quant_u8(p, 2 * k) | (h << (8 - 2 * k) & 256),
+                                         quant_u8(p, 2 * k + 1) | (h << (7 - 2 * k) & 256));
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 4, quant_iq3_s, sign, n);
@@ -1301,9 +1373,10 @@ QUANT_DECODER(iq1_s) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 5 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h << 2 & 1792),
-                                     p[3] | (h >> 1 & 1792));
+        w[2 * i] = quant_entries(quant_grid_iq1, quant_u8(p, 0) | (h << 8 & 1792),
+                                 quant_u8(p, 1) | (h << 5 & 1792));
+        w[2 * i + 1] = quant_entries(quant_grid_iq1, quant_u8(p, 2) | (h << 2 & 1792),
+                                     quant_u8(p, 3) | (h >> 1 & 1792));
         minus[i] = 0u - (h >> 15);
         sc |= (uint64_t)(h >> 12 & 7) << 8 * i;
     }
@@ -1325,8 +1398,10 @@ QUANT_DECODER(iq1_m) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 4 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h & 1792), p[3] | (h >> 4 & 1792));
+        w[2 * i] = quant_entries(quant_grid_iq1, quant_u8(p, 0) | (h << 8 & 1792),
+                                 quant_u8(p, 1) | (h << 4 & 1792));
+        w[2 * i + 1] = quant_entries(quant_grid_iq1, quant_u8(p, 2) | (h & 1792),
+                                     quant_u8(p, 3) | (h >> 4 & 1792));
         uint32_t top = h >> 3 & 0x1111;                             // one bit to a byte of ones
         top = (top | top << 8) & 0x00110011;
         minus[i] = ((top | top << 4) & 0x01010101) * 255;
