@@ -1771,7 +1771,7 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "<1>Ab"},
     {"printing", "{{ [none, true, 1.0, 1e16, 'it\\'s', \"\\n\", ('a',), {'k': 0.1}] }}",
      "[None, True, 1.0, 1e+16, \"it's\", '\\n', ('a',), {'k': 0.1}]"},
-    {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2) }}"
+    {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2)}}"
      "{{ not 3 in [3] or 1 == 1.0 }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
      "-423.5 64aaFalseTruec2"},
     {"slices by characters", "{{ 'Größe'[::-1] }}{{ 'Größe'[-3:-1] }}{{ [1, 2, 3][::2] }}",
