@@ -4071,6 +4071,7 @@ static Value sorted(Template *t, Seq list, Seq keys, bool down) {   // stable
 
 static Value to_number(Template *t, Value v, Value otherwise, int base) {   // base 0: a float
     need_defined(t, v);
+    if (base && (base < 2 || base > 36)) return otherwise;
     if (v.kind == V_STRING) {
         char *s = utf8(t, strip(t, v.seq, NULL, LEFT | RIGHT)), *end;
         Value whole = integer(strtoll(s, &end, base));
@@ -4179,7 +4180,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (is(name, "_format")) return string(formatted(t, a[0], a[1].seq, truth(a[2])));
     if (is(name, "_sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
     if (is(name, "_apply")) return apply_named(t, a[0], a[1], a[2].seq, a[3]);
-    if (is(name, "_number")) return to_number(t, a[0], a[1], a[2].i);
+    if (is(name, "_number")) return to_number(t, a[0], a[1], is_int(a[2]) ? a[2].i : 10);
     if (is(name, "_now")) return now_as(t, to_text(t, a[0]));
     if (is(name, "_range")) return range(t, a[0], a[1], a[2]);
     if (is(name, "_dict")) return make_dict(t, a[0], a[1], a[2].dict);

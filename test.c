@@ -1879,8 +1879,8 @@ static void test_tokenizer_linear(void) {
 
 // ==== chat templates ====
 
-// What each template must print for the conversation below; «» enclose what is marked as written by
-// others than the model. "!" begins what the line of an error must hold.
+// What each template must print for the conversation below; «» enclose what is marked, what
+// others than the model wrote. "!" begins what the line of an error must hold.
 static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"a newline at the end", "a\r\nb\n", "a\nb"},
     {"trim_blocks, lstrip_blocks", "  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.",
@@ -1899,54 +1899,44 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"break, continue, else", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
      "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}{% else %}-"
      "{% endfor %}", "02-"},
-    {"for with two names", "{% for k, v in {'a': 1, 'b': 2}.items() %}{{ k }}{{ v }}{% endfor %}",
-     "a1b2"},
     {"a recursive loop", "{% for x in [[[]]] recursive %}({{ loop(x) }}){% endfor %}", "(())"},
     {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
      "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
-    {"call", "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}",
-     "<1>"},
-    {"filter, with, generation", "{% filter upper %}a{% endfilter %}{% with x = 1 %}{{ x }}"
-     "{% endwith %}{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}", "A1b"},
+    {"blocks", "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}"
+     "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}",
+     "<1>Ab"},
     {"printing", "{{ [none, true, 1.0, 1e16, 'it\\'s', \"\\n\", ('a',), {'k': 0.1}] }}",
      "[None, True, 1.0, 1e+16, \"it's\", '\\n', ('a',), {'k': 0.1}]"},
-    {"arithmetic", "{{ -7 // 2 }} {{ -7 % 3 }} {{ 7 / 2 }} {{ 2 ** 3 ** 2 }} {{ 'ab' * 2 ~ 1 }}",
-     "-4 2 3.5 64 abab1"},
-    {"comparisons", "{{ 1 < 2 < 2 }} {{ 3 not in [1] }} {{ 1 == 1.0 }} {{ not 'a' in 'ba' }}",
-     "False True True False"},
-    {"conditions", "{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ 1 if 0 }}{{ x.y if 0 else 2 }}", "c2"},
+    {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2)}}"
+     "{{ not 3 in [3] or 1 == 1.0 }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
+     "-423.5 64aaFalseTruec2"},
     {"slices by characters", "{{ 'Größe'[::-1] }}{{ 'Größe'[-3:-1] }}{{ [1, 2, 3][::2] }}",
      "eßörGöß[1, 3]"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
-    {"members and methods", "{{ {'items': 1}['items'] }}{{ {'a': 1}.get('b', 2) }}"
-     "{{ messages.0['role'] }}", "12system"},
+    {"members", "{{ {'items': 1}['items'] }}{{ {}.get('b', 2) }}{{ messages.0.role }}", "12system"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
      "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>\\n»\"«End.»"},
-    {"splitting", "{{ ' a  b '.split() }}{{ 'a,b,c'.rsplit(',', 1) }}{{ 'xax'.strip('x') }}",
-     "['a', 'b']['a,b', 'c']a"},
+    {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) }}", "['a', 'b', 'a,b', 'c']"},
     {"filters of lists", "{{ messages|map(attribute='role')|unique|list }}"
      "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
      "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
      "['system', 'user', 'assistant']2[3, 2, 1][('a', 2), ('b', 1)]3"},
-    {"a generator is true and read once", "{% set g = []|map('upper') %}{{ 1 if g }}"
-     "{% set g = [1]|map('string') %}{{ g|list }}{{ g|list }}", "1['1'][]"},
+    {"read once", "{% set g = [1]|map('string') %}{{ g|list }}{{ g|list }}", "['1'][]"},
     {"JSON", "{{ {'a': [1, 'é\"'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
      "{\"a\": [1, \"é\\\"\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
     {"formats", "{{ '%05.1f|%-3s|%x'|format(2.25, 'a', 255) }}{{ '{:>3}{0!r}'.format('b') }}",
      "002.2|a  |ff  b'b'"},
-    {"tokens and the date", "{{ bos_token }}{{ eos_token }}{{ strftime_now('%d %b %Y') }}",
-     "<s></s>22 Nov 2026"},
-    {"what it is not given", "{{ tools is none }}{{ enable_thinking is defined }}", "FalseFalse"},
+    {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
+     "<s></s>22 Nov 2026False"},
     {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(50000) %}"
      "{% set n.s = n.s + '0123456789' %}{% endfor %}{{ n.s|length }}", "500000"},
     {"an error names its line", "\n\n{{ x.y }}", "!line 3: 'x' is undefined"},
     {"raise_exception", "{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
     {"an unknown tag", "{% if 0 %}{% fetch %}{% endif %}", "!unexpected fetch"},
     {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
-    {"an unknown method", "{{ 'x'.fetch() }}", "!'fetch' is undefined"},
     {"types", "{{ 'a' + 1 }}", "!str + int is not possible"},
     {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
     {"too long", "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}"
@@ -1956,13 +1946,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
 };
 
 static void test_chat_templates(void) {
-    static const char *const talk[][2] = {{"system", "Be brief."}, {"user", " Hi <b>\n"},
-                                          {"assistant", "<x>Yo"}, {"user", "End."}};
-    ChatMessage messages[4];
-    for (int i = 0; i < 4; i++) {
-        messages[i].role = (Str){talk[i][0], strlen(talk[i][0])};
-        messages[i].content = (Str){talk[i][1], strlen(talk[i][1])};
-    }
+    static const ChatMessage messages[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
+        {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
     setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
         Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
