@@ -325,7 +325,8 @@ static void key_vocab(Writer *w, const char *model, const char *pre, const char 
 static void put_entry(Writer *w, const char *name, int dims, const int *ne, int type, size_t at) {
     const Spoil *s = &w->spoil;
     bool dim = spoils(w, DIM, name);
-    if (spoils(w, FOLD, name)) ne = (int[]){ne[0] / s->b, s->b}, dims = 2;
+    int fold = spoils(w, FOLD, name) ? s->b : 1, folded[2] = {ne[0] / fold, fold};
+    if (fold > 1) ne = folded, dims = 2;
     put_text(&w->tensors, name);
     put_int(&w->tensors, dim && s->a < 0 ? s->b : dims, 4);
     for (int d = 0; d < dims; d++) put_int(&w->tensors, dim && s->a == d ? s->b : ne[d], 8);
@@ -951,7 +952,7 @@ static void test_gguf_shapes(void) {
         refused(scratch("shape.gguf"), bad[i].spoil.expect);
     }
     float *want = NULL;
-    for (int fold = 1; fold <= 4; fold *= 2) {   // a norm [8] as [8,1], [4,2], [2,4]
+    for (int fold = 1; fold <= 4; fold *= 2) {   // a norm [8] as it is, as [4,2] and as [2,4]
         Writer w = {.spoil = {NULL, FOLD, "blk.0.ssm_norm.weight", 0, fold, NULL}};
         test.seed = 1;
         put_model(&w, &delta);
@@ -4127,10 +4128,11 @@ static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(attention) T(norms)
     T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
     T(gguf_shapes) T(gguf_experts) T(golden_models) T(golden_encoders) T(story_greedy)
-    T(every_architecture) T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals) T(allocations)
-    T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens)
-    T(tokenizer_rules) T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals) T(tokenizer_linear)
-    T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_logits)
+    T(every_architecture) T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals)
+    T(allocations) T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables)
+    T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special) T(tokenizer_streaming)
+    T(tokenizer_refusals) T(tokenizer_linear) T(cli_refusals) T(cli_output) T(cli_completion)
+    T(cli_numbers) T(cli_chat) T(cli_logits)
     T(cli_interrupt)
 #ifdef LLM_METAL
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
