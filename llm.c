@@ -10,11 +10,10 @@
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
 //   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule
-//   III  text          15 tokenizer
-//   IV   speed         16 threads, 17 vectors, 18 one token, 19-21 tiles, 22 matmul,
-//                      23-25 attention, 26 narrow and the delta rule, 27 the GPU, 28 AMX
-//   V    main          29 the command line, 30 conversations, 31 what the program can do; behind
-//                      it an appendix, Unicode
+//   III  text          15 tokenizer, 16 chat templates
+//   IV   speed         17 threads, 18 vectors, 19 one token, 20-22 tiles, 23 matmul,
+//                      24-26 attention, 27 narrow and the delta rule, 28 the GPU, 29 AMX
+//   V    main          30 the command line, 31 conversations, 32 modes; an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
 // of the residual stream, hd = width of a head, ff = width of the feed-forward layer; m the Model,
@@ -42,7 +41,6 @@
 #include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -395,7 +393,6 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // them, or a row, and run `./llm model.gguf --info`. A number under a new key gets a row in KEYS, a
 // tensor under a new name a line in the load_ function of its block. Then add one line to test.c.
 // RoPE pairing is the usual mistake, and position 0 cannot show it.
-//
 // Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models: the logits
 // agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
 
@@ -665,8 +662,7 @@ static void need_data(Loader *ld, const void *data, const char *name, const char
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-// memory that lives as long as the model, in whole pages of 16 KB, which a GPU can share
-static void *own(Loader *ld, size_t size) {
+static void *own(Loader *ld, size_t size) {   // lives as long as the model; pages that a GPU shares
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
@@ -972,9 +968,9 @@ typedef struct Session {
     int saved_pos;
     Tokens history;             // whose rows the caches hold; behind n there may be one more
     uint64_t rng;
-    bool (*on_chunk)(void *ctx, int done, int n);   // before each chunk, and in the end, done of n
-    void *ctx;                  // tokens are in the cache; false interrupts. NULL: nobody asks
-    void *gpu;
+    // NULL, or called before each chunk and at the end: done of n are there; false interrupts
+    bool (*on_chunk)(void *ctx, int done, int n);
+    void *ctx, *gpu;            // for on_chunk; the GPU's own
     // what forward is at
     const int32_t *ids;         // [n] tokens of this chunk
     int n, pos, l;              // how many, position of the first, layer
@@ -2821,7 +2817,7 @@ static void tokenizer_close(Tokenizer *t) {
     free(t->special_length);
     *t = (Tokenizer){0};
 }
-// ---- chat templates ----
+// ---- 16. chat templates ----
 //
 // How a model wants a conversation written, its file says in a program: a template in Jinja, the
 // language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
@@ -2839,6 +2835,7 @@ static void tokenizer_close(Tokenizer *t) {
 //
 // An error leaves by longjmp; all memory is in chunks that template_render frees; depth, steps and
 // memory have limits: every template ends.
+#include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: 1 where a byte came from the
@@ -4395,7 +4392,7 @@ static void delta_rule(const Delta *d) {
     }
 }
 #else
-// ---- 16. threads ----
+// ---- 17. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
 // thread claims a task by subtracting 1: if `left` was i > 0 before, task n - i is its own; if it
@@ -4525,7 +4522,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     fp_set(mode);
 }
 
-// ---- 17. vectors ----
+// ---- 18. vectors ----
 //
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
 // dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
@@ -4648,7 +4645,7 @@ INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
     return v[0];
 }
 
-// ---- 18. products of one token ----
+// ---- 19. products of one token ----
 
 // Rounds 32 floats to int8 codes q = x / d. Returns d, rounded to f16 as ggml stores it, and the
 // sums of the first 16 codes, the other 16, and all. Positive floats order like their bits, and
@@ -4821,7 +4818,7 @@ static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *
     formats[w->type].unpack(b, q, d, m);
 }
 
-// ---- 19. tiles: products of many tokens ----
+// ---- 20. tiles: products of many tokens ----
 //
 // out[n][rows] is computed in tiles of some tokens times 16 rows whose sums stay in registers. Rows
 // lie across the lanes and activations are broadcast, so nothing is summed across lanes. A task has
@@ -4903,7 +4900,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
     }
 }
 
-// ---- 20. the float tile ----
+// ---- 21. the float tile ----
 //
 // It serves float weights, and all formats where there is no int8 tile. Attention uses tile_float
 // for both of its products.
@@ -4957,7 +4954,7 @@ static const Tile float_tile = {
     .decode = float_decode, .multiply = float_multiply,
 };
 
-// ---- 21. the int8 tile ----
+// ---- 22. the int8 tile ----
 //
 // Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
 // no conversion from integers. Per 32 weights of 16 rows and a token there are 8 dot_bytes, then 3
@@ -5098,7 +5095,7 @@ static const Tile int8_tile = {
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
-// ---- 22. matmul ----
+// ---- 23. matmul ----
 
 static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
@@ -5207,7 +5204,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     a->used = mark;
 }
 
-// ---- 23. attention ----
+// ---- 24. attention ----
 //
 // Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of rows. A query keeps
 // the largest score so far, the sum of exp(score - largest), and the sum of the values so weighted;
@@ -5250,7 +5247,7 @@ INLINE void scale_scores(const Attention *a, float *s, int n) {
     if (a->softcap > 0) soft_cap(s, n, a->softcap);
 }
 
-// ---- 24. attention of many queries ----
+// ---- 25. attention of many queries ----
 //
 // A task has one KV head and some queries of all its heads, 16 to a QueryTile. They lie across the
 // lanes, so that maxima, sums and masks need no sums across lanes: scores are [key][16], results
@@ -5447,7 +5444,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
         parallel(p, many_task, &c, NULL, x->n_kv * ((x->n + c.queries - 1) / c.queries));
 }
 
-// ---- 25. attention of one query ----
+// ---- 26. attention of one query ----
 //
 // Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
 // heads that share it. A block has FEW rows. First its keys are read and then its values, both in
@@ -5634,7 +5631,7 @@ static void attention(Pool *p, Arena *a, const Attention *x) {
     a->used = mark;
 }
 
-// ---- 26. narrow, and the delta rule ----
+// ---- 27. narrow, and the delta rule ----
 
 static void narrow(const float *x, int n, uint16_t *to) {
     int i = 0;
@@ -5685,7 +5682,7 @@ static void delta_rule(const Delta *d) {
 
 #endif   // LLM_PLAIN
 
-// ---- 27. the GPU ----
+// ---- 28. the GPU ----
 
 #ifdef LLM_METAL
 enum { GPU_BUILT = 1 };
@@ -5701,7 +5698,7 @@ static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (voi
 static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (void)y, -1; }
 #endif
 
-// ---- 28. AMX ----
+// ---- 29. AMX ----
 //
 // One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
 // Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
@@ -5947,7 +5944,7 @@ static const AttentionTile *amx_attention(void) { return &float_attention; }
 
 // ==== Part V: main ===============================================================================
 
-// ---- 29. the command line ----
+// ---- 30. the command line ----
 
 #ifndef LLM_NO_MAIN
 #include <ctype.h>
@@ -6162,7 +6159,7 @@ static bool text_ends(const Text *t, const char *with) {
     return t->n >= n && !memcmp(t->s + t->n - n, with, n);
 }
 
-// ---- 30. conversations ----
+// ---- 31. conversations ----
 //
 // A chat is a list of messages. For each answer the model's own template writes all of them anew,
 // and what the cache holds of that is reused. Only the words of the template may become special
@@ -6290,7 +6287,7 @@ static bool chat_open(Cli *cli) {
     return ok && (!cli->answer_once || chat_ids(cli));
 }
 
-// ---- 31. what the program can do ----
+// ---- 32. modes ----
 
 // the text that was given, if one was, and its ids
 static bool load_prompt(Cli *cli) {
