@@ -4964,8 +4964,7 @@ static const Tile float_tile = {
 // A vector has sums of V_ROWS rows and V_TOKENS tokens; a product takes DEEP codes of each of them:
 // LANES, 1 and 4, or 2, 2 and 8 with NEON's matrix instruction, smmla. 32 weights of 16 rows and
 // four tokens, 2,048 multiply-adds, are 128 sdot or 64 smmla, 48 instructions for the scales, and
-// loads: in all 253 or 225 as clang 14 compiles them (8 or 9 multiply-adds each), 357 or 253 as
-// gcc 12 does (6 or 8).
+// loads: in all 253 or 225 by clang 14 (8 or 9 multiply-adds each), 357 or 253 by gcc 12 (6 or 8).
 
 enum { INT8_DEPTH = 512, INT8_TOKENS = LANES == 16 ? 12 : 4 };
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)

@@ -4,7 +4,8 @@
 //   ./test                 runs them            ./test --list     names them
 //   ./test NAME...         runs those           ./test --quick    does less of what is slow
 //   ./test llm ARGUMENTS   is the engine itself, so that a sanitizer sees the command line too
-//   ./test model TYPE FILE writes a model for `make bench`
+//   ./test model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
+//   ./test scenario ...    is one run of the latter
 //
 // A test compares with outputs recorded from llama.cpp (golden/), with the plain engine of llm.c's
 // Part I, or with a reference in double written here from the formula. Models that no golden file
@@ -479,41 +480,133 @@ static const Model *random_model(const Shape *shape) {
     return open_model(scratch("random.gguf"));
 }
 
-// For `make bench`: the shape of Qwen3-0.6B, weights of one type, no vocabulary. Norms are ones,
-// bytes of weights 0 to 31: wherever a format has f16 scales, they are below 1/128.
-static int write_bench_model(const char *type_name, const char *path) {
-    static const struct { const char *name; int n, ne[2]; } parts[] = {
-        {"output_norm", 1, {1024}}, {"blk.%d.attn_norm", 28, {1024}},
-        {"blk.%d.ffn_norm", 28, {1024}}, {"blk.%d.attn_q_norm", 28, {128}},
-        {"blk.%d.attn_k_norm", 28, {128}}, {"blk.%d.attn_q", 28, {1024, 2048}},
-        {"blk.%d.attn_k", 28, {1024, 1024}}, {"blk.%d.attn_v", 28, {1024, 1024}},
-        {"blk.%d.attn_output", 28, {2048, 1024}}, {"blk.%d.ffn_gate", 28, {1024, 3072}},
-        {"blk.%d.ffn_up", 28, {1024, 3072}}, {"blk.%d.ffn_down", 28, {3072, 1024}},
-        {"token_embd", 1, {1024, 151936}}};
-    int weights = quant_type_from_name(type_name);
-    if (weights < 0) return printf("%s is not a format\n", type_name), 2;
+// For `make bench` and `make scenarios`: models in the shape of Qwen3-0.6B, without a vocabulary.
+// The name of a shape begins with the letter of its layers; three in four of a hybrid are linear: l
+static const struct { const char *name, *arch, *keys; } BENCH_SHAPES[] = {
+    {"dense", "qwen3", "attention.head_count_kv=8 attention.key_length=128 "
+     "attention.value_length=128"},
+    {"experts", "qwen3moe", "attention.head_count_kv=8 attention.key_length=128 "
+     "attention.value_length=128 expert_count=64 expert_used_count=8 "
+     "expert_feed_forward_length=256"},
+    {"hybrid", "qwen35", "attention.head_count_kv=8 attention.key_length=128 "
+     "attention.value_length=128 full_attention_interval=4 ssm.conv_kernel=4 ssm.state_size=128 "
+     "ssm.group_count=16 ssm.time_step_rank=16 ssm.inner_size=2048"},
+    {"vectors", "nomic-bert", "attention.head_count_kv=16 attention.key_length=64 "
+     "attention.value_length=64 attention.layer_norm_epsilon=.000001 attention.causal=0"},
+};
+// `all`: the value of all numbers of an f32 tensor, 2: random ones; 0: weights of the type that is
+// asked for, bytes 0 to 31: wherever a format has f16 scales, they are below 1/128. Norms of 2^-30
+// leave tokens as different as their embeddings are, so that they choose different experts.
+static const struct { const char *name, *layers; float all; int ne[3]; } BENCH_PARTS[] = {
+    {"output_norm.weight", "deh", 1, {1024}}, {"blk.%d.attn_norm.weight", "dhl", 1, {1024}},
+    {"blk.%d.attn_norm.weight", "e", 0x1p-30f, {1024}}, {"blk.%d.ffn_norm.weight", "d", 1, {1024}},
+    {"blk.%d.ffn_norm.weight", "e", 0x1p-30f, {1024}},
+    {"blk.%d.post_attention_norm.weight", "hl", 1, {1024}},
+    {"blk.%d.attn_q_norm.weight", "deh", 1, {128}},
+    {"blk.%d.attn_k_norm.weight", "deh", 1, {128}},
+    {"blk.%d.ssm_conv1d.weight", "l", 1, {4, 6144}}, {"blk.%d.ssm_dt.bias", "l", 1, {16}},
+    {"blk.%d.ssm_a", "l", -1, {16}}, {"blk.%d.ssm_norm.weight", "l", 1, {128}},
+    {"blk.%d.ffn_gate_inp.weight", "e", 2, {1024, 64}}, {"token_types.weight", "v", 1, {1024, 2}},
+    {"token_embd_norm.weight", "v", 1, {1024}}, {"token_embd_norm.bias", "v", 1, {1024}},
+    {"blk.%d.attn_output_norm.weight", "v", 1, {1024}},
+    {"blk.%d.attn_output_norm.bias", "v", 1, {1024}},
+    {"blk.%d.layer_output_norm.weight", "v", 1, {1024}},
+    {"blk.%d.layer_output_norm.bias", "v", 1, {1024}},
+    {"blk.%d.attn_q.weight", "de", 0, {1024, 2048}},
+    {"blk.%d.attn_q.weight", "h", 0, {1024, 4096}},
+    {"blk.%d.attn_k.weight", "deh", 0, {1024, 1024}},
+    {"blk.%d.attn_v.weight", "deh", 0, {1024, 1024}},
+    {"blk.%d.attn_qkv.weight", "v", 0, {1024, 3072}},
+    {"blk.%d.attn_output.weight", "deh", 0, {2048, 1024}},
+    {"blk.%d.attn_output.weight", "v", 0, {1024, 1024}},
+    {"blk.%d.attn_qkv.weight", "l", 0, {1024, 6144}},
+    {"blk.%d.attn_gate.weight", "l", 0, {1024, 2048}},
+    {"blk.%d.ssm_alpha.weight", "l", 0, {1024, 16}}, {"blk.%d.ssm_beta.weight", "l", 0, {1024, 16}},
+    {"blk.%d.ssm_out.weight", "l", 0, {2048, 1024}},
+    {"blk.%d.ffn_gate.weight", "dhlv", 0, {1024, 3072}},
+    {"blk.%d.ffn_up.weight", "dhlv", 0, {1024, 3072}},
+    {"blk.%d.ffn_down.weight", "dhlv", 0, {3072, 1024}},
+    {"blk.%d.ffn_gate_exps.weight", "e", 0, {1024, 256, 64}},
+    {"blk.%d.ffn_up_exps.weight", "e", 0, {1024, 256, 64}},
+    {"blk.%d.ffn_down_exps.weight", "e", 0, {256, 1024, 64}},
+    {"token_embd.weight", "dehv", 0, {1024, 151936}}};
+
+static int write_bench_model(const char *type_name, const char *path, const char *shape) {
+    enum { SHAPES = sizeof BENCH_SHAPES / sizeof *BENCH_SHAPES };
+    int weights = quant_type_from_name(type_name), k = 0;
+    while (k < SHAPES && strcmp(BENCH_SHAPES[k].name, shape)) k++;
+    if (weights < 0 || k == SHAPES) return printf("%s %s: no such model\n", type_name, shape), 2;
+    const char *arch = BENCH_SHAPES[k].arch;
     Writer w = {0};
-    size_t norms = 0, all = 0;
-    key_text(&w, "general.architecture", "qwen3");
+    size_t all = 0;
+    key_text(&w, "general.architecture", arch);
     key_text(&w, "tokenizer.ggml.model", "none");
-    put_keys(&w, "qwen3", "block_count=28 context_length=40960 embedding_length=1024 "
-             "feed_forward_length=3072 attention.head_count=16 attention.head_count_kv=8 "
-             "attention.key_length=128 attention.value_length=128 rope.freq_base=1000000. "
+    put_keys(&w, arch, "block_count=28 context_length=40960 embedding_length=1024 "
+             "feed_forward_length=3072 attention.head_count=16 rope.freq_base=1000000. "
              "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936");
-    for (size_t k = 0; k < sizeof parts / sizeof *parts; k++)
-        for (int l = 0; l < parts[k].n; l++) {
-            const int *ne = parts[k].ne;
-            int type = ne[1] ? weights : QUANT_F32;
-            put_entry(&w, text_of("%s.weight", text_of(parts[k].name, l)), 1 + (ne[1] > 0), ne,
-                      type, all);
-            all += (quant_row_bytes(type, ne[0]) * larger(ne[1], 1) + 31) / 32 * 32;
-            if (!ne[1]) norms = all;
+    put_keys(&w, arch, BENCH_SHAPES[k].keys);
+    for (size_t i = 0; i < sizeof BENCH_PARTS / sizeof *BENCH_PARTS; i++) {
+        const char *name = BENCH_PARTS[i].name;
+        const int *ne = BENCH_PARTS[i].ne;
+        size_t count = (size_t)ne[0] * larger(ne[1], 1) * larger(ne[2], 1);
+        float value = BENCH_PARTS[i].all;
+        int type = value ? QUANT_F32 : weights;
+        for (int l = 0; l < (strchr(name, '%') ? 28 : 1); l++) {
+            bool linear = *shape == 'h' && strchr(name, '%') && l % 4 != 3;
+            if (!strchr(BENCH_PARTS[i].layers, linear ? 'l' : *shape)) continue;
+            put_entry(&w, text_of(name, l), 1 + (ne[1] > 0) + (ne[2] > 0), ne, type, all);
+            for (size_t n = 0; n < count && value; n++)
+                put(&w.data, value == 2 ? &(float){noise()} : &value, 4);
+            put(&w.data, NULL, -w.data.n % 32);
+            all += (quant_row_bytes(type, count) + 31) / 32 * 32;
         }
-    for (size_t i = 0; i < norms; i += 4) put(&w.data, &(float){1}, 4);
+    }
     write_gguf(&w, path);
     FILE *f = fopen(path, "ab");
-    for (size_t i = norms; f && i < all; i++) putc_unlocked(random_bits() & 31, f);
+    for (size_t i = w.data.n; f && i < all; i++) putc_unlocked(random_bits() & 31, f);
     if (!f || ferror(f) || fclose(f)) return printf("%s: cannot be written\n", path), 1;
+    return 0;
+}
+
+// KIND FILE PROMPT ANSWER WINDOW CHUNK THREADS. Prints milliseconds to the first token, tokens a
+// second of prompt and of answer, and MB at most. KIND: load, with the opening of the model; warm;
+// embed, an encoder's vectors; reuse and again, a second turn of ANSWER tokens behind the prompt.
+static int run_scenario(char **arg) {
+    bool embed = !strcmp(arg[0], "embed"), reuse = !strcmp(arg[0], "reuse");
+    bool second = reuse || !strcmp(arg[0], "again");
+    int n = atoi(arg[2]), answer = atoi(arg[3]), given = n, warm = n;
+    Options o = {.window = atoi(arg[4]), .chunk = atoi(arg[5]), .threads = atoi(arg[6])};
+    int32_t *ids = calloc(n + answer, sizeof *ids);
+    Model m = {0};
+    Session s = {0};
+    Error e = {""};
+    struct rusage usage;
+    o.cpu = true;
+    for (int i = 0; i < n + answer; i++) ids[i] = random_bits() % 100000;
+    double start = now(), first;
+    bool ok = model_open(&m, arg[1], &e) && session_open(&s, &m, o, &e);
+    if (ok && strcmp(arg[0], "load")) {   // the first turn; or to touch weights and scratch
+        if (!second && n > s.o.chunk) warm = s.o.chunk;
+        ok = session_run(&s, ids, warm, warm - 1, embed, NULL, NULL, &e);
+        if (!reuse) session_truncate(&s, 0);
+        start = now();
+    }
+    if (second) {
+        n += answer;
+        given = reuse ? answer : n;
+        answer = 0;
+    }
+    ok = ok && session_run(&s, ids, n, n - 1, embed, NULL, NULL, &e);
+    first = now() - start;
+    for (int i = 1; ok && i <= answer; i++) ok = session_eval(&s, ids, n + i, &e);
+    if (!ok) return printf("%s\n", e.text), 1;
+    getrusage(RUSAGE_SELF, &usage);
+    printf("ours %.1f %.1f ", 1000 * first, given / first);
+    printf(answer ? "%.1f " : "- ", answer / (now() - start - first));
+    printf("%.0f\n", usage.ru_maxrss / (double)RSS_PER_MB);
+    session_close(&s);
+    model_close(&m);
+    free(ids);
     return 0;
 }
 
@@ -5491,7 +5584,9 @@ static bool run_test(const Test *t) {
 
 int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "llm")) return llm_main(argc - 1, argv + 1);
-    if (argc > 3 && !strcmp(argv[1], "model")) return write_bench_model(argv[2], argv[3]);
+    if (argc > 3 && !strcmp(argv[1], "model"))
+        return write_bench_model(argv[2], argv[3], argc > 4 ? argv[4] : "dense");
+    if (argc == 9 && !strcmp(argv[1], "scenario")) return run_scenario(argv + 2);
 #ifdef LLM_METAL
     if (argc > 1 && !strcmp(argv[1], "mutants")) return metal_mutants(argc - 2, argv + 2);
 #endif
