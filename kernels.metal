@@ -358,7 +358,7 @@ static inline float4 normed(float4 v, int i, int cols, thread const struct row_n
 }
 
 // the mean and scale for x[cols], in every lane; twice through x, as in the kernel norm
-static inline struct row_norm row_norm(device const float *x, device const float *w,
+static inline struct row_norm norm_of_row(device const float *x, device const float *w,
         device const float *bias, int cols, float eps, uint lane) {
     struct row_norm n = {w, bias, 0.0f, 1.0f};
     float square = 0.0f;
@@ -635,7 +635,7 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     x += (ulong)t * a->cols;
     y0 += (ulong)t * a->w[0].rows;
     y1 += (ulong)t * a->w[1].rows;
-    struct row_norm norm = row_norm(x, weights, norm_bias, a->cols, a->eps, lane);
+    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->cols, a->eps, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
         gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, xs, gate);
         gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
@@ -1546,7 +1546,7 @@ kernel void experts_up(device const uchar *gate [[buffer(0)]],
     threadgroup float *xs = shared + sg * X_FLOATS;
     int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
     if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
-    struct row_norm norm = row_norm(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
+    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
     int e = chosen[k];
     float s0 = SCALES & 1 ? scale0[e] : 1.0f, s1 = SCALES & 2 ? scale1[e] : 1.0f, v[GEMV_ROWS];
     gate += (ulong)e * g->step;
