@@ -316,7 +316,8 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, const float *x, 
     struct gemv_args a = {.cols = w[0]->cols, .eps = s->m->config.eps, .softcap = cap};
     Dispatch d = {"gemv", {[6] = x, norm ? norm->w : NULL}, 11, 0, GEMV_SIMDGROUPS * SIMD_LANES,
                   GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL, [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
+                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm != NULL,
+                   [C_EPILOGUE] = epilogue, [C_SOFTCAPPED] = cap > 0,
                    [C_ACTIVATION] = s->m->config.arch->act}};
     bool glu = epilogue == EPILOGUE_GLU;
     int units = 0;
