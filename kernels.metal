@@ -9,7 +9,9 @@
 //       norm              norm
 //       quantize          round_32, but with float scales and sums of unrounded activations
 //    4. gemv              matmul for one token; the epilogues are add and activate
+//       qk_norm           norm, of whole projections in qkv_row
 //       attention         attention; if FUSED, qkv_row before it
+//       attention_merge   attention, the end of it for a long ring
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
 //       rope              qkv_row
@@ -358,7 +360,7 @@ static inline float4 normed(float4 v, int i, int cols, thread const struct row_n
 }
 
 // the mean and scale for x[cols], in every lane; twice through x, as in the kernel norm
-static inline struct row_norm row_norm(device const float *x, device const float *w,
+static inline struct row_norm norm_of_row(device const float *x, device const float *w,
         device const float *bias, int cols, float eps, uint lane) {
     struct row_norm n = {w, bias, 0.0f, 1.0f};
     float square = 0.0f;
@@ -380,19 +382,20 @@ static inline void floats_dot(int format, int R, device const uchar *w, ulong ro
         device const float *x, thread const struct row_norm *norm, int cols, uint lane,
         thread float *sum, thread float *square) {
     for (int i0 = 4 * lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
-        float4 xs[DOT_STEPS], ws[DOT_STEPS][GEMV_ROWS];
+        float4 v[DOT_STEPS];
         QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
             int i = i0 + j * 4 * SIMD_LANES;
-            xs[j] = four_floats(x, i, cols);
-            QUANT_UNROLL for (int r = 0; r < R; r++)
-                ws[j][r] = four_weights(format, w + (ulong)min(r, last) * row_bytes, i, cols);
+            v[j] = four_floats(x, i, cols);
+            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
+            v[j] = normed(v[j], i, cols, norm);
         }
-        QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
-            float4 v = xs[j];
-            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[e] * v[e];
-            v = normed(v, i0 + j * 4 * SIMD_LANES, cols, norm);
-            QUANT_UNROLL for (int r = 0; r < R; r++)
-                QUANT_UNROLL for (int e = 0; e < 4; e++) sum[r] += ws[j][r][e] * v[e];
+        QUANT_UNROLL for (int r = 0; r < R; r++) {
+            device const uchar *row = w + (ulong)min(r, last) * row_bytes;
+            float4 ws[DOT_STEPS];
+            QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
+                ws[j] = four_weights(format, row, i0 + j * 4 * SIMD_LANES, cols);
+            QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
+                QUANT_UNROLL for (int e = 0; e < 4; e++) sum[r] += ws[j][e] * v[j][e];
         }
     }
 }
@@ -635,7 +638,7 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     x += (ulong)t * a->cols;
     y0 += (ulong)t * a->w[0].rows;
     y1 += (ulong)t * a->w[1].rows;
-    struct row_norm norm = row_norm(x, weights, norm_bias, a->cols, a->eps, lane);
+    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->cols, a->eps, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
         gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, xs, gate);
         gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
@@ -1080,7 +1083,8 @@ static inline void stage_weights(int format, device const uchar *w,
         threadgroup float *scales = ws + r * CODE_STRIDE + GEMM_K / 4 + (col - k0) / 8;
         for (int j = 0; INT8 && j < 8; j++) ((threadgroup uint *)codes)[j] = q[j];
         for (int j = 0; INT8 && j < 4; j++) scales[j] = j < 2 ? d[j] : o[j - 2];
-        QUANT_UNROLL for (int j = 0; !INT8 && j < 32; j += 4) {
+        if (INT8) continue;
+        QUANT_UNROLL for (int j = 0; j < 32; j += 4) {
             for (int e = 0; e < 4; e++)
                 h[e] = (half)(d[j / 16] * group_code(q, j + e) + o[j / 16]);
             *(threadgroup half4 *)(to + j) = h;
@@ -1129,15 +1133,15 @@ static inline int tile_row(int j, uint sg) {
 static inline void tile_multiply(threadgroup const float *xs, threadgroup const half *ws, uint sg,
         thread simdgroup_float8x8 *c) {
     simdgroup_float8x8 mx[4];
-    simdgroup_half8x8 mw[4];
+    simdgroup_half8x8 mw;
     for (int k = 0; k < GEMM_K; k += 8) {
         QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
             simdgroup_load(mx[i], xs + tile_token(i, sg) * GEMM_STRIDE + k, GEMM_STRIDE);
-        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
-            simdgroup_load(mw[j], ws + tile_row(j, sg) * GEMM_STRIDE + k, GEMM_STRIDE, 0, true);
-        QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
-            QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
-                simdgroup_multiply_accumulate(c[4 * i + j], mx[i], mw[j], c[4 * i + j]);
+        QUANT_UNROLL for (int j = 0; j < tile_across(); j++) {
+            simdgroup_load(mw, ws + tile_row(j, sg) * GEMM_STRIDE + k, GEMM_STRIDE, 0, true);
+            QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
+                simdgroup_multiply_accumulate(c[4 * i + j], mx[i], mw, c[4 * i + j]);
+        }
     }
 }
 
@@ -1172,7 +1176,8 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
         uint tid, uint sg) {
     for (int i = 0; INT8 && i < 16; i++)
         tile[code_token(i, tid) * GEMM_STRIDE + code_row(i, tid)] = sums[i];
-    QUANT_UNROLL for (int i = 0; !INT8 && i < tile_down(); i++)
+    int down = INT8 ? 0 : tile_down();
+    QUANT_UNROLL for (int i = 0; i < down; i++)
         QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
             simdgroup_store(c[4 * i + j],
                             tile + tile_token(i, sg) * GEMM_STRIDE + tile_row(j, sg), GEMM_STRIDE);
@@ -1546,7 +1551,7 @@ kernel void experts_up(device const uchar *gate [[buffer(0)]],
     threadgroup float *xs = shared + sg * X_FLOATS;
     int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
     if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
-    struct row_norm norm = row_norm(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
+    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
     int e = chosen[k];
     float s0 = SCALES & 1 ? scale0[e] : 1.0f, s1 = SCALES & 2 ? scale1[e] : 1.0f, v[GEMV_ROWS];
     gate += (ulong)e * g->step;

@@ -119,9 +119,6 @@ QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
 QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
     return quant_u16(p) | quant_u16(p + 2) << 16;
 }
-QUANT_INLINE uint32_t quant_u8(QUANT_DEVICE const uint8_t *p, int i) {        // of an even number
-    return quant_u16(p + i / 2 * 2) >> i % 2 * 8 & 255;
-}
 // The word i bytes (a multiple of four) behind p in a block of `size`, made of aligned words: of two
 // if it lies in two. Where more of the block follows, always of two, so that neighbours share them.
 QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
@@ -137,7 +134,6 @@ QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1]
 QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
-QUANT_INLINE uint32_t quant_u8(const uint8_t *p, int i) { return p[i]; }
 QUANT_INLINE uint32_t quant_word(const uint8_t *p, int i, int size, bool inside) {
     return quant_u32(p + i + 0 * (size + inside));
 }
@@ -212,8 +208,8 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 // ---- 3. the words decoders are made of ----
 // The words stand on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in NEON and on
 // other CPUs, 4 in a 32-bit word on a GPU (and with QUANT_WORDS, for tests), 1 in plain C, which says
-// what a word means. With n = 8 the loops unroll: codes stay in registers from word to word, and on to a caller that loads
-// q, d and m as they were stored, QUANT_LANES bytes at a time.
+// what a word means. With n = 8 the loops unroll: codes stay in registers from word to word, and on
+// to a caller that loads q, d and m as they were stored, QUANT_LANES bytes at a time.
 //
 // Vectors are made of EIGHTS: runs of eight consecutive weights, which stay together in q[4][8][8].
 // The t-th eight of q, counted from 0, holds weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n. So
@@ -226,33 +222,21 @@ QUANT_INLINE int quant_eight(int t, int n) { return t % n * 32 + t / n % 4 * 8; 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #if defined(QUANT_SCALAR)
-enum { QUANT_LANES = 1, QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
+enum { QUANT_LANES = 1 };
 typedef int quant_v;                                                // codes
-typedef int32_t quant_i;                                            // scales
 QUANT_INLINE quant_v quant_get(QUANT_THREAD const int8_t *q, int n) { return *q; }
 QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) { *q = (int8_t)v; }
 QUANT_INLINE quant_v quant_each(int c) { return c; }
 QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) { return a + b; }
 QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) { return minus ? -v : v; }
-// `field` bytes hold all codes of 256 weights; a block has `size`
+// of a block of `size` bytes, where `field` of them are for 256 weights
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
     return p[*block + *byte];
 }
-// bits to .. to+bits-1, after a shift to the right, or to the left by a negative count
-QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
-    return (*s < 0 ? v << -*s : v >> *s) & ((1 << bits) - 1) << to;
-}
-QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
-    return table[v];
-}
 // weight j's bit of the words, as 0 or 255
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
     return w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 1 ? 255 : 0;
-}
-// the same as bit `to`
-QUANT_INLINE quant_v quant_bit(QUANT_THREAD const uint32_t *w, int to, int j, int n) {
-    return quant_where(w, j, n) & 1 << to;
 }
 // weight j's field of 2 or 4 bits of the words
 QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
@@ -260,20 +244,14 @@ QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j,
     return (int)(w[bit / 32] >> bit % 32 & ((1u << bits) - 1));
 }
 #elif defined(QUANT_WORDS)
-enum { QUANT_LANES = 4, QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
-typedef uint32_t quant_v;
-typedef int32_t quant_i;
-#if defined(__METAL_VERSION__) || defined(__CUDACC__)
+enum { QUANT_LANES = 4 };
+typedef uint32_t quant_v __attribute__((may_alias));
 QUANT_INLINE quant_v quant_get(QUANT_THREAD const int8_t *q, int n) {
-    return *(QUANT_THREAD const uint32_t *)q;
+    return *(QUANT_THREAD const quant_v *)q;
 }
 QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) {
-    *(QUANT_THREAD uint32_t *)q = v;
+    *(QUANT_THREAD quant_v *)q = v;
 }
-#else
-QUANT_INLINE quant_v quant_get(const int8_t *q, int n) { return quant_u32((const uint8_t *)q); }
-QUANT_INLINE void quant_put(int8_t *q, int n, quant_v v) { __builtin_memcpy(q, &v, 4); }
-#endif
 QUANT_INLINE quant_v quant_each(int c) { return (uint32_t)(c & 255) * 0x01010101; }
 QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) {             // no carry between bytes
     return ((a & 0x7f7f7f7f) + (b & 0x7f7f7f7f)) ^ ((a ^ b) & 0x80808080);
@@ -285,30 +263,9 @@ QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD cons
                                 QUANT_THREAD const int *byte, int field, int size) {
     return quant_word(p + *block, *byte, size, field > 0);
 }
-QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
-    return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
-}
-#if defined(__CUDACC__)
-// __byte_perm takes four of eight bytes, by the low three bits of the nibbles of a number
-QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
-    const uint32_t *t = (const uint32_t *)table;
-    uint32_t pairs = v | v >> 4, at = __byte_perm(pairs, 0, 0x4420) & 0x7777;
-    uint32_t upper = (v >> 3 & 0x01010101) * 255;
-    return (__byte_perm(t[0], t[1], at) & ~upper) | (__byte_perm(t[2], t[3], at) & upper);
-}
-#else
-QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, quant_v v) {
-    quant_v t = 0;
-    for (int i = 24; i >= 0; i -= 8) t = t << 8 | (uint8_t)table[v >> i & 255];
-    return t;
-}
-#endif
-QUANT_INLINE quant_v quant_bit(QUANT_THREAD const uint32_t *w, int to, int j, int n) {
-    uint32_t four = w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15;
-    return (four * 0x00204081 & 0x01010101) << to;                 // bit i moves to bit 8 * i
-}
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
-    return quant_bit(w, 0, j, n) * 255;
+    uint32_t four = w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15;
+    return (four * 0x00204081 & 0x01010101) * 255;                 // bit i moves to bit 8 * i
 }
 QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
     int bit = (quant_eight(j / 8, n) + j % 8) * bits;
@@ -319,6 +276,27 @@ QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j,
 #endif
 
 #if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
+enum { QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
+typedef int32_t quant_i;                                            // scales
+// bits to .. to+bits-1, after a shift to the right, or to the left by a negative count
+QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
+    return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
+}
+#if defined(__CUDACC__)
+// __byte_perm takes four of eight bytes, by the low three bits of the nibbles of a number
+QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
+    const uint32_t *t = (const uint32_t *)table;
+    uint32_t at = __byte_perm(v | v >> 4, 0, 0x4420) & 0x7777, upper = v >> 3 & 0x01010101;
+    uint32_t low = __byte_perm(t[0], t[1], at), high = __byte_perm(t[2], t[3], at);
+    return size == 8 ? low : (low & ~(upper * 255)) | (high & upper * 255);
+}
+#else
+QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, int size, quant_v v) {
+    quant_v t = 0;
+    for (int i = 8 * QUANT_LANES - 8; i >= 0; i -= 8) t = t << 8 | (uint8_t)table[v >> i & 255];
+    return t;
+}
+#endif
 // the byte of 16 weights i, of 16 or 8 bytes that are for `per` weights each
 QUANT_INLINE void quant_widen(QUANT_THREAD quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
     int k = i * 16 / per;
@@ -349,7 +327,6 @@ enum { QUANT_EIGHTS = QUANT_LANES / 8, QUANT_SCALES = 16 };
 typedef uint8_t quant_v __attribute__((vector_size(QUANT_LANES)));
 #define quant_each(c) (uint8_t)(c)
 #define quant_sum(a, b) ((a) + (b))
-#define quant_bit(w, to, j, n) (quant_where(w, j, n) & (uint8_t)(1 << (to)))
 #define quant_turn(v, minus) (((v) ^ (minus)) - (minus))
 typedef uint64_t quant_w __attribute__((vector_size(QUANT_LANES)));
 typedef uint8_t quant_b __attribute__((vector_size(16)));
@@ -447,7 +424,7 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
 #endif
 
 // AVX-512's dot product wants codes + 128: where the caller adds that, the compiler drops - 128
-QUANT_INLINE quant_v quant_shuffle(const int8_t *table, quant_v v) {
+QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
     const uint8_t bias = QUANT_LANES == 64 ? 128 : 0;
     quant_v t;
     QUANT_UNROLL for (int i = 0; i < QUANT_LANES; i += 16)
@@ -656,37 +633,21 @@ QUANT_DECODER(q4_K) {
 
 // ---- 5. words for the other formats ----
 
-// table[field], for a field of 2 or 4 bits of the words below 8
-#if defined(__CUDACC__)
-QUANT_INLINE quant_v quant_choose(const int8_t *table, const uint32_t *w, int bits, int j, int n) {
-    const uint32_t *t = (const uint32_t *)table;
-    int bit = j * bits;
-    uint32_t at = w[bit / 32] >> bit % 32;
-    if (bits == 2) {
-        at = ((at & 255) | at << 4) & 0x0f0f;
-        at = (at | at << 2) & 0x3333;
-    }
-    return __byte_perm(t[0], t[1], at & 0x7777);
-}
-#else
-QUANT_INLINE quant_v quant_choose(QUANT_CONSTANT int8_t *table, QUANT_THREAD const uint32_t *w,
-                                  int bits, int j, int n) {
-    return quant_shuffle(table, quant_take(w, bits, j, n));
-}
-#endif
 // codes: consecutive fields of 1, 2 or 4 bits from words, lowest first
 QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                int to, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
-        quant_v v = bits == 1 ? quant_bit(w, to, j, n) : quant_take(w, bits, j, n);
+        quant_v v = bits == 1 ? quant_where(w, j, n) & quant_each(1 << to)
+                              : quant_take(w, bits, j, n);
         if (to) v |= quant_get(q + j, n);
         quant_put(q + j, n, v);
     }
 }
-// q = table[q], q in 0..15
-QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *table, int n) {
+// q = table[q], q below size, which is 8 or 16
+QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *table, int size,
+                               int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
-        quant_put(q + j, n, quant_shuffle(table, quant_get(q + j, n)));
+        quant_put(q + j, n, quant_shuffle(table, size, quant_get(q + j, n)));
 }
 // q = -q where a bit of the words is set
 QUANT_INLINE void quant_negate(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int n) {
@@ -761,7 +722,7 @@ QUANT_TABLE int8_t quant_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 typedef struct { uint8_t d[2], qs[16]; } block_iq4_nl;
 QUANT_DECODER(iq4_nl) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
-    quant_lookup(q, quant_iq4, n);
+    quant_lookup(q, quant_iq4, 16, n);
     quant_halves(d, b[g].d, sizeof *b, n);
     quant_no_offsets(m, n);
 }
@@ -776,7 +737,7 @@ QUANT_TABLE int8_t quant_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, 
 typedef struct { uint8_t e, qs[16]; } block_mxfp4;
 QUANT_DECODER(mxfp4) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
-    quant_lookup(q, quant_fp4, n);
+    quant_lookup(q, quant_fp4, 16, n);
     uint64_t e = 0;
     QUANT_UNROLL for (int i = n - 1; i >= 0; i--) e = e << 8 | b[g + i].e;
     quant_e8m0(d, e, n);
@@ -792,7 +753,7 @@ QUANT_DECODER(nvfp4) {
     QUANT_UNROLL for (int i = 0; i < n; i++)
         s[i / 4] |= (uint64_t)quant_u16(b[(g + i) / 2].d + (g + i) % 2 * 2) << i % 4 * 16;
     quant_fields(q, b->qs, sizeof *b, 64, 8, 4, 0, g, n);
-    quant_lookup(q, quant_fp4, n);
+    quant_lookup(q, quant_fp4, 16, n);
     quant_e4m3(d, s[0], s[1], n);
     quant_no_offsets(m, n);
 }
@@ -809,7 +770,7 @@ QUANT_DECODER(q1_0) {
         d[2 * i] = d[2 * i + 1] = quant_half(b[(g + i) / 4].d);
     }
     quant_unpack(q, w, 1, 0, n);
-    quant_lookup(q, quant_sign, n);
+    quant_lookup(q, quant_sign, 8, n);
     quant_no_offsets(m, n);
 }
 
@@ -895,7 +856,7 @@ QUANT_DECODER(iq4_xs) {
     uint64_t low = quant_spread(quant_u32(b->scales_l), 4);
     uint64_t high = quant_spread(quant_u16(b->scales_h), 2);
     quant_fields(q, b->qs, sizeof *b, 256, 16, 4, 0, g, n);
-    quant_lookup(q, quant_iq4, n);
+    quant_lookup(q, quant_iq4, 16, n);
     quant_scales(d, quant_half(b->d), low | high << 4, 0, 32, 32, g, n);
     quant_no_offsets(m, n);
 }
@@ -1250,8 +1211,8 @@ QUANT_INLINE uint32_t quant_entries(QUANT_CONSTANT uint16_t *grid, uint32_t i, u
 QUANT_INLINE void quant_codebook(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                  QUANT_CONSTANT int8_t *table,
                                  QUANT_THREAD const uint32_t *sign, int n) {
-    QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
-        quant_put(q + j, n, quant_choose(table, w, bits, j, n));
+    quant_unpack(q, w, bits, 0, n);
+    quant_lookup(q, table, 8, n);
     quant_negate(q, sign, n);
 }
 
@@ -1266,8 +1227,8 @@ QUANT_DECODER(iq2_xxs) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(p + 4);
-        w[2 * i] = quant_entries(quant_grid_iq2_xxs, quant_u8(p, 0), quant_u8(p, 1));
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_xxs, quant_u8(p, 2), quant_u8(p, 3));
+        w[2 * i] = quant_entries(quant_grid_iq2_xxs, p[0], p[1]);
+        w[2 * i + 1] = quant_entries(quant_grid_iq2_xxs, p[2], p[3]);
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
@@ -1306,10 +1267,9 @@ QUANT_DECODER(iq2_s) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = b->qh[g + i];
-        w[2 * i] = quant_entries(quant_grid_iq2_s, quant_u8(p, 0) | (h << 8 & 768),
-                                 quant_u8(p, 1) | (h << 6 & 768));
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_s, quant_u8(p, 2) | (h << 4 & 768),
-                                     quant_u8(p, 3) | (h << 2 & 768));
+        w[2 * i] = quant_entries(quant_grid_iq2_s, p[0] | (h << 8 & 768), p[1] | (h << 6 & 768));
+        w[2 * i + 1] = quant_entries(quant_grid_iq2_s, p[2] | (h << 4 & 768),
+                                     p[3] | (h << 2 & 768));
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 2, quant_iq2, sign, n);
@@ -1330,8 +1290,7 @@ QUANT_DECODER(iq3_xxs) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(b->x + 4 * (g + i));
         for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_xxs, quant_u8(p, 2 * k),
-                                         quant_u8(p, 2 * k + 1));
+            w[4 * i + k] = quant_entries(quant_grid_iq3_xxs, p[2 * k], p[2 * k + 1]);
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
@@ -1351,9 +1310,8 @@ QUANT_DECODER(iq3_s) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t h = b->qh[g + i];
         for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_s,
-                                         quant_u8(p, 2 * k) | (h << (8 - 2 * k) & 256),
-                                         quant_u8(p, 2 * k + 1) | (h << (7 - 2 * k) & 256));
+            w[4 * i + k] = quant_entries(quant_grid_iq3_s, p[2 * k] | (h << (8 - 2 * k) & 256),
+                                         p[2 * k + 1] | (h << (7 - 2 * k) & 256));
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 4, quant_iq3_s, sign, n);
@@ -1373,16 +1331,15 @@ QUANT_DECODER(iq1_s) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, quant_u8(p, 0) | (h << 8 & 1792),
-                                 quant_u8(p, 1) | (h << 5 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, quant_u8(p, 2) | (h << 2 & 1792),
-                                     quant_u8(p, 3) | (h >> 1 & 1792));
+        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 5 & 1792));
+        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h << 2 & 1792),
+                                     p[3] | (h >> 1 & 1792));
         minus[i] = 0u - (h >> 15);
         sc |= (uint64_t)(h >> 12 & 7) << 8 * i;
     }
     quant_unpack(q, w, 2, 0, n);
     quant_unpack(q, minus, 1, 2, n);
-    quant_lookup(q, quant_iq1, n);
+    quant_lookup(q, quant_iq1, 8, n);
     quant_scales(d, quant_half(b->d) * 0.125f, sc << 1, 0, 32, -1, 0, n);
     quant_no_offsets(m, n);
 }
@@ -1398,17 +1355,15 @@ QUANT_DECODER(iq1_m) {
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, quant_u8(p, 0) | (h << 8 & 1792),
-                                 quant_u8(p, 1) | (h << 4 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, quant_u8(p, 2) | (h & 1792),
-                                     quant_u8(p, 3) | (h >> 4 & 1792));
+        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 4 & 1792));
+        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h & 1792), p[3] | (h >> 4 & 1792));
         uint32_t top = h >> 3 & 0x1111;                             // one bit to a byte of ones
         top = (top | top << 8) & 0x00110011;
         minus[i] = ((top | top << 4) & 0x01010101) * 255;
     }
     quant_unpack(q, w, 2, 0, n);
     quant_unpack(q, minus, 1, 2, n);
-    quant_lookup(q, quant_iq1, n);
+    quant_lookup(q, quant_iq1, 8, n);
     uint64_t s = quant_u64(b->scales), dbits = s >> 12 & 0x000f000f000f000f, sc = 0, hi = 0;
     uint32_t h = (uint32_t)(dbits | dbits >> 12 | dbits >> 24 | dbits >> 36) & 0xffff;
     for (int i = 0; i < 8; i++) {
