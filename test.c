@@ -582,6 +582,7 @@ static int run_scenario(char **arg) {
     Error e = {""};
     struct rusage usage;
     o.cpu = true;
+    if (!o.window) o.window = n + answer;   // all of the text
     for (int i = 0; i < n + answer; i++) ids[i] = random_bits() % 100000;
     double start = now(), first;
     bool ok = model_open(&m, arg[1], &e) && session_open(&s, &m, o, &e);
