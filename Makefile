@@ -294,7 +294,7 @@ unicode:
 	@awk -F ";" "$$UNICODE_AWK" "$(or $(UCD),$(error UCD=path of a UnicodeData.txt))" "$(UCD)"
 
 clean:
-	rm -f llm test_native test_plain test_book test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
+	rm -f llm test_native test_plain test_book test_avx2 test_asan test_arm test_tsan test_mutants test_fuzz *.log test.tmp
 	rm -rf test_mutants.d test_fuzz.d
 
 install: llm

@@ -58,6 +58,10 @@ __attribute__((unused)) static void *map_copy(size_t n, int fd) {
 #define main llm_main
 #include "llm.c"
 #undef main
+#undef mmap
+#undef munmap
+#undef pthread_create
+#undef pthread_join
 #undef malloc
 #undef calloc
 #undef realloc
