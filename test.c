@@ -1479,40 +1479,6 @@ static void test_session_refusals(void) {
     free(out.id);
 }
 
-static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
-
-// Each allocation on the way from a file to its first words fails once. Every time that is said in
-// a line, and nothing is left behind.
-static void test_allocations(void) {
-    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
-    put_model(&w, &(Shape){"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS});
-    key_vocab(&w, "gpt2", NULL, "a,b,ab", "a b");
-    write_gguf(&w, scratch("way.gguf"));
-    bool reached = true;
-    for (size_t k = 1; reached; k++) {
-        Model m = {0};
-        Session s = {0};
-        Tokens ids = {0};
-        Error e = {""};
-        Options o = {.threads = 3, .window = 8, .chunk = 2, .cpu = true};
-        long before = living;
-        allocations = 0;
-        failing = k;
-        bool ok = model_open(&m, scratch("way.gguf"), &e) && session_open(&s, &m, o, &e) &&
-                  tokenize(m.tokenizer, "abba", 4, false, true, &ids, &e) &&
-                  session_generate(&s, ids.id, ids.n, 20, take_any, NULL, &e);
-        session_close(&s);
-        model_close(&m);
-        freed(ids.id);
-        failing = 0;
-        reached = allocations >= k;
-        bool said = strstr(e.text, "memory") || strstr(e.text, "start 3 threads");
-        CHECK(ok != reached && said == reached, "allocation %zu: '%s'", k, e.text);
-        CHECK(living == before, "allocation %zu: %ld are left behind", k, living - before);
-        if (!reached) printf("  %zu allocations failed, one at a time\n", k - 1);
-    }
-}
-
 // ==== sampler ====
 
 static Candidate *five(Candidate c[5]) {   // probabilities .249 .012 .056 .678 .005
@@ -1845,6 +1811,136 @@ static void test_tokenizer_linear(void) {
             free(ids.id);
         }
         tok_close(&v);
+    }
+}
+
+// ==== chat templates ====
+
+// What each template must print for the conversation below; «» enclose what is marked, what
+// others than the model wrote. "!" begins what the line of an error must hold.
+static const struct { const char *what, *text, *want; } TEMPLATES[] = {
+    {"a newline at the end", "a\r\nb\n", "a\nb"},
+    {"trim_blocks, lstrip_blocks", "  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.",
+     "  x\ny  1\n."},
+    {"signs at tags", "a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
+    {"raw", "{% raw %}{{ x }}{% endraw %}\n{% raw -%} y {%- endraw %}", "{{ x }}y"},
+    {"set is local in for, not in if", "{% set x = 1 %}{% for i in [1] %}{% set x = 2 %}{{ x }}"
+     "{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
+    {"targets", "{% set a, (b, c) = 1, [2, 3] %}{{ c }}{% set n = namespace(v=1) %}"
+     "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
+    {"set of a block", "{% set x | upper %}a{{ messages[0].content }}{% endset %}{{ x }}",
+     "A«BE BRIEF.»"},
+    {"loop", "{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}"
+     "{{ loop.previtem.role if not loop.first }} {% endfor %}",
+     "1False 2Falseuser 3Trueassistant "},
+    {"break, continue, else", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+     "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}{% else %}-"
+     "{% endfor %}", "02-"},
+    {"a recursive loop", "{% for x in [[[]]] recursive %}({{ loop(x) }}){% endfor %}", "(())"},
+    {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
+     "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
+    {"blocks", "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}"
+     "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}",
+     "<1>Ab"},
+    {"printing", "{{ [none, true, 1.0, 1e16, 'it\\'s', \"\\n\", ('a',), {'k': 0.1}] }}",
+     "[None, True, 1.0, 1e+16, \"it's\", '\\n', ('a',), {'k': 0.1}]"},
+    {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2)}}"
+     "{{ not 3 in [3] or 1 == 1.0 }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
+     "-423.5 64aaFalseTruec2"},
+    {"slices by characters", "{{ 'Größe'[::-1] }}{{ 'Größe'[-3:-1] }}{{ [1, 2, 3][::2] }}",
+     "eßörGöß[1, 3]"},
+    {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
+     "{{ messages[0].no }}", "0Falsey"},
+    {"members", "{{ {'items': 1}['items'] }}{{ {}.get('b', 2) }}{{ messages.0.role }}", "12system"},
+    {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
+     " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
+     "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
+     "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>\\n»\"«End.»"},
+    {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) }}", "['a', 'b', 'a,b', 'c']"},
+    {"filters of lists", "{{ messages|map(attribute='role')|unique|list }}"
+     "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
+     "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
+     "['system', 'user', 'assistant']2[3, 2, 1][('a', 2), ('b', 1)]3"},
+    {"read once", "{% set g = [1]|map('string') %}{{ g|list }}{{ g|list }}", "['1'][]"},
+    {"JSON", "{{ {'a': [1, 'é\"'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
+     "{\"a\": [1, \"é\\\"\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
+    {"formats", "{{ '%05.1f|%-3s|%x'|format(2.25, 'a', 255) }}{{ '{:>3}{0!r}'.format('b') }}",
+     "002.2|a  |ff  b'b'"},
+    {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
+     "<s></s>22 Nov 2026False"},
+    {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(50000) %}"
+     "{% set n.s = n.s + '0123456789' %}{% endfor %}{{ n.s|length }}", "500000"},
+    {"an error names its line", "\n\n{{ x.y }}", "!line 3: 'x' is undefined"},
+    {"raise_exception", "{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
+    {"an unknown tag", "{% if 0 %}{% fetch %}{% endif %}", "!unexpected fetch"},
+    {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
+    {"types", "{{ 'a' + 1 }}", "!str + int is not possible"},
+    {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
+    {"too long", "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}"
+     "{% endfor %}", "!too"},
+    {"too large", "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s * 9 %}"
+     "{% endfor %}", "!too much memory"},
+};
+
+static void test_chat_templates(void) {
+    static const ChatMessage messages[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
+        {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
+    setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
+    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
+        Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
+        const char *want = TEMPLATES[i].want;
+        Rendered r;
+        Error e = {""};
+        bool ok = template_render(text, messages, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
+        char *got = need(5 * r.n + 8), *end = got;
+        for (size_t k = 0; k <= r.n; k++) {
+            bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
+            if (before != now) end = stpcpy(end, now ? "«" : "»");
+            if (k < r.n) *end++ = r.text[k];
+        }
+        bool right = *want == '!' ? !ok && strstr(e.text, want + 1) : ok && !strcmp(got, want);
+        CHECK(right, "%s: %s%s", TEMPLATES[i].what, got, e.text);
+        rendered_free(&r);
+    }
+    unsetenv("SOURCE_DATE_EPOCH");
+}
+
+static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
+
+// Each allocation on the way from a file to its first words fails once. Every time that is said in
+// a line, and nothing is left behind.
+static void test_allocations(void) {
+    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
+    put_model(&w, &(Shape){"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS});
+    key_vocab(&w, "gpt2", NULL, "a,b,ab", "a b");
+    write_gguf(&w, scratch("way.gguf"));
+    ChatMessage hi = {{"user", 4}, {"Hi", 2}};
+    Str template = {"{{ messages[0].content * 30000 }}", 33};
+    bool reached = true;
+    for (size_t k = 1; reached; k++) {
+        Model m = {0};
+        Session s = {0};
+        Tokens ids = {0};
+        Rendered r = {0};
+        Error e = {""};
+        Options o = {.threads = 3, .window = 8, .chunk = 2, .cpu = true};
+        long before = living;
+        allocations = 0;
+        failing = k;
+        bool ok = model_open(&m, scratch("way.gguf"), &e) && session_open(&s, &m, o, &e) &&
+                  tokenize(m.tokenizer, "abba", 4, false, true, &ids, &e) &&
+                  session_generate(&s, ids.id, ids.n, 20, take_any, NULL, &e) &&
+                  template_render(template, &hi, 1, (Str){"", 0}, (Str){"", 0}, -1, &r, &e);
+        session_close(&s);
+        model_close(&m);
+        rendered_free(&r);
+        freed(ids.id);
+        failing = 0;
+        reached = allocations >= k;
+        bool said = strstr(e.text, "memory") || strstr(e.text, "start 3 threads");
+        CHECK(ok != reached && said == reached, "allocation %zu: '%s'", k, e.text);
+        CHECK(living == before, "allocation %zu: %ld are left behind", k, living - before);
+        if (!reached) printf("  %zu allocations failed, one at a time\n", k - 1);
     }
 }
 
@@ -4015,11 +4111,21 @@ static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size
     return true;
 }
 
+static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) {
+    ChatMessage hi = {{"user", t ? 4 : 0}, {" Hi <b>\n", 8}};
+    Str text = {(const char *)data, size};
+    Rendered r;
+    Error e;
+    bool ok = template_render(text, &hi, 1, (Str){"<s>", 3}, (Str){"", 0}, size % 3 - 1, &r, &e);
+    rendered_free(&r);
+    return ok;
+}
+
 static const struct FuzzTarget {   // without a function: the input is a file
     const char *name;
     bool (*run)(const Tokenizer *t, const uint8_t *data, size_t size);
 } FUZZ_TARGETS[] = {{"loader", NULL}, {"vocabulary", NULL}, {"tokenize", fuzz_tokenize},
-                    {"detokenize", fuzz_detokenize}};
+                    {"detokenize", fuzz_detokenize}, {"template", fuzz_template}};
 static struct {
     const struct FuzzTarget *target;
     int file;                                // of the model that is tried
@@ -4099,6 +4205,10 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         write_gguf(&w, path);
         if (i >= COUNT(SHAPES) && !tok_open(&fuzz.vocab[k], path)) abort();
     }
+    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
+        FILE *f = fopen(scratch(text_of("template-%zu", i)), "w");
+        if (!f || fputs(TEMPLATES[i].text, f) < 0 || fclose(f)) abort();
+    }
     clean_up();
     return atexit(fuzz_end);
 }
@@ -4115,10 +4225,10 @@ static const Test TESTS[] = {
     T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
     T(gguf_shapes) T(gguf_experts) T(golden_models) T(golden_encoders) T(story_greedy)
     T(every_architecture) T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals)
-    T(allocations) T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables)
-    T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special) T(tokenizer_streaming)
-    T(tokenizer_refusals) T(tokenizer_linear) T(cli_refusals) T(cli_output) T(cli_completion)
-    T(cli_numbers) T(cli_chat) T(cli_logits)
+    T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables) T(tokenizer_goldens)
+    T(tokenizer_rules) T(tokenizer_special) T(tokenizer_streaming) T(tokenizer_refusals)
+    T(tokenizer_linear) T(chat_templates) T(allocations) T(cli_refusals) T(cli_output)
+    T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_logits)
     T(cli_interrupt)
 #ifdef LLM_METAL
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
