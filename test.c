@@ -60,6 +60,10 @@ __attribute__((unused)) static void *map_copy(size_t n, int fd) {
 #define main llm_main
 #include "llm.c"
 #undef main
+#undef mmap
+#undef munmap
+#undef pthread_create
+#undef pthread_join
 #undef malloc
 #undef calloc
 #undef realloc
@@ -1583,40 +1587,6 @@ static void test_session_refusals(void) {
     free(out.id);
 }
 
-static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
-
-// Each allocation on the way from a file to its first words fails once. Every time that is said in
-// a line, and nothing is left behind.
-static void test_allocations(void) {
-    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
-    put_model(&w, &(Shape){"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS});
-    key_vocab(&w, "gpt2", NULL, "a,b,ab", "a b");
-    write_gguf(&w, scratch("way.gguf"));
-    bool reached = true;
-    for (size_t k = 1; reached; k++) {
-        Model m = {0};
-        Session s = {0};
-        Tokens ids = {0};
-        Error e = {""};
-        Options o = {.threads = 3, .window = 8, .chunk = 2, .cpu = true};
-        long before = living;
-        allocations = 0;
-        failing = k;
-        bool ok = model_open(&m, scratch("way.gguf"), &e) && session_open(&s, &m, o, &e) &&
-                  tokenize(m.tokenizer, "abba", 4, NULL, false, true, &ids, &e) &&
-                  session_generate(&s, ids.id, ids.n, 20, take_any, NULL, &e);
-        session_close(&s);
-        model_close(&m);
-        freed(ids.id);
-        failing = 0;
-        reached = allocations >= k;
-        bool said = strstr(e.text, "memory") || strstr(e.text, "start 3 threads");
-        CHECK(ok != reached && said == reached, "allocation %zu: '%s'", k, e.text);
-        CHECK(living == before, "allocation %zu: %ld are left behind", k, living - before);
-        if (!reached) printf("  %zu allocations failed, one at a time\n", k - 1);
-    }
-}
-
 // ==== sampler ====
 
 static Candidate *five(Candidate c[5]) {   // probabilities .249 .012 .056 .678 .005
@@ -2055,6 +2025,45 @@ static void test_chat_templates(void) {
         rendered_free(&r);
     }
     unsetenv("SOURCE_DATE_EPOCH");
+}
+
+static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
+
+// Each allocation on the way from a file to its first words fails once. Every time that is said in
+// a line, and nothing is left behind.
+static void test_allocations(void) {
+    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
+    put_model(&w, &(Shape){"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS});
+    key_vocab(&w, "gpt2", NULL, "a,b,ab", "a b");
+    write_gguf(&w, scratch("way.gguf"));
+    ChatMessage hi = {{"user", 4}, {"Hi", 2}};
+    Str template = {"{{ messages[0].content * 30000 }}", 33};
+    bool reached = true;
+    for (size_t k = 1; reached; k++) {
+        Model m = {0};
+        Session s = {0};
+        Tokens ids = {0};
+        Rendered r = {0};
+        Error e = {""};
+        Options o = {.threads = 3, .window = 8, .chunk = 2, .cpu = true};
+        long before = living;
+        allocations = 0;
+        failing = k;
+        bool ok = model_open(&m, scratch("way.gguf"), &e) && session_open(&s, &m, o, &e) &&
+                  tokenize(m.tokenizer, "abba", 4, NULL, false, true, &ids, &e) &&
+                  session_generate(&s, ids.id, ids.n, 20, take_any, NULL, &e) &&
+                  template_render(template, &hi, 1, (Str){"", 0}, (Str){"", 0}, -1, &r, &e);
+        session_close(&s);
+        model_close(&m);
+        rendered_free(&r);
+        freed(ids.id);
+        failing = 0;
+        reached = allocations >= k;
+        bool said = strstr(e.text, "memory") || strstr(e.text, "start 3 threads");
+        CHECK(ok != reached && said == reached, "allocation %zu: '%s'", k, e.text);
+        CHECK(living == before, "allocation %zu: %ld are left behind", k, living - before);
+        if (!reached) printf("  %zu allocations failed, one at a time\n", k - 1);
+    }
 }
 
 // ==== the command line ====
@@ -5494,11 +5503,21 @@ static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size
     return true;
 }
 
+static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) {
+    ChatMessage hi = {{"user", t ? 4 : 0}, {" Hi <b>\n", 8}};
+    Str text = {(const char *)data, size};
+    Rendered r;
+    Error e;
+    bool ok = template_render(text, &hi, 1, (Str){"<s>", 3}, (Str){"", 0}, size % 3 - 1, &r, &e);
+    rendered_free(&r);
+    return ok;
+}
+
 static const struct FuzzTarget {   // without a function: the input is a file
     const char *name;
     bool (*run)(const Tokenizer *t, const uint8_t *data, size_t size);
 } FUZZ_TARGETS[] = {{"loader", NULL}, {"vocabulary", NULL}, {"tokenize", fuzz_tokenize},
-                    {"detokenize", fuzz_detokenize}};
+                    {"detokenize", fuzz_detokenize}, {"template", fuzz_template}};
 static struct {
     const struct FuzzTarget *target;
     int file;                                // of the model that is tried
@@ -5578,6 +5597,10 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         write_gguf(&w, path);
         if (i >= COUNT(SHAPES) && !tok_open(&fuzz.vocab[k], path)) abort();
     }
+    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
+        FILE *f = fopen(scratch(text_of("template-%zu", i)), "w");
+        if (!f || fputs(TEMPLATES[i].text, f) < 0 || fclose(f)) abort();
+    }
     clean_up();
     return atexit(fuzz_end);
 }
@@ -5603,10 +5626,11 @@ static const Test TESTS[] = {
     T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
     T(gguf_shapes) T(gguf_experts) T(golden_models) T(golden_encoders) T(story_greedy)
     T(every_architecture) T(ring) T(chunks_and_threads) T(regenerate) T(session_refusals)
-    T(allocations) T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables)
+    T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables)
     T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special) T(tokenizer_streaming)
-    T(tokenizer_refusals) T(tokenizer_linear) T(chat_templates) T(cli_refusals) T(cli_output)
-    T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_terminal) T(cli_logits) T(cli_interrupt)
+    T(tokenizer_refusals) T(tokenizer_linear) T(chat_templates) T(allocations) T(cli_refusals)
+    T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat) T(cli_terminal) T(cli_logits)
+    T(cli_interrupt)
 #ifdef LLM_METAL
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
