@@ -129,7 +129,7 @@ fuzz:
 	    most=200; n=2000000; mkdir -p test_fuzz.d/$$t; \
 	    case $$t in loader) most=6000; n=10000000;; vocabulary) most=3000;; template) most=1000;; esac; \
 	    ASAN_OPTIONS=quarantine_size_mb=4:detect_leaks=0 ./test_fuzz -runs=$(or $(RUNS),$$n) \
-	        -max_len=$$most -mutate_depth=2 -timeout=10 -artifact_prefix=test_fuzz.d/$$t- \
+	        -max_len=$$most -mutate_depth=2 -timeout=60 -artifact_prefix=test_fuzz.d/$$t- \
 	        test_fuzz.d/$$t 2> test_fuzz.d/$$t.log || { tail -n 40 test_fuzz.d/$$t.log; exit 1; }; \
 	done
 LINT = { sed -n '/^\#ifdef METAL_LINT/,/^\#endif/p' test.c; \
