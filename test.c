@@ -3768,7 +3768,8 @@ static void lab_experts(Gpu *g, int type, int n) {
                             {&floats.gate, &floats.up, &floats.down, &floats.shared_gate,
                              &floats.shared_up, &floats.shared_down}};
         w[i] = i == 1 && both > 1 ? w[0]
-               : lab_matrix(g, i < 3 ? type : other_format(type), many * ff, dim);
+               : lab_matrix(g, (i < 3) == (i % 3 != 1) ? type : other_format(type), many * ff,
+                            dim);
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
         for (int k = 0; k < many * ff * dim && n > 1; k++) w[i].f[k] = (float)(_Float16)w[i].f[k];
         for (int k = 0; k < 2; k++) {
@@ -3798,6 +3799,9 @@ static void lab_experts(Gpu *g, int type, int n) {
     run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
     lab_end(&x, "experts");
     lab_close_cpu(n > 1 ? "gemm experts" : "experts", type, &cpu, y, cpu.out, n * dim);
+    in[0] = NAN;   // some expert is chosen, whatever the scores
+    run_choice(lab_begin(&x), &x.w, (Input){in, NULL}, n);
+    lab_end(&x, "experts of NaN");
 }
 
 static void kernel_experts(Gpu *g, int type) {
@@ -4743,6 +4747,7 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"return nsg < ATTENTION_SIMDGROUPS", "ATTENTION", "at equality both are the same"},
     {"        for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
     {"if (row >= m->rows)", "m->rows)", "a unit past the end reads the last row, writes nothing"},
+    {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
     {"min(row, a->dv - 1)", "min(", "rows of a state that no head has may hold anything"},
     {"return x > 20.0f ?", "20.0f ?", "at the bound both are the same"},
     {"return pos < a->keep ?", "a->keep ?", "at pos = keep both are row keep"},
