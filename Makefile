@@ -38,12 +38,14 @@ run: llm
 
 # ---- tests ----
 
-# Each build of the tests meets other code: this CPU's SIMD, the same in plain C, the plain engine of
-# Part I alone, and the first two under a checker.
+# Each build of the tests meets other code: this CPU's SIMD, the same in plain C, quant.h with four
+# codes in a word as on a GPU, the plain engine of Part I alone, and the first two under a checker.
 test_native: test.c $(ENGINE)
 	$(CC) $(WARN) -O3 $(NATIVE) test.c -o $@ $(TEST_LIBS)
 test_plain: test.c $(ENGINE)
 	$(CC) $(WARN) -O1 -DQUANT_PLAIN test.c -o $@ $(TEST_LIBS)
+test_words: test.c $(ENGINE)
+	$(CC) $(WARN) -O1 -DQUANT_WORDS test.c -o $@ $(TEST_LIBS)
 test_book: test.c $(ENGINE)
 	$(CC) $(WARN) -O2 -DLLM_PLAIN test.c -o $@ $(LIBS)
 test_avx2: test.c $(ENGINE)
@@ -68,9 +70,12 @@ MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 # you changed something: everything that can be checked on this machine (about 5 minutes)
 test:
 	@rm -f test.log
-	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_book test_avx2 test_asan
+	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_words test_book test_avx2 \
+	    test_asan
 	@$(RUN) "optimised build" env LLM="./llm --cpu" ./test_native
 	@$(RUN) "plain C" ./test_plain --quick
+	@$(RUN) "quant.h as on a GPU" ./test_words --quick formats formats_grids \
+	    $(filter metal_kernels, $(ALL))
 	@$(RUN) "the plain engine" ./test_book --quick $(filter-out metal_% cli_output cli_numbers, $(ALL))
 	@$(RUN) "address and undefined behaviour sanitizers" ./test_asan --quick \
 	    $(filter-out metal_models, $(MEMORY))
@@ -284,7 +289,7 @@ unicode:
 	@awk -F ";" "$$UNICODE_AWK" "$(or $(UCD),$(error UCD=path of a UnicodeData.txt))" "$(UCD)"
 
 clean:
-	rm -f llm test_native test_plain test_book test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
+	rm -f llm test_native test_plain test_words test_book test_avx2 test_asan test_arm test_tsan test_mutants *.log test.tmp
 	rm -rf test_mutants.d test_cuda.d
 
 install: llm
