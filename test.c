@@ -3903,7 +3903,7 @@ static const struct { const char *name; int formats; } VARIANTS[] = {
     {"gemm few", 28}, {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
     {"norm centred", 1}, {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1},
     {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"experts_up", 28},
-    {"experts_down", 28}, {"gemm some experts", 1}, {"gemm few experts", 27}, {"sort_choices", 1},
+    {"experts_down", 28}, {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
     {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
 };
 enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
