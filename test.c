@@ -3477,8 +3477,8 @@ static void lab_gemm(Gpu *g, int type, int cols, int n, bool int8, const char *n
     double *want[3], *size[3], xs[256];
     for (int i = 0; int8 && i < n * cols; i++)   // inputs that their codes represent exactly
         in[i] = i % 32 == 5 ? 127 / 64.0f : rintf(127 * in[i]) / 64;
-    for (int i = 0; i < k; i++) {   // the second is of another format
-        w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
+    for (int i = 0; i < k; i++) {   // the others are of another format
+        w[i] = lab_matrix(g, i > 0 ? other_format(type) : type, rows[i], cols);
         w[i].m.bias = k == 3 && i != 1 ? lab_floats(g, rows[i], 1) : NULL;
         m[i] = &w[i].m;
         y[i] = lab_floats(g, n * rows[i], 1);
@@ -4692,6 +4692,9 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"return nsg < ATTENTION_SIMDGROUPS", "ATTENTION", "at equality both are the same"},
     {"for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
     {"i0 < cols; i0 +=", "cols; i0", "past the last column there are zeros"},
+    {"g0 * 32 < cols; g0 +=", "cols; g0", "past the last column there are zeros"},
+    {"k0 < a->cols; k0 +=", "a->cols; k0", "past the last column there are zeros"},
+    {"n > GEMM_FEW ? x : NULL", "GEMM_FEW ? x", "8 tokens can be codes, too"},
     {"i < TILE_TOKENS * 2;", "TILE_TOKENS", "a row past the last is not read"},
     {"if (row >= m->rows)", "m->rows)", "a unit past the end reads the last row, writes nothing"},
     {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
