@@ -303,8 +303,7 @@ static inline float4 four_floats(device const float *x, int i, int cols) {
     return v;
 }
 
-static inline float float_weight(int format, device const uchar *row, int i) {
-    if (format == FORMAT_F32) return ((device const float *)row)[i];
+static inline float half_weight(int format, device const uchar *row, int i) {   // of 16 bits
     if (format == FORMAT_F16) return (float)((device const half *)row)[i];
     return quant_from_bits((uint)((device const ushort *)row)[i] << 16);
 }
@@ -315,7 +314,7 @@ static inline float4 four_weights(int format, device const uchar *row, int i, in
     if (format == FORMAT_F32) return four_floats((device const float *)row, i, cols);
     if (RAGGED) {
         for (int e = 0; e < 4; e++)
-            if (i + e < cols) w[e] = float_weight(format, row, i + e);
+            if (i + e < cols) w[e] = half_weight(format, row, i + e);
         return w;
     }
     if (i >= cols) return w;
@@ -1134,6 +1133,7 @@ static inline void tile_multiply(threadgroup const float *xs, threadgroup const 
         thread simdgroup_float8x8 *c) {
     simdgroup_float8x8 mx[4];
     simdgroup_half8x8 mw;
+    QUANT_UNROLL for (int i = 0; i < 4; i++) mx[i] = simdgroup_float8x8(0.0f);
     for (int k = 0; k < GEMM_K; k += 8) {
         QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
             simdgroup_load(mx[i], xs + tile_token(i, sg) * GEMM_STRIDE + k, GEMM_STRIDE);

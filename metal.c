@@ -8,9 +8,9 @@
 //   gpu_logits(s, first, n)              instead of output_logits, for further rows of the chunk
 //   gpu_argmax(s, logits)                for the id of the largest of these logits
 //
-// When one of them returns false, or gpu_argmax -1, the CPU does the work: there is no GPU, or the
-// kernels lack something that the model needs, or a call of Metal has failed. The CPU can take over
-// in the middle of a text, because both use the same pages of weights, KV cache and scratch.
+// When one of them returns false, or gpu_argmax -1, the CPU does the work: there is no GPU, or it
+// cannot hold the model (gpu_lacks), or a call of Metal has failed. The CPU can take over in the
+// middle of a text, because both use the same pages of weights, KV cache and scratch.
 #include <assert.h>
 #define METAL_HOST
 #include "kernels.metal"

@@ -119,8 +119,8 @@ QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
 QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
     return quant_u16(p) | quant_u16(p + 2) << 16;
 }
-// The word i bytes (a multiple of four) behind p in a block of `size`, made of aligned words: of two
-// if it lies in two. Where more of the block follows, always of two, so that neighbours share them.
+// The word i bytes (a multiple of four) behind p in a block of `size`, made of aligned words: of
+// two if it lies in two; where more of the block follows, always of two, which neighbours share.
 QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
     if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)(p + i);
     if (size % 2 == 0 && !inside) return quant_u32(p + i);
@@ -207,9 +207,9 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 
 // ---- 3. the words decoders are made of ----
 // The words stand on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in NEON and on
-// other CPUs, 4 in a 32-bit word on a GPU (and with QUANT_WORDS, for tests), 1 in plain C, which says
-// what a word means. With n = 8 the loops unroll: codes stay in registers from word to word, and on
-// to a caller that loads q, d and m as they were stored, QUANT_LANES bytes at a time.
+// other CPUs, 4 in a 32-bit word on a GPU (and with QUANT_WORDS, for tests), 1 in plain C, which
+// says what a word means. With n = 8 the loops unroll: codes stay in registers from word to word,
+// and on to a caller that loads q, d and m as they were stored, QUANT_LANES bytes at a time.
 //
 // Vectors are made of EIGHTS: runs of eight consecutive weights, which stay together in q[4][8][8].
 // The t-th eight of q, counted from 0, holds weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n. So

@@ -3733,6 +3733,15 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 
 #define LAB_CHECK(ok, format, ...) CHECK(ok, format ", %s", __VA_ARGS__, orders[emu.order])
 
+static Gpu *lab_open(void) {
+    Gpu *g = gpu_new();
+    void *pool = objc_autoreleasePoolPush();
+    bool ok = gpu_library(g);
+    CHECK(ok, "%s", g->why);
+    objc_autoreleasePoolPop(pool);
+    return g;
+}
+
 static Lab lab(Gpu *g) {
     return (Lab){.g = g, .arch = {.act = SILU},
                  .m = {.config = {.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1}}};
@@ -3892,8 +3901,8 @@ static void lab_gemm(Gpu *g, int type, int cols, int n, bool int8, const char *n
     double *want[3], *size[3], xs[256];
     for (int i = 0; int8 && i < n * cols; i++)   // inputs that their codes represent exactly
         in[i] = i % 32 == 5 ? 127 / 64.0f : rintf(127 * in[i]) / 64;
-    for (int i = 0; i < k; i++) {   // the second is of another format
-        w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
+    for (int i = 0; i < k; i++) {   // the others are of another format
+        w[i] = lab_matrix(g, i > 0 ? other_format(type) : type, rows[i], cols);
         w[i].m.bias = k == 3 && i != 1 ? lab_floats(g, rows[i], 1) : NULL;
         m[i] = &w[i].m;
         y[i] = lab_floats(g, n * rows[i], 1);
@@ -4192,7 +4201,8 @@ static void lab_experts(Gpu *g, int type, int n) {
                             {&floats.gate, &floats.up, &floats.down, &floats.shared_gate,
                              &floats.shared_up, &floats.shared_down}};
         w[i] = i == 1 && both > 1 ? w[0]
-               : lab_matrix(g, i < 3 ? type : other_format(type), many * ff, dim);
+               : lab_matrix(g, (i < 3) == (i % 3 != 1) ? type : other_format(type), many * ff,
+                            dim);
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
         for (int k = 0; k < many * ff * dim && n > 1; k++) w[i].f[k] = (float)(_Float16)w[i].f[k];
         for (int k = 0; k < 2; k++) {
@@ -4222,6 +4232,9 @@ static void lab_experts(Gpu *g, int type, int n) {
     run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
     lab_end(&x, "experts");
     lab_close_cpu(n > 1 ? "gemm experts" : "experts", type, &cpu, y, cpu.out, n * dim);
+    in[0] = NAN;   // some expert is chosen, whatever the scores
+    run_choice(lab_begin(&x), &x.w, (Input){in, NULL}, n);
+    lab_end(&x, "experts of NaN");
 }
 
 static void kernel_experts(Gpu *g, int type) {
@@ -4314,7 +4327,7 @@ static const struct { const char *name; int formats; } VARIANTS[] = {
     {"gemm few", 28}, {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
     {"norm centred", 1}, {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1},
     {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"experts_up", 28},
-    {"experts_down", 28}, {"gemm some experts", 1}, {"gemm few experts", 27}, {"sort_choices", 1},
+    {"experts_down", 28}, {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
     {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
 };
 enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
@@ -4369,17 +4382,13 @@ static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
 static void test_metal_kernels(void) {
     bool ran[N_VARIANTS][N_FORMATS] = {{0}};
-    Gpu *g = gpu_new();
-    void *pool = objc_autoreleasePoolPush();
-    bool ok = gpu_library(g);
-    CHECK(ok, "%s", g->why);
-    objc_autoreleasePoolPop(pool);
+    Gpu *g = lab_open();
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
         int type = FORMATS[i / ORDERS];
         bool few = type < 2 || type == 7 || type == 8 || type == 12;
         emu.order = i % ORDERS;
         if (soft.cuda && emu.order) continue;   // it has its own
-        for (size_t k = 0; ok && k < sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS; k++) {
+        for (size_t k = 0; g->library && k < sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS; k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
             if (soft.hasty && (test.failures || (soft.hasty == 2 && !few))) continue;
@@ -4391,8 +4400,7 @@ static void test_metal_kernels(void) {
         }
     }
     emu.order = FORWARD;
-    Session s = {.gpu = g};
-    gpu_close(&s);
+    gpu_close(&(Session){.gpu = g});
     if (RECORDER && soft.hasty < 2) check_variants(ran);
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
     check_counters();
@@ -4829,14 +4837,41 @@ static void test_metal_failures(void) {
 // ---- how fast ----
 //
 // `make bench-cuda` calls metal.c's functions on operands in the GPU's own memory: so many in turn
-// that its cache does not hold them. A row has the median time, then bytes of weights or of K and V
-// and their share of what the GPU can read, or the rate of multiplications and additions.
+// that its cache does not hold them. A row has the best time of 7, then bytes of weights or of K
+// and V and their share of what the GPU can read, or the rate of multiplications and additions.
 
 static struct { const char *only; double read_rate; } bench;
 
-static bool bench_wants(const char *name) { return strstr(name, bench.only) != NULL; }
+static double bench_time(const SoftRun *runs) {   // seconds
+    void *start, *stop;
+    float ms, best = 1e9;
+    CUDA(cuEventCreate, &start, 0);
+    CUDA(cuEventCreate, &stop, 0);
+    for (int i = 0; i < 8 && !cuda.rehearsal; i++) {   // the first one warms up
+        CUDA(cuEventRecord, start, NULL);
+        cuda_commit(runs);
+        CUDA(cuEventRecord, stop, NULL);
+        CUDA(cuEventSynchronize, stop);
+        CUDA(cuEventElapsedTime, &ms, start, stop);
+        best = i && ms < best ? ms : best;
+    }
+    return best / 1e3;
+}
 
-// a buffer that holds the pattern again and again
+// prints a row of what was encoded since lab_begin, `times` the same
+static void bench_end(Lab *x, const char *name, int times, double bytes, double flop) {
+    double s = bench_time(((SoftObject *)x->g->commands[0])->runs) / times;
+    printf("%s %.1f us", name, s * 1e6);
+    if (bytes) printf(" %.0f GB/s %.1f %%", bytes / s / 1e9, 100 * bytes / s / bench.read_rate);
+    if (flop) printf(" %.2f TFLOP/s", flop / s / 1e12);
+    putchar('\n');
+    fflush(stdout);
+    lab_end(x, name);
+    lab_drop(x->g);
+    clean_up();
+}
+
+// a buffer that holds n bytes again and again
 static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
     char *p = gpu_share(g, NULL, (bytes + 15) / 16 * 16);
     const SoftObject *b = gpu_find(g, p)->buffer;
@@ -4848,8 +4883,7 @@ static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
 }
 
 static float *bench_floats(Gpu *g, size_t n) {
-    float *pattern = noise_array(4096, 1);
-    return bench_fill(g, n * sizeof *pattern, pattern, 4096 * sizeof *pattern);
+    return bench_fill(g, n * sizeof(float), noise_array(4096, 1), 4096 * sizeof(float));
 }
 
 static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
@@ -4870,189 +4904,104 @@ static Cache bench_cache(Gpu *g, int n_kv, int hd, int rows) {
                    bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows, 0, NULL, NULL};
 }
 
-// n tokens after `rows - n`, for a model of such heads
-static void bench_begin(Lab *x, int hd, int n_head, int n_kv, int rows, int n) {
-    Gpu *g = x->g;
-    Config *c = &x->m.config;
-    c->rope = ROPE_HALVES;
-    c->hd = c->vd = c->n_rot = hd;
-    c->causal = true;
-    x->w.n_head = n_head;
-    x->w.n_kv = n_kv;
-    x->w.rotated = true;
-    x->s.pos = rows - n;
-    x->s.q = bench_floats(g, (size_t)n * n_head * hd);
-    x->s.k = bench_floats(g, (size_t)n * n_kv * hd);
-    x->s.v = bench_floats(g, (size_t)n * n_kv * hd);
-    x->s.att = bench_floats(g, (size_t)n * n_head * hd);
-    x->s.angles[0] = bench_floats(g, (size_t)n * hd);
-    g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
-}
-
-// prints the median of 7 runs of what was encoded since lab_begin, which is `times` the same
-static void bench_end(Lab *x, const char *name, int times, double bytes, double flop) {
-    const SoftObject *commands = x->g->commands[0];
-    void *start, *stop;
-    float ms[7];
-    CUDA(cuEventCreate, &start, 0);
-    CUDA(cuEventCreate, &stop, 0);
-    for (int i = -1; i < 7 && !cuda.rehearsal; i++) {   // the first one warms up
-        CUDA(cuEventRecord, start, NULL);
-        cuda_commit(commands->runs);
-        CUDA(cuEventRecord, stop, NULL);
-        CUDA(cuEventSynchronize, stop);
-        int k = i < 0 ? 0 : i;
-        CUDA(cuEventElapsedTime, &ms[k], start, stop);
-        for (; k > 0 && ms[k - 1] > ms[k]; k--) {
-            float t = ms[k];
-            ms[k] = ms[k - 1];
-            ms[k - 1] = t;
-        }
-    }
-    double s = cuda.rehearsal ? 1 : ms[3] / 1e3 / times;
-    printf("%s %.1f us", name, s * 1e6);
-    if (bytes) printf(" %.0f GB/s %.1f %%", bytes / s / 1e9, 100 * bytes / s / bench.read_rate);
-    if (flop) printf(" %.2f TFLOP/s", flop / s / 1e12);
-    putchar('\n');
-    fflush(stdout);
-    lab_end(x, name);
-    lab_drop(x->g);
-    clean_up();
-}
-
-static void bench_gemv(Gpu *g, int type, int64_t rows, int64_t cols) {
-    const char *format = quant_name(type), *name = "";
-    if (format) name = text_of("gemv %s %dx%d", format, (int)rows, (int)cols);
-    double bytes = quant_row_bytes(type, cols) * rows;
-    int copies = 1 + 4e8 / bytes, times = copies < 4 ? 4 : copies;
+static void bench_product(Gpu *g, int type, int64_t rows, int n, bool int8) {
+    enum { COLS = 4096 };
+    const char *format = quant_name(type), *name = text_of("%s%s %s %dx%d", n > 1 ? "gemm" : "gemv",
+        int8 ? " int8" : "", format ? format : "", (int)rows, COLS);
+    double bytes = quant_row_bytes(type, COLS) * rows;
+    int copies = 1 + 4e8 / bytes;
     Matrix *m = need(copies * sizeof *m);
     Lab x = lab(g);
-    if (!bench_wants(name)) return;
-    float *in = bench_floats(g, cols), *y = bench_floats(g, rows);
-    for (int i = 0; i < copies; i++) m[i] = bench_matrix(g, type, rows, cols);
+    if (n > 1) name = text_of("%sx%d", name, n);
+    if (!strstr(name, bench.only) || (int8 && format_block(type) == 1)) return;
+    float *in = bench_floats(g, n * COLS), *y = bench_floats(g, n * rows);
+    for (int i = 0; i < copies; i++) m[i] = bench_matrix(g, type, rows, COLS);
+    g->codes = int8 ? (int8_t *)bench_floats(g, n * COLS / 4) : NULL;
+    g->scales = int8 ? bench_floats(g, n * COLS / 32 * 3) : NULL;
     lab_begin(&x);
-    for (int i = 0; i < times; i++) {
-        const Matrix *w = &m[i % copies];
-        run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE);
+    for (int i = 0; i < copies; i++) {
+        const Matrix *w = &m[i];
+        run_quantize(&x.s, &w, 1, in, n);
+        if (n > 1) run_gemm(&x.s, &w, 1, in, &y, n, STORE, EXPERTS_NONE);
+        else run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE);
     }
-    bench_end(&x, name, times, bytes, 0);
-}
-
-static void bench_gemm(Gpu *g, int type, bool int8) {
-    enum { N = 512, ROWS = 4096, COLS = 4096 };
-    const char *name = text_of("gemm%s %s %dx%dx%d", int8 ? " int8" : "", quant_name(type), ROWS,
-                               COLS, N);
-    Lab x = lab(g);
-    if (!bench_wants(name) || (int8 && format_block(type) == 1)) return;
-    Matrix m = bench_matrix(g, type, ROWS, COLS);
-    float *in = bench_floats(g, N * COLS), *y = bench_floats(g, N * ROWS);
-    g->codes = int8 ? (int8_t *)bench_floats(g, N * COLS / 4) : NULL;
-    g->scales = int8 ? bench_floats(g, N * COLS / 32 * 3) : NULL;
-    lab_begin(&x);
-    for (int i = 0; i < 4; i++) {
-        const Matrix *w = &m;
-        run_quantize(&x.s, &w, 1, in, N);
-        run_gemm(&x.s, &w, 1, in, &y, N, STORE, EXPERTS_NONE);
-    }
-    g->codes = NULL;
     g->coded = NULL;
-    bench_end(&x, name, 4, 0, 2.0 * N * ROWS * COLS);
+    g->codes = NULL;
+    bench_end(&x, name, copies, n > 1 ? 0 : bytes, n > 1 ? 2.0 * n * rows * COLS : 0);
 }
 
-static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n) {
-    enum { KV = 8, COPIES = 16 };
+// attention of n tokens after `rows - n`; or, with a format, a layer of an 8B Llama
+static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n, const char *format) {
+    enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
     double pairs = (double)n * rows - n * (n - 1) / 2.0, bytes = 4.0 * KV * rows * hd;
     const char *name = text_of("%sattention %d heads of %d, %d rows", n > 1 ? "flash " : "", n_head,
                                hd, rows);
-    Cache c[COPIES];
-    Lab x = lab(g);
-    if (!bench_wants(name)) return;
-    bench_begin(&x, hd, n_head, KV, rows, n);
-    for (int i = 0; i < COPIES; i++) c[i] = bench_cache(g, KV, hd, rows);
-    x.s.cache = c;
-    lab_begin(&x);
-    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) run_attention(&x.s, &x.w, n);
-    bench_end(&x, name, COPIES, n > 1 ? 0 : bytes, n > 1 ? 4 * pairs * hd * n_head : 0);
-}
-
-// one token through layers of an 8B Llama, as metal.c dispatches them
-static void bench_layer(Gpu *g, const char *format) {
-    enum { D = 4096, FF = 14336, HD = 128, KV = 8, ROWS = 1024, COPIES = 3 };
-    const char *name = text_of("layer %s of 8B, %d rows", format, ROWS);
-    int type = quant_type_from_name(format);
-    double bytes = quant_row_bytes(type, D) * (2.0 * D + 2 * KV * HD + 3 * FF);
+    int type = format ? quant_type_from_name(format) : 0;
     Cache c[COPIES];
     Layer w[COPIES];
     Lab x = lab(g);
-    if (!bench_wants(name)) return;
-    bench_begin(&x, HD, D / HD, KV, ROWS, 1);
-    x.m.config.dim = D;
-    x.w.ff = FF;
+    if (format) name = text_of("layer %s of 8B, %d rows", format, rows);
+    if (!strstr(name, bench.only)) return;
+    Config *config = &x.m.config;
+    config->rope = ROPE_HALVES;
+    config->hd = config->vd = config->n_rot = hd;
+    config->causal = true;
+    config->dim = D;
+    x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
-    x.s.cache = c;
-    x.s.x = bench_floats(g, D);
-    x.s.up = bench_floats(g, FF);
+    x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
+                    .k = bench_floats(g, n * KV * hd), .v = bench_floats(g, n * KV * hd),
+                    .att = bench_floats(g, n * n_head * hd), .x = bench_floats(g, D),
+                    .up = bench_floats(g, FF), .angles = {bench_floats(g, n * hd)}};
+    g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
     for (int i = 0; i < COPIES; i++) {
         Matrix *m[] = {&x.w.q, &x.w.o, &x.w.k, &x.w.v, &x.w.gate, &x.w.up, &x.w.down};
-        for (int k = 0; k < 7; k++)
-            *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * HD : FF,
+        for (int k = 0; format && k < 7; k++)
+            *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
                                  k == 6 ? FF : D);
         w[i] = x.w;
-        c[i] = bench_cache(g, KV, HD, ROWS);
+        c[i] = bench_cache(g, KV, hd, rows);
     }
     lab_begin(&x);
-    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) run_layer(&x.s, &w[x.s.l], 1);
-    bench_end(&x, name, COPIES, bytes + 4.0 * KV * HD * ROWS, 0);
+    for (x.s.l = 0; x.s.l < COPIES; x.s.l++)
+        if (format) run_layer(&x.s, &w[x.s.l], 1);
+        else run_attention(&x.s, &x.w, n);
+    if (format) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
+    bench_end(&x, name, COPIES, n > 1 ? 0 : bytes, n > 1 ? 4 * pairs * hd * n_head : 0);
 }
 
 static void bench_all(void) {
-    Gpu *g = gpu_new();
-    void *pool = objc_autoreleasePoolPush();
-    bool ok = gpu_library(g);
-    CHECK(ok, "%s", g->why);
-    objc_autoreleasePoolPop(pool);
-    for (int i = 0; i < N_FORMATS; i++) {
-        bench_gemv(g, FORMATS[i], 14336, 4096);
-        bench_gemv(g, FORMATS[i], 131072, 4096);
-        bench_gemm(g, FORMATS[i], false);
-        bench_gemm(g, FORMATS[i], true);
-    }
-    for (int rows = 1024; rows <= 8192; rows *= 8) bench_attention(g, 32, 128, rows, 1);
-    for (int hd = 64; hd <= 256; hd *= 2) bench_attention(g, hd == 256 ? 16 : 32, hd, 2048, 512);
     static const char *const layers[] = {"f16", "q8_0", "q4_0", "q4_K"};
-    for (int i = 0; i < 4; i++) bench_layer(g, layers[i]);
-    Session s = {.gpu = g};
-    gpu_close(&s);
+    Gpu *g = lab_open();
+    for (int i = 0; i < N_FORMATS; i++) {
+        bench_product(g, FORMATS[i], 14336, 1, false);
+        bench_product(g, FORMATS[i], 131072, 1, false);
+        bench_product(g, FORMATS[i], 4096, 512, false);
+        bench_product(g, FORMATS[i], 4096, 512, true);
+    }
+    for (int rows = 1024; rows <= 8192; rows *= 8) bench_attention(g, 32, 128, rows, 1, NULL);
+    for (int hd = 64; hd <= 256; hd *= 2)
+        bench_attention(g, hd == 256 ? 16 : 32, hd, 2048, 512, NULL);
+    for (int i = 0; i < 4; i++) bench_attention(g, 32, 128, 1024, 1, layers[i]);
+    gpu_close(&(Session){.gpu = g});
 }
 
 // what the GPU can read, in bytes a second: of 4 GB, 64 bytes a thread at a time
 static double bench_read(void) {
-    CudaProgram *p = cuda_program(
-        "extern \"C\" __global__ void entry(uint4 *p) {\n"
-        "    unsigned sum = 0, step = gridDim.x * blockDim.x;\n"
-        "    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < 1 << 28; i += 4 * step)\n"
-        "        for (int k = 0; k < 4; k++) {\n"
+    SoftObject buffer = {.n = 1, .p = ""}, none = {0}, pipeline = {.a = &none};
+    SoftRun r = {.pipeline = &pipeline, .bind = {{&buffer, buffer.p}}, .groups = {1024, 1, 1},
+                 .threads = {1024, 1, 1}};
+    r.program = cuda_program("extern \"C\" __global__ void entry(uint4 *p) {\n"
+        "    unsigned sum = 0, step = 1 << 20;\n"
+        "    for (int i = blockIdx.x * 1024 + threadIdx.x, k; i < 1 << 28; i += 4 * step)\n"
+        "        for (k = 0; k < 4; k++) {\n"
         "            uint4 x = p[i + k * step];\n"
-        "            sum += x.x ^ x.y ^ x.z ^ x.w;\n"
-        "        }\n"
-        "    if (sum == 12345) p->x = sum;\n"
-        "}\n");
-    CudaBound x = {0};
-    void *arguments[] = {&x}, *start, *stop;
-    float ms, best = 1e9;
-    CUDA(cuMemAlloc_v2, &x.buffer[0], (size_t)1 << 32);
-    CUDA(cuEventCreate, &start, 0);
-    CUDA(cuEventCreate, &stop, 0);
-    for (int i = 0; i < 8; i++) {
-        CUDA(cuEventRecord, start, NULL);
-        CUDA(cuLaunchKernel, cuda_function(p), 1024, 1, 1, 1024, 1, 1, 0, NULL, arguments, NULL);
-        CUDA(cuEventRecord, stop, NULL);
-        CUDA(cuEventSynchronize, stop);
-        CUDA(cuEventElapsedTime, &ms, start, stop);
-        best = ms < best ? ms : best;
-    }
-    CUDA(cuMemFree_v2, x.buffer[0]);
-    return 4294967296.0 / best * 1e3;
+        "            sum += x.x ^ x.y ^ x.z ^ x.w;\n        }\n"
+        "    if (sum == 12345) p->x = sum;\n}\n");
+    CUDA(cuMemAlloc_v2, &buffer.gpu, (size_t)1 << 32);
+    double seconds = bench_time(&r);
+    CUDA(cuMemFree_v2, buffer.gpu);
+    return 4294967296.0 / seconds;
 }
 
 static int cuda_bench(const char *only) {
@@ -5165,8 +5114,14 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"n <= GEMM_SOME ?", "GEMM_SOME ? GEMM_SOME", "32 tokens fit either tile"},
     {"return n_expert < n ?", "n ?", "at equality there is more room than needed"},
     {"return nsg < ATTENTION_SIMDGROUPS", "ATTENTION", "at equality both are the same"},
-    {"        for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
+    {"for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
+    {"i0 < cols; i0 +=", "cols; i0", "past the last column there are zeros"},
+    {"g0 * 32 < cols; g0 +=", "cols; g0", "past the last column there are zeros"},
+    {"k0 < a->cols; k0 +=", "a->cols; k0", "past the last column there are zeros"},
+    {"n > GEMM_FEW ? x : NULL", "GEMM_FEW ? x", "8 tokens can be codes, too"},
+    {"i < TILE_TOKENS * 2;", "TILE_TOKENS", "a row past the last is not read"},
     {"if (row >= m->rows)", "m->rows)", "a unit past the end reads the last row, writes nothing"},
+    {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
     {"min(row, a->dv - 1)", "min(", "rows of a state that no head has may hold anything"},
     {"return x > 20.0f ?", "20.0f ?", "at the bound both are the same"},
     {"return pos < a->keep ?", "a->keep ?", "at pos = keep both are row keep"},
@@ -5223,7 +5178,8 @@ static const char *const MISTAKES[][3] = {
     {"div_up(a.units * n, GEMV_SIMDGROUPS)", "", "a.units * n / GEMV_SIMDGROUPS"},
     {"div_up(w[i]->rows, GEMM_ROWS)", "", "w[i]->rows / GEMM_ROWS"},
     {"div_up(n, tile)", "", "n / tile"}, {"a.cols % 32 != 0", ", [C_EPILOGUE]", "0"},
-    {"(w[i]->bias != NULL)", " << i;\n        d.groups", "0"}, {"m[i]->cols % 32 != 0", ";", "0"},
+    {"(w[i]->bias != NULL)", " << i;\n        d.groups", "0"}, {"gemm_floats(tile)", "", "4"},
+    {"m[i]->cols % 32 != 0", ";", "0"},
     {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
     {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
     {"w->rotated", " ? c->rope", "true"}, {"norm->group ? 1 : 4", "", "1"},
