@@ -2802,7 +2802,7 @@ typedef struct SoftObject {                      // any object; few fields, seve
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p, *pages;                             // a string's, buffer's, library's bytes
-    char *gpu;                                   // where CUDA has a buffer
+    char *gpu, *mapped;                          // where CUDA has a buffer; its first own page
     size_t n;
     bool mine;                                   // p is ours to free
     struct { int kind, index; } param[PARAMS];
@@ -3457,7 +3457,7 @@ extern const char test_source[] __asm__("test_source");
     X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **))
-enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 };
+enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, ALREADY_REGISTERED = 712, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 };
 
 typedef struct CudaProgram {
     char *source, file[64];
@@ -3613,19 +3613,22 @@ static void cuda_launch(const SoftRun *r) {
 // The GPU reads and writes the host's pages where they are, or has the buffer to itself.
 static void cuda_map(SoftObject *o) {
     char *base = o->pages ? o->pages : o->p, *at;
-    size_t bytes = o->pages ? (o->n + PAGE - 1) / PAGE * PAGE : o->n;
+    size_t bytes = o->pages ? (o->n + PAGE - 1) / PAGE * PAGE : o->n, page = sysconf(_SC_PAGESIZE);
     if (cuda.rehearsal) return;
     if (cuda.resident) return CUDA(cuMemAlloc_v2, &o->gpu, o->n);
-    if (cuda.cuMemHostRegister_v2(base, bytes, REGISTER_MAPPED))   // a file's pages: they are const
+    int error = cuda.cuMemHostRegister_v2(base, bytes, REGISTER_MAPPED);
+    if (error == ALREADY_REGISTERED)   // the page at the seam, by the buffer before
+        error = cuda.cuMemHostRegister_v2(base += page, bytes -= page, REGISTER_MAPPED);
+    if (error)   // a file's pages: they are const
         CUDA(cuMemHostRegister_v2, base, bytes, REGISTER_MAPPED | REGISTER_READ_ONLY);
-    CUDA(cuMemHostGetDevicePointer_v2, &at, base, 0);
+    CUDA(cuMemHostGetDevicePointer_v2, &at, o->mapped = base, 0);
     o->gpu = at + ((char *)o->p - base);
 }
 
 static void cuda_unmap(SoftObject *o) {
     if (!o->gpu) return;
     if (cuda.resident) CUDA(cuMemFree_v2, o->gpu);
-    else CUDA(cuMemHostUnregister, o->pages ? o->pages : o->p);
+    else CUDA(cuMemHostUnregister, o->mapped);
 }
 
 static void cuda_wait(void) {
