@@ -3457,7 +3457,8 @@ extern const char test_source[] __asm__("test_source");
     X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **))
-enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, ALREADY_REGISTERED = 712, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 };
+enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, ALREADY_REGISTERED = 712,
+       COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 };
 
 typedef struct CudaProgram {
     char *source, file[64];
@@ -3616,11 +3617,13 @@ static void cuda_map(SoftObject *o) {
     size_t bytes = o->pages ? (o->n + PAGE - 1) / PAGE * PAGE : o->n, page = sysconf(_SC_PAGESIZE);
     if (cuda.rehearsal) return;
     if (cuda.resident) return CUDA(cuMemAlloc_v2, &o->gpu, o->n);
-    int error = cuda.cuMemHostRegister_v2(base, bytes, REGISTER_MAPPED);
-    if (error == ALREADY_REGISTERED)   // the page at the seam, by the buffer before
-        error = cuda.cuMemHostRegister_v2(base += page, bytes -= page, REGISTER_MAPPED);
-    if (error)   // a file's pages: they are const
-        CUDA(cuMemHostRegister_v2, base, bytes, REGISTER_MAPPED | REGISTER_READ_ONLY);
+    int error = 1, flags = REGISTER_MAPPED;
+    for (int i = 0; i < 2 && error; i++, flags |= REGISTER_READ_ONLY) {   // a file's are const
+        error = cuda.cuMemHostRegister_v2(base, bytes, flags);
+        if (error == ALREADY_REGISTERED)   // the page at the seam, by the buffer before
+            error = cuda.cuMemHostRegister_v2(base += page, bytes -= page, flags);
+    }
+    cuda_check(error, "cuMemHostRegister_v2");
     CUDA(cuMemHostGetDevicePointer_v2, &at, o->mapped = base, 0);
     o->gpu = at + ((char *)o->p - base);
 }
