@@ -3279,11 +3279,6 @@ template <class T, int N> struct alignas(N * sizeof(T)) vec {
     T e[N];
     T &operator[](int i) { return e[i]; }
     const T &operator[](int i) const { return e[i]; }
-    vec &operator=(const vec &v) {   // the compiler joins loads of halves, but not stores
-        if (sizeof(vec) == 8) *(ulong *)e = *(const ulong *)v.e;
-        else for (int i = 0; i < N; i++) e[i] = v.e[i];
-        return *this;
-    }
 };
 #define OPERATOR(op) \
     template <class T, int N> vec<T, N> operator op(vec<T, N> a, vec<T, N> b) { \
