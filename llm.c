@@ -662,12 +662,11 @@ static void need_data(Loader *ld, const void *data, const char *name, const char
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-static void *own(Loader *ld, size_t size) {   // lives as long as the model; pages that a GPU shares
+static void *own(Loader *ld, size_t size) {   // as long as the model lives; a GPU can share it
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
-    size = (size + 16383) / 16384 * 16384;
-    void *v = owned ? aligned_alloc(16384, size) : NULL;
+    void *v = owned ? aligned_alloc(16384, (size + 16383) / 16384 * 16384) : NULL;
     if (v) m->owned[m->n_owned++] = (Map){v, size};
     else refuse(ld, "out of memory");
     return v;

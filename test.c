@@ -5157,6 +5157,8 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"(const char *)p < at->base + at->size", "at->base +", "nothing begins at the end of memory"},
     {"i < g->n_pipelines; i++) send", "g->n_pipelines", "what comes next is NULL"},
     {"i < d->n; i++", "d->n", "the arguments take that place afterwards"},
+    {"if (whole > send(", "send(", "no memory is of just that length"},
+    {"n > GEMM_FEW ? x", "GEMM_FEW ?", "9 tokens take either product"},
     {": g->shared[0].base", "0]", "any memory stands for what is ignored"},
     {"s->pos + n < kv->rows ?", "kv->rows ?", "at equality both are the same"},
     {"if (n >= FLASH_MIN)", "FLASH_MIN)", "either kernel serves 8 tokens"},
