@@ -2813,15 +2813,15 @@ static void tokenizer_close(Tokenizer *t) {
 // model did not write: whatever becomes of the string, the mark stays with its character. Values do
 // not change, but for namespaces, so a slice is a view.
 //
-// An error leaves by longjmp; all memory is in chunks that template_render frees; depth, steps and
-// memory have limits: every template ends.
+// An error leaves by longjmp; all memory is of one block that template_render frees; depth, steps
+// and memory have limits: every template ends.
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: 1 where a byte came from the
 // content of a message whose role is not "assistant". rendered_free frees both.
 typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;
 
-enum { MARK = 1 << 30, CHARACTER = MARK - 1, CHUNK = 1 << 16, LONGEST_RANGE = 100000,
+enum { MARK = 1 << 30, CHARACTER = MARK - 1, LONGEST_RANGE = 100000,
        DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_DICT,
        V_NAMESPACE, V_LOOP, V_GENERATOR, V_MACRO };
@@ -2859,19 +2859,19 @@ typedef struct Node {
 } Node;
 typedef struct Macro { const Node *params, *body; Dict *scope; } Macro;
 typedef struct { Seq list; Dict named; } Args;
-typedef struct Chunk { struct Chunk *before; size_t used, size; } Chunk;
 typedef struct {
     Seq source, printed, *out;              // out: where text goes
     const uint32_t *p, *end, *where, *far;  // read up to p; where: what runs; far: what fits a rule
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
     Dict *scope;
     Macro **builtin;                        // of each of BUILTINS; NULL: nobody used it yet
-    size_t steps, memory;                   // what is left
-    Chunk *chunks;
+    size_t steps, memory;                   // what is left, memory of the block in bytes
+    char *block;
     Error *e;
     jmp_buf failed;
 } Template;
 
+// Leaves the interpreter, from wherever it is: the error says why and names the line.
 __attribute__((noreturn, format(printf, 2, 3)))
 static void stop(Template *t, const char *format, ...) {
     char why[400];
@@ -2900,14 +2900,7 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
     n = (n + 7) / 8 * 8;
     if (n > t->memory) stop(t, "it takes too much memory");
     t->memory -= n;
-    if (!t->chunks || t->chunks->size - t->chunks->used < n) {
-        Chunk *c = calloc(1, sizeof *c + larger(n, CHUNK));
-        if (!c) stop(t, "out of memory");
-        *c = (Chunk){t->chunks, 0, larger(n, CHUNK)};
-        t->chunks = c;
-    }
-    t->chunks->used += n;
-    return (char *)(t->chunks + 1) + t->chunks->used - n;
+    return t->block + t->memory;
 }
 
 // ---- its strings and lists
@@ -2929,6 +2922,7 @@ static void seq_append(Template *t, Seq *a, const void *more, size_t n, size_t s
     a->n += n;
 }
 
+// the same for one element of a list, for characters, for one character
 static void list_push(Template *t, Seq *list, Value v) { seq_append(t, list, &v, 1, sizeof v); }
 static void put(Template *t, Seq *to, Seq s) { seq_append(t, to, s.c, s.n, sizeof *s.c); }
 static void put_char(Template *t, Seq *to, uint32_t c) { seq_append(t, to, &c, 1, sizeof c); }
@@ -2938,6 +2932,7 @@ static Seq seq_part(Seq s, size_t from, size_t to) {
     return (Seq){{s.c + from}, to - from, s.home};
 }
 
+// a string, each of its characters with this mark (MARK or 0)
 static Seq from_utf8(Template *t, Str s, uint32_t mark) {
     uint32_t *c = obtain(t, s.n * sizeof *c);
     size_t n = 0;
@@ -2996,9 +2991,10 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
 
 // ---- its parser
 
-// 'x' is a word or sign, `x` one that gets a node, * any number, ? none or one, | or else; the
-// rules of the last line are read by functions. A rule up to `atom` that finds but one part is
-// that part.
+// A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
+// * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
+// found as children. The rules of the last line are read by functions. A rule up to `atom` that
+// finds but one part is that part, so 1 is a number and not a sum of one product of one power.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value)* `,`?")     X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
@@ -3041,6 +3037,7 @@ enum { GRAMMAR(X) RULE_COUNT };
 static const struct { const char *name, *grammar; } RULES[] = {GRAMMAR(X)};
 #undef X
 
+// values, by what they hold
 static Value string_value(Seq s) { return (Value){.kind = V_STRING, .seq = s}; }
 static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
 static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
@@ -3097,6 +3094,7 @@ static bool read_text(Template *t, Seq *out, bool verbatim) {
     return n > 0 || verbatim;
 }
 
+// Reads {# .. #}.
 static bool read_comment(Template *t) {
     if (!read_word(t, (Str){"{#", 2})) return false;
     for (; !read_end(t, '#'); t->p++)
@@ -3116,7 +3114,7 @@ static bool read_string(Template *t, Seq *out) {
             if (among(next, letters)) c = meant[strchr(letters, next) - letters];
             if (digits) c = 0;
             t->p += digits || next == '\n' || among(next, letters);
-            for (; digits && t->p + 1 < t->end && among(t->p[1] | 32, "0123456789abcdef"); digits--) {
+            for (; digits && among(t->p[1] | 32, "0123456789abcdef"); digits--) {
                 uint32_t digit = *++t->p;
                 c = 16 * c + (digit & 15) + (digit > '9' ? 9 : 0);
             }
@@ -3128,6 +3126,7 @@ static bool read_string(Template *t, Seq *out) {
     return t->p > start;
 }
 
+// Reads digits, an int, or with a fraction or exponent a float.
 static bool read_number(Template *t, Value *v) {
     Seq s = unread(t);
     char *digits = to_utf8(t, seq_part(s, 0, s.n < 64 ? s.n : 64)), *end, *end_of_float;
@@ -3141,6 +3140,7 @@ static bool read_number(Template *t, Value *v) {
     return true;
 }
 
+// Reads a name, which is none of the words that stand between values.
 static bool read_name(Template *t, Seq *name) {
     const uint32_t *start = t->p;
     if (start == t->end || !is_letter(*start)) return false;
@@ -3190,6 +3190,7 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
+// Reads one item of n characters of grammar; where it is not here, nothing has been read.
 static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
     const uint32_t *start = t->p;
     Node **last = *tail;
@@ -3207,7 +3208,8 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
     return yes;
 }
 
-// Reads one of the alternatives that stand at g, up to a closing bracket or the end.
+// Reads one of the alternatives that stand at g, up to a closing bracket or the end: the first that
+// fits is taken for good. The nodes of one that failed half-way are dropped.
 static bool read_choice(Template *t, const char *g, Node ***tail) {
     for (const uint32_t *start = t->p;; g += 2) {
         Node **last = *tail;
@@ -3235,6 +3237,7 @@ static bool is_mapping(Value v) { return v.kind >= V_DICT && v.kind <= V_LOOP; }
 static size_t size_in(Value v) { return v.kind == V_STRING ? sizeof *v.seq.c : sizeof *v.seq.v; }
 static double real(Value v) { return v.kind == V_FLOAT ? v.f : (double)v.i; }
 
+// What `if` makes of v: empty, zero, none and undefined are false.
 static bool truth(Value v) {
     if (is_number(v)) return real(v) != 0;
     return is_seq(v) ? v.seq.n > 0 : v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
@@ -3263,6 +3266,7 @@ static int order(Template *t, Value a, Value b) {
     return a.kind == V_STRING ? (c > 0) - (c < 0) : c;
 }
 
+// Dicts have few keys and keep their order: they are searched from the front.
 static Value *dict_find(Template *t, const Dict *d, Value key) {   // NULL: it is not there
     spend(t, d->pairs.n / 16);
     for (Value *v = d->pairs.v, *end = v + d->pairs.n; v < end; v += 2) {
@@ -3287,6 +3291,7 @@ static void dict_add(Template *t, Dict *d, Seq pairs) {
     for (size_t i = 0; i < pairs.n; i += 2) dict_set(t, d, pairs.v[i], pairs.v[i + 1]);
 }
 
+// outer: for a scope, where names are looked up that this one does not have
 static Dict *new_dict(Template *t, Dict *outer) {
     Dict *d = obtain(t, sizeof *d);
     d->outer = outer;
@@ -3324,27 +3329,6 @@ static Seq to_text(Template *t, Value v) {
     return from_text(t, s);
 }
 
-// in quotes, as in JSON or as by Python's repr
-static Seq quoted(Template *t, Seq s, bool json) {
-    bool single = seq_find(t, s, from_text(t, "'")) < s.n;
-    bool twice = seq_find(t, s, from_text(t, "\"")) < s.n;
-    uint32_t quote = json || (single && !twice) ? '"' : '\'';
-    static const char plain[] = "\n\r\t\b\f", letters[] = "nrtbf";
-    Seq out = {0};
-    put_char(t, &out, quote);
-    for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER;
-        char escape[8] = "";
-        if (c == quote || c == '\\') sprintf(escape, "\\%c", (int)c);
-        else if (among(c, json ? plain : "\n\r\t"))
-            sprintf(escape, "\\%c", letters[strchr(plain, c) - plain]);
-        else if (c < 32) sprintf(escape, json ? "\\u%04x" : "\\x%02x", c);
-        for (const char *e = escape; *e; e++) put_char(t, &out, *e | (s.c[i] & MARK));
-        if (!*escape) put_char(t, &out, s.c[i]);
-    }
-    put_char(t, &out, quote);
-    return out;
-}
 
 // ---- its operators
 
@@ -3366,6 +3350,8 @@ static Value arithmetic(Template *t, Str op, Value a, Value b) {
     return int_value((int64_t)z);
 }
 
+// a op b for + - * / // % ** and ~, which adds both as text; + adds lists and strings, * repeats
+// them, % of a string puts b into its fields
 static Value operate(Template *t, Str op, Value a, Value b) {
     if (*op.s == '~') {
         Value text = string_value(to_text(t, a));
@@ -3389,6 +3375,7 @@ static Value operate(Template *t, Str op, Value a, Value b) {
     return arithmetic(t, op, a, b);
 }
 
+// v in `in`: a part of a string, a key of a dict, an element of a list
 static bool contains(Template *t, Value in, Value v) {
     if (in.kind == V_STRING && v.kind == V_STRING) return seq_find(t, in.seq, v.seq) != SIZE_MAX;
     if (in.kind == V_STRING) stop_types(t, (Str){"in", 2}, v, in);
@@ -3411,7 +3398,8 @@ static bool compare(Template *t, Str op, Value a, Value b) {
     return *op.s == '<' ? c < (op.n == 2) : c > -(op.n == 2);
 }
 
-// a[from:to:step], as Python counts
+// a[from:to:step], as Python counts: below 0 from the end, cut off at the ends, and backwards with
+// a step below 0, for which low, in front of the first element, is -1
 static Value slice(Template *t, Value a, const Value *bound) {
     int64_t n = a.seq.n, step = is_int(bound[2]) ? bound[2].i : 1, low = step < 0 ? -1 : 0, at[2];
     Value out = {.kind = a.kind};
@@ -3431,8 +3419,14 @@ static Value slice(Template *t, Value a, const Value *bound) {
 
 // ---- its filters, tests, methods and functions
 
-// A row: what it is (of which kind of value it is a method), its names, and its parameters with
-// the value of a call. Parameters beyond those of jinja2 name what the value uses several times.
+// A row: the class (filter, test, global function, or the kind of value whose method or, with loop,
+// member it is), the names, and the parameters with the value of a call. In them stand, beside
+// Jinja, lists made as [for x in list if test: value]; varargs and kwargs, what the parameters did
+// not take and what was given by name; and primitives, whose names begin with _. A parameter that
+// jinja2 does not have names what the value uses several times. A filter or test that begins with _
+// serves the others.
+//
+// To add one, add a row, then a line to the test.
 static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"global", "range", "(a, b=none, step=1)"
         " _range(0, a, 1) if b is none else _range(a, b, step)"},
@@ -3440,17 +3434,17 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"global", "dict", "(d={}) _dict(d, kwargs)"},
     {"global", "raise_exception", "(message) _fail(message)"},
     {"global", "strftime_now", "(format) _now(format)"},
+    // methods of dicts
     {"dict", "keys", "(d) _list(d)"},
     {"dict", "values", "(d) [for k in d: d[k]]"},
     {"dict", "items", "(d) [for k in d: (k, d[k])]"},
     {"dict", "get", "(d, k, default=none) d[k] if k in d else default"},
+    // strings: methods, and filters of what is made a string
     {"str filter", "upper", "(s) _case(s, true)"},
     {"str filter", "lower", "(s) _case(s, false)"},
     {"str filter", "capitalize", "(s, t=_text(s)) t[:1]|upper ~ t[1:]|lower"},
-    {"str", "title", "(s) _join('', [for i in _range(0, s|length, 1): s[i]|upper if i == 0 or"
-        " s[i - 1]|upper == s[i - 1]|lower else s[i]|lower])"},
-    {"filter", "title", "(s, t=_text(s)) _join('', [for i in _range(0, t|length, 1): t[i]|upper if"
-        " i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])"},
+    {"str filter", "title", "(s, t=_text(s)) _join('', [for i in _range(0, t|length, 1):"
+        " t[i]|upper if i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])"},
     {"str", "strip", "(s, chars=none) _strip(s, chars, 3)"},
     {"filter", "trim", "(s, chars=none) _strip(s, chars, 3)"},
     {"str", "lstrip", "(s, chars=none) _strip(s, chars, 1)"},
@@ -3458,7 +3452,6 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"str", "split", "(s, sep=none, maxsplit=-1) _split(s, sep, maxsplit)"},
     {"str", "rsplit", "(s, sep=none, maxsplit=-1)"
         " [for x in _split(s[::-1], sep[::-1] if sep else sep, maxsplit)[::-1]: x[::-1]]"},
-    {"str", "splitlines", "(s, l=_split(s, '\\n', -1)) l if l[-1] else l[:-1]"},
     {"str filter", "replace", "(s, old, new, count=-1) _join(new, _split(s, _text(old), count))"},
     {"str", "join", "(s, list) _join(s, list)"},
     {"str", "find", "(s, x) _find(s, x)"},
@@ -3467,15 +3460,18 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
         " [for p in (x if _kind(x) == 'tuple' else [x]) if s[:p|length] == p: p] != []"},
     {"str", "endswith", "(s, x) [for p in (x if _kind(x) == 'tuple' else [x]) if"
         " s|length >= p|length and s[s|length - p|length:] == p: p] != []"},
-    {"str", "removeprefix", "(s, x) s[x|length:] if s.startswith(x) else s"},
-    {"str", "removesuffix", "(s, x) s[:s|length - x|length] if s.endswith(x) else s"},
     {"str", "isdigit", "(s) s != '' and s.strip('0123456789') == ''"},
+    // a format is split at its fields; %% and {{ }} hide behind characters that are none
     {"str", "%", "(s, v, p=s.replace('%%', '\\uffff').split('%'), l=v if _kind(v) == 'tuple' else"
         " (v,)) _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_percent(l[i - 1])])"
         ".replace('\\uffff', '%') if p|length == l|length + 1 else"
         " _fail('a format has not as many fields as values')"},
-    {"filter", "_percent", "(x, v, r=x.lstrip('0123456789.'))"
-        " _format(v, x[:x|length - r|length], r[:1]) + r[1:]"},
+    // x begins with a type such as s or 05.2f, how v is to be written
+    {"filter", "_percent", "(x, v, r=x.lstrip('0123456789.'), n=x[:x|length - r|length].split('.'),"
+        " k=r[:1], t=_fixed(v, n[1]|d(6)|int) if k == 'f' else _text(v|int) if k in 'di' else"
+        " _text(v) if k == 's' else _text([v])[1:-1] if k == 'r' else _fail('an unknown format'))"
+        " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t"
+        " ~ r[1:]"},
     {"str", "format", "(s) s|_format(varargs, kwargs)"},
     {"filter", "_format", "(s, list, named,"
         " p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{')) _join('', p[:1] +"
@@ -3485,6 +3481,7 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
         " c[1]|d('s')|_percent(list[i] if k == '' else list[k|int] if k.isdigit() else named[k])"
         " + p[1]"},
     {"filter", "format", "(s) _text(s) % varargs"},
+    // of any value, or of the elements of what a loop can go over
     {"filter", "join", "(v, d='', attribute=none) _join(d, v|_all(attribute))"},
     {"filter", "string safe", "(v) _text(v)"},
     {"filter", "length count", "(v) _length(v)"},
@@ -3495,6 +3492,7 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
         " default_value if v is undefined or boolean and not v else v"},
     {"filter", "reverse", "(v) v[::-1] if v is string else _generator(_list(v)[::-1])"},
     {"filter", "items", "(v) _generator(v.items() if v is defined else [])"},
+    // x.path, where path may be such as a.b; _all: of each element; _keys: to sort and compare by
     {"filter", "_get", "(v, path, default=none, p=path.split('.', 1) if path is string else [path],"
         " x=v[p[0]], y=default if x is undefined and default is not none else x)"
         " y if p[1] is undefined else y|_get(p[1], default)"},
@@ -3502,15 +3500,15 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
         " _list(v) if path is none else [for x in v: x|_get(path, default)]"},
     {"filter", "_keys", "(v, path, case)"
         " [for x in v|_all(path): x if case or x is not string else x|lower]"},
-    {"filter", "map", "(v) _generator([for x in v: x|_get(attribute, default) if attribute is defined"
-        " else _apply('filter', x, varargs, kwargs)])"},
-    {"filter", "select", "(v) _generator([for x in v if _apply('test', x, varargs, kwargs): x])"},
-    {"filter", "reject",
-        "(v) _generator([for x in v if not _apply('test', x, varargs, kwargs): x])"},
-    {"filter", "selectattr", "(v, path)"
-        " _generator([for x in v if _apply('test', x|_get(path), varargs, kwargs): x])"},
-    {"filter", "rejectattr", "(v, path)"
-        " _generator([for x in v if not _apply('test', x|_get(path), varargs, kwargs): x])"},
+    {"filter", "map", "(v) _generator([for x in v: x|_get(attribute, default) if attribute is"
+        " defined else _apply('filter', x, varargs, kwargs)])"},
+    {"filter", "_is", "(x, list, named) _apply('test', x, list or ['_'], named)"},
+    {"filter", "select", "(v) _generator([for x in v if x|_is(varargs, kwargs): x])"},
+    {"filter", "reject", "(v) _generator([for x in v if not x|_is(varargs, kwargs): x])"},
+    {"filter", "selectattr",
+        "(v, path) _generator([for x in v if x|_get(path)|_is(varargs, kwargs): x])"},
+    {"filter", "rejectattr",
+        "(v, path) _generator([for x in v if not x|_get(path)|_is(varargs, kwargs): x])"},
     {"filter", "sum", "(v, attribute=none, start=0) _sum(v|_all(attribute), start)"},
     {"filter", "sort", "(v, reverse=false, case_sensitive=false, attribute=none)"
         " _sort(_list(v), _list(v)|_keys(attribute, case_sensitive), reverse)"},
@@ -3523,42 +3521,50 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"filter", "unique", "(v, case_sensitive=false, attribute=none, l=_list(v),"
         " k=l|_keys(attribute, case_sensitive))"
         " _generator([for i in _range(0, l|length, 1) if k[i] not in k[:i]: l[i]])"},
-    {"filter", "groupby", "(v, attribute, l=v|sort(attribute=attribute), k=l|_keys(attribute, false))"
-        " [for i in _range(0, l|length, 1) if i == 0 or k[i] != k[i - 1]: (l[i]|_get(attribute),"
+    {"filter", "groupby", "(v, attribute, l=v|sort(attribute=attribute),"
+        " k=l|_keys(attribute, false)) [for i in _range(0, l|length, 1) if i == 0 or"
+        " k[i] != k[i - 1]: (l[i]|_get(attribute),"
         " [for j in _range(i, l|length, 1) if k[j] == k[i]: l[j]])]"},
     {"filter", "batch", "(v, n, fill_with=none, l=_list(v)) _generator([for i in"
         " _range(0, l|length, n): l[i:i + n] + [fill_with] * (0 if fill_with is none else"
         " i + n - l|length)])"},
+    // numbers
     {"filter", "abs", "(x) -x if x < 0 else x"},
     {"filter", "round", "(x, precision=0, method='common', p=10 ** precision)"
         " -(-x * p // 1) / p if method == 'ceil' else x * p // 1 / p if method == 'floor' else"
-        " x if x is integer else _format(x, '.' ~ precision, 'f')|float"},
+        " x if x is integer else _fixed(x, precision)|float"},
     {"filter", "int", "(v, default=0) _number(v, default, true)"},
     {"filter", "float", "(v, default=0.0) _number(v, default, false)"},
+    // text for other formats
     {"filter", "indent", "(s, width=4, first=false, blank=false, l=_text(s).split('\\n'),"
         " pad=width if width is string else ' ' * width) _join('\\n', [for i in"
         " _range(0, l|length, 1): (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])"},
     {"filter", "escape e", "(s) s|replace('&', '&amp;')|replace('>', '&gt;')|replace('<', '&lt;')"
         "|replace(\"'\", '&#39;')|replace('\"', '&#34;')"},
-    {"filter", "tojson", "(v, ensure_ascii=false, indent=none, separators=none, s=separators or"
-        " (', ' if indent is none else ',', ': ')) v|_write({'json': true, 'item': s[0], 'key': s[1],"
-        " 'pad': ' ' * (indent or 0)}, '' if indent is none else '\\n')"},
-    // a value as Python prints it, or as JSON; newline: what begins a line of its own
-    {"filter", "_write", "(v, style={'item': ', ', 'key': ': '}, newline='', kind=_kind(v),"
-        " inner=newline ~ style.pad if newline and v else '', end=newline if v else '')"
-        " _quoted(v, style.json) if v is string else"
-        " {none: 'null', true: 'true', false: 'false'}[v] if style.json and (v is none or v is boolean)"
-        " else _text(v) if v is number or v is none else"
+    {"filter", "tojson", "(v, ensure_ascii=false, indent=none, separators=none,"
+        " s=separators or (', ' if indent is none else ',', ': ')) v|_write({'json': true,"
+        " 'item': s[0], 'key': s[1], 'pad': ' ' * (indent or 0)},"
+        " '' if indent is none else '\\n')"},
+    // a value as Python prints it, or as JSON; line: what begins a line of its own
+    {"filter", "_write", "(v, style={'item': ', ', 'key': ': '}, line='', kind=_kind(v),"
+        " list=style.json or kind == 'list', inner=line ~ style.pad if line and v else '')"
+        " v|_quote('\"' if style.json or \"'\" in v and not '\"' in v else \"'\")"
+        " if v is string else {none: 'null', true: 'true', false: 'false'}[v]"
+        " if style.json and (v is none or v is boolean) else"
+        " _text(v) if v is number or v is none else"
         " '{' ~ inner ~ _join(style.item ~ inner, [for k in v: k|_write(style, inner) ~ style.key ~"
-        " v[k]|_write(style, inner)]) ~ end ~ '}' if kind == 'dict' else"
-        " ('[' if kind == 'list' or style.json else '(') ~ inner ~ _join(style.item ~ inner,"
-        " [for x in v: x|_write(style, inner)]) ~ end ~ (']' if kind == 'list' or style.json else"
-        " ',)' if v|length == 1 else ')') if v is sequence and v is defined else"
+        " v[k]|_write(style, inner)]) ~ (line if v) ~ '}' if kind == 'dict' else"
+        " ('[' if list else '(') ~ inner ~ _join(style.item ~ inner, [for x in v: x|_write(style,"
+        " inner)]) ~ (line if v) ~ (']' if list else ',)' if v|length == 1 else ')')"
+        " if v is sequence and v is defined else"
         " _fail(kind ~ ' cannot be written as JSON') if style.json else"
         " 'Undefined' if v is undefined else '<' ~ kind ~ '>'"},
+    {"filter", "_quote", "(s, q) q ~ s.replace('\\\\', '\\\\\\\\').replace(q, '\\\\' ~ q)"
+        ".replace('\\n', '\\\\n').replace('\\r', '\\\\r').replace('\\t', '\\\\t') ~ q"},
     {"test", "undefined", "(x) _kind(x) == 'undefined'"},
     {"test", "defined", "(x) _kind(x) != 'undefined'"},
     {"test", "boolean", "(x) _kind(x) == 'bool'"},  {"test", "none", "(x) _kind(x) == 'None'"},
+    {"test", "_", "(x) x"},
     {"test", "true", "(x) x is boolean and x"},     {"test", "string", "(x) _kind(x) == 'str'"},
     {"test", "false", "(x) x is boolean and not x"}, {"test", "float", "(x) _kind(x) == 'float'"},
     {"test", "integer", "(x) _kind(x) == 'int'"},   {"test", "mapping", "(x) _kind(x) == 'dict'"},
@@ -3571,6 +3577,7 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"test", "ne !=", "(a, b) a != b"},             {"test", "in", "(x, l) x in l"},
     {"test", "lt lessthan <", "(a, b) a < b"},      {"test", "le <=", "(a, b) a <= b"},
     {"test", "gt greaterthan >", "(a, b) a > b"},   {"test", "ge >=", "(a, b) a >= b"},
+    // what a loop knows beside index0, length and its _items
     {"loop", "index", "(l) l.index0 + 1"},          {"loop", "first", "(l) l.index0 == 0"},
     {"loop", "revindex", "(l) l.length - l.index0"},
     {"loop", "revindex0", "(l) l.length - l.index"}, {"loop", "last", "(l) l.index == l.length"},
@@ -3579,13 +3586,13 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"loop", "cycle", "(l) varargs[l.index0 % (varargs|length)]"},
 };
 
-// NULL: there is none. One is read when it is used for the first time.
-static Macro *find_builtin(Template *t, const char *class, Seq name) {
+// Undefined: there is none. One is read when it is used for the first time.
+static Value find_builtin(Template *t, const char *class, Seq name) {
     const char *word = to_utf8(t, name);
     size_t i = 0;
     while (i < COUNT(BUILTINS) && !(find_word(class, BUILTINS[i].class) &&
                                     find_word(word, BUILTINS[i].names))) i++;
-    if (i == COUNT(BUILTINS)) return NULL;
+    if (i == COUNT(BUILTINS)) return undefined_value(name);
     if (!t->builtin[i]) {
         Node *node = NULL, **tail = &node;
         Seq source = from_text(t, BUILTINS[i].source);
@@ -3596,7 +3603,7 @@ static Macro *find_builtin(Template *t, const char *class, Seq name) {
         t->builtin[i] = obtain(t, sizeof(Macro));
         *t->builtin[i] = (Macro){node->first, node->first->next, NULL};
     }
-    return t->builtin[i];
+    return (Value){.kind = V_MACRO, .macro = t->builtin[i]};
 }
 
 // ---- it runs
@@ -3610,7 +3617,7 @@ static const Node *child(const Node *n, int rule) {   // NULL: there is none
     return n;
 }
 
-// what a block prints, with names of its own on top of those of scope
+// What a block prints, as a string, with names of its own on top of those of scope
 static Value capture(Template *t, const Node *block, Dict *scope) {
     Seq text = {0}, *out = t->out;
     Dict *outer = t->scope;
@@ -3624,7 +3631,10 @@ static Value capture(Template *t, const Node *block, Dict *scope) {
 
 // Calls a macro or builtin. Its names are the arguments given by name, the parameters, which take
 // what is given by position, or else by name, or else their default; and all of it once more.
-static Value call_macro(Template *t, const Macro *m, Args a) {
+static Value call(Template *t, Value f, Args a) {
+    need_defined(t, f);
+    if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
+    const Macro *m = f.macro;
     const uint32_t *where = t->where;
     Dict *caller = t->scope, *scope = new_dict(t, m->scope), *named = new_dict(t, NULL);
     size_t i = 0;
@@ -3651,22 +3661,17 @@ static Value call_macro(Template *t, const Macro *m, Args a) {
     return v;
 }
 
-static Value call(Template *t, Value f, Args a) {
-    need_defined(t, f);
-    if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
-    return call_macro(t, f.macro, a);
-}
-
-// calls a method, filter or test of v
+// Calls a method, filter or test of v: v is its first argument.
 static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
-    Macro *m = find_builtin(t, class, name);
+    Value f = find_builtin(t, class, name);
     Args all = {.named = a.named};
-    if (!m) stop(t, "there is no %s '%s'", class, to_utf8(t, name));
+    if (f.kind == V_UNDEFINED) stop(t, "there is no %s '%s'", class, to_utf8(t, name));
     list_push(t, &all.list, v);
     seq_append(t, &all.list, a.list.v, a.list.n, sizeof v);
-    return call_macro(t, m, all);
+    return call(t, f, all);
 }
 
+// the values between the brackets of a call, and those given by name
 static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
     for (const Node *n = args ? args->first : NULL; n; n = n->next)
@@ -3675,26 +3680,28 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
     return a;
 }
 
-static Value member(Template *t, Value v, Value key) {   // v.key, v[key]
+// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself it is
+// an error to ask for a member.
+static Value member(Template *t, Value v, Value key) {
     need_defined(t, v);
     Value *entry = is_mapping(v) ? dict_find(t, v.dict, key) : NULL;
     if (entry) return *entry;
     size_t i = is_int(key) ? key.i + (key.i < 0 ? v.seq.n : 0) : SIZE_MAX;
     if (is_seq(v) && i < v.seq.n)
         return v.kind == V_STRING ? string_value(seq_part(v.seq, i, i + 1)) : v.seq.v[i];
-    if (v.kind == V_LOOP && key.kind == V_STRING && find_builtin(t, "loop", key.seq))
-        return apply(t, "loop", key.seq, v, (Args){0});
-    return undefined_value(to_text(t, key));
+    Value f = undefined_value(to_text(t, key));
+    if (v.kind == V_LOOP) f = find_builtin(t, "loop", f.seq);
+    return f.kind == V_MACRO ? call(t, f, (Args){.list = {{.v = &v}, 1, NULL}}) : f;
 }
 
+// a name's value: in the scopes from the innermost on, else a function of BUILTINS
 static Value look_up(Template *t, Seq name) {
     if (seq_is(name, "true") || seq_is(name, "True")) return bool_value(true);
     if (seq_is(name, "false") || seq_is(name, "False")) return bool_value(false);
     if (seq_is(name, "none") || seq_is(name, "None")) return (Value){.kind = V_NONE};
     Value *v = NULL;
     for (Dict *d = t->scope; d && !v; d = d->outer) v = dict_find(t, d, string_value(name));
-    Macro *m = v ? NULL : find_builtin(t, "global", name);
-    return v ? *v : m ? (Value){.kind = V_MACRO, .macro = m} : undefined_value(name);
+    return v ? *v : find_builtin(t, "global", name);
 }
 
 // v with what stands behind it: .x .x(y) [1] [1:2] (x) | f or is f
@@ -3712,7 +3719,7 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     if (n->rule == R_member) {
         need_defined(t, v);
         const char *kind = VALUE_KINDS[v.kind];
-        bool method = args && find_builtin(t, kind, k->value.seq);
+        bool method = args && find_builtin(t, kind, k->value.seq).kind == V_MACRO;
         if (method) return apply(t, kind, k->value.seq, v, arguments(t, args));
         v = member(t, v, k->value);
         return args ? call(t, v, arguments(t, args)) : v;
@@ -3726,7 +3733,8 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     return bool_value(truth(apply(t, "test", name, v, a)) != negative);
 }
 
-static Value eval_each(Template *t, const Node *n) {   // [for x in list if test: value]
+// [for x in list if test: value], for BUILTINS
+static Value eval_each(Template *t, const Node *n) {
     const Node *name = n->first, *list = name->next, *test = child(n, R_cond);
     const Node *what = test ? test->next : list->next;
     Seq items = items_of(t, eval(t, list));
@@ -3740,7 +3748,9 @@ static Value eval_each(Template *t, const Node *n) {   // [for x in list if test
     return v;
 }
 
-static Value eval_chain(Template *t, const Node *n) {   // operands with operators between them
+// Operands with operators between them. and, or give the operand that decides and leave the rest
+// alone; so does a comparison such as 1 < x < 3, of which each operand meets its neighbour.
+static Value eval_chain(Template *t, const Node *n) {
     bool compares = n->rule == R_compare;
     Value left = eval(t, n->first), v = compares ? bool_value(true) : left;
     for (const Node *op = n->first->next; op; op = op->next->next) {
@@ -3754,6 +3764,7 @@ static Value eval_chain(Template *t, const Node *n) {   // operands with operato
     return v;
 }
 
+// the value of an expression
 static Value eval(Template *t, const Node *n) {
     const Node *first = n->first, *k = first;
     Value v = n->value;
@@ -3808,6 +3819,8 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
+// Each turn has a scope of its own. The filter goes first, as the loop knows its length. break and
+// continue leave the body by t->flow, which stops every block on the way.
 static void run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
     Value list = {.kind = V_LIST, .seq = items_of(t, eval(t, targets->next))};
@@ -3857,6 +3870,7 @@ static void run_macro(Template *t, const Node *n, const Node *block) {
     put(t, t->out, to_text(t, call(t, called, a)));
 }
 
+// Runs a statement or a block of them; what it prints goes to t->out.
 static void execute(Template *t, const Node *n) {
     const Node *first = n->first, *block = child(n, R_block);
     enter(t);
@@ -3894,7 +3908,8 @@ static Seq recase(Template *t, Seq s, bool upper) {   // upper: of ASCII alone
     return out;
 }
 
-// by: a string, else white space; most: how many times, below 0: everywhere
+// The parts of s between separators, at most so many and a rest; below 0: all. by: the separator,
+// or none for any white space, of which there is none in the parts then.
 static Value split(Template *t, Seq s, Value by, int64_t most) {
     Value list = {.kind = V_LIST};
     bool words = by.kind != V_STRING;
@@ -3912,7 +3927,7 @@ static Value split(Template *t, Seq s, Value by, int64_t most) {
     return list;
 }
 
-// a list in the order of its keys; equal ones stay as they were
+// a list in the order of its keys, where equal ones stay as they were
 static Value sorted(Template *t, Seq list, Seq keys, bool down) {
     struct { Value key, v; } *pair = obtain(t, list.n * sizeof *pair);
     Value out = {.kind = V_LIST};
@@ -3931,35 +3946,15 @@ static Value sorted(Template *t, Seq list, Seq keys, bool down) {
 
 // the number that v is or says, otherwise what is given for that
 static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
+    double f = is_number(v) ? real(v) : 0;
     need_defined(t, v);
     if (v.kind == V_STRING) {
         char *s = to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)), *end;
-        v = int_value(strtoll(s, &end, 10));
-        if (!whole || *end) v = float_value(strtod(s, &end));
+        f = strtod(s, &end);
         if (!*s || *end) return otherwise;
-    }
-    if (!is_number(v) || (whole && v.kind == V_FLOAT && !(fabs(v.f) < 9e18))) return otherwise;
-    return !whole ? float_value(real(v)) : int_value(v.kind == V_FLOAT ? (int64_t)v.f : v.i);
-}
-
-// v as %05.2f and the like write it; digits: what stands between % and the type
-static Seq formatted(Template *t, Value v, Seq digits, Seq type) {
-    char s[400] = "";
-    const char *p = to_utf8(t, digits), *dot = strchr(p, '.');
-    need_defined(t, v);
-    if (seq_is(type, "s")) return to_text(t, v);
-    if (seq_is(type, "r")) return apply(t, "filter", from_text(t, "_write"), v, (Args){0}).seq;
-    if (!is_number(v)) stop(t, "a format takes a number, not %s", VALUE_KINDS[v.kind]);
-    if (digits.n > 6) stop(t, "a format is too wide");
-    int width = atoi(p), decimals = dot ? atoi(dot + 1) : 6;
-    long long i = to_number(t, v, int_value(0), true).i;
-    bool zeros = *p == '0';
-    if (seq_is(type, "f"))
-        snprintf(s, sizeof s, zeros ? "%0*.*f" : "%*.*f", width, decimals, real(v));
-    else if (seq_is(type, "x")) snprintf(s, sizeof s, zeros ? "%0*llx" : "%*llx", width, i);
-    else if (!seq_is(type, "d") && !seq_is(type, "i")) stop(t, "a format is unknown");
-    else snprintf(s, sizeof s, zeros ? "%0*lld" : "%*lld", width, i);
-    return from_text(t, s);
+    } else if (!is_number(v)) return otherwise;
+    if (!whole) return float_value(f);
+    return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
 }
 
 static Value date(Template *t, Seq format) {   // now, in UTC, as strftime writes it
@@ -3974,15 +3969,7 @@ static Value date(Template *t, Seq format) {   // now, in UTC, as strftime write
     return string_value(from_utf8(t, (Str){s, n}, mark));
 }
 
-// calls the filter or test whose name comes first in a list, with the rest as its arguments
-static Value apply_named(Template *t, Value class, Value v, Seq list, Value named) {
-    Args a = {.named = *named.dict};
-    if (!list.n && seq_is(class.seq, "test")) return v;
-    if (!list.n) stop(t, "the name of a filter is missing");
-    seq_append(t, &a.list, list.v + 1, list.n - 1, sizeof *list.v);
-    return apply(t, to_utf8(t, class.seq), to_text(t, list.v[0]), v, a);
-}
-
+// from a up to, but without, b in steps of c
 static Value range(Template *t, Value a, Value b, Value c) {
     Value list = {.kind = V_LIST};
     if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
@@ -3993,6 +3980,7 @@ static Value range(Template *t, Value a, Value b, Value c) {
     return list;
 }
 
+// A row of BUILTINS calls a primitive with as many arguments as it reads, of the right kinds.
 static Value primitive(Template *t, Seq name, const Value *a) {
     Value v = {.kind = V_STRING};
     Seq l = {0};
@@ -4003,7 +3991,12 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (seq_is(name, "_split"))
         return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
     if (seq_is(name, "_sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
-    if (seq_is(name, "_apply")) return apply_named(t, a[0], a[1], a[2].seq, a[3]);
+    if (seq_is(name, "_apply")) {   // what comes first in a list, with the rest as its arguments
+        bool named = a[2].kind >= V_LIST && a[2].kind <= V_TUPLE && a[2].seq.n;
+        if (!named || a[3].kind != V_DICT) stop(t, "the name of a filter is missing");
+        Args more = {{{.v = a[2].seq.v + 1}, a[2].seq.n - 1, NULL}, *a[3].dict};
+        return apply(t, to_utf8(t, a[0].seq), to_text(t, a[2].seq.v[0]), a[1], more);
+    }
     if (seq_is(name, "_number")) return to_number(t, a[0], a[1], truth(a[2]));
     if (seq_is(name, "_now")) return date(t, to_text(t, a[0]));
     if (seq_is(name, "_range")) return range(t, a[0], a[1], a[2]);
@@ -4031,8 +4024,13 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (seq_is(name, "_case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
     if (seq_is(name, "_strip"))
         v.seq = seq_strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i);
-    if (seq_is(name, "_format")) v.seq = formatted(t, a[0], a[1].seq, a[2].seq);
-    if (seq_is(name, "_quoted")) v.seq = quoted(t, a[0].seq, truth(a[1]));
+    if (seq_is(name, "_fixed")) {   // with so many digits behind the point
+        char s[400];
+        if (!is_number(a[0])) stop(t, "%s is not a number", VALUE_KINDS[a[0].kind]);
+        if (!is_int(a[1]) || a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
+        snprintf(s, sizeof s, "%.*f", (int)a[1].i, real(a[0]));
+        v.seq = from_text(t, s);
+    }
     return v;
 }
 
@@ -4047,6 +4045,7 @@ static void read_source(Template *t, Str s) {
     t->end = t->p + t->source.n;
 }
 
+// Parses the template, sets what it sees and runs it.
 static void template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think) {
     Value messages = {.kind = V_LIST};
@@ -4098,6 +4097,8 @@ static bool template_render(Str template, const ChatMessage *messages, size_t n_
     t->memory = (64 << 20) + 400 * size;
     bool ok = !setjmp(t->failed);
     if (ok) {
+        t->block = calloc(1, t->memory);
+        if (!t->block) stop(t, "out of memory");
         template_run(t, template, messages, n_messages, bos, eos, think);
         out->text = malloc(4 * t->printed.n + 1);
         out->mark = malloc(4 * t->printed.n + 1);
@@ -4109,7 +4110,7 @@ static bool template_render(Str template, const ChatMessage *messages, size_t n_
         out->text[out->n] = 0;
     }
     if (!ok) rendered_free(out);
-    for (Chunk *c; (c = t->chunks); free(c)) t->chunks = c->before;
+    free(t->block);
     free(t);
     return ok;
 }
