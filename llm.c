@@ -2924,7 +2924,7 @@ static void seq_append(Template *t, Seq *a, const void *more, size_t n, size_t s
 
 // the same for one element of a list, for characters, for one character
 static void list_push(Template *t, Seq *list, Value v) { seq_append(t, list, &v, 1, sizeof v); }
-static void put(Template *t, Seq *to, Seq s) { seq_append(t, to, s.c, s.n, sizeof *s.c); }
+static void put_seq(Template *t, Seq *to, Seq s) { seq_append(t, to, s.c, s.n, sizeof *s.c); }
 static void put_char(Template *t, Seq *to, uint32_t c) { seq_append(t, to, &c, 1, sizeof c); }
 
 // characters from..to-1 of a string: a view
@@ -3411,8 +3411,10 @@ static Value slice(Template *t, Value a, const Value *bound) {
         at[k] = i < low ? low : i > n + low ? n + low : i;
     }
     const char *base = a.seq.at;
+    if (step == 1 && at[1] > at[0])   // a view
+        out.seq = (Seq){{.at = base + at[0] * size_in(a)}, at[1] - at[0], a.seq.home};
     step = step > n ? n + 1 : step < -n ? -n - 1 : step;
-    for (int64_t i = at[0]; step > 0 ? i < at[1] : i > at[1]; i += step)
+    for (int64_t i = at[0]; step != 1 && (step > 0 ? i < at[1] : i > at[1]); i += step)
         seq_append(t, &out.seq, base + i * size_in(a), 1, size_in(a));
     return out;
 }
@@ -3819,34 +3821,40 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-// Each turn has a scope of its own. The filter goes first, as the loop knows its length. break and
+// an empty scope on top of that of the loop, in the memory of the turn before
+static void begin_turn(Template *t, Dict *turn) {
+    if (turn->pairs.home) turn->pairs.home->used = 0;
+    turn->pairs.n = 0;
+    t->scope = turn;
+}
+
+// Each turn has its own names. The filter goes first, as the loop knows its length. break and
 // continue leave the body by t->flow, which stops every block on the way.
 static void run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
-    Value list = {.kind = V_LIST, .seq = items_of(t, eval(t, targets->next))};
+    Seq all = items_of(t, eval(t, targets->next)), items = test ? (Seq){0} : all;
+    Dict *scope = t->scope, *outer = new_dict(t, scope), *turn = new_dict(t, outer);
     Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)};
-    Seq all = list.seq;
-    Dict *scope = t->scope;
+    Value index0 = string_value(from_text(t, "index0"));
     bool done = false;
-    if (test) list.seq = (Seq){0};
     for (size_t i = 0; i < all.n && test; i++) {
-        t->scope = new_dict(t, scope);
+        begin_turn(t, turn);
         assign(t, targets, all.v[i]);
-        if (truth(eval(t, test->first))) list_push(t, &list.seq, all.v[i]);
+        if (truth(eval(t, test->first))) list_push(t, &items, all.v[i]);
     }
-    dict_set_name(t, loop.dict, "_items", list);
-    dict_set_name(t, loop.dict, "length", int_value(list.seq.n));
-    for (size_t i = 0; i < list.seq.n && t->flow != R_break; i++) {
+    dict_set_name(t, loop.dict, "_items", (Value){.kind = V_LIST, .seq = items});
+    dict_set_name(t, loop.dict, "length", int_value(items.n));
+    dict_set_name(t, outer, "loop", loop);
+    for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
-        t->scope = new_dict(t, scope);
-        dict_set_name(t, loop.dict, "index0", int_value(i));
-        dict_set_name(t, t->scope, "loop", loop);
-        assign(t, targets, list.seq.v[i]);
+        begin_turn(t, turn);
+        dict_set(t, loop.dict, index0, int_value(i));
+        assign(t, targets, items.v[i]);
         execute(t, child(n, R_block));
         done = done || !t->flow;   // jinja2 runs else also where no turn came to its end
     }
     t->flow = 0;
-    t->scope = new_dict(t, scope);
+    begin_turn(t, turn);
     if (otherwise && !done) execute(t, otherwise);
     t->scope = scope;
 }
@@ -3867,7 +3875,7 @@ static void run_macro(Template *t, const Node *n, const Node *block) {
     Value called = eval(t, params ? params->next : n->first);
     Args a = arguments(t, child(n, R_args));
     dict_set_name(t, &a.named, "caller", v);
-    put(t, t->out, to_text(t, call(t, called, a)));
+    put_seq(t, t->out, to_text(t, call(t, called, a)));
 }
 
 // Runs a statement or a block of them; what it prints goes to t->out.
@@ -3879,8 +3887,8 @@ static void execute(Template *t, const Node *n) {
     case R_block: case R_raw: case R_else:
         for (; first && !t->flow; first = first->next) execute(t, first);
         break;
-    case R_text: case R_verbatim: case R_comment: put(t, t->out, n->value.seq); break;
-    case R_print: put(t, t->out, to_text(t, eval(t, first))); break;
+    case R_text: case R_verbatim: case R_comment: put_seq(t, t->out, n->value.seq); break;
+    case R_print: put_seq(t, t->out, to_text(t, eval(t, first))); break;
     case R_if: case R_elif:
         if (truth(eval(t, first))) execute(t, block);
         else if (block->next) execute(t, block->next);
@@ -3889,7 +3897,7 @@ static void execute(Template *t, const Node *n) {
     case R_set: assign(t, first, block ? filtered(t, first->next, block) : eval(t, first->next));
         break;
     case R_macro: case R_call: run_macro(t, n, block); break;
-    case R_pipe: put(t, t->out, filtered(t, first, block).seq); break;
+    case R_pipe: put_seq(t, t->out, filtered(t, first, block).seq); break;
     default: t->flow = n->rule;   // break, continue
     }
     t->depth--;
@@ -3971,13 +3979,13 @@ static Value date(Template *t, Seq format) {   // now, in UTC, as strftime write
 
 // from a up to, but without, b in steps of c
 static Value range(Template *t, Value a, Value b, Value c) {
-    Value list = {.kind = V_LIST};
     if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
-    for (__int128 i = a.i; c.i > 0 ? i < b.i : i > b.i; i += c.i) {
-        if (list.seq.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
-        list_push(t, &list.seq, int_value(i));
-    }
-    return list;
+    __int128 n = ((__int128)b.i - a.i + c.i - (c.i > 0 ? 1 : -1)) / c.i;
+    if (n > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
+    Seq list = {.n = n > 0 ? n : 0};
+    list.v = obtain(t, list.n * sizeof *list.v);
+    for (size_t i = 0; i < list.n; i++) list.v[i] = int_value(a.i + (int64_t)i * c.i);
+    return (Value){.kind = V_LIST, .seq = list};
 }
 
 // A row of BUILTINS calls a primitive with as many arguments as it reads, of the right kinds.
@@ -4016,8 +4024,8 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (seq_is(name, "_join")) {
         l = items_of(t, a[1]);
         for (size_t i = 0; i < l.n; i++) {
-            if (i) put(t, &v.seq, to_text(t, a[0]));
-            put(t, &v.seq, to_text(t, l.v[i]));
+            if (i) put_seq(t, &v.seq, to_text(t, a[0]));
+            put_seq(t, &v.seq, to_text(t, l.v[i]));
         }
     }
     if (seq_is(name, "_text")) v.seq = to_text(t, a[0]);
