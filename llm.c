@@ -3158,6 +3158,7 @@ static void add_node(Template *t, Node ***tail, Node node) {
 static bool read_choice(Template *t, const char *g, Node ***tail);
 
 // Reads what a rule says. On success its node is at *tail, and *tail is where the next one goes.
+// Otherwise t->p may stand anywhere: read_item sets it back.
 static bool read_rule(Template *t, int r, Node ***tail) {
     Node *first = NULL, **last = &first;
     Value v = string_value((Seq){0});
@@ -3229,6 +3230,10 @@ static bool read_choice(Template *t, const char *g, Node ***tail) {
 }
 
 // ---- its values
+//
+// They behave as Python's, with two exceptions: a whole number has 53 bits, and a generator, which
+// is what map and the like return, can be read again. It is always true, as jinja2's is, so that
+// `if messages|selectattr(..)` is wrong here where it is wrong there.
 
 static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
 static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
@@ -3312,7 +3317,7 @@ static Seq items_of(Template *t, Value v) {   // what a loop over v sees
 
 static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
 
-// as Python's str writes it
+// A value as Python's str writes it. Lists and dicts are written by the filter _write.
 static Seq to_text(Template *t, Value v) {
     char s[40] = "";
     if (v.kind == V_STRING) return v.seq;
@@ -3580,7 +3585,8 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"loop", "cycle", "(l) varargs[l.index0 % (varargs|length)]"},
 };
 
-// Undefined: there is none. One is read when it is used for the first time.
+// The macro of that class and name, undefined: there is none. A row is parsed when it is used for
+// the first time, so that a short template does not pay for all.
 static Value find_builtin(Template *t, const char *class, Seq name) {
     const char *word = to_utf8(t, name);
     size_t i = 0;
@@ -3601,6 +3607,11 @@ static Value find_builtin(Template *t, const char *class, Seq name) {
 }
 
 // ---- it runs
+//
+// Names live in scopes, one for the template and one for each turn of a loop, each call of a macro
+// and each block whose text is captured; an `if` has none. A name is set in the innermost scope
+// and looked up from there outwards: what a loop sets is gone behind it. A macro sees the scope
+// where it stands, not that of its caller; a builtin sees its parameters alone.
 
 static Value eval(Template *t, const Node *n);
 static void execute(Template *t, const Node *n);
@@ -3896,8 +3907,13 @@ static void execute(Template *t, const Node *n) {
 }
 
 // ---- its primitives
+//
+// What BUILTINS cannot say in Jinja. They get values as they are: undefined ones too, where a row
+// hands on what its caller gave.
 
-static Seq recase(Template *t, Seq s, bool upper) {   // upper: of ASCII alone
+// s in lower or upper case. The appendix knows only the way down: other letters than those of ASCII
+// stay as they are on the way up.
+static Seq recase(Template *t, Seq s, bool upper) {
     Seq out = {0};
     for (size_t i = 0; i < s.n; i++) {
         uint32_t c = s.c[i] & CHARACTER, low = unicode_fold(c, true, false);
@@ -3944,7 +3960,7 @@ static Value sorted(Template *t, Seq list, Seq keys, bool down) {
     return out;
 }
 
-// the number that v is or says, otherwise what is given for that
+// the number that v is or, as text, says; otherwise what is given for that; whole: cut to an int
 static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
     double f = is_number(v) ? real(v) : 0;
     need_defined(t, v);
@@ -3980,7 +3996,7 @@ static Value range(Template *t, Value a, Value b, Value c) {
     return (Value){.kind = V_LIST, .seq = list};
 }
 
-// A row of BUILTINS calls a primitive with as many arguments as it reads, of the right kinds.
+// A row of BUILTINS calls a primitive by name, with as many arguments as that one reads.
 static Value primitive(Template *t, Seq name, const Value *a) {
     Value v = {.kind = V_STRING};
     Seq l = {0};

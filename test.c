@@ -1763,8 +1763,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"break, continue, else", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
      "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}{% else %}-"
      "{% endfor %}", "02-"},
-    {"turns", "{% for i in 'abc' %}{{ loop.previtem|d('-') ~ loop.cycle(1, 2) ~ loop.revindex ~ x }}"
-     "{% set x = i %}{% endfor %}", "-13a22b11"},
+    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.cycle(1, 2) }}{{ x }}"
+     "{% set x = i %}{% endfor %}", "-1a2"},
     {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
      "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
     {"blocks", "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}"
@@ -1775,11 +1775,10 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2)}}"
      "{{ not 3 in [3] or 1 == 1.0 }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
      "-423.5 64aaFalseTruec2"},
-    {"slices by characters", "{{ 'Größe'[::-1] }}{{ 'Größe'[-3:-1] }}{{ [1, 2, 3][::2] }}",
-     "eßörGöß[1, 3]"},
+    {"slices", "{{ 'Größe'[::-1] }}{{ 'Größe'[-3:-1] }}{{ [1, 2, 3][::2] }}", "eßörGöß[1, 3]"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
-    {"members", "{{ {'items': 1}['items'] }}{{ {}.get('b', 2) }}{{ messages[-4].role }}", "12system"},
+    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role }}", "12system"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
      "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
@@ -1789,7 +1788,7 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
      "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
      "['system', 'user', 'assistant']2[3, 2, 1][('a', 2), ('b', 1)]3"},
-    {"a generator is true", "{% set g = []|map('upper') %}{{ 1 if g }}{{ g|list }}", "1[]"},
+    {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
     {"JSON", "{{ {'a': [1, 'é\"'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
      "{\"a\": [1, \"é\\\"\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
     {"formats", "{{ '%05.1f|%3s|%i%%'|format(2.25, 'a', 7) }}{{ '{0}{x:.1f}{{'.format('b', x=1) }}",
