@@ -3563,6 +3563,7 @@ static const struct { const char *class, *names, *source; } BUILTINS[] = {
         " 'Undefined' if v is undefined else '<' ~ kind ~ '>'"},
     {"filter", "_quote", "(s, q) q ~ s.replace('\\\\', '\\\\\\\\').replace(q, '\\\\' ~ q)"
         ".replace('\\n', '\\\\n').replace('\\r', '\\\\r').replace('\\t', '\\\\t') ~ q"},
+    // what stands behind `is`
     {"test", "undefined", "(x) _kind(x) == 'undefined'"}, {"test", "_", "(x) x"},
     {"test", "defined", "(x) _kind(x) != 'undefined'"}, {"test", "none", "(x) _kind(x) == 'None'"},
     {"test", "boolean", "(x) _kind(x) == 'bool'"}, {"test", "true", "(x) x is boolean and x"},
@@ -3804,7 +3805,8 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// Sets what targets name, each x or namespace.x: one to v, several to the items of v.
+// Sets what targets name, each x or namespace.x: one to v, several to the items of v, of which
+// there must be as many.
 static void assign(Template *t, const Node *targets, Value v) {
     Seq items = {{.v = &v}, 1, NULL};
     size_t i = 0;
@@ -3973,7 +3975,8 @@ static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
     return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
 }
 
-static Value date(Template *t, Seq format) {   // now, in UTC, as strftime writes it
+// Now, in UTC, as strftime writes it; or what SOURCE_DATE_EPOCH says, so that a test can know it.
+static Value date(Template *t, Seq format) {
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
     time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
     struct tm tm;
