@@ -2828,12 +2828,10 @@ static void tokenizer_close(Tokenizer *t) {
 //
 // A string is an array of code points, each with a bit for whether it came from a message that the
 // model did not write: whatever becomes of the string, the mark stays with its character. Values do
-// not change, but for namespaces, so a slice is a view. A sequence knows its home, memory with room
-// behind it: where one ends at the end of what its home holds, + writes there, so that a text that
-// grows piece by piece costs what is added.
+// not change, but for namespaces, so a slice is a view.
 //
-// An error leaves by longjmp; all memory is in chunks that template_render frees; depth, steps and
-// memory have limits: every template ends.
+// An error leaves by longjmp; all memory is of one block that template_render frees; depth, steps
+// and memory have limits: every template ends.
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
@@ -2841,52 +2839,57 @@ typedef struct { Str role, content; } ChatMessage;
 // content of a message whose role is not "assistant". rendered_free frees both.
 typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;
 
-enum { MARK = 1 << 30, CHARACTER = MARK - 1, CHUNK = 1 << 16, LONGEST_RANGE = 100000,
+enum { MARK = 1 << 30, CHARACTER = MARK - 1, LONGEST_RANGE = 100000,
        DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
-enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_ONCE, V_DICT,
-       V_NAMESPACE, V_LOOP, V_MACRO };
+enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_DICT,
+       V_NAMESPACE, V_LOOP, V_GENERATOR, V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
-    "list", "tuple", "generator", "dict", "namespace", "loop", "macro"};
+    "list", "tuple", "dict", "namespace", "loop", "generator", "macro"};
 
-typedef struct Value Value;
-typedef struct Node Node;
-struct Node { int rule; Node *first, *next; Value *value; const uint32_t *source; };
+// A sequence lies in its home, memory with room behind it. Where one ends at the end of what its
+// home holds, + writes there: a text that grows piece by piece costs what is added.
 typedef struct { size_t used, room; char data[]; } Home;   // bytes
+typedef struct Value Value;
 typedef struct {
     union { const uint32_t *c; Value *v; const void *at; };   // characters, or elements of a list
     size_t n;
-    Home *home;
+    Home *home;                             // NULL: elsewhere, such as in the source
 } Seq;
 typedef struct Dict { Seq pairs; struct Dict *outer; } Dict;   // key, value, key, ..; or a scope
-typedef struct { Seq items; size_t i; int64_t depth; const Node *statement; } Loop;
 struct Value {
     int kind;
     union {
-        int64_t i;               // also of a bool
+        int64_t i;                          // also of a bool
         double f;
-        Seq seq;                 // of a string, list or tuple; the name of what is undefined
-        Value *once;             // a list that can be read but once
-        Dict *dict;              // also of a namespace
-        Loop *loop;
+        Seq seq;                            // of a string or list; the name of what is undefined
+        Dict *dict;                         // also of a namespace or loop
         struct Macro *macro;
     };
 };
-// lets: what a builtin names before its body; self: what a method belongs to
-typedef struct Macro { const Node *params, *lets, *body; Dict *scope; Value *self; } Macro;
+// What the parser found at source. word: what the grammar demands there, such as ==; value: a name,
+// number, string or text.
+typedef struct Node {
+    int rule;
+    Str word;
+    Value value;
+    struct Node *first, *next;
+    const uint32_t *source;
+} Node;
+typedef struct Macro { const Node *params, *body; Dict *scope; } Macro;
 typedef struct { Seq list; Dict named; } Args;
-typedef struct Chunk { struct Chunk *before; size_t used, size; } Chunk;
 typedef struct {
     Seq source, printed, *out;              // out: where text goes
     const uint32_t *p, *end, *where, *far;  // read up to p; where: what runs; far: what fits a rule
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
-    Dict *scope, builtins;
-    Macro *caller;                          // for the next call
-    size_t steps, memory;                   // what is left
-    Chunk *chunks;
+    Dict *scope;
+    Macro **builtin;                        // of each of BUILTINS; NULL: nobody used it yet
+    size_t steps, memory;                   // what is left, memory of the block in bytes
+    char *block;
     Error *e;
     jmp_buf failed;
 } Template;
 
+// Leaves the interpreter, from wherever it is: the error says why and names the line.
 __attribute__((noreturn, format(printf, 2, 3)))
 static void stop(Template *t, const char *format, ...) {
     char why[400];
@@ -2900,6 +2903,7 @@ static void stop(Template *t, const char *format, ...) {
     longjmp(t->failed, 1);
 }
 
+// Whatever takes time pays for it in steps, of which there is a limit.
 static void spend(Template *t, size_t steps) {
     if (steps > t->steps) stop(t, "it takes too many steps");
     t->steps -= steps;
@@ -2910,22 +2914,17 @@ static void enter(Template *t) {   // one level deeper; t->depth-- leaves it
     if (++t->depth > DEEPEST) stop(t, "it is nested too deeply");
 }
 
-static void *obtain(Template *t, size_t n) {   // zeroed
+static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as the template runs
     n = (n + 7) / 8 * 8;
     if (n > t->memory) stop(t, "it takes too much memory");
     t->memory -= n;
-    if (!t->chunks || t->chunks->size - t->chunks->used < n) {
-        Chunk *c = calloc(1, sizeof *c + larger(n, CHUNK));
-        if (!c) stop(t, "out of memory");
-        *c = (Chunk){t->chunks, 0, larger(n, CHUNK)};
-        t->chunks = c;
-    }
-    t->chunks->used += n;
-    return (char *)(t->chunks + 1) + t->chunks->used - n;
+    return t->block + t->memory;
 }
 
+// ---- its strings and lists
+
 // Adds n elements of so many bytes: in place, if a ends where its home does and there is room.
-static void append(Template *t, Seq *a, const void *more, size_t n, size_t size) {
+static void seq_append(Template *t, Seq *a, const void *more, size_t n, size_t size) {
     Home *h = a->home;
     size_t old = a->n * size, add = n * size, room = 2 * (old + add) + 32;
     if (!n) return;
@@ -2941,40 +2940,43 @@ static void append(Template *t, Seq *a, const void *more, size_t n, size_t size)
     a->n += n;
 }
 
-static void push(Template *t, Seq *list, Value v) { append(t, list, &v, 1, sizeof v); }
-static void put_seq(Template *t, Seq *to, Seq s) { append(t, to, s.c, s.n, sizeof *s.c); }
-static void put_char(Template *t, Seq *to, uint32_t c) { append(t, to, &c, 1, sizeof c); }
-static Seq part(Seq s, size_t from, size_t to) { return (Seq){{s.c + from}, to - from, s.home}; }
+// the same for one element of a list, for characters, for one character
+static void list_push(Template *t, Seq *list, Value v) { seq_append(t, list, &v, 1, sizeof v); }
+static void put_seq(Template *t, Seq *to, Seq s) { seq_append(t, to, s.c, s.n, sizeof *s.c); }
+static void put_char(Template *t, Seq *to, uint32_t c) { seq_append(t, to, &c, 1, sizeof c); }
 
-static void say(Template *t, Seq *to, const char *s, uint32_t mark) {   // ASCII
-    while (*s) put_char(t, to, *s++ | mark);
+// characters from..to-1 of a string: a view
+static Seq seq_part(Seq s, size_t from, size_t to) {
+    return (Seq){{s.c + from}, to - from, s.home};
 }
 
-static Seq from_utf8(Template *t, const char *s, size_t n, uint32_t mark) {
-    Seq out = {0};
-    for (size_t i = 0, used; i < n; i += used)
-        put_char(t, &out, utf8_decode(s + i, n - i, &used) | mark);
-    return out;
+// a string, each of its characters with this mark (MARK or 0)
+static Seq from_utf8(Template *t, Str s, uint32_t mark) {
+    uint32_t *c = obtain(t, s.n * sizeof *c);
+    size_t n = 0;
+    for (size_t i = 0, used; i < s.n; i += used)
+        c[n++] = utf8_decode(s.s + i, s.n - i, &used) | mark;
+    return (Seq){{c}, n, NULL};
 }
 
-static Seq text(Template *t, const char *s) { return from_utf8(t, s, strlen(s), 0); }
+static Seq from_text(Template *t, const char *s) { return from_utf8(t, (Str){s, strlen(s)}, 0); }
 
-static char *utf8(Template *t, Seq s) {   // with a NUL behind it, for C's functions and messages
+static char *to_utf8(Template *t, Seq s) {   // with a NUL behind it, for C's functions and messages
     char *out = obtain(t, 4 * s.n + 1), *end = out;
     for (size_t i = 0; i < s.n; i++) end += utf8_encode(s.c[i] & CHARACTER, end);
     return out;
 }
 
-static bool is(Seq a, const char *b) {
-    size_t i = 0;
-    while (i < a.n && b[i] && (a.c[i] & CHARACTER) == (uint8_t)b[i]) i++;
-    return i == a.n && !b[i];
-}
-
-static bool same(Seq a, Seq b) {
+static bool seq_equal(Seq a, Seq b) {   // strings, whatever their marks
     size_t i = 0;
     while (i < a.n && a.n == b.n && !((a.c[i] ^ b.c[i]) & CHARACTER)) i++;
     return i == a.n && a.n == b.n;
+}
+
+static bool seq_is(Seq a, const char *ascii) {
+    size_t i = 0;
+    while (i < a.n && ascii[i] && (a.c[i] & CHARACTER) == (uint8_t)ascii[i]) i++;
+    return i == a.n && !ascii[i];
 }
 
 static bool among(uint32_t c, const char *set) { return c && c < 128 && strchr(set, c); }
@@ -2986,67 +2988,66 @@ static bool is_space(uint32_t c) {
     return c < 128 ? among(c, " \t\n\v\f\r\x1c\x1d\x1e\x1f") : unicode_classes(c) & CLASS('s');
 }
 
-static size_t find(Template *t, Seq s, Seq what) {   // SIZE_MAX: it is not there
+static size_t seq_find(Template *t, Seq s, Seq what) {   // SIZE_MAX: it is not there
     spend(t, s.n / 16);
     for (size_t i = 0; i + what.n <= s.n; i++)
-        if (same(part(s, i, i + what.n), what)) return i;
+        if (seq_equal(seq_part(s, i, i + what.n), what)) return i;
     return SIZE_MAX;
 }
 
+// s without what is in the set at its sides, set NULL: without white space
 enum { LEFT = 1, RIGHT = 2 };
-static Seq strip(Template *t, Seq s, const Seq *set, int sides) {   // set NULL: white space
+static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
     for (int side = LEFT; side <= RIGHT; side++)
         while (side & sides && s.n) {
-            Seq c = side == LEFT ? part(s, 0, 1) : part(s, s.n - 1, s.n);
-            if (set ? find(t, *set, c) == SIZE_MAX : !is_space(*c.c)) break;
-            s = part(s, side == LEFT, s.n - (side == RIGHT));
+            Seq c = side == LEFT ? seq_part(s, 0, 1) : seq_part(s, s.n - 1, s.n);
+            if (set ? seq_find(t, *set, c) == SIZE_MAX : !is_space(*c.c)) break;
+            s = seq_part(s, side == LEFT, s.n - (side == RIGHT));
         }
     return s;
 }
 
-// Jinja's parser: 'x' is a word or sign, `x` one that gets a node, * any number, ? none or one,
-// | or else. A rule up to `atom` that finds but one part is that part.
+// ---- its parser
+
+// A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
+// * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
+// found as children. The rules of the last line are read by functions. A rule up to `atom` that
+// finds but one part is that part, so 1 is a number and not a sum of one product of one power.
 #define GRAMMAR(X) \
-    X(tuple, "value (`,` value)* `,`?")     X(plain, "or (`,` or)* `,`?") \
-    X(value, "or ('if' or ('else' value)?)?") \
+    X(tuple, "value (`,` value)* `,`?")     X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
     X(not, "`not` not | compare") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | notin) sum)*") \
     X(sum, "join ((`+` | `-`) join)*")      X(join, "product (`~` product)*") \
     X(product, "power ((`*` | `//` | `/` | `%`) power)*") \
-    X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test | args)*") \
+    X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test)*") \
     X(postfix, "atom (member | item | args)*") \
     X(paren, "'(' tuple? ')'") \
-    X(atom, "strings | number | each | list | dict | paren | name") \
+    X(atom, "string | number | each | list | dict | paren | primitive | name") \
     X(sign, "(`-` | `+`) (sign | postfix)") X(notin, "'not' 'in'") \
-    X(strings, "string string*")            X(each, "'[' 'for' name 'in' or cond? ':' value ']'") \
+    X(each, "'[' 'for' name 'in' or cond? ':' value ']'")   X(cond, "'if' value") \
     X(list, "'[' (value (',' value)* ','?)? ']'") \
     X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
-    X(member, "'.' (name | number)")        X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
-    X(args, "'(' (arg (',' arg)* ','?)? ')'") \
-    X(arg, "name '=' value | value") \
+    X(member, "'.' name args?")             X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
+    X(args, "'(' (arg (',' arg)* ','?)? ')'")               X(arg, "name '=' value | value") \
     X(filter, "'|' name args?")             X(inline, "name args?") \
     X(test, "'is' `not`? (`in` | name) (args | postfix)?") \
-    X(cond, "'if' value") \
-    X(block, "(text | print | if | for | set | macro | call | pipe | generation | with | break" \
+    X(primitive, "name args")               X(builtin, "params value") \
+    X(block, "(text | comment | raw | print | if | for | set | macro | call | pipe | break" \
         " | continue)*") \
-    X(print, "'{{' tuple '}}'") \
-    X(if, "'{%' 'if' plain '%}' block (elif | else)? '{%' 'endif' '%}'") \
-    X(elif, "'{%' 'elif' plain '%}' block (elif | else)?") \
-    X(else, "'{%' 'else' '%}' block") \
-    X(for, "'{%' 'for' targets 'in' plain cond? 'recursive'? '%}' block else? '{%' 'endfor' '%}'") \
-    X(targets, "target (`,` target)* `,`?") X(target, "'(' targets ')' | name ('.' name)?") \
-    X(set, "'{%' 'set' targets ('=' tuple '%}' | pipes '%}' block '{%' 'endset' '%}')") \
+    X(raw, "'{%' 'raw' '%}' verbatim '{%' 'endraw' '%}'")   X(print, "'{{' tuple '}}'") \
+    X(if, "'{%' 'if' or '%}' block (elif | else)? '{%' 'endif' '%}'") \
+    X(elif, "'{%' 'elif' or '%}' block (elif | else)?")     X(else, "'{%' 'else' '%}' block") \
+    X(for, "'{%' 'for' targets 'in' or cond? '%}' block else? '{%' 'endfor' '%}'") \
+    X(targets, "target (',' target)*")      X(target, "name ('.' name)?") \
+    X(set, "'{%' 'set' targets ('=' tuple '%}' | filter* '%}' block '{%' 'endset' '%}')") \
     X(macro, "'{%' 'macro' name params '%}' block '{%' 'endmacro' '%}'") \
-    X(params, "'(' (param (',' param)* ','?)? ')'") X(param, "name ('=' value)?") \
-    X(bound, "name '=' value") \
-    X(call, "'{%' 'call' params? value '%}' block '{%' 'endcall' '%}'") \
-    X(pipe, "'{%' 'filter' inline pipes '%}' block '{%' 'endfilter' '%}'") X(pipes, "filter*") \
-    X(generation, "'{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
-    X(with, "'{%' 'with' (bound (',' bound)*)? '%}' block '{%' 'endwith' '%}'") \
+    X(params, "'(' (param (',' param)* ','?)? ')'")         X(param, "name ('=' value)?") \
+    X(call, "'{%' 'call' params? atom args '%}' block '{%' 'endcall' '%}'") \
+    X(pipe, "'{%' 'filter' inline filter* '%}' block '{%' 'endfilter' '%}'" \
+        " | '{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
     X(break, "'{%' 'break' '%}'")           X(continue, "'{%' 'continue' '%}'") \
-    X(builtin, "params (':' bound (',' bound)* ':')? value") \
-    X(word, NULL) X(name, NULL) X(string, NULL) X(number, NULL) X(text, NULL)
+    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(verbatim, 0) X(comment, 0)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) RULE_COUNT };
 #undef X
@@ -3054,26 +3055,19 @@ enum { GRAMMAR(X) RULE_COUNT };
 static const struct { const char *name, *grammar; } RULES[] = {GRAMMAR(X)};
 #undef X
 
-static Value string(Seq s) { return (Value){.kind = V_STRING, .seq = s}; }
-static Value integer(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
-static Value number(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
-static Value boolean(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
-static Value undefined(Seq name) { return (Value){.kind = V_UNDEFINED, .seq = name}; }
+// values, by what they hold
+static Value string_value(Seq s) { return (Value){.kind = V_STRING, .seq = s}; }
+static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
+static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
+static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
+static Value undefined_value(Seq name) { return (Value){.kind = V_UNDEFINED, .seq = name}; }
 
-static Seq rest(const Template *t) { return (Seq){{t->p}, t->end - t->p, NULL}; }
-static void skip_space(Template *t) { t->p = strip(t, rest(t), NULL, LEFT).c; }
-
-static void add_node(Template *t, Node ***tail, int rule, Node *first, Value v,
-                     const uint32_t *source) {
-    Node *n = **tail = obtain(t, sizeof *n);
-    *n = (Node){rule, first, NULL, obtain(t, sizeof v), source};
-    *n->value = v;
-    *tail = &n->next;
-}
+static Seq unread(const Template *t) { return (Seq){{t->p}, t->end - t->p, NULL}; }
+static void skip_space(Template *t) { t->p = seq_strip(t, unread(t), NULL, LEFT).c; }
 
 // Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
 static bool read_end(Template *t, uint32_t close) {
-    Seq s = rest(t);
+    Seq s = unread(t);
     size_t sign = s.n > 2 && (*s.c == '-' || (*s.c == '+' && close != '}'));
     if (s.n < 2 || s.c[sign] != close || s.c[sign + 1] != '}') return false;
     t->p += 2 + sign;
@@ -3082,118 +3076,128 @@ static bool read_end(Template *t, uint32_t close) {
     return true;
 }
 
-// Is this word or sign here? Reads it.
-static bool read_word(Template *t, const char *word, size_t n) {
+// Is this word or sign here? Reads it; with the beginning of a tag its sign.
+static bool read_word(Template *t, Str word) {
     size_t i = 0;
     skip_space(t);
     if (t->p > t->far) t->far = t->p;
-    if (n == 2 && word[1] == '}') return read_end(t, word[0]);
-    Seq s = rest(t);
-    while (i < n && i < s.n && s.c[i] == (uint8_t)word[i]) i++;
-    bool longer = is_letter(*word) && n < s.n && (is_letter(s.c[n]) || is_digit(s.c[n]));
-    if (i < n || longer) return false;
-    t->p += n + (n == 2 && *word == '{' && s.n > 2 && among(s.c[2], "+-"));
+    if (word.n == 2 && word.s[1] == '}') return read_end(t, word.s[0]);
+    Seq s = unread(t);
+    while (i < word.n && i < s.n && s.c[i] == (uint8_t)word.s[i]) i++;
+    bool longer = is_letter(*word.s) && i < s.n && (is_letter(s.c[i]) || is_digit(s.c[i]));
+    if (i < word.n || longer) return false;
+    t->p += i + (i == 2 && *word.s == '{' && i < s.n && among(s.c[i], "+-"));
     return true;
 }
 
-// Is this a tag of one word, such as raw? Reads it.
-static bool read_raw(Template *t, const char *word) {
-    const uint32_t *start = t->p;
-    bool yes = read_word(t, "{%", 2) && read_word(t, word, strlen(word)) && read_word(t, "%}", 2);
-    if (!yes) t->p = start;
-    else if (*word == 'r' && t->p[-1] == '\n' && t->p[-4] != '-') t->p--;   // that newline stays
-    return yes;
+// Reads text up to the next tag, verbatim: up to endraw. A tag takes the white space in front of
+// it: with - all, and a statement or comment without + what its line begins with.
+static bool read_text(Template *t, Seq *out, bool verbatim) {
+    // raw keeps the newline behind it, which other tags take
+    if (verbatim && t->p[-1] == '\n' && t->p[-2] == '}' && t->p[-4] != '-') t->p--;
+    Seq s = unread(t);
+    size_t n, kept;
+    for (n = 0; n < s.n; n++) {
+        t->p = s.c + n;
+        if (s.c[n] != '{' || n + 1 == s.n || !among(s.c[n + 1], "{%#")) continue;
+        if (!verbatim || (read_word(t, (Str){"{%", 2}) && read_word(t, (Str){"endraw", 6}))) break;
+    }
+    t->p = s.c + n;
+    uint32_t tag = n < s.n ? s.c[n + 1] : 0, sign = n + 2 < s.n ? s.c[n + 2] : 0;
+    for (kept = n; kept > 0 && is_space(s.c[kept - 1]); kept--)
+        if (s.c[kept - 1] == '\n' && sign != '-') break;
+    bool line = kept ? s.c[kept - 1] == '\n' : s.c == t->source.c || s.c[-1] == '\n';
+    if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = n;
+    *out = seq_part(s, 0, kept);
+    return n > 0 || verbatim;
 }
 
-// Reads text up to the next {{ or {%, comments and raw text with it. A tag takes the white space in
-// front of it: with - all, else what its line begins with.
-static bool read_text(Template *t, Seq *out) {
+// Reads {# .. #}.
+static bool read_comment(Template *t) {
+    if (!read_word(t, (Str){"{#", 2})) return false;
+    for (; !read_end(t, '#'); t->p++)
+        if (t->p >= t->end) return false;
+    return true;
+}
+
+// Reads what stands between quotes, also in several strings side by side.
+static bool read_string(Template *t, Seq *out) {
+    static const char letters[] = "abfnrtv\\'\"", meant[] = "\a\b\f\n\r\t\v\\'\"";
     const uint32_t *start = t->p;
-    for (bool raw = false; t->p < t->end || raw;) {
-        Seq s = rest(t);
-        size_t n = 0, kept;
-        const char *tags = raw ? "%" : "{%#";
-        while (n < s.n && !(s.c[n] == '{' && n + 1 < s.n && among(s.c[n + 1], tags))) n++;
-        uint32_t tag = n < s.n ? s.c[n + 1] : 0, sign = n + 2 < s.n ? s.c[n + 2] : 0;
-        t->p = s.c + n;
-        if (raw && !tag) stop(t, "raw does not end");
-        if (raw && !read_raw(t, "endraw")) {
-            put_seq(t, out, part(s, 0, n + 2));
-            t->p += 2;
-            continue;
-        }
-        for (kept = n; kept > 0 && is_space(s.c[kept - 1]); kept--)
-            if (s.c[kept - 1] == '\n' && sign != '-') break;
-        bool line = kept ? s.c[kept - 1] == '\n' : s.c == t->source.c || s.c[-1] == '\n';
-        if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = n;
-        put_seq(t, out, part(s, 0, kept));
-        if (tag == '#')
-            for (t->p += 2 + among(sign, "+-"); !read_end(t, '#'); t->p++) {
-                if (t->p >= t->end) stop(t, "a comment does not end");
+    for (; t->p < t->end && among(*t->p, "'\""); skip_space(t)) {
+        uint32_t quote = *t->p++;
+        for (; t->p < t->end && *t->p != quote; t->p++) {
+            uint32_t c = *t->p, next = c == '\\' && t->p + 1 < t->end ? t->p[1] : 0;
+            int digits = next == 'x' ? 2 : next == 'u' ? 4 : next == 'U' ? 8 : 0;
+            if (among(next, letters)) c = meant[strchr(letters, next) - letters];
+            if (digits) c = 0;
+            t->p += digits || next == '\n' || among(next, letters);
+            for (; digits && among(t->p[1] | 32, "0123456789abcdef"); digits--) {
+                uint32_t digit = *++t->p;
+                c = 16 * c + (digit & 15) + (digit > '9' ? 9 : 0);
             }
-        else if (raw) raw = false;
-        else if (!(raw = read_raw(t, "raw"))) break;
+            if (digits || c > 0x10FFFF) stop(t, "a bad \\ in a string");
+            if (next != '\n') put_char(t, out, c);
+        }
+        if (t->p++ >= t->end) return false;
     }
     return t->p > start;
 }
 
-// what stands between the quotes of a string
-static bool read_string(Template *t, Seq *out) {
-    static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
-    uint32_t quote = *t->p++;
-    for (; t->p < t->end && *t->p != quote; t->p++) {
-        uint32_t c = *t->p, next = c == '\\' && t->p + 1 < t->end ? t->p[1] : 0;
-        size_t digits = next == 'x' ? 2 : next == 'u' ? 4 : next == 'U' ? 8 : 0;
-        t->p += among(next, letters) || digits;
-        if (among(next, letters)) c = meant[strchr(letters, next) - letters];   // 0: no newline
-        else if (digits) {
-            char *hex = utf8(t, part(rest(t), 1, digits < rest(t).n ? digits + 1 : 1)), *end;
-            c = strtoul(hex, &end, 16);
-            if (end - hex != (ptrdiff_t)digits || c > 0x10FFFF) stop(t, "a bad \\ in a string");
-            t->p += digits;
-        }
-        if (c || !next) put_char(t, out, c);
-    }
-    if (t->p++ >= t->end) stop(t, "a string does not end");
-    return true;
-}
-
+// Reads digits, an int, or with a fraction or exponent a float.
 static bool read_number(Template *t, Value *v) {
-    char *digits = utf8(t, part(rest(t), 0, rest(t).n < 64 ? rest(t).n : 64)), *end, *real;
+    Seq s = unread(t);
+    char *digits = to_utf8(t, seq_part(s, 0, s.n < 64 ? s.n : 64)), *end, *end_of_float;
+    if (!is_digit(*digits)) return false;
     errno = 0;
-    *v = integer(strtoll(digits, &end, 10));
+    *v = int_value(strtoll(digits, &end, 10));
     if (errno) stop(t, "a number is too large");
-    double f = strtod(digits, &real);
-    if (real > end && among(*end, ".eE") && real[-1] != '.') *v = number(f), end = real;
+    double f = strtod(digits, &end_of_float);
+    if (among(*end, ".eE") && end_of_float > end + 1) *v = float_value(f), end = end_of_float;
     t->p += end - digits;
     return true;
 }
 
+// Reads a name, which is none of the words that stand between values.
 static bool read_name(Template *t, Seq *name) {
     const uint32_t *start = t->p;
+    if (start == t->end || !is_letter(*start)) return false;
     while (t->p < t->end && (is_letter(*t->p) || is_digit(*t->p))) t->p++;
     *name = (Seq){{start}, t->p - start, NULL};
-    return !find_word(utf8(t, *name), "and or not if elif else in is");
+    return !find_word(to_utf8(t, *name), "and or not if elif else in is");
+}
+
+static void add_node(Template *t, Node ***tail, Node node) {
+    Node *n = **tail = obtain(t, sizeof *n);
+    *n = node;
+    *tail = &n->next;
 }
 
 static bool read_choice(Template *t, const char *g, Node ***tail);
 
-// Reads what a rule says and puts its node at *tail, which then is behind it.
+// Reads what a rule says. On success its node is at *tail, and *tail is where the next one goes.
+// Otherwise t->p may stand anywhere: read_item sets it back.
 static bool read_rule(Template *t, int r, Node ***tail) {
     Node *first = NULL, **last = &first;
-    Value v = string((Seq){0});
-    if (r != R_text && r != R_block) skip_space(t);
-    const uint32_t *start = t->p, c = start < t->end ? *start : 0;
+    Value v = string_value((Seq){0});
+    bool template = t->end == t->source.c + t->source.n, yes;   // else a builtin
+    if (r != R_text && r != R_verbatim && r != R_block) skip_space(t);
+    const uint32_t *start = t->p;
     if (start > t->far) t->far = start;
     enter(t);
-    bool yes = r == R_text ? read_text(t, &v.seq) :
-               r == R_name ? is_letter(c) && read_name(t, &v.seq) :
-               r == R_number ? is_digit(c) && read_number(t, &v) :
-               r == R_string ? among(c, "'\"") && read_string(t, &v.seq) :
-               read_choice(t, RULES[r].grammar, &last);
+    switch (r) {
+    case R_text: case R_verbatim: yes = read_text(t, &v.seq, r == R_verbatim); break;
+    case R_comment: yes = read_comment(t); break;
+    case R_name: yes = read_name(t, &v.seq); break;
+    case R_number: yes = read_number(t, &v); break;
+    case R_string: yes = read_string(t, &v.seq); break;
+    case R_primitive: yes = !template && *start == '_' && read_choice(t, RULES[r].grammar, &last);
+        break;
+    default: yes = read_choice(t, RULES[r].grammar, &last);
+    }
     t->depth--;
     if (yes && r <= R_atom && first && !first->next) **tail = first, *tail = last;
-    else if (yes) add_node(t, tail, r, first, v, start);
+    else if (yes) add_node(t, tail, (Node){r, {0}, v, first, NULL, start});
     return yes;
 }
 
@@ -3205,21 +3209,26 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
+// Reads one item of n characters of grammar; where it is not here, nothing has been read.
 static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
     const uint32_t *start = t->p;
     Node **last = *tail;
+    Str word = {g + 1, n - 2};
+    bool yes;
     int r = 0;
-    bool sign = *g == '\'' || *g == '`', yes;
-    while (!sign && *g != '(' && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
-    if (sign) yes = read_word(t, g + 1, n - 2);
-    else yes = *g == '(' ? read_choice(t, g + 1, tail) : read_rule(t, r, tail);
-    if (yes && *g == '`')
-        add_node(t, tail, R_word, NULL, string(from_utf8(t, g + 1, n - 2, 0)), start);
+    if (*g == '\'' || *g == '`') yes = read_word(t, word);
+    else if (*g == '(') yes = read_choice(t, g + 1, tail);
+    else {
+        while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
+        yes = read_rule(t, r, tail);
+    }
+    if (yes && *g == '`') add_node(t, tail, (Node){.rule = R_word, .word = word, .source = start});
     if (!yes) t->p = start, *tail = last, *last = NULL;
     return yes;
 }
 
-// Reads one of the alternatives that stand at g, up to a closing bracket or the end.
+// Reads one of the alternatives that stand at g, up to a closing bracket or the end: the first that
+// fits is taken for good. The nodes of one that failed half-way are dropped.
 static bool read_choice(Template *t, const char *g, Node ***tail) {
     for (const uint32_t *start = t->p;; g += 2) {
         Node **last = *tail;
@@ -3239,53 +3248,53 @@ static bool read_choice(Template *t, const char *g, Node ***tail) {
 }
 
 // ---- its values
+//
+// They behave as Python's, with two exceptions: a whole number has 53 bits, and a generator, which
+// is what map and the like return, can be read again. It is always true, as jinja2's is, so that
+// `if messages|selectattr(..)` is wrong here where it is wrong there.
 
 static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
 static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
-static bool is_list(Value v) { return v.kind == V_LIST || v.kind == V_TUPLE; }
-static bool is_seq(Value v) { return is_list(v) || v.kind == V_STRING; }
+static bool is_seq(Value v) { return v.kind >= V_STRING && v.kind <= V_TUPLE; }
+static bool is_mapping(Value v) { return v.kind >= V_DICT && v.kind <= V_LOOP; }
 static size_t size_in(Value v) { return v.kind == V_STRING ? sizeof *v.seq.c : sizeof *v.seq.v; }
 static double real(Value v) { return v.kind == V_FLOAT ? v.f : (double)v.i; }
 
+// What `if` makes of v: empty, zero, none and undefined are false.
 static bool truth(Value v) {
     if (is_number(v)) return real(v) != 0;
     return is_seq(v) ? v.seq.n > 0 : v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
 }
 
 static void need_defined(Template *t, Value v) {
-    if (v.kind == V_UNDEFINED) stop(t, "'%s' is undefined", utf8(t, v.seq));
+    if (v.kind == V_UNDEFINED) stop(t, "'%s' is undefined", to_utf8(t, v.seq));
 }
 
-static Value *dict_find(Template *t, const Dict *d, Value key);
-
-// below, 0, above 0 as a is less, equal, more; UNLIKE: neither of them
+// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 enum { UNLIKE = 2 };
 static int order(Template *t, Value a, Value b) {
-    int c = 0;
     if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
     if (is_number(a) && is_number(b)) return (real(a) > real(b)) - (real(a) < real(b));
     if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
     if (!is_seq(a) && a.kind != V_DICT) return a.dict == b.dict ? 0 : UNLIKE;
-    bool dict = a.kind == V_DICT;
-    Seq x = dict ? a.dict->pairs : a.seq, y = dict ? b.dict->pairs : b.seq;
-    if (dict && x.n != y.n) return UNLIKE;
+    Seq x = a.kind == V_DICT ? a.dict->pairs : a.seq, y = b.kind == V_DICT ? b.dict->pairs : b.seq;
+    int c = 0;
     enter(t);
-    for (size_t i = 0; !c && x.at != y.at && i < x.n && (i < y.n || dict); i += 1 + dict) {
-        Value *other = dict ? dict_find(t, b.dict, x.v[i]) : NULL;
-        if (a.kind == V_STRING) c = (x.c[i] & CHARACTER) - (y.c[i] & CHARACTER);
-        else if (!dict) c = order(t, x.v[i], y.v[i]);
-        else c = other && !order(t, x.v[i + 1], *other) ? 0 : UNLIKE;
-    }
+    spend(t, x.n / 16);
+    for (size_t i = 0; !c && i < x.n && i < y.n; i++)
+        if (a.kind != V_STRING) c = order(t, x.v[i], y.v[i]);
+        else c = (int)(x.c[i] & CHARACTER) - (int)(y.c[i] & CHARACTER);
     t->depth--;
-    if (a.kind == V_STRING && c) return c < 0 ? -1 : 1;
-    return c || dict ? c : (x.n > y.n) - (x.n < y.n);
+    if (!c) return (x.n > y.n) - (x.n < y.n);
+    return a.kind == V_STRING ? (c > 0) - (c < 0) : c;
 }
 
+// Dicts have few keys and keep their order: they are searched from the front.
 static Value *dict_find(Template *t, const Dict *d, Value key) {   // NULL: it is not there
     spend(t, d->pairs.n / 16);
     for (Value *v = d->pairs.v, *end = v + d->pairs.n; v < end; v += 2) {
         bool strings = key.kind == V_STRING && v->kind == V_STRING;
-        if (strings ? same(v->seq, key.seq) : !order(t, *v, key)) return v + 1;
+        if (strings ? seq_equal(v->seq, key.seq) : !order(t, *v, key)) return v + 1;
     }
     return NULL;
 }
@@ -3294,9 +3303,18 @@ static void dict_set(Template *t, Dict *d, Value key, Value v) {
     Value *old = dict_find(t, d, key), pair[] = {key, v};
     if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", VALUE_KINDS[key.kind]);
     if (old) *old = v;
-    else append(t, &d->pairs, pair, 2, sizeof v);
+    else seq_append(t, &d->pairs, pair, 2, sizeof v);
 }
 
+static void dict_set_name(Template *t, Dict *d, const char *name, Value v) {
+    dict_set(t, d, string_value(from_text(t, name)), v);
+}
+
+static void dict_add(Template *t, Dict *d, Seq pairs) {
+    for (size_t i = 0; i < pairs.n; i += 2) dict_set(t, d, pairs.v[i], pairs.v[i + 1]);
+}
+
+// outer: for a scope, where names are looked up that this one does not have
 static Dict *new_dict(Template *t, Dict *outer) {
     Dict *d = obtain(t, sizeof *d);
     d->outer = outer;
@@ -3305,169 +3323,86 @@ static Dict *new_dict(Template *t, Dict *outer) {
 
 static Seq items_of(Template *t, Value v) {   // what a loop over v sees
     Seq l = {0};
-    if (is_list(v)) return v.seq;
-    if (v.kind == V_ONCE) l = v.once->seq, v.once->seq.n = 0;
-    else if (v.kind == V_DICT)
-        for (size_t i = 0; i < v.dict->pairs.n; i += 2) push(t, &l, v.dict->pairs.v[i]);
+    if (v.kind == V_LIST || v.kind == V_TUPLE || v.kind == V_GENERATOR) return v.seq;
+    if (v.kind == V_DICT)
+        for (size_t i = 0; i < v.dict->pairs.n; i += 2) list_push(t, &l, v.dict->pairs.v[i]);
     else if (v.kind == V_STRING)
-        for (size_t i = 0; i < v.seq.n; i++) push(t, &l, string(part(v.seq, i, i + 1)));
+        for (size_t i = 0; i < v.seq.n; i++)
+            list_push(t, &l, string_value(seq_part(v.seq, i, i + 1)));
     else if (v.kind != V_UNDEFINED) stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
     return l;
 }
 
-// How a value is written: as by Python's str, repr, or json.dumps with these separators
-typedef struct { bool repr, json, ascii; Seq item, key, indent; int depth; } Style;
+static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
 
-static void put_quoted(Template *t, Seq *out, Seq s, const Style *style) {
-    static const char plain[] = "\n\r\t\b\f", letters[] = "nrtbf";
-    bool single = find(t, s, text(t, "'")) < s.n, twice = find(t, s, text(t, "\"")) < s.n;
-    uint32_t quote = style->json || (single && !twice) ? '"' : '\'';
-    put_char(t, out, quote);
-    for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER;
-        char escape[16] = "";
-        bool hidden = c < 32 || (style->json ? style->ascii && c > 126 : c == 127 || (c > 127 &&
-                      unicode_classes(c) & (CLASS('C') | CLASS('O') | CLASS('s'))));
-        if (c == quote || c == '\\') sprintf(escape, "\\%c", (int)c);
-        else if (among(c, style->json ? plain : "\n\r\t"))
-            sprintf(escape, "\\%c", letters[strchr(plain, c) - plain]);
-        else if (hidden && style->json && c > 0xFFFF)
-            sprintf(escape, "\\u%04x\\u%04x", 0xD7C0 + (c >> 10), 0xDC00 | (c & 0x3FF));
-        else if (hidden) sprintf(escape, !style->json && c < 256 ? "\\x%02x" :
-                                         c > 0xFFFF ? "\\U%08x" : "\\u%04x", c);
-        if (*escape) say(t, out, escape, s.c[i] & MARK);
-        else put_char(t, out, s.c[i]);
-    }
-    put_char(t, out, quote);
-}
-
-static void put_float(Template *t, Seq *out, double f, bool json) {
-    char s[400];
-    int digits = 0, exponent;   // as few digits as read back as f
-    if (f - f != 0) {
-        say(t, out, f < 0 ? "-" : "", 0);
-        return say(t, out, f != f ? json ? "NaN" : "nan" : json ? "Infinity" : "inf", 0);
-    }
-    do snprintf(s, sizeof s, "%.*e", digits, f);
-    while (strtod(s, NULL) != f && digits++ < 17);
-    exponent = atoi(strchr(s, 'e') + 1);
-    if (exponent >= -4 && exponent < 16)
-        snprintf(s, sizeof s, "%.*f", digits > exponent ? digits - exponent : 1, f);
-    say(t, out, s, 0);
-}
-
-static void put_value(Template *t, Seq *out, Value v, const Style *style);
-
-static void put_items(Template *t, Seq *out, Value v, const Style *style) {
-    bool dict = v.kind >= V_DICT, tuple = v.kind == V_TUPLE && !style->json, quote;
-    Seq l = dict ? v.dict->pairs : v.seq;
-    Style inner = *style;
-    inner.repr = true;
-    inner.depth++;
-    say(t, out, dict ? "{" : tuple ? "(" : "[", 0);
-    for (size_t i = 0; i <= l.n; i++) {
-        bool key = dict && i % 2 == 0, item = i < l.n && i > 0;
-        if (item) put_seq(t, out, dict && !key ? style->key : style->item);
-        if (l.n && style->indent.c && (!dict || key)) {
-            put_char(t, out, '\n');
-            for (int k = i == l.n; k < inner.depth; k++) put_seq(t, out, style->indent);
-        }
-        if (i == l.n) break;
-        quote = style->json && key && l.v[i].kind != V_STRING;
-        say(t, out, quote ? "\"" : "", 0);
-        put_value(t, out, l.v[i], &inner);
-        say(t, out, quote ? "\"" : "", 0);
-    }
-    say(t, out, dict ? "}" : !tuple ? "]" : l.n == 1 ? ",)" : ")", 0);
-}
-
-static void put_value(Template *t, Seq *out, Value v, const Style *style) {
-    static const char *const words[][2] = {{"False", "True"}, {"false", "true"}};
-    char digits[32];
-    enter(t);
-    if (style->json && (v.kind == V_UNDEFINED || v.kind > V_DICT || v.kind == V_ONCE))
-        stop(t, "%s cannot be written as JSON", VALUE_KINDS[v.kind]);
-    snprintf(digits, sizeof digits, "%lld", v.kind == V_INT ? (long long)v.i : 0);
-    switch (v.kind) {
-    case V_UNDEFINED: say(t, out, style->repr ? "Undefined" : "", 0); break;
-    case V_NONE: say(t, out, style->json ? "null" : "None", 0); break;
-    case V_BOOL: say(t, out, words[style->json][v.i], 0); break;
-    case V_INT: say(t, out, digits, 0); break;
-    case V_FLOAT: put_float(t, out, v.f, style->json); break;
-    case V_STRING:
-        if (style->repr || style->json) put_quoted(t, out, v.seq, style);
-        else put_seq(t, out, v.seq);
-        break;
-    case V_LIST: case V_TUPLE: case V_DICT: put_items(t, out, v, style); break;
-    default:
-        say(t, out, v.kind == V_NAMESPACE ? "<Namespace " : "<", 0);
-        if (v.kind == V_NAMESPACE) put_items(t, out, v, style);
-        else say(t, out, VALUE_KINDS[v.kind], 0);
-        say(t, out, ">", 0);
-    }
-    t->depth--;
-}
-
-static void print(Template *t, Seq *out, Value v, bool repr) {
-    static const uint32_t comma[] = {',', ' '}, colon[] = {':', ' '};
-    Style style = {.repr = repr, .item = {{comma}, 2, NULL}, .key = {{colon}, 2, NULL}};
-    put_value(t, out, v, &style);
-}
-
+// A value as Python's str writes it. Lists and dicts are written by the filter _write.
 static Seq to_text(Template *t, Value v) {
-    Seq out = {0};
+    char s[40] = "";
     if (v.kind == V_STRING) return v.seq;
-    return print(t, &out, v, false), out;
+    if (v.kind > V_STRING) return apply(t, "filter", from_text(t, "_write"), v, (Args){0}).seq;
+    if (v.kind == V_NONE) strcpy(s, "None");
+    if (v.kind == V_BOOL) strcpy(s, v.i ? "True" : "False");
+    if (v.kind == V_INT) snprintf(s, sizeof s, "%lld", (long long)v.i);
+    if (v.kind == V_FLOAT) {   // as few digits as read back as the same
+        int digits = 15;
+        do snprintf(s, sizeof s, "%.*g", digits, v.f);
+        while (strtod(s, NULL) != v.f && digits++ < 17);
+        if (!s[strspn(s, "-0123456789")]) strcat(s, ".0");
+    }
+    return from_text(t, s);
 }
+
 
 // ---- its operators
 
-static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
-
-__attribute__((noreturn)) static void stop_types(Template *t, const char *op, Value a, Value b) {
-    stop(t, "%s %s %s is not possible", VALUE_KINDS[a.kind], op, VALUE_KINDS[b.kind]);
+__attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, Value b) {
+    const char *left = VALUE_KINDS[a.kind], *right = VALUE_KINDS[b.kind];
+    stop(t, "%s %.*s %s is not possible", left, STR_ARG(op), right);
 }
 
-// op: + - * / % of numbers, f for //, p for **
-static Value arithmetic(Template *t, int op, Value a, Value b) {
+// Whole numbers stay whole, but for /, below 2^53.
+static Value arithmetic(Template *t, Str op, Value a, Value b) {
+    int o = op.n == 1 ? *op.s : *op.s == '/' ? 'f' : 'p';   // f for //, p for **
     double x = real(a), y = real(b), left = y ? fmod(x, y) : 0;
-    if (among(op, "/f%") && !y) stop(t, "division by zero");
+    if (among(o, "/f%") && !y) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // rounds down, also below 0
-    if (!is_int(a) || !is_int(b) || op == '/' || (op == 'p' && y < 0))
-        return number(op == '+' ? x + y : op == '-' ? x - y : op == '*' ? x * y :
-                      op == '/' ? x / y : op == '%' ? left :
-                      op == 'f' ? round((x - left) / y) : pow(x, y));
-    __int128 i = a.i, k = b.i, z = op == '+' ? i + k : op == '-' ? i - k : op == '*' ? i * k : 1;
-    for (; op == 'p' && k > 0 && z == (int64_t)z; k--, spend(t, 1)) z *= i;
-    if (among(op, "f%")) z = i % k + (i % k && (i < 0) != (k < 0) ? k : 0);
-    if (op == 'f') z = (i - z) / k;
-    if (z != (int64_t)z) stop(t, "a number is too large");
-    return integer(z);
+    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '/' ? x / y :
+               o == '%' ? left : o == 'f' ? round((x - left) / y) : pow(x, y);
+    if (!is_int(a) || !is_int(b) || o == '/' || (o == 'p' && y < 0)) return float_value(z);
+    if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
+    return int_value((int64_t)z);
 }
 
-static Value operate(Template *t, const char *op, Value a, Value b) {
-    bool times = *op == '*' && !op[1], swap = times && is_int(a) && is_seq(b);
-    Value s = swap ? b : a, product = {.kind = s.kind};
-    if (*op == '~') return operate(t, "+", string(to_text(t, a)), string(to_text(t, b)));
+// a op b for + - * / // % ** and ~, which adds both as text; + adds lists and strings, * repeats
+// them, % of a string puts b into its fields
+static Value operate(Template *t, Str op, Value a, Value b) {
+    if (*op.s == '~') {
+        Value text = string_value(to_text(t, a));
+        return operate(t, (Str){"+", 1}, text, string_value(to_text(t, b)));
+    }
     need_defined(t, a);
     need_defined(t, b);
-    if (*op == '%' && a.kind == V_STRING)
-        return apply(t, "str", text(t, "%"), a, (Args){.list = {{.v = &b}, 1, NULL}});
-    if (*op == '+' && is_seq(a) && a.kind == b.kind)
-        return append(t, &a.seq, b.seq.at, b.seq.n, size_in(a)), a;
-    if (swap || (times && is_seq(a) && is_int(b))) {
-        for (int64_t n = swap ? a.i : b.i; n > 0 && s.seq.n; n--)
-            append(t, &product.seq, s.seq.at, s.seq.n, size_in(s));
+    if (*op.s == '%' && a.kind == V_STRING)
+        return apply(t, "str", from_text(t, "%"), a, (Args){.list = {{.v = &b}, 1, NULL}});
+    if (*op.s == '+' && is_seq(a) && a.kind == b.kind) {
+        seq_append(t, &a.seq, b.seq.at, b.seq.n, size_in(a));
+        return a;
+    }
+    Value s = is_int(a) ? b : a, times = is_int(a) ? a : b, product = {.kind = s.kind};
+    if (str_eq(op, "*") && is_seq(s) && is_int(times)) {
+        for (int64_t n = times.i; n > 0 && s.seq.n; n--)
+            seq_append(t, &product.seq, s.seq.at, s.seq.n, size_in(s));
         return product;
     }
     if (!is_number(a) || !is_number(b)) stop_types(t, op, a, b);
-    return arithmetic(t, !op[1] ? *op : *op == '/' ? 'f' : 'p', a, b);
+    return arithmetic(t, op, a, b);
 }
 
+// v in `in`: a part of a string, a key of a dict, an element of a list
 static bool contains(Template *t, Value in, Value v) {
-    if (in.kind == V_STRING && v.kind != V_STRING) stop_types(t, "in", v, in);
-    if (in.kind == V_STRING) return find(t, in.seq, v.seq) != SIZE_MAX;
-    if (in.kind == V_DICT) return dict_find(t, in.dict, v) != NULL;
+    if (in.kind == V_STRING && v.kind == V_STRING) return seq_find(t, in.seq, v.seq) != SIZE_MAX;
+    if (in.kind == V_STRING) stop_types(t, (Str){"in", 2}, v, in);
+    if (is_mapping(in)) return dict_find(t, in.dict, v) != NULL;
     Seq l = items_of(t, in);
     size_t i = 0;
     spend(t, l.n / 8);
@@ -3475,18 +3410,19 @@ static bool contains(Template *t, Value in, Value v) {
     return i < l.n;
 }
 
-static bool compare(Template *t, const char *op, Value a, Value b) {
-    if (*op == 'i' || *op == 'n') return contains(t, b, a) == (*op == 'i');
+// op: == != < <= > >=, in, or empty: not in
+static bool compare(Template *t, Str op, Value a, Value b) {
+    if (!op.n || *op.s == 'i') return contains(t, b, a) == (op.n > 0);
     int c = order(t, a, b);
-    if (*op == '=' || *op == '!') return (c == 0) == (*op == '=');
+    if (*op.s == '=' || *op.s == '!') return (c == 0) == (*op.s == '=');
     need_defined(t, a);
     need_defined(t, b);
-    if (c == UNLIKE || a.kind == V_NONE || a.kind > V_TUPLE)
-        stop_types(t, op, a, b);
-    return *op == '<' ? c < (op[1] == '=') : c > -(op[1] == '=');
+    if (c == UNLIKE || a.kind == V_NONE || a.kind > V_TUPLE) stop_types(t, op, a, b);
+    return *op.s == '<' ? c < (op.n == 2) : c > -(op.n == 2);
 }
 
-// a[from:to:step], as Python counts
+// a[from:to:step], as Python counts: below 0 from the end, cut off at the ends, and backwards with
+// a step below 0, for which low, in front of the first element, is -1
 static Value slice(Template *t, Value a, const Value *bound) {
     int64_t n = a.seq.n, step = is_int(bound[2]) ? bound[2].i : 1, low = step < 0 ? -1 : 0, at[2];
     Value out = {.kind = a.kind};
@@ -3502,216 +3438,210 @@ static Value slice(Template *t, Value a, const Value *bound) {
         out.seq = (Seq){{.at = base + at[0] * size_in(a)}, at[1] - at[0], a.seq.home};
     step = step > n ? n + 1 : step < -n ? -n - 1 : step;
     for (int64_t i = at[0]; step != 1 && (step > 0 ? i < at[1] : i > at[1]); i += step)
-        append(t, &out.seq, base + i * size_in(a), 1, size_in(a));
+        seq_append(t, &out.seq, base + i * size_in(a), 1, size_in(a));
     return out;
 }
 
 // ---- its filters, tests, methods and functions
 
-// "class names (parameters) : name=what, .. : value", where the names between the colons stand for
-// what the value uses several times
-static const char BUILTINS[] =
-    "global range (a, b=none, step=1) _range(0, a, 1) if b is none else _range(a, b, step)\n"
-    "global namespace (d={}) _dict('namespace', d, kwargs)\n"
-    "global dict (d={}) _dict('dict', d, kwargs)\n"
-    "global raise_exception (message) _fail(message)\n"
-    "global strftime_now (format) _now(format)\n"
-    "loop cycle (l) varargs[l.index0 % (varargs|length)]\n"
-    "dict keys (d) _list(d)\n" "dict values (d) [for k in d: d[k]]\n"
-    "dict items (d) [for k in d: (k, d[k])]\n"
-    "dict get (d, k, default=none) d[k] if k in d else default\n"
-    "list count (l, x) [for y in l if y == x: y]|length\n"
-    "str upper (s) _case(s, true)\n" "str lower (s) _case(s, false)\n"
-    "str capitalize (s) s[:1]|upper + s[1:]|lower\n"
-    "str title (s) _join('', [for i in _range(0, s|length, 1): s[i]|upper if i == 0 or"
-        " s[i - 1]|upper == s[i - 1]|lower else s[i]|lower])\n"
-    "str strip (s, chars=none) _strip(s, chars, 3)\n"
-    "str lstrip (s, chars=none) _strip(s, chars, 1)\n"
-    "str rstrip (s, chars=none) _strip(s, chars, 2)\n"
-    "str split (s, sep=none, maxsplit=-1) _split(s, sep, maxsplit)\n"
-    "str rsplit (s, sep=none, maxsplit=-1) [for x in _split(s[::-1], sep[::-1] if sep else sep,"
-        " maxsplit)[::-1]: x[::-1]]\n"
-    "str splitlines (s) : l=_split(s.replace('\\r\\n', '\\n'), '\\n', -1) : l if l[-1] else"
-        " l[:-1]\n"
-    "str replace (s, old, new, count=-1) _join(new, _split(s, _text(old), count))\n"
-    "str join (s, list) _join(s, list)\n"
-    "str find (s, x) _find(s, x)\n" "str count (s, x) _split(s, x, -1)|length - 1\n"
-    "str startswith (s, x) [for p in (x if _kind(x) == 'tuple' else [x]) if s[:p|length] == p: p]"
-        " != []\n"
-    "str endswith (s, x) [for p in (x if _kind(x) == 'tuple' else [x]) if s|length >= p|length and"
-        " s[s|length - p|length:] == p: p] != []\n"
-    "str removeprefix (s, x) s[x|length:] if s.startswith(x) else s\n"
-    "str removesuffix (s, x) s[:s|length - x|length] if s.endswith(x) else s\n"
-    "str isdigit (s) s != '' and s.strip('0123456789') == ''\n"
-    "str % (s, v) : p=s.replace('%%', '\\uffff').split('%'), a=v if _kind(v) == 'tuple' else (v,) :"
-        " _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_percent(i - 1, a, v)])"
-        ".replace('\\uffff', '%') if v is mapping or p|length == a|length + 1 else"
-        " _fail('a format has not as many fields as values')\n"
-    "str format (s) : p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{') :"
-        " _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_braces(i - 1, varargs,"
-        " kwargs)]).replace('\\uffff', '{').replace('\\ufffe', '}')\n"
-    "filter _percent (x, i, list, named) : b=x[1:].split(')', 1) if x[:1] == '(' else [none, x],"
-        " r=b[1].lstrip('-+ #0123456789.') : _format(list[i] if b[0] is none else named[b[0]],"
-        " b[1][:b[1]|length - r|length + 1], true) + r[1:]\n"
-    "filter _braces (x, i, list, named) : b=x.split('}', 1), c=b[0].split(':', 1),"
-        " k=c[0].split('!') : _format(list[i] if k[0] == '' else list[k[0]|int] if k[0].isdigit()"
-        " else named[k[0]], (c[1] or '') ~ (k[1] or ''), false) + b[1]\n"
-    "filter upper (s) _case(s, true)\n" "filter lower (s) _case(s, false)\n"
-    "filter capitalize (s) _text(s).capitalize()\n"
-    "filter title (s) : t=_text(s) : _join('', [for i in _range(0, t|length, 1): t[i]|upper if"
-        " i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])\n"
-    "filter trim (s, chars=none) _strip(s, chars, 3)\n"
-    "filter replace (s, old, new, count=-1) _join(new, _split(s, _text(old), count))\n"
-    "filter format (s) _text(s) % (kwargs or varargs)\n"
-    "filter join (v, d='', attribute=none) _join(d, [for x in v: _path(x, attribute, none)])\n"
-    "filter string safe (v) _text(v)\n" "filter length count (v) _length(v)\n"
-    "filter list (v) _list(v)\n" "filter first (v) _list(v)[0]\n" "filter last (v) _list(v)[-1]\n"
-    "filter default d (v, default_value='', boolean=false) default_value if v is undefined or"
-        " boolean and not v else v\n"
-    "filter reverse (v) v[::-1] if v is string else _once(_list(v)[::-1])\n"
-    "filter items (v) _once(v.items() if v is defined else [])\n"
-    "filter map (v) _once([for x in v: _path(x, kwargs.attribute, kwargs.default) if"
-        " kwargs.attribute is defined else _apply('filter', x, varargs, kwargs)])\n"
-    "filter select (v) _once([for x in v if _apply('test', x, varargs, kwargs): x])\n"
-    "filter reject (v) _once([for x in v if not _apply('test', x, varargs, kwargs): x])\n"
-    "filter selectattr (v, a) _once([for x in v if"
-        " _apply('test', _path(x, a, none), varargs, kwargs): x])\n"
-    "filter rejectattr (v, a) _once([for x in v if not"
-        " _apply('test', _path(x, a, none), varargs, kwargs): x])\n"
-    "filter sum (v, attribute=none, start=0) _sum([for x in v: _path(x, attribute, none)], start)\n"
-    "filter sort (v, reverse=false, case_sensitive=false, attribute=none) : l=_list(v) :"
-        " _sort(l, [for x in l: _key(x, attribute, case_sensitive)], reverse)\n"
-    "filter min (v, case_sensitive=false, attribute=none)"
-        " (v|sort(false, case_sensitive, attribute))[0]\n"
-    "filter max (v, case_sensitive=false, attribute=none)"
-        " (v|sort(true, case_sensitive, attribute))[0]\n"
-    "filter dictsort (d, case_sensitive=false, by='key', reverse=false)"
-        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else 1)\n"
-    "filter unique (v, case_sensitive=false, attribute=none) : l=_list(v), k=[for x in l:"
-        " _key(x, attribute, case_sensitive)] :"
-        " _once([for i in _range(0, l|length, 1) if k[i] not in k[:i]: l[i]])\n"
-    "filter groupby (v, attribute, default=none, case_sensitive=false) : l=[for x in v: (x,"
-        " _path(x, attribute, default))]|sort(false, case_sensitive, 1), k=[for x in l:"
-        " _key(x, 1, case_sensitive)] : [for i in _range(0, l|length, 1) if i == 0 or"
-        " k[i] != k[i - 1]: (l[i][1], [for j in _range(i, l|length, 1) if k[j] == k[i]:"
-        " l[j][0]])]\n"
-    "filter batch (v, n, fill_with=none) : l=_list(v) : _once([for i in _range(0, l|length, n):"
-        " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])\n"
-    "filter abs (x) -x if x < 0 else x\n"
-    "filter round (x, precision=0, method='common') : p=10 ** precision : -(-x * p // 1) / p if"
-        " method == 'ceil' else x * p // 1 / p if method == 'floor' else x if x is integer else"
-        " ('%.0f' % (x * p))|float / p if precision < 0 else (('%.' ~ precision ~ 'f') % x)|float\n"
-    "filter int (v, default=0, base=10) _number(v, default, base)\n"
-    "filter float (v, default=0.0) _number(v, default, 0)\n"
-    "filter indent (s, width=4, first=false, blank=false) : l=_text(s).split('\\n'), pad=width if"
-        " width is string else ' ' * width : _join('\\n', [for i in _range(0, l|length, 1):"
-        " (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])\n"
-    "filter escape e (s) _text(s).replace('&', '&amp;').replace('>', '&gt;').replace('<', '&lt;')"
-        ".replace(\"'\", '&#39;').replace('\"', '&#34;')\n"
-    "filter tojson (v, ensure_ascii=false, indent=none, separators=none) : s=separators or"
-        " (', ' if indent is none else ',', ': ') :"
-        " _json(v, ensure_ascii, s[0], s[1], ' ' * indent if indent is integer else indent)\n"
-    "test undefined (x) _kind(x) == 'undefined'\n" "test defined (x) _kind(x) != 'undefined'\n"
-    "test none (x) _kind(x) == 'None'\n" "test boolean (x) _kind(x) == 'bool'\n"
-    "test true (x) _kind(x) == 'bool' and x\n" "test false (x) _kind(x) == 'bool' and not x\n"
-    "test integer (x) _kind(x) == 'int'\n" "test float (x) _kind(x) == 'float'\n"
-    "test number (x) _kind(x) in ['int', 'float', 'bool']\n" "test string (x) _kind(x) == 'str'\n"
-    "test mapping (x) _kind(x) == 'dict'\n" "test callable (x) _kind(x) == 'macro'\n"
-    "test sequence (x) _kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']\n"
-    "test iterable (x) x is sequence or _kind(x) in ['generator', 'loop']\n"
-    "test odd (x) x % 2 == 1\n" "test even (x) x % 2 == 0\n" "test divisibleby (x, n) x % n == 0\n"
-    "test eq equalto == (a, b) a == b\n" "test ne != (a, b) a != b\n" "test in (x, l) x in l\n"
-    "test lt lessthan < (a, b) a < b\n" "test gt greaterthan > (a, b) a > b\n"
-    "test le <= (a, b) a <= b\n" "test ge >= (a, b) a >= b\n"
-    "test sameas (a, b) _kind(a) == _kind(b) and a == b\n"
-    "test lower (s) s == s|lower and s != s|upper\n"
-    "test upper (s) s == s|upper and s != s|lower\n";
+// A row: the class (filter, test, global function, or the kind of value whose method or, with loop,
+// member it is), the names, and the parameters with the value of a call. In them stand, beside
+// Jinja, lists made as [for x in list if test: value]; varargs and kwargs, what the parameters did
+// not take and what was given by name; and primitives, whose names begin with _. A parameter that
+// jinja2 does not have names what the value uses several times. A filter or test that begins with _
+// serves the others.
+//
+// To add one, add a row, then a line to the test.
+static const struct { const char *class, *names, *source; } BUILTINS[] = {
+    {"global", "range", "(a, b=none, step=1)"
+        " _range(0, a, 1) if b is none else _range(a, b, step)"},
+    {"global", "namespace", "(d={}) _namespace(_dict(d, kwargs))"},
+    {"global", "dict", "(d={}) _dict(d, kwargs)"},
+    {"global", "raise_exception", "(message) _fail(message)"},
+    {"global", "strftime_now", "(format) _now(format)"},
+    // methods of dicts
+    {"dict", "keys", "(d) _list(d)"}, {"dict", "values", "(d) [for k in d: d[k]]"},
+    {"dict", "items", "(d) [for k in d: (k, d[k])]"},
+    {"dict", "get", "(d, k, default=none) d[k] if k in d else default"},
+    // strings: methods, and filters of what is made a string
+    {"str filter", "upper", "(s) _case(s, true)"}, {"str filter", "lower", "(s) _case(s, false)"},
+    {"str filter", "capitalize", "(s, t=_text(s)) t[:1]|upper ~ t[1:]|lower"},
+    {"str filter", "title", "(s, t=_text(s)) _join('', [for i in _range(0, t|length, 1):"
+        " t[i]|upper if i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])"},
+    {"str", "strip", "(s, chars=none) _strip(s, chars, 3)"},
+    {"filter", "trim", "(s, chars=none) _strip(s, chars, 3)"},
+    {"str", "lstrip", "(s, chars=none) _strip(s, chars, 1)"},
+    {"str", "rstrip", "(s, chars=none) _strip(s, chars, 2)"},
+    {"str", "split", "(s, sep=none, maxsplit=-1) _split(s, sep, maxsplit)"},
+    {"str", "rsplit", "(s, sep=none, maxsplit=-1)"
+        " [for x in _split(s[::-1], sep[::-1] if sep else sep, maxsplit)[::-1]: x[::-1]]"},
+    {"str filter", "replace", "(s, old, new, count=-1) _join(new, _split(s, _text(old), count))"},
+    {"str", "join", "(s, list) _join(s, list)"}, {"str", "find", "(s, x) _find(s, x)"},
+    {"str", "count", "(s, x) _split(s, x, -1)|length - 1"},
+    {"str", "startswith", "(s, x)"
+        " [for p in (x if _kind(x) == 'tuple' else [x]) if s[:p|length] == p: p] != []"},
+    {"str", "endswith", "(s, x) [for p in (x if _kind(x) == 'tuple' else [x]) if"
+        " s|length >= p|length and s[s|length - p|length:] == p: p] != []"},
+    {"str", "isdigit", "(s) s != '' and s.strip('0123456789') == ''"},
+    // a format is split at its fields; %% and {{ }} hide behind characters that are none
+    {"str", "%", "(s, v, p=s.replace('%%', '\\uffff').split('%'), l=v if _kind(v) == 'tuple' else"
+        " (v,)) _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_percent(l[i - 1])])"
+        ".replace('\\uffff', '%') if p|length == l|length + 1 else"
+        " _fail('a format has not as many fields as values')"},
+    // x begins with a type such as s or 05.2f, how v is to be written
+    {"filter", "_percent", "(x, v, r=x.lstrip('0123456789.'), n=x[:x|length - r|length].split('.'),"
+        " k=r[:1], t=_fixed(v, n[1]|d(6)|int) if k == 'f' else _text(v|int) if k in 'di' else"
+        " _text(v) if k == 's' else _text([v])[1:-1] if k == 'r' else _fail('an unknown format'))"
+        " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t"
+        " ~ r[1:]"},
+    {"str", "format", "(s) s|_format(varargs, kwargs)"},
+    {"filter", "_format", "(s, list, named,"
+        " p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{')) _join('', p[:1] +"
+        " [for i in _range(1, p|length, 1): p[i]|_braces(i - 1, list, named)])"
+        ".replace('\\uffff', '{').replace('\\ufffe', '}')"},
+    {"filter", "_braces", "(x, i, list, named, p=x.split('}', 1), c=p[0].split(':', 1), k=c[0])"
+        " c[1]|d('s')|_percent(list[i] if k == '' else list[k|int] if k.isdigit() else named[k])"
+        " + p[1]"},
+    {"filter", "format", "(s) _text(s) % varargs"},
+    // of any value, or of the elements of what a loop can go over
+    {"filter", "join", "(v, d='', attribute=none) _join(d, v|_all(attribute))"},
+    {"filter", "string safe", "(v) _text(v)"}, {"filter", "length count", "(v) _length(v)"},
+    {"filter", "list", "(v) _list(v)"}, {"filter", "first", "(v) _list(v)[0]"},
+    {"filter", "last", "(v) _list(v)[-1]"},
+    {"filter", "default d", "(v, default_value='', boolean=false)"
+        " default_value if v is undefined or boolean and not v else v"},
+    {"filter", "reverse", "(v) v[::-1] if v is string else _generator(_list(v)[::-1])"},
+    {"filter", "items", "(v) _generator(v.items() if v is defined else [])"},
+    // x.path, where path may be such as a.b; _all: of each element; _keys: to sort and compare by
+    {"filter", "_get", "(v, path, default=none, p=path.split('.', 1) if path is string else [path],"
+        " x=v[p[0]], y=default if x is undefined and default is not none else x)"
+        " y if p[1] is undefined else y|_get(p[1], default)"},
+    {"filter", "_all", "(v, path, default=none)"
+        " _list(v) if path is none else [for x in v: x|_get(path, default)]"},
+    {"filter", "_keys", "(v, path, case)"
+        " [for x in v|_all(path): x if case or x is not string else x|lower]"},
+    {"filter", "map", "(v) _generator([for x in v: x|_get(attribute, default) if attribute is"
+        " defined else _apply('filter', x, varargs, kwargs)])"},
+    {"filter", "_is", "(x, list, named) _apply('test', x, list or ['_'], named)"},
+    {"filter", "select", "(v) _generator([for x in v if x|_is(varargs, kwargs): x])"},
+    {"filter", "reject", "(v) _generator([for x in v if not x|_is(varargs, kwargs): x])"},
+    {"filter", "selectattr",
+        "(v, path) _generator([for x in v if x|_get(path)|_is(varargs, kwargs): x])"},
+    {"filter", "rejectattr",
+        "(v, path) _generator([for x in v if not x|_get(path)|_is(varargs, kwargs): x])"},
+    {"filter", "sum", "(v, attribute=none, start=0) _sum(v|_all(attribute), start)"},
+    {"filter", "sort", "(v, reverse=false, case_sensitive=false, attribute=none)"
+        " _sort(_list(v), _list(v)|_keys(attribute, case_sensitive), reverse)"},
+    {"filter", "min", "(v, case_sensitive=false, attribute=none)"
+        " (v|sort(false, case_sensitive, attribute))[0]"},
+    {"filter", "max", "(v, case_sensitive=false, attribute=none)"
+        " (v|sort(true, case_sensitive, attribute))[0]"},
+    {"filter", "dictsort", "(d, case_sensitive=false, by='key', reverse=false)"
+        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else 1)"},
+    {"filter", "unique", "(v, case_sensitive=false, attribute=none, l=_list(v),"
+        " k=l|_keys(attribute, case_sensitive))"
+        " _generator([for i in _range(0, l|length, 1) if k[i] not in k[:i]: l[i]])"},
+    {"filter", "groupby", "(v, attribute, l=v|sort(attribute=attribute),"
+        " k=l|_keys(attribute, false)) [for i in _range(0, l|length, 1) if i == 0 or"
+        " k[i] != k[i - 1]: (l[i]|_get(attribute),"
+        " [for j in _range(i, l|length, 1) if k[j] == k[i]: l[j]])]"},
+    {"filter", "batch", "(v, n, fill_with=none, l=_list(v)) _generator([for i in"
+        " _range(0, l|length, n): l[i:i + n] + [fill_with] * (0 if fill_with is none else"
+        " i + n - l|length)])"},
+    // numbers
+    {"filter", "abs", "(x) -x if x < 0 else x"},
+    {"filter", "round", "(x, precision=0, method='common', p=10 ** precision)"
+        " -(-x * p // 1) / p if method == 'ceil' else x * p // 1 / p if method == 'floor' else"
+        " x if x is integer else _fixed(x, precision)|float"},
+    {"filter", "int", "(v, default=0) _number(v, default, true)"},
+    {"filter", "float", "(v, default=0.0) _number(v, default, false)"},
+    // text for other formats
+    {"filter", "indent", "(s, width=4, first=false, blank=false, l=_text(s).split('\\n'),"
+        " pad=width if width is string else ' ' * width) _join('\\n', [for i in"
+        " _range(0, l|length, 1): (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])"},
+    {"filter", "escape e", "(s) s|replace('&', '&amp;')|replace('>', '&gt;')|replace('<', '&lt;')"
+        "|replace(\"'\", '&#39;')|replace('\"', '&#34;')"},
+    {"filter", "tojson", "(v, ensure_ascii=false, indent=none, separators=none,"
+        " s=separators or (', ' if indent is none else ',', ': ')) v|_write({'json': true,"
+        " 'item': s[0], 'key': s[1], 'pad': ' ' * (indent or 0)},"
+        " '' if indent is none else '\\n')"},
+    // a value as Python prints it, or as JSON; line: what begins a line of its own
+    {"filter", "_write", "(v, style={'item': ', ', 'key': ': '}, line='', kind=_kind(v),"
+        " list=style.json or kind == 'list', inner=line ~ style.pad if line and v else '')"
+        " v|_quote('\"' if style.json or \"'\" in v and not '\"' in v else \"'\")"
+        " if v is string else {none: 'null', true: 'true', false: 'false'}[v]"
+        " if style.json and (v is none or v is boolean) else"
+        " _text(v) if v is number or v is none else"
+        " '{' ~ inner ~ _join(style.item ~ inner, [for k in v: k|_write(style, inner) ~ style.key ~"
+        " v[k]|_write(style, inner)]) ~ (line if v) ~ '}' if kind == 'dict' else"
+        " ('[' if list else '(') ~ inner ~ _join(style.item ~ inner, [for x in v: x|_write(style,"
+        " inner)]) ~ (line if v) ~ (']' if list else ',)' if v|length == 1 else ')')"
+        " if v is sequence and v is defined else"
+        " _fail(kind ~ ' cannot be written as JSON') if style.json else"
+        " 'Undefined' if v is undefined else '<' ~ kind ~ '>'"},
+    {"filter", "_quote", "(s, q) q ~ s.replace('\\\\', '\\\\\\\\').replace(q, '\\\\' ~ q)"
+        ".replace('\\n', '\\\\n').replace('\\r', '\\\\r').replace('\\t', '\\\\t') ~ q"},
+    // what stands behind `is`
+    {"test", "undefined", "(x) _kind(x) == 'undefined'"}, {"test", "_", "(x) x"},
+    {"test", "defined", "(x) _kind(x) != 'undefined'"}, {"test", "none", "(x) _kind(x) == 'None'"},
+    {"test", "boolean", "(x) _kind(x) == 'bool'"}, {"test", "true", "(x) x is boolean and x"},
+    {"test", "string", "(x) _kind(x) == 'str'"}, {"test", "integer", "(x) _kind(x) == 'int'"},
+    {"test", "false", "(x) x is boolean and not x"}, {"test", "float", "(x) _kind(x) == 'float'"},
+    {"test", "mapping", "(x) _kind(x) == 'dict'"}, {"test", "divisibleby", "(x, n) x % n == 0"},
+    {"test", "number", "(x) _kind(x) in ['int', 'float', 'bool']"}, {"test", "in", "(x, l) x in l"},
+    {"test", "sequence", "(x) _kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']"},
+    {"test", "iterable", "(x) x is sequence or _kind(x) == 'generator'"},
+    {"test", "odd", "(x) x % 2 == 1"}, {"test", "sameas", "(a, b) _kind(a) == _kind(b) and a == b"},
+    {"test", "eq equalto ==", "(a, b) a == b"}, {"test", "even", "(x) x % 2 == 0"},
+    {"test", "ne !=", "(a, b) a != b"}, {"test", "lt lessthan <", "(a, b) a < b"},
+    {"test", "le <=", "(a, b) a <= b"}, {"test", "gt greaterthan >", "(a, b) a > b"},
+    {"test", "ge >=", "(a, b) a >= b"},
+    // what a loop knows beside index0, length and its _items
+    {"loop", "index", "(l) l.index0 + 1"}, {"loop", "first", "(l) l.index0 == 0"},
+    {"loop", "revindex", "(l) l.length - l.index0"}, {"loop", "nextitem", "(l) l._items[l.index]"},
+    {"loop", "revindex0", "(l) l.length - l.index"}, {"loop", "last", "(l) l.index == l.length"},
+    {"loop", "previtem", "(l) l._items[l.index0 - 1 if l.index0 else l.length]"},
+    {"loop", "cycle", "(l) varargs[l.index0 % (varargs|length)]"},
+};
 
-static void list_builtins(Template *t) {   // by "class name", as text
-    for (const char *s = BUILTINS, *w, *open, *end; *s; s = end + 1) {
-        size_t class = strcspn(s, " ") + 1;
-        open = strchr(s, '(');
-        end = strchr(s, '\n');
-        for (w = s + class; w < open; w += strcspn(w, " ") + 1) {
-            Seq key = from_utf8(t, s, class, 0);
-            put_seq(t, &key, from_utf8(t, w, strcspn(w, " "), 0));
-            dict_set(t, &t->builtins, string(key), string(from_utf8(t, open, end - open, 0)));
-        }
-    }
-}
-
-// NULL: there is none. One is read when it is used for the first time.
-static Macro *find_builtin(Template *t, const char *class, Seq name) {
-    uint32_t key[64];
-    size_t n = 0;
-    while (*class) key[n++] = *class++;
-    key[n++] = ' ';
-    for (size_t i = 0; i < name.n && n < COUNT(key); i++) key[n++] = name.c[i];
-    Value *v = dict_find(t, &t->builtins, string((Seq){{key}, n, NULL}));
-    if (v && v->kind == V_STRING) {
+// The macro of that class and name, undefined: there is none. A row is parsed when it is used for
+// the first time, so that a short template does not pay for all.
+static Value find_builtin(Template *t, const char *class, Seq name) {
+    const char *word = to_utf8(t, name);
+    size_t i = 0;
+    while (i < COUNT(BUILTINS) && !(find_word(class, BUILTINS[i].class) &&
+                                    find_word(word, BUILTINS[i].names))) i++;
+    if (i == COUNT(BUILTINS)) return undefined_value(name);
+    if (!t->builtin[i]) {
         Node *node = NULL, **tail = &node;
-        t->p = v->seq.c;
-        t->end = t->p + v->seq.n;
-        read_rule(t, R_builtin, &tail);
-        const Node *body = node->first->next;
-        while (body->next) body = body->next;
-        *v = (Value){.kind = V_MACRO, .macro = obtain(t, sizeof *v->macro)};
-        *v->macro = (Macro){node->first, node->first->next, body, NULL, NULL};
+        Seq source = from_text(t, BUILTINS[i].source);
+        t->p = source.c;
+        t->end = t->p + source.n;
+        bool read = read_rule(t, R_builtin, &tail) && t->p == t->end;
+        assert(read);
+        t->builtin[i] = obtain(t, sizeof(Macro));
+        *t->builtin[i] = (Macro){node->first, node->first->next, NULL};
     }
-    return v ? v->macro : NULL;
+    return (Value){.kind = V_MACRO, .macro = t->builtin[i]};
 }
 
 // ---- it runs
+//
+// Names live in scopes, one for the template and one for each turn of a loop, each call of a macro
+// and each block whose text is captured; an `if` has none. A name is set in the innermost scope
+// and looked up from there outwards: what a loop sets is gone behind it. A macro sees the scope
+// where it stands, not that of its caller; a builtin sees its parameters alone.
 
 static Value eval(Template *t, const Node *n);
 static void execute(Template *t, const Node *n);
 static Value primitive(Template *t, Seq name, const Value *a);
-static void run_for(Template *t, const Node *n, const Value *given, const Loop *outer);
 
 static const Node *child(const Node *n, int rule) {   // NULL: there is none
     for (n = n->first; n && n->rule != rule;) n = n->next;
     return n;
 }
 
-static Value macro_value(Macro *m) { return (Value){.kind = V_MACRO, .macro = m}; }
-
-static void set_name(Template *t, Dict *d, const char *key, Value v) {
-    dict_set(t, d, string(text(t, key)), v);
-}
-
-static bool mentions(const Node *n, const char *name) {
-    for (; n; n = n->next)
-        if ((n->rule == R_name && is(n->value->seq, name)) || mentions(n->first, name)) return true;
-    return false;
-}
-
-// Sets the names of parameters to what a call gave, or to what stands there; what it gave beyond
-// them is varargs and kwargs.
-static void bind(Template *t, const Macro *m, const Args *a) {
-    size_t i = 0;
-    Value more = {.kind = V_TUPLE}, named = {.kind = V_DICT, .dict = new_dict(t, NULL)};
-    for (const Node *p = m->params ? m->params->first : NULL; p; p = p->next, i++) {
-        Value key = *p->first->value, v = undefined(key.seq);
-        Value *given = i < a->list.n ? &a->list.v[i] : dict_find(t, &a->named, key);
-        if (!given && p->first->next) v = eval(t, p->first->next);
-        dict_set(t, t->scope, key, given ? *given : v);
-    }
-    for (; i < a->list.n; i++) push(t, &more.seq, a->list.v[i]);
-    for (i = 0; i < a->named.pairs.n; i += 2) {
-        Value *pair = &a->named.pairs.v[i];
-        if (is(pair->seq, "caller")) dict_set(t, t->scope, pair[0], pair[1]);
-        else if (!dict_find(t, t->scope, pair[0])) dict_set(t, named.dict, pair[0], pair[1]);
-    }
-    bool positions = !more.seq.n || mentions(m->lets, "varargs");
-    if (!positions || (truth(named) && !mentions(m->lets, "kwargs")))
-        stop(t, "a call has an argument too many");
-    set_name(t, t->scope, "varargs", more);
-    set_name(t, t->scope, "kwargs", named);
-    for (const Node *k = m->lets; k != m->body; k = k->next)
-        dict_set(t, t->scope, *k->first->value, eval(t, k->first->next));
-}
-
-// what a block prints, with names of its own on top of those of scope
+// What a block prints, as a string, with names of its own on top of those of scope
 static Value capture(Template *t, const Node *block, Dict *scope) {
     Seq text = {0}, *out = t->out;
     Dict *outer = t->scope;
@@ -3720,176 +3650,161 @@ static Value capture(Template *t, const Node *block, Dict *scope) {
     execute(t, block);
     t->out = out;
     t->scope = outer;
-    return string(text);
+    return string_value(text);
 }
 
+// Calls a macro or builtin. Its names are the arguments given by name, the parameters, which take
+// what is given by position, or else by name, or else their default; and all of it once more.
 static Value call(Template *t, Value f, Args a) {
-    const uint32_t *where = t->where;
-    Dict *scope = t->scope;
-    Seq text = {0}, *out = t->out;
-    Args all = {.named = a.named};
     need_defined(t, f);
-    if (f.kind == V_LOOP && a.list.n) {   // of a recursive loop
-        t->out = &text;
-        run_for(t, f.loop->statement, a.list.v, f.loop);
-        t->out = out;
-        return string(text);
-    }
     if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
-    if (f.macro->self) push(t, &all.list, *f.macro->self);
-    append(t, &all.list, a.list.v, a.list.n, sizeof *a.list.v);
+    const Macro *m = f.macro;
+    const uint32_t *where = t->where;
+    Dict *caller = t->scope, *scope = new_dict(t, m->scope), *named = new_dict(t, NULL);
+    size_t i = 0;
+    *named = a.named;
     enter(t);
     t->depth += CALL_DEPTH;
-    t->scope = new_dict(t, f.macro->scope);
-    bind(t, f.macro, &all);
-    const Node *body = f.macro->body;
-    Value v = body->rule == R_block ? capture(t, body, t->scope) : eval(t, body);
     t->scope = scope;
+    dict_add(t, scope, a.named.pairs);
+    for (const Node *p = m->params ? m->params->first : NULL; p; p = p->next, i++) {
+        const Node *name = p->first, *otherwise = name->next;
+        if (i < a.list.n) dict_set(t, scope, name->value, a.list.v[i]);
+        else if (!dict_find(t, &a.named, name->value))
+            dict_set(t, scope, name->value,
+                     otherwise ? eval(t, otherwise) : undefined_value(name->value.seq));
+    }
+    Value more = {.kind = V_TUPLE};
+    for (; i < a.list.n; i++) list_push(t, &more.seq, a.list.v[i]);
+    dict_set_name(t, scope, "varargs", more);
+    dict_set_name(t, scope, "kwargs", (Value){.kind = V_DICT, .dict = named});
+    Value v = m->body->rule == R_block ? capture(t, m->body, scope) : eval(t, m->body);
+    t->scope = caller;
     t->where = where;
     t->depth -= CALL_DEPTH + 1;
     return v;
 }
 
-static Args arguments(Template *t, const Node *n) {   // n: args, or NULL
+// Calls a method, filter or test of v: v is its first argument.
+static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
+    Value f = find_builtin(t, class, name);
+    Args all = {.named = a.named};
+    if (f.kind == V_UNDEFINED) stop(t, "there is no %s '%s'", class, to_utf8(t, name));
+    list_push(t, &all.list, v);
+    seq_append(t, &all.list, a.list.v, a.list.n, sizeof v);
+    return call(t, f, all);
+}
+
+// the values between the brackets of a call, and those given by name
+static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
-    if (t->caller && n) set_name(t, &a.named, "caller", macro_value(t->caller));
-    t->caller = NULL;
-    for (n = n ? n->first : NULL; n; n = n->next)
-        if (n->first->next) dict_set(t, &a.named, *n->first->value, eval(t, n->first->next));
-        else push(t, &a.list, eval(t, n->first));
+    for (const Node *n = args ? args->first : NULL; n; n = n->next)
+        if (n->first->next) dict_set(t, &a.named, n->first->value, eval(t, n->first->next));
+        else list_push(t, &a.list, eval(t, n->first));
     return a;
 }
 
-// calls a method, filter or test of v
-static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
-    Macro *m = find_builtin(t, class, name), bound;
-    if (!m) stop(t, "there is no %s '%s'", class, utf8(t, name));
-    bound = *m;
-    bound.self = &v;
-    return call(t, macro_value(&bound), a);
-}
-
-static Value loop_member(const Loop *l, Seq name) {
-    static const char *const names[] = {"index", "index0", "revindex", "revindex0", "length",
-                                        "depth", "depth0", "first", "last"};
-    int64_t i = l->i, n = l->items.n;
-    int64_t values[] = {i + 1, i, n - i, n - i - 1, n, l->depth + 1, l->depth, i == 0, i + 1 == n};
-    for (size_t k = 0; k < COUNT(names); k++)
-        if (is(name, names[k])) return k < 7 ? integer(values[k]) : boolean(values[k]);
-    if (is(name, "previtem") && i > 0) return l->items.v[i - 1];
-    return is(name, "nextitem") && i + 1 < n ? l->items.v[i + 1] : undefined(name);
-}
-
-// v.key, where a method comes before an entry of that name, or v[key]
-static Value member(Template *t, Value v, Value key, bool dot) {
-    bool named = key.kind == V_STRING;
+// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself it is
+// an error to ask for a member.
+static Value member(Template *t, Value v, Value key) {
     need_defined(t, v);
-    Value *entry = v.kind == V_DICT || v.kind == V_NAMESPACE ? dict_find(t, v.dict, key) : NULL;
-    Macro *m = named && (!entry || dot) ? find_builtin(t, VALUE_KINDS[v.kind], key.seq) : NULL;
-    if (m) {
-        struct { Macro macro; Value self; } *method = obtain(t, sizeof *method);
-        method->macro = *m;
-        method->macro.self = &method->self;
-        method->self = v;
-        return macro_value(&method->macro);
-    }
+    Value *entry = is_mapping(v) ? dict_find(t, v.dict, key) : NULL;
     if (entry) return *entry;
     size_t i = is_int(key) ? key.i + (key.i < 0 ? v.seq.n : 0) : SIZE_MAX;
-    if (is_seq(v) && is_int(key) && i < v.seq.n)
-        return v.kind == V_STRING ? string(part(v.seq, i, i + 1)) : v.seq.v[i];
-    if (v.kind == V_LOOP && named) return loop_member(v.loop, key.seq);
-    bool list = named && is(key.seq, "list");   // of groupby
-    if (v.kind == V_TUPLE && v.seq.n == 2 && named && (list || is(key.seq, "grouper")))
-        return v.seq.v[list];
-    return undefined(to_text(t, key));
+    if (is_seq(v) && i < v.seq.n)
+        return v.kind == V_STRING ? string_value(seq_part(v.seq, i, i + 1)) : v.seq.v[i];
+    Value f = undefined_value(to_text(t, key));
+    if (v.kind == V_LOOP) f = find_builtin(t, "loop", f.seq);
+    return f.kind == V_MACRO ? call(t, f, (Args){.list = {{.v = &v}, 1, NULL}}) : f;
 }
 
+// a name's value: in the scopes from the innermost on, else a function of BUILTINS
 static Value look_up(Template *t, Seq name) {
+    if (seq_is(name, "true") || seq_is(name, "True")) return bool_value(true);
+    if (seq_is(name, "false") || seq_is(name, "False")) return bool_value(false);
+    if (seq_is(name, "none") || seq_is(name, "None")) return (Value){.kind = V_NONE};
     Value *v = NULL;
-    for (Dict *d = t->scope; d && !v; d = d->outer) v = dict_find(t, d, string(name));
-    Macro *m = v ? NULL : find_builtin(t, "global", name);
-    return v ? *v : m ? macro_value(m) : undefined(name);
+    for (Dict *d = t->scope; d && !v; d = d->outer) v = dict_find(t, d, string_value(name));
+    return v ? *v : find_builtin(t, "global", name);
 }
 
-// v with what stands behind it: .x [1] (x) | f or is f
+// v with what stands behind it: .x .x(y) [1] [1:2] (x) | f or is f
 static Value suffixed(Template *t, Value v, const Node *n) {
     const Node *k = n->first, *args = child(n, R_args);
-    Value bound[] = {{.kind = V_NONE}, {.kind = V_NONE}, {.kind = V_NONE}};
-    int colons = 0;
-    if (n->rule == R_member) return member(t, v, *k->value, k->rule == R_name);
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_item) {
+        Value bound[] = {{.kind = V_NONE}, {.kind = V_NONE}, {.kind = V_NONE}};
+        int colons = 0;
         for (; k; k = k->next)
             if (k->rule == R_word) colons++;
             else bound[colons] = eval(t, k);
-        return colons ? slice(t, v, bound) : member(t, v, bound[0], false);
+        return colons ? slice(t, v, bound) : member(t, v, bound[0]);
     }
-    Args a = arguments(t, args);
-    if (n->rule != R_test) return apply(t, "filter", k->value->seq, v, a);
-    bool negative = k->rule == R_word && is(k->value->seq, "not");
+    if (n->rule == R_member) {
+        need_defined(t, v);
+        const char *kind = VALUE_KINDS[v.kind];
+        bool method = args && find_builtin(t, kind, k->value.seq).kind == V_MACRO;
+        if (method) return apply(t, kind, k->value.seq, v, arguments(t, args));
+        v = member(t, v, k->value);
+        return args ? call(t, v, arguments(t, args)) : v;
+    }
+    if (n->rule != R_test) return apply(t, "filter", k->value.seq, v, arguments(t, args));
+    bool negative = str_eq(k->word, "not");
     if (negative) k = k->next;
-    if (!args && k->next) push(t, &a.list, eval(t, k->next));
-    return boolean(truth(apply(t, "test", k->value->seq, v, a)) != negative);
+    Args a = arguments(t, args);
+    if (!args && k->next) list_push(t, &a.list, eval(t, k->next));
+    Seq name = k->rule == R_word ? from_text(t, "in") : k->value.seq;
+    return bool_value(truth(apply(t, "test", name, v, a)) != negative);
 }
 
-static Value each(Template *t, const Node *n) {   // [for x in list if test: value]
-    const Node *test = child(n, R_cond), *key = n->first;
-    Seq items = items_of(t, eval(t, key->next));
+// [for x in list if test: value], for BUILTINS
+static Value eval_each(Template *t, const Node *n) {
+    const Node *name = n->first, *list = name->next, *test = child(n, R_cond);
+    const Node *what = test ? test->next : list->next;
+    Seq items = items_of(t, eval(t, list));
     Value v = {.kind = V_LIST};
     t->scope = new_dict(t, t->scope);
     for (size_t i = 0; i < items.n; i++) {
-        dict_set(t, t->scope, *key->value, items.v[i]);
-        if (!test || truth(eval(t, test->first)))
-            push(t, &v.seq, eval(t, test ? test->next : key->next->next));
+        dict_set(t, t->scope, name->value, items.v[i]);
+        if (!test || truth(eval(t, test->first))) list_push(t, &v.seq, eval(t, what));
     }
     t->scope = t->scope->outer;
     return v;
 }
 
-static Value chain(Template *t, const Node *n) {   // operands with operators between them
+// Operands with operators between them. and, or give the operand that decides and leave the rest
+// alone; so does a comparison such as 1 < x < 3, of which each operand meets its neighbour.
+static Value eval_chain(Template *t, const Node *n) {
     bool compares = n->rule == R_compare;
-    Value left = eval(t, n->first), a = compares ? boolean(true) : left;
+    Value left = eval(t, n->first), v = compares ? bool_value(true) : left;
     for (const Node *op = n->first->next; op; op = op->next->next) {
-        if (n->rule == R_or ? truth(a) : (n->rule == R_and || compares) && !truth(a)) return a;
-        Value b = eval(t, op->next);
-        const char *sign = op->rule == R_word ? utf8(t, op->value->seq) : "not in";
-        a = n->rule <= R_and ? b : compares ? boolean(compare(t, sign, left, b)) :
-            operate(t, sign, a, b);
-        left = b;
+        bool stays = n->rule == R_or ? truth(v) : (n->rule == R_and || compares) && !truth(v);
+        if (stays) break;
+        Value right = eval(t, op->next);
+        if (compares) v = bool_value(compare(t, op->word, left, right));
+        else v = n->rule == R_or || n->rule == R_and ? right : operate(t, op->word, v, right);
+        left = right;
     }
-    return a;
+    return v;
 }
 
-static Value name_value(Template *t, Seq name) {
-    if (is(name, "true") || is(name, "True")) return boolean(true);
-    if (is(name, "false") || is(name, "False")) return boolean(false);
-    return is(name, "none") || is(name, "None") ? (Value){.kind = V_NONE} : look_up(t, name);
-}
-
+// the value of an expression
 static Value eval(Template *t, const Node *n) {
     const Node *first = n->first, *k = first;
-    bool ours = n->source < t->source.c || n->source > t->source.c + t->source.n;
-    Value v = *n->value;
+    Value v = n->value;
     enter(t);
-    if (!ours) t->where = n->source;
     switch (n->rule) {
-    case R_number: break;
-    case R_name: v = name_value(t, v.seq); break;
-    case R_strings:
-        for (v = *first->value; (k = k->next);) v = operate(t, "+", v, *k->value);
-        break;
+    case R_number: case R_string: break;
+    case R_name: v = look_up(t, v.seq); break;
     case R_value:
-        v = undefined((Seq){0});
         if (truth(eval(t, first->next))) v = eval(t, first);
-        else if (first->next->next) v = eval(t, first->next->next);
+        else v = first->next->next ? eval(t, first->next->next) : undefined_value((Seq){0});
         break;
-    case R_not: v = boolean(!truth(eval(t, first->next))); break;
-    case R_sign:
-        v = operate(t, utf8(t, first->value->seq), integer(0), eval(t, first->next));
-        break;
-    case R_tuple: case R_plain: case R_list: case R_paren:
+    case R_not: v = bool_value(!truth(eval(t, first->next))); break;
+    case R_sign: v = operate(t, first->word, int_value(0), eval(t, first->next)); break;
+    case R_tuple: case R_list: case R_paren:
         for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
-            if (k->rule != R_word) push(t, &v.seq, eval(t, k));
+            if (k->rule != R_word) list_push(t, &v.seq, eval(t, k));
         break;
     case R_dict:
         for (v = (Value){.kind = V_DICT, .dict = new_dict(t, NULL)}; k; k = k->next->next) {
@@ -3897,357 +3812,303 @@ static Value eval(Template *t, const Node *n) {
             dict_set(t, v.dict, key, eval(t, k->next));
         }
         break;
-    case R_each: v = each(t, n); break;
+    case R_each: v = eval_each(t, n); break;
+    case R_primitive: v = primitive(t, first->value.seq, arguments(t, first->next).list.v); break;
     case R_postfix: case R_unary:
-        if (ours && first->rule == R_name && first->value->seq.c[0] == '_') {
-            k = k->next;
-            v = primitive(t, first->value->seq, arguments(t, k).list.v);
-        } else v = eval(t, first);
-        while ((k = k->next)) v = suffixed(t, v, k);
+        for (v = eval(t, first); (k = k->next);) v = suffixed(t, v, k);
         break;
-    default: v = chain(t, n);
+    default: v = eval_chain(t, n);
     }
     t->depth--;
     return v;
 }
 
-// Sets what a target names: x, n.x, or several, for the items of v.
-static void assign(Template *t, const Node *n, Value v) {
-    const Node *first = n->first;
+// Sets what targets name, each x or namespace.x: one to v, several to the items of v, of which
+// there must be as many.
+static void assign(Template *t, const Node *targets, Value v) {
+    Seq items = {{.v = &v}, 1, NULL};
     size_t i = 0;
-    if (n->rule == R_targets && first->next) {
-        Seq items = items_of(t, v);
-        for (; first; first = first->next)
-            if (first->rule != R_word && i++ < items.n) assign(t, first, items.v[i - 1]);
-        if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
-    } else if (first->rule != R_name) assign(t, first, v);
-    else if (!first->next) dict_set(t, t->scope, *first->value, v);
-    else {
-        Value space = look_up(t, first->value->seq);
-        if (space.kind != V_NAMESPACE)
-            stop(t, "'%s' is not a namespace", utf8(t, first->value->seq));
-        dict_set(t, space.dict, *first->next->value, v);
+    if (targets->first->next) items = items_of(t, v);
+    for (const Node *target = targets->first; target; target = target->next, i++) {
+        const Node *name = target->first;
+        Dict *d = t->scope;
+        if (name->next) {
+            Value space = look_up(t, name->value.seq);
+            if (space.kind != V_NAMESPACE)
+                stop(t, "'%s' is not a namespace", to_utf8(t, name->value.seq));
+            d = space.dict;
+            name = name->next;
+        }
+        if (i < items.n) dict_set(t, d, name->value, items.v[i]);
     }
+    if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-static void run_for(Template *t, const Node *n, const Value *given, const Loop *outer) {
-    const Node *target = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
-    Seq all = items_of(t, given ? *given : eval(t, target->next));
-    Dict *scope = t->scope;
-    Loop *l = obtain(t, sizeof *l);
+// an empty scope on top of that of the loop, in the memory of the turn before
+static void begin_turn(Template *t, Dict *turn) {
+    if (turn->pairs.home) turn->pairs.home->used = 0;
+    turn->pairs.n = 0;
+    t->scope = turn;
+}
+
+// Each turn has its own names. The filter goes first, as the loop knows its length. break and
+// continue leave the body by t->flow, which stops every block on the way.
+static void run_for(Template *t, const Node *n) {
+    const Node *targets = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
+    Seq all = items_of(t, eval(t, targets->next)), items = test ? (Seq){0} : all;
+    Dict *scope = t->scope, *outer = new_dict(t, scope), *turn = new_dict(t, outer);
+    Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)};
+    Value index0 = string_value(from_text(t, "index0"));
     bool done = false;
-    *l = (Loop){.depth = outer ? outer->depth + 1 : 0, .statement = n};
-    if (!test) l->items = all;
-    t->scope = new_dict(t, scope);
     for (size_t i = 0; i < all.n && test; i++) {
-        assign(t, target, all.v[i]);
-        if (truth(eval(t, test->first))) push(t, &l->items, all.v[i]);
+        begin_turn(t, turn);
+        assign(t, targets, all.v[i]);
+        if (truth(eval(t, test->first))) list_push(t, &items, all.v[i]);
     }
-    for (; l->i < l->items.n && t->flow != R_break; l->i++) {
+    dict_set_name(t, loop.dict, "_items", (Value){.kind = V_LIST, .seq = items});
+    dict_set_name(t, loop.dict, "length", int_value(items.n));
+    dict_set_name(t, outer, "loop", loop);
+    for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
-        t->scope->pairs = (Seq){0};
-        set_name(t, t->scope, "loop", (Value){.kind = V_LOOP, .loop = l});
-        assign(t, target, l->items.v[l->i]);
+        begin_turn(t, turn);
+        dict_set(t, loop.dict, index0, int_value(i));
+        assign(t, targets, items.v[i]);
         execute(t, child(n, R_block));
         done = done || !t->flow;   // jinja2 runs else also where no turn came to its end
     }
     t->flow = 0;
-    t->scope = new_dict(t, scope);
-    if (otherwise && !done) execute(t, otherwise->first);
+    begin_turn(t, turn);
+    if (otherwise && !done) execute(t, otherwise);
     t->scope = scope;
 }
 
-static Value filtered(Template *t, Value v, const Node *pipes) {
-    for (const Node *k = pipes ? pipes->first : NULL; k; k = k->next) v = suffixed(t, v, k);
+// what a block prints, through the filters that stand in front of it
+static Value filtered(Template *t, const Node *filters, const Node *block) {
+    Value v = capture(t, block, t->scope);
+    for (const Node *k = filters; k != block; k = k->next) v = suffixed(t, v, k);
     return v;
 }
 
+// Makes a macro of a block: sets its name, or lets the one that is called know it as caller.
+static void run_macro(Template *t, const Node *n, const Node *block) {
+    const Node *params = child(n, R_params);
+    Value v = {.kind = V_MACRO, .macro = obtain(t, sizeof *v.macro)};
+    *v.macro = (Macro){params, block, t->scope};
+    if (n->rule == R_macro) return dict_set(t, t->scope, n->first->value, v);
+    Value called = eval(t, params ? params->next : n->first);
+    Args a = arguments(t, child(n, R_args));
+    dict_set_name(t, &a.named, "caller", v);
+    put_seq(t, t->out, to_text(t, call(t, called, a)));
+}
+
+// Runs a statement or a block of them; what it prints goes to t->out.
 static void execute(Template *t, const Node *n) {
-    const Node *first = n->first, *k = first;
-    const Node *block = child(n, R_block), *pipes = child(n, R_pipes);
-    Dict *scope = t->scope, *inner;
-    Macro *m;
+    const Node *first = n->first, *block = child(n, R_block);
     enter(t);
     t->where = n->source;
     switch (n->rule) {
-    case R_block:
-        for (; k && !t->flow; k = k->next) execute(t, k);
+    case R_block: case R_raw: case R_else:
+        for (; first && !t->flow; first = first->next) execute(t, first);
         break;
-    case R_text: put_seq(t, t->out, n->value->seq); break;
-    case R_print: print(t, t->out, eval(t, first), false); break;
+    case R_text: case R_verbatim: case R_comment: put_seq(t, t->out, n->value.seq); break;
+    case R_print: put_seq(t, t->out, to_text(t, eval(t, first))); break;
     case R_if: case R_elif:
         if (truth(eval(t, first))) execute(t, block);
         else if (block->next) execute(t, block->next);
         break;
-    case R_else: execute(t, first); break;
-    case R_for: run_for(t, n, NULL, NULL); break;
-    case R_set:
-        if (block) assign(t, first, filtered(t, capture(t, block, scope), pipes));
-        else assign(t, first, eval(t, first->next));
+    case R_for: run_for(t, n); break;
+    case R_set: assign(t, first, block ? filtered(t, first->next, block) : eval(t, first->next));
         break;
-    case R_macro: case R_call:
-        m = obtain(t, sizeof *m);
-        *m = (Macro){child(n, R_params), block, block, scope, NULL};
-        if (n->rule == R_macro) dict_set(t, scope, *first->value, macro_value(m));
-        else {
-            t->caller = m;
-            print(t, t->out, eval(t, m->params ? first->next : first), false);
-        }
-        break;
-    case R_pipe:
-        print(t, t->out, filtered(t, suffixed(t, capture(t, block, scope), first), pipes), false);
-        break;
-    case R_generation: put_seq(t, t->out, capture(t, block, scope).seq); break;
-    case R_with:
-        for (inner = new_dict(t, scope); k != block; k = k->next)
-            dict_set(t, inner, *k->first->value, eval(t, k->first->next));
-        put_seq(t, t->out, capture(t, block, inner).seq);
-        break;
+    case R_macro: case R_call: run_macro(t, n, block); break;
+    case R_pipe: put_seq(t, t->out, filtered(t, first, block).seq); break;
     default: t->flow = n->rule;   // break, continue
     }
     t->depth--;
 }
 
 // ---- its primitives
+//
+// What BUILTINS cannot say in Jinja. They get values as they are: undefined ones too, where a row
+// hands on what its caller gave.
 
-// v.key, or v.a.b for the string 'a.b'; v itself without a key
-static Value path(Template *t, Value v, Value key, Value otherwise) {
-    size_t n = 0;
-    if (key.kind <= V_NONE) return v;
-    while (key.kind == V_STRING && n < key.seq.n && key.seq.c[n] != '.') n++;
-    Value head = key.kind == V_STRING ? string(part(key.seq, 0, n)) : key;
-    if (n && is_digit(*key.seq.c)) head = integer(atoi(utf8(t, head.seq)));
-    v = member(t, v, head, false);
-    if (v.kind == V_UNDEFINED && otherwise.kind > V_NONE) v = otherwise;
-    return n && n < key.seq.n ? path(t, v, string(part(key.seq, n + 1, key.seq.n)), otherwise) : v;
-}
-
+// s in lower or upper case. The appendix knows only the way down: other letters than those of ASCII
+// stay as they are on the way up.
 static Seq recase(Template *t, Seq s, bool upper) {
     Seq out = {0};
     for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER, mark = s.c[i] & MARK, low = unicode_fold(c, true, false);
-        if (upper) put_char(t, &out, s.c[i] - (c - 'a' < 26 ? 32 : 0));
-        else put_char(t, &out, (low ? low : c) | mark);
+        uint32_t c = s.c[i] & CHARACTER, low = unicode_fold(c, true, false);
+        if (upper) c -= c - 'a' < 26 ? 32 : 0;
+        else if (low) c = low;
+        put_char(t, &out, c | (s.c[i] & MARK));
     }
     return out;
 }
 
-static Value split(Template *t, Seq s, Value by, int64_t most) {   // by none: white space
+// The parts of s between separators, at most so many and a rest; below 0: all. by: the separator,
+// or none for any white space, of which there is none in the parts then.
+static Value split(Template *t, Seq s, Value by, int64_t most) {
     Value list = {.kind = V_LIST};
     bool words = by.kind != V_STRING;
     size_t i, n = words ? 0 : by.seq.n;
     if (!words && !n) stop(t, "an empty separator");
-    for (;; s = part(s, i + n, s.n)) {
-        if (words) s = strip(t, s, NULL, LEFT);
+    for (;; s = seq_part(s, i + n, s.n)) {
+        if (words) s = seq_strip(t, s, NULL, LEFT);
         if (words && !s.n) return list;
         for (i = 0; words && i < s.n && !is_space(s.c[i]);) i++;
-        if (!words) i = find(t, s, by.seq);
+        if (!words) i = seq_find(t, s, by.seq);
         if (i >= s.n || most-- == 0) break;
-        push(t, &list.seq, string(part(s, 0, i)));
+        list_push(t, &list.seq, string_value(seq_part(s, 0, i)));
     }
-    return push(t, &list.seq, string(s)), list;
+    list_push(t, &list.seq, string_value(s));
+    return list;
 }
 
-static Value sorted(Template *t, Seq list, Seq keys, bool down) {   // stable
+// a list in the order of its keys, where equal ones stay as they were
+static Value sorted(Template *t, Seq list, Seq keys, bool down) {
+    struct { Value key, v; } *pair = obtain(t, list.n * sizeof *pair);
     Value out = {.kind = V_LIST};
-    Seq k = {0};
     for (size_t i = 0, j; i < list.n; i++) {
-        push(t, &out.seq, list.v[i]);
-        push(t, &k, keys.v[i]);
-        for (j = i; j > 0 && compare(t, down ? ">" : "<", keys.v[i], k.v[j - 1]); j--) {
+        for (j = i; j > 0; j--) {
             spend(t, 1);
-            k.v[j] = k.v[j - 1];
-            out.seq.v[j] = out.seq.v[j - 1];
+            if (!compare(t, (Str){down ? ">" : "<", 1}, keys.v[i], pair[j - 1].key)) break;
+            pair[j] = pair[j - 1];
         }
-        k.v[j] = keys.v[i];
-        out.seq.v[j] = list.v[i];
+        pair[j].key = keys.v[i];
+        pair[j].v = list.v[i];
     }
+    for (size_t i = 0; i < list.n; i++) list_push(t, &out.seq, pair[i].v);
     return out;
 }
 
-static Value to_number(Template *t, Value v, Value otherwise, int base) {   // base 0: a float
+// the number that v is or, as text, says; otherwise what is given for that; whole: cut to an int
+static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
+    double f = is_number(v) ? real(v) : 0;
     need_defined(t, v);
-    if (base && (base < 2 || base > 36)) return otherwise;
     if (v.kind == V_STRING) {
-        char *s = utf8(t, strip(t, v.seq, NULL, LEFT | RIGHT)), *end;
-        Value whole = integer(strtoll(s, &end, base));
-        if (base && *s && !*end) return whole;
-        v = number(strtod(s, &end));
+        char *s = to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)), *end;
+        f = strtod(s, &end);
         if (!*s || *end) return otherwise;
-    }
-    if (!is_number(v) || (base && v.kind == V_FLOAT && !(fabs(v.f) < 9e18))) return otherwise;
-    return !base ? number(real(v)) : integer(v.kind == V_FLOAT ? (int64_t)v.f : v.i);
+    } else if (!is_number(v)) return otherwise;
+    if (!whole) return float_value(f);
+    return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
 }
 
-// A value as %05.2f or {:>8} want it: behind % or : stand fill, alignment, sign, width, .digits
-// and type.
-static Seq formatted(Template *t, Value v, Seq spec, bool percent) {
-    char s[400] = "", *p = utf8(t, spec), align = 0, plus = 0, c[] = "%+.*f";
-    uint32_t fill = ' ';
-    Seq out = {0}, body = {0};
-    if (!percent && *p && p[1] && strchr("<>^=", p[1])) fill = *p++;
-    if (!percent && *p && strchr("<>^=", *p)) align = *p++;
-    for (; *p && strchr("-+ #0", *p); p++)
-        if (*p == '-' && percent) align = '<', fill = ' ';
-        else if (*p == '0' && !align) align = '=', fill = '0';
-        else if (*p == '+' || *p == ' ') plus = *p;
-    size_t width = strtoul(p, &p, 10), sign = 0;
-    size_t digits = *p == '.' ? strtoul(p + 1, &p, 10) : SIZE_MAX;
-    bool real_type = *p && strchr("eEfFgG", *p), whole = *p && strchr("diuxXo", *p);
-    need_defined(t, v);
-    if (width > 100000 || (digits > 300 && digits != SIZE_MAX)) stop(t, "a format is too wide");
-    if ((real_type || whole) && !is_number(v))
-        stop(t, "a format takes a number, not %s", VALUE_KINDS[v.kind]);
-    if (*p && !real_type && !whole && !strchr("srca", *p)) stop(t, "unknown format '%s'", p);
-    c[4] = *p;
-    if (real_type) snprintf(s, sizeof s, c, digits == SIZE_MAX ? 6 : (int)digits, real(v));
-    if (whole) snprintf(s, sizeof s, *p == 'x' ? "+%llx" : *p == 'X' ? "+%llX" :
-                        *p == 'o' ? "+%llo" : "%+lld", (long long)to_number(t, v, v, 10).i);
-    if (*s == '+') *s = plus;
-    sign = *s != 0;
-    if (real_type || whole) say(t, &body, s + !sign, 0);
-    else print(t, &body, v, *p == 'r');
-    if (!real_type && !whole && digits < body.n) body.n = digits;
-    if (!align) align = percent || is_number(v) ? '>' : '<';
-    size_t pad = width > body.n ? width - body.n : 0;
-    size_t before = align == '<' ? 0 : align == '^' ? pad / 2 : pad;
-    if (align == '=') put_seq(t, &out, part(body, 0, sign));
-    for (size_t i = 0; i <= pad; i++) {
-        if (i == before) put_seq(t, &out, part(body, align == '=' ? sign : 0, body.n));
-        if (i < pad) put_char(t, &out, fill);
-    }
-    return out;
-}
-
-static Value now_as(Template *t, Seq format) {
+// Now, in UTC, as strftime writes it; or what SOURCE_DATE_EPOCH says, so that a test can know it.
+static Value date(Template *t, Seq format) {
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
     time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
     struct tm tm;
     char s[400];
-    size_t n = gmtime_r(&now, &tm) ? strftime(s, sizeof s, utf8(t, format), &tm) : 0;
+    uint32_t mark = 0;
+    size_t n = gmtime_r(&now, &tm) ? strftime(s, sizeof s, to_utf8(t, format), &tm) : 0;
     if (!n && format.n) stop(t, "a date is too long");
-    return string(from_utf8(t, s, n, format.n ? *format.c & MARK : 0));
+    for (size_t i = 0; i < format.n; i++) mark |= format.c[i] & MARK;
+    return string_value(from_utf8(t, (Str){s, n}, mark));
 }
 
-// a dict or namespace of what is in a dict or list of pairs, and named
-static Value make_dict(Template *t, Value kind, Value from, Dict *named) {
-    Value out = {.kind = is(kind.seq, "dict") ? V_DICT : V_NAMESPACE, .dict = new_dict(t, NULL)};
-    Seq l = items_of(t, from), pairs = named->pairs;
-    for (size_t i = 0; i < l.n; i++) {
-        Seq pair = {.v = from.kind == V_DICT ? &from.dict->pairs.v[2 * i] : NULL, .n = 2};
-        if (!pair.v) pair = items_of(t, l.v[i]);
-        if (pair.n != 2) stop(t, "a dict is made of pairs");
-        dict_set(t, out.dict, pair.v[0], pair.v[1]);
-    }
-    for (size_t i = 0; i < pairs.n; i += 2) dict_set(t, out.dict, pairs.v[i], pairs.v[i + 1]);
-    return out;
-}
-
-// the filter or test whose name comes first in a list, with the rest as its arguments
-static Value apply_named(Template *t, Value class, Value v, Seq list, Value named) {
-    Args a = {.named = *named.dict};
-    if (!list.n && is(class.seq, "test")) return v;
-    if (!list.n) stop(t, "the name of a filter is missing");
-    append(t, &a.list, list.v + 1, list.n - 1, sizeof *list.v);
-    return apply(t, utf8(t, class.seq), to_text(t, list.v[0]), v, a);
-}
-
+// from a up to, but without, b in steps of c
 static Value range(Template *t, Value a, Value b, Value c) {
-    Value list = {.kind = V_LIST};
     if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
-    for (__int128 i = a.i; c.i > 0 ? i < b.i : i > b.i; i += c.i) {
-        if (list.seq.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
-        push(t, &list.seq, integer(i));
-    }
-    return list;
+    __int128 n = ((__int128)b.i - a.i + c.i - (c.i > 0 ? 1 : -1)) / c.i;
+    if (n > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
+    Seq list = {.n = n > 0 ? n : 0};
+    list.v = obtain(t, list.n * sizeof *list.v);
+    for (size_t i = 0; i < list.n; i++) list.v[i] = int_value(a.i + (int64_t)i * c.i);
+    return (Value){.kind = V_LIST, .seq = list};
 }
 
+// A row of BUILTINS calls a primitive by name, with as many arguments as that one reads.
 static Value primitive(Template *t, Seq name, const Value *a) {
     Value v = {.kind = V_STRING};
-    Seq l;
-    if (is(name, "_kind")) return string(text(t, VALUE_KINDS[a[0].kind]));
-    if (is(name, "_text")) return string(to_text(t, a[0]));
-    if (is(name, "_list")) return (Value){.kind = V_LIST, .seq = items_of(t, a[0])};
-    if (is(name, "_path")) return path(t, a[0], a[1], a[2]);
-    if (is(name, "_case")) return string(recase(t, to_text(t, a[0]), truth(a[1])));
-    if (is(name, "_strip"))
-        return string(strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i));
-    if (is(name, "_split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
-    if (is(name, "_format")) return string(formatted(t, a[0], a[1].seq, truth(a[2])));
-    if (is(name, "_sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
-    if (is(name, "_apply")) return apply_named(t, a[0], a[1], a[2].seq, a[3]);
-    if (is(name, "_number")) return to_number(t, a[0], a[1], is_int(a[2]) ? a[2].i : 10);
-    if (is(name, "_now")) return now_as(t, to_text(t, a[0]));
-    if (is(name, "_range")) return range(t, a[0], a[1], a[2]);
-    if (is(name, "_dict")) return make_dict(t, a[0], a[1], a[2].dict);
-    if (is(name, "_fail")) stop(t, "%s", utf8(t, to_text(t, a[0])));
-    if (is(name, "_find")) return integer((int64_t)find(t, a[0].seq, to_text(t, a[1])));
-    if (is(name, "_length")) {
-        if (a[0].kind == V_STRING || a[0].kind == V_LOOP)
-            return integer(a[0].kind == V_LOOP ? a[0].loop->items.n : a[0].seq.n);
-        if (a[0].kind == V_ONCE) stop(t, "generator has no length");
-        return integer(items_of(t, a[0]).n);
+    Seq l = {0};
+    if (seq_is(name, "_kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
+    if (seq_is(name, "_list")) return (Value){.kind = V_LIST, .seq = items_of(t, a[0])};
+    if (seq_is(name, "_generator")) return (Value){.kind = V_GENERATOR, .seq = a[0].seq};
+    if (seq_is(name, "_namespace")) return (Value){.kind = V_NAMESPACE, .dict = a[0].dict};
+    if (seq_is(name, "_split"))
+        return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
+    if (seq_is(name, "_sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
+    if (seq_is(name, "_apply")) {   // what comes first in a list, with the rest as its arguments
+        bool named = a[2].kind >= V_LIST && a[2].kind <= V_TUPLE && a[2].seq.n;
+        if (!named || a[3].kind != V_DICT) stop(t, "the name of a filter is missing");
+        Args more = {{{.v = a[2].seq.v + 1}, a[2].seq.n - 1, NULL}, *a[3].dict};
+        return apply(t, to_utf8(t, a[0].seq), to_text(t, a[2].seq.v[0]), a[1], more);
     }
-    if (is(name, "_join")) {
+    if (seq_is(name, "_number")) return to_number(t, a[0], a[1], truth(a[2]));
+    if (seq_is(name, "_now")) return date(t, to_text(t, a[0]));
+    if (seq_is(name, "_range")) return range(t, a[0], a[1], a[2]);
+    if (seq_is(name, "_fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
+    if (seq_is(name, "_find"))
+        return int_value((int64_t)seq_find(t, a[0].seq, to_text(t, a[1])));
+    if (seq_is(name, "_length"))
+        return int_value(a[0].kind == V_STRING ? a[0].seq.n : items_of(t, a[0]).n);
+    if (seq_is(name, "_dict")) {
+        v = (Value){.kind = V_DICT, .dict = new_dict(t, NULL)};
+        if (a[0].kind != V_DICT) stop(t, "%s is not a dict", VALUE_KINDS[a[0].kind]);
+        dict_add(t, v.dict, a[0].dict->pairs);
+        dict_add(t, v.dict, a[1].dict->pairs);
+    }
+    if (seq_is(name, "_sum"))
+        for (l = a[0].seq, v = a[1]; l.n; l.n--, l.v++) v = operate(t, (Str){"+", 1}, v, *l.v);
+    if (seq_is(name, "_join")) {
         l = items_of(t, a[1]);
         for (size_t i = 0; i < l.n; i++) {
             if (i) put_seq(t, &v.seq, to_text(t, a[0]));
-            print(t, &v.seq, l.v[i], false);
+            put_seq(t, &v.seq, to_text(t, l.v[i]));
         }
-    } else if (is(name, "_key")) {
-        v = path(t, a[0], a[1], (Value){.kind = V_NONE});
-        if (v.kind == V_STRING && !truth(a[2])) v.seq = recase(t, v.seq, false);
-    } else if (is(name, "_sum")) {
-        v = a[1];
-        for (size_t i = 0; i < a[0].seq.n; i++) v = operate(t, "+", v, a[0].seq.v[i]);
-    } else if (is(name, "_once")) {
-        v = (Value){.kind = V_ONCE, .once = obtain(t, sizeof v)};
-        *v.once = a[0];
-    } else if (is(name, "_json")) {
-        static const uint32_t nothing = 0;
-        Style style = {.json = true, .ascii = truth(a[1])};
-        style.item = to_text(t, a[2]);
-        style.key = to_text(t, a[3]);
-        if (a[4].kind == V_STRING) style.indent = a[4].seq;
-        if (a[4].kind == V_STRING && !style.indent.c) style.indent.c = &nothing;
-        put_value(t, &v.seq, a[0], &style);
+    }
+    if (seq_is(name, "_text")) v.seq = to_text(t, a[0]);
+    if (seq_is(name, "_case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
+    if (seq_is(name, "_strip"))
+        v.seq = seq_strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i);
+    if (seq_is(name, "_fixed")) {   // with so many digits behind the point
+        char s[400];
+        if (!is_number(a[0])) stop(t, "%s is not a number", VALUE_KINDS[a[0].kind]);
+        if (!is_int(a[1]) || a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
+        snprintf(s, sizeof s, "%.*f", (int)a[1].i, real(a[0]));
+        v.seq = from_text(t, s);
     }
     return v;
 }
 
+// the template's text as code points: \r\n and \r are \n, and the last \n is dropped
+static void read_source(Template *t, Str s) {
+    for (size_t i = 0, used; i < s.n; i += used) {
+        uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
+        if (c == '\r' && i + 1 < s.n && s.s[i + 1] == '\n') used = 2;
+        if (i + used < s.n || !among(c, "\r\n")) put_char(t, &t->source, c == '\r' ? '\n' : c);
+    }
+    t->p = t->where = t->far = t->source.c;
+    t->end = t->p + t->source.n;
+}
+
+// Parses the template, sets what it sees and runs it.
 static void template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think) {
     Value messages = {.kind = V_LIST};
     Node *root = NULL, **tail = &root;
     t->out = &t->printed;
     t->scope = new_dict(t, NULL);
-    list_builtins(t);
-    for (size_t i = 0, used; i < source.n; i += used) {   // \r\n and \r are \n; the last is dropped
-        uint32_t c = utf8_decode(source.s + i, source.n - i, &used);
-        if (c == '\r' && i + 1 < source.n && source.s[i + 1] == '\n') used = 2;
-        if (i + used < source.n || !among(c, "\r\n")) put_char(t, &t->source, c == '\r' ? '\n' : c);
-    }
-    t->p = t->where = t->far = t->source.c;
-    t->end = t->p + t->source.n;
+    t->builtin = obtain(t, COUNT(BUILTINS) * sizeof *t->builtin);
+    read_source(t, source);
     read_rule(t, R_block, &tail);
     if (t->p != t->end) {
         Seq s = {{t->far}, t->end - t->far, NULL};
         t->where = t->far;
-        stop(t, "unexpected %s", s.n ? utf8(t, part(s, 0, s.n < 20 ? s.n : 20)) : "end");
+        stop(t, "unexpected %s", s.n ? to_utf8(t, seq_part(s, 0, s.n < 20 ? s.n : 20)) : "end");
     }
     for (size_t i = 0; i < n; i++) {
         Value v = {.kind = V_DICT, .dict = new_dict(t, NULL)};
-        Seq role = from_utf8(t, m[i].role.s, m[i].role.n, 0);
-        uint32_t mark = is(role, "assistant") ? 0 : MARK;
-        set_name(t, v.dict, "role", string(role));
-        set_name(t, v.dict, "content", string(from_utf8(t, m[i].content.s, m[i].content.n, mark)));
-        push(t, &messages.seq, v);
+        uint32_t mark = str_eq(m[i].role, "assistant") ? 0 : MARK;
+        dict_set_name(t, v.dict, "role", string_value(from_utf8(t, m[i].role, 0)));
+        dict_set_name(t, v.dict, "content", string_value(from_utf8(t, m[i].content, mark)));
+        list_push(t, &messages.seq, v);
     }
-    set_name(t, t->scope, "messages", messages);
-    set_name(t, t->scope, "add_generation_prompt", boolean(true));
-    set_name(t, t->scope, "bos_token", string(from_utf8(t, bos.s, bos.n, 0)));
-    set_name(t, t->scope, "eos_token", string(from_utf8(t, eos.s, eos.n, 0)));
-    if (think >= 0) set_name(t, t->scope, "enable_thinking", boolean(think));
+    dict_set_name(t, t->scope, "messages", messages);
+    dict_set_name(t, t->scope, "add_generation_prompt", bool_value(true));
+    dict_set_name(t, t->scope, "bos_token", string_value(from_utf8(t, bos, 0)));
+    dict_set_name(t, t->scope, "eos_token", string_value(from_utf8(t, eos, 0)));
+    if (think >= 0) dict_set_name(t, t->scope, "enable_thinking", bool_value(think));
     execute(t, root);
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
 }
@@ -4273,6 +4134,8 @@ static bool template_render(Str template, const ChatMessage *messages, size_t n_
     t->memory = (64 << 20) + 400 * size;
     bool ok = !setjmp(t->failed);
     if (ok) {
+        t->block = calloc(1, t->memory);
+        if (!t->block) stop(t, "out of memory");
         template_run(t, template, messages, n_messages, bos, eos, think);
         out->text = malloc(4 * t->printed.n + 1);
         out->mark = malloc(4 * t->printed.n + 1);
@@ -4284,7 +4147,7 @@ static bool template_render(Str template, const ChatMessage *messages, size_t n_
         out->text[out->n] = 0;
     }
     if (!ok) rendered_free(out);
-    for (Chunk *c; (c = t->chunks); free(c)) t->chunks = c->before;
+    free(t->block);
     free(t);
     return ok;
 }

@@ -1948,7 +1948,7 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"raw", "{% raw %}{{ x }}{% endraw %}\n{% raw -%} y {%- endraw %}", "{{ x }}y"},
     {"set is local in for, not in if", "{% set x = 1 %}{% for i in [1] %}{% set x = 2 %}{{ x }}"
      "{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
-    {"targets", "{% set a, (b, c) = 1, [2, 3] %}{{ c }}{% set n = namespace(v=1) %}"
+    {"targets", "{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
      "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
     {"set of a block", "{% set x | upper %}a{{ messages[0].content }}{% endset %}{{ x }}",
      "A«BE BRIEF.»"},
@@ -1958,7 +1958,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"break, continue, else", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
      "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}{% else %}-"
      "{% endfor %}", "02-"},
-    {"a recursive loop", "{% for x in [[[]]] recursive %}({{ loop(x) }}){% endfor %}", "(())"},
+    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.cycle(1, 2) }}{{ x }}"
+     "{% set x = i %}{% endfor %}", "-1a2"},
     {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
      "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
     {"blocks", "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}"
@@ -1969,25 +1970,24 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2)}}"
      "{{ not 3 in [3] or 1 == 1.0 }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
      "-423.5 64aaFalseTruec2"},
-    {"slices by characters", "{{ 'Größe'[::-1] }}{{ 'Größe'[-3:-1] }}{{ [1, 2, 3][::2] }}",
-     "eßörGöß[1, 3]"},
+    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ [1, 2, 3][::2] }}", "eßörGöß[1, 3]"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
-    {"members", "{{ {'items': 1}['items'] }}{{ {}.get('b', 2) }}{{ messages.0.role }}", "12system"},
+    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role }}", "12system"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
      "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
-     "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>\\n»\"«End.»"},
+     "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
     {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) }}", "['a', 'b', 'a,b', 'c']"},
     {"filters of lists", "{{ messages|map(attribute='role')|unique|list }}"
      "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
      "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
      "['system', 'user', 'assistant']2[3, 2, 1][('a', 2), ('b', 1)]3"},
-    {"read once", "{% set g = [1]|map('string') %}{{ g|list }}{{ g|list }}", "['1'][]"},
+    {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
     {"JSON", "{{ {'a': [1, 'é\"'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
      "{\"a\": [1, \"é\\\"\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
-    {"formats", "{{ '%05.1f|%-3s|%x'|format(2.25, 'a', 255) }}{{ '{:>3}{0!r}'.format('b') }}",
-     "002.2|a  |ff  b'b'"},
+    {"formats", "{{ '%05.1f|%3s|%i%%'|format(2.25, 'a', 7) }}{{ '{0}{x:.1f}{{'.format('b', x=1) }}",
+     "002.2|  a|7%b1.0{"},
     {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
      "<s></s>22 Nov 2026False"},
     {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(50000) %}"
