@@ -5997,6 +5997,7 @@ static bool read_file(Cli *cli, const char *path, char **text, size_t *n) {
     return ok;
 }
 
+// Text that a user gives must be UTF-8; the library itself takes any bytes.
 static bool check_utf8(Cli *cli, const char *s, size_t n) {
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t character = utf8_decode(s + i, n - i, &used);
@@ -6038,6 +6039,7 @@ static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from t
     while (cli->n_message > from) free((char *)cli->message[--cli->n_message].content.s);
 }
 
+// appends a message, with a copy of its text
 static bool chat_add(Cli *cli, const char *role, const char *s, size_t n) {
     ChatMessage *more = realloc(cli->message, (cli->n_message + 1) * sizeof *more);
     if (more) cli->message = more;
@@ -6084,6 +6086,7 @@ static bool chat_read(Cli *cli, const char *s, size_t n) {
     }
 }
 
+// writes the conversation as chat_read reads it
 static bool chat_save(const Cli *cli, const char *path) {
     FILE *f = fopen(path, "w");
     for (size_t i = 0; f && i < cli->n_message; i++) {
@@ -6219,7 +6222,7 @@ static bool print_token(void *ctx, int32_t id) {
     return !interrupted && !ferror(stdout);
 }
 
-static void end_progress(Cli *cli) {
+static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
     if (cli->progress.shown) fputs("\r\033[K", stderr);
     cli->progress.shown = false;
 }
@@ -6269,6 +6272,7 @@ static bool reply(Cli *cli) {
     return ok;
 }
 
+// Speeds of all prompts and answers so far. What was reused was not evaluated.
 static void print_statistics(const Cli *cli) {
     const Session *s = &cli->s;
     struct rusage usage;
