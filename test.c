@@ -3848,6 +3848,7 @@ static void lab_gemv(Gpu *g, int type, int cols) {
     int act = type % 4;
     RandomMatrix w[3];
     float *in = lab_floats(g, cols, 1), *y[3], *other = lab_floats(g, rows[0], 9), scale = 1.5f;
+    float wide = act == SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
     double xs[1280], want[13], size[13];
     const Matrix *m[3];
     Norm norm = lab_norm(g, cols, 0);
@@ -3857,7 +3858,7 @@ static void lab_gemv(Gpu *g, int type, int cols) {
     if (x.arch.norm == BARE) norm.w = NULL;
     for (int i = 0; i < 3; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
-        w[i].m.bias = i == 1 ? NULL : lab_floats(g, rows[i], 1);
+        w[i].m.bias = i == 1 ? NULL : lab_floats(g, rows[i], wide);
         w[i].m.scale = i == 1 ? NULL : &scale;
         y[i] = lab_floats(g, rows[i], 9);
         m[i] = &w[i].m;
@@ -3865,7 +3866,7 @@ static void lab_gemv(Gpu *g, int type, int cols) {
     for (int k = EPILOGUE_STORE; k <= EPILOGUE_ACT; k++) {
         bool add = k == EPILOGUE_ADD, glu = k == EPILOGUE_GLU;
         float cap = add ? 2 : 0, factor = glu ? 1 : 2;
-        if (glu) w[1].m.bias = lab_floats(g, rows[1], 1);
+        if (glu) w[1].m.bias = lab_floats(g, rows[1], wide);
         reference_norm(xs, in, cols, add ? NULL : &norm, x.arch.norm, 1e-5);
         run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
                  (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap});
