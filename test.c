@@ -4230,6 +4230,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     g->up = lab_floats(g, n * USED * ff, 1);
     g->place = lab_bytes(g, 4 * n * USED);
     g->tiles = lab_bytes(g, 12 * expert_tiles(n * USED, E, GEMM_FEW));
+    for (int i = 0; i < expert_tiles(n * USED, E, GEMM_FEW); i++)   // left from another layer
+        memcpy(g->tiles + 3 * i, (int32_t[3]){E - 1, 0, 1}, 12);
     run_choice(lab_begin(&x), &x.w, (Input){in, n > 1 ? NULL : &weights}, n);
     run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
     lab_end(&x, "experts");
@@ -5160,6 +5162,7 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"i < d->n; i++", "d->n", "the arguments take that place afterwards"},
     {"if (whole > send(", "send(", "no memory is of just that length"},
     {"n > GEMM_FEW ? x", "GEMM_FEW ?", "9 tokens take either product"},
+    {"i < n; i++) g->ids[i]", "n; i++) g->i", "an id more than any kernel reads"},
     {": g->shared[0].base", "0]", "any memory stands for what is ignored"},
     {"s->pos + n < kv->rows ?", "kv->rows ?", "at equality both are the same"},
     {"if (n >= FLASH_MIN)", "FLASH_MIN)", "either kernel serves 8 tokens"},
