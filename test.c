@@ -4818,6 +4818,7 @@ static void check_cut(const Model *m) {
 
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
+    static const float some_weight[1] = {1};
     int32_t ids[40];
     for (int i = 0; i < 40; i++) ids[i] = 5 * i % m->config.n_vocab;
     for (int k = 0; k < 2; k++) {
@@ -4833,6 +4834,23 @@ static void test_metal_failures(void) {
         other.config.hd = other.config.vd = hd;
         bool refused = !strcmp(gpu_lacks(&other) ? gpu_lacks(&other) : "", "head size");
         CHECK(refused == (hd % 4 || hd > 256), "heads of %d", hd);
+    }
+    // wider keys of the delta rule, and a QK norm over all heads after RoPE, in one of two layers
+    for (int dk = 256; dk < 258; dk++) {
+        other = *m;
+        other.config.dk = dk;
+        CHECK(!gpu_lacks(&other) == (dk == 256), "keys of %d", dk);
+    }
+    for (int at = 0; at < 3; at++) {
+        Arch late = *m->config.arch;
+        Layer layers[3] = {{0}};
+        late.flags |= QK_NORM_LATE;
+        layers[at].q_norm.w = some_weight;
+        other = *m;
+        other.config.arch = &late;
+        other.config.n_layer = 2;
+        other.layers = layers;
+        CHECK(!gpu_lacks(&other) == (at == 2), "a late QK norm in layer %d of 2", at);
     }
     check_counters();
 }
@@ -5162,6 +5180,10 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"i < d->n; i++", "d->n", "the arguments take that place afterwards"},
     {"if (whole > send(", "send(", "no memory is of just that length"},
     {"n > GEMM_FEW ? x", "GEMM_FEW ?", "9 tokens take either product"},
+    {"c->hd > HEAD_MAX", "HEAD_MAX || c", "the next multiple of 4 is refused all the same"},
+    {"s->o.chunk ? pos", "s->o.chunk ?", "at equality both are the same"},
+    {"p >= from && p < stop", "from && p < ", "a tensor longer than a buffer fails either way"},
+    {"i < file->n_tensors", "file->n_tens", "behind the last is room, and no tensor"},
     {"i < n; i++) g->ids[i]", "n; i++) g->i", "an id more than any kernel reads"},
     {": g->shared[0].base", "0]", "any memory stands for what is ignored"},
     {"s->pos + n < kv->rows ?", "kv->rows ?", "at equality both are the same"},
