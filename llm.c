@@ -3455,8 +3455,8 @@ static Value slice(Template *t, Value a, const Value *bound) {
 static const struct { const char *class, *names, *source; } BUILTINS[] = {
     {"global", "range", "(a, b=none, step=1)"
         " _range(0, a, 1) if b is none else _range(a, b, step)"},
-    {"global", "namespace", "(d={}) _namespace(_dict(d, kwargs))"},
-    {"global", "dict", "(d={}) _dict(d, kwargs)"},
+    {"global", "namespace", "(positional={}) _namespace(_dict(positional, kwargs))"},
+    {"global", "dict", "(positional={}) _dict(positional, kwargs)"},
     {"global", "raise_exception", "(message) _fail(message)"},
     {"global", "strftime_now", "(format) _now(format)"},
     // methods of dicts
