@@ -1268,31 +1268,22 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-// writes a token's k [n_kv][hd] and v [n_kv][vd] into its row of the cache
-static void kv_append(Cache *cache, const Config *c, int n_kv, int pos, const float *k,
-                      const float *v) {
-    int row = cache_row(cache, pos);
-    for (int h = 0; h < n_kv; h++) {
-        size_t at = (size_t)h * cache->rows + row;
-        narrow(k + h * c->hd, c->hd, cache->k + at * c->hd);
-        narrow(v + h * c->vd, c->vd, cache->v + at * c->vd);
-    }
-    cache->pos[row] = pos;
-}
-
-// one token's q and k are normed and rotated, its k and v go into the cache
-static void qkv_row(Task t) {
+// one token's q and k are normed and rotated, its k and v go into the cache; t.of: in how many parts
+static void qkv_part(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
+    Cache *kv = &s->cache[s->l];
     bool late = c->arch->flags & QK_NORM_LATE;
-    int pos = s->pos + t.i, q_dim = w->n_head * c->hd;
-    float *q = s->q + (size_t)t.i * q_dim, *k = s->k + t.i * w->k.rows, *v = s->v + t.i * w->v.rows;
-    const float *turn = s->angles[w->window > 0] + (size_t)t.i * c->n_rot;
-    clamp(v, w->v.rows, c->clamp_qkv);
+    int parts = *(const int *)t.of, i = t.i / parts, part = t.i % parts, pos = s->pos + i;
+    int n_head = w->n_head / parts, n_kv = w->n_kv / parts, first = part * n_kv;
+    float *q = s->q + ((size_t)i * w->n_head + part * n_head) * c->hd;
+    float *k = s->k + i * w->k.rows + first * c->hd, *v = s->v + i * w->v.rows + first * c->vd;
+    const float *turn = s->angles[w->window > 0] + (size_t)i * c->n_rot;
+    clamp(v, n_kv * c->vd, c->clamp_qkv);
     for (int p = 0; p < 2; p++) {   // q, then k
         float *x = p ? k : q;
-        int heads = p ? w->n_kv : w->n_head;
+        int heads = p ? n_kv : n_head;
         const Norm *n = p ? &w->k_norm : &w->q_norm;
         clamp(x, heads * c->hd, c->clamp_qkv);
         if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
@@ -1300,8 +1291,15 @@ static void qkv_row(Task t) {
         if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
     }
     float far = logf(floorf(pos / (float)c->n_ctx_orig) + 1);   // 0 in the original context
-    for (int j = 0; c->temp_scale && far > 0 && j < q_dim; j++) q[j] *= 1 + c->temp_scale * far;
-    kv_append(&s->cache[s->l], c, w->n_kv, pos, k, v);
+    for (int j = 0; c->temp_scale && far > 0 && j < n_head * c->hd; j++)
+        q[j] *= 1 + c->temp_scale * far;
+    int row = cache_row(kv, pos);
+    for (int h = 0; h < n_kv; h++) {
+        size_t at = (size_t)(first + h) * kv->rows + row;
+        narrow(k + h * c->hd, c->hd, kv->k + at * c->hd);
+        narrow(v + h * c->vd, c->vd, kv->v + at * c->vd);
+    }
+    if (part == 0) kv->pos[row] = pos;
 }
 
 static void attention_block(Session *s) {
@@ -1310,6 +1308,9 @@ static void attention_block(Session *s) {
     const Cache *kv = &s->cache[s->l];
     int n = s->n;
     bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
+    // one token's heads are tasks, where no norm spans them or has weights for each
+    bool apart = (!w->q_norm.w || w->q_norm.n == c->hd) && (!w->k_norm.w || w->k_norm.n == c->hd);
+    int parts = n == 1 && apart ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
                    {&w->v, s->h, s->v, n}};
     Matmul back = {&w->o, s->att, s->out, n};
@@ -1320,7 +1321,7 @@ static void attention_block(Session *s) {
                    .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
     matmul(s->pool, &s->calls, in, 3);
     if (gated) parallel(s->pool, split_gate_row, s, NULL, n);
-    parallel(s->pool, qkv_row, s, NULL, n);
+    parallel(s->pool, qkv_part, s, &parts, n * parts);
     attention(s->pool, &s->calls, &a);
     if (gated) parallel(s->pool, gate_row, s, NULL, n);
     matmul(s->pool, &s->calls, &back, 1);
@@ -4257,12 +4258,15 @@ static void delta_rule(const Delta *d) {
 // ---- 17. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
-// thread claims a task by subtracting 1: if `left` was i > 0 before, task n - i is its own; if it
-// was 0 or less, nothing is left to claim. `running` counts the tasks that are not finished. Only
-// when it has come down to 0 does parallel return, and only then can the next call overwrite fn,
-// task and n: whoever has claimed a task finds them as they were. A worker that wakes up late fails
-// to claim and touches nothing else, so nobody waits for it. Those who do wait spin for 20 us,
-// longer than what lies between two products of a token, and then sleep.
+// thread claims k tasks by subtracting k: if `left` was i > 0 before, tasks n - i, n - i + 1 and so
+// on are its own; if it was 0 or less, nothing is left to claim. It takes many while many are left,
+// as each claim of a core makes all others fetch the counter anew, in 100 ns. `running` counts the
+// tasks that are not finished. Only when it has come down to 0 does parallel return, and only then
+// can the next call overwrite fn, task and n: whoever has claimed a task finds them as they were. A
+// worker that wakes up late fails to claim and touches nothing else, so nobody waits for it. Those
+// who do wait spin for 200 us, as waking them would take long, and then sleep.
+
+enum { LINE_PAIR = 128 };        // bytes; so far apart cores do not write to each other's lines
 
 struct Pool {
     int threads;
@@ -4271,7 +4275,11 @@ struct Pool {
     pthread_cond_t wake;
     TaskFn *fn;                  // the call: fn(task) with i from 0 on
     Task task;                   // its i: how many tasks there are
-    atomic_int left, running;    // tasks nobody has claimed (or less); tasks not finished
+    char before_left[LINE_PAIR];
+    atomic_int left;             // tasks nobody has claimed, or less than none
+    char before_running[LINE_PAIR];
+    atomic_int running;          // tasks not finished
+    char behind[LINE_PAIR];
     atomic_int sleeping, ids;
     atomic_bool quit;
     pthread_t thread[];          // [threads - 1]
@@ -4283,11 +4291,13 @@ static bool amx_allow(void);
 static void amx_use(bool on);
 
 // Denormals cost 100 cycles and weigh nothing: workers, and the caller meanwhile, make them zero.
+// cpu_pause in a loop that waits leaves a core's other thread, which may have work, more of it.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
 static void fp_set(uint64_t mode) { _mm_setcsr(mode); }
 enum { FP_FLUSH = 0x8040 };
+static void cpu_pause(void) { _mm_pause(); }
 #elif defined(__aarch64__)
 static uint64_t fp_mode(void) {
     uint64_t mode;
@@ -4296,10 +4306,12 @@ static uint64_t fp_mode(void) {
 }
 static void fp_set(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
 enum { FP_FLUSH = 1 << 24 };
+static void cpu_pause(void) { __asm__ volatile("yield"); }
 #else
 static uint64_t fp_mode(void) { return 0; }
 static void fp_set(uint64_t mode) { (void)mode; }
 enum { FP_FLUSH = 0 };
+static void cpu_pause(void) {}
 #endif
 
 static void pool_wake(Pool *p) {
@@ -4313,8 +4325,12 @@ static void pool_wake(Pool *p) {
 static void pool_work(Pool *p, int thread) {
     int left, done = 0;
     if (p->amx) amx_use(true);
-    for (; (left = atomic_fetch_sub(&p->left, 1)) > 0; done++)
-        p->fn((Task){p->task.ctx, p->task.of, p->task.i - left, thread});
+    while ((left = atomic_load(&p->left)) > 0) {
+        int some = 1 + left / (4 * p->threads);
+        left = atomic_fetch_sub(&p->left, some);
+        for (int i = left; i > 0 && i > left - some; i--, done++)
+            p->fn((Task){p->task.ctx, p->task.of, p->task.i - i, thread});
+    }
     if (p->amx) amx_use(false);
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
@@ -4325,8 +4341,8 @@ static bool pool_ready(Pool *p, bool caller) {
 }
 
 static void pool_wait(Pool *p, bool caller) {
-    double until = now() + 20e-6;
-    while (!pool_ready(p, caller) && now() < until) continue;
+    double until = now() + 200e-6;
+    while (!pool_ready(p, caller) && now() < until) cpu_pause();
     if (pool_ready(p, caller)) return;
     pthread_mutex_lock(&p->lock);
     atomic_fetch_add(&p->sleeping, 1);
@@ -4970,7 +4986,8 @@ typedef struct {
     const void *acts;                  // packed by this job or an earlier one, or job->x
     size_t act_bytes;                  // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
-    int64_t task_rows;
+    int64_t task_rows, most_rows;      // of its tasks; at most
+    size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
     JobPlan job[MAX_JOBS + 1];         // the last one only says where the tasks end
@@ -5023,16 +5040,17 @@ static void matmul_task(Task t) {
     else multiply_tiles(j, r, end, c->panels + t.thread * c->panel_bytes);
 }
 
-// Plans to pack `job`, unless an earlier one packs the same, and cuts it into tasks. The tile
-// depends on format and CPU, never on size: small tests run the code that large models run.
+// Plans to pack `job`, unless an earlier one packs the same. The tile depends on format and CPU,
+// never on size: small tests run the code that large models run.
 static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul *job) {
     const Matrix *w = job->w;
     bool block = formats[w->type].unpack;
     const Tile *tile = job->n == 1 ? block ? &block_token : &float_token
                        : p->amx ? amx_tile(w) : INT8_TILE && block ? &int8_tile : &float_tile;
     const JobPlan *same = c->job;
-    size_t row_bytes = quant_row_bytes(w->type, w->cols), packs = 0;
+    size_t packs = 0;
     j->job = job;
+    j->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     j->tile = tile;
     j->acts = job->x;
     j->act_bytes = (w->cols + 255) / 256 * tile->act_bytes;
@@ -5043,13 +5061,23 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
         packs = (job->n + tile->tokens - 1) / tile->tokens;
         j->acts = arena_take(a, "packed activations", packs, j->act_bytes);
     }
-    // one token: long runs of memory (512 KB are the fastest), but tasks for all threads
-    int64_t rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / larger(row_bytes, 1));
+    // one token: long runs of memory (512 KB are the fastest)
+    j->most_rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / j->row_bytes);
     c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
-    while (rows > tile->rows && rows * 2 * p->threads > w->rows) rows /= 2;
-    j->task_rows = larger(rows, tile->rows);
     j[1].first_pack = j->first_pack + packs;
-    j[1].first_task = j->first_task + (w->rows + j->task_rows - 1) / j->task_rows;
+}
+
+// Cuts a call's products into tasks of whole cache lines of out, all of about the same bytes of
+// weights: two for each thread, which read all activations again, or three with a single token.
+static void plan_tasks(const Pool *p, JobPlan *j, int k) {
+    size_t bytes = 0;
+    for (int i = 0; i < k; i++) bytes += j[i].row_bytes * j[i].job->w->rows;
+    for (; k--; j++) {
+        size_t share = bytes / (p->threads * (j->job->n > 1 ? 2 : 3)), most = j->most_rows;
+        size_t rows = share / j->row_bytes < most ? share / j->row_bytes : most;
+        j->task_rows = larger(rows / 32, 1) * 32;
+        j[1].first_task = j->first_task + (j->job->w->rows + j->task_rows - 1) / j->task_rows;
+    }
 }
 
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
@@ -5057,6 +5085,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     size_t mark = a->used;
     c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
     for (int j = 0; j < k; j++) plan_job(p, a, &c, &c.job[j], &jobs[j]);
+    plan_tasks(p, c.job, k);
     c.panels = arena_take(a, "decoded panels", p->threads, c.panel_bytes);
     if (a->base) {
         parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
@@ -5214,7 +5243,7 @@ static const AttentionTile *amx_attention(void);   // at the end of this part
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
-    int queries, tiles;                // queries of each head in a task; in how many query tiles
+    int tasks, queries, tiles;         // a task has queries of each head, in so many query tiles
     char *work;                        // [threads][work_bytes]
     size_t work_bytes;
 } ManyCall;
@@ -5257,7 +5286,9 @@ static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int 
 static void many_task(Task t) {
     const ManyCall *c = t.ctx;
     const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, h = t.i % a->n_kv, first = t.i / a->n_kv * c->queries;
+    // the last queries see most keys: they come first, so that no thread is left alone with them
+    int group = a->n_head / a->n_kv, i = c->tasks - 1 - t.i, h = i % a->n_kv;
+    int first = i / a->n_kv * c->queries;
     int some = a->n - first < c->queries ? a->n - first : c->queries, keys = c->tile->keys;
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
     KeyBlock b = {0};
@@ -5297,12 +5328,12 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
     c.queries = group < c.tile->task_queries ? c.tile->task_queries / group : 1;
     if (c.queries > x->n) c.queries = x->n;
     int step = TILE * c.tile->tiles;
+    c.tasks = x->n_kv * ((x->n + c.queries - 1) / c.queries);
     c.tiles = (c.queries * group + step - 1) / step * c.tile->tiles;
     many_buffers(&c, &count, &(KeyBlock){0});
     c.work_bytes = count.peak;
     c.work = arena_take(a, "attention of many queries", p->threads, c.work_bytes);
-    if (a->base)
-        parallel(p, many_task, &c, NULL, x->n_kv * ((x->n + c.queries - 1) / c.queries));
+    if (a->base) parallel(p, many_task, &c, NULL, c.tasks);
 }
 
 // ---- 26. attention of one query ----
@@ -5315,7 +5346,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
 // independently of each other: each leaves a Part per head, with a largest score and sums of its
 // own, and whoever finishes the last split of a head joins its parts.
 
-enum { FEW = 32, PART_BLOCKS = 8 };
+enum { FEW = 32, PART_BLOCKS = 4 };
 typedef struct { float top, sum, out[]; } Part;   // out[vd]
 typedef struct {
     const Attention *a;
@@ -5627,15 +5658,17 @@ INLINE vf half_group(const int8_t *q, const float *d, const float *m, int g, int
 // up to 256 weights of row r in bf16, each part of them in rows of its own, `next` bytes apart
 static void amx_row(const Matrix *w, int64_t r, int64_t k, int n, uint16_t *to, size_t next) {
     int64_t row = r < w->rows ? r : w->rows - 1;
+    const uint8_t *data = w->data + row * quant_row_bytes(w->type, w->cols);
     int8_t q[256];
     float d[16], m[16], x[256];
+    prefetch_l2(data + TILE * quant_row_bytes(w->type, w->cols) + quant_row_bytes(w->type, k),
+                quant_row_bytes(w->type, n));   // a row of the tile below
     if (formats[w->type].unpack) {
         unpack_row(w, row, k, q, d, m);
         for (int g = 0; g < 8; g++)
             store_bf16(to + 32 * g, half_group(q, d, m, g, 0), half_group(q, d, m, g, 1));
         return;
     }
-    const uint8_t *data = w->data + row * quant_row_bytes(w->type, w->cols);
     memset(x + (n - 1) / 32 * 32, 0, 32 * sizeof *x);
     quant_dequantize(w->type, data + quant_row_bytes(w->type, k), x, n);
     for (int g = 0; g < n; g += 32)
@@ -5659,17 +5692,25 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
     }
 }
 
-// out[2 * i + j] = 16 x 16 sums of rows a[..].x[i] times the columns of b + j * next, n tiles deep,
-// each of so many parts. The smaller both parts are, the less their product matters: part i of one
-// operand (a_first: of a, otherwise of b) meets all but i parts of the other.
+// out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows a[..].x[i] times the
+// columns of b + j * next, n tiles deep, each of so many parts, or (adds) these are added to it. The
+// smaller both parts are, the less their product matters: part i of one operand (a_first: of a,
+// otherwise of b) meets all but i parts of the other.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
-                        int n, bool a_first, float *const out[4]) {
+                        int n, bool a_first, bool adds, float *const out[4], size_t pitch) {
     int outer = a_first ? a_parts : b_parts, inner = a_first ? b_parts : a_parts;
     const char *columns = b;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (adds) {
+        _tile_loadd(0, out[0], pitch);
+        _tile_loadd(1, out[1], pitch);
+        _tile_loadd(2, out[2], pitch);
+        _tile_loadd(3, out[3], pitch);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int k = 0; k < n; k++, a += a_parts, columns += b_parts * TILE_BYTES)
         for (int i = 0; i < outer; i++)
             for (int j = 0; j < inner - i; j++) {
@@ -5684,21 +5725,28 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-    _tile_stored(0, out[0], 64);
-    _tile_stored(1, out[1], 64);
-    _tile_stored(2, out[2], 64);
-    _tile_stored(3, out[3], 64);
+    _tile_stored(0, out[0], pitch);
+    _tile_stored(1, out[1], pitch);
+    _tile_stored(2, out[2], pitch);
+    _tile_stored(3, out[3], pitch);
 }
 
+// straight to out, if all of the tile lies there and nothing is left to do, otherwise by tile_out
 static void amx_multiply(const Product *p) {
     const Matrix *w = p->job->w;
     vf sum[2][AMX_TOKENS][VECTORS];
-    float *out[] = {(float *)sum[0][0], (float *)sum[1][0], (float *)sum[0][16],
-                    (float *)sum[1][16]};
-    size_t half = amx_tile(w)->panel_bytes / 2;
-    int n = (p->depth + 31) / 32;
-    if (formats[w->type].unpack) amx_product(p->acts, 1, p->panel, 1, half, n, false, out);
-    else amx_product(p->acts, 3, p->panel, weight_parts(w), half, n, false, out);
+    bool last = p->k + p->depth == w->cols, whole = p->t + AMX_TOKENS <= p->job->n &&
+        p->r + 2 * TILE <= w->rows && !(last && (w->scale || w->bias));
+    float *to = whole ? p->job->out + p->t * w->rows + p->r : (float *)sum;
+    size_t pitch = whole ? w->rows : TILE, right = whole ? TILE : AMX_TOKENS * TILE;   // floats
+    float *out[] = {to, to + right, to + 16 * pitch, to + 16 * pitch + right};
+    size_t half = amx_tile(w)->panel_bytes / 2, bytes = pitch * sizeof(float);
+    int n = (p->depth + 31) / 32, parts = weight_parts(w);
+    bool adds = whole && p->k > 0;
+    if (formats[w->type].unpack)
+        amx_product(p->acts, 1, p->panel, 1, half, n, false, adds, out, bytes);
+    else amx_product(p->acts, 3, p->panel, parts, half, n, false, adds, out, bytes);
+    if (whole) return;
     tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
     tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
 }
@@ -5767,14 +5815,14 @@ INLINE void store_pairs(uint32_t *to, vf a, vf b) {
 
 // two query tiles at once, as a product is 2 x 2 tiles
 static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
-    float s[2][AMX_KEYS][TILE] __attribute__((aligned(64))), sum[4][TILE * TILE];
+    float s[2][AMX_KEYS][TILE] __attribute__((aligned(64)));
     uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
     int deep = whole_32(a->hd) / 32;
     size_t next = (const char *)q[1].q - (const char *)q[0].q;
     const AmxActs *x = b->packed;
     for (int j = 0; j < AMX_KEYS; j += 32, x += deep * 2) {
         float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
-        amx_product(x, 2, q[0].q, 2, next, deep, false, out);
+        amx_product(x, 2, q[0].q, 2, next, deep, false, false, out, 64);
     }
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
@@ -5784,10 +5832,9 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
                         load_f32(s[t][j + 1]));
     }
     for (int e = 0; e < a->vd; e += 32, x += AMX_KEYS / 32 * 2) {
-        float *out[] = {sum[0], sum[1], sum[2], sum[3]};
-        amx_product(x, 2, weights[0], 2, sizeof weights[0], AMX_KEYS / 32, true, out);
-        for (int i = 0; i < 4; i++)
-            add(q[i % 2].out + (e + i / 2 * 16) * TILE, sum[i], TILE * TILE, 1);
+        float *a_out = q[0].out + e * TILE, *b_out = q[1].out + e * TILE;
+        float *out[] = {a_out, b_out, a_out + TILE * TILE, b_out + TILE * TILE};
+        amx_product(x, 2, weights[0], 2, sizeof weights[0], AMX_KEYS / 32, true, true, out, 64);
     }
 }
 

@@ -4108,7 +4108,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     a.sinks = x.w.sinks;
     for (int i = 0; i < n; i++) {
         if (gated) split_gate_row((Task){.ctx = &cpu, .i = i});
-        qkv_row((Task){.ctx = &cpu, .i = i});
+        qkv_part((Task){.ctx = &cpu, .of = &(int){1}, .i = i});
     }
     plain_attention(&a, need(a.rows * sizeof(float)));
     for (int i = 0; gated && i < n; i++) gate_row((Task){.ctx = &cpu, .i = i});
@@ -4712,7 +4712,7 @@ static void test_metal_models(void) {
     int32_t ids[12];
     for (int i = 0; i < 12; i++) ids[i] = 7 * i + 1;
     soft.longest = 3 << 19;   // in three buffers
-    bool ok = compare_model(story, (Options){.chunk = 9, .window = 64}, ids, 12, NULL, 0, 1e-4);
+    bool ok = compare_model(story, (Options){.chunk = 9, .window = 64, .threads = 2}, ids, 12, NULL, 0, 1e-4);
     soft.longest = 0;
     CHECK(ok, "the GPU does not take the story");
     check_counters();
@@ -4803,7 +4803,7 @@ static void check_cut(const Model *m) {
     Session s;
     int buffers = soft.resident = 0;
     soft.longest = 3 << 19;
-    open_gpu(&s, m, (Options){.chunk = 9, .window = 64});
+    open_gpu(&s, m, (Options){.chunk = 9, .window = 64, .threads = 2});
     for (size_t i = 0; s.gpu && i < m->gguf.n_tensors; i++) {
         const Tensor *t = &m->gguf.tensors[i];
         const Shared *in = gpu_find(s.gpu, t->data);
