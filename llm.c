@@ -1268,7 +1268,7 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-// one token's q and k are normed and rotated, its k and v go into the cache; t.of: in how many parts
+// a token's q and k are normed and rotated, its k and v cached; of all heads, or one of t.of parts
 static void qkv_part(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
@@ -5131,12 +5131,6 @@ static int rows_used(const Attention *a) {
     return a->pos + a->n < a->rows ? a->pos + a->n : a->rows;
 }
 
-// products of queries and keys to scores, before ALiBi and mask
-INLINE void scale_scores(const Attention *a, float *s, int n) {
-    for (int i = 0; i < n; i++) s[i] *= a->scale;
-    if (a->softcap > 0) soft_cap(s, n, a->softcap);
-}
-
 // ---- 25. attention of many queries ----
 //
 // A task has one KV head and some queries of all its heads, 16 to a QueryTile. They lie across the
@@ -5173,14 +5167,14 @@ typedef struct {
 
 static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// Scores s[n][16] become weights exp(score - top), with the new top, and are added to the sums;
-// what was summed before fades.
+// Scores s[n][16], of queries that have the scale in them, become weights exp(score - top), with the
+// new top, and are added to the sums; what was summed before fades.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS], sum[VECTORS] = {{0}};
     float most[TILE], total[TILE], fade[TILE];
     bool fades = false;
     memcpy(top, q->top, sizeof top);
-    scale_scores(a, s, b->n * TILE);
+    if (a->softcap > 0) soft_cap(s, b->n * TILE, a->softcap);
     for (int j = 0; j < b->n; j++) {
         int p = b->pos[j];
         float *row = s + TILE * j;
@@ -5273,7 +5267,7 @@ static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int 
             query = first + at / group;
         const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
         QueryTile *tile = &q[j / TILE];
-        memcpy(rows + lane * wide, from, a->hd * sizeof *rows);
+        for (int e = 0; e < a->hd; e++) rows[lane * wide + e] = from[e] * a->scale;
         tile->top[lane] = LEAST;
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
         tile->pos[lane] = a->pos + query;
@@ -5392,7 +5386,8 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
                         Part *restrict part) {
     float slope = a->slopes ? a->slopes[head] : 0, top = part->top;
     vf most = {0}, sum = {0};
-    scale_scores(a, s, FEW);
+    for (int j = 0; j < FEW; j++) s[j] *= a->scale;
+    if (a->softcap > 0) soft_cap(s, FEW, a->softcap);
     for (int j = 0; slope > 0 && j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
     UNROLL for (int j = 0; j < FEW; j += LANES) {
         vf x = mask_scores(a, load_f32(s + j), load_i32(pos + j), (vi){0} + a->pos);
@@ -5693,8 +5688,8 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
 }
 
 // out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows a[..].x[i] times the
-// columns of b + j * next, n tiles deep, each of so many parts, or (adds) these are added to it. The
-// smaller both parts are, the less their product matters: part i of one operand (a_first: of a,
+// columns of b + j * next, n tiles deep, each of so many parts; or they are added to what it has.
+// The smaller both parts are, the less their product matters: part i of one operand (a_first: of a,
 // otherwise of b) meets all but i parts of the other.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, bool a_first, bool adds, float *const out[4], size_t pitch) {

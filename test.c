@@ -4712,7 +4712,8 @@ static void test_metal_models(void) {
     int32_t ids[12];
     for (int i = 0; i < 12; i++) ids[i] = 7 * i + 1;
     soft.longest = 3 << 19;   // in three buffers
-    bool ok = compare_model(story, (Options){.chunk = 9, .window = 64, .threads = 2}, ids, 12, NULL, 0, 1e-4);
+    Options o = {.chunk = 9, .window = 64, .threads = 2};
+    bool ok = compare_model(story, o, ids, 12, NULL, 0, 1e-4);
     soft.longest = 0;
     CHECK(ok, "the GPU does not take the story");
     check_counters();
