@@ -2095,10 +2095,9 @@ static void write_scripted(const char *template, const char *chain) {
     enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
     static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
                                         "attn_output", "ffn_gate", "ffn_up", "ffn_down"};
-    static const float none[D * D];
     char all[1024] = "\u0120,\u010A", *name[D], *rest;
     int32_t types[D], n = 0;
-    float *embd = need(sizeof none), *output = need(sizeof none);
+    float *embd = need(D * D * sizeof *embd), *output = need(D * D * sizeof *output);
     Writer w = {0};
     for (char c = '!'; c <= '~'; c++) sprintf(all + strlen(all), ",%c", c == ',' ? ' ' : c);
     strcat(all, ",<s>,<|im_start|>,<|im_end|>,<|user|>,<|assistant|>,<|message|>,<|channel|>,"
@@ -2120,14 +2119,13 @@ static void write_scripted(const char *template, const char *chain) {
         if (from >= 0) output[to * D + from] = 1;
     }
     key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, n, types, n * sizeof *types);
-    key_int(&w, "tokenizer.ggml.bos_token_id", CONTROL);
-    key_int(&w, "tokenizer.ggml.add_bos_token", 1);
+    put_keys(&w, "tokenizer.ggml", text_of("bos_token_id=%d add_bos_token=1", CONTROL));
     key_text(&w, "tokenizer.chat_template", template);
     put_weights(&w, "token_embd.weight", (int[3]){D, n}, embd);
     put_weights(&w, "output.weight", (int[3]){D, n}, output);
     put_tensor(&w, "output_norm.weight", (int[3]){D}, 1, 0);
     for (size_t i = 0; i < COUNT(parts); i++)
-        put_weights(&w, text_of("blk.0.%s.weight", parts[i]), (int[3]){D, i < 2 ? 0 : D}, none);
+        put_tensor(&w, text_of("blk.0.%s.weight", parts[i]), (int[3]){D, i < 2 ? 0 : D}, 0, 0);
     write_gguf(&w, scratch("chat.gguf"));
 }
 
@@ -5387,6 +5385,7 @@ static void fuzz_end(void) {
 // The last argument is the inputs' directory, named after the target. It gets the first ones: each
 // architecture, and behind them each tokenizer alone.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    if (setjmp(test.end)) abort();
     snprintf(test.dir, sizeof test.dir, "%s", (*argv)[*argc - 1]);
     while (strcmp(strrchr(test.dir, '/') + 1, fuzz.target->name)) fuzz.target++;
     fuzz.file = memfd_create("model", 0);
