@@ -1023,8 +1023,10 @@ static void test_gguf_shapes(void) {
         {{"qwen35", 2, "dak", "ssm.conv_kernel=4 ssm.state_size=4096 ssm.group_count=1 "
           "ssm.time_step_rank=4096 ssm.inner_size=4096"}, {.expect = "a state of 1073741824"}},
         {{"bloom", 2, "nboBgfNT", ""},
-         {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 0, NULL}},
-    };
+         {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 2, NULL}},
+        {{"llama", 2, "", ""},
+         {"want a number, or one a layer", NO_KEY, "llama.attention.head_count", 0, 1, NULL}},
+    };   // NO_KEY: instead, so many heads
     static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
     const char *path = scratch("shape.gguf");
     float *got[2];
@@ -1033,7 +1035,9 @@ static void test_gguf_shapes(void) {
         test.seed = 1;
         put_model(&w, &rows[i].shape);
         w.spoil.how = GOOD;
-        key_array(&w, "bloom.attention.head_count", GGUF_U32, 2, heads, sizeof heads);
+        if (rows[i].spoil.how == NO_KEY)
+            key_array(&w, rows[i].spoil.name, GGUF_U32, rows[i].spoil.b, heads,
+                      rows[i].spoil.b * sizeof *heads);
         key_text(&w, "tokenizer.ggml.model", "none");
         write_gguf(&w, path);
         if (i < 2) got[i] = logits_of(open_model(path), ids, 3, (Options){.threads = 1});
@@ -1044,10 +1048,11 @@ static void test_gguf_shapes(void) {
 
 // an expert of a matrix that is the lower half of its tensor: biases lie as far apart as weights
 static void test_gguf_experts(void) {
-    static const float data[8], bias[8];
-    Matrix both = {(const uint8_t *)data, QUANT_F32, 4, 1, bias, NULL, 4 * sizeof *data};
+    static const float data[8], bias[8], scale[2];
+    Matrix both = {(const uint8_t *)data, QUANT_F32, 4, 1, bias, scale, 4 * sizeof *data};
     Matrix up = matrix_rows(both, 2, 2), one = matrix_expert(&up, 1);
     CHECK(one.data == (const uint8_t *)(data + 6) && one.bias == bias + 6, "not the second's up");
+    CHECK(one.scale == scale + 1, "not the second's scale");
 }
 
 // ==== ops ====
@@ -1559,6 +1564,16 @@ static void test_sampler_stages(void) {
     CHECK(sample_top_p(five(c), 5, 0) == 1 && sample_top_p(c, 5, 1) == 5, "top-p at its ends");
     CHECK(sample_min_p(five(c), 5, 0.05f) == 3 && c[1].id == 2 && c[2].id == 3, "min-p: ids 0 2 3");
     CHECK(sample_min_p(five(c), 5, 0) == 5 && sample_min_p(c, 5, 1) == 1, "min-p at its ends");
+    CHECK(sample_min_p(five(c), 4, 0.5f) == 1 && c[0].id == 3, "min-p: the last is the best");
+    Candidate many[300];   // the top in order, and each still there once
+    int sum = 0, wrong = 0;
+    for (int i = 0; i < 300; i++) many[i] = (Candidate){noise(), i};
+    sample_top_k(many, 300, 20);
+    for (int i = 0; i < 300; i++) {
+        sum += many[i].id;
+        wrong += i > 0 && many[i].logit > many[i < 20 ? i - 1 : 19].logit;
+    }
+    CHECK(sum == 300 * 299 / 2 && !wrong, "top-k of many: %d, %d", sum, wrong);
 }
 
 static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng) {
