@@ -267,7 +267,7 @@ typedef struct {
     uint32_t part, parts, seen;   // of a split file: every parts-th tensor; 0: all
     int pass, type;               // of a large model: 1: what is f32, 2: weights of this type,
     uint64_t later;               // whose bytes are to follow; 0: all, in f32
-    float norm;                   // the values of its norms
+    float norm;                   // the value of its norms; 0: random ones around 1
     Spoil spoil;
 } Writer;
 
@@ -969,7 +969,7 @@ static const Spoil BROKEN[] = {
 };
 
 static void test_gguf_broken(void) {
-    int rows = sizeof BROKEN / sizeof *BROKEN;
+    int rows = COUNT(BROKEN);
     for (int i = 0; i < rows; i++) {
         Writer w = {.spoil = BROKEN[i]};
         write_tiny(&w, scratch("broken.gguf"));
