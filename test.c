@@ -1273,6 +1273,32 @@ static void test_golden_models(void) {   // *-heads: six value heads on two, h %
     globfree(&found);
 }
 
+// ---- the storyteller ----
+
+static void test_story_greedy(void) {
+    size_t size;
+    int32_t ids[128], next[128];
+    double margin[128];
+    int n = 0, differ = 0;
+    const Model *m = open_model("golden/story.gguf");
+    const char *line = strchr(read_all("golden/story.greedy.tsv", &size), '\n');
+    for (; line && line[1]; line = strchr(line + 1, '\n'), n++)
+        if (sscanf(line, "%*d %d %d %*f %lf", &ids[n], &next[n], &margin[n]) != 3) break;
+    REQUIRE(n == 65, "%d positions", n);
+    if (test.quick) n = 20;
+    for (int chunk = 1; chunk <= 512; chunk += 511) {
+        float *row = logits_of(m, ids, n, (Options){.chunk = chunk, .window = 128});
+        for (int i = 0; i < n; i++, row += m->config.n_vocab) {
+            int best = 0;
+            for (int k = 1; k < m->config.n_vocab; k++) best = row[k] > row[best] ? k : best;
+            differ += best != next[i];
+            bool fine = best == next[i] || margin[i] <= 0.3;
+            CHECK(fine, "position %d: %d, llama.cpp %d by %.2f", i, best, next[i], margin[i]);
+        }
+    }
+    printf("  %d positions twice, %d differ where the margin is below 0.3\n", n, differ);
+}
+
 // ---- every architecture ----
 //
 // No golden says that most of these rows are right. What is tested is that every tensor which such
@@ -5429,7 +5455,7 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(attention) T(norms)
     T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
-    T(gguf_shapes) T(gguf_experts) T(golden_models)
+    T(gguf_shapes) T(gguf_experts) T(golden_models) T(story_greedy)
     T(every_architecture) T(ring) T(regenerate) T(session_refusals)
     T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables)
     T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special) T(tokenizer_streaming)
