@@ -25,8 +25,8 @@
 //    9. argmax            sample, at temperature 0
 //
 // Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
-// thread in that. g is a group of 32 weights, t a token, r a row. Grids have one dimension. Shapes
-// are written outermost first, as in x[n][cols].
+// thread in that; `shared` is the threadgroup's memory. g is a group of 32 weights, t a token, r a
+// row. Grids have one dimension. Shapes are written outermost first, as in x[n][cols].
 //
 // Rules: a pointer's type begins with its address space. Threadgroup memory comes in by a single
 // argument. simd_* functions and barriers stand only where all lanes, or all threads, arrive
@@ -40,6 +40,12 @@
 using namespace metal;
 #define shared_memory threadgroup(0)          // elsewhere the word threadgroup is an empty macro
 #endif
+
+// what each kernel is told, behind its buffers, of where a thread is
+#define PLACE \
+    threadgroup float *shared [[shared_memory]], uint tg [[threadgroup_position_in_grid]], \
+    uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]], \
+    uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]
 
 // ---- 1. arguments ----
 //
@@ -505,11 +511,10 @@ static inline void embed_part(int format, device const uchar *w, constant struct
 // has them. Grid: a SIMD-group for each token, whose lanes keep to their own groups.
 kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
         device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
-        device float *x [[buffer(4)]], constant struct embed_args *a [[buffer(5)]],
-        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
-    device float *to = x + (ulong)t * a->cols;
-    embed_part(FORMAT_0, w, &a->w[0], ids[t], a->cols, false, to, lane);
-    int pos = a->pos + t;
+        device float *x [[buffer(4)]], constant struct embed_args *a [[buffer(5)]], PLACE) {
+    device float *to = x + (ulong)tg * a->cols;
+    int pos = a->pos + tg;
+    embed_part(FORMAT_0, w, &a->w[0], ids[tg], a->cols, false, to, lane);
     if (a->w[1].rows) embed_part(FORMAT_1, positions, &a->w[1], pos, a->cols, true, to, lane);
     if (a->w[2].rows) embed_part(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
 }
@@ -530,13 +535,9 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
 // value it moves 3 or 4 floats.
 kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
         device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
-        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]],
-        threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
-        uint t [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
-        uint lane [[thread_index_in_simdgroup]]) {
+        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]], PLACE) {
     float mean = 0.0f, square = 0.0f;
-    ulong at = (ulong)t * a->cols;
+    ulong at = (ulong)tg * a->cols;
     x += at;
     for (int i = tid; CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
     if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
@@ -551,12 +552,10 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
 }
 
 // Activations for gemm's INT8 variant: 32 of them share a scale, x = scale * q. Next to it stand
-// their two sums of 16, which the weights' offsets multiply. Grid: a SIMD-group for each group.
+// their two sums of 16, which the weights' offsets multiply: scales[groups][3]. Grid: a SIMD-group
+// for each group.
 kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buffer(1)]],
-        device float *scales [[buffer(2)]],                    // [groups][3]: a scale, two sums
-        constant struct quantize_args *a [[buffer(3)]],
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        device float *scales [[buffer(2)]], constant struct quantize_args *a [[buffer(3)]], PLACE) {
     int g = tg * nsg + sg;
     if (g >= a->groups) return;                           // a whole SIMD-group: no barrier follows
     float v = x[(ulong)g * 32 + lane], top = simd_max(fabs(v));
@@ -625,9 +624,7 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
         device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
         device const float *norm_bias [[buffer(12)]], constant struct gemv_args *a [[buffer(13)]],
-        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        PLACE) {
     threadgroup float *xs = shared + sg * X_FLOATS;
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
@@ -719,11 +716,7 @@ static inline void head_stage(int which, int head, device const float *x, device
 kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]],
         device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
         device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
-        constant struct attention_args *a [[buffer(6)]],
-        threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
-        uint lane [[thread_index_in_simdgroup]]) {
+        constant struct attention_args *a [[buffer(6)]], PLACE) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
     int step = which ? HEAD_DIM : query_step(), all = nsg * SIMD_LANES;
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
@@ -923,10 +916,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
         device const float *q_bias [[buffer(8)]], device const float *k_bias [[buffer(9)]],
         device const float *angles [[buffer(10)]],                             // [n_rot / 2][2]
         device const float *slopes [[buffer(11)]], device const float *sinks [[buffer(12)]],
-        device float *out [[buffer(13)]], constant struct attention_args *a [[buffer(14)]],
-        threadgroup float *shared [[shared_memory]],                           // attention_floats
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        device float *out [[buffer(13)]], constant struct attention_args *a [[buffer(14)]], PLACE) {
     int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
     int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
     int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
@@ -961,7 +951,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
         state[h].m = UNSEEN;
         state[h].sum = 0.0f;
     }
-    int tid = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
+    int all = nsg * SIMD_LANES;
     bool writes = FUSED && slice == 0 && unit % parts == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
     for (int i = tid; writes && i < VALUE_DIM; i += all)
@@ -979,8 +969,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
 // Grid: a thread for each number.
 kernel void attention_merge(device const float *parts [[buffer(0)]],
         device const float *q [[buffer(1)]], device const float *sinks [[buffer(2)]],
-        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]],
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]) {
+        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]], PLACE) {
     int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
     float m = UNSEEN, sum = 0.0f, o = 0.0f;
     if (head >= a->n_head) return;
@@ -1020,10 +1009,7 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
         device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
         device const float *att [[buffer(4)]], device const float *norm [[buffer(5)]],
         device float *x [[buffer(6)]], device float *h [[buffer(7)]],          // h[ff], then n[dim]
-        constant struct block_args *a [[buffer(8)]],
-        threadgroup float *shared [[shared_memory]],                           // [BLOCK_FLOATS]
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        constant struct block_args *a [[buffer(8)]], PLACE) {
     threadgroup float *y = shared + BLOCK_DIM / SIMD_LANES;
     device float *n = h + a->ff;
     bool mine = (int)tid < a->dim;
@@ -1214,9 +1200,7 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device float *y2 [[buffer(12)]], device const float *scales [[buffer(13)]],
         device const int *expert_tile [[buffer(14)]],                          // [tiles][3]
         device const int *order [[buffer(15)]], constant struct gemm_args *a [[buffer(16)]],
-        threadgroup float *shared [[shared_memory]],                           // gemm_floats
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]]) {
+        PLACE) {
     threadgroup float *xs = shared;                               // [TILE_TOKENS][GEMM_STRIDE]
     threadgroup float *ws = xs + TILE_TOKENS * GEMM_STRIDE;      // [GEMM_ROWS][GEMM_STRIDE] half
     int tiles = EXPERTS ? a->tiles : div_up(a->tokens, TILE_TOKENS), tile = tg % tiles;
@@ -1257,17 +1241,15 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
 }
 
 // QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
-// k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring.
+// k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring;
+// angles[n][n_rot / 2][2].
 // Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
 kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
         device half *v [[buffer(4)]], device const float *q_norm [[buffer(5)]],
         device const float *k_norm [[buffer(6)]], device const float *q_bias [[buffer(7)]],
-        device const float *k_bias [[buffer(8)]],
-        device const float *angles [[buffer(9)]],                              // [n][n_rot / 2][2]
-        constant struct attention_args *a [[buffer(10)]],
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        device const float *k_bias [[buffer(8)]], device const float *angles [[buffer(9)]],
+        constant struct attention_args *a [[buffer(10)]], PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
@@ -1433,14 +1415,10 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
 // sees. Scores, maxima, sums and outputs are float, and outputs stay in registers. exp(x) is
 // computed as exp2(x * log2(e)), with the factor in the queries' scale. 32 queries share each key
 // and value, which makes 32 FLOP a byte of the ring, against 1 or 2 in attention.
-kernel void flash_attention(device const float *q [[buffer(0)]],
-        device const half *k [[buffer(1)]], device const half *v [[buffer(2)]],
-        device const int *pos_k [[buffer(3)]], device const float *slopes [[buffer(4)]],
-        device const float *sinks [[buffer(5)]], device float *out [[buffer(6)]],
-        constant struct attention_args *a [[buffer(7)]],
-        threadgroup float *shared [[shared_memory]],                           // flash_floats
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
+        device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
+        device const float *slopes [[buffer(4)]], device const float *sinks [[buffer(5)]],
+        device float *out [[buffer(6)]], constant struct attention_args *a [[buffer(7)]], PLACE) {
     threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
     threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
     threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
@@ -1499,13 +1477,12 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
 // Grid: a SIMD-group for each token. route[n][n_expert] is the router's product, and is used up.
 kernel void choose_experts(device float *route [[buffer(0)]],
         device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
-        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]],
-        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]], PLACE) {
     float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN;
     int before = -1;                                      // the expert chosen last; its score: last
-    route += (ulong)t * a->n_expert;
-    chosen += (ulong)t * a->n_used;
-    weight += (ulong)t * a->n_used;
+    route += (ulong)tg * a->n_expert;
+    chosen += (ulong)tg * a->n_used;
+    weight += (ulong)tg * a->n_used;
     for (int e = lane; e < a->n_expert; e += SIMD_LANES) top = max(top, route[e]);
     top = simd_max(top);
     for (int e = lane; e < a->n_expert; e += SIMD_LANES) {
@@ -1537,16 +1514,12 @@ kernel void choose_experts(device float *route [[buffer(0)]],
 
 // y[n_used][ff] = activation(gate_e x) * (up_e x) for the chosen experts e. Grid: a SIMD-group for
 // each unit of each of them.
-kernel void experts_up(device const uchar *gate [[buffer(0)]],
-        device const uchar *up [[buffer(1)]], device const float *bias0 [[buffer(2)]],
-        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
-        device const float *scale1 [[buffer(5)]], device const float *x [[buffer(6)]],
-        device const float *weights [[buffer(7)]], device const float *norm_bias [[buffer(8)]],
-        device const int *chosen [[buffer(9)]], device float *y [[buffer(10)]],
-        constant struct experts_args *a [[buffer(11)]],
-        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+kernel void experts_up(device const uchar *gate [[buffer(0)]], device const uchar *up [[buffer(1)]],
+        device const float *bias0 [[buffer(2)]], device const float *bias1 [[buffer(3)]],
+        device const float *scale0 [[buffer(4)]], device const float *scale1 [[buffer(5)]],
+        device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
+        device const float *norm_bias [[buffer(8)]], device const int *chosen [[buffer(9)]],
+        device float *y [[buffer(10)]], constant struct experts_args *a [[buffer(11)]], PLACE) {
     constant struct kernel_matrix *g = &a->each.w[0], *u = &a->each.w[1];
     threadgroup float *xs = shared + sg * X_FLOATS;
     int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
@@ -1573,10 +1546,7 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const float *shared_up [[buffer(6)]], device const int *chosen [[buffer(7)]],
         device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
         device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
-        constant struct experts_args *a [[buffer(12)]],
-        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        constant struct experts_args *a [[buffer(12)]], PLACE) {
     constant struct kernel_matrix *m = &a->each.w[0];
     threadgroup float *xs = shared + sg * X_FLOATS;
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
@@ -1607,9 +1577,7 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
 // looks for it in all choices: some thousand steps, while products take millions.
 kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
         device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
-        constant struct sort_args *a [[buffer(4)]],
-        threadgroup float *shared [[shared_memory]],                           // [n_expert]
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+        constant struct sort_args *a [[buffer(4)]], PLACE) {
     threadgroup int *count = (threadgroup int *)shared;
     int threads = nsg * SIMD_LANES, used = 0;
     for (int e = tid; e < a->n_expert; e += threads) {
@@ -1645,13 +1613,12 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
         device const float *weight [[buffer(1)]], device const int *place [[buffer(2)]],
         device const float *shared_out [[buffer(3)]], device const float *route [[buffer(4)]],
         device const float *other [[buffer(5)]], device float *y [[buffer(6)]],
-        constant struct weigh_args *a [[buffer(7)]], uint t [[threadgroup_position_in_grid]],
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
-    float factor = a->weighed ? sigmoid(route[t]) : 1.0f;
-    weight += (ulong)t * a->n_used;
-    place += (ulong)t * a->n_used;
+        constant struct weigh_args *a [[buffer(7)]], PLACE) {
+    float factor = a->weighed ? sigmoid(route[tg]) : 1.0f;
+    weight += (ulong)tg * a->n_used;
+    place += (ulong)tg * a->n_used;
     for (int j = tid; j < a->dim; j += nsg * SIMD_LANES) {
-        ulong at = (ulong)t * a->dim + j;
+        ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
         for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
         finish(&y[at], sum * a->factor, 0.0f, takes_other() ? other[at] : 0.0f);
@@ -1665,12 +1632,11 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
 //   norm (of each head, times silu(z)) | gemv (added to x)
 
 // The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which come
-// from the state, and then the chunk's; what comes of token t takes the place of row t. Grid: a
-// thread for each channel, so that neighbours read neighbours and nobody else needs what it writes.
+// from the state, and then the chunk's; what comes of token t takes the place of row t. The taps
+// are [channels][past + 1]. Grid: a thread for each channel, so that neighbours read neighbours and
+// nobody else needs what it writes.
 kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],
-        device const float *taps [[buffer(2)]],                            // [channels][past + 1]
-        constant struct conv_args *a [[buffer(3)]], uint tg [[threadgroup_position_in_grid]],
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+        device const float *taps [[buffer(2)]], constant struct conv_args *a [[buffer(3)]], PLACE) {
     int i = tg * nsg * SIMD_LANES + tid, channels = a->channels;
     if (i >= channels) return;
     mix += i;
@@ -1704,15 +1670,12 @@ static inline float softplus(float x) {
 // Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
 // fourth number from l / 8 on. So S k is two shuffles away, rows need nothing of one another, and
 // SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
-// of a SIMD-group are neighbours.
-kernel void delta_rule(device float *state [[buffer(0)]],
-        device const float *mix [[buffer(1)]],             // [n][q of n_key heads, k of them, v]
+// of a SIMD-group are neighbours. A row of mix[n] has q of n_key heads, k of them, and v.
+kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
         device float *out [[buffer(6)]],                                       // [n][n_value][dv]
-        constant struct delta_args *a [[buffer(7)]],
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        constant struct delta_args *a [[buffer(7)]], PLACE) {
     int units = div_up(a->dv, DELTA_UNIT), unit = tg * nsg + sg, h = unit / units;
     int row = unit % units * DELTA_UNIT + lane % 8, first = lane / 8;
     if (h >= a->n_value) return;                          // a whole SIMD-group: no barrier follows
@@ -1751,10 +1714,7 @@ kernel void delta_rule(device float *state [[buffer(0)]],
 // *out = the index of the largest of x[n], the lowest if there are several, or 0 if all are NaN.
 // One threadgroup: each lane keeps its best, then each SIMD-group, then the first of them.
 kernel void argmax(device const float *x [[buffer(0)]], device int *out [[buffer(1)]],
-        constant struct argmax_args *a [[buffer(2)]],
-        threadgroup float *shared [[shared_memory]],                           // [ARGMAX_FLOATS]
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        constant struct argmax_args *a [[buffer(2)]], PLACE) {
     threadgroup int *where = (threadgroup int *)(shared + nsg);
     float best = UNSEEN;
     int at = a->n;

@@ -287,7 +287,8 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
         send(g, set_buffer, g->encoder, at->buffer, from - at->base, i);
     }
     send(g, set_bytes, g->encoder, args, size, d->n);
-    if (d->shared) send(g, set_shared, g->encoder, (sizeof(float) * d->shared + 15) / 16 * 16, 0);
+    size_t floats = d->shared ? d->shared : 1;   // each kernel has some
+    send(g, set_shared, g->encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
     send(g, dispatch, g->encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 

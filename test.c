@@ -2749,6 +2749,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
     simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
 
 #pragma GCC diagnostic ignored "-Wattributes"   // [[buffer(0)]] and its kin
+#pragma GCC diagnostic ignored "-Wunused-parameter"   // of PLACE; of methods, self and the name
 #undef QUANT_UNROLL
 #define QUANT_UNROLL                            // it would cost time to compile, and warnings
 #define attention metal_attention               // names that llm.c and the tests use, too
@@ -2775,16 +2776,16 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 // ---- the software Metal device ----
 //
 // Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data.
-// Positions of arguments come from the [[attributes]] in the source text; compiled kernels are
-// found by name in this program (link with -rdynamic). The generic call passes one word a
+// The source text is searched for [[attributes]], which are to have one order; compiled kernels
+// are found by name in this program (link with -rdynamic). The generic call passes one word a
 // parameter: right on x86-64 and arm64 Linux. A buffer ends where its page ends, with nothing
 // mapped behind: whoever reads on is stopped.
 
-enum { BINDINGS = 31, PARAMS = 24, RECORDS = 4096, PAGE = 16384 };
-enum { P_BUFFER, P_SHARED, KINDS = 7 };          // a kernel's parameters:
-static const char *const soft_kinds[KINDS] = {
-    "buffer", "shared_memory", "threadgroup_position_in_grid", "thread_index_in_threadgroup",
-    "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup", "simdgroups_per_threadgroup"};
+enum { BINDINGS = 31, PARAMS = 24, PLACES = 6, RECORDS = 4096, PAGE = 16384 };
+static const char *const soft_places[PLACES] = {   // behind a kernel's buffers, as PLACE has them
+    "*shared [[shared_memory]]", "tg [[threadgroup_position_in_grid]]",
+    "tid [[thread_index_in_threadgroup]]", "nsg [[simdgroups_per_threadgroup]]",
+    "sg [[simdgroup_index_in_threadgroup]]", "lane [[thread_index_in_simdgroup]]"};
 
 struct SoftClass;
 typedef struct { struct SoftObject *buffer; char *p; } SoftBind;
@@ -2798,14 +2799,13 @@ typedef struct SoftRun {
 } SoftRun;
 typedef struct SoftObject {                      // any object; few fields, several uses
     const struct SoftClass *isa;
-    int refs, n_params, status;
+    int refs, n_buffers, status;                 // n_buffers: of a kernel, the last: arguments
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p, *pages;                             // a string's, buffer's, library's bytes
     char *gpu, *mapped;                          // where CUDA has a buffer; its first own page
     size_t n;
     bool mine;                                   // p is ours to free
-    struct { int kind, index; } param[PARAMS];
     struct { bool set; int value; } constant[N_CONSTANTS];
     SoftRun now, *runs, **last;                  // an encoder's state, a command buffer's work
 } SoftObject;
@@ -2915,7 +2915,6 @@ static id soft_string(const SoftClass *c, const char *s) {
 // Methods. A class's own ("+") and its instances' ("-") share a table.
 #define M(R, name, ...) static R soft_##name(id self, SEL sel, ##__VA_ARGS__)
 #define SELF ((SoftObject *)self)
-#pragma GCC diagnostic ignored "-Wunused-parameter"   // self and the method's name
 
 M(id, class_new) { return soft_new(self); }
 M(void, object_release) { soft_release(self); }
@@ -2953,13 +2952,16 @@ M(id, new_library, id source, id options, id *error) {
         while (*c && *c != '\n') *c++ = ' ';
     if (!strstr(o->p, "\nconstant int name [[function_constant(C_##name)]];"))
         soft_fault("function constants have other numbers than in metal.c");
+    const char *at = strstr(o->p, "#define PLACE");
+    for (int i = 0; i < PLACES && at; i++) at = strstr(at, soft_places[i]);
+    if (!at) soft_fault("PLACE has another order than soft_kernel");
     return o;
 }
 
 M(id, new_function, id name, id constants, id *error) {
     const char *want = ((SoftObject *)name)->p, *s = SELF->p;
     size_t n = strlen(want);
-    int commas = 0;
+    int parameters = 0, index;
     while ((s = strstr(s, "kernel void ")) && (s += 12, strncmp(s, want, n) || s[n] != '(')) ;
     if (!s) return *error = soft_string(&NSError, "no such kernel"), NULL;
     SoftObject *f = soft_child(&Function, self);
@@ -2969,17 +2971,14 @@ M(id, new_function, id name, id constants, id *error) {
     snprintf(f->name, sizeof f->name, "%s", want);
     if (!f->p) f->p = dlsym(RTLD_DEFAULT, want);
     if (!f->p) soft_fault("kernel %s is not in this program: link with -rdynamic", want);
-    for (s += n + 1; *s && *s != '{'; s++) {     // an attribute: [[name]] or [[name(index)]]
-        commas += *s == ',';
+    for (; *s && *s != '{'; s++) {
+        parameters += *s == ',';
         if (s[0] != '[' || s[1] != '[') continue;
-        char attr[40] = "";
-        int kind = 0, i = f->n_params++ % PARAMS;
-        sscanf(s, "[[%39[a-z_](%d)]]", attr, &f->param[i].index);
-        while (kind < KINDS && strcmp(attr, soft_kinds[kind])) kind++;
-        if (kind == KINDS || i == PARAMS - 1) soft_fault("%s: cannot read %.20s", want, s);
-        f->param[i].kind = kind;
+        if (sscanf(s, "[[buffer(%d)]]", &index) != 1 || index != f->n_buffers++)
+            soft_fault("%s: cannot read %.20s", want, s);
     }
-    if (commas != f->n_params - 1) soft_fault("%s: a parameter has no attribute", want);
+    if (parameters != f->n_buffers || parameters + PLACES > PARAMS || strncmp(s - 7, "PLACE) ", 7))
+        soft_fault("%s: a parameter has no attribute, or PLACE is not the last", want);
     return f;
 }
 
@@ -3082,10 +3081,10 @@ HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
     SoftRun *r = argument;
     SoftObject *f = r->pipeline->a;
     int t = emu.now;
-    intptr_t v[PARAMS] = {0}, of[KINDS] = {0, (intptr_t)emu.shared, emu.tg, t, t % SIMD, t / SIMD,
-                                           emu.groups};   // as soft_kinds
-    for (int i = 0; i < f->n_params; i++)
-        v[i] = f->param[i].kind ? of[f->param[i].kind] : (intptr_t)r->bind[f->param[i].index].p;
+    intptr_t place[PLACES] = {(intptr_t)emu.shared, emu.tg, t, emu.groups, t / SIMD, t % SIMD};
+    intptr_t v[PARAMS] = {0};
+    for (int i = 0; i < f->n_buffers; i++) v[i] = (intptr_t)r->bind[i].p;
+    memcpy(v + f->n_buffers, place, sizeof place);
     typedef intptr_t W;
     ((void (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W))f->p)(
         v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
@@ -3097,12 +3096,9 @@ static const char *soft_ready(SoftRun *r) {   // set function constants; is all 
 #define X(name) name = f->constant[C_##name].value;
     FUNCTION_CONSTANTS(X)
 #undef X
-    for (int i = 0; i < f->n_params; i++) {
-        if (f->param[i].kind == P_BUFFER && !r->bind[f->param[i].index].p)
-            return "a buffer is not bound";
-        if (f->param[i].kind == P_SHARED && !r->shared) return "threadgroup memory has no length";
-    }
-    return NULL;
+    for (int i = 0; i < f->n_buffers; i++)
+        if (!r->bind[i].p) return "a buffer is not bound";
+    return r->shared ? NULL : "threadgroup memory has no length";
 }
 
 M(void, wait_completed) {
@@ -3558,13 +3554,6 @@ static void *cuda_function(CudaProgram *p) {
     return p->function;
 }
 
-static int cuda_last(const SoftObject *f) {   // the index of a kernel's last buffer, its arguments
-    int last = 0;
-    for (int i = 0; i < f->n_params; i++)
-        if (f->param[i].kind == P_BUFFER && f->param[i].index > last) last = f->param[i].index;
-    return last;
-}
-
 // What a dispatch runs: constants, all text, and a function that calls the kernel. At most 256
 // threads leave each as many registers as it may use.
 static CudaProgram *cuda_pipeline(const SoftObject *f, int threads) {
@@ -3573,29 +3562,22 @@ static CudaProgram *cuda_pipeline(const SoftObject *f, int threads) {
         FUNCTION_CONSTANTS(X)
 #undef X
     };
-    static const char *const kinds[KINDS] = {   // as soft_kinds
-        "", "(float *)shared_bytes", "blockIdx.x", "threadIdx.x", "threadIdx.x % 32",
-        "threadIdx.x / 32", "blockDim.x / 32"};
     char source[4000], *s = source;
     for (int i = 0; i < N_CONSTANTS; i++)
         s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], f->constant[i].value);
     s += sprintf(s, "#include \"kernels\"\nextern \"C\" __global__ void __launch_bounds__(%d)\n"
                  "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
                  threads > 256 ? 1024 : 256, f->name);
-    for (int i = 0; i < f->n_params; i++) {
-        int index = f->param[i].index, kind = f->param[i].kind;
-        if (kind != P_BUFFER) s += sprintf(s, "%s", kinds[kind]);
-        else if (index < cuda_last(f)) s += sprintf(s, "x.buffer[%d]", index);
-        else s += sprintf(s, "Any{(void *)x.bytes}");
-        s += sprintf(s, i + 1 < f->n_params ? ",\n        " : ");\n}\n");
-    }
+    for (int i = 0; i + 1 < f->n_buffers; i++) s += sprintf(s, "x.buffer[%d], ", i);
+    sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
+            "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
     return cuda_program(source);
 }
 
 static void cuda_launch(const SoftRun *r) {
     CudaBound x = {.words = cuda.resident ? 0 : (int)r->shared / 4};
     void *arguments[] = {&x};
-    int last = cuda_last(r->pipeline->a);
+    int last = ((SoftObject *)r->pipeline->a)->n_buffers - 1;   // arguments
     for (int i = 0; i <= last; i++) {
         const SoftObject *b = r->bind[i].buffer;
         if (!b) continue;
