@@ -17,7 +17,7 @@
 //       rope              qkv_row
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
-//       experts_up, _down experts, for one token
+//       experts_down      experts, for one token, after gemv
 //       sort_choices      sort_choices, and which tiles gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
@@ -106,7 +106,7 @@ enum {
     ATTENTION_HEADS = 2,                              // share what they read; more cost registers
     ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // rows worth a threadgroup; these fill a GPU
     MERGE_THREADS = 128,
-    BLOCK_DIM = 1024,                                 // threads, and the longest row of x
+    BLOCK_THREADS = 1024,
     GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, by how many there are
     GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // in a tile
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
@@ -118,7 +118,6 @@ enum {
     // floats of threadgroup memory
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // a sum from each SIMD-group
     ARGMAX_FLOATS = 2 * ARGMAX_THREADS / SIMD_LANES,  // a maximum and its index from each
-    BLOCK_FLOATS = BLOCK_DIM / SIMD_LANES + BLOCK_DIM,   // sums, and a row of x
     SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; a block of memory
     FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
@@ -161,7 +160,7 @@ struct attention_args {
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx;                     // see temperature; temp 0: none
 };
-struct block_args { struct kernel_matrix w[4]; int32_t inner, dim, ff; float eps; };
+struct block_args { struct gemv_args o, ffn, down; };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
 struct experts_args { struct gemv_args each, shared; int32_t n_used, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
@@ -359,6 +358,7 @@ struct row_norm { device const float *w, *bias; float mean, scale; };
 static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
 
 static inline float4 normed(float4 v, int i, int cols, thread const struct row_norm *norm) {
+    if (!norm) return v;
     if (norm_first()) v = (v - norm->mean) * norm->scale;
     if (NORMED & NORM_WEIGHTS) v = v * four_floats(norm->w, i, cols);
     return NORMED & NORM_BIAS ? v + four_floats(norm->bias, i, cols) : v;
@@ -580,32 +580,34 @@ static inline int unit_rows(int format) {
 }
 
 // v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
-// matrix `part`
-static inline void gemv_product(int format, int part, int unit, device const uchar *w,
-        device const float *bias, float scale, device const float *x,
+// matrix `part`, or of that of an expert (0: there are none); norm NULL: x is as it should be
+static inline void gemv_product(int format, int part, int unit, int expert, device const uchar *w,
+        device const float *bias, device const float *scales, device const float *x,
         thread const struct row_norm *norm, constant struct gemv_args *a, uint lane,
         threadgroup float *xs, thread float *v) {
-    int R = unit_rows(format), row = unit * R, last = a->w[part].rows - 1 - row;
+    constant struct kernel_matrix *m = &a->w[part];
+    int R = unit_rows(format), row = unit * R, last = m->rows - 1 - row;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
-    scale *= a->w[part].scale;
-    rows_dot(format, R, w + a->w[part].start + (ulong)row * a->w[part].row_bytes,
-             a->w[part].row_bytes, last, x, norm, a->cols, lane, xs, sum, &square);
-    if (NORMED && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
+    float scale = SCALES >> part & 1 ? m->scale * scales[expert] : m->scale;
+    w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
+    rows_dot(format, R, w, m->row_bytes, last, x, norm, a->cols, lane, xs, sum, &square);
+    if (norm && NORMED && !norm_first())
+        scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
     QUANT_UNROLL for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
-        if (BIASES >> part & 1) v[r] += bias[row + min(r, last)];
+        if (BIASES >> part & 1) v[r] += bias[expert * m->bias_step + row + min(r, last)];
         v[r] *= a->factor;
     }
 }
 
 // y = that, with the epilogue: gate[R] is the GLU's other factor, other[rows] what is added to
-static inline void gemv_unit(int format, int part, int unit, device const uchar *w,
-        device const float *bias, float scale, device const float *x,
+static inline void gemv_unit(int format, int part, int unit, int expert, device const uchar *w,
+        device const float *bias, device const float *scales, device const float *x,
         thread const struct row_norm *norm, thread const float *gate, device const float *other,
         device float *y, constant struct gemv_args *a, uint lane, threadgroup float *xs) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
-    gemv_product(format, part, unit, w, bias, scale, x, norm, a, lane, xs, v);
+    gemv_product(format, part, unit, expert, w, bias, scales, x, norm, a, lane, xs, v);
     QUANT_UNROLL for (int r = 0; r < R; r++)
         if (lane == 0 && row + r < a->w[part].rows)
             finish(&y[row + r], v[r], a->softcap,
@@ -616,34 +618,37 @@ static inline void gemv_unit(int format, int part, int unit, device const uchar 
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
 // the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
-// token of a chunk: gemm's halves would decide near-ties.
+// token of a chunk: gemm's halves would decide near-ties. EXPERTS: the GLU for the chosen experts of
+// one token; then t counts these, and y0 is [n_used][rows].
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
         device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
         device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
-        device const float *norm_bias [[buffer(12)]], constant struct gemv_args *a [[buffer(13)]],
-        PLACE) {
+        device const float *norm_bias [[buffer(12)]], device const int *chosen [[buffer(13)]],
+        device const float *scale0 [[buffer(14)]], device const float *scale1 [[buffer(15)]],
+        constant struct gemv_args *a [[buffer(16)]], PLACE) {
     threadgroup float *xs = shared + sg * X_FLOATS;
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
     if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
+    int e = EXPERTS ? chosen[t] : 0;
     u %= a->units;
-    x += (ulong)t * a->cols;
+    if (!EXPERTS) x += (ulong)t * a->cols;
     y0 += (ulong)t * a->w[0].rows;
     y1 += (ulong)t * a->w[1].rows;
     struct row_norm norm = norm_of_row(x, weights, norm_bias, a->cols, a->eps, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
-        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, xs, gate);
-        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
+        gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, x, &norm, a, lane, xs, gate);
+        gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, x, &norm, gate, other, y0, a, lane, xs);
     } else if (u < n0) {
-        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
+        gemv_unit(FORMAT_0, 0, u, 0, w0, bias0, 0, x, &norm, gate, other, y0, a, lane, xs);
     } else if (u < n1) {
-        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, &norm, gate, other, y1, a, lane, xs);
+        gemv_unit(FORMAT_1, 1, u - n0, 0, w1, bias1, 0, x, &norm, gate, other, y1, a, lane, xs);
     } else {
-        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, &norm, gate, other, y2, a, lane, xs);
+        gemv_unit(FORMAT_2, 2, u - n1, 0, w2, bias2, 0, x, &norm, gate, other, y2, a, lane, xs);
     }
 }
 
@@ -986,54 +991,41 @@ kernel void attention_merge(device const float *parts [[buffer(0)]],
 
 // ---- 5. ffn_block ----
 
-// (W x)[row] * scale by one SIMD-group
-static inline float block_row(int format, constant struct kernel_matrix *w, int row,
-        device const uchar *data, device const float *x, int cols, uint lane) {
-    struct row_norm none = {x, x, 0.0f, 1.0f};
-    float sum[1] = {0.0f}, unused = 0.0f;
-    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, &none,
-             cols, lane, 0, sum, &unused);
-    return simd_sum(sum[0]) * w->scale;
+// x[rows] += W v, by all SIMD-groups of a threadgroup
+static inline void block_add(int format, device const uchar *w, device const float *v,
+        device float *x, constant struct gemv_args *a, uint nsg, uint sg, uint lane) {
+    int R = unit_rows(format);
+    for (int row = sg * R; row < a->w[0].rows; row += nsg * R) {
+        float sum[GEMV_ROWS];
+        gemv_product(format, 0, row / R, 0, w, 0, 0, v, 0, a, lane, 0, sum);
+        for (int r = 0; r < R; r++)
+            if (lane == 0 && row + r < a->w[0].rows) x[row + r] += sum[r];
+    }
 }
 
-// The rest of a layer after attention, by one threadgroup of BLOCK_DIM threads:
-//   x += Wo att,   n = rms_norm(x),   h = activation(gate n) * (up n),   x += down h
+// The rest of a layer after attention, by one threadgroup of BLOCK_THREADS threads:
+//   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
 // It shows fusion taken to its end, and why to stop short of that: a threadgroup runs on one core.
 // A layer of Qwen3-0.6B has 12 MB of these weights at 8 bits. One of an M1's eight cores may load
 // some 8 of its 68 GB/s, which takes 1.5 ms; the chain of section 4 takes 0.2 ms, and a few
-// microseconds for two more dispatches. Thread i owns x[i], hence dim <= BLOCK_DIM. NORMED is 0, as
-// all threads compute the norm together. n and h are in device memory, but only this threadgroup
-// reads them, so barriers are enough.
-[[max_total_threads_per_threadgroup(BLOCK_DIM)]]
+// microseconds for two more dispatches. x and h are in device memory, but only this threadgroup
+// writes them, so barriers are enough.
+[[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *gate [[buffer(1)]],
         device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
-        device const float *att [[buffer(4)]], device const float *norm [[buffer(5)]],
-        device float *x [[buffer(6)]], device float *h [[buffer(7)]],          // h[ff], then n[dim]
+        device const float *att [[buffer(4)]], device const float *weights [[buffer(5)]],
+        device float *x [[buffer(6)]], device float *h [[buffer(7)]],
         constant struct block_args *a [[buffer(8)]], PLACE) {
-    threadgroup float *y = shared + BLOCK_DIM / SIMD_LANES;
-    device float *n = h + a->ff;
-    bool mine = (int)tid < a->dim;
-    for (int row = sg; row < a->dim; row += nsg) {
-        float v = block_row(FORMAT_0, &a->w[0], row, wo, att, a->inner, lane);
-        if (lane == 0) y[row] = v;
+    struct row_norm norm = {weights, weights, 0.0f, 1.0f};
+    float v[GEMV_ROWS];
+    block_add(FORMAT_0, wo, att, x, &a->o, nsg, sg, lane);
+    threadgroup_barrier(mem_flags::mem_device);           // x is whole
+    for (int u = sg; u * unit_rows(FORMAT_1) < a->ffn.w[0].rows; u += nsg) {
+        gemv_product(FORMAT_1, 0, u, 0, gate, 0, 0, x, &norm, &a->ffn, lane, 0, v);
+        gemv_unit(FORMAT_2, 1, u, 0, up, 0, 0, x, &norm, v, x, h, &a->ffn, lane, 0);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // y is whole
-    float r = mine ? x[tid] + y[tid] : 0.0f;              // the residual stream, kept by its thread
-    float scale = rsqrt(sum_all(r * r, shared, nsg, sg, lane) / (float)a->dim + a->eps);
-    if (mine) n[tid] = r * scale * norm[tid];
-    threadgroup_barrier(mem_flags::mem_device);           // n is whole
-    for (int row = sg; row < a->ff; row += nsg) {
-        float v = block_row(FORMAT_1, &a->w[1], row, gate, n, a->dim, lane);
-        float u = block_row(FORMAT_2, &a->w[2], row, up, n, a->dim, lane);
-        if (lane == 0) h[row] = activation(v) * u;
-    }
-    threadgroup_barrier(mem_flags::mem_device);           // h is whole, and y has been read
-    for (int row = sg; row < a->dim; row += nsg) {
-        float v = block_row(FORMAT_3, &a->w[3], row, down, h, a->ff, lane);
-        if (lane == 0) y[row] = v;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // y is whole again
-    if (mine) x[tid] = r + y[tid];
+    threadgroup_barrier(mem_flags::mem_device);           // h is whole, and x has been read
+    block_add(FORMAT_3, down, h, x, &a->down, nsg, sg, lane);
 }
 
 // ---- 6. prefill ----
@@ -1466,7 +1458,7 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
 // A router chooses n_used of n_expert FFNs for each token. Which ones, only the GPU knows: kernels
 // read the numbers from `chosen`, and the host encodes the same dispatches whatever they are. For
 // one token that is
-//   gemv (norm, router) | choose_experts | experts_up (norm, gate, up, activation) |
+//   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) |
 //   experts_down (the weighted sum, added to x)
 // which read the chosen experts' weights alone. A chunk's choices are sorted by expert, so that
 // gemm decodes an expert's weights once for all its tokens; then each token adds up its results.
@@ -1512,30 +1504,6 @@ kernel void choose_experts(device float *route [[buffer(0)]],
     for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
 }
 
-// y[n_used][ff] = activation(gate_e x) * (up_e x) for the chosen experts e. Grid: a SIMD-group for
-// each unit of each of them.
-kernel void experts_up(device const uchar *gate [[buffer(0)]], device const uchar *up [[buffer(1)]],
-        device const float *bias0 [[buffer(2)]], device const float *bias1 [[buffer(3)]],
-        device const float *scale0 [[buffer(4)]], device const float *scale1 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
-        device const float *norm_bias [[buffer(8)]], device const int *chosen [[buffer(9)]],
-        device float *y [[buffer(10)]], constant struct experts_args *a [[buffer(11)]], PLACE) {
-    constant struct kernel_matrix *g = &a->each.w[0], *u = &a->each.w[1];
-    threadgroup float *xs = shared + sg * X_FLOATS;
-    int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
-    if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
-    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
-    int e = chosen[k];
-    float s0 = SCALES & 1 ? scale0[e] : 1.0f, s1 = SCALES & 2 ? scale1[e] : 1.0f, v[GEMV_ROWS];
-    gate += (ulong)e * g->step;
-    up += (ulong)e * u->step;
-    bias0 += e * g->bias_step;
-    bias1 += e * u->bias_step;
-    y += (ulong)k * u->rows;
-    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, &norm, &a->each, lane, xs, v);
-    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, &norm, v, x, y, &a->each, lane, xs);
-}
-
 // y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
 // is a shared expert, its product is added, `weighed`: times the sigmoid of what its router said.
 // Grid: a SIMD-group for each unit of rows, so that nobody else adds to them.
@@ -1547,27 +1515,23 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
         device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
         constant struct experts_args *a [[buffer(12)]], PLACE) {
-    constant struct kernel_matrix *m = &a->each.w[0];
     threadgroup float *xs = shared + sg * X_FLOATS;
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    struct row_norm none = {up, up, 0.0f, 1.0f};
-    if (row >= m->rows) return;                           // a whole SIMD-group: no barrier follows
+    if (row >= a->each.w[0].rows) return;                 // a whole SIMD-group: no barrier follows
     for (int k = 0; k < a->n_used; k++) {
-        int e = chosen[k];
-        gemv_product(FORMAT_0, 0, unit, down + (ulong)e * m->step, bias0 + e * m->bias_step,
-                     SCALES & 1 ? scale0[e] : 1.0f, up + (ulong)k * a->each.cols, &none,
-                     &a->each, lane, xs, v);
+        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0,
+                     up + (ulong)k * a->each.cols, 0, &a->each, lane, xs, v);
         for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
     }
     if (a->shared.cols) {
         float factor = a->weighed ? sigmoid(*route) : 1.0f;
-        gemv_product(FORMAT_1, 1, unit, shared_down, bias1, 1.0f, shared_up, &none, &a->shared,
-                     lane, xs, v);
+        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, shared_up, 0, &a->shared, lane,
+                     xs, v);
         for (int r = 0; r < R; r++) sum[r] += factor * v[r];
     }
     for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < m->rows)
+        if (lane == 0 && row + r < a->each.w[0].rows)
             finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
 }
 

@@ -3851,7 +3851,8 @@ static void lab_gemv(Gpu *g, int type, int cols) {
         if (glu) w[1].m.bias = lab_floats(g, rows[1], wide);
         reference_norm(xs, in, cols, add ? NULL : &norm, x.arch.norm, 1e-5);
         run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
-                 (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap});
+                 (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap},
+                 EXPERTS_NONE);
         lab_end(&x, names[k]);
         for (int i = 0; i < (k ? 1 : 3); i++) {
             for (int r = 0; r < rows[i]; r++) {
@@ -3935,7 +3936,7 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     x.w = (Layer){.ff = ff, .o = wo.m, .gate = gate.m, .up = up.m, .down = down.m,
                   .ffn_norm = lab_norm(g, dim, 0)};
     x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
-                    .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff + dim, 1)};
+                    .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff, 1)};
     reference_norm(att, x.s.att, inner, NULL, RMS, 0);
     for (int r = 0; r < dim; r++) sum[r] = x.s.x[r] + reference_row(&wo, r, att, 1, NULL);
     reference_norm(n, sum, dim, &x.w.ffn_norm, RMS, 1e-5);
@@ -4312,7 +4313,7 @@ static const struct { const char *name; int formats; } VARIANTS[] = {
     {"embed", 28}, {"gemv", 28}, {"gemv glu", 28}, {"gemm", 28}, {"gemm some", 28},
     {"gemm few", 28}, {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
     {"norm centred", 1}, {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1},
-    {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"experts_up", 28},
+    {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"gemv experts glu", 28},
     {"experts_down", 28}, {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
     {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
 };
@@ -4325,7 +4326,7 @@ static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
         bool glu = !strcmp(f->name, "gemv") && f->constant[C_EPILOGUE].value == EPILOGUE_GLU;
         int tile = f->constant[C_TILE_TOKENS].value, int8 = f->constant[C_INT8].value;
         char name[64];
-        bool experts = !strcmp(f->name, "gemm") && f->constant[C_EXPERTS].value;
+        bool experts = !strncmp(f->name, "gem", 3) && f->constant[C_EXPERTS].value;
         bool centred = !strcmp(f->name, "norm") && f->constant[C_CENTRED].value;
         snprintf(name, sizeof name, "%s%s%s%s%s%s", f->name, int8 ? " int8" : "",
                  tile == GEMM_FEW ? " few" : tile == GEMM_SOME && !int8 ? " some" : "",
@@ -4927,7 +4928,7 @@ static void bench_product(Gpu *g, int type, int64_t rows, int n, bool int8) {
         const Matrix *w = &m[i];
         run_quantize(&x.s, &w, 1, in, n);
         if (n > 1) run_gemm(&x.s, &w, 1, in, &y, n, STORE, EXPERTS_NONE);
-        else run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE);
+        else run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE, EXPERTS_NONE);
     }
     g->coded = NULL;
     g->codes = NULL;
