@@ -230,9 +230,9 @@ static inline int attention_simdgroups(int used, int lanes) {   // for each step
     return nsg < ATTENTION_SIMDGROUPS ? nsg : ATTENTION_SIMDGROUPS;
 }
 
-// memory for queries, a key, and each SIMD-group's output, maximum and sum
-static inline int attention_floats(int heads, int head, int value, int nsg) {
-    return (heads + 1) * head + nsg * heads * (value + 2);
+// memory for queries, a key, and output, maximum and sum of all lanes that share rows
+static inline int attention_floats(int heads, int head, int value, int nsg, int lanes) {
+    return (heads + 1) * head + nsg * (SIMD_LANES / lanes) * heads * (value + 2);
 }
 
 // flash_attention: columns of a staged head as whole 8 x 8 matrices, from one row to the next (8
@@ -364,16 +364,41 @@ static inline float4 normed(float4 v, int i, int cols, thread const struct row_n
     return NORMED & NORM_BIAS ? v + four_floats(norm->bias, i, cols) : v;
 }
 
-// the mean and scale for x[cols], in every lane; twice through x, as in the kernel norm
-static inline struct row_norm norm_of_row(device const float *x, device const float *w,
-        device const float *bias, int cols, float eps, uint lane) {
+static inline float limited(float x, float limit) {
+    return limit > 0.0f ? clamp(x, -limit, limit) : x;
+}
+
+// where number i of a row is: a row may consist of heads, from one to the next `step`
+static inline int row_index(int i, int step) {
+    return step > 0 ? i / HEAD_DIM * step + i % HEAD_DIM : i;
+}
+
+// the sum of v over the threadgroup, for every thread; part[nsg], or NULL: over the SIMD-group
+static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg, uint lane) {
+    v = simd_sum(v);
+    if (!part) return v;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // what stood in `part` has been read
+    if (lane == 0) part[sg] = v;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's sum is there
+    return simd_sum(lane < nsg ? part[lane] : 0.0f);
+}
+
+// The mean and scale for the limited x[cols], in every thread that sum_all serves. The variance
+// takes a pass of its own, because most digits would cancel in mean(x * x) - mean(x) * mean(x).
+static inline struct row_norm norm_of_row(device const float *x, int step, float limit,
+        device const float *w, device const float *bias, int cols, float eps,
+        threadgroup float *part, uint nsg, uint sg, uint lane) {
     struct row_norm n = {w, bias, 0.0f, 1.0f};
+    int first = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
     float square = 0.0f;
-    if (!norm_first()) return n;
-    for (int i = lane; CENTRED && i < cols; i += SIMD_LANES) n.mean += x[i];
-    n.mean = simd_sum(n.mean) / (float)cols;
-    for (int i = lane; i < cols; i += SIMD_LANES) square += (x[i] - n.mean) * (x[i] - n.mean);
-    n.scale = rsqrt(simd_sum(square) / (float)cols + eps);
+    for (int i = first; CENTRED && i < cols; i += all)
+        n.mean += limited(x[row_index(i, step)], limit);
+    if (CENTRED) n.mean = sum_all(n.mean, part, nsg, sg, lane) / (float)cols;
+    for (int i = first; i < cols; i += all) {
+        float v = limited(x[row_index(i, step)], limit) - n.mean;
+        square += v * v;
+    }
+    n.scale = rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
     return n;
 }
 
@@ -519,32 +544,17 @@ kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *posit
     if (a->w[2].rows) embed_part(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
 }
 
-// the sum of v over the threadgroup, for every thread; part[nsg]
-static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg, uint lane) {
-    v = simd_sum(v);
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // what stood in `part` has been read
-    if (lane == 0) part[sg] = v;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's sum is there
-    return simd_sum(lane < nsg ? part[lane] : 0.0f);
-}
-
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
 // CENTRED, by way of the epilogue: Gemma normalises what it adds to x, the delta rule has a gate.
-// The variance takes a pass of its own, because most digits would cancel in
-// mean(x * x) - mean(x) * mean(x). Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a
-// value it moves 3 or 4 floats.
+// Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
 kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
         device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
         device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]], PLACE) {
-    float mean = 0.0f, square = 0.0f;
     ulong at = (ulong)tg * a->cols;
     x += at;
-    for (int i = tid; CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
-    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
-    for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) square += (x[i] - mean) * (x[i] - mean);
-    float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)a->cols + a->eps);
+    struct row_norm n = norm_of_row(x, 0, 0.0f, w, bias, a->cols, a->eps, shared, nsg, sg, lane);
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {
-        float v = (x[i] - mean) * scale;
+        float v = (x[i] - n.mean) * n.scale;
         if (NORMED & NORM_WEIGHTS) v *= w[i];
         if (NORMED & NORM_BIAS) v += bias[i];
         finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
@@ -639,7 +649,9 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     if (!EXPERTS) x += (ulong)t * a->cols;
     y0 += (ulong)t * a->w[0].rows;
     y1 += (ulong)t * a->w[1].rows;
-    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->cols, a->eps, lane);
+    struct row_norm norm = {weights, norm_bias, 0.0f, 1.0f};
+    if (norm_first())
+        norm = norm_of_row(x, 0, 0.0f, weights, norm_bias, a->cols, a->eps, 0, 1, 0, lane);
     if (EPILOGUE == EPILOGUE_GLU) {
         gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, x, &norm, a, lane, xs, gate);
         gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, x, &norm, gate, other, y0, a, lane, xs);
@@ -661,10 +673,6 @@ static inline int pair_index(int p, int which, int n_rot) {
 
 // from a head's query to the next: between them is the gate of a gated head
 static inline int query_step(void) { return GATED ? 2 * HEAD_DIM : HEAD_DIM; }
-
-static inline float limited(float x, float limit) {
-    return limit > 0.0f ? clamp(x, -limit, limit) : x;
-}
 
 // The norm of one head of Q (which = 0) or K, in a SIMD-group's pairs: RMSNorm, or LayerNorm if
 // CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each has its own.
@@ -723,22 +731,15 @@ kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]]
         device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
         constant struct attention_args *a [[buffer(6)]], PLACE) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
-    int step = which ? HEAD_DIM : query_step(), all = nsg * SIMD_LANES;
+    int step = which ? HEAD_DIM : query_step();
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
     device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
-    float mean = 0.0f, square = 0.0f;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    for (int i = tid; CENTRED && i < cols; i += all)
-        mean += limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit);
-    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)cols;
-    for (int i = tid; i < cols; i += all) {
-        float v = limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit) - mean;
-        square += v * v;
-    }
-    float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)cols + a->eps);
-    for (int i = tid; i < cols; i += all) {
-        int at = i / HEAD_DIM * step + i % HEAD_DIM;
-        x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
+    struct row_norm n = norm_of_row(x, step, a->limit, w, bias, cols, a->eps, shared, nsg, sg,
+                                    lane);
+    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
+        int at = row_index(i, step);
+        x[at] = (limited(x[at], a->limit) - n.mean) * n.scale * w[i];
         if (BIASES >> which & 1) x[at] += bias[i];
     }
 }
@@ -863,33 +864,25 @@ static inline void attention_newest(threadgroup const float *k, device const flo
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
 }
 
-// Merges the parts of lanes that had other rows, then, through threadgroup memory, those of the
-// SIMD-groups. The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and
-// sum of each head to out[n_head][slices][VALUE_DIM + 2].
+// Merges, through threadgroup memory, the parts of lanes that had other rows, in all SIMD-groups.
+// The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and sum of each
+// head to out[n_head][slices][VALUE_DIM + 2].
 static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
         device const float *q, device const float *sinks, device float *out, int head, int heads,
         int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
-    threadgroup float *os = shared, *ms = os + nsg * QUERY_HEADS * VALUE_DIM;
-    threadgroup float *sums = ms + nsg * QUERY_HEADS;
+    int all = nsg * (SIMD_LANES / ROW_LANES) * QUERY_HEADS;
+    int part = (sg * SIMD_LANES + lane) / ROW_LANES * QUERY_HEADS;
+    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM;
+    threadgroup float *os = shared, *ms = os + all * VALUE_DIM, *sums = ms + all;
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
-        thread struct softmax_state *part = &state[h];
-        int at = sg * QUERY_HEADS + h;
-        for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
-            float other = simd_shuffle_xor(part->m, d), top = max(part->m, other);
-            float mine = exp2(part->m - top), theirs = exp2(other - top);
-            part->m = top;
-            part->sum = part->sum * mine + simd_shuffle_xor(part->sum, d) * theirs;
-            QUANT_UNROLL for (int e = 0; e < 8; e++)
-                part->o[e] = part->o[e] * mine + simd_shuffle_xor(part->o[e], d) * theirs;
-        }
+        threadgroup float *to = os + (part + h) * VALUE_DIM;
         QUANT_UNROLL for (int e = 0; e < 8; e++)
-            if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
-                os[at * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = part->o[e];
-        if (lane == 0) ms[at] = part->m;
-        if (lane == 0) sums[at] = part->sum;
+            if (lane_has(e / 4, VALUE_DIM, lane))
+                to[lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = state[h].o[e];
+        if (lane % ROW_LANES == 0) ms[part + h] = state[h].m;
+        if (lane % ROW_LANES == 0) sums[part + h] = state[h].sum;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's parts are there
-    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM, all = nsg * QUERY_HEADS;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // all parts are there
     for (int i = sg * SIMD_LANES + lane; i < heads * VALUE_DIM; i += nsg * SIMD_LANES) {
         int h = i / VALUE_DIM, e = i % VALUE_DIM;
         float m = UNSEEN, sum = 0.0f, o = 0.0f;

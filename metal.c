@@ -496,7 +496,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
                                 angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
                   (size_t)n * parts * slices, nsg * SIMD_LANES,
-                  attention_floats(heads, c->hd, c->vd, nsg), {0}};
+                  attention_floats(heads, c->hd, c->vd, nsg, lanes), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
