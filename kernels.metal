@@ -79,7 +79,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* of V, too */ \
-    X(QUERY_HEADS)   /* attention: query heads of a threadgroup, as attention_heads says */ \
+    X(QUERY_HEADS)   /* attention: query heads of a threadgroup */ \
     X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
     X(QK_NORMED)     /* bits 0, 1: heads of Q, of K are normed; 2, 3: all Q, all K at once */ \
@@ -88,7 +88,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
-    X(TILE_TOKENS)   /* gemm: tokens in a tile, as gemm_tokens says */ \
+    X(TILE_TOKENS)   /* gemm: tokens in a tile */ \
     X(INT8)          /* gemm: products of int8 codes */
 #define X(name) C_##name,
 enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
@@ -110,7 +110,7 @@ enum {
     GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, by how many there are
     GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // in a tile
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
-    CODE_STRIDE = GEMM_K / 4 + 12,                    // the same as codes, and what belongs to them
+    CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // the same as codes; a group's words of 4
     HEAD_MAX = 256,                                   // the largest HEAD_DIM
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 32, FLASH_KEYS = 32,              // a tile; a SIMD-group takes 8 queries
@@ -175,11 +175,6 @@ struct argmax_args { int32_t n; };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
-// threads for n values: whole SIMD-groups, and at most `most` threads
-static inline int threads_for(int n, int most) {
-    return n < most ? div_up(n, SIMD_LANES) * SIMD_LANES : most;
-}
-
 // Rows that a SIMD-group of gemv computes together, its unit. They share each load of x, at the
 // price of registers; the more bytes a weight has, the fewer rows keep the memory busy.
 static inline int gemv_rows(int format) {
@@ -187,24 +182,13 @@ static inline int gemv_rows(int format) {
     return format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
 }
 static inline int gemv_units(int format, int rows) { return div_up(rows, gemv_rows(format)); }
-// tokens of gemm's tile for n, and its floats of threadgroup memory: x, and W as half
-static inline int gemm_tokens(int n) {
-    return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
-}
+
+// floats of threadgroup memory for gemm: a tile of x, and one of W as half
 static inline int gemm_floats(int tile) { return (tile + GEMM_ROWS / 2) * GEMM_STRIDE; }
 
 // the most tiles that n choices of experts can make: each expert's last one may be ragged
 static inline int expert_tiles(int n, int n_expert, int tile) {
     return n_expert < n ? n / tile + n_expert : n;
-}
-
-// attention: query heads of a threadgroup, of the `group` that has a KV head; and how many
-// threadgroups a token takes
-static inline int attention_heads(int group) {
-    return group < ATTENTION_HEADS ? group : ATTENTION_HEADS;
-}
-static inline int attention_parts(int n_head, int n_kv) {
-    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
 }
 
 // Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
@@ -217,18 +201,6 @@ static inline int attention_lanes(int head, int value) {
 
 // rows that a SIMD-group takes in one step
 static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
-
-// threadgroups that share a ring, if it is long and there are only `parts` for a token otherwise
-static inline int attention_slices(int used, int parts) {
-    int slices = ATTENTION_FILL / parts;
-    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
-    return slices > 1 ? slices : 1;
-}
-
-static inline int attention_simdgroups(int used, int lanes) {   // for each step, up to the limit
-    int nsg = div_up(used, attention_step(lanes));
-    return nsg < ATTENTION_SIMDGROUPS ? nsg : ATTENTION_SIMDGROUPS;
-}
 
 // memory for queries, a key, and output, maximum and sum of all lanes that share rows
 static inline int attention_floats(int heads, int head, int value, int nsg, int lanes) {
@@ -308,29 +280,20 @@ static inline float4 four_floats(device const float *x, int i, int cols) {
     return v;
 }
 
-static inline float half_weight(int format, device const uchar *row, int i) {   // of 16 bits
-    if (format == FORMAT_F16) return (float)((device const half *)row)[i];
-    return quant_from_bits((uint)((device const ushort *)row)[i] << 16);
+static inline float half_weight(int format, uint bits) {   // of 16 bits
+    return format == FORMAT_F16 ? quant_f16_to_f32(bits) : quant_from_bits(bits << 16);
 }
 
 // the same of a row of a float format
 static inline float4 four_weights(int format, device const uchar *row, int i, int cols) {
     float4 w = {0.0f, 0.0f, 0.0f, 0.0f};
     if (format == FORMAT_F32) return four_floats((device const float *)row, i, cols);
-    if (RAGGED) {
-        for (int e = 0; e < 4; e++)
-            if (i + e < cols) w[e] = half_weight(format, row, i + e);
-        return w;
-    }
-    if (i >= cols) return w;
-    if (format == FORMAT_F16) {
-        half4 h = *(device const half4 *)(row + 2 * i);
-        for (int e = 0; e < 4; e++) w[e] = (float)h[e];
-        return w;
-    }
+    for (int e = 0; RAGGED && e < 4; e++)
+        if (i + e < cols) w[e] = half_weight(format, ((device const ushort *)row)[i + e]);
+    if (RAGGED || i >= cols) return w;
     uint2 pairs = *(device const uint2 *)(row + 2 * i);
     for (int e = 0; e < 4; e++)
-        w[e] = quant_from_bits(e % 2 ? pairs[e / 2] & 0xffff0000 : pairs[e / 2] << 16);
+        w[e] = half_weight(format, e % 2 ? pairs[e / 2] >> 16 : pairs[e / 2] & 0xffff);
     return w;
 }
 
@@ -350,18 +313,24 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     QUANT_UNROLL for (int i = 0; i < 32; i++) w[i] = d[i / 16] * group_code(q, i) + m[i / 16];
 }
 
-// A norm that x passes through on its way into a product: (x - mean) * scale * w + bias. Of a plain
-// RMSNorm the scale is 1 here, because the sum of squares comes with the product, and the caller
-// divides by its root. Others, norm_first, need mean and scale beforehand.
-struct row_norm { device const float *w, *bias; float mean, scale; };
+// What a SIMD-group's product takes in: x[cols], maybe by way of xs[X_FLOATS], and of a norm:
+// (x - mean) * scale * w + bias. Of a plain RMSNorm the scale is 1 here, because the sum of squares
+// comes with the product, and the caller divides by its root. Others, norm_first, need mean and
+// scale beforehand.
+struct row_input {
+    device const float *x, *w, *bias;
+    int norm, cols;                                       // NORM bits, or 0
+    float mean, scale;
+    uint lane;
+    threadgroup float *xs;
+};
 
 static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
 
-static inline float4 normed(float4 v, int i, int cols, thread const struct row_norm *norm) {
-    if (!norm) return v;
-    if (norm_first()) v = (v - norm->mean) * norm->scale;
-    if (NORMED & NORM_WEIGHTS) v = v * four_floats(norm->w, i, cols);
-    return NORMED & NORM_BIAS ? v + four_floats(norm->bias, i, cols) : v;
+static inline float4 normed(float4 v, int i, thread const struct row_input *in) {
+    if (in->norm && norm_first()) v = (v - in->mean) * in->scale;
+    if (in->norm & NORM_WEIGHTS) v = v * four_floats(in->w, i, in->cols);
+    return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
 }
 
 static inline float limited(float x, float limit) {
@@ -383,23 +352,20 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
     return simd_sum(lane < nsg ? part[lane] : 0.0f);
 }
 
-// The mean and scale for the limited x[cols], in every thread that sum_all serves. The variance
-// takes a pass of its own, because most digits would cancel in mean(x * x) - mean(x) * mean(x).
-static inline struct row_norm norm_of_row(device const float *x, int step, float limit,
-        device const float *w, device const float *bias, int cols, float eps,
-        threadgroup float *part, uint nsg, uint sg, uint lane) {
-    struct row_norm n = {w, bias, 0.0f, 1.0f};
+// The mean (0 unless CENTRED) of the limited x[cols] and, as a result, the scale of its norm, in
+// every thread that sum_all serves. The variance takes a pass of its own, because most digits would
+// cancel in mean(x * x) - mean(x) * mean(x).
+static inline float norm_scale(device const float *x, int step, float limit, int cols, float eps,
+        threadgroup float *part, uint nsg, uint sg, uint lane, thread float *mean) {
     int first = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
-    float square = 0.0f;
-    for (int i = first; CENTRED && i < cols; i += all)
-        n.mean += limited(x[row_index(i, step)], limit);
-    if (CENTRED) n.mean = sum_all(n.mean, part, nsg, sg, lane) / (float)cols;
+    float sum = 0.0f, square = 0.0f;
+    for (int i = first; CENTRED && i < cols; i += all) sum += limited(x[row_index(i, step)], limit);
+    *mean = CENTRED ? sum_all(sum, part, nsg, sg, lane) / (float)cols : 0.0f;
     for (int i = first; i < cols; i += all) {
-        float v = limited(x[row_index(i, step)], limit) - n.mean;
+        float v = limited(x[row_index(i, step)], limit) - *mean;
         square += v * v;
     }
-    n.scale = rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
-    return n;
+    return rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
 }
 
 // The products of R rows of W with x, a lane's share of them:
@@ -409,15 +375,15 @@ static inline struct row_norm norm_of_row(device const float *x, int step, float
 // Of a float format neighbouring lanes take neighbouring weights, four each, so that together they
 // load whole cache lines. The loads of several steps are under way at once.
 static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
-        thread float *sum, thread float *square) {
-    for (int i0 = 4 * lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
+        thread const struct row_input *in, thread float *sum, thread float *square) {
+    int cols = in->cols;
+    for (int i0 = 4 * in->lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
         float4 v[DOT_STEPS];
         QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
             int i = i0 + j * 4 * SIMD_LANES;
-            v[j] = four_floats(x, i, cols);
+            v[j] = four_floats(in->x, i, cols);
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = normed(v[j], i, cols, norm);
+            v[j] = normed(v[j], i, in);
         }
         QUANT_UNROLL for (int r = 0; r < R; r++) {
             device const uchar *row = w + (ulong)min(r, last) * row_bytes;
@@ -436,17 +402,18 @@ static inline void floats_dot(int format, int R, device const uchar *w, ulong ro
 // that memory, xs NULL, each lane loads its own. The sums of 16 x, which a group's offsets
 // multiply, are computed once for all R rows.
 static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
-        threadgroup float *xs, thread float *sum, thread float *square) {
+        thread const struct row_input *in, thread float *sum, thread float *square) {
+    threadgroup float *xs = in->xs;
+    int cols = in->cols, lane = in->lane;
     for (int g0 = 0; g0 * 32 < cols; g0 += SIMD_LANES) {
         int g = g0 + lane;
         float4 v[8];
         float xsum[2] = {0.0f, 0.0f};
         QUANT_UNROLL for (int j = 0; j < 8; j++) {
-            int col = xs ? 32 * g0 + 4 * (int)lane + 128 * j : 32 * g + 4 * j;
-            v[j] = four_floats(x, col, cols);
+            int col = xs ? 32 * g0 + 4 * lane + 128 * j : 32 * g + 4 * j;
+            v[j] = four_floats(in->x, col, cols);
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = normed(v[j], col, cols, norm);
+            v[j] = normed(v[j], col, in);
         }
         uint q[GEMV_ROWS][8];
         float d[GEMV_ROWS][2], m[GEMV_ROWS][2];
@@ -476,14 +443,6 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             if (format_offsets(format)) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
         }
     }
-}
-
-static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
-        threadgroup float *xs, thread float *sum, thread float *square) {
-    if (format_float(format))
-        floats_dot(format, R, w, row_bytes, last, x, norm, cols, lane, sum, square);
-    else groups_dot(format, R, w, row_bytes, last, x, norm, cols, lane, xs, sum, square);
 }
 
 static inline float softcap(float x, float cap) { return SOFTCAPPED ? cap * tanh(x / cap) : x; }
@@ -552,26 +511,27 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
         device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]], PLACE) {
     ulong at = (ulong)tg * a->cols;
     x += at;
-    struct row_norm n = norm_of_row(x, 0, 0.0f, w, bias, a->cols, a->eps, shared, nsg, sg, lane);
+    float mean, scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {
-        float v = (x[i] - n.mean) * n.scale;
+        float v = (x[i] - mean) * scale;
         if (NORMED & NORM_WEIGHTS) v *= w[i];
         if (NORMED & NORM_BIAS) v += bias[i];
         finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
     }
 }
 
-// Activations for gemm's INT8 variant: 32 of them share a scale, x = scale * q. Next to it stand
-// their two sums of 16, which the weights' offsets multiply: scales[groups][3]. Grid: a SIMD-group
-// for each group.
-kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buffer(1)]],
-        device float *scales [[buffer(2)]], constant struct quantize_args *a [[buffer(3)]], PLACE) {
+// Activations for gemm's INT8 variant: 32 of them share a scale, x = scale * q. It stands behind
+// their 8 words of codes, and then two sums of 16, which the weights' offsets multiply:
+// codes[groups][CODE_GROUP]. Grid: a SIMD-group for each group.
+kernel void quantize(device const float *x [[buffer(0)]], device float *codes [[buffer(1)]],
+        constant struct quantize_args *a [[buffer(2)]], PLACE) {
     int g = tg * nsg + sg;
     if (g >= a->groups) return;                           // a whole SIMD-group: no barrier follows
     float v = x[(ulong)g * 32 + lane], top = simd_max(fabs(v));
     float low = simd_sum(lane < 16 ? v : 0.0f), high = simd_sum(lane < 16 ? 0.0f : v);
-    q[(ulong)g * 32 + lane] = (int8_t)rint(v * (127.0f / max(top, 1e-30f)));
-    if (lane < 3) scales[3 * g + lane] = lane == 0 ? top / 127.0f : lane == 1 ? low : high;
+    codes += (ulong)g * CODE_GROUP;
+    ((device int8_t *)codes)[lane] = (int8_t)rint(v * (127.0f / max(top, 1e-30f)));
+    if (lane < 4) codes[8 + lane] = lane == 0 ? top / 127.0f : lane == 1 ? low : high;
 }
 
 // ---- 4. decode ----
@@ -590,19 +550,18 @@ static inline int unit_rows(int format) {
 }
 
 // v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
-// matrix `part`, or of that of an expert (0: there are none); norm NULL: x is as it should be
+// matrix `part`, or of that of an expert (0: there are none)
 static inline void gemv_product(int format, int part, int unit, int expert, device const uchar *w,
-        device const float *bias, device const float *scales, device const float *x,
-        thread const struct row_norm *norm, constant struct gemv_args *a, uint lane,
-        threadgroup float *xs, thread float *v) {
+        device const float *bias, device const float *scales, thread const struct row_input *in,
+        constant struct gemv_args *a, thread float *v) {
     constant struct kernel_matrix *m = &a->w[part];
     int R = unit_rows(format), row = unit * R, last = m->rows - 1 - row;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
     float scale = SCALES >> part & 1 ? m->scale * scales[expert] : m->scale;
     w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
-    rows_dot(format, R, w, m->row_bytes, last, x, norm, a->cols, lane, xs, sum, &square);
-    if (norm && NORMED && !norm_first())
-        scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
+    if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, sum, &square);
+    else groups_dot(format, R, w, m->row_bytes, last, in, sum, &square);
+    if (in->norm && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)in->cols + a->eps);
     QUANT_UNROLL for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
         if (BIASES >> part & 1) v[r] += bias[expert * m->bias_step + row + min(r, last)];
@@ -612,14 +571,14 @@ static inline void gemv_product(int format, int part, int unit, int expert, devi
 
 // y = that, with the epilogue: gate[R] is the GLU's other factor, other[rows] what is added to
 static inline void gemv_unit(int format, int part, int unit, int expert, device const uchar *w,
-        device const float *bias, device const float *scales, device const float *x,
-        thread const struct row_norm *norm, thread const float *gate, device const float *other,
-        device float *y, constant struct gemv_args *a, uint lane, threadgroup float *xs) {
+        device const float *bias, device const float *scales, thread const struct row_input *in,
+        thread const float *gate, device const float *other, device float *y,
+        constant struct gemv_args *a) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
-    gemv_product(format, part, unit, expert, w, bias, scales, x, norm, a, lane, xs, v);
+    gemv_product(format, part, unit, expert, w, bias, scales, in, a, v);
     QUANT_UNROLL for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < a->w[part].rows)
+        if (in->lane == 0 && row + r < a->w[part].rows)
             finish(&y[row + r], v[r], a->softcap,
                    EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
@@ -628,8 +587,8 @@ static inline void gemv_unit(int format, int part, int unit, int expert, device 
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
 // the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
-// token of a chunk: gemm's halves would decide near-ties. EXPERTS: the GLU for the chosen experts of
-// one token; then t counts these, and y0 is [n_used][rows].
+// token of a chunk: gemm's halves would decide near-ties. EXPERTS: the GLU of one token's chosen
+// experts; then t counts these, and y0 is [n_used][rows].
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
@@ -639,7 +598,6 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device const float *norm_bias [[buffer(12)]], device const int *chosen [[buffer(13)]],
         device const float *scale0 [[buffer(14)]], device const float *scale1 [[buffer(15)]],
         constant struct gemv_args *a [[buffer(16)]], PLACE) {
-    threadgroup float *xs = shared + sg * X_FLOATS;
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
@@ -649,19 +607,16 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     if (!EXPERTS) x += (ulong)t * a->cols;
     y0 += (ulong)t * a->w[0].rows;
     y1 += (ulong)t * a->w[1].rows;
-    struct row_norm norm = {weights, norm_bias, 0.0f, 1.0f};
+    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, lane,
+                           shared + sg * X_FLOATS};
     if (norm_first())
-        norm = norm_of_row(x, 0, 0.0f, weights, norm_bias, a->cols, a->eps, 0, 1, 0, lane);
+        in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (EPILOGUE == EPILOGUE_GLU) {
-        gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, x, &norm, a, lane, xs, gate);
-        gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, x, &norm, gate, other, y0, a, lane, xs);
-    } else if (u < n0) {
-        gemv_unit(FORMAT_0, 0, u, 0, w0, bias0, 0, x, &norm, gate, other, y0, a, lane, xs);
-    } else if (u < n1) {
-        gemv_unit(FORMAT_1, 1, u - n0, 0, w1, bias1, 0, x, &norm, gate, other, y1, a, lane, xs);
-    } else {
-        gemv_unit(FORMAT_2, 2, u - n1, 0, w2, bias2, 0, x, &norm, gate, other, y2, a, lane, xs);
-    }
+        gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, &in, a, gate);
+        gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, &in, gate, other, y0, a);
+    } else if (u < n0) gemv_unit(FORMAT_0, 0, u, 0, w0, bias0, 0, &in, gate, other, y0, a);
+    else if (u < n1) gemv_unit(FORMAT_1, 1, u - n0, 0, w1, bias1, 0, &in, gate, other, y1, a);
+    else gemv_unit(FORMAT_2, 2, u - n1, 0, w2, bias2, 0, &in, gate, other, y2, a);
 }
 
 // Where a head's pair p has its first (which = 0) or second number. After the n_rot numbers that
@@ -735,11 +690,11 @@ kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]]
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
     device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    struct row_norm n = norm_of_row(x, step, a->limit, w, bias, cols, a->eps, shared, nsg, sg,
-                                    lane);
+    float mean, scale;
+    scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
         int at = row_index(i, step);
-        x[at] = (limited(x[at], a->limit) - n.mean) * n.scale * w[i];
+        x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
         if (BIASES >> which & 1) x[at] += bias[i];
     }
 }
@@ -987,10 +942,11 @@ kernel void attention_merge(device const float *parts [[buffer(0)]],
 // x[rows] += W v, by all SIMD-groups of a threadgroup
 static inline void block_add(int format, device const uchar *w, device const float *v,
         device float *x, constant struct gemv_args *a, uint nsg, uint sg, uint lane) {
+    struct row_input in = {v, 0, 0, 0, a->cols, 0.0f, 1.0f, lane, 0};
     int R = unit_rows(format);
     for (int row = sg * R; row < a->w[0].rows; row += nsg * R) {
         float sum[GEMV_ROWS];
-        gemv_product(format, 0, row / R, 0, w, 0, 0, v, 0, a, lane, 0, sum);
+        gemv_product(format, 0, row / R, 0, w, 0, 0, &in, a, sum);
         for (int r = 0; r < R; r++)
             if (lane == 0 && row + r < a->w[0].rows) x[row + r] += sum[r];
     }
@@ -1009,13 +965,13 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
         device const float *att [[buffer(4)]], device const float *weights [[buffer(5)]],
         device float *x [[buffer(6)]], device float *h [[buffer(7)]],
         constant struct block_args *a [[buffer(8)]], PLACE) {
-    struct row_norm norm = {weights, weights, 0.0f, 1.0f};
+    struct row_input in = {x, weights, 0, NORMED, a->ffn.cols, 0.0f, 1.0f, lane, 0};
     float v[GEMV_ROWS];
     block_add(FORMAT_0, wo, att, x, &a->o, nsg, sg, lane);
     threadgroup_barrier(mem_flags::mem_device);           // x is whole
     for (int u = sg; u * unit_rows(FORMAT_1) < a->ffn.w[0].rows; u += nsg) {
-        gemv_product(FORMAT_1, 0, u, 0, gate, 0, 0, x, &norm, &a->ffn, lane, 0, v);
-        gemv_unit(FORMAT_2, 1, u, 0, up, 0, 0, x, &norm, v, x, h, &a->ffn, lane, 0);
+        gemv_product(FORMAT_1, 0, u, 0, gate, 0, 0, &in, &a->ffn, v);
+        gemv_unit(FORMAT_2, 1, u, 0, up, 0, 0, &in, v, x, h, &a->ffn);
     }
     threadgroup_barrier(mem_flags::mem_device);           // h is whole, and x has been read
     block_add(FORMAT_3, down, h, x, &a->down, nsg, sg, lane);
@@ -1049,10 +1005,9 @@ static inline void stage_weights(int format, device const uchar *w,
         uint q[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         float d[2] = {0.0f, 0.0f}, o[2] = {0.0f, 0.0f};
         if (col < cols) group_decode(format, from, col / 32, q, d, o);
-        threadgroup float *codes = ws + r * CODE_STRIDE + (col - k0) / 4;
-        threadgroup float *scales = ws + r * CODE_STRIDE + GEMM_K / 4 + (col - k0) / 8;
+        threadgroup float *codes = ws + r * CODE_STRIDE + (col - k0) / 32 * CODE_GROUP;
         for (int j = 0; INT8 && j < 8; j++) ((threadgroup uint *)codes)[j] = q[j];
-        for (int j = 0; INT8 && j < 4; j++) scales[j] = j < 2 ? d[j] : o[j - 2];
+        for (int j = 0; INT8 && j < 4; j++) codes[8 + j] = j < 2 ? d[j] : o[j - 2];
         if (INT8) continue;
         QUANT_UNROLL for (int j = 0; j < 32; j += 4) {
             for (int e = 0; e < 4; e++)
@@ -1073,18 +1028,15 @@ static inline void stage_floats(device const float *x, device const int *order, 
     }
 }
 
-// the same of codes, xs[TILE_TOKENS][CODE_STRIDE]: behind 16 words of codes a scale and two sums of
-// each group
-static inline void stage_codes(device const uint *xq, device const float *xscales, int token,
-        int k0, constant struct gemm_args *a, uint tid, threadgroup float *xs) {
-    int groups = a->cols / 32;
-    for (int i = tid; i < TILE_TOKENS * 2; i += GEMM_THREADS) {
-        int g = k0 / 32 + i % 2;
-        ulong from = (ulong)min(token + i / 2, a->tokens - 1) * groups + min(g, groups - 1);
-        threadgroup float *to = xs + i / 2 * CODE_STRIDE;
-        threadgroup uint *codes = (threadgroup uint *)to + i % 2 * 8;
-        for (int j = 0; j < 8; j++) codes[j] = xq[from * 8 + j];
-        for (int j = 0; j < 3; j++) to[GEMM_K / 4 + 4 * (i % 2) + j] = xscales[from * 3 + j];
+// the same of what quantize made, two groups: xs[TILE_TOKENS][CODE_STRIDE]
+static inline void stage_codes(device const float *codes, int token, int k0,
+        constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+    int groups = a->cols / 32, quads = CODE_GROUP / 4;
+    for (int i = tid; i < TILE_TOKENS * 2 * quads; i += GEMM_THREADS) {
+        int t = i / (2 * quads), j = i % (2 * quads), g = min(k0 / 32 + j / quads, groups - 1);
+        ulong at = (ulong)min(token + t, a->tokens - 1) * groups + g;
+        device const float *from = codes + at * CODE_GROUP + j % quads * 4;
+        *(threadgroup float4 *)(xs + t * CODE_STRIDE + 4 * j) = *(device const float4 *)from;
     }
 }
 
@@ -1117,25 +1069,24 @@ static inline void tile_multiply(threadgroup const float *xs, threadgroup const 
 }
 
 // The same for codes: a thread computes 4 x 4 outputs. It adds up 16 products as integers; scales,
-// and offsets times sums of 16 activations, follow in float. A row of ws has, behind 16 words of
-// codes, two scales and two offsets of each group.
+// and offsets times sums of 16 activations, follow in float. A group of ws has, behind 8 words of
+// codes, two scales and two offsets.
 static inline int code_token(int i, uint tid) { return (int)tid / 16 * 4 + i / 4; }
 static inline int code_row(int i, uint tid) { return (int)tid % 16 + i % 4 * 16; }
 static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup const float *ws,
         uint tid, thread float *c) {
     for (int h = 0; h < GEMM_K / 16; h++)
         QUANT_UNROLL for (int i = 0; i < 16; i++) {
-            threadgroup const float *x = xs + code_token(i, tid) * CODE_STRIDE;
-            threadgroup const float *w = ws + code_row(i, tid) * CODE_STRIDE;
-            uint4 xq = *(threadgroup const uint4 *)(x + 4 * h);
-            uint4 wq = *(threadgroup const uint4 *)(w + 4 * h);
+            int g = h / 2 * CODE_GROUP, part = h % 2;
+            threadgroup const float *x = xs + code_token(i, tid) * CODE_STRIDE + g;
+            threadgroup const float *w = ws + code_row(i, tid) * CODE_STRIDE + g;
+            uint4 xq = *(threadgroup const uint4 *)(x + 4 * part);
+            uint4 wq = *(threadgroup const uint4 *)(w + 4 * part);
             int dot = 0;
             QUANT_UNROLL for (int k = 0; k < 16; k++)
                 dot += (int)(int8_t)(xq[k / 4] >> 8 * (k % 4) & 255) *
                        (int)(int8_t)(wq[k / 4] >> 8 * (k % 4) & 255);
-            x += GEMM_K / 4 + h / 2 * 4;                  // the group's scale and sums
-            w += GEMM_K / 4 + h / 2 * 4 + h % 2;          // the scale of its half, and offset
-            c[i] += (float)dot * x[0] * w[0] + x[1 + h % 2] * w[2];
+            c[i] += (float)dot * x[8] * w[8 + part] + x[9 + part] * w[10 + part];
         }
 }
 
@@ -1179,12 +1130,12 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
 kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const uint *xq [[buffer(7)]],
-        device const float *xscales [[buffer(8)]], device const float *other [[buffer(9)]],
-        device float *y0 [[buffer(10)]], device float *y1 [[buffer(11)]],
-        device float *y2 [[buffer(12)]], device const float *scales [[buffer(13)]],
-        device const int *expert_tile [[buffer(14)]],                          // [tiles][3]
-        device const int *order [[buffer(15)]], constant struct gemm_args *a [[buffer(16)]],
+        device const float *x [[buffer(6)]], device const float *codes [[buffer(7)]],
+        device const float *other [[buffer(8)]], device float *y0 [[buffer(9)]],
+        device float *y1 [[buffer(10)]], device float *y2 [[buffer(11)]],
+        device const float *scales [[buffer(12)]],
+        device const int *expert_tile [[buffer(13)]],                          // [tiles][3]
+        device const int *order [[buffer(14)]], constant struct gemm_args *a [[buffer(15)]],
         PLACE) {
     threadgroup float *xs = shared;                               // [TILE_TOKENS][GEMM_STRIDE]
     threadgroup float *ws = xs + TILE_TOKENS * GEMM_STRIDE;      // [GEMM_ROWS][GEMM_STRIDE] half
@@ -1213,7 +1164,7 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
             stage_weights(FORMAT_2, w2, &a->w[2], row, k0, a->cols, tid, ws);
         else stage_weights(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], row, k0,
                            a->cols, tid, ws);
-        if (INT8) stage_codes(xq, xscales, token, k0, a, tid, xs);
+        if (INT8) stage_codes(codes, token, k0, a, tid, xs);
         else stage_floats(x, order, token, end, k0, a, tid, xs);
         threadgroup_barrier(mem_flags::mem_threadgroup);                       // staged
         if (INT8) tile_multiply_codes(xs, ws, tid, sums);
@@ -1508,19 +1459,19 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
         device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
         constant struct experts_args *a [[buffer(12)]], PLACE) {
-    threadgroup float *xs = shared + sg * X_FLOATS;
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
+    struct row_input in = {up, 0, 0, 0, a->each.cols, 0.0f, 1.0f, lane, shared + sg * X_FLOATS};
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     if (row >= a->each.w[0].rows) return;                 // a whole SIMD-group: no barrier follows
-    for (int k = 0; k < a->n_used; k++) {
-        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0,
-                     up + (ulong)k * a->each.cols, 0, &a->each, lane, xs, v);
+    for (int k = 0; k < a->n_used; k++, in.x += in.cols) {
+        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0, &in, &a->each, v);
         for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
     }
     if (a->shared.cols) {
         float factor = a->weighed ? sigmoid(*route) : 1.0f;
-        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, shared_up, 0, &a->shared, lane,
-                     xs, v);
+        in.x = shared_up;
+        in.cols = a->shared.cols;
+        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, &in, &a->shared, v);
         for (int r = 0; r < R; r++) sum[r] += factor * v[r];
     }
     for (int r = 0; r < R; r++)

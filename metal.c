@@ -113,8 +113,7 @@ typedef struct {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines, n_commands;   // n_commands: of this forward
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
-    int8_t *codes;              // [chunk][widest input] if int8 is asked for, else NULL
-    float *scales;              // [chunk][widest input / 32][3], for quantize
+    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
@@ -296,6 +295,27 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
 //
 // Each encodes one dispatch, or two where it says so; kernels.metal says what a kernel computes.
 
+// threads for n values: whole SIMD-groups, and at most `most` threads
+static int threads_for(int n, int most) {
+    return n < most ? div_up(n, SIMD_LANES) * SIMD_LANES : most;
+}
+
+static int gemm_tokens(int n) {   // in a tile
+    return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
+}
+
+// attention: query heads of a threadgroup, of the `group` that has a KV head; how many threadgroups
+// a token takes; and how many of each share a ring, if it is long and there are only few otherwise
+static int attention_heads(int group) { return group < ATTENTION_HEADS ? group : ATTENTION_HEADS; }
+static int attention_parts(int n_head, int n_kv) {
+    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
+}
+static int attention_slices(int used, int parts) {
+    int slices = ATTENTION_FILL / parts;
+    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
+    return slices > 1 ? slices : 1;
+}
+
 // what becomes of a product with its bias, or of a norm: see finish
 typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
 static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
@@ -403,7 +423,7 @@ static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
 static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
     Gpu *g = s->gpu;
     struct quantize_args a = {n * (w[0]->cols / 32)};
-    Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(a.groups, UNIT_SIMDGROUPS),
+    Dispatch d = {"quantize", {x, g->codes}, 2, div_up(a.groups, UNIT_SIMDGROUPS),
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     g->coded = g->codes && n > GEMM_FEW ? x : NULL;
     for (int i = 0; i < k; i++)
@@ -421,17 +441,16 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
     int tile = int8 ? GEMM_SOME : experts ? experts_tile(c, n) : gemm_tokens(n);
     int tiles = experts ? expert_tiles(n * c->n_used, c->n_expert, tile) : div_up(n, tile);
     struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, c->n_used};
-    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, int8 ? g->scales : NULL,
-                          e.other}, 16, 0, GEMM_THREADS,
+    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
                   gemm_floats(tile),
                   {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->arch->act,
                    [C_SOFTCAPPED] = e.cap > 0, [C_TILE_TOKENS] = tile}};
     bind_matrices(&d, a.w, w, k, experts);
     for (int i = 0; i < k; i++) {
         d.groups += (size_t)div_up(w[i]->rows, GEMM_ROWS) * tiles;
-        d.bound[10 + i] = y[i];
+        d.bound[9 + i] = y[i];
     }
-    if (experts) memcpy(d.bound + 13, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
+    if (experts) memcpy(d.bound + 12, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
@@ -472,8 +491,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
     int slices = n > 1 ? 1 : attention_slices(used, parts);
-    int nsg = attention_simdgroups(div_up(used, slices), lanes);
+    int nsg = div_up(div_up(used, slices), attention_step(lanes));   // one for each step
     int bits = qk_bits(qn, 0) | qk_bits(kn, 1);
+    if (nsg > ATTENTION_SIMDGROUPS) nsg = ATTENTION_SIMDGROUPS;
     struct attention_args a = {
         n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
         kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
@@ -775,8 +795,7 @@ static void plan_gpu(Session *s, Arena *a) {
     g->best = arena_take(a, "argmax", 1, sizeof *g->best);
     g->ids = arena_take(a, "ids", n, sizeof *g->ids);
     g->parts = arena_take(a, "parts", parts, (c->vd + 2) * sizeof *g->parts);
-    g->scales = arena_take(a, "scales", 3 * n * wide, sizeof *g->scales);
-    g->codes = arena_take(a, "codes", n * wide, 32);
+    g->codes = arena_take(a, "codes", n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;
     if (!ff) return;
     g->gate = arena_take(a, "gate", choices * larger(ff, c->dim), sizeof *g->gate);

@@ -3904,8 +3904,7 @@ static void lab_gemm(Gpu *g, int type, int cols, int n, bool int8, const char *n
             size[i][j] = 3 * size[i][j] + 10;
         }
     }
-    g->codes = int8 ? lab_bytes(g, n * cols) : NULL;
-    g->scales = int8 ? lab_floats(g, n * (cols / 32) * 3, 1) : NULL;
+    g->codes = int8 ? lab_floats(g, n * (cols / 32) * CODE_GROUP, 1) : NULL;
     run_quantize(lab_begin(&x), m, k, in, n);
     run_gemm(&x.s, m, k, in, y, n, (Epilogue){way, gate, 2, cap}, EXPERTS_NONE);
     lab_end(&x, name);
@@ -4921,8 +4920,7 @@ static void bench_product(Gpu *g, int type, int64_t rows, int n, bool int8) {
     if (!strstr(name, bench.only) || (int8 && format_block(type) == 1)) return;
     float *in = bench_floats(g, n * COLS), *y = bench_floats(g, n * rows);
     for (int i = 0; i < copies; i++) m[i] = bench_matrix(g, type, rows, COLS);
-    g->codes = int8 ? (int8_t *)bench_floats(g, n * COLS / 4) : NULL;
-    g->scales = int8 ? bench_floats(g, n * COLS / 32 * 3) : NULL;
+    g->codes = int8 ? bench_floats(g, n * (COLS / 32) * CODE_GROUP) : NULL;
     lab_begin(&x);
     for (int i = 0; i < copies; i++) {
         const Matrix *w = &m[i];
@@ -5118,14 +5116,14 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"return n <= GEMM_FEW ?", "GEMM_FEW ? G", "8 tokens fit either tile"},
     {"n <= GEMM_SOME ?", "GEMM_SOME ? GEMM_SOME", "32 tokens fit either tile"},
     {"return n_expert < n ?", "n ?", "at equality there is more room than needed"},
-    {"return nsg < ATTENTION_SIMDGROUPS", "ATTENTION", "at equality both are the same"},
+    {"if (nsg > ATTENTION_SIMDGROUPS)", "ATTENTION", "at equality both are the same"},
     {"for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
     {"i0 < cols; i0 +=", "cols; i0", "past the last column there are zeros"},
     {"g0 * 32 < cols; g0 +=", "cols; g0", "past the last column there are zeros"},
     {"k0 < a->cols; k0 +=", "a->cols; k0", "past the last column there are zeros"},
     {"n > GEMM_FEW ? x : NULL", "GEMM_FEW ? x", "8 tokens can be codes, too"},
     {"i < TILE_TOKENS * 2;", "TILE_TOKENS", "a row past the last is not read"},
-    {"if (row >= m->rows)", "m->rows)", "a unit past the end reads the last row, writes nothing"},
+    {"if (row >= a->each", "a->each", "a unit past the end reads the last row, writes nothing"},
     {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
     {"min(row, a->dv - 1)", "min(", "rows of a state that no head has may hold anything"},
     {"return x > 20.0f ?", "20.0f ?", "at the bound both are the same"},
@@ -5138,7 +5136,6 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"r < a->used; r += a->slices", "a->used", "attention_rows looks again"},
     {"h < QUERY_HEADS; h++)", "QUERY", "an unused head; of 2 AddressSanitizer sees it"},
     {"e = 0; e < 8; e++)", "8; e++)\n            if", "no lane has a third quad"},
-    {"if ((int)lane < ROW_LANES", "ROW_LANES &&", "the next lane writes the same"},
     {"i < QUERY_HEADS + (slice == 0)", "QUERY_HEADS", "it goes where results will be"},
     {"m = max(m, parts[", "s *", "any m serves that is not too far off"},
     {"for (int i = 0; i < 16; i++) {", "16", "past the thread's array: AddressSanitizer sees it"},
@@ -5180,17 +5177,15 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
 // mistakes of metal.c: an expression, the text behind it, and what stands in its place
 static const char *const MISTAKES[][3] = {
     {"one ? NULL : MTLCopyAllDevices()", "", "NULL"}, {"MTLCommandBufferStatusCompleted", ")", "5"},
-    {"from - at->base", "", "0"}, {"(sizeof(float) * d->shared + 15) / 16 * 16", "", "16"},
+    {"from - at->base", "", "0"}, {"(sizeof(float) * floats + 15) / 16 * 16", "", "16"},
     {"(uintptr_t)w->data % 16", ", quant", "0"}, {"w->scale ? *w->scale : 1", "", "1"},
     {"m->config.embd_scale", ";", "1"}, {"a.cols % 32 != 0", "}};", "0"},
-    {"a.cols % 32 != 0", ", [C_NORMED]", "0"}, {"norm_bits(in.norm)", ",\n", "0"},
-    {"in.norm && c->arch->norm != RMS", ", [C_EPILOGUE]", "0"}, {"kind != RMS", ",", "0"},
-    {"in.norm && c->arch->norm != RMS", ",\n", "0"},
-    {"(w[i]->bias != NULL)", "", "0"},
-    {"div_up(a.units * n, GEMV_SIMDGROUPS)", "", "a.units * n / GEMV_SIMDGROUPS"},
+    {"w[0]->cols % 32 != 0", "", "0"}, {"norm_bits(in.norm)", "", "0"},
+    {"in.norm && c->arch->norm != RMS", "", "0"}, {"kind != RMS", ",", "0"},
+    {"(w[i]->bias != NULL)", "", "0"}, {"(experts && w[i]->scale)", "", "0"},
+    {"div_up(a.units * a.tokens, GEMV_SIMDGROUPS)", "", "a.units * a.tokens / GEMV_SIMDGROUPS"},
     {"div_up(w[i]->rows, GEMM_ROWS)", "", "w[i]->rows / GEMM_ROWS"},
-    {"div_up(n, tile)", "", "n / tile"}, {"a.cols % 32 != 0", ", [C_EPILOGUE]", "0"},
-    {"(w[i]->bias != NULL)", " << i;\n        d.groups", "0"}, {"gemm_floats(tile)", "", "4"},
+    {"div_up(n, tile)", "", "n / tile"}, {"gemm_floats(tile)", "", "4"},
     {"m[i]->cols % 32 != 0", ";", "0"},
     {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
     {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
@@ -5201,7 +5196,7 @@ static const char *const MISTAKES[][3] = {
     {"(c->arch->flags & QK_NORM_LATE) != 0", "", "0"}, {"c->arch->norm != RMS", ",", "0"},
     {"(qn->b != NULL)", "", "0"}, {"(kn->b != NULL)", "", "0"}, {"q != s->q", "", "0"},
     {"c->alibi", " > 0, [C_FUSED]", "0"}, {"slices", " > 1 ? g->parts", "0"},
-    {"c->arch->act", "}};\n    bool glu", "0"}, {"c->arch->act", "}};\n    bool plain", "1"},
+    {"c->arch->act", "}};\n    bind", "0"}, {"c->arch->act", ", [C_EPILOGUE] = E", "1"},
     {"post->w && c->arch->flags & ENCODER", "", "0"}, {"post->w && !after", "", "0"},
     {"c->residual_scale", ", 0}, e", "1"}, {"w->parallel ? s->out : s->x", "", "s->x"},
     {"!w->parallel || w->ffn_norm.w", "", "true"}, {"!w->w && c->arch->norm != BARE", "", "!w->w"},
@@ -5209,10 +5204,9 @@ static const char *const MISTAKES[][3] = {
     {"n == 1", " ? s->logits : NULL", "1"}, {"ids", " && cache->rows", "true"},
     {"g->best_of == logits", "", "1"}, {"c->n_layer / MAX_COMMANDS", " + SPLIT", "100"},
     {"s->o.gpu_block", " &&", "1"}, {"!w->attn_post_norm.w && !w->ffn_post_norm.w", "", "true"},
-    {"w->step / m.row_bytes", "", "w->rows"}, {"experts && w[0]->scale", "", "0"},
+    {"w->step / m.row_bytes", "", "w->rows"}, {"experts ? c->n_used : n", "", "1"},
     {"c->gating == 2", "", "0"}, {"w->router_bias != NULL", "}", "0"},
-    {"1 + (w->shared_router.data != NULL)", "", "1"}, {"(gate->bias != NULL)", "", "0"},
-    {"(gate->scale != NULL)", "", "0"}, {"down->scale != NULL", "}", "0"},
+    {"1 + (w->shared_router.data != NULL)", "", "1"}, {"down->scale != NULL", "}", "0"},
     {"(down->bias != NULL)", "", "0"}, {"(shared->bias != NULL)", "", "0"},
     {"w->shared_router.data != NULL", ", e.factor", "0"},
     {"s->n_recurrent", ") forward_again", "0"},
@@ -5228,10 +5222,11 @@ static const char *const KERNEL_MISTAKES[][3] = {
     {"QK_NORMED >> which & 4 ? 0.0f : a->limit", "", "a->limit"}, {"exp(-*gate)", "", "0.0f"},
     {"slope * (float)far", "", "0.0f"}, {"floor((float)pos / a->n_ctx)", "", "pos / a->n_ctx"},
     {"temperature(pos, a)", "", "1.0f"}, {"temperature(a->pos + t, a)", "", "1.0f"},
-    {"sigmoid(*route)", " : 1.0f", "1.0f"}, {"sigmoid(route[t])", " : 1.0f", "1.0f"},
+    {"sigmoid(*route)", " : 1.0f", "1.0f"}, {"sigmoid(route[tg])", " : 1.0f", "1.0f"},
     {"(BIASES & 1 ? bias[e] : 0.0f)", "", "0.0f"}, {"order[row] / a->n_used", "", "order[row]"},
     {"h / (a->n_value / a->n_key)", "", "h % a->n_key"},
     {"clamp(v, -7.0f, 7.0f)", "", "v"}, {"rsqrt(row_sum(kk) + a->eps)", "", "1.0f"},
+    {"expert * m->bias_step", "", "0"},
 };
 
 // What the copies include. A bound is the next number, of integers or of floats.
