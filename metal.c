@@ -531,8 +531,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
     if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
 }
 
-// y[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or two
-// for a chunk with a gate, whose product is h[n][ff]. Of experts there are n_used rows for each n.
+// y[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or
+// two for a chunk with a gate, whose product is h[n][ff]. Of experts each n has n_used rows.
 static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, float *h, float *y,
                     int n, int experts) {
     const Matrix *pair[2] = {gate, up};

@@ -4798,6 +4798,35 @@ static void check_cut(const Model *m) {
     soft.longest = 0;
 }
 
+// a map is cut before the first tensor that ends too late
+static void check_next_tensor(void) {
+    static const int at[] = {0, 16, 20, 44, 52};   // where four tensors begin, and the last one ends
+    uint8_t data[52];
+    Tensor t[5] = {{.n_dims = 0}};
+    Gguf file = {.tensors = t, .n_tensors = 4};
+    for (int i = 0; i < 4; i++)
+        t[i] = (Tensor){.ne = {(at[i + 1] - at[i]) / 4, 1, 1, 1}, .data = data + at[i]};
+    for (int end = 0, i = 0; end < 52; end++) {
+        i += end == at[i + 1];
+        int next = next_tensor(&file, data, data + 52, data + end) - data;
+        CHECK(next == at[i], "of %d bytes the last tensor begins at %d, not %d", end, next, at[i]);
+    }
+}
+
+// scratch for the slices of a long ring, that of the only layer
+static void check_parts(const Model *m) {
+    Session s;
+    Model one = *m;
+    const Layer *w = m->layers;
+    one.config.n_layer = 1;
+    open_gpu(&s, &one, (Options){.chunk = 9, .window = 2000, .gpu_int8 = true});
+    int slices = attention_slices(s.cache[0].rows, attention_parts(w->n_head, w->n_kv));
+    long room = s.gpu ? ((Gpu *)s.gpu)->codes - ((Gpu *)s.gpu)->parts : 0;
+    long extra = room - w->n_head * slices * (m->config.vd + 2);
+    CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
+    session_close(&s);
+}
+
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
     static const float some_weight[1] = {1};
@@ -4810,6 +4839,8 @@ static void test_metal_failures(void) {
                 lab_failure(models[k], i, later, want);
     }
     if (RECORDER) check_cut(open_model("golden/story.gguf"));
+    check_next_tensor();
+    check_parts(m);
     Model other;
     for (int hd = 80; hd < 280; hd += 6) {
         other = *m;
@@ -4847,28 +4878,26 @@ static void test_metal_failures(void) {
 static struct { const char *only; double read_rate; } bench;
 
 static double bench_time(const SoftRun *runs) {   // seconds
-    void *start, *stop;
+    void *event[2];
     float ms, best = 1e9;
-    CUDA(cuEventCreate, &start, 0);
-    CUDA(cuEventCreate, &stop, 0);
+    for (int i = 0; i < 2; i++) CUDA(cuEventCreate, &event[i], 0);
     for (int i = 0; i < 8 && !cuda.rehearsal; i++) {   // the first one warms up
-        CUDA(cuEventRecord, start, NULL);
+        CUDA(cuEventRecord, event[0], NULL);
         cuda_commit(runs);
-        CUDA(cuEventRecord, stop, NULL);
-        CUDA(cuEventSynchronize, stop);
-        CUDA(cuEventElapsedTime, &ms, start, stop);
+        CUDA(cuEventRecord, event[1], NULL);
+        CUDA(cuEventSynchronize, event[1]);
+        CUDA(cuEventElapsedTime, &ms, event[0], event[1]);
         best = i && ms < best ? ms : best;
     }
     return best / 1e3;
 }
 
-// prints a row of what was encoded since lab_begin, `times` the same
-static void bench_end(Lab *x, const char *name, int times, double bytes, double flop) {
-    double s = bench_time(((SoftObject *)x->g->commands[0])->runs) / times;
+// prints a row of what was encoded since lab_begin, `times` the same; how much: bytes, or FLOP
+static void bench_end(Lab *x, const char *name, int times, bool flop, double much) {
+    double s = bench_time(((SoftObject *)x->g->commands[0])->runs) / times, rate = much / s;
     printf("%s %.1f us", name, s * 1e6);
-    if (bytes) printf(" %.0f GB/s %.1f %%", bytes / s / 1e9, 100 * bytes / s / bench.read_rate);
-    if (flop) printf(" %.2f TFLOP/s", flop / s / 1e12);
-    putchar('\n');
+    if (flop) printf(" %.2f TFLOP/s\n", rate / 1e12);
+    else printf(" %.0f GB/s %.1f %%\n", rate / 1e9, 100 * rate / bench.read_rate);
     fflush(stdout);
     lab_end(x, name);
     lab_drop(x->g);
@@ -4898,58 +4927,35 @@ static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     return m;
 }
 
-static Cache bench_cache(Gpu *g, int n_kv, int hd, int rows) {
-    size_t ring = (size_t)n_kv * rows * hd;
-    uint16_t *half = need(4096 * sizeof *half);
-    int32_t *pos = need(rows * sizeof *pos);
-    for (int i = 0; i < 4096; i++) half[i] = quant_f32_to_f16(noise());
-    for (int i = 0; i < rows; i++) pos[i] = i;
-    return (Cache){bench_fill(g, 2 * ring, half, 8192), bench_fill(g, 2 * ring, half, 8192),
-                   bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows, 0, NULL, NULL};
-}
-
-static void bench_product(Gpu *g, int type, int64_t rows, int n, bool int8) {
+static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int n, bool int8) {
     enum { COLS = 4096 };
-    const char *format = quant_name(type), *name = text_of("%s%s %s %dx%d", n > 1 ? "gemm" : "gemv",
-        int8 ? " int8" : "", format ? format : "", (int)rows, COLS);
     double bytes = quant_row_bytes(type, COLS) * rows;
     int copies = 1 + 4e8 / bytes;
-    Matrix *m = need(copies * sizeof *m);
     Lab x = lab(g);
-    if (n > 1) name = text_of("%sx%d", name, n);
     if (!strstr(name, bench.only) || (int8 && format_block(type) == 1)) return;
     float *in = bench_floats(g, n * COLS), *y = bench_floats(g, n * rows);
-    for (int i = 0; i < copies; i++) m[i] = bench_matrix(g, type, rows, COLS);
     g->codes = int8 ? bench_floats(g, n * (COLS / 32) * CODE_GROUP) : NULL;
     lab_begin(&x);
     for (int i = 0; i < copies; i++) {
-        const Matrix *w = &m[i];
-        run_quantize(&x.s, &w, 1, in, n);
-        if (n > 1) run_gemm(&x.s, &w, 1, in, &y, n, STORE, EXPERTS_NONE);
-        else run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE, EXPERTS_NONE);
+        Matrix m = bench_matrix(g, type, rows, COLS);
+        const Matrix *w = &m;
+        run_products(&x.s, &w, 1, (Input){in, NULL}, &y, n, STORE);
     }
-    g->coded = NULL;
-    g->codes = NULL;
-    bench_end(&x, name, copies, n > 1 ? 0 : bytes, n > 1 ? 2.0 * n * rows * COLS : 0);
+    bench_end(&x, name, copies, n > 1, n > 1 ? 2.0 * n * rows * COLS : bytes);
 }
 
-// attention of n tokens after `rows - n`; or, with a format, a layer of an 8B Llama
-static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n, const char *format) {
+// attention of n tokens after `rows - n`; or, with a format (or -1), a layer of an 8B Llama
+static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int rows, int n,
+                            int type) {
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
-    double pairs = (double)n * rows - n * (n - 1) / 2.0, bytes = 4.0 * KV * rows * hd;
-    const char *name = text_of("%sattention %d heads of %d, %d rows", n > 1 ? "flash " : "", n_head,
-                               hd, rows);
-    int type = format ? quant_type_from_name(format) : 0;
+    double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * n_head * n * (rows - (n - 1) / 2.0);
+    int32_t *pos = need(rows * sizeof *pos);
     Cache c[COPIES];
-    Layer w[COPIES];
     Lab x = lab(g);
-    if (format) name = text_of("layer %s of 8B, %d rows", format, rows);
     if (!strstr(name, bench.only)) return;
-    Config *config = &x.m.config;
-    config->rope = ROPE_HALVES;
-    config->hd = config->vd = config->n_rot = hd;
-    config->causal = true;
-    config->dim = D;
+    for (int i = 0; i < rows; i++) pos[i] = i;
+    x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D, .hd = hd,
+                          .vd = hd, .n_rot = hd, .rope = ROPE_HALVES, .causal = true};
     x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
@@ -4957,41 +4963,47 @@ static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n, const c
                     .att = bench_floats(g, n * n_head * hd), .x = bench_floats(g, D),
                     .up = bench_floats(g, FF), .angles = {bench_floats(g, n * hd)}};
     g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
-    for (int i = 0; i < COPIES; i++) {
+    lab_begin(&x);
+    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) {
         Matrix *m[] = {&x.w.q, &x.w.o, &x.w.k, &x.w.v, &x.w.gate, &x.w.up, &x.w.down};
-        for (int k = 0; format && k < 7; k++)
+        for (int k = 0; type >= 0 && k < 7; k++)
             *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
                                  k == 6 ? FF : D);
-        w[i] = x.w;
-        c[i] = bench_cache(g, KV, hd, rows);
-    }
-    lab_begin(&x);
-    for (x.s.l = 0; x.s.l < COPIES; x.s.l++)
-        if (format) run_layer(&x.s, &w[x.s.l], 1);
+        c[x.s.l] = (Cache){.k = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
+                           .v = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
+                           .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
+        if (type >= 0) run_layer(&x.s, &x.w, 1);
         else run_attention(&x.s, &x.w, n);
-    if (format) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
-    bench_end(&x, name, COPIES, n > 1 ? 0 : bytes, n > 1 ? 4 * pairs * hd * n_head : 0);
+    }
+    if (type >= 0) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
+    bench_end(&x, name, COPIES, n > 1, n > 1 ? flop : bytes);
 }
 
 static void bench_all(void) {
-    static const char *const layers[] = {"f16", "q8_0", "q4_0", "q4_K"};
+    static const int layers[] = {FORMAT_F16, FORMAT_Q8_0, 2, 12};   // q4_0, q4_K
     Gpu *g = lab_open();
-    for (int i = 0; i < N_FORMATS; i++) {
-        bench_product(g, FORMATS[i], 14336, 1, false);
-        bench_product(g, FORMATS[i], 131072, 1, false);
-        bench_product(g, FORMATS[i], 4096, 512, false);
-        bench_product(g, FORMATS[i], 4096, 512, true);
+    for (int type = 0; type < 64; type++) {
+        const char *f = quant_name(type);
+        if (!f) continue;
+        bench_product(g, text_of("gemv %s 14336x4096", f), type, 14336, 1, false);
+        bench_product(g, text_of("gemv %s 131072x4096", f), type, 131072, 1, false);
+        bench_product(g, text_of("gemm %s 4096x4096x512", f), type, 4096, 512, false);
+        bench_product(g, text_of("gemm int8 %s 4096x4096x512", f), type, 4096, 512, true);
     }
-    for (int rows = 1024; rows <= 8192; rows *= 8) bench_attention(g, 32, 128, rows, 1, NULL);
-    for (int hd = 64; hd <= 256; hd *= 2)
-        bench_attention(g, hd == 256 ? 16 : 32, hd, 2048, 512, NULL);
-    for (int i = 0; i < 4; i++) bench_attention(g, 32, 128, 1024, 1, layers[i]);
+    bench_attention(g, "attention 32 heads of 128, 1024 rows", 32, 128, 1024, 1, -1);
+    bench_attention(g, "attention 32 heads of 128, 8192 rows", 32, 128, 8192, 1, -1);
+    bench_attention(g, "flash attention 32 heads of 64, 2048 rows", 32, 64, 2048, 512, -1);
+    bench_attention(g, "flash attention 32 heads of 128, 2048 rows", 32, 128, 2048, 512, -1);
+    bench_attention(g, "flash attention 16 heads of 256, 2048 rows", 16, 256, 2048, 512, -1);
+    for (int i = 0; i < 4; i++)
+        bench_attention(g, text_of("layer %s of 8B, 1024 rows", quant_name(layers[i])), 32, 128,
+                        1024, 1, layers[i]);
     gpu_close(&(Session){.gpu = g});
 }
 
 // what the GPU can read, in bytes a second: of 4 GB, 64 bytes a thread at a time
 static double bench_read(void) {
-    SoftObject buffer = {.n = 1, .p = ""}, none = {0}, pipeline = {.a = &none};
+    SoftObject buffer = {.n = 1, .p = ""}, kernel = {.n_buffers = 1}, pipeline = {.a = &kernel};
     SoftRun r = {.pipeline = &pipeline, .bind = {{&buffer, buffer.p}}, .groups = {1024, 1, 1},
                  .threads = {1024, 1, 1}};
     r.program = cuda_program("extern \"C\" __global__ void entry(uint4 *p) {\n"
@@ -5414,7 +5426,8 @@ static int metal_mutants(int argc, char **argv) {
         write_mutants(text_of("%s/metal.c", argv[0]), host, all + k, n - k);
         return test.failures > 0;
     }
-    if (waitpid(run_mutant(-1, 0), &status, 0) < 0 || status) return printf("not well\n"), 1;
+    if (waitpid(run_mutant(-1, 0), &status, 0) < 0 || status)
+        return printf("not well, see test_mutants.d/0/out\n"), 1;
     int from = argc > 1 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n, survived = 0;
     int same = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
     for (int i = from; i < to; i++) {
