@@ -143,7 +143,7 @@ LINT = { sed -n '/^\#ifdef METAL_LINT/,/^\#endif/p' test.c; \
 lint:
 	@command -v clang++ > /dev/null || { echo "clang++ is not installed: no lint"; exit 0; }; \
 	$(LINT) -Wall -Wextra -Wshadow -Wdouble-promotion -Wno-unknown-attributes -Wno-sign-compare \
-	    -Wno-unused -Werror - && \
+	    -Wno-unused -Wno-unused-parameter -Werror - && \
 	$(LINT) -w -Xclang -ast-dump -fno-color-diagnostics - | awk ' \
 	    /-(VarDecl|ParmVarDecl|FieldDecl|CStyleCastExpr) / { split($$0, q, "\047"); t = q[2]; \
 	        if (t ~ /\*/ && t !~ /address_space|device |DEVICE |threadgroup |volatile /) \

@@ -17,7 +17,7 @@
 //       rope              qkv_row
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
-//       experts_up, _down experts, for one token
+//       experts_down      experts, for one token, after gemv
 //       sort_choices      sort_choices, and which tiles gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
@@ -25,8 +25,8 @@
 //    9. argmax            sample, at temperature 0
 //
 // Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
-// thread in that. g is a group of 32 weights, t a token, r a row. Grids have one dimension. Shapes
-// are written outermost first, as in x[n][cols].
+// thread in that; `shared` is the threadgroup's memory. g is a group of 32 weights, t a token, r a
+// row. Grids have one dimension. Shapes are written outermost first, as in x[n][cols].
 //
 // Rules: a pointer's type begins with its address space. Threadgroup memory comes in by a single
 // argument. simd_* functions and barriers stand only where all lanes, or all threads, arrive
@@ -40,6 +40,12 @@
 using namespace metal;
 #define shared_memory threadgroup(0)          // elsewhere the word threadgroup is an empty macro
 #endif
+
+// what each kernel is told, behind its buffers, of where a thread is
+#define PLACE \
+    threadgroup float *shared [[shared_memory]], uint tg [[threadgroup_position_in_grid]], \
+    uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]], \
+    uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]
 
 // ---- 1. arguments ----
 //
@@ -73,7 +79,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* of V, too */ \
-    X(QUERY_HEADS)   /* attention: query heads of a threadgroup, as attention_heads says */ \
+    X(QUERY_HEADS)   /* attention: query heads of a threadgroup */ \
     X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
     X(QK_NORMED)     /* bits 0, 1: heads of Q, of K are normed; 2, 3: all Q, all K at once */ \
@@ -82,7 +88,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
-    X(TILE_TOKENS)   /* gemm: tokens in a tile, as gemm_tokens says */ \
+    X(TILE_TOKENS)   /* gemm: tokens in a tile */ \
     X(INT8)          /* gemm: products of int8 codes */
 #define X(name) C_##name,
 enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
@@ -100,11 +106,11 @@ enum {
     ATTENTION_HEADS = 2,                              // share what they read; more cost registers
     ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // rows worth a threadgroup; these fill a GPU
     MERGE_THREADS = 128,
-    BLOCK_DIM = 1024,                                 // threads, and the longest row of x
+    BLOCK_THREADS = 1024,
     GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, by how many there are
     GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // in a tile
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
-    CODE_STRIDE = GEMM_K / 4 + 12,                    // the same as codes, and what belongs to them
+    CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // the same as codes; a group's words of 4
     HEAD_MAX = 256,                                   // the largest HEAD_DIM
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 32, FLASH_KEYS = 32,              // a tile; a SIMD-group takes 8 queries
@@ -112,7 +118,6 @@ enum {
     // floats of threadgroup memory
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // a sum from each SIMD-group
     ARGMAX_FLOATS = 2 * ARGMAX_THREADS / SIMD_LANES,  // a maximum and its index from each
-    BLOCK_FLOATS = BLOCK_DIM / SIMD_LANES + BLOCK_DIM,   // sums, and a row of x
     SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; a block of memory
     FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
@@ -155,7 +160,7 @@ struct attention_args {
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx;                     // see temperature; temp 0: none
 };
-struct block_args { struct kernel_matrix w[4]; int32_t inner, dim, ff; float eps; };
+struct block_args { struct gemv_args o, ffn, down; };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
 struct experts_args { struct gemv_args each, shared; int32_t n_used, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
@@ -170,11 +175,6 @@ struct argmax_args { int32_t n; };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
-// threads for n values: whole SIMD-groups, and at most `most` threads
-static inline int threads_for(int n, int most) {
-    return n < most ? div_up(n, SIMD_LANES) * SIMD_LANES : most;
-}
-
 // Rows that a SIMD-group of gemv computes together, its unit. They share each load of x, at the
 // price of registers; the more bytes a weight has, the fewer rows keep the memory busy.
 static inline int gemv_rows(int format) {
@@ -182,24 +182,13 @@ static inline int gemv_rows(int format) {
     return format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
 }
 static inline int gemv_units(int format, int rows) { return div_up(rows, gemv_rows(format)); }
-// tokens of gemm's tile for n, and its floats of threadgroup memory: x, and W as half
-static inline int gemm_tokens(int n) {
-    return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
-}
+
+// floats of threadgroup memory for gemm: a tile of x, and one of W as half
 static inline int gemm_floats(int tile) { return (tile + GEMM_ROWS / 2) * GEMM_STRIDE; }
 
 // the most tiles that n choices of experts can make: each expert's last one may be ragged
 static inline int expert_tiles(int n, int n_expert, int tile) {
     return n_expert < n ? n / tile + n_expert : n;
-}
-
-// attention: query heads of a threadgroup, of the `group` that has a KV head; and how many
-// threadgroups a token takes
-static inline int attention_heads(int group) {
-    return group < ATTENTION_HEADS ? group : ATTENTION_HEADS;
-}
-static inline int attention_parts(int n_head, int n_kv) {
-    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
 }
 
 // Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
@@ -213,21 +202,9 @@ static inline int attention_lanes(int head, int value) {
 // rows that a SIMD-group takes in one step
 static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
 
-// threadgroups that share a ring, if it is long and there are only `parts` for a token otherwise
-static inline int attention_slices(int used, int parts) {
-    int slices = ATTENTION_FILL / parts;
-    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
-    return slices > 1 ? slices : 1;
-}
-
-static inline int attention_simdgroups(int used, int lanes) {   // for each step, up to the limit
-    int nsg = div_up(used, attention_step(lanes));
-    return nsg < ATTENTION_SIMDGROUPS ? nsg : ATTENTION_SIMDGROUPS;
-}
-
-// memory for queries, a key, and each SIMD-group's output, maximum and sum
-static inline int attention_floats(int heads, int head, int value, int nsg) {
-    return (heads + 1) * head + nsg * heads * (value + 2);
+// memory for queries, a key, and output, maximum and sum of all lanes that share rows
+static inline int attention_floats(int heads, int head, int value, int nsg, int lanes) {
+    return (heads + 1) * head + nsg * (SIMD_LANES / lanes) * heads * (value + 2);
 }
 
 // flash_attention: columns of a staged head as whole 8 x 8 matrices, from one row to the next (8
@@ -303,29 +280,20 @@ static inline float4 four_floats(device const float *x, int i, int cols) {
     return v;
 }
 
-static inline float half_weight(int format, device const uchar *row, int i) {   // of 16 bits
-    if (format == FORMAT_F16) return (float)((device const half *)row)[i];
-    return quant_from_bits((uint)((device const ushort *)row)[i] << 16);
+static inline float half_weight(int format, uint bits) {   // of 16 bits
+    return format == FORMAT_F16 ? quant_f16_to_f32(bits) : quant_from_bits(bits << 16);
 }
 
 // the same of a row of a float format
 static inline float4 four_weights(int format, device const uchar *row, int i, int cols) {
     float4 w = {0.0f, 0.0f, 0.0f, 0.0f};
     if (format == FORMAT_F32) return four_floats((device const float *)row, i, cols);
-    if (RAGGED) {
-        for (int e = 0; e < 4; e++)
-            if (i + e < cols) w[e] = half_weight(format, row, i + e);
-        return w;
-    }
-    if (i >= cols) return w;
-    if (format == FORMAT_F16) {
-        half4 h = *(device const half4 *)(row + 2 * i);
-        for (int e = 0; e < 4; e++) w[e] = (float)h[e];
-        return w;
-    }
+    for (int e = 0; RAGGED && e < 4; e++)
+        if (i + e < cols) w[e] = half_weight(format, ((device const ushort *)row)[i + e]);
+    if (RAGGED || i >= cols) return w;
     uint2 pairs = *(device const uint2 *)(row + 2 * i);
     for (int e = 0; e < 4; e++)
-        w[e] = quant_from_bits(e % 2 ? pairs[e / 2] & 0xffff0000 : pairs[e / 2] << 16);
+        w[e] = half_weight(format, e % 2 ? pairs[e / 2] >> 16 : pairs[e / 2] & 0xffff);
     return w;
 }
 
@@ -345,30 +313,59 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     QUANT_UNROLL for (int i = 0; i < 32; i++) w[i] = d[i / 16] * group_code(q, i) + m[i / 16];
 }
 
-// A norm that x passes through on its way into a product: (x - mean) * scale * w + bias. Of a plain
-// RMSNorm the scale is 1 here, because the sum of squares comes with the product, and the caller
-// divides by its root. Others, norm_first, need mean and scale beforehand.
-struct row_norm { device const float *w, *bias; float mean, scale; };
+// What a SIMD-group's product takes in: x[cols], maybe by way of xs[X_FLOATS], and of a norm:
+// (x - mean) * scale * w + bias. Of a plain RMSNorm the scale is 1 here, because the sum of squares
+// comes with the product, and the caller divides by its root. Others, norm_first, need mean and
+// scale beforehand.
+struct row_input {
+    device const float *x, *w, *bias;
+    int norm, cols;                                       // NORM bits, or 0
+    float mean, scale;
+    uint lane;
+    threadgroup float *xs;
+};
 
 static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
 
-static inline float4 normed(float4 v, int i, int cols, thread const struct row_norm *norm) {
-    if (norm_first()) v = (v - norm->mean) * norm->scale;
-    if (NORMED & NORM_WEIGHTS) v = v * four_floats(norm->w, i, cols);
-    return NORMED & NORM_BIAS ? v + four_floats(norm->bias, i, cols) : v;
+static inline float4 normed(float4 v, int i, thread const struct row_input *in) {
+    if (in->norm && norm_first()) v = (v - in->mean) * in->scale;
+    if (in->norm & NORM_WEIGHTS) v = v * four_floats(in->w, i, in->cols);
+    return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
 }
 
-// the mean and scale for x[cols], in every lane; twice through x, as in the kernel norm
-static inline struct row_norm norm_of_row(device const float *x, device const float *w,
-        device const float *bias, int cols, float eps, uint lane) {
-    struct row_norm n = {w, bias, 0.0f, 1.0f};
-    float square = 0.0f;
-    if (!norm_first()) return n;
-    for (int i = lane; CENTRED && i < cols; i += SIMD_LANES) n.mean += x[i];
-    n.mean = simd_sum(n.mean) / (float)cols;
-    for (int i = lane; i < cols; i += SIMD_LANES) square += (x[i] - n.mean) * (x[i] - n.mean);
-    n.scale = rsqrt(simd_sum(square) / (float)cols + eps);
-    return n;
+static inline float limited(float x, float limit) {
+    return limit > 0.0f ? clamp(x, -limit, limit) : x;
+}
+
+// where number i of a row is: a row may consist of heads, from one to the next `step`
+static inline int row_index(int i, int step) {
+    return step > 0 ? i / HEAD_DIM * step + i % HEAD_DIM : i;
+}
+
+// the sum of v over the threadgroup, for every thread; part[nsg], or NULL: over the SIMD-group
+static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg, uint lane) {
+    v = simd_sum(v);
+    if (!part) return v;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // what stood in `part` has been read
+    if (lane == 0) part[sg] = v;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's sum is there
+    return simd_sum(lane < nsg ? part[lane] : 0.0f);
+}
+
+// The mean (0 unless CENTRED) of the limited x[cols] and, as a result, the scale of its norm, in
+// every thread that sum_all serves. The variance takes a pass of its own, because most digits would
+// cancel in mean(x * x) - mean(x) * mean(x).
+static inline float norm_scale(device const float *x, int step, float limit, int cols, float eps,
+        threadgroup float *part, uint nsg, uint sg, uint lane, thread float *mean) {
+    int first = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
+    float sum = 0.0f, square = 0.0f;
+    for (int i = first; CENTRED && i < cols; i += all) sum += limited(x[row_index(i, step)], limit);
+    *mean = CENTRED ? sum_all(sum, part, nsg, sg, lane) / (float)cols : 0.0f;
+    for (int i = first; i < cols; i += all) {
+        float v = limited(x[row_index(i, step)], limit) - *mean;
+        square += v * v;
+    }
+    return rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
 }
 
 // The products of R rows of W with x, a lane's share of them:
@@ -378,15 +375,15 @@ static inline struct row_norm norm_of_row(device const float *x, device const fl
 // Of a float format neighbouring lanes take neighbouring weights, four each, so that together they
 // load whole cache lines. The loads of several steps are under way at once.
 static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
-        thread float *sum, thread float *square) {
-    for (int i0 = 4 * lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
+        thread const struct row_input *in, thread float *sum, thread float *square) {
+    int cols = in->cols;
+    for (int i0 = 4 * in->lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
         float4 v[DOT_STEPS];
         QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
             int i = i0 + j * 4 * SIMD_LANES;
-            v[j] = four_floats(x, i, cols);
+            v[j] = four_floats(in->x, i, cols);
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = normed(v[j], i, cols, norm);
+            v[j] = normed(v[j], i, in);
         }
         QUANT_UNROLL for (int r = 0; r < R; r++) {
             device const uchar *row = w + (ulong)min(r, last) * row_bytes;
@@ -405,17 +402,18 @@ static inline void floats_dot(int format, int R, device const uchar *w, ulong ro
 // that memory, xs NULL, each lane loads its own. The sums of 16 x, which a group's offsets
 // multiply, are computed once for all R rows.
 static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
-        threadgroup float *xs, thread float *sum, thread float *square) {
+        thread const struct row_input *in, thread float *sum, thread float *square) {
+    threadgroup float *xs = in->xs;
+    int cols = in->cols, lane = in->lane;
     for (int g0 = 0; g0 * 32 < cols; g0 += SIMD_LANES) {
         int g = g0 + lane;
         float4 v[8];
         float xsum[2] = {0.0f, 0.0f};
         QUANT_UNROLL for (int j = 0; j < 8; j++) {
-            int col = xs ? 32 * g0 + 4 * (int)lane + 128 * j : 32 * g + 4 * j;
-            v[j] = four_floats(x, col, cols);
+            int col = xs ? 32 * g0 + 4 * lane + 128 * j : 32 * g + 4 * j;
+            v[j] = four_floats(in->x, col, cols);
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = normed(v[j], col, cols, norm);
+            v[j] = normed(v[j], col, in);
         }
         uint q[GEMV_ROWS][8];
         float d[GEMV_ROWS][2], m[GEMV_ROWS][2];
@@ -445,14 +443,6 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             if (format_offsets(format)) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
         }
     }
-}
-
-static inline void rows_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        device const float *x, thread const struct row_norm *norm, int cols, uint lane,
-        threadgroup float *xs, thread float *sum, thread float *square) {
-    if (format_float(format))
-        floats_dot(format, R, w, row_bytes, last, x, norm, cols, lane, sum, square);
-    else groups_dot(format, R, w, row_bytes, last, x, norm, cols, lane, xs, sum, square);
 }
 
 static inline float softcap(float x, float cap) { return SOFTCAPPED ? cap * tanh(x / cap) : x; }
@@ -505,43 +495,23 @@ static inline void embed_part(int format, device const uchar *w, constant struct
 // has them. Grid: a SIMD-group for each token, whose lanes keep to their own groups.
 kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
         device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
-        device float *x [[buffer(4)]], constant struct embed_args *a [[buffer(5)]],
-        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
-    device float *to = x + (ulong)t * a->cols;
-    embed_part(FORMAT_0, w, &a->w[0], ids[t], a->cols, false, to, lane);
-    int pos = a->pos + t;
+        device float *x [[buffer(4)]], constant struct embed_args *a [[buffer(5)]], PLACE) {
+    device float *to = x + (ulong)tg * a->cols;
+    int pos = a->pos + tg;
+    embed_part(FORMAT_0, w, &a->w[0], ids[tg], a->cols, false, to, lane);
     if (a->w[1].rows) embed_part(FORMAT_1, positions, &a->w[1], pos, a->cols, true, to, lane);
     if (a->w[2].rows) embed_part(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
 }
 
-// the sum of v over the threadgroup, for every thread; part[nsg]
-static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg, uint lane) {
-    v = simd_sum(v);
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // what stood in `part` has been read
-    if (lane == 0) part[sg] = v;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's sum is there
-    return simd_sum(lane < nsg ? part[lane] : 0.0f);
-}
-
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
 // CENTRED, by way of the epilogue: Gemma normalises what it adds to x, the delta rule has a gate.
-// The variance takes a pass of its own, because most digits would cancel in
-// mean(x * x) - mean(x) * mean(x). Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a
-// value it moves 3 or 4 floats.
+// Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
 kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
         device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
-        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]],
-        threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
-        uint t [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
-        uint lane [[thread_index_in_simdgroup]]) {
-    float mean = 0.0f, square = 0.0f;
-    ulong at = (ulong)t * a->cols;
+        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]], PLACE) {
+    ulong at = (ulong)tg * a->cols;
     x += at;
-    for (int i = tid; CENTRED && i < a->cols; i += nsg * SIMD_LANES) mean += x[i];
-    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)a->cols;
-    for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) square += (x[i] - mean) * (x[i] - mean);
-    float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)a->cols + a->eps);
+    float mean, scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {
         float v = (x[i] - mean) * scale;
         if (NORMED & NORM_WEIGHTS) v *= w[i];
@@ -550,19 +520,18 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
     }
 }
 
-// Activations for gemm's INT8 variant: 32 of them share a scale, x = scale * q. Next to it stand
-// their two sums of 16, which the weights' offsets multiply. Grid: a SIMD-group for each group.
-kernel void quantize(device const float *x [[buffer(0)]], device int8_t *q [[buffer(1)]],
-        device float *scales [[buffer(2)]],                    // [groups][3]: a scale, two sums
-        constant struct quantize_args *a [[buffer(3)]],
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+// Activations for gemm's INT8 variant: 32 of them share a scale, x = scale * q. It stands behind
+// their 8 words of codes, and then two sums of 16, which the weights' offsets multiply:
+// codes[groups][CODE_GROUP]. Grid: a SIMD-group for each group.
+kernel void quantize(device const float *x [[buffer(0)]], device float *codes [[buffer(1)]],
+        constant struct quantize_args *a [[buffer(2)]], PLACE) {
     int g = tg * nsg + sg;
     if (g >= a->groups) return;                           // a whole SIMD-group: no barrier follows
     float v = x[(ulong)g * 32 + lane], top = simd_max(fabs(v));
     float low = simd_sum(lane < 16 ? v : 0.0f), high = simd_sum(lane < 16 ? 0.0f : v);
-    q[(ulong)g * 32 + lane] = (int8_t)rint(v * (127.0f / max(top, 1e-30f)));
-    if (lane < 3) scales[3 * g + lane] = lane == 0 ? top / 127.0f : lane == 1 ? low : high;
+    codes += (ulong)g * CODE_GROUP;
+    ((device int8_t *)codes)[lane] = (int8_t)rint(v * (127.0f / max(top, 1e-30f)));
+    if (lane < 4) codes[8 + lane] = lane == 0 ? top / 127.0f : lane == 1 ? low : high;
 }
 
 // ---- 4. decode ----
@@ -581,34 +550,35 @@ static inline int unit_rows(int format) {
 }
 
 // v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
-// matrix `part`
-static inline void gemv_product(int format, int part, int unit, device const uchar *w,
-        device const float *bias, float scale, device const float *x,
-        thread const struct row_norm *norm, constant struct gemv_args *a, uint lane,
-        threadgroup float *xs, thread float *v) {
-    int R = unit_rows(format), row = unit * R, last = a->w[part].rows - 1 - row;
+// matrix `part`, or of that of an expert (0: there are none)
+static inline void gemv_product(int format, int part, int unit, int expert, device const uchar *w,
+        device const float *bias, device const float *scales, thread const struct row_input *in,
+        constant struct gemv_args *a, thread float *v) {
+    constant struct kernel_matrix *m = &a->w[part];
+    int R = unit_rows(format), row = unit * R, last = m->rows - 1 - row;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
-    scale *= a->w[part].scale;
-    rows_dot(format, R, w + a->w[part].start + (ulong)row * a->w[part].row_bytes,
-             a->w[part].row_bytes, last, x, norm, a->cols, lane, xs, sum, &square);
-    if (NORMED && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)a->cols + a->eps);
+    float scale = SCALES >> part & 1 ? m->scale * scales[expert] : m->scale;
+    w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
+    if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, sum, &square);
+    else groups_dot(format, R, w, m->row_bytes, last, in, sum, &square);
+    if (in->norm && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)in->cols + a->eps);
     QUANT_UNROLL for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
-        if (BIASES >> part & 1) v[r] += bias[row + min(r, last)];
+        if (BIASES >> part & 1) v[r] += bias[expert * m->bias_step + row + min(r, last)];
         v[r] *= a->factor;
     }
 }
 
 // y = that, with the epilogue: gate[R] is the GLU's other factor, other[rows] what is added to
-static inline void gemv_unit(int format, int part, int unit, device const uchar *w,
-        device const float *bias, float scale, device const float *x,
-        thread const struct row_norm *norm, thread const float *gate, device const float *other,
-        device float *y, constant struct gemv_args *a, uint lane, threadgroup float *xs) {
+static inline void gemv_unit(int format, int part, int unit, int expert, device const uchar *w,
+        device const float *bias, device const float *scales, thread const struct row_input *in,
+        thread const float *gate, device const float *other, device float *y,
+        constant struct gemv_args *a) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
-    gemv_product(format, part, unit, w, bias, scale, x, norm, a, lane, xs, v);
+    gemv_product(format, part, unit, expert, w, bias, scales, in, a, v);
     QUANT_UNROLL for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < a->w[part].rows)
+        if (in->lane == 0 && row + r < a->w[part].rows)
             finish(&y[row + r], v[r], a->softcap,
                    EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
@@ -617,37 +587,36 @@ static inline void gemv_unit(int format, int part, int unit, device const uchar 
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
 // the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
-// token of a chunk: gemm's halves would decide near-ties.
+// token of a chunk: gemm's halves would decide near-ties. EXPERTS: the GLU of one token's chosen
+// experts; then t counts these, and y0 is [n_used][rows].
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
         device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
         device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
-        device const float *norm_bias [[buffer(12)]], constant struct gemv_args *a [[buffer(13)]],
-        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    threadgroup float *xs = shared + sg * X_FLOATS;
+        device const float *norm_bias [[buffer(12)]], device const int *chosen [[buffer(13)]],
+        device const float *scale0 [[buffer(14)]], device const float *scale1 [[buffer(15)]],
+        constant struct gemv_args *a [[buffer(16)]], PLACE) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
     if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
+    int e = EXPERTS ? chosen[t] : 0;
     u %= a->units;
-    x += (ulong)t * a->cols;
+    if (!EXPERTS) x += (ulong)t * a->cols;
     y0 += (ulong)t * a->w[0].rows;
     y1 += (ulong)t * a->w[1].rows;
-    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->cols, a->eps, lane);
+    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, lane,
+                           shared + sg * X_FLOATS};
+    if (norm_first())
+        in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (EPILOGUE == EPILOGUE_GLU) {
-        gemv_product(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, a, lane, xs, gate);
-        gemv_unit(FORMAT_1, 1, u, w1, bias1, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
-    } else if (u < n0) {
-        gemv_unit(FORMAT_0, 0, u, w0, bias0, 1.0f, x, &norm, gate, other, y0, a, lane, xs);
-    } else if (u < n1) {
-        gemv_unit(FORMAT_1, 1, u - n0, w1, bias1, 1.0f, x, &norm, gate, other, y1, a, lane, xs);
-    } else {
-        gemv_unit(FORMAT_2, 2, u - n1, w2, bias2, 1.0f, x, &norm, gate, other, y2, a, lane, xs);
-    }
+        gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, &in, a, gate);
+        gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, &in, gate, other, y0, a);
+    } else if (u < n0) gemv_unit(FORMAT_0, 0, u, 0, w0, bias0, 0, &in, gate, other, y0, a);
+    else if (u < n1) gemv_unit(FORMAT_1, 1, u - n0, 0, w1, bias1, 0, &in, gate, other, y1, a);
+    else gemv_unit(FORMAT_2, 2, u - n1, 0, w2, bias2, 0, &in, gate, other, y2, a);
 }
 
 // Where a head's pair p has its first (which = 0) or second number. After the n_rot numbers that
@@ -659,10 +628,6 @@ static inline int pair_index(int p, int which, int n_rot) {
 
 // from a head's query to the next: between them is the gate of a gated head
 static inline int query_step(void) { return GATED ? 2 * HEAD_DIM : HEAD_DIM; }
-
-static inline float limited(float x, float limit) {
-    return limit > 0.0f ? clamp(x, -limit, limit) : x;
-}
 
 // The norm of one head of Q (which = 0) or K, in a SIMD-group's pairs: RMSNorm, or LayerNorm if
 // CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each has its own.
@@ -719,27 +684,16 @@ static inline void head_stage(int which, int head, device const float *x, device
 kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]],
         device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
         device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
-        constant struct attention_args *a [[buffer(6)]],
-        threadgroup float *shared [[shared_memory]],                           // [NORM_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint nsg [[simdgroups_per_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
-        uint lane [[thread_index_in_simdgroup]]) {
+        constant struct attention_args *a [[buffer(6)]], PLACE) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
-    int step = which ? HEAD_DIM : query_step(), all = nsg * SIMD_LANES;
+    int step = which ? HEAD_DIM : query_step();
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
     device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
-    float mean = 0.0f, square = 0.0f;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    for (int i = tid; CENTRED && i < cols; i += all)
-        mean += limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit);
-    if (CENTRED) mean = sum_all(mean, shared, nsg, sg, lane) / (float)cols;
-    for (int i = tid; i < cols; i += all) {
-        float v = limited(x[i / HEAD_DIM * step + i % HEAD_DIM], a->limit) - mean;
-        square += v * v;
-    }
-    float scale = rsqrt(sum_all(square, shared, nsg, sg, lane) / (float)cols + a->eps);
-    for (int i = tid; i < cols; i += all) {
-        int at = i / HEAD_DIM * step + i % HEAD_DIM;
+    float mean, scale;
+    scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
+    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
+        int at = row_index(i, step);
         x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
         if (BIASES >> which & 1) x[at] += bias[i];
     }
@@ -865,33 +819,25 @@ static inline void attention_newest(threadgroup const float *k, device const flo
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
 }
 
-// Merges the parts of lanes that had other rows, then, through threadgroup memory, those of the
-// SIMD-groups. The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and
-// sum of each head to out[n_head][slices][VALUE_DIM + 2].
+// Merges, through threadgroup memory, the parts of lanes that had other rows, in all SIMD-groups.
+// The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and sum of each
+// head to out[n_head][slices][VALUE_DIM + 2].
 static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
         device const float *q, device const float *sinks, device float *out, int head, int heads,
         int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
-    threadgroup float *os = shared, *ms = os + nsg * QUERY_HEADS * VALUE_DIM;
-    threadgroup float *sums = ms + nsg * QUERY_HEADS;
+    int all = nsg * (SIMD_LANES / ROW_LANES) * QUERY_HEADS;
+    int part = (sg * SIMD_LANES + lane) / ROW_LANES * QUERY_HEADS;
+    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM;
+    threadgroup float *os = shared, *ms = os + all * VALUE_DIM, *sums = ms + all;
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
-        thread struct softmax_state *part = &state[h];
-        int at = sg * QUERY_HEADS + h;
-        for (int d = ROW_LANES; d < SIMD_LANES; d *= 2) {
-            float other = simd_shuffle_xor(part->m, d), top = max(part->m, other);
-            float mine = exp2(part->m - top), theirs = exp2(other - top);
-            part->m = top;
-            part->sum = part->sum * mine + simd_shuffle_xor(part->sum, d) * theirs;
-            QUANT_UNROLL for (int e = 0; e < 8; e++)
-                part->o[e] = part->o[e] * mine + simd_shuffle_xor(part->o[e], d) * theirs;
-        }
+        threadgroup float *to = os + (part + h) * VALUE_DIM;
         QUANT_UNROLL for (int e = 0; e < 8; e++)
-            if ((int)lane < ROW_LANES && lane_has(e / 4, VALUE_DIM, lane))
-                os[at * VALUE_DIM + lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = part->o[e];
-        if (lane == 0) ms[at] = part->m;
-        if (lane == 0) sums[at] = part->sum;
+            if (lane_has(e / 4, VALUE_DIM, lane))
+                to[lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = state[h].o[e];
+        if (lane % ROW_LANES == 0) ms[part + h] = state[h].m;
+        if (lane % ROW_LANES == 0) sums[part + h] = state[h].sum;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's parts are there
-    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM, all = nsg * QUERY_HEADS;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // all parts are there
     for (int i = sg * SIMD_LANES + lane; i < heads * VALUE_DIM; i += nsg * SIMD_LANES) {
         int h = i / VALUE_DIM, e = i % VALUE_DIM;
         float m = UNSEEN, sum = 0.0f, o = 0.0f;
@@ -923,10 +869,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
         device const float *q_bias [[buffer(8)]], device const float *k_bias [[buffer(9)]],
         device const float *angles [[buffer(10)]],                             // [n_rot / 2][2]
         device const float *slopes [[buffer(11)]], device const float *sinks [[buffer(12)]],
-        device float *out [[buffer(13)]], constant struct attention_args *a [[buffer(14)]],
-        threadgroup float *shared [[shared_memory]],                           // attention_floats
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        device float *out [[buffer(13)]], constant struct attention_args *a [[buffer(14)]], PLACE) {
     int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
     int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
     int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
@@ -961,7 +904,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
         state[h].m = UNSEEN;
         state[h].sum = 0.0f;
     }
-    int tid = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
+    int all = nsg * SIMD_LANES;
     bool writes = FUSED && slice == 0 && unit % parts == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
     for (int i = tid; writes && i < VALUE_DIM; i += all)
@@ -979,8 +922,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
 // Grid: a thread for each number.
 kernel void attention_merge(device const float *parts [[buffer(0)]],
         device const float *q [[buffer(1)]], device const float *sinks [[buffer(2)]],
-        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]],
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]]) {
+        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]], PLACE) {
     int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
     float m = UNSEEN, sum = 0.0f, o = 0.0f;
     if (head >= a->n_head) return;
@@ -997,57 +939,42 @@ kernel void attention_merge(device const float *parts [[buffer(0)]],
 
 // ---- 5. ffn_block ----
 
-// (W x)[row] * scale by one SIMD-group
-static inline float block_row(int format, constant struct kernel_matrix *w, int row,
-        device const uchar *data, device const float *x, int cols, uint lane) {
-    struct row_norm none = {x, x, 0.0f, 1.0f};
-    float sum[1] = {0.0f}, unused = 0.0f;
-    rows_dot(format, 1, data + w->start + (ulong)row * w->row_bytes, w->row_bytes, 0, x, &none,
-             cols, lane, 0, sum, &unused);
-    return simd_sum(sum[0]) * w->scale;
+// x[rows] += W v, by all SIMD-groups of a threadgroup
+static inline void block_add(int format, device const uchar *w, device const float *v,
+        device float *x, constant struct gemv_args *a, uint nsg, uint sg, uint lane) {
+    struct row_input in = {v, 0, 0, 0, a->cols, 0.0f, 1.0f, lane, 0};
+    int R = unit_rows(format);
+    for (int row = sg * R; row < a->w[0].rows; row += nsg * R) {
+        float sum[GEMV_ROWS];
+        gemv_product(format, 0, row / R, 0, w, 0, 0, &in, a, sum);
+        for (int r = 0; r < R; r++)
+            if (lane == 0 && row + r < a->w[0].rows) x[row + r] += sum[r];
+    }
 }
 
-// The rest of a layer after attention, by one threadgroup of BLOCK_DIM threads:
-//   x += Wo att,   n = rms_norm(x),   h = activation(gate n) * (up n),   x += down h
+// The rest of a layer after attention, by one threadgroup of BLOCK_THREADS threads:
+//   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
 // It shows fusion taken to its end, and why to stop short of that: a threadgroup runs on one core.
 // A layer of Qwen3-0.6B has 12 MB of these weights at 8 bits. One of an M1's eight cores may load
 // some 8 of its 68 GB/s, which takes 1.5 ms; the chain of section 4 takes 0.2 ms, and a few
-// microseconds for two more dispatches. Thread i owns x[i], hence dim <= BLOCK_DIM. NORMED is 0, as
-// all threads compute the norm together. n and h are in device memory, but only this threadgroup
-// reads them, so barriers are enough.
-[[max_total_threads_per_threadgroup(BLOCK_DIM)]]
+// microseconds for two more dispatches. x and h are in device memory, but only this threadgroup
+// writes them, so barriers are enough.
+[[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *gate [[buffer(1)]],
         device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
-        device const float *att [[buffer(4)]], device const float *norm [[buffer(5)]],
-        device float *x [[buffer(6)]], device float *h [[buffer(7)]],          // h[ff], then n[dim]
-        constant struct block_args *a [[buffer(8)]],
-        threadgroup float *shared [[shared_memory]],                           // [BLOCK_FLOATS]
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    threadgroup float *y = shared + BLOCK_DIM / SIMD_LANES;
-    device float *n = h + a->ff;
-    bool mine = (int)tid < a->dim;
-    for (int row = sg; row < a->dim; row += nsg) {
-        float v = block_row(FORMAT_0, &a->w[0], row, wo, att, a->inner, lane);
-        if (lane == 0) y[row] = v;
+        device const float *att [[buffer(4)]], device const float *weights [[buffer(5)]],
+        device float *x [[buffer(6)]], device float *h [[buffer(7)]],
+        constant struct block_args *a [[buffer(8)]], PLACE) {
+    struct row_input in = {x, weights, 0, NORMED, a->ffn.cols, 0.0f, 1.0f, lane, 0};
+    float v[GEMV_ROWS];
+    block_add(FORMAT_0, wo, att, x, &a->o, nsg, sg, lane);
+    threadgroup_barrier(mem_flags::mem_device);           // x is whole
+    for (int u = sg; u * unit_rows(FORMAT_1) < a->ffn.w[0].rows; u += nsg) {
+        gemv_product(FORMAT_1, 0, u, 0, gate, 0, 0, &in, &a->ffn, v);
+        gemv_unit(FORMAT_2, 1, u, 0, up, 0, 0, &in, v, x, h, &a->ffn);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // y is whole
-    float r = mine ? x[tid] + y[tid] : 0.0f;              // the residual stream, kept by its thread
-    float scale = rsqrt(sum_all(r * r, shared, nsg, sg, lane) / (float)a->dim + a->eps);
-    if (mine) n[tid] = r * scale * norm[tid];
-    threadgroup_barrier(mem_flags::mem_device);           // n is whole
-    for (int row = sg; row < a->ff; row += nsg) {
-        float v = block_row(FORMAT_1, &a->w[1], row, gate, n, a->dim, lane);
-        float u = block_row(FORMAT_2, &a->w[2], row, up, n, a->dim, lane);
-        if (lane == 0) h[row] = activation(v) * u;
-    }
-    threadgroup_barrier(mem_flags::mem_device);           // h is whole, and y has been read
-    for (int row = sg; row < a->dim; row += nsg) {
-        float v = block_row(FORMAT_3, &a->w[3], row, down, h, a->ff, lane);
-        if (lane == 0) y[row] = v;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // y is whole again
-    if (mine) x[tid] = r + y[tid];
+    threadgroup_barrier(mem_flags::mem_device);           // h is whole, and x has been read
+    block_add(FORMAT_3, down, h, x, &a->down, nsg, sg, lane);
 }
 
 // ---- 6. prefill ----
@@ -1078,10 +1005,9 @@ static inline void stage_weights(int format, device const uchar *w,
         uint q[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         float d[2] = {0.0f, 0.0f}, o[2] = {0.0f, 0.0f};
         if (col < cols) group_decode(format, from, col / 32, q, d, o);
-        threadgroup float *codes = ws + r * CODE_STRIDE + (col - k0) / 4;
-        threadgroup float *scales = ws + r * CODE_STRIDE + GEMM_K / 4 + (col - k0) / 8;
+        threadgroup float *codes = ws + r * CODE_STRIDE + (col - k0) / 32 * CODE_GROUP;
         for (int j = 0; INT8 && j < 8; j++) ((threadgroup uint *)codes)[j] = q[j];
-        for (int j = 0; INT8 && j < 4; j++) scales[j] = j < 2 ? d[j] : o[j - 2];
+        for (int j = 0; INT8 && j < 4; j++) codes[8 + j] = j < 2 ? d[j] : o[j - 2];
         if (INT8) continue;
         QUANT_UNROLL for (int j = 0; j < 32; j += 4) {
             for (int e = 0; e < 4; e++)
@@ -1102,18 +1028,15 @@ static inline void stage_floats(device const float *x, device const int *order, 
     }
 }
 
-// the same of codes, xs[TILE_TOKENS][CODE_STRIDE]: behind 16 words of codes a scale and two sums of
-// each group
-static inline void stage_codes(device const uint *xq, device const float *xscales, int token,
-        int k0, constant struct gemm_args *a, uint tid, threadgroup float *xs) {
-    int groups = a->cols / 32;
-    for (int i = tid; i < TILE_TOKENS * 2; i += GEMM_THREADS) {
-        int g = k0 / 32 + i % 2;
-        ulong from = (ulong)min(token + i / 2, a->tokens - 1) * groups + min(g, groups - 1);
-        threadgroup float *to = xs + i / 2 * CODE_STRIDE;
-        threadgroup uint *codes = (threadgroup uint *)to + i % 2 * 8;
-        for (int j = 0; j < 8; j++) codes[j] = xq[from * 8 + j];
-        for (int j = 0; j < 3; j++) to[GEMM_K / 4 + 4 * (i % 2) + j] = xscales[from * 3 + j];
+// the same of what quantize made, two groups: xs[TILE_TOKENS][CODE_STRIDE]
+static inline void stage_codes(device const float *codes, int token, int k0,
+        constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+    int groups = a->cols / 32, quads = CODE_GROUP / 4;
+    for (int i = tid; i < TILE_TOKENS * 2 * quads; i += GEMM_THREADS) {
+        int t = i / (2 * quads), j = i % (2 * quads), g = min(k0 / 32 + j / quads, groups - 1);
+        ulong at = (ulong)min(token + t, a->tokens - 1) * groups + g;
+        device const float *from = codes + at * CODE_GROUP + j % quads * 4;
+        *(threadgroup float4 *)(xs + t * CODE_STRIDE + 4 * j) = *(device const float4 *)from;
     }
 }
 
@@ -1146,25 +1069,24 @@ static inline void tile_multiply(threadgroup const float *xs, threadgroup const 
 }
 
 // The same for codes: a thread computes 4 x 4 outputs. It adds up 16 products as integers; scales,
-// and offsets times sums of 16 activations, follow in float. A row of ws has, behind 16 words of
-// codes, two scales and two offsets of each group.
+// and offsets times sums of 16 activations, follow in float. A group of ws has, behind 8 words of
+// codes, two scales and two offsets.
 static inline int code_token(int i, uint tid) { return (int)tid / 16 * 4 + i / 4; }
 static inline int code_row(int i, uint tid) { return (int)tid % 16 + i % 4 * 16; }
 static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup const float *ws,
         uint tid, thread float *c) {
     for (int h = 0; h < GEMM_K / 16; h++)
         QUANT_UNROLL for (int i = 0; i < 16; i++) {
-            threadgroup const float *x = xs + code_token(i, tid) * CODE_STRIDE;
-            threadgroup const float *w = ws + code_row(i, tid) * CODE_STRIDE;
-            uint4 xq = *(threadgroup const uint4 *)(x + 4 * h);
-            uint4 wq = *(threadgroup const uint4 *)(w + 4 * h);
+            int g = h / 2 * CODE_GROUP, part = h % 2;
+            threadgroup const float *x = xs + code_token(i, tid) * CODE_STRIDE + g;
+            threadgroup const float *w = ws + code_row(i, tid) * CODE_STRIDE + g;
+            uint4 xq = *(threadgroup const uint4 *)(x + 4 * part);
+            uint4 wq = *(threadgroup const uint4 *)(w + 4 * part);
             int dot = 0;
             QUANT_UNROLL for (int k = 0; k < 16; k++)
                 dot += (int)(int8_t)(xq[k / 4] >> 8 * (k % 4) & 255) *
                        (int)(int8_t)(wq[k / 4] >> 8 * (k % 4) & 255);
-            x += GEMM_K / 4 + h / 2 * 4;                  // the group's scale and sums
-            w += GEMM_K / 4 + h / 2 * 4 + h % 2;          // the scale of its half, and offset
-            c[i] += (float)dot * x[0] * w[0] + x[1 + h % 2] * w[2];
+            c[i] += (float)dot * x[8] * w[8 + part] + x[9 + part] * w[10 + part];
         }
 }
 
@@ -1208,15 +1130,13 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
 kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const uint *xq [[buffer(7)]],
-        device const float *xscales [[buffer(8)]], device const float *other [[buffer(9)]],
-        device float *y0 [[buffer(10)]], device float *y1 [[buffer(11)]],
-        device float *y2 [[buffer(12)]], device const float *scales [[buffer(13)]],
-        device const int *expert_tile [[buffer(14)]],                          // [tiles][3]
-        device const int *order [[buffer(15)]], constant struct gemm_args *a [[buffer(16)]],
-        threadgroup float *shared [[shared_memory]],                           // gemm_floats
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]]) {
+        device const float *x [[buffer(6)]], device const float *codes [[buffer(7)]],
+        device const float *other [[buffer(8)]], device float *y0 [[buffer(9)]],
+        device float *y1 [[buffer(10)]], device float *y2 [[buffer(11)]],
+        device const float *scales [[buffer(12)]],
+        device const int *expert_tile [[buffer(13)]],                          // [tiles][3]
+        device const int *order [[buffer(14)]], constant struct gemm_args *a [[buffer(15)]],
+        PLACE) {
     threadgroup float *xs = shared;                               // [TILE_TOKENS][GEMM_STRIDE]
     threadgroup float *ws = xs + TILE_TOKENS * GEMM_STRIDE;      // [GEMM_ROWS][GEMM_STRIDE] half
     int tiles = EXPERTS ? a->tiles : div_up(a->tokens, TILE_TOKENS), tile = tg % tiles;
@@ -1244,7 +1164,7 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
             stage_weights(FORMAT_2, w2, &a->w[2], row, k0, a->cols, tid, ws);
         else stage_weights(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], row, k0,
                            a->cols, tid, ws);
-        if (INT8) stage_codes(xq, xscales, token, k0, a, tid, xs);
+        if (INT8) stage_codes(codes, token, k0, a, tid, xs);
         else stage_floats(x, order, token, end, k0, a, tid, xs);
         threadgroup_barrier(mem_flags::mem_threadgroup);                       // staged
         if (INT8) tile_multiply_codes(xs, ws, tid, sums);
@@ -1257,17 +1177,15 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
 }
 
 // QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
-// k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring.
+// k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring;
+// angles[n][n_rot / 2][2].
 // Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
 kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
         device half *v [[buffer(4)]], device const float *q_norm [[buffer(5)]],
         device const float *k_norm [[buffer(6)]], device const float *q_bias [[buffer(7)]],
-        device const float *k_bias [[buffer(8)]],
-        device const float *angles [[buffer(9)]],                              // [n][n_rot / 2][2]
-        constant struct attention_args *a [[buffer(10)]],
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        device const float *k_bias [[buffer(8)]], device const float *angles [[buffer(9)]],
+        constant struct attention_args *a [[buffer(10)]], PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
@@ -1433,14 +1351,10 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
 // sees. Scores, maxima, sums and outputs are float, and outputs stay in registers. exp(x) is
 // computed as exp2(x * log2(e)), with the factor in the queries' scale. 32 queries share each key
 // and value, which makes 32 FLOP a byte of the ring, against 1 or 2 in attention.
-kernel void flash_attention(device const float *q [[buffer(0)]],
-        device const half *k [[buffer(1)]], device const half *v [[buffer(2)]],
-        device const int *pos_k [[buffer(3)]], device const float *slopes [[buffer(4)]],
-        device const float *sinks [[buffer(5)]], device float *out [[buffer(6)]],
-        constant struct attention_args *a [[buffer(7)]],
-        threadgroup float *shared [[shared_memory]],                           // flash_floats
-        uint tg [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
+        device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
+        device const float *slopes [[buffer(4)]], device const float *sinks [[buffer(5)]],
+        device float *out [[buffer(6)]], constant struct attention_args *a [[buffer(7)]], PLACE) {
     threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
     threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
     threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
@@ -1488,7 +1402,7 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
 // A router chooses n_used of n_expert FFNs for each token. Which ones, only the GPU knows: kernels
 // read the numbers from `chosen`, and the host encodes the same dispatches whatever they are. For
 // one token that is
-//   gemv (norm, router) | choose_experts | experts_up (norm, gate, up, activation) |
+//   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) |
 //   experts_down (the weighted sum, added to x)
 // which read the chosen experts' weights alone. A chunk's choices are sorted by expert, so that
 // gemm decodes an expert's weights once for all its tokens; then each token adds up its results.
@@ -1499,13 +1413,12 @@ kernel void flash_attention(device const float *q [[buffer(0)]],
 // Grid: a SIMD-group for each token. route[n][n_expert] is the router's product, and is used up.
 kernel void choose_experts(device float *route [[buffer(0)]],
         device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
-        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]],
-        uint t [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]], PLACE) {
     float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN;
     int before = -1;                                      // the expert chosen last; its score: last
-    route += (ulong)t * a->n_expert;
-    chosen += (ulong)t * a->n_used;
-    weight += (ulong)t * a->n_used;
+    route += (ulong)tg * a->n_expert;
+    chosen += (ulong)tg * a->n_used;
+    weight += (ulong)tg * a->n_used;
     for (int e = lane; e < a->n_expert; e += SIMD_LANES) top = max(top, route[e]);
     top = simd_max(top);
     for (int e = lane; e < a->n_expert; e += SIMD_LANES) {
@@ -1535,34 +1448,6 @@ kernel void choose_experts(device float *route [[buffer(0)]],
     for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
 }
 
-// y[n_used][ff] = activation(gate_e x) * (up_e x) for the chosen experts e. Grid: a SIMD-group for
-// each unit of each of them.
-kernel void experts_up(device const uchar *gate [[buffer(0)]],
-        device const uchar *up [[buffer(1)]], device const float *bias0 [[buffer(2)]],
-        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
-        device const float *scale1 [[buffer(5)]], device const float *x [[buffer(6)]],
-        device const float *weights [[buffer(7)]], device const float *norm_bias [[buffer(8)]],
-        device const int *chosen [[buffer(9)]], device float *y [[buffer(10)]],
-        constant struct experts_args *a [[buffer(11)]],
-        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    constant struct kernel_matrix *g = &a->each.w[0], *u = &a->each.w[1];
-    threadgroup float *xs = shared + sg * X_FLOATS;
-    int units = gemv_units(FORMAT_0, g->rows), at = tg * nsg + sg, k = at / units;
-    if (k >= a->n_used) return;                           // a whole SIMD-group: no barrier follows
-    struct row_norm norm = norm_of_row(x, weights, norm_bias, a->each.cols, a->each.eps, lane);
-    int e = chosen[k];
-    float s0 = SCALES & 1 ? scale0[e] : 1.0f, s1 = SCALES & 2 ? scale1[e] : 1.0f, v[GEMV_ROWS];
-    gate += (ulong)e * g->step;
-    up += (ulong)e * u->step;
-    bias0 += e * g->bias_step;
-    bias1 += e * u->bias_step;
-    y += (ulong)k * u->rows;
-    gemv_product(FORMAT_0, 0, at % units, gate, bias0, s0, x, &norm, &a->each, lane, xs, v);
-    gemv_unit(FORMAT_1, 1, at % units, up, bias1, s1, x, &norm, v, x, y, &a->each, lane, xs);
-}
-
 // y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
 // is a shared expert, its product is added, `weighed`: times the sigmoid of what its router said.
 // Grid: a SIMD-group for each unit of rows, so that nobody else adds to them.
@@ -1573,31 +1458,24 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const float *shared_up [[buffer(6)]], device const int *chosen [[buffer(7)]],
         device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
         device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
-        constant struct experts_args *a [[buffer(12)]],
-        threadgroup float *shared [[shared_memory]],                           // [nsg][X_FLOATS]
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    constant struct kernel_matrix *m = &a->each.w[0];
-    threadgroup float *xs = shared + sg * X_FLOATS;
+        constant struct experts_args *a [[buffer(12)]], PLACE) {
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
+    struct row_input in = {up, 0, 0, 0, a->each.cols, 0.0f, 1.0f, lane, shared + sg * X_FLOATS};
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    struct row_norm none = {up, up, 0.0f, 1.0f};
-    if (row >= m->rows) return;                           // a whole SIMD-group: no barrier follows
-    for (int k = 0; k < a->n_used; k++) {
-        int e = chosen[k];
-        gemv_product(FORMAT_0, 0, unit, down + (ulong)e * m->step, bias0 + e * m->bias_step,
-                     SCALES & 1 ? scale0[e] : 1.0f, up + (ulong)k * a->each.cols, &none,
-                     &a->each, lane, xs, v);
+    if (row >= a->each.w[0].rows) return;                 // a whole SIMD-group: no barrier follows
+    for (int k = 0; k < a->n_used; k++, in.x += in.cols) {
+        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0, &in, &a->each, v);
         for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
     }
     if (a->shared.cols) {
         float factor = a->weighed ? sigmoid(*route) : 1.0f;
-        gemv_product(FORMAT_1, 1, unit, shared_down, bias1, 1.0f, shared_up, &none, &a->shared,
-                     lane, xs, v);
+        in.x = shared_up;
+        in.cols = a->shared.cols;
+        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, &in, &a->shared, v);
         for (int r = 0; r < R; r++) sum[r] += factor * v[r];
     }
     for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < m->rows)
+        if (lane == 0 && row + r < a->each.w[0].rows)
             finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
 }
 
@@ -1607,9 +1485,7 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
 // looks for it in all choices: some thousand steps, while products take millions.
 kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
         device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
-        constant struct sort_args *a [[buffer(4)]],
-        threadgroup float *shared [[shared_memory]],                           // [n_expert]
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+        constant struct sort_args *a [[buffer(4)]], PLACE) {
     threadgroup int *count = (threadgroup int *)shared;
     int threads = nsg * SIMD_LANES, used = 0;
     for (int e = tid; e < a->n_expert; e += threads) {
@@ -1645,13 +1521,12 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
         device const float *weight [[buffer(1)]], device const int *place [[buffer(2)]],
         device const float *shared_out [[buffer(3)]], device const float *route [[buffer(4)]],
         device const float *other [[buffer(5)]], device float *y [[buffer(6)]],
-        constant struct weigh_args *a [[buffer(7)]], uint t [[threadgroup_position_in_grid]],
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
-    float factor = a->weighed ? sigmoid(route[t]) : 1.0f;
-    weight += (ulong)t * a->n_used;
-    place += (ulong)t * a->n_used;
+        constant struct weigh_args *a [[buffer(7)]], PLACE) {
+    float factor = a->weighed ? sigmoid(route[tg]) : 1.0f;
+    weight += (ulong)tg * a->n_used;
+    place += (ulong)tg * a->n_used;
     for (int j = tid; j < a->dim; j += nsg * SIMD_LANES) {
-        ulong at = (ulong)t * a->dim + j;
+        ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
         for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
         finish(&y[at], sum * a->factor, 0.0f, takes_other() ? other[at] : 0.0f);
@@ -1665,12 +1540,11 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
 //   norm (of each head, times silu(z)) | gemv (added to x)
 
 // The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which come
-// from the state, and then the chunk's; what comes of token t takes the place of row t. Grid: a
-// thread for each channel, so that neighbours read neighbours and nobody else needs what it writes.
+// from the state, and then the chunk's; what comes of token t takes the place of row t. The taps
+// are [channels][past + 1]. Grid: a thread for each channel, so that neighbours read neighbours and
+// nobody else needs what it writes.
 kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],
-        device const float *taps [[buffer(2)]],                            // [channels][past + 1]
-        constant struct conv_args *a [[buffer(3)]], uint tg [[threadgroup_position_in_grid]],
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]]) {
+        device const float *taps [[buffer(2)]], constant struct conv_args *a [[buffer(3)]], PLACE) {
     int i = tg * nsg * SIMD_LANES + tid, channels = a->channels;
     if (i >= channels) return;
     mix += i;
@@ -1704,15 +1578,12 @@ static inline float softplus(float x) {
 // Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
 // fourth number from l / 8 on. So S k is two shuffles away, rows need nothing of one another, and
 // SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
-// of a SIMD-group are neighbours.
-kernel void delta_rule(device float *state [[buffer(0)]],
-        device const float *mix [[buffer(1)]],             // [n][q of n_key heads, k of them, v]
+// of a SIMD-group are neighbours. A row of mix[n] has q of n_key heads, k of them, and v.
+kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
         device float *out [[buffer(6)]],                                       // [n][n_value][dv]
-        constant struct delta_args *a [[buffer(7)]],
-        uint tg [[threadgroup_position_in_grid]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        constant struct delta_args *a [[buffer(7)]], PLACE) {
     int units = div_up(a->dv, DELTA_UNIT), unit = tg * nsg + sg, h = unit / units;
     int row = unit % units * DELTA_UNIT + lane % 8, first = lane / 8;
     if (h >= a->n_value) return;                          // a whole SIMD-group: no barrier follows
@@ -1751,10 +1622,7 @@ kernel void delta_rule(device float *state [[buffer(0)]],
 // *out = the index of the largest of x[n], the lowest if there are several, or 0 if all are NaN.
 // One threadgroup: each lane keeps its best, then each SIMD-group, then the first of them.
 kernel void argmax(device const float *x [[buffer(0)]], device int *out [[buffer(1)]],
-        constant struct argmax_args *a [[buffer(2)]],
-        threadgroup float *shared [[shared_memory]],                           // [ARGMAX_FLOATS]
-        uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]],
-        uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+        constant struct argmax_args *a [[buffer(2)]], PLACE) {
     threadgroup int *where = (threadgroup int *)(shared + nsg);
     float best = UNSEEN;
     int at = a->n;

@@ -113,8 +113,7 @@ typedef struct {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines, n_commands;   // n_commands: of this forward
     int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
-    int8_t *codes;              // [chunk][widest input] if int8 is asked for, else NULL
-    float *scales;              // [chunk][widest input / 32][3], for quantize
+    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
@@ -287,13 +286,35 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
         send(g, set_buffer, g->encoder, at->buffer, from - at->base, i);
     }
     send(g, set_bytes, g->encoder, args, size, d->n);
-    if (d->shared) send(g, set_shared, g->encoder, (sizeof(float) * d->shared + 15) / 16 * 16, 0);
+    size_t floats = d->shared ? d->shared : 1;   // each kernel has some
+    send(g, set_shared, g->encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
     send(g, dispatch, g->encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
 // ---- operations ----
 //
 // Each encodes one dispatch, or two where it says so; kernels.metal says what a kernel computes.
+
+// threads for n values: whole SIMD-groups, and at most `most` threads
+static int threads_for(int n, int most) {
+    return n < most ? div_up(n, SIMD_LANES) * SIMD_LANES : most;
+}
+
+static int gemm_tokens(int n) {   // in a tile
+    return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
+}
+
+// attention: query heads of a threadgroup, of the `group` that has a KV head; how many threadgroups
+// a token takes; and how many of each share a ring, if it is long and there are only few otherwise
+static int attention_heads(int group) { return group < ATTENTION_HEADS ? group : ATTENTION_HEADS; }
+static int attention_parts(int n_head, int n_kv) {
+    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
+}
+static int attention_slices(int used, int parts) {
+    int slices = ATTENTION_FILL / parts;
+    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
+    return slices > 1 ? slices : 1;
+}
 
 // what becomes of a product with its bias, or of a norm: see finish
 typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
@@ -318,6 +339,22 @@ static struct kernel_matrix experts_matrix(const Matrix *w) {
 }
 
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
+
+// the arguments of up to three matrices with the same input, and what gemv and gemm want bound and
+// set for them
+static void bind_matrices(Dispatch *d, struct kernel_matrix *to, const Matrix *const *w, int k,
+                          int experts) {
+    for (int i = 0; i < k; i++) {
+        to[i] = experts ? experts_matrix(w[i]) : matrix_args(w[i]);
+        d->bound[i] = matrix_base(w[i]);
+        d->bound[3 + i] = w[i]->bias;
+        d->constant[C_FORMAT_0 + i] = w[i]->type;
+        d->constant[C_BIASES] |= (w[i]->bias != NULL) << i;
+        d->constant[C_SCALES] |= (experts && w[i]->scale) << i;
+    }
+    d->constant[C_RAGGED] = w[0]->cols % 32 != 0;
+    d->constant[C_EXPERTS] = experts;
+}
 
 // s->x[n][dim] = scale * rows g->ids[n] of the embedding, with those of positions and token type
 static void run_embed(Session *s, int n) {
@@ -352,29 +389,26 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
 }
 
 // y[i][n] = w[i] x for up to three matrices (of several tokens two); or (EPILOGUE_GLU)
-// y[0] = activation(w[0] x) * (w[1] x)
+// y[0] = activation(w[0] x) * (w[1] x); experts: that of one token for each of its choices
 static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
-                     Epilogue e) {
+                     Epilogue e, int experts) {
     const Config *c = &s->m->config;
-    struct gemv_args a = {.cols = w[0]->cols, .tokens = n, .eps = c->eps, .softcap = e.cap,
-                          .factor = e.factor};
-    Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
-                           in.norm ? in.norm->b : NULL}, 13, 0, GEMV_SIMDGROUPS * SIMD_LANES,
-                  GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_RAGGED] = a.cols % 32 != 0, [C_NORMED] = norm_bits(in.norm),
-                   [C_CENTRED] = in.norm && c->arch->norm != RMS, [C_EPILOGUE] = e.kind,
-                   [C_SOFTCAPPED] = e.cap > 0, [C_ACTIVATION] = c->arch->act}};
     bool glu = e.kind == EPILOGUE_GLU;
-    for (int i = 0; i < k; i++) {
-        a.w[i] = matrix_args(w[i]);
-        d.bound[i] = matrix_base(w[i]);
-        d.bound[3 + i] = w[i]->bias;
-        d.bound[8 + i] = glu ? y[0] : y[i];
-        d.constant[C_FORMAT_0 + i] = w[i]->type;
-        d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
-        if (i == 0 || !glu) a.units += gemv_units(w[i]->type, w[i]->rows);
+    struct gemv_args a = {.cols = w[0]->cols, .tokens = experts ? c->n_used : n, .eps = c->eps,
+                          .softcap = e.cap, .factor = e.factor};
+    Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
+                           in.norm ? in.norm->b : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_NORMED] = norm_bits(in.norm), [C_CENTRED] = in.norm && c->arch->norm != RMS,
+                   [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
+                   [C_ACTIVATION] = c->arch->act}};
+    bind_matrices(&d, a.w, w, k, experts);
+    for (int i = 0; i < (glu ? 1 : k); i++) {
+        a.units += gemv_units(w[i]->type, w[i]->rows);
+        d.bound[8 + i] = y[i];
     }
-    d.groups = div_up(a.units * n, GEMV_SIMDGROUPS);
+    if (experts) memcpy(d.bound + 13, (const void *[]){s->chosen, w[0]->scale, w[1]->scale}, 24);
+    d.groups = div_up(a.units * a.tokens, GEMV_SIMDGROUPS);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
@@ -389,7 +423,7 @@ static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
 static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
     Gpu *g = s->gpu;
     struct quantize_args a = {n * (w[0]->cols / 32)};
-    Dispatch d = {"quantize", {x, g->codes, g->scales}, 3, div_up(a.groups, UNIT_SIMDGROUPS),
+    Dispatch d = {"quantize", {x, g->codes}, 2, div_up(a.groups, UNIT_SIMDGROUPS),
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     g->coded = g->codes && n > GEMM_FEW ? x : NULL;
     for (int i = 0; i < k; i++)
@@ -407,23 +441,16 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
     int tile = int8 ? GEMM_SOME : experts ? experts_tile(c, n) : gemm_tokens(n);
     int tiles = experts ? expert_tiles(n * c->n_used, c->n_expert, tile) : div_up(n, tile);
     struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, c->n_used};
-    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, int8 ? g->scales : NULL,
-                          e.other}, 16, 0, GEMM_THREADS,
+    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
                   gemm_floats(tile),
-                  {[C_RAGGED] = a.cols % 32 != 0, [C_EPILOGUE] = e.kind, [C_INT8] = int8,
-                   [C_ACTIVATION] = c->arch->act, [C_SOFTCAPPED] = e.cap > 0,
-                   [C_SCALES] = experts && w[0]->scale, [C_EXPERTS] = experts,
-                   [C_TILE_TOKENS] = tile}};
+                  {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->arch->act,
+                   [C_SOFTCAPPED] = e.cap > 0, [C_TILE_TOKENS] = tile}};
+    bind_matrices(&d, a.w, w, k, experts);
     for (int i = 0; i < k; i++) {
-        a.w[i] = experts ? experts_matrix(w[i]) : matrix_args(w[i]);
-        d.bound[i] = matrix_base(w[i]);
-        d.bound[3 + i] = w[i]->bias;
-        d.bound[10 + i] = y[i];
-        d.constant[C_FORMAT_0 + i] = w[i]->type;
-        d.constant[C_BIASES] |= (w[i]->bias != NULL) << i;
         d.groups += (size_t)div_up(w[i]->rows, GEMM_ROWS) * tiles;
+        d.bound[9 + i] = y[i];
     }
-    if (experts) memcpy(d.bound + 13, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
+    if (experts) memcpy(d.bound + 12, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
@@ -431,7 +458,7 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
 // input becomes codes first
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    if (n == 1) return run_gemv(s, w, k, in, y, 1, e);
+    if (n == 1) return run_gemv(s, w, k, in, y, 1, e, EXPERTS_NONE);
     run_quantize(s, w, k, in.x, n);
     run_gemm(s, w, k, in.x, y, n, e, EXPERTS_NONE);
 }
@@ -464,8 +491,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
     int slices = n > 1 ? 1 : attention_slices(used, parts);
-    int nsg = attention_simdgroups(div_up(used, slices), lanes);
+    int nsg = div_up(div_up(used, slices), attention_step(lanes));   // one for each step
     int bits = qk_bits(qn, 0) | qk_bits(kn, 1);
+    if (nsg > ATTENTION_SIMDGROUPS) nsg = ATTENTION_SIMDGROUPS;
     struct attention_args a = {
         n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
         kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
@@ -488,7 +516,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
                                 angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
                   (size_t)n * parts * slices, nsg * SIMD_LANES,
-                  attention_floats(heads, c->hd, c->vd, nsg), {0}};
+                  attention_floats(heads, c->hd, c->vd, nsg, lanes), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
@@ -503,16 +531,17 @@ static void run_attention(Session *s, const Layer *w, int n) {
     if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
 }
 
-// up[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or
-// two for a chunk with a gate
-static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, int n) {
+// y[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or
+// two for a chunk with a gate, whose product is h[n][ff]. Of experts each n has n_used rows.
+static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, float *h, float *y,
+                    int n, int experts) {
     const Matrix *pair[2] = {gate, up};
-    Epilogue glu = {EPILOGUE_GLU, s->gate, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
-    if (!gate->data) return run_products(s, &up, 1, in, &s->up, n, act);
-    if (n == 1) return run_gemv(s, pair, 2, in, &s->up, 1, glu);
-    run_quantize(s, pair, 2, in.x, n);
-    run_gemm(s, &gate, 1, in.x, &s->gate, n, STORE, EXPERTS_NONE);
-    run_gemm(s, &up, 1, in.x, &s->up, n, glu, EXPERTS_NONE);
+    Epilogue glu = {EPILOGUE_GLU, h, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
+    if (!gate->data) return run_products(s, &up, 1, in, &y, n, act);
+    if (n == 1) return run_gemv(s, pair, 2, in, &y, 1, glu, experts);
+    if (!experts) run_quantize(s, pair, 2, in.x, n);
+    run_gemm(s, &gate, 1, in.x, &h, n, STORE, experts);
+    run_gemm(s, &up, 1, in.x, &y, n, glu, experts);
 }
 
 // The router's choice, and all of the chosen experts but the product that ends them; the shared
@@ -520,40 +549,24 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    const Matrix *routers[2] = {&w->router, &w->shared_router}, *gate = &w->gate, *up = &w->up;
+    const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
     struct choose_args a = {c->n_expert, c->n_used, c->gating == 2, c->gates_normed,
                             c->gates_scale};
     Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                   SIMD_LANES, 0, {[C_BIASES] = w->router_bias != NULL}};
-    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), in, to, n, STORE);
+    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), in, to, n, STORE, EXPERTS_NONE);
     gpu_dispatch(g, &d, &a, sizeof a);
-    if (w->shared_up.data) run_ffn(s, &w->shared_gate, &w->shared_up, in, n);
+    if (w->shared_up.data)
+        run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
     if (n > 1) {
         int tile = experts_tile(c, n), choices = n * c->n_used;
         struct sort_args b = {choices, c->n_expert, expert_tiles(choices, c->n_expert, tile), tile};
         Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
                          threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
         gpu_dispatch(g, &sort, &b, sizeof b);
-        run_gemm(s, &gate, 1, in.x, &g->gate, n, STORE, EXPERTS_GATHER);
-        run_gemm(s, &up, 1, in.x, &g->up, n, (Epilogue){EPILOGUE_GLU, g->gate, 1, 0},
-                 EXPERTS_GATHER);
-        return;
     }
-    struct experts_args e = {.each = {{experts_matrix(gate), experts_matrix(up)}, c->dim,
-                                      0, 1, c->eps, 0, 1}, .n_used = c->n_used};
-    Dispatch u = {"experts_up", {matrix_base(gate), matrix_base(up), gate->bias, up->bias,
-                                 gate->scale, up->scale, in.x, in.norm ? in.norm->w : NULL,
-                                 in.norm ? in.norm->b : NULL, s->chosen, g->up}, 11,
-                  div_up(gemv_units(gate->type, up->rows) * c->n_used, GEMV_SIMDGROUPS),
-                  GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_FORMAT_0] = gate->type, up->type, [C_RAGGED] = c->dim % 32 != 0,
-                   [C_NORMED] = norm_bits(in.norm), [C_EPILOGUE] = EPILOGUE_GLU,
-                   [C_CENTRED] = in.norm && c->arch->norm != RMS,
-                   [C_ACTIVATION] = c->arch->act, [C_EXPERTS] = EXPERTS_SORTED,
-                   [C_BIASES] = (gate->bias != NULL) | (up->bias != NULL) << 1,
-                   [C_SCALES] = (gate->scale != NULL) | (up->scale != NULL) << 1}};
-    gpu_dispatch(g, &u, &e, sizeof e);
+    run_ffn(s, &w->gate, &w->up, in, g->gate, g->up, n, EXPERTS_GATHER);
 }
 
 // y[n][dim] = what the experts found, weighed and added up, with the epilogue: one dispatch for one
@@ -622,22 +635,25 @@ static void run_delta(Session *s, const Layer *w, Input in, int n) {
 static bool run_block(Session *s, const Layer *w) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
-    struct block_args a = {.inner = w->o.cols, .dim = c->dim, .ff = w->ff, .eps = c->eps};
-    Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_DIM,
-                  BLOCK_FLOATS, {[C_ACTIVATION] = c->arch->act}};
-    bool plain = !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel && w->gate.data &&
-                 w->ffn_norm.w && !w->ffn_norm.b && !w->router.data && !w->conv_in.data &&
-                 c->arch->norm == RMS && c->residual_scale == 1;
-    bool fits = s->o.gpu_block && c->dim <= BLOCK_DIM && c->dim <= w->ff && plain;
+    struct gemv_args each = {.eps = c->eps, .factor = 1};
+    struct block_args a = {each, each, each};
+    struct gemv_args *args[4] = {&a.o, &a.ffn, &a.ffn, &a.down};
+    Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_THREADS,
+                  0, {[C_ACTIVATION] = c->arch->act, [C_EPILOGUE] = EPILOGUE_GLU,
+                      [C_NORMED] = norm_bits(&w->ffn_norm)}};
+    bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel &&
+                w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
+                !w->conv_in.data && c->arch->norm == RMS && c->residual_scale == 1;
     for (int i = 0; i < 4; i++) {
         fits = fits && !m[i]->bias;
-        a.w[i] = matrix_args(m[i]);
+        args[i]->w[i == 2] = matrix_args(m[i]);
+        args[i]->cols = m[i]->cols;
         d.bound[i] = matrix_base(m[i]);
         d.constant[C_FORMAT_0 + i] = m[i]->type;
         d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
     }
     const Variant *p = fits ? gpu_pipeline(s->gpu, d.kernel, d.constant) : NULL;
-    if (!p || p->threads < BLOCK_DIM) return false;   // the compiler may allow fewer threads
+    if (!p || p->threads < BLOCK_THREADS) return false;   // the compiler may allow fewer threads
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
     return true;
 }
@@ -673,7 +689,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
                  n);
     if (!w->parallel || w->ffn_norm.w) in = run_input(s, s->x, &w->ffn_norm, s->h, n);
     if (experts) run_choice(s, w, in, n);
-    else run_ffn(s, &w->gate, &w->up, in, n);
+    else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
     run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
 }
 
@@ -779,8 +795,7 @@ static void plan_gpu(Session *s, Arena *a) {
     g->best = arena_take(a, "argmax", 1, sizeof *g->best);
     g->ids = arena_take(a, "ids", n, sizeof *g->ids);
     g->parts = arena_take(a, "parts", parts, (c->vd + 2) * sizeof *g->parts);
-    g->scales = arena_take(a, "scales", 3 * n * wide, sizeof *g->scales);
-    g->codes = arena_take(a, "codes", n * wide, 32);
+    g->codes = arena_take(a, "codes", n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;
     if (!ff) return;
     g->gate = arena_take(a, "gate", choices * larger(ff, c->dim), sizeof *g->gate);

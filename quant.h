@@ -146,15 +146,22 @@ QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, i
     return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
-// half to float, exactly
-#if defined(__METAL_VERSION__)
-QUANT_INLINE float quant_from_bits(uint32_t bits) { return as_type<float>(bits); }
-QUANT_INLINE float quant_f16_to_f32(uint32_t h) { return (float)as_type<half>((ushort)h); }
-#elif defined(__CUDACC__)
+// half to float, exactly; and byte i of a word, a code: CUDA converts a word faster than a byte
+#if defined(__CUDACC__)
+QUANT_INLINE float quant_code(uint32_t v, int i) {
+    int32_t code;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(code) : "r"(v), "r"(0x8880 + 0x1111 * i));
+    return (float)code;
+}
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return __uint_as_float(bits); }
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
     return __half2float(__ushort_as_half((unsigned short)h));
 }
+#else
+QUANT_INLINE float quant_code(uint32_t v, int i) { return (float)(int8_t)(v >> 8 * i & 255); }
+#if defined(__METAL_VERSION__)
+QUANT_INLINE float quant_from_bits(uint32_t bits) { return as_type<float>(bits); }
+QUANT_INLINE float quant_f16_to_f32(uint32_t h) { return (float)as_type<half>((ushort)h); }
 #else
 QUANT_INLINE float quant_from_bits(uint32_t bits) {
     union { uint32_t u; float f; } x = {bits};
@@ -174,23 +181,13 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 }
 #endif
 #endif
-
-// byte i of a word, a code, as a float; CUDA converts a whole word faster than a byte
-#if defined(__CUDACC__)
-QUANT_INLINE float quant_code(uint32_t v, int i) {
-    int32_t code;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(code) : "r"(v), "r"(0x8880 + 0x1111 * i));
-    return (float)code;
-}
-#else
-QUANT_INLINE float quant_code(uint32_t v, int i) { return (float)(int8_t)(v >> 8 * i & 255); }
 #endif
 
 QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
     return quant_f16_to_f32(quant_u16(p));
 }
 
-// Eight fields of 1, 2 or 4 bits, side by side, to the eight bytes of a word: the upper four move
+// Eight fields of 1 to 4 bits, side by side, to the eight bytes of a word: the upper four move
 // to the upper half, then in each half the upper two, then in each quarter the upper one. A macro,
 // as x may be a vector of words.
 #define QUANT_SPREAD(x, bits)                                                                      \
@@ -332,11 +329,8 @@ typedef uint64_t quant_w __attribute__((vector_size(QUANT_LANES)));
 typedef uint8_t quant_b __attribute__((vector_size(16)));
 typedef int32_t quant_i __attribute__((vector_size(64)));
 typedef float quant_f __attribute__((vector_size(64)));
-QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) {
-    typedef uint64_t pair __attribute__((vector_size(16)));
-    pair v = {lo, hi};
-    return (quant_b)v;
-}
+typedef uint64_t quant_u __attribute__((vector_size(16)));
+QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) { return (quant_b)(quant_u){lo, hi}; }
 
 #if defined(QUANT_AVX512)
 // Eights from their blocks and bytes. A field of 64 or 128 bytes is read whole, and its eights go
@@ -573,38 +567,38 @@ QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float
     quant_scales(m, M, lo >> 32 | hi >> 32 << 32, 0, 32, 0, g, n);
 }
 #endif
-// m for a format without offsets
-QUANT_INLINE void quant_no_offsets(QUANT_THREAD float *m, int n) {
-    for (int i = 0; i < 2 * n; i++) m[i] = -0.0f;
-}
-
 // ==== first sitting ==============================================================================
 // ---- 4. three formats: Q8_0, Q4_0, Q4_K ----
 
-#define QUANT_DECODER(X)                                                                           \
-    QUANT_INLINE void decode_##X(QUANT_DEVICE const block_##X *b, int g, int n,                    \
-                                 QUANT_THREAD int8_t *q, QUANT_THREAD float *d,                    \
-                                 QUANT_THREAD float *m)
+#define QUANT_ARGS(X)                                                                              \
+    QUANT_DEVICE const block_##X *b, int g, int n, QUANT_THREAD int8_t *q, QUANT_THREAD float *d
+#define QUANT_DECODER(X) QUANT_INLINE void decode_##X(QUANT_ARGS(X), QUANT_THREAD float *m)
+// one that need not mention m, as the format has no offsets
+#define QUANT_SCALED(X)                                                                            \
+    QUANT_INLINE void quant_codes_##X(QUANT_ARGS(X));                                              \
+    QUANT_DECODER(X) {                                                                             \
+        for (int i = 0; i < 2 * n; i++) m[i] = -0.0f;                                              \
+        quant_codes_##X(b, g, n, q, d);                                                            \
+    }                                                                                              \
+    QUANT_INLINE void quant_codes_##X(QUANT_ARGS(X))
 
 // Q8_0 ------------------------------------------------------------ 8.5 bits per weight
 // 32 weights in 34 bytes:  d f16 | qs[32]
 //   w = d * q      q in -128..127, a signed byte
 typedef struct { uint8_t d[2], qs[32]; } block_q8_0;
-QUANT_DECODER(q8_0) {
+QUANT_SCALED(q8_0) {
     quant_fields(q, b->qs, sizeof *b, 32, 32, 8, 0, g, n);
     quant_halves(d, b[g].d, sizeof *b, n);
-    quant_no_offsets(m, n);
 }
 
 // Q4_0 ------------------------------------------------------------ 4.5 bits per weight
 // 32 weights in 18 bytes:  d f16 | qs[16]
 //   w = d * (q - 8)      q in 0..15: run 16, so byte j holds weights j (low nibble) and j + 16
 typedef struct { uint8_t d[2], qs[16]; } block_q4_0;
-QUANT_DECODER(q4_0) {
+QUANT_SCALED(q4_0) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
     quant_add(q, -8, n);
     quant_halves(d, b[g].d, sizeof *b, n);
-    quant_no_offsets(m, n);
 }
 
 // Q4_K ------------------------------------------------------------ 4.5 bits per weight
@@ -691,14 +685,13 @@ QUANT_DECODER(q4_1) {
 // 32 weights in 22 bytes:  d f16 | qh[4] | qs[16]
 //   w = d * (q - 16)      q in 0..31: low 4 bits in qs, run 16; bit j of qh is bit 4 of weight j
 typedef struct { uint8_t d[2], qh[4], qs[16]; } block_q5_0;
-QUANT_DECODER(q5_0) {
+QUANT_SCALED(q5_0) {
     uint32_t high[8] = {0};
     for (int i = 0; i < n; i++) high[i] = quant_u32(b[g + i].qh);
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
     quant_unpack(q, high, 1, 4, n);
     quant_add(q, -16, n);
     quant_halves(d, b[g].d, sizeof *b, n);
-    quant_no_offsets(m, n);
 }
 
 // Q5_1 ------------------------------------------------------------ 6 bits per weight
@@ -720,11 +713,10 @@ QUANT_DECODER(q5_1) {
 QUANT_TABLE int8_t quant_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                     1, 13, 25, 38, 53, 69, 89, 113};
 typedef struct { uint8_t d[2], qs[16]; } block_iq4_nl;
-QUANT_DECODER(iq4_nl) {
+QUANT_SCALED(iq4_nl) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
     quant_lookup(q, quant_iq4, 16, n);
     quant_halves(d, b[g].d, sizeof *b, n);
-    quant_no_offsets(m, n);
 }
 
 // MXFP4 ----------------------------------------------------------- 4.25 bits per weight
@@ -735,27 +727,25 @@ QUANT_DECODER(iq4_nl) {
 //   MXFP4 without loss by moving nibbles (j and j + 16 to byte j) and copying e.
 QUANT_TABLE int8_t quant_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 typedef struct { uint8_t e, qs[16]; } block_mxfp4;
-QUANT_DECODER(mxfp4) {
+QUANT_SCALED(mxfp4) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
     quant_lookup(q, quant_fp4, 16, n);
     uint64_t e = 0;
     QUANT_UNROLL for (int i = n - 1; i >= 0; i--) e = e << 8 | b[g + i].e;
     quant_e8m0(d, e, n);
-    quant_no_offsets(m, n);
 }
 
 // NVFP4 ----------------------------------------------------------- 4.5 bits per weight
 // 64 weights in 36 bytes:  d[4] | qs[32]
 //   w = e4m3(d[j])/2 * table[q]      j: one scale per 16 weights; q in 0..15: run 8; MXFP4's table
 typedef struct { uint8_t d[4], qs[32]; } block_nvfp4;
-QUANT_DECODER(nvfp4) {
+QUANT_SCALED(nvfp4) {
     uint64_t s[2] = {0, 0};
     QUANT_UNROLL for (int i = 0; i < n; i++)
         s[i / 4] |= (uint64_t)quant_u16(b[(g + i) / 2].d + (g + i) % 2 * 2) << i % 4 * 16;
     quant_fields(q, b->qs, sizeof *b, 64, 8, 4, 0, g, n);
     quant_lookup(q, quant_fp4, 16, n);
     quant_e4m3(d, s[0], s[1], n);
-    quant_no_offsets(m, n);
 }
 
 // Q1_0 ------------------------------------------------------------ 1.125 bits per weight
@@ -763,7 +753,7 @@ QUANT_DECODER(nvfp4) {
 //   w = d * (2q - 1)      q in 0..1: bit j is weight j
 QUANT_TABLE int8_t quant_sign[16] = {-1, 1};
 typedef struct { uint8_t d[2], qs[16]; } block_q1_0;
-QUANT_DECODER(q1_0) {
+QUANT_SCALED(q1_0) {
     uint32_t w[8] = {0};
     for (int i = 0; i < n; i++) {
         w[i] = quant_u32(b[(g + i) / 4].qs + (g + i) % 4 * 4);
@@ -771,14 +761,13 @@ QUANT_DECODER(q1_0) {
     }
     quant_unpack(q, w, 1, 0, n);
     quant_lookup(q, quant_sign, 8, n);
-    quant_no_offsets(m, n);
 }
 
 // Q2_0 ------------------------------------------------------------ 2.25 bits per weight
 // 64 weights in 18 bytes:  d f16 | qs[16]
 //   w = d * (q - 1)      q in 0..3: bits 2j, 2j + 1 of the 128 are weight j
 typedef struct { uint8_t d[2], qs[16]; } block_q2_0;
-QUANT_DECODER(q2_0) {
+QUANT_SCALED(q2_0) {
     uint32_t w[16] = {0};
     for (int i = 0; i < n; i++) {
         w[2 * i] = quant_u32(b[(g + i) / 2].qs + (g + i) % 2 * 8);
@@ -787,7 +776,6 @@ QUANT_DECODER(q2_0) {
     }
     quant_unpack(q, w, 2, 0, n);
     quant_add(q, -1, n);
-    quant_no_offsets(m, n);
 }
 
 // ---- 7. formats of 256 weights a block ----
@@ -808,14 +796,13 @@ QUANT_DECODER(q5_K) {
 //   w = d*sc * (q - 32)      q in 0..63: low 4 bits in ql, run 64, high 2 in qh, run 32
 //   scales: a signed byte per 16 weights
 typedef struct { uint8_t ql[128], qh[64], scales[16], d[2]; } block_q6_K;
-QUANT_DECODER(q6_K) {
+QUANT_SCALED(q6_K) {
     const uint64_t top = 0x8080808080808080;                // a signed byte + 128: flip its top bit
     quant_fields(q, b->ql, sizeof *b, 256, 64, 4, 0, g, n);
     quant_fields(q, b->qh, sizeof *b, 256, 32, 2, 4, g, n);
     quant_add(q, -32, n);
     quant_scales(d, quant_half(b->d), quant_pairs(b->scales, 0, g, n) ^ top,
                  quant_pairs(b->scales, 8, g, n) ^ top, 16, 128, g, n);
-    quant_no_offsets(m, n);
 }
 
 // Q2_K ------------------------------------------------------------ 2.625 bits per weight
@@ -836,7 +823,7 @@ QUANT_DECODER(q2_K) {
 //   w = d*(sc-32) * (q - 4)      q in 0..7: low 2 bits in qs, high bit in hmask, both run 32
 //   scales: sc in 0..63 per 16 weights: low 4 bits in 8 bytes, run 8, high 2 in 4 bytes, run 4
 typedef struct { uint8_t hmask[32], qs[64], scales[12], d[2]; } block_q3_K;
-QUANT_DECODER(q3_K) {
+QUANT_SCALED(q3_K) {
     const uint64_t low4 = 0x0f0f0f0f0f0f0f0f, high2 = 0x3030303030303030;
     uint64_t s = quant_u64(b->scales), z = quant_u32(b->scales + 8);
     quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
@@ -844,7 +831,6 @@ QUANT_DECODER(q3_K) {
     quant_add(q, -4, n);
     quant_scales(d, quant_half(b->d), (s & low4) | ((z << 4 | z << 34) & high2),
                  (s >> 4 & low4) | ((z | z << 30) & high2), 16, 32, g, n);
-    quant_no_offsets(m, n);
 }
 
 // IQ4_XS ---------------------------------------------------------- 4.25 bits per weight
@@ -852,24 +838,22 @@ QUANT_DECODER(q3_K) {
 //   w = d*(sc-32) * table[q]      q in 0..15: run 16; IQ4_NL's table
 //   scales: sc in 0..63 per 32 weights: low 4 bits in scales_l, high 2 in scales_h, in order
 typedef struct { uint8_t d[2], scales_h[2], scales_l[4], qs[128]; } block_iq4_xs;
-QUANT_DECODER(iq4_xs) {
+QUANT_SCALED(iq4_xs) {
     uint64_t low = quant_spread(quant_u32(b->scales_l), 4);
     uint64_t high = quant_spread(quant_u16(b->scales_h), 2);
     quant_fields(q, b->qs, sizeof *b, 256, 16, 4, 0, g, n);
     quant_lookup(q, quant_iq4, 16, n);
     quant_scales(d, quant_half(b->d), low | high << 4, 0, 32, 32, g, n);
-    quant_no_offsets(m, n);
 }
 
 // TQ2_0 ----------------------------------------------------------- 2.0625 bits per weight
 // 256 weights in 66 bytes:  qs[64] | d f16
 //   w = d * (q - 1)      q in 0..3: run 32
 typedef struct { uint8_t qs[64], d[2]; } block_tq2_0;
-QUANT_DECODER(tq2_0) {
+QUANT_SCALED(tq2_0) {
     quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
     quant_add(q, -1, n);
     quant_halves(d, b->d, 0, n);
-    quant_no_offsets(m, n);
 }
 
 // TQ1_0 ----------------------------------------------------------- 1.6875 bits per weight
@@ -879,34 +863,35 @@ QUANT_DECODER(tq2_0) {
 //   times its bytes: run 32 in qs[0..31], run 16 in qs[32..47], run 4 (four digits) in qs[48..51]
 QUANT_TABLE uint8_t quant_pow3[5] = {1, 3, 9, 27, 81};
 #if defined(QUANT_WORDS)
-QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, int power) {
-    uint32_t x = quant_u32(p), even = (x & 0x00ff00ff) * power & 0x00ff00ff;
-    uint32_t odd = (x >> 8 & 0x00ff00ff) * power & 0x00ff00ff;
-    x = (even * 3 >> 8 & 0x00030003) | (odd * 3 & 0x03000300);
-    quant_put(w, 1, quant_sum(x, 0xffffffff));
+QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, int count,
+                               int power) {
+    QUANT_UNROLL for (int j = 0; j < count; j += 4) {
+        uint32_t x = quant_u32(p + j), even = (x & 0x00ff00ff) * power & 0x00ff00ff;
+        uint32_t odd = (x >> 8 & 0x00ff00ff) * power & 0x00ff00ff;
+        x = (even * 3 >> 8 & 0x00030003) | (odd * 3 & 0x03000300);
+        quant_put(w + j, 1, quant_sum(x, 0xffffffff));
+    }
 }
 #else
-QUANT_INLINE void quant_digits(int8_t *w, const uint8_t *p, int power) {
-    for (int j = 0; j < 4; j++) {
+QUANT_INLINE void quant_digits(int8_t *w, const uint8_t *p, int count, int power) {
+    for (int j = 0; j < count; j++) {
         uint8_t x = (uint8_t)(p[j] * power);
         w[j] = (int8_t)((x > 85) + (x > 170) - 1);
     }
 }
 #endif
 typedef struct { uint8_t qs[52], d[2]; } block_tq1_0;
-QUANT_DECODER(tq1_0) {
+QUANT_SCALED(tq1_0) {
     int8_t w[256];                                                  // in order
     for (int i = 0; i < 2 * n; i++) {                               // 16 weights at a time
-        int k = 2 * g + i, last = k == 15;
+        int k = 2 * g + i;
         QUANT_DEVICE const uint8_t *p = b->qs + (k < 10 ? k % 2 * 16 : k < 15 ? 32 : 48);
-        for (int j = 0; j < 16; j += 4)
-            quant_digits(w + 16 * i + j, p + (last ? 0 : j),
-                         quant_pow3[last ? j / 4 : k < 10 ? k / 2 : k - 10]);
+        if (k < 15) quant_digits(w + 16 * i, p, 16, quant_pow3[k < 10 ? k / 2 : k - 10]);
+        else for (int j = 0; j < 4; j++) quant_digits(w + 16 * i + 4 * j, p, 4, quant_pow3[j]);
     }
     for (int t = 0; t < 4 * n; t++)
         for (int j = 0; j < 8; j++) q[8 * t + j] = w[quant_eight(t, n) + j];
     quant_halves(d, b->d, 0, n);
-    quant_no_offsets(m, n);
 }
 
 // ---- 8. grids ----
@@ -1205,8 +1190,13 @@ QUANT_TABLE int8_t quant_iq3_xxs[16] = {4, 12, 20, 28, 36, 44, 52, 62};
 QUANT_TABLE int8_t quant_iq3_s[16] = {1, 3, 5, 7, 9, 11, 13, 15};
 QUANT_TABLE int8_t quant_iq1[16] = {-7, 1, 9, 0, -9, -1, 7};
 
-QUANT_INLINE uint32_t quant_entries(QUANT_CONSTANT uint16_t *grid, uint32_t i, uint32_t j) {
-    return grid[i] | (uint32_t)grid[j] << 16;
+// count / 2 words of two entries: an index has 8 bits of p and above them those of h that are in
+// the mask, first as they are, then `step` bits further
+QUANT_INLINE void quant_entries(QUANT_THREAD uint32_t *w, QUANT_CONSTANT uint16_t *grid, int count,
+                                QUANT_DEVICE const uint8_t *p, uint32_t h, int step, int mask) {
+    QUANT_UNROLL for (int k = 0; k < count; k += 2)
+        w[k / 2] = grid[p[k] | (h << 8 >> step * k & mask)] |
+                   (uint32_t)grid[p[k + 1] | (h << 8 >> step * (k + 1) & mask)] << 16;
 }
 QUANT_INLINE void quant_codebook(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                  QUANT_CONSTANT int8_t *table,
@@ -1221,20 +1211,18 @@ QUANT_INLINE void quant_codebook(QUANT_THREAD int8_t *q, QUANT_THREAD const uint
 //   w = d*(2sc+1)/8 * sign * table[q]      q: 8 per grid entry; table 8 25 43
 //   qs: for each 32 weights 4 bytes, indices, and a word: 4 x 7 bits of signs, 4 bits sc
 typedef struct { uint8_t d[2], qs[64]; } block_iq2_xxs;
-QUANT_DECODER(iq2_xxs) {
+QUANT_SCALED(iq2_xxs) {
     uint32_t w[16] = {0}, sign[8] = {0};
     uint64_t sc = 0;
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(p + 4);
-        w[2 * i] = quant_entries(quant_grid_iq2_xxs, p[0], p[1]);
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_xxs, p[2], p[3]);
+        quant_entries(w + 2 * i, quant_grid_iq2_xxs, 4, p, 0, 0, 0);
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
     quant_codebook(q, w, 2, quant_iq2, sign, n);
     quant_scales(d, quant_half(b->d) * 0.125f, sc << 1, 0, 32, -1, 0, n);
-    quant_no_offsets(m, n);
 }
 
 // IQ2_XS ---------------------------------------------------------- 2.3125 bits per weight
@@ -1242,19 +1230,18 @@ QUANT_DECODER(iq2_xxs) {
 //   w = d*(2sc+1)/8 * sign * table[q]      as IQ2_XXS; sc = a nibble of scales per 16 weights
 //   qs: 32 16-bit words: 9 bits of index, 7 bits of signs
 typedef struct { uint8_t d[2], qs[64], scales[8]; } block_iq2_xs;
-QUANT_DECODER(iq2_xs) {
+QUANT_SCALED(iq2_xs) {
     uint32_t w[16] = {0}, sign[8] = {0};
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u16(p), y = quant_u16(p + 2), z = quant_u16(p + 4), t = quant_u16(p + 6);
-        w[2 * i] = quant_entries(quant_grid_iq2_xs, x & 511, y & 511);
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_xs, z & 511, t & 511);
+        w[2 * i] = quant_grid_iq2_xs[x & 511] | (uint32_t)quant_grid_iq2_xs[y & 511] << 16;
+        w[2 * i + 1] = quant_grid_iq2_xs[z & 511] | (uint32_t)quant_grid_iq2_xs[t & 511] << 16;
         sign[i] = quant_even_signs(x >> 9 | y >> 9 << 7 | z >> 9 << 14 | t >> 9 << 21);
     }
     quant_codebook(q, w, 2, quant_iq2, sign, n);
     quant_scales(d, quant_half(b->d) * 0.125f, quant_spread(quant_u32(b->scales), 4) << 1,
                  quant_spread(quant_u32(b->scales + 4), 4) << 1, 16, -1, g, n);
-    quant_no_offsets(m, n);
 }
 
 // IQ2_S ----------------------------------------------------------- 2.5625 bits per weight
@@ -1262,20 +1249,15 @@ QUANT_DECODER(iq2_xs) {
 //   w = d*(2sc+1)/8 * sign * table[q]      as IQ2_XS; signs: a bit per weight
 //   index: qs, and above it two bits of qh, a byte per 32 weights
 typedef struct { uint8_t d[2], qs[32], signs[32], qh[8], scales[8]; } block_iq2_s;
-QUANT_DECODER(iq2_s) {
+QUANT_SCALED(iq2_s) {
     uint32_t w[16] = {0}, sign[8] = {0};
     QUANT_UNROLL for (int i = 0; i < n; i++) {
-        QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
-        uint32_t h = b->qh[g + i];
-        w[2 * i] = quant_entries(quant_grid_iq2_s, p[0] | (h << 8 & 768), p[1] | (h << 6 & 768));
-        w[2 * i + 1] = quant_entries(quant_grid_iq2_s, p[2] | (h << 4 & 768),
-                                     p[3] | (h << 2 & 768));
+        quant_entries(w + 2 * i, quant_grid_iq2_s, 4, b->qs + 4 * (g + i), b->qh[g + i], 2, 768);
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 2, quant_iq2, sign, n);
     quant_scales(d, quant_half(b->d) * 0.125f, quant_spread(quant_u32(b->scales), 4) << 1,
                  quant_spread(quant_u32(b->scales + 4), 4) << 1, 16, -1, g, n);
-    quant_no_offsets(m, n);
 }
 
 // IQ3_XXS --------------------------------------------------------- 3.0625 bits per weight
@@ -1283,20 +1265,17 @@ QUANT_DECODER(iq2_s) {
 //   w = d*(2sc+1)/4 * sign * table[q]      q: 4 per grid entry; table 4 12 20 28 36 44 52 62
 //   qs: indices; x: for each 32 weights a word: 4 x 7 bits of signs, 4 bits sc
 typedef struct { uint8_t d[2], qs[64], x[32]; } block_iq3_xxs;
-QUANT_DECODER(iq3_xxs) {
+QUANT_SCALED(iq3_xxs) {
     uint32_t w[32] = {0}, sign[8] = {0};
     uint64_t sc = 0;
     QUANT_UNROLL for (int i = 0; i < n; i++) {
-        QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
         uint32_t x = quant_u32(b->x + 4 * (g + i));
-        for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_xxs, p[2 * k], p[2 * k + 1]);
+        quant_entries(w + 4 * i, quant_grid_iq3_xxs, 8, b->qs + 8 * (g + i), 0, 0, 0);
         sign[i] = quant_even_signs(x);
         sc |= (uint64_t)(x >> 28) << 8 * i;
     }
     quant_codebook(q, w, 4, quant_iq3_xxs, sign, n);
     quant_scales(d, quant_half(b->d) * 0.25f, sc << 1, 0, 32, -1, 0, n);
-    quant_no_offsets(m, n);
 }
 
 // IQ3_S ----------------------------------------------------------- 3.4375 bits per weight
@@ -1304,19 +1283,14 @@ QUANT_DECODER(iq3_xxs) {
 //   w = d*(2sc+1) * sign * table[q]      q: 4 per grid entry; table 1 3 5 7 9 11 13 15
 //   index: qs, and above it a bit of qh; signs: a bit per weight; sc: a nibble per 32 weights
 typedef struct { uint8_t d[2], qs[64], qh[8], signs[32], scales[4]; } block_iq3_s;
-QUANT_DECODER(iq3_s) {
+QUANT_SCALED(iq3_s) {
     uint32_t w[32] = {0}, sign[8] = {0};
     QUANT_UNROLL for (int i = 0; i < n; i++) {
-        QUANT_DEVICE const uint8_t *p = b->qs + 8 * (g + i);
-        uint32_t h = b->qh[g + i];
-        for (int k = 0; k < 4; k++)
-            w[4 * i + k] = quant_entries(quant_grid_iq3_s, p[2 * k] | (h << (8 - 2 * k) & 256),
-                                         p[2 * k + 1] | (h << (7 - 2 * k) & 256));
+        quant_entries(w + 4 * i, quant_grid_iq3_s, 8, b->qs + 8 * (g + i), b->qh[g + i], 1, 256);
         sign[i] = quant_u32(b->signs + 4 * (g + i));
     }
     quant_codebook(q, w, 4, quant_iq3_s, sign, n);
     quant_scales(d, quant_half(b->d), quant_spread(quant_u32(b->scales), 4) << 1, 0, 32, -1, g, n);
-    quant_no_offsets(m, n);
 }
 
 // IQ1_S ----------------------------------------------------------- 1.5625 bits per weight
@@ -1325,15 +1299,12 @@ QUANT_DECODER(iq3_s) {
 //   index: qs, and above it 3 bits of qh, a 16-bit word per 32 weights: 4 x 3 bits, sc 3 bits, the
 //   top bit: s is -1
 typedef struct { uint8_t d[2], qs[32], qh[16]; } block_iq1_s;
-QUANT_DECODER(iq1_s) {
+QUANT_SCALED(iq1_s) {
     uint32_t w[16] = {0}, minus[8] = {0};
     uint64_t sc = 0;
     QUANT_UNROLL for (int i = 0; i < n; i++) {
-        QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 5 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h << 2 & 1792),
-                                     p[3] | (h >> 1 & 1792));
+        quant_entries(w + 2 * i, quant_grid_iq1, 4, b->qs + 4 * (g + i), h, 3, 1792);
         minus[i] = 0u - (h >> 15);
         sc |= (uint64_t)(h >> 12 & 7) << 8 * i;
     }
@@ -1341,7 +1312,6 @@ QUANT_DECODER(iq1_s) {
     quant_unpack(q, minus, 1, 2, n);
     quant_lookup(q, quant_iq1, 8, n);
     quant_scales(d, quant_half(b->d) * 0.125f, sc << 1, 0, 32, -1, 0, n);
-    quant_no_offsets(m, n);
 }
 
 // IQ1_M ----------------------------------------------------------- 1.75 bits per weight
@@ -1350,28 +1320,21 @@ QUANT_DECODER(iq1_s) {
 //   index: qs, and above it 3 bits of a nibble of qh, whose top bit says: s is -1
 //   scales: 4 16-bit words: 4 x 3 bits sc, and 4 bits of d, an f16, lowest first
 typedef struct { uint8_t qs[32], qh[16], scales[8]; } block_iq1_m;
-QUANT_DECODER(iq1_m) {
+QUANT_SCALED(iq1_m) {
     uint32_t w[16] = {0}, minus[8] = {0};
     QUANT_UNROLL for (int i = 0; i < n; i++) {
-        QUANT_DEVICE const uint8_t *p = b->qs + 4 * (g + i);
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
-        w[2 * i] = quant_entries(quant_grid_iq1, p[0] | (h << 8 & 1792), p[1] | (h << 4 & 1792));
-        w[2 * i + 1] = quant_entries(quant_grid_iq1, p[2] | (h & 1792), p[3] | (h >> 4 & 1792));
-        uint32_t top = h >> 3 & 0x1111;                             // one bit to a byte of ones
-        top = (top | top << 8) & 0x00110011;
-        minus[i] = ((top | top << 4) & 0x01010101) * 255;
+        quant_entries(w + 2 * i, quant_grid_iq1, 4, b->qs + 4 * (g + i), h, 4, 1792);
+        minus[i] = (uint32_t)quant_spread(h >> 3 & 0x1111, 4) * 255;   // a bit: a byte of ones
     }
     quant_unpack(q, w, 2, 0, n);
     quant_unpack(q, minus, 1, 2, n);
     quant_lookup(q, quant_iq1, 8, n);
-    uint64_t s = quant_u64(b->scales), dbits = s >> 12 & 0x000f000f000f000f, sc = 0, hi = 0;
+    uint64_t s = quant_u64(b->scales), dbits = s >> 12 & 0x000f000f000f000f;
     uint32_t h = (uint32_t)(dbits | dbits >> 12 | dbits >> 24 | dbits >> 36) & 0xffff;
-    for (int i = 0; i < 8; i++) {
-        sc |= (s >> (i / 4 * 16 + i % 4 * 3) & 7) << 8 * i;
-        hi |= (s >> (i / 4 * 16 + i % 4 * 3 + 32) & 7) << 8 * i;
-    }
-    quant_scales(d, quant_f16_to_f32(h) * 0.125f, sc << 1, hi << 1, 16, -1, g, n);
-    quant_no_offsets(m, n);
+    uint64_t low = quant_spread((s & 0xfff) | (s >> 4 & 0xfff000), 3);
+    uint64_t high = quant_spread((s >> 32 & 0xfff) | (s >> 36 & 0xfff000), 3);
+    quant_scales(d, quant_f16_to_f32(h) * 0.125f, low << 1, high << 1, 16, -1, g, n);
 }
 
 // ---- 10. table, and public functions ----
@@ -1460,18 +1423,14 @@ QUANT_API int quant_type_from_name(const char *name) {
 }
 
 // an eight of codes, or of halves, to floats
-#if defined(QUANT_X86)
 QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
-    __m128i codes = _mm_loadl_epi64((const __m128i *)q);
-    _mm256_storeu_ps(dst, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)) * d + m);
+    for (int i = 0; i < 8; i++) dst[i] = d * q[i] + m;
 }
+#if defined(QUANT_X86)
 QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
     _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
 }
 #else
-QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
-    for (int i = 0; i < 8; i++) dst[i] = d * q[i] + m;
-}
 QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
     for (int i = 0; i < 8; i++) dst[i] = quant_half(p + 2 * i);
 }

@@ -2602,6 +2602,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
     simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
 
 #pragma GCC diagnostic ignored "-Wattributes"   // [[buffer(0)]] and its kin
+#pragma GCC diagnostic ignored "-Wunused-parameter"   // of PLACE; of methods, self and the name
 #undef QUANT_UNROLL
 #define QUANT_UNROLL                            // it would cost time to compile, and warnings
 #define attention metal_attention               // names that llm.c and the tests use, too
@@ -2628,16 +2629,16 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 // ---- the software Metal device ----
 //
 // Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data.
-// Positions of arguments come from the [[attributes]] in the source text; compiled kernels are
-// found by name in this program (link with -rdynamic). The generic call passes one word a
+// The source text is searched for [[attributes]], which are to have one order; compiled kernels
+// are found by name in this program (link with -rdynamic). The generic call passes one word a
 // parameter: right on x86-64 and arm64 Linux. A buffer ends where its page ends, with nothing
 // mapped behind: whoever reads on is stopped.
 
-enum { BINDINGS = 31, PARAMS = 24, RECORDS = 4096, PAGE = 16384 };
-enum { P_BUFFER, P_SHARED, KINDS = 7 };          // a kernel's parameters:
-static const char *const soft_kinds[KINDS] = {
-    "buffer", "shared_memory", "threadgroup_position_in_grid", "thread_index_in_threadgroup",
-    "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup", "simdgroups_per_threadgroup"};
+enum { BINDINGS = 31, PARAMS = 24, PLACES = 6, RECORDS = 4096, PAGE = 16384 };
+static const char *const soft_places[PLACES] = {   // behind a kernel's buffers, as PLACE has them
+    "*shared [[shared_memory]]", "tg [[threadgroup_position_in_grid]]",
+    "tid [[thread_index_in_threadgroup]]", "nsg [[simdgroups_per_threadgroup]]",
+    "sg [[simdgroup_index_in_threadgroup]]", "lane [[thread_index_in_simdgroup]]"};
 
 struct SoftClass;
 typedef struct { struct SoftObject *buffer; char *p; } SoftBind;
@@ -2651,14 +2652,13 @@ typedef struct SoftRun {
 } SoftRun;
 typedef struct SoftObject {                      // any object; few fields, several uses
     const struct SoftClass *isa;
-    int refs, n_params, status;
+    int refs, n_buffers, status;                 // n_buffers: of a kernel, the last: arguments
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p, *pages;                             // a string's, buffer's, library's bytes
     char *gpu, *mapped;                          // where CUDA has a buffer; its first own page
     size_t n;
     bool mine;                                   // p is ours to free
-    struct { int kind, index; } param[PARAMS];
     struct { bool set; int value; } constant[N_CONSTANTS];
     SoftRun now, *runs, **last;                  // an encoder's state, a command buffer's work
 } SoftObject;
@@ -2768,7 +2768,6 @@ static id soft_string(const SoftClass *c, const char *s) {
 // Methods. A class's own ("+") and its instances' ("-") share a table.
 #define M(R, name, ...) static R soft_##name(id self, SEL sel, ##__VA_ARGS__)
 #define SELF ((SoftObject *)self)
-#pragma GCC diagnostic ignored "-Wunused-parameter"   // self and the method's name
 
 M(id, class_new) { return soft_new(self); }
 M(void, object_release) { soft_release(self); }
@@ -2806,13 +2805,16 @@ M(id, new_library, id source, id options, id *error) {
         while (*c && *c != '\n') *c++ = ' ';
     if (!strstr(o->p, "\nconstant int name [[function_constant(C_##name)]];"))
         soft_fault("function constants have other numbers than in metal.c");
+    const char *at = strstr(o->p, "#define PLACE");
+    for (int i = 0; i < PLACES && at; i++) at = strstr(at, soft_places[i]);
+    if (!at) soft_fault("PLACE has another order than soft_kernel");
     return o;
 }
 
 M(id, new_function, id name, id constants, id *error) {
     const char *want = ((SoftObject *)name)->p, *s = SELF->p;
     size_t n = strlen(want);
-    int commas = 0;
+    int parameters = 0, index;
     while ((s = strstr(s, "kernel void ")) && (s += 12, strncmp(s, want, n) || s[n] != '(')) ;
     if (!s) return *error = soft_string(&NSError, "no such kernel"), NULL;
     SoftObject *f = soft_child(&Function, self);
@@ -2822,17 +2824,14 @@ M(id, new_function, id name, id constants, id *error) {
     snprintf(f->name, sizeof f->name, "%s", want);
     if (!f->p) f->p = dlsym(RTLD_DEFAULT, want);
     if (!f->p) soft_fault("kernel %s is not in this program: link with -rdynamic", want);
-    for (s += n + 1; *s && *s != '{'; s++) {     // an attribute: [[name]] or [[name(index)]]
-        commas += *s == ',';
+    for (; *s && *s != '{'; s++) {
+        parameters += *s == ',';
         if (s[0] != '[' || s[1] != '[') continue;
-        char attr[40] = "";
-        int kind = 0, i = f->n_params++ % PARAMS;
-        sscanf(s, "[[%39[a-z_](%d)]]", attr, &f->param[i].index);
-        while (kind < KINDS && strcmp(attr, soft_kinds[kind])) kind++;
-        if (kind == KINDS || i == PARAMS - 1) soft_fault("%s: cannot read %.20s", want, s);
-        f->param[i].kind = kind;
+        if (sscanf(s, "[[buffer(%d)]]", &index) != 1 || index != f->n_buffers++)
+            soft_fault("%s: cannot read %.20s", want, s);
     }
-    if (commas != f->n_params - 1) soft_fault("%s: a parameter has no attribute", want);
+    if (parameters != f->n_buffers || parameters + PLACES > PARAMS || strncmp(s - 7, "PLACE) ", 7))
+        soft_fault("%s: a parameter has no attribute, or PLACE is not the last", want);
     return f;
 }
 
@@ -2935,10 +2934,10 @@ HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
     SoftRun *r = argument;
     SoftObject *f = r->pipeline->a;
     int t = emu.now;
-    intptr_t v[PARAMS] = {0}, of[KINDS] = {0, (intptr_t)emu.shared, emu.tg, t, t % SIMD, t / SIMD,
-                                           emu.groups};   // as soft_kinds
-    for (int i = 0; i < f->n_params; i++)
-        v[i] = f->param[i].kind ? of[f->param[i].kind] : (intptr_t)r->bind[f->param[i].index].p;
+    intptr_t place[PLACES] = {(intptr_t)emu.shared, emu.tg, t, emu.groups, t / SIMD, t % SIMD};
+    intptr_t v[PARAMS] = {0};
+    for (int i = 0; i < f->n_buffers; i++) v[i] = (intptr_t)r->bind[i].p;
+    memcpy(v + f->n_buffers, place, sizeof place);
     typedef intptr_t W;
     ((void (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W))f->p)(
         v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
@@ -2950,12 +2949,9 @@ static const char *soft_ready(SoftRun *r) {   // set function constants; is all 
 #define X(name) name = f->constant[C_##name].value;
     FUNCTION_CONSTANTS(X)
 #undef X
-    for (int i = 0; i < f->n_params; i++) {
-        if (f->param[i].kind == P_BUFFER && !r->bind[f->param[i].index].p)
-            return "a buffer is not bound";
-        if (f->param[i].kind == P_SHARED && !r->shared) return "threadgroup memory has no length";
-    }
-    return NULL;
+    for (int i = 0; i < f->n_buffers; i++)
+        if (!r->bind[i].p) return "a buffer is not bound";
+    return r->shared ? NULL : "threadgroup memory has no length";
 }
 
 M(void, wait_completed) {
@@ -3411,13 +3407,6 @@ static void *cuda_function(CudaProgram *p) {
     return p->function;
 }
 
-static int cuda_last(const SoftObject *f) {   // the index of a kernel's last buffer, its arguments
-    int last = 0;
-    for (int i = 0; i < f->n_params; i++)
-        if (f->param[i].kind == P_BUFFER && f->param[i].index > last) last = f->param[i].index;
-    return last;
-}
-
 // What a dispatch runs: constants, all text, and a function that calls the kernel. At most 256
 // threads leave each as many registers as it may use.
 static CudaProgram *cuda_pipeline(const SoftObject *f, int threads) {
@@ -3426,29 +3415,22 @@ static CudaProgram *cuda_pipeline(const SoftObject *f, int threads) {
         FUNCTION_CONSTANTS(X)
 #undef X
     };
-    static const char *const kinds[KINDS] = {   // as soft_kinds
-        "", "(float *)shared_bytes", "blockIdx.x", "threadIdx.x", "threadIdx.x % 32",
-        "threadIdx.x / 32", "blockDim.x / 32"};
     char source[4000], *s = source;
     for (int i = 0; i < N_CONSTANTS; i++)
         s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], f->constant[i].value);
     s += sprintf(s, "#include \"kernels\"\nextern \"C\" __global__ void __launch_bounds__(%d)\n"
                  "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
                  threads > 256 ? 1024 : 256, f->name);
-    for (int i = 0; i < f->n_params; i++) {
-        int index = f->param[i].index, kind = f->param[i].kind;
-        if (kind != P_BUFFER) s += sprintf(s, "%s", kinds[kind]);
-        else if (index < cuda_last(f)) s += sprintf(s, "x.buffer[%d]", index);
-        else s += sprintf(s, "Any{(void *)x.bytes}");
-        s += sprintf(s, i + 1 < f->n_params ? ",\n        " : ");\n}\n");
-    }
+    for (int i = 0; i + 1 < f->n_buffers; i++) s += sprintf(s, "x.buffer[%d], ", i);
+    sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
+            "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
     return cuda_program(source);
 }
 
 static void cuda_launch(const SoftRun *r) {
     CudaBound x = {.words = cuda.resident ? 0 : (int)r->shared / 4};
     void *arguments[] = {&x};
-    int last = cuda_last(r->pipeline->a);
+    int last = ((SoftObject *)r->pipeline->a)->n_buffers - 1;   // arguments
     for (int i = 0; i <= last; i++) {
         const SoftObject *b = r->bind[i].buffer;
         if (!b) continue;
@@ -3722,7 +3704,8 @@ static void lab_gemv(Gpu *g, int type, int cols) {
         if (glu) w[1].m.bias = lab_floats(g, rows[1], wide);
         reference_norm(xs, in, cols, add ? NULL : &norm, x.arch.norm, 1e-5);
         run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
-                 (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap});
+                 (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap},
+                 EXPERTS_NONE);
         lab_end(&x, names[k]);
         for (int i = 0; i < (k ? 1 : 3); i++) {
             for (int r = 0; r < rows[i]; r++) {
@@ -3774,8 +3757,7 @@ static void lab_gemm(Gpu *g, int type, int cols, int n, bool int8, const char *n
             size[i][j] = 3 * size[i][j] + 10;
         }
     }
-    g->codes = int8 ? lab_bytes(g, n * cols) : NULL;
-    g->scales = int8 ? lab_floats(g, n * (cols / 32) * 3, 1) : NULL;
+    g->codes = int8 ? lab_floats(g, n * (cols / 32) * CODE_GROUP, 1) : NULL;
     run_quantize(lab_begin(&x), m, k, in, n);
     run_gemm(&x.s, m, k, in, y, n, (Epilogue){way, gate, 2, cap}, EXPERTS_NONE);
     lab_end(&x, name);
@@ -3806,7 +3788,7 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     x.w = (Layer){.ff = ff, .o = wo.m, .gate = gate.m, .up = up.m, .down = down.m,
                   .ffn_norm = lab_norm(g, dim, 0)};
     x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
-                    .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff + dim, 1)};
+                    .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff, 1)};
     reference_norm(att, x.s.att, inner, NULL, RMS, 0);
     for (int r = 0; r < dim; r++) sum[r] = x.s.x[r] + reference_row(&wo, r, att, 1, NULL);
     reference_norm(n, sum, dim, &x.w.ffn_norm, RMS, 1e-5);
@@ -4183,7 +4165,7 @@ static const struct { const char *name; int formats; } VARIANTS[] = {
     {"embed", 28}, {"gemv", 28}, {"gemv glu", 28}, {"gemm", 28}, {"gemm some", 28},
     {"gemm few", 28}, {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
     {"norm centred", 1}, {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1},
-    {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"experts_up", 28},
+    {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"gemv experts glu", 28},
     {"experts_down", 28}, {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
     {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
 };
@@ -4196,7 +4178,7 @@ static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
         bool glu = !strcmp(f->name, "gemv") && f->constant[C_EPILOGUE].value == EPILOGUE_GLU;
         int tile = f->constant[C_TILE_TOKENS].value, int8 = f->constant[C_INT8].value;
         char name[64];
-        bool experts = !strcmp(f->name, "gemm") && f->constant[C_EXPERTS].value;
+        bool experts = !strncmp(f->name, "gem", 3) && f->constant[C_EXPERTS].value;
         bool centred = !strcmp(f->name, "norm") && f->constant[C_CENTRED].value;
         snprintf(name, sizeof name, "%s%s%s%s%s%s", f->name, int8 ? " int8" : "",
                  tile == GEMM_FEW ? " few" : tile == GEMM_SOME && !int8 ? " some" : "",
@@ -4661,6 +4643,35 @@ static void check_cut(const Model *m) {
     soft.longest = 0;
 }
 
+// a map is cut before the first tensor that ends too late
+static void check_next_tensor(void) {
+    static const int at[] = {0, 16, 20, 44, 52};   // where four tensors begin, and the last one ends
+    uint8_t data[52];
+    Tensor t[5] = {{.n_dims = 0}};
+    Gguf file = {.tensors = t, .n_tensors = 4};
+    for (int i = 0; i < 4; i++)
+        t[i] = (Tensor){.ne = {(at[i + 1] - at[i]) / 4, 1, 1, 1}, .data = data + at[i]};
+    for (int end = 0, i = 0; end < 52; end++) {
+        i += end == at[i + 1];
+        int next = next_tensor(&file, data, data + 52, data + end) - data;
+        CHECK(next == at[i], "of %d bytes the last tensor begins at %d, not %d", end, next, at[i]);
+    }
+}
+
+// scratch for the slices of a long ring, that of the only layer
+static void check_parts(const Model *m) {
+    Session s;
+    Model one = *m;
+    const Layer *w = m->layers;
+    one.config.n_layer = 1;
+    open_gpu(&s, &one, (Options){.chunk = 9, .window = 2000, .gpu_int8 = true});
+    int slices = attention_slices(s.cache[0].rows, attention_parts(w->n_head, w->n_kv));
+    long room = s.gpu ? ((Gpu *)s.gpu)->codes - ((Gpu *)s.gpu)->parts : 0;
+    long extra = room - w->n_head * slices * (m->config.vd + 2);
+    CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
+    session_close(&s);
+}
+
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
     static const float some_weight[1] = {1};
@@ -4673,6 +4684,8 @@ static void test_metal_failures(void) {
                 lab_failure(models[k], i, later, want);
     }
     if (RECORDER) check_cut(open_model("golden/story.gguf"));
+    check_next_tensor();
+    check_parts(m);
     Model other;
     for (int hd = 80; hd < 280; hd += 6) {
         other = *m;
@@ -4710,28 +4723,26 @@ static void test_metal_failures(void) {
 static struct { const char *only; double read_rate; } bench;
 
 static double bench_time(const SoftRun *runs) {   // seconds
-    void *start, *stop;
+    void *event[2];
     float ms, best = 1e9;
-    CUDA(cuEventCreate, &start, 0);
-    CUDA(cuEventCreate, &stop, 0);
+    for (int i = 0; i < 2; i++) CUDA(cuEventCreate, &event[i], 0);
     for (int i = 0; i < 8 && !cuda.rehearsal; i++) {   // the first one warms up
-        CUDA(cuEventRecord, start, NULL);
+        CUDA(cuEventRecord, event[0], NULL);
         cuda_commit(runs);
-        CUDA(cuEventRecord, stop, NULL);
-        CUDA(cuEventSynchronize, stop);
-        CUDA(cuEventElapsedTime, &ms, start, stop);
+        CUDA(cuEventRecord, event[1], NULL);
+        CUDA(cuEventSynchronize, event[1]);
+        CUDA(cuEventElapsedTime, &ms, event[0], event[1]);
         best = i && ms < best ? ms : best;
     }
     return best / 1e3;
 }
 
-// prints a row of what was encoded since lab_begin, `times` the same
-static void bench_end(Lab *x, const char *name, int times, double bytes, double flop) {
-    double s = bench_time(((SoftObject *)x->g->commands[0])->runs) / times;
+// prints a row of what was encoded since lab_begin, `times` the same; how much: bytes, or FLOP
+static void bench_end(Lab *x, const char *name, int times, bool flop, double much) {
+    double s = bench_time(((SoftObject *)x->g->commands[0])->runs) / times, rate = much / s;
     printf("%s %.1f us", name, s * 1e6);
-    if (bytes) printf(" %.0f GB/s %.1f %%", bytes / s / 1e9, 100 * bytes / s / bench.read_rate);
-    if (flop) printf(" %.2f TFLOP/s", flop / s / 1e12);
-    putchar('\n');
+    if (flop) printf(" %.2f TFLOP/s\n", rate / 1e12);
+    else printf(" %.0f GB/s %.1f %%\n", rate / 1e9, 100 * rate / bench.read_rate);
     fflush(stdout);
     lab_end(x, name);
     lab_drop(x->g);
@@ -4761,59 +4772,35 @@ static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     return m;
 }
 
-static Cache bench_cache(Gpu *g, int n_kv, int hd, int rows) {
-    size_t ring = (size_t)n_kv * rows * hd;
-    uint16_t *half = need(4096 * sizeof *half);
-    int32_t *pos = need(rows * sizeof *pos);
-    for (int i = 0; i < 4096; i++) half[i] = quant_f32_to_f16(noise());
-    for (int i = 0; i < rows; i++) pos[i] = i;
-    return (Cache){bench_fill(g, 2 * ring, half, 8192), bench_fill(g, 2 * ring, half, 8192),
-                   bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows, 0, NULL, NULL};
-}
-
-static void bench_product(Gpu *g, int type, int64_t rows, int n, bool int8) {
+static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int n, bool int8) {
     enum { COLS = 4096 };
-    const char *format = quant_name(type), *name = text_of("%s%s %s %dx%d", n > 1 ? "gemm" : "gemv",
-        int8 ? " int8" : "", format ? format : "", (int)rows, COLS);
     double bytes = quant_row_bytes(type, COLS) * rows;
     int copies = 1 + 4e8 / bytes;
-    Matrix *m = need(copies * sizeof *m);
     Lab x = lab(g);
-    if (n > 1) name = text_of("%sx%d", name, n);
     if (!strstr(name, bench.only) || (int8 && format_block(type) == 1)) return;
     float *in = bench_floats(g, n * COLS), *y = bench_floats(g, n * rows);
-    for (int i = 0; i < copies; i++) m[i] = bench_matrix(g, type, rows, COLS);
-    g->codes = int8 ? (int8_t *)bench_floats(g, n * COLS / 4) : NULL;
-    g->scales = int8 ? bench_floats(g, n * COLS / 32 * 3) : NULL;
+    g->codes = int8 ? bench_floats(g, n * (COLS / 32) * CODE_GROUP) : NULL;
     lab_begin(&x);
     for (int i = 0; i < copies; i++) {
-        const Matrix *w = &m[i];
-        run_quantize(&x.s, &w, 1, in, n);
-        if (n > 1) run_gemm(&x.s, &w, 1, in, &y, n, STORE, EXPERTS_NONE);
-        else run_gemv(&x.s, &w, 1, (Input){in, NULL}, &y, 1, STORE);
+        Matrix m = bench_matrix(g, type, rows, COLS);
+        const Matrix *w = &m;
+        run_products(&x.s, &w, 1, (Input){in, NULL}, &y, n, STORE);
     }
-    g->coded = NULL;
-    g->codes = NULL;
-    bench_end(&x, name, copies, n > 1 ? 0 : bytes, n > 1 ? 2.0 * n * rows * COLS : 0);
+    bench_end(&x, name, copies, n > 1, n > 1 ? 2.0 * n * rows * COLS : bytes);
 }
 
-// attention of n tokens after `rows - n`; or, with a format, a layer of an 8B Llama
-static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n, const char *format) {
+// attention of n tokens after `rows - n`; or, with a format (or -1), a layer of an 8B Llama
+static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int rows, int n,
+                            int type) {
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
-    double pairs = (double)n * rows - n * (n - 1) / 2.0, bytes = 4.0 * KV * rows * hd;
-    const char *name = text_of("%sattention %d heads of %d, %d rows", n > 1 ? "flash " : "", n_head,
-                               hd, rows);
-    int type = format ? quant_type_from_name(format) : 0;
+    double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * n_head * n * (rows - (n - 1) / 2.0);
+    int32_t *pos = need(rows * sizeof *pos);
     Cache c[COPIES];
-    Layer w[COPIES];
     Lab x = lab(g);
-    if (format) name = text_of("layer %s of 8B, %d rows", format, rows);
     if (!strstr(name, bench.only)) return;
-    Config *config = &x.m.config;
-    config->rope = ROPE_HALVES;
-    config->hd = config->vd = config->n_rot = hd;
-    config->causal = true;
-    config->dim = D;
+    for (int i = 0; i < rows; i++) pos[i] = i;
+    x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D, .hd = hd,
+                          .vd = hd, .n_rot = hd, .rope = ROPE_HALVES, .causal = true};
     x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
@@ -4821,41 +4808,47 @@ static void bench_attention(Gpu *g, int n_head, int hd, int rows, int n, const c
                     .att = bench_floats(g, n * n_head * hd), .x = bench_floats(g, D),
                     .up = bench_floats(g, FF), .angles = {bench_floats(g, n * hd)}};
     g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
-    for (int i = 0; i < COPIES; i++) {
+    lab_begin(&x);
+    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) {
         Matrix *m[] = {&x.w.q, &x.w.o, &x.w.k, &x.w.v, &x.w.gate, &x.w.up, &x.w.down};
-        for (int k = 0; format && k < 7; k++)
+        for (int k = 0; type >= 0 && k < 7; k++)
             *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
                                  k == 6 ? FF : D);
-        w[i] = x.w;
-        c[i] = bench_cache(g, KV, hd, rows);
-    }
-    lab_begin(&x);
-    for (x.s.l = 0; x.s.l < COPIES; x.s.l++)
-        if (format) run_layer(&x.s, &w[x.s.l], 1);
+        c[x.s.l] = (Cache){.k = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
+                           .v = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
+                           .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
+        if (type >= 0) run_layer(&x.s, &x.w, 1);
         else run_attention(&x.s, &x.w, n);
-    if (format) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
-    bench_end(&x, name, COPIES, n > 1 ? 0 : bytes, n > 1 ? 4 * pairs * hd * n_head : 0);
+    }
+    if (type >= 0) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
+    bench_end(&x, name, COPIES, n > 1, n > 1 ? flop : bytes);
 }
 
 static void bench_all(void) {
-    static const char *const layers[] = {"f16", "q8_0", "q4_0", "q4_K"};
+    static const int layers[] = {FORMAT_F16, FORMAT_Q8_0, 2, 12};   // q4_0, q4_K
     Gpu *g = lab_open();
-    for (int i = 0; i < N_FORMATS; i++) {
-        bench_product(g, FORMATS[i], 14336, 1, false);
-        bench_product(g, FORMATS[i], 131072, 1, false);
-        bench_product(g, FORMATS[i], 4096, 512, false);
-        bench_product(g, FORMATS[i], 4096, 512, true);
+    for (int type = 0; type < 64; type++) {
+        const char *f = quant_name(type);
+        if (!f) continue;
+        bench_product(g, text_of("gemv %s 14336x4096", f), type, 14336, 1, false);
+        bench_product(g, text_of("gemv %s 131072x4096", f), type, 131072, 1, false);
+        bench_product(g, text_of("gemm %s 4096x4096x512", f), type, 4096, 512, false);
+        bench_product(g, text_of("gemm int8 %s 4096x4096x512", f), type, 4096, 512, true);
     }
-    for (int rows = 1024; rows <= 8192; rows *= 8) bench_attention(g, 32, 128, rows, 1, NULL);
-    for (int hd = 64; hd <= 256; hd *= 2)
-        bench_attention(g, hd == 256 ? 16 : 32, hd, 2048, 512, NULL);
-    for (int i = 0; i < 4; i++) bench_attention(g, 32, 128, 1024, 1, layers[i]);
+    bench_attention(g, "attention 32 heads of 128, 1024 rows", 32, 128, 1024, 1, -1);
+    bench_attention(g, "attention 32 heads of 128, 8192 rows", 32, 128, 8192, 1, -1);
+    bench_attention(g, "flash attention 32 heads of 64, 2048 rows", 32, 64, 2048, 512, -1);
+    bench_attention(g, "flash attention 32 heads of 128, 2048 rows", 32, 128, 2048, 512, -1);
+    bench_attention(g, "flash attention 16 heads of 256, 2048 rows", 16, 256, 2048, 512, -1);
+    for (int i = 0; i < 4; i++)
+        bench_attention(g, text_of("layer %s of 8B, 1024 rows", quant_name(layers[i])), 32, 128,
+                        1024, 1, layers[i]);
     gpu_close(&(Session){.gpu = g});
 }
 
 // what the GPU can read, in bytes a second: of 4 GB, 64 bytes a thread at a time
 static double bench_read(void) {
-    SoftObject buffer = {.n = 1, .p = ""}, none = {0}, pipeline = {.a = &none};
+    SoftObject buffer = {.n = 1, .p = ""}, kernel = {.n_buffers = 1}, pipeline = {.a = &kernel};
     SoftRun r = {.pipeline = &pipeline, .bind = {{&buffer, buffer.p}}, .groups = {1024, 1, 1},
                  .threads = {1024, 1, 1}};
     r.program = cuda_program("extern \"C\" __global__ void entry(uint4 *p) {\n"
@@ -4980,14 +4973,14 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"return n <= GEMM_FEW ?", "GEMM_FEW ? G", "8 tokens fit either tile"},
     {"n <= GEMM_SOME ?", "GEMM_SOME ? GEMM_SOME", "32 tokens fit either tile"},
     {"return n_expert < n ?", "n ?", "at equality there is more room than needed"},
-    {"return nsg < ATTENTION_SIMDGROUPS", "ATTENTION", "at equality both are the same"},
+    {"if (nsg > ATTENTION_SIMDGROUPS)", "ATTENTION", "at equality both are the same"},
     {"for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
     {"i0 < cols; i0 +=", "cols; i0", "past the last column there are zeros"},
     {"g0 * 32 < cols; g0 +=", "cols; g0", "past the last column there are zeros"},
     {"k0 < a->cols; k0 +=", "a->cols; k0", "past the last column there are zeros"},
     {"n > GEMM_FEW ? x : NULL", "GEMM_FEW ? x", "8 tokens can be codes, too"},
     {"i < TILE_TOKENS * 2;", "TILE_TOKENS", "a row past the last is not read"},
-    {"if (row >= m->rows)", "m->rows)", "a unit past the end reads the last row, writes nothing"},
+    {"if (row >= a->each", "a->each", "a unit past the end reads the last row, writes nothing"},
     {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
     {"min(row, a->dv - 1)", "min(", "rows of a state that no head has may hold anything"},
     {"return x > 20.0f ?", "20.0f ?", "at the bound both are the same"},
@@ -5000,7 +4993,6 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"r < a->used; r += a->slices", "a->used", "attention_rows looks again"},
     {"h < QUERY_HEADS; h++)", "QUERY", "an unused head; of 2 AddressSanitizer sees it"},
     {"e = 0; e < 8; e++)", "8; e++)\n            if", "no lane has a third quad"},
-    {"if ((int)lane < ROW_LANES", "ROW_LANES &&", "the next lane writes the same"},
     {"i < QUERY_HEADS + (slice == 0)", "QUERY_HEADS", "it goes where results will be"},
     {"m = max(m, parts[", "s *", "any m serves that is not too far off"},
     {"for (int i = 0; i < 16; i++) {", "16", "past the thread's array: AddressSanitizer sees it"},
@@ -5042,17 +5034,15 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
 // mistakes of metal.c: an expression, the text behind it, and what stands in its place
 static const char *const MISTAKES[][3] = {
     {"one ? NULL : MTLCopyAllDevices()", "", "NULL"}, {"MTLCommandBufferStatusCompleted", ")", "5"},
-    {"from - at->base", "", "0"}, {"(sizeof(float) * d->shared + 15) / 16 * 16", "", "16"},
+    {"from - at->base", "", "0"}, {"(sizeof(float) * floats + 15) / 16 * 16", "", "16"},
     {"(uintptr_t)w->data % 16", ", quant", "0"}, {"w->scale ? *w->scale : 1", "", "1"},
     {"m->config.embd_scale", ";", "1"}, {"a.cols % 32 != 0", "}};", "0"},
-    {"a.cols % 32 != 0", ", [C_NORMED]", "0"}, {"norm_bits(in.norm)", ",\n", "0"},
-    {"in.norm && c->arch->norm != RMS", ", [C_EPILOGUE]", "0"}, {"kind != RMS", ",", "0"},
-    {"in.norm && c->arch->norm != RMS", ",\n", "0"},
-    {"(w[i]->bias != NULL)", "", "0"},
-    {"div_up(a.units * n, GEMV_SIMDGROUPS)", "", "a.units * n / GEMV_SIMDGROUPS"},
+    {"w[0]->cols % 32 != 0", "", "0"}, {"norm_bits(in.norm)", "", "0"},
+    {"in.norm && c->arch->norm != RMS", "", "0"}, {"kind != RMS", ",", "0"},
+    {"(w[i]->bias != NULL)", "", "0"}, {"(experts && w[i]->scale)", "", "0"},
+    {"div_up(a.units * a.tokens, GEMV_SIMDGROUPS)", "", "a.units * a.tokens / GEMV_SIMDGROUPS"},
     {"div_up(w[i]->rows, GEMM_ROWS)", "", "w[i]->rows / GEMM_ROWS"},
-    {"div_up(n, tile)", "", "n / tile"}, {"a.cols % 32 != 0", ", [C_EPILOGUE]", "0"},
-    {"(w[i]->bias != NULL)", " << i;\n        d.groups", "0"}, {"gemm_floats(tile)", "", "4"},
+    {"div_up(n, tile)", "", "n / tile"}, {"gemm_floats(tile)", "", "4"},
     {"m[i]->cols % 32 != 0", ";", "0"},
     {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
     {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
@@ -5063,7 +5053,7 @@ static const char *const MISTAKES[][3] = {
     {"(c->arch->flags & QK_NORM_LATE) != 0", "", "0"}, {"c->arch->norm != RMS", ",", "0"},
     {"(qn->b != NULL)", "", "0"}, {"(kn->b != NULL)", "", "0"}, {"q != s->q", "", "0"},
     {"c->alibi", " > 0, [C_FUSED]", "0"}, {"slices", " > 1 ? g->parts", "0"},
-    {"c->arch->act", "}};\n    bool glu", "0"}, {"c->arch->act", "}};\n    bool plain", "1"},
+    {"c->arch->act", "}};\n    bind", "0"}, {"c->arch->act", ", [C_EPILOGUE] = E", "1"},
     {"post->w && c->arch->flags & ENCODER", "", "0"}, {"post->w && !after", "", "0"},
     {"c->residual_scale", ", 0}, e", "1"}, {"w->parallel ? s->out : s->x", "", "s->x"},
     {"!w->parallel || w->ffn_norm.w", "", "true"}, {"!w->w && c->arch->norm != BARE", "", "!w->w"},
@@ -5071,10 +5061,9 @@ static const char *const MISTAKES[][3] = {
     {"n == 1", " ? s->logits : NULL", "1"}, {"ids", " && cache->rows", "true"},
     {"g->best_of == logits", "", "1"}, {"c->n_layer / MAX_COMMANDS", " + SPLIT", "100"},
     {"s->o.gpu_block", " &&", "1"}, {"!w->attn_post_norm.w && !w->ffn_post_norm.w", "", "true"},
-    {"w->step / m.row_bytes", "", "w->rows"}, {"experts && w[0]->scale", "", "0"},
+    {"w->step / m.row_bytes", "", "w->rows"}, {"experts ? c->n_used : n", "", "1"},
     {"c->gating == 2", "", "0"}, {"w->router_bias != NULL", "}", "0"},
-    {"1 + (w->shared_router.data != NULL)", "", "1"}, {"(gate->bias != NULL)", "", "0"},
-    {"(gate->scale != NULL)", "", "0"}, {"down->scale != NULL", "}", "0"},
+    {"1 + (w->shared_router.data != NULL)", "", "1"}, {"down->scale != NULL", "}", "0"},
     {"(down->bias != NULL)", "", "0"}, {"(shared->bias != NULL)", "", "0"},
     {"w->shared_router.data != NULL", ", e.factor", "0"},
     {"s->n_recurrent", ") forward_again", "0"},
@@ -5090,10 +5079,11 @@ static const char *const KERNEL_MISTAKES[][3] = {
     {"QK_NORMED >> which & 4 ? 0.0f : a->limit", "", "a->limit"}, {"exp(-*gate)", "", "0.0f"},
     {"slope * (float)far", "", "0.0f"}, {"floor((float)pos / a->n_ctx)", "", "pos / a->n_ctx"},
     {"temperature(pos, a)", "", "1.0f"}, {"temperature(a->pos + t, a)", "", "1.0f"},
-    {"sigmoid(*route)", " : 1.0f", "1.0f"}, {"sigmoid(route[t])", " : 1.0f", "1.0f"},
+    {"sigmoid(*route)", " : 1.0f", "1.0f"}, {"sigmoid(route[tg])", " : 1.0f", "1.0f"},
     {"(BIASES & 1 ? bias[e] : 0.0f)", "", "0.0f"}, {"order[row] / a->n_used", "", "order[row]"},
     {"h / (a->n_value / a->n_key)", "", "h % a->n_key"},
     {"clamp(v, -7.0f, 7.0f)", "", "v"}, {"rsqrt(row_sum(kk) + a->eps)", "", "1.0f"},
+    {"expert * m->bias_step", "", "0"},
 };
 
 // What the copies include. A bound is the next number, of integers or of floats.
@@ -5281,7 +5271,8 @@ static int metal_mutants(int argc, char **argv) {
         write_mutants(text_of("%s/metal.c", argv[0]), host, all + k, n - k);
         return test.failures > 0;
     }
-    if (waitpid(run_mutant(-1, 0), &status, 0) < 0 || status) return printf("not well\n"), 1;
+    if (waitpid(run_mutant(-1, 0), &status, 0) < 0 || status)
+        return printf("not well, see test_mutants.d/0/out\n"), 1;
     int from = argc > 1 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n, survived = 0;
     int same = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
     for (int i = from; i < to; i++) {
