@@ -3020,19 +3020,18 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value)* `,`?")     X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare") \
+    X(not, "`not` not | compare")           X(paren, "'(' tuple? ')'") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | notin) sum)*") \
     X(sum, "join ((`+` | `-`) join)*")      X(join, "product (`~` product)*") \
     X(product, "power ((`*` | `//` | `/` | `%`) power)*") \
     X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test)*") \
     X(postfix, "atom (member | item | args)*") \
-    X(paren, "'(' tuple? ')'") \
     X(atom, "string | number | each | list | dict | paren | primitive | name") \
     X(sign, "(`-` | `+`) (sign | postfix)") X(notin, "'not' 'in'") \
     X(each, "'[' 'for' name 'in' or cond? ':' value ']'")   X(cond, "'if' value") \
     X(list, "'[' (value (',' value)* ','?)? ']'") \
     X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
-    X(member, "'.' name args?")             X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
+    X(member, "'.' (name args? | number)")  X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
     X(args, "'(' (arg (',' arg)* ','?)? ')'")               X(arg, "name '=' value | value") \
     X(filter, "'|' name args?")             X(inline, "name args?") \
     X(test, "'is' `not`? (`in` | name) (args | postfix)?") \
@@ -3147,15 +3146,14 @@ static bool read_string(Template *t, Value *v) {
 
 // Reads digits, an int, or with a fraction or exponent a float.
 static bool read_number(Template *t, Value *v) {
-    char *end, *end_of_float;
-    if (!is_digit(*t->p)) return false;
-    errno = 0;
-    *v = int_value(strtoll(t->p, &end, 10));
-    if (errno) stop(t, "a number is too large");
-    double f = strtod(t->p, &end_of_float);
-    if (among(*end, ".eE") && end_of_float > end + 1) *v = float_value(f), end = end_of_float;
-    t->p = end;
-    return true;
+    size_t n = strspn(t->p, "0123456789");
+    char *end;
+    double f = strtod(t->p, &end);
+    bool whole = !among(t->p[n], ".eE") || end <= t->p + n + 1;
+    if (whole && f > 0x1p63) stop(t, "a number is too large");
+    *v = whole ? int_value(strtoll(t->p, NULL, 10)) : float_value(f);
+    if (n) t->p = whole ? t->p + n : end;
+    return n > 0;
 }
 
 // Reads a name, which is none of the words that stand between values.
@@ -3436,8 +3434,9 @@ static Value slice(Template *t, Value a, const Value *bound) {
 //
 // To add one, add a row, then a line to the test.
 static const char *const BUILTINS[] = {
-    "fn.range (a, b=none, step=1) @range(0, a, 1) if b is none else @range(a, b, step)",
-    "fn.namespace (positional={}) @namespace(@dict(positional, kwargs))",
+    "fn.range (a, b=none, step=1) [for i in @range(a): i] if b is none else"
+        " [for i in @range((b - a + step - (1 if step > 0 else -1)) // step): a + i * step]",
+    "fn.namespace (positional={}) @namespace(positional, kwargs)",
     "fn.dict (positional={}) @dict(positional, kwargs)",
     "fn.raise_exception (message) @fail(message)", "fn.strftime_now (format) @now(format)",
     // methods of dicts
@@ -3462,10 +3461,13 @@ static const char *const BUILTINS[] = {
     "|_tuple (v) v if @kind(v) == 'tuple' else (v,)",
     "str.startswith (s, x) true in [for p in x|_tuple: s[:p|length] == p]",
     "str.endswith (s, x) true in [for p in x|_tuple: s[s|length - p|length:] == p]",
+    "str.removeprefix (s, x) s[x|length:] if s.startswith(x) else s",
+    "str.removesuffix (s, x) s[:s|length - x|length] if s.endswith(x) else s",
+    "str.splitlines (s, l=s.replace('\\r\\n', '\\n').split('\\n')) l if l[-1] else l[:-1]",
     "str.isdigit (s) s != '' and s.strip('0123456789') == ''",
     // a format is split at its fields; %% and {{ }} hide behind characters that are none
     "str.% (s, v, p=s.replace('%%', '\\uffff').split('%'), l=v|_tuple)"
-        " @join('', p[:1] + [for i in @range(1, p|length, 1): p[i]|_percent(l[i - 1])])"
+        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_percent(l[i - 1])])"
         ".replace('\\uffff', '%') if p|length == l|length + 1 else"
         " @fail('a format has not as many fields as values')",
     // x begins with a type such as s or 05.2f, how v is to be written
@@ -3475,7 +3477,7 @@ static const char *const BUILTINS[] = {
         " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t ~ r[1:]",
     "str.format (s) s|_format(varargs, kwargs)",
     "|_format (s, list, named, p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{'))"
-        " @join('', p[:1] + [for i in @range(1, p|length, 1): p[i]|_braces(i - 1, list, named)])"
+        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_braces(i - 1, list, named)])"
         ".replace('\\uffff', '{').replace('\\ufffe', '}')",
     "|_braces (x, i, list, named, p=x.split('}', 1), c=p[0].split(':', 1), k=c[0]) c[1]|d('s')"
         "|_percent(list[i] if k == '' else list[k|int] if k.isdigit() else named[k]) + p[1]",
@@ -3503,8 +3505,12 @@ static const char *const BUILTINS[] = {
     "|selectattr (v, path) @generator([for x in v if x|_get(path)|_is(varargs, kwargs): x])",
     "|rejectattr (v, path) @generator([for x in v if not x|_get(path)|_is(varargs, kwargs): x])",
     "|sum (v, attribute=none, start=0) @sum(v|_all(attribute), start)",
-    "|sort (v, reverse=false, case_sensitive=false, attribute=none)"
-        " @sort(@list(v), @list(v)|_keys(attribute, case_sensitive), reverse)",
+    // quicksort of pairs, whose first parts are compared
+    "|_sorted (l, m=l[l|length // 2]) l if l|length < 2 else [for x in l if x[0] < m[0]: x]|_sorted"
+        " + [for x in l if x[0] == m[0]: x] + [for x in l if x[0] > m[0]: x]|_sorted",
+    "|sort (v, reverse=false, case_sensitive=false, attribute=none, step=-1 if reverse else 1,"
+        " l=@list(v)[::step], k=l|_keys(attribute, case_sensitive))"
+        " [for x in [for i in range(l|length): (k[i], l[i])]|_sorted: x[1]][::step]",
     "|min (v, case_sensitive=false, attribute=none) (v|sort(false, case_sensitive, attribute))[0]",
     "|max (v, case_sensitive=false, attribute=none) (v|sort(true, case_sensitive, attribute))[0]",
     "|dictsort (d, case_sensitive=false, by='key', reverse=false)"
@@ -3514,8 +3520,8 @@ static const char *const BUILTINS[] = {
         " @generator([for i in range(l|length) if k[i] not in k[:i]: l[i]])",
     "|groupby (v, attribute, l=v|sort(attribute=attribute), k=l|_keys(attribute, false))"
         " [for i in range(l|length) if i == 0 or k[i] != k[i - 1]:"
-        " (l[i]|_get(attribute), [for j in @range(i, l|length, 1) if k[j] == k[i]: l[j]])]",
-    "|batch (v, n, fill_with=none, l=@list(v)) @generator([for i in @range(0, l|length, n):"
+        " (l[i]|_get(attribute), [for j in range(i, l|length) if k[j] == k[i]: l[j]])]",
+    "|batch (v, n, fill_with=none, l=@list(v)) @generator([for i in range(0, l|length, n):"
         " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])",
     // numbers
     "|abs (x) -x if x < 0 else x",
@@ -3553,13 +3559,13 @@ static const char *const BUILTINS[] = {
     "is.true (x) x is boolean and x", "is.false (x) x is boolean and not x",
     "is.integer (x) @kind(x) == 'int'", "is.float (x) @kind(x) == 'float'",
     "is.string (x) @kind(x) == 'str'", "is.mapping (x) @kind(x) == 'dict'",
-    "is.number (x) @kind(x) in ['int', 'float', 'bool']", "is._ (x) x",
+    "is.number (x) @kind(x) in ['int', 'float', 'bool']", "is.callable (x) @kind(x) == 'macro'",
     "is.sequence (x) @kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']",
     "is.iterable (x) x is sequence or @kind(x) == 'generator'", "is.in (x, l) x in l",
     "is.odd (x) x % 2 == 1", "is.even (x) x % 2 == 0", "is.divisibleby (x, n) x % n == 0",
     "is.eq is.equalto is.== (a, b) a == b", "is.sameas (a, b) @kind(a) == @kind(b) and a == b",
     "is.ne is.!= (a, b) a != b", "is.lt is.lessthan is.< (a, b) a < b", "is.le is.<= (a, b) a <= b",
-    "is.gt is.greaterthan is.> (a, b) a > b", "is.ge is.>= (a, b) a >= b",
+    "is.gt is.greaterthan is.> (a, b) a > b", "is.ge is.>= (a, b) a >= b", "is._ (x) x",
     // what a loop knows beside index0, length and its _items
     "loop.index (l) l.index0 + 1", "loop.first (l) l.index0 == 0",
     "loop.revindex (l) l.length - l.index0", "loop.nextitem (l) l._items[l.index]",
@@ -3767,11 +3773,12 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-// an empty scope on top of that of the loop, in the memory of the turn before
-static void begin_turn(Template *t, Scope *turn) {
+// Sets the names of a turn in an empty scope, in the memory of the turn before.
+static void begin_turn(Template *t, Scope *turn, const Node *targets, Value item) {
     if (turn->names.home) turn->names.home->used = 0;
     turn->names.n = 0;
     t->scope = turn;
+    assign(t, targets, item);
 }
 
 // Each turn has its own names. The filter goes first, as the loop knows its length. break and
@@ -3781,11 +3788,9 @@ static Value run_for(Template *t, const Node *n) {
     Seq all = items_of(t, eval(t, targets->next)), items = test ? (Seq){0} : all;
     Scope *scope = t->scope, *outer = new_scope(t, scope), *turn = new_scope(t, outer);
     Value loop = {.kind = V_LOOP, .scope = new_scope(t, NULL)}, text = string_value((Seq){0});
-    Value index0 = string_value(from_text(t, "index0"));
     bool done = false;
     for (size_t i = 0; i < all.n && test; i++) {
-        begin_turn(t, turn);
-        assign(t, targets, all.v[i]);
+        begin_turn(t, turn, targets, all.v[i]);
         if (truth(eval(t, test->first))) list_push(t, &items, all.v[i]);
     }
     dict_set_name(t, &loop.scope->names, "_items", (Value){.kind = V_LIST, .seq = items});
@@ -3793,14 +3798,13 @@ static Value run_for(Template *t, const Node *n) {
     dict_set_name(t, &outer->names, "loop", loop);
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
-        begin_turn(t, turn);
-        dict_set(t, &loop.scope->names, index0, int_value(i));
-        assign(t, targets, items.v[i]);
+        dict_set_name(t, &loop.scope->names, "index0", int_value(i));
+        begin_turn(t, turn, targets, items.v[i]);
         print(t, &text, eval(t, child(n, R_block)));
         done = done || !t->flow;   // jinja2 runs else also where no turn came to its end
     }
     t->flow = 0;
-    begin_turn(t, turn);
+    t->scope = outer;
     if (otherwise && !done) print(t, &text, eval(t, otherwise));
     t->scope = scope;
     return text;
@@ -3820,7 +3824,8 @@ static Value run_macro(Template *t, const Node *n, const Node *block) {
     const Node *params = child(n, R_params);
     Value v = {.kind = V_MACRO, .macro = obtain(t, sizeof *v.macro)};
     *v.macro = (Macro){params, block, t->scope};
-    if (n->rule == R_macro) return dict_set(t, &t->scope->names, n->first->value, v), n->value;
+    if (n->rule == R_macro) dict_set(t, &t->scope->names, n->first->value, v);
+    if (n->rule == R_macro) return n->value;   // nothing
     Value called = eval(t, params ? params->next : n->first);
     Args a = arguments(t, child(n, R_args));
     dict_set_name(t, &a.named, "caller", v);
@@ -3930,22 +3935,6 @@ static Value split(Template *t, Seq s, Value by, int64_t most) {
     return list;
 }
 
-// a list in the order of its keys, where equal ones stay as they were
-static Value sorted(Template *t, Seq list, Seq keys, bool down) {
-    Value out = {.kind = V_LIST, .seq.n = list.n};
-    out.seq.v = obtain(t, list.n * sizeof out);
-    for (size_t i = 0; i < list.n; i++) {
-        size_t before = 0;
-        spend(t, list.n);
-        for (size_t j = 0; j < list.n; j++) {   // < or, of what stands before it, <=
-            Str op = {down ? ">=" : "<=", j < i ? 2 : 1};
-            before += j != i && compare(t, op, keys.v[j], keys.v[i]);
-        }
-        out.seq.v[before] = list.v[i];
-    }
-    return out;
-}
-
 // the number that v is or, as text, says; otherwise what is given for that; whole: cut to an int
 static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
     double f = is_number(v) ? real(v) : 0;
@@ -3972,31 +3961,15 @@ static Value date(Template *t, Seq format) {
     return string_value(from_utf8(t, (Str){s, n}, mark));
 }
 
-// from a up to, but without, b in steps of c
-static Value range(Template *t, Value a, Value b, Value c) {
-    if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
-    __int128 n = ((__int128)b.i - a.i + c.i - (c.i > 0 ? 1 : -1)) / c.i;
-    if (n > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
-    Seq list = {.n = n > 0 ? n : 0};
-    list.v = obtain(t, list.n * sizeof *list.v);
-    for (size_t i = 0; i < list.n; i++) list.v[i] = int_value(a.i + (int64_t)i * c.i);
-    return (Value){.kind = V_LIST, .seq = list};
-}
-
 // A row of BUILTINS calls a primitive by name, with as many arguments as that one reads.
 static Value primitive(Template *t, Seq name, const Value *a) {
     Value v = {.kind = V_STRING};
     Seq l = {0};
     if (seq_is(name, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
-    if (seq_is(name, "list")) return (Value){.kind = V_LIST, .seq = items_of(t, a[0])};
-    if (seq_is(name, "generator")) return (Value){.kind = V_GENERATOR, .seq = a[0].seq};
-    if (seq_is(name, "namespace")) {
-        v = (Value){.kind = V_NAMESPACE, .scope = new_scope(t, NULL)};
-        v.scope->names = a[0].seq;
-    }
+    if (seq_is(name, "list generator"))
+        return (Value){.kind = *name.c == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
     if (seq_is(name, "split"))
         return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
-    if (seq_is(name, "sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
     if (seq_is(name, "apply")) {
         if (a[4].kind != V_DICT) stop(t, "the arguments by name are no dict");
         Args more = {items_of(t, a[3]), a[4].seq};
@@ -4004,15 +3977,22 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     }
     if (seq_is(name, "number")) return to_number(t, a[0], a[1], truth(a[2]));
     if (seq_is(name, "now")) return date(t, to_text(t, a[0]));
-    if (seq_is(name, "range")) return range(t, a[0], a[1], a[2]);
+    if (seq_is(name, "range")) {   // the numbers from 0 up to, but without, this one
+        if (!is_int(a[0])) stop(t, "range takes whole numbers");
+        if (a[0].i > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
+        for (int64_t i = 0; i < a[0].i; i++) list_push(t, &l, int_value(i));
+        return (Value){.kind = V_LIST, .seq = l};
+    }
     if (seq_is(name, "fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
     if (seq_is(name, "length"))
         return int_value(a[0].kind == V_STRING ? a[0].seq.n : items_of(t, a[0]).n);
-    if (seq_is(name, "dict")) {
-        v = (Value){.kind = V_DICT};
+    if (seq_is(name, "dict namespace")) {   // of what two dicts hold
+        Scope *space = new_scope(t, NULL);
         if (a[0].kind != V_DICT) stop(t, "%s is not a dict", VALUE_KINDS[a[0].kind]);
-        dict_add(t, &v.seq, a[0].seq);
-        dict_add(t, &v.seq, a[1].seq);
+        dict_add(t, &space->names, a[0].seq);
+        dict_add(t, &space->names, a[1].seq);
+        if (*name.c == 'd') return (Value){.kind = V_DICT, .seq = space->names};
+        return (Value){.kind = V_NAMESPACE, .scope = space};
     }
     if (seq_is(name, "sum"))
         for (l = a[0].seq, v = a[1]; l.n; l.n--, l.v++) v = operate(t, (Str){"+", 1}, v, *l.v);
@@ -4052,11 +4032,12 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     for (size_t i = 0; i < source.n; i++)
         if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
             *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
-    if (to > t->source && to[-1] == '\n') to[-1] = 0;
+    if (to > t->source && to[-1] == '\n') *--to = 0;
     read_rule(t, R_block, &tail);
-    if (*t->p) {
-        t->where = t->far;
-        stop(t, "unexpected %.20s", *t->far ? t->far : "end");
+    if (t->p < to) {
+        Seq rest = from_text(t, t->where = t->far);
+        if (rest.n > 20) rest.n = 20;
+        stop(t, "unexpected %s", rest.n ? to_utf8(t, rest) : "end");
     }
     for (size_t i = 0; i < n; i++) {
         Value v = {.kind = V_DICT};
