@@ -3745,8 +3745,7 @@ static Value eval_chain(Template *t, const Node *n) {
     bool compares = n->rule == R_compare;
     Value left = eval(t, n->first), v = compares ? bool_value(true) : left;
     for (const Node *op = n->first->next; op; op = op->next->next) {
-        bool stays = n->rule == R_or ? truth(v) : (n->rule == R_and || compares) && !truth(v);
-        if (stays) break;
+        if (n->rule == R_or ? truth(v) : (n->rule == R_and || compares) && !truth(v)) break;
         Value right = eval(t, op->next);
         if (compares) v = bool_value(compare(t, op->word, left, right));
         else v = n->rule == R_or || n->rule == R_and ? right : operate(t, op->word, v, right);
@@ -3862,10 +3861,9 @@ static Value eval(Template *t, const Node *n) {
     case R_postfix: case R_unary:
         for (v = eval(t, first); (k = k->next);) v = suffixed(t, v, k);
         break;
-    case R_block: case R_else:
+    case R_block: case R_else: case R_print:
         for (v = string_value((Seq){0}); k && !t->flow; k = k->next) print(t, &v, eval(t, k));
         break;
-    case R_print: v = eval(t, first); break;
     case R_if: case R_elif:
         k = truth(eval(t, first)) ? block : block->next;
         if (k) v = eval(t, k);
@@ -3968,8 +3966,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (seq_is(name, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
     if (seq_is(name, "list generator"))
         return (Value){.kind = *name.c == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
-    if (seq_is(name, "split"))
-        return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
+    if (seq_is(name, "split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
     if (seq_is(name, "apply")) {
         if (a[4].kind != V_DICT) stop(t, "the arguments by name are no dict");
         Args more = {items_of(t, a[3]), a[4].seq};
@@ -3984,8 +3981,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
         return (Value){.kind = V_LIST, .seq = l};
     }
     if (seq_is(name, "fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
-    if (seq_is(name, "length"))
-        return int_value(a[0].kind == V_STRING ? a[0].seq.n : items_of(t, a[0]).n);
+    if (seq_is(name, "length")) return int_value((is_seq(a[0]) ? a[0].seq : items_of(t, a[0])).n);
     if (seq_is(name, "dict namespace")) {   // of what two dicts hold
         Scope *space = new_scope(t, NULL);
         if (a[0].kind != V_DICT) stop(t, "%s is not a dict", VALUE_KINDS[a[0].kind]);
