@@ -2830,8 +2830,8 @@ static void tokenizer_close(Tokenizer *t) {
 // model did not write: whatever becomes of the string, the mark stays with its character. Values do
 // not change, but for namespaces, so a slice is a view.
 //
-// An error leaves by longjmp; all memory is of one block that template_render frees; depth, steps
-// and memory have limits: every template ends.
+// An error leaves by longjmp; all memory is of one block that template_render frees. Depth, steps
+// and memory have limits, so every template ends.
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
@@ -2973,16 +2973,6 @@ static bool seq_equal(Seq a, Seq b) {   // strings, whatever their marks
     return i == a.n && a.n == b.n;
 }
 
-static bool seq_is(Seq a, const char *words) {   // one of these, with blanks between them
-    for (;; words++) {
-        size_t i = 0;
-        while (i < a.n && words[i] && (a.c[i] & CHARACTER) == (uint8_t)words[i]) i++;
-        if (i == a.n && strchr(" ", words[i])) return true;
-        words += strcspn(words, " ");
-        if (!*words) return false;
-    }
-}
-
 static bool among(uint32_t c, const char *set) { return c && c < 128 && strchr(set, c); }
 static bool is_digit(uint32_t c) { return c - '0' < 10; }
 static bool is_letter(uint32_t c) { return (c | 32) - 'a' < 26 || c == '_' || c >= 128; }
@@ -3012,32 +3002,30 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
 }
 
 // ---- its parser
-
+//
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. Those from name on are read by functions. A rule up to `print` that finds but
+// found as children. Those from name on are read by functions. A rule up to `atom` that finds but
 // one part is that part, so 1 is a number and not a sum of one product of one power.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value)* `,`?")     X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare")           X(paren, "'(' tuple? ')'") \
+    X(not, "`not` not | compare")           X(sign, "(`-` | `+`) (sign | postfix)") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | notin) sum)*") \
     X(sum, "join ((`+` | `-`) join)*")      X(join, "product (`~` product)*") \
     X(product, "power ((`*` | `//` | `/` | `%`) power)*") \
     X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test)*") \
     X(postfix, "atom (member | item | args)*") \
-    X(atom, "string | number | each | list | dict | paren | primitive | name") \
-    X(sign, "(`-` | `+`) (sign | postfix)") X(notin, "'not' 'in'") \
+    X(atom, "string | number | each | list | dict | '(' tuple? ')' | primitive | name") \
     X(each, "'[' 'for' name 'in' or cond? ':' value ']'")   X(cond, "'if' value") \
     X(list, "'[' (value (',' value)* ','?)? ']'") \
     X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
     X(member, "'.' (name args? | number)")  X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
     X(args, "'(' (arg (',' arg)* ','?)? ')'")               X(arg, "name '=' value | value") \
     X(filter, "'|' name args?")             X(inline, "name args?") \
-    X(test, "'is' `not`? (`in` | name) (args | postfix)?") \
+    X(test, "'is' `not`? (`in` | name) (args | postfix)?")  X(notin, "'not' 'in'") \
     X(primitive, "'@' name args")           X(builtin, "params value") \
     X(block, "(text | print | if | for | set | macro | call | pipe | break | continue)*") \
-    X(print, "'{{' tuple '}}'") \
     X(if, "'{%' 'if' or '%}' block (elif | else)? '{%' 'endif' '%}'") \
     X(elif, "'{%' 'elif' or '%}' block (elif | else)?")     X(else, "'{%' 'else' '%}' block") \
     X(for, "'{%' 'for' targets 'in' or cond? '%}' block else? '{%' 'endfor' '%}'") \
@@ -3048,7 +3036,7 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
     X(call, "'{%' 'call' params? atom args '%}' block '{%' 'endcall' '%}'") \
     X(pipe, "'{%' 'filter' inline filter* '%}' block '{%' 'endfilter' '%}'" \
         " | '{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
-    X(break, "'{%' 'break' '%}'")           X(continue, "'{%' 'continue' '%}'") \
+    X(print, "'{{' tuple '}}'") X(break, "'{%' 'break' '%}'") X(continue, "'{%' 'continue' '%}'") \
     X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) RULE_COUNT };
@@ -3161,7 +3149,7 @@ static bool read_name(Template *t, Value *v) {
     const char *start = t->p;
     while (is_letter(*t->p) || (t->p > start && is_digit(*t->p))) t->p++;
     *v = string_value(from_utf8(t, (Str){start, t->p - start}, 0));
-    return t->p > start && !seq_is(v->seq, "and or not if elif else in is");
+    return t->p > start && !find_word(to_utf8(t, v->seq), "and or not if elif else in is");
 }
 
 static bool (*const READERS[])(Template *, Value *) = {
@@ -3425,7 +3413,7 @@ static Value slice(Template *t, Value a, const Value *bound) {
 }
 
 // ---- its filters, tests, methods and functions
-
+//
 // A row: its names, |x of a filter, is.x of a test, fn.x of a function, str.x of a string's method;
 // the parameters; and the value of a call. There may stand, beside Jinja, lists made as
 // [for x in list if test: value]; varargs and kwargs, what the parameters did not take and what was
@@ -3687,12 +3675,14 @@ static Value member(Template *t, Value v, Value key) {
 
 // a name's value: in the scopes from the innermost on, else a function of BUILTINS
 static Value look_up(Template *t, Seq name) {
-    if (seq_is(name, "true True")) return bool_value(true);
-    if (seq_is(name, "false False")) return bool_value(false);
-    if (seq_is(name, "none None")) return (Value){.kind = V_NONE};
     Value *v = NULL;
     for (Scope *s = t->scope; s && !v; s = s->outer) v = dict_find(t, s->names, string_value(name));
-    return v ? *v : find_builtin(t, "fn", name);
+    if (v) return *v;
+    const char *word = to_utf8(t, name);
+    if (find_word(word, "true True")) return bool_value(true);
+    if (find_word(word, "false False")) return bool_value(false);
+    if (find_word(word, "none None")) return (Value){.kind = V_NONE};
+    return find_builtin(t, "fn", name);
 }
 
 // v with what stands behind it: .x .x(y) [1] [1:2] (x) | f or is f
@@ -3700,7 +3690,7 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     const Node *k = n->first, *args = child(n, R_args);
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_item) {
-        Value bound[] = {{.kind = V_NONE}, {.kind = V_NONE}, {.kind = V_NONE}};
+        Value bound[3] = {0};
         int colons = 0;
         for (; k; k = k->next)
             if (k->rule == R_word) colons++;
@@ -3846,7 +3836,7 @@ static Value eval(Template *t, const Node *n) {
         break;
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
     case R_sign: v = operate(t, first->word, int_value(0), eval(t, first->next)); break;
-    case R_tuple: case R_list: case R_paren:
+    case R_tuple: case R_list: case R_atom:   // an atom with nothing in it is ()
         for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
             if (k->rule != R_word) list_push(t, &v.seq, eval(t, k));
         break;
@@ -3935,13 +3925,11 @@ static Value split(Template *t, Seq s, Value by, int64_t most) {
 
 // the number that v is or, as text, says; otherwise what is given for that; whole: cut to an int
 static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
-    double f = is_number(v) ? real(v) : 0;
     need_defined(t, v);
-    if (v.kind == V_STRING) {
-        char *s = to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)), *end;
-        f = strtod(s, &end);
-        if (!*s || *end) return otherwise;
-    } else if (!is_number(v)) return otherwise;
+    const char *s = v.kind == V_STRING ? to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)) : "";
+    char *end;
+    double f = is_number(v) ? real(v) : strtod(s, &end);
+    if (!is_number(v) && (!*s || *end)) return otherwise;
     if (!whole) return float_value(f);
     return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
 }
@@ -3961,50 +3949,51 @@ static Value date(Template *t, Seq format) {
 
 // A row of BUILTINS calls a primitive by name, with as many arguments as that one reads.
 static Value primitive(Template *t, Seq name, const Value *a) {
+    const char *f = to_utf8(t, name);
     Value v = {.kind = V_STRING};
     Seq l = {0};
-    if (seq_is(name, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
-    if (seq_is(name, "list generator"))
-        return (Value){.kind = *name.c == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
-    if (seq_is(name, "split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
-    if (seq_is(name, "apply")) {
+    if (find_word(f, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
+    if (find_word(f, "list generator"))
+        return (Value){.kind = *f == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
+    if (find_word(f, "split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
+    if (find_word(f, "apply")) {
         if (a[4].kind != V_DICT) stop(t, "the arguments by name are no dict");
         Args more = {items_of(t, a[3]), a[4].seq};
         return apply(t, to_utf8(t, a[0].seq), to_text(t, a[2]), a[1], more);
     }
-    if (seq_is(name, "number")) return to_number(t, a[0], a[1], truth(a[2]));
-    if (seq_is(name, "now")) return date(t, to_text(t, a[0]));
-    if (seq_is(name, "range")) {   // the numbers from 0 up to, but without, this one
+    if (find_word(f, "number")) return to_number(t, a[0], a[1], truth(a[2]));
+    if (find_word(f, "now")) return date(t, to_text(t, a[0]));
+    if (find_word(f, "range")) {   // the numbers from 0 up to, but without, this one
         if (!is_int(a[0])) stop(t, "range takes whole numbers");
         if (a[0].i > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
         for (int64_t i = 0; i < a[0].i; i++) list_push(t, &l, int_value(i));
         return (Value){.kind = V_LIST, .seq = l};
     }
-    if (seq_is(name, "fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
-    if (seq_is(name, "length")) return int_value((is_seq(a[0]) ? a[0].seq : items_of(t, a[0])).n);
-    if (seq_is(name, "dict namespace")) {   // of what two dicts hold
+    if (find_word(f, "fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
+    if (find_word(f, "length")) return int_value((is_seq(a[0]) ? a[0].seq : items_of(t, a[0])).n);
+    if (find_word(f, "dict namespace")) {   // of what two dicts hold
         Scope *space = new_scope(t, NULL);
         if (a[0].kind != V_DICT) stop(t, "%s is not a dict", VALUE_KINDS[a[0].kind]);
         dict_add(t, &space->names, a[0].seq);
         dict_add(t, &space->names, a[1].seq);
-        if (*name.c == 'd') return (Value){.kind = V_DICT, .seq = space->names};
+        if (*f == 'd') return (Value){.kind = V_DICT, .seq = space->names};
         return (Value){.kind = V_NAMESPACE, .scope = space};
     }
-    if (seq_is(name, "sum"))
+    if (find_word(f, "sum"))
         for (l = a[0].seq, v = a[1]; l.n; l.n--, l.v++) v = operate(t, (Str){"+", 1}, v, *l.v);
-    if (seq_is(name, "join")) {
+    if (find_word(f, "join")) {
         l = items_of(t, a[1]);
         for (size_t i = 0; i < l.n; i++) {
             if (i) print(t, &v, a[0]);
             print(t, &v, l.v[i]);
         }
     }
-    if (seq_is(name, "text")) v.seq = to_text(t, a[0]);
-    if (seq_is(name, "case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
-    if (seq_is(name, "strip"))
+    if (find_word(f, "text")) v.seq = to_text(t, a[0]);
+    if (find_word(f, "case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
+    if (find_word(f, "strip"))
         v.seq = seq_strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i);
-    if (seq_is(name, "quote")) return quote(t, a[0].seq, a[1], truth(a[2]));
-    if (seq_is(name, "fixed")) {   // with so many digits behind the point
+    if (find_word(f, "quote")) return quote(t, a[0].seq, a[1], truth(a[2]));
+    if (find_word(f, "fixed")) {   // with so many digits behind the point
         char s[400];
         if (!is_number(a[0])) stop(t, "%s is not a number", VALUE_KINDS[a[0].kind]);
         if (!is_int(a[1]) || a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
