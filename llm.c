@@ -2824,15 +2824,15 @@ static void tokenizer_close(Tokenizer *t) {
 // loop controls. This interpreter prints the same bytes.
 //
 // GRAMMAR is read as it stands: a parser tries its rules on the text and makes a tree of nodes,
-// which `eval` turns into values and `execute` into text. BUILTINS, the filters, tests, methods and
-// functions, are Jinja as well, on a few primitives in C whose names begin with _.
+// which `eval` turns into values; that of a statement is the text it prints. BUILTINS, the filters,
+// tests, methods and functions, are Jinja as well, on a few primitives in C that are called as @f.
 //
 // A string is an array of code points, each with a bit for whether it came from a message that the
 // model did not write: whatever becomes of the string, the mark stays with its character. Values do
 // not change, but for namespaces, so a slice is a view.
 //
-// An error leaves by longjmp; all memory is of one block that template_render frees; depth, steps
-// and memory have limits: every template ends.
+// An error leaves by longjmp; all memory is of one block that template_render frees. Depth, steps
+// and memory have limits, so every template ends.
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
@@ -2852,18 +2852,19 @@ static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "f
 typedef struct { size_t used, room; char data[]; } Home;   // bytes
 typedef struct Value Value;
 typedef struct {
-    union { const uint32_t *c; Value *v; const void *at; };   // characters, or elements of a list
+    union { const uint32_t *c; Value *v; const void *at; };   // characters, or values
     size_t n;
     Home *home;                             // NULL: elsewhere, such as in the source
 } Seq;
-typedef struct Dict { Seq pairs; struct Dict *outer; } Dict;   // key, value, key, ..; or a scope
+typedef struct Scope { Seq names; struct Scope *outer; } Scope;   // names: as a dict's seq
 struct Value {
     int kind;
     union {
         int64_t i;                          // also of a bool
         double f;
-        Seq seq;                            // of a string or list; the name of what is undefined
-        Dict *dict;                         // also of a namespace or loop
+        Seq seq;                            // of a string or list; of a dict: key, value, key, ..;
+                                            // of what is undefined its name
+        Scope *scope;                       // of a namespace or loop
         struct Macro *macro;
     };
 };
@@ -2873,16 +2874,16 @@ typedef struct Node {
     int rule;
     Str word;
     Value value;
-    struct Node *first, *next;
-    const uint32_t *source;
+    struct Node *first, *next;              // its children, its neighbour
+    const char *source;
 } Node;
-typedef struct Macro { const Node *params, *body; Dict *scope; } Macro;
-typedef struct { Seq list; Dict named; } Args;
+typedef struct Macro { const Node *params, *body; Scope *scope; } Macro;
+typedef struct { Seq list, named; } Args;   // named: as a dict's seq
 typedef struct {
-    Seq source, printed, *out;              // out: where text goes
-    const uint32_t *p, *end, *where, *far;  // read up to p; where: what runs; far: what fits a rule
+    const char *source, *p, *where, *far;   // read up to p; where: what runs; far: what fits a rule
+    bool own;                               // what is read is one of BUILTINS
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
-    Dict *scope;
+    Scope *scope;
     Macro **builtin;                        // of each of BUILTINS; NULL: nobody used it yet
     size_t steps, memory;                   // what is left, memory of the block in bytes
     char *block;
@@ -2899,7 +2900,7 @@ static void stop(Template *t, const char *format, ...) {
     va_start(args, format);
     vsnprintf(why, sizeof why, format, args);
     va_end(args);
-    for (const uint32_t *c = t->source.c; c < t->where; c++) line += *c == '\n';
+    for (const char *c = t->source; c < t->where; c++) line += *c == '\n';
     fail(t->e, "chat template, line %d: %s", line, why);
     longjmp(t->failed, 1);
 }
@@ -2941,9 +2942,8 @@ static void seq_append(Template *t, Seq *a, const void *more, size_t n, size_t s
     a->n += n;
 }
 
-// the same for one element of a list, for characters, for one character
+// the same for one element of a list, for one character
 static void list_push(Template *t, Seq *list, Value v) { seq_append(t, list, &v, 1, sizeof v); }
-static void put_seq(Template *t, Seq *to, Seq s) { seq_append(t, to, s.c, s.n, sizeof *s.c); }
 static void put_char(Template *t, Seq *to, uint32_t c) { seq_append(t, to, &c, 1, sizeof c); }
 
 // characters from..to-1 of a string: a view
@@ -2972,12 +2972,6 @@ static bool seq_equal(Seq a, Seq b) {   // strings, whatever their marks
     size_t i = 0;
     while (i < a.n && a.n == b.n && !((a.c[i] ^ b.c[i]) & CHARACTER)) i++;
     return i == a.n && a.n == b.n;
-}
-
-static bool seq_is(Seq a, const char *ascii) {
-    size_t i = 0;
-    while (i < a.n && ascii[i] && (a.c[i] & CHARACTER) == (uint8_t)ascii[i]) i++;
-    return i == a.n && !ascii[i];
 }
 
 static bool among(uint32_t c, const char *set) { return c && c < 128 && strchr(set, c); }
@@ -3009,34 +3003,30 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
 }
 
 // ---- its parser
-
+//
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. The rules of the last line are read by functions. A rule up to `atom` that
-// finds but one part is that part, so 1 is a number and not a sum of one product of one power.
+// found as children. Those from name on are read by functions. A rule up to `atom` that finds but
+// one part is that part, so 1 is a number and not a sum of one product of one power.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value)* `,`?")     X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare") \
+    X(not, "`not` not | compare")           X(sign, "(`-` | `+`) (sign | postfix)") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | notin) sum)*") \
     X(sum, "join ((`+` | `-`) join)*")      X(join, "product (`~` product)*") \
     X(product, "power ((`*` | `//` | `/` | `%`) power)*") \
     X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test)*") \
     X(postfix, "atom (member | item | args)*") \
-    X(paren, "'(' tuple? ')'") \
-    X(atom, "string | number | each | list | dict | paren | primitive | name") \
-    X(sign, "(`-` | `+`) (sign | postfix)") X(notin, "'not' 'in'") \
+    X(atom, "string | number | each | list | dict | '(' tuple? ')' | primitive | name") \
     X(each, "'[' 'for' name 'in' or cond? ':' value ']'")   X(cond, "'if' value") \
     X(list, "'[' (value (',' value)* ','?)? ']'") \
     X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
-    X(member, "'.' name args?")             X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
+    X(member, "'.' (name args? | number)")  X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
     X(args, "'(' (arg (',' arg)* ','?)? ')'")               X(arg, "name '=' value | value") \
     X(filter, "'|' name args?")             X(inline, "name args?") \
-    X(test, "'is' `not`? (`in` | name) (args | postfix)?") \
-    X(primitive, "name args")               X(builtin, "params value") \
-    X(block, "(text | comment | raw | print | if | for | set | macro | call | pipe | break" \
-        " | continue)*") \
-    X(raw, "'{%' 'raw' '%}' verbatim '{%' 'endraw' '%}'")   X(print, "'{{' tuple '}}'") \
+    X(test, "'is' `not`? (`in` | name) (args | postfix)?")  X(notin, "'not' 'in'") \
+    X(primitive, "'@' name args")           X(builtin, "params value") \
+    X(block, "(text | print | if | for | set | macro | call | pipe | break | continue)*") \
     X(if, "'{%' 'if' or '%}' block (elif | else)? '{%' 'endif' '%}'") \
     X(elif, "'{%' 'elif' or '%}' block (elif | else)?")     X(else, "'{%' 'else' '%}' block") \
     X(for, "'{%' 'for' targets 'in' or cond? '%}' block else? '{%' 'endfor' '%}'") \
@@ -3047,8 +3037,8 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
     X(call, "'{%' 'call' params? atom args '%}' block '{%' 'endcall' '%}'") \
     X(pipe, "'{%' 'filter' inline filter* '%}' block '{%' 'endfilter' '%}'" \
         " | '{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
-    X(break, "'{%' 'break' '%}'")           X(continue, "'{%' 'continue' '%}'") \
-    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(verbatim, 0) X(comment, 0)
+    X(print, "'{{' tuple '}}'") X(break, "'{%' 'break' '%}'") X(continue, "'{%' 'continue' '%}'") \
+    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) RULE_COUNT };
 #undef X
@@ -3063,110 +3053,108 @@ static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
 static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
 static Value undefined_value(Seq name) { return (Value){.kind = V_UNDEFINED, .seq = name}; }
 
-static Seq unread(const Template *t) { return (Seq){{t->p}, t->end - t->p, NULL}; }
-static void skip_space(Template *t) { t->p = seq_strip(t, unread(t), NULL, LEFT).c; }
+static void skip_space(Template *t) {
+    for (size_t n; is_space(utf8_decode(t->p, 4, &n));) t->p += n;
+}
 
 // Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
-static bool read_end(Template *t, uint32_t close) {
-    Seq s = unread(t);
-    size_t sign = s.n > 2 && (*s.c == '-' || (*s.c == '+' && close != '}'));
-    if (s.n < 2 || s.c[sign] != close || s.c[sign + 1] != '}') return false;
+static bool read_end(Template *t, char close) {
+    const char *p = t->p;
+    size_t sign = *p == '-' || (*p == '+' && close != '}');
+    if (p[sign] != close || p[sign + 1] != '}') return false;
     t->p += 2 + sign;
-    if (*s.c == '-') skip_space(t);
-    else if (!sign && close != '}' && t->p < t->end && *t->p == '\n') t->p++;
+    if (*p == '-') skip_space(t);
+    else if (!sign && close != '}') t->p += *t->p == '\n';
     return true;
 }
 
 // Is this word or sign here? Reads it; with the beginning of a tag its sign.
-static bool read_word(Template *t, Str word) {
-    size_t i = 0;
+static bool read_word(Template *t, const char *word, size_t n) {
     skip_space(t);
     if (t->p > t->far) t->far = t->p;
-    if (word.n == 2 && word.s[1] == '}') return read_end(t, word.s[0]);
-    Seq s = unread(t);
-    while (i < word.n && i < s.n && s.c[i] == (uint8_t)word.s[i]) i++;
-    bool longer = is_letter(*word.s) && i < s.n && (is_letter(s.c[i]) || is_digit(s.c[i]));
-    if (i < word.n || longer) return false;
-    t->p += i + (i == 2 && *word.s == '{' && i < s.n && among(s.c[i], "+-"));
+    if (n == 2 && word[1] == '}') return read_end(t, *word);
+    if (strncmp(t->p, word, n)) return false;
+    const char *behind = t->p + n;
+    if (is_letter(*word) && (is_letter(*behind) || is_digit(*behind))) return false;
+    t->p = behind + (n == 2 && *word == '{' && among(*behind, "+-"));
     return true;
 }
 
-// Reads text up to the next tag, verbatim: up to endraw. A tag takes the white space in front of
-// it: with - all, and a statement or comment without + what its line begins with.
-static bool read_text(Template *t, Seq *out, bool verbatim) {
-    // raw keeps the newline behind it, which other tags take
-    if (verbatim && t->p[-1] == '\n' && t->p[-2] == '}' && t->p[-4] != '-') t->p--;
-    Seq s = unread(t);
-    size_t n, kept;
-    for (n = 0; n < s.n; n++) {
-        t->p = s.c + n;
-        if (s.c[n] != '{' || n + 1 == s.n || !among(s.c[n + 1], "{%#")) continue;
-        if (!verbatim || (read_word(t, (Str){"{%", 2}) && read_word(t, (Str){"endraw", 6}))) break;
+// Reads a comment, of which nothing is left, what stands between raw and endraw, or else text up to
+// the next tag. That one takes the white space in front of it: with - all, and a statement or
+// comment without + what its line begins with.
+static bool read_text(Template *t, Value *v) {
+    const char *start = t->p, *end;
+    if (*start == '{' && read_word(t, "{#", 2)) {
+        while (!read_end(t, '#'))
+            if (!*t->p++) return false;
+        return true;
     }
-    t->p = s.c + n;
-    uint32_t tag = n < s.n ? s.c[n + 1] : 0, sign = n + 2 < s.n ? s.c[n + 2] : 0;
-    for (kept = n; kept > 0 && is_space(s.c[kept - 1]); kept--)
-        if (s.c[kept - 1] == '\n' && sign != '-') break;
-    bool line = kept ? s.c[kept - 1] == '\n' : s.c == t->source.c || s.c[-1] == '\n';
-    if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = n;
-    *out = seq_part(s, 0, kept);
-    return n > 0 || verbatim;
-}
-
-// Reads {# .. #}.
-static bool read_comment(Template *t) {
-    if (!read_word(t, (Str){"{#", 2})) return false;
-    for (; !read_end(t, '#'); t->p++)
-        if (t->p >= t->end) return false;
-    return true;
+    bool raw = *start == '{' && read_word(t, "{%", 2) && read_word(t, "raw", 3) &&
+               read_word(t, "%}", 2);
+    // raw keeps the newline behind it, which other tags take
+    if (raw) start = t->p - (t->p[-1] == '\n' && t->p[-2] == '}' && t->p[-4] != '-');
+    for (end = start; *(t->p = end); end++) {
+        if (*end != '{' || !among(end[1], "{%#")) continue;
+        if (!raw || (read_word(t, "{%", 2) && read_word(t, "endraw", 6))) break;
+    }
+    Seq s = from_utf8(t, (Str){start, end - start}, 0);
+    char tag = *end ? end[1] : 0, sign = tag ? end[2] : 0;
+    size_t kept = s.n;
+    while (kept && is_space(s.c[kept - 1]) && (sign == '-' || s.c[kept - 1] != '\n')) kept--;
+    bool line = kept ? s.c[kept - 1] == '\n' : start == t->source || start[-1] == '\n';
+    if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = s.n;
+    *v = string_value(seq_part(s, 0, kept));
+    return raw ? read_word(t, "%}", 2) : end > start;
 }
 
 // Reads what stands between quotes, also in several strings side by side.
-static bool read_string(Template *t, Seq *out) {
+static bool read_string(Template *t, Value *v) {
     static const char letters[] = "abfnrtv\\'\"", meant[] = "\a\b\f\n\r\t\v\\'\"";
-    const uint32_t *start = t->p;
-    for (; t->p < t->end && among(*t->p, "'\""); skip_space(t)) {
-        uint32_t quote = *t->p++;
-        for (; t->p < t->end && *t->p != quote; t->p++) {
-            uint32_t c = *t->p, next = c == '\\' && t->p + 1 < t->end ? t->p[1] : 0;
+    const char *start = t->p;
+    *v = string_value((Seq){0});
+    for (; among(*t->p, "'\""); skip_space(t)) {
+        char quote = *t->p++;
+        for (size_t n; *t->p != quote; t->p += n) {
+            uint32_t c = utf8_decode(t->p, 4, &n);
+            char next = c == '\\' ? t->p[1] : 0;
             int digits = next == 'x' ? 2 : next == 'u' ? 4 : next == 'U' ? 8 : 0;
             if (among(next, letters)) c = meant[strchr(letters, next) - letters];
             if (digits) c = 0;
-            t->p += digits || next == '\n' || among(next, letters);
-            for (; digits && among(t->p[1] | 32, "0123456789abcdef"); digits--) {
-                uint32_t digit = *++t->p;
-                c = 16 * c + (digit & 15) + (digit > '9' ? 9 : 0);
-            }
+            n += digits || next == '\n' || among(next, letters);
+            for (; digits && among(t->p[n] | 32, "0123456789abcdef"); digits--, n++)
+                c = 16 * c + (t->p[n] & 15) + (t->p[n] > '9' ? 9 : 0);
             if (digits || c > 0x10FFFF) stop(t, "a bad \\ in a string");
-            if (next != '\n') put_char(t, out, c);
+            if (!*t->p) return false;
+            if (next != '\n') put_char(t, &v->seq, c);
         }
-        if (t->p++ >= t->end) return false;
+        t->p++;
     }
     return t->p > start;
 }
 
 // Reads digits, an int, or with a fraction or exponent a float.
 static bool read_number(Template *t, Value *v) {
-    Seq s = unread(t);
-    char *digits = to_utf8(t, seq_part(s, 0, s.n < 64 ? s.n : 64)), *end, *end_of_float;
-    if (!is_digit(*digits)) return false;
-    errno = 0;
-    *v = int_value(strtoll(digits, &end, 10));
-    if (errno) stop(t, "a number is too large");
-    double f = strtod(digits, &end_of_float);
-    if (among(*end, ".eE") && end_of_float > end + 1) *v = float_value(f), end = end_of_float;
-    t->p += end - digits;
-    return true;
+    size_t n = strspn(t->p, "0123456789");
+    char *end;
+    double f = strtod(t->p, &end);
+    bool whole = !among(t->p[n], ".eE") || end <= t->p + n + 1;
+    if (whole && f > 0x1p63) stop(t, "a number is too large");
+    *v = whole ? int_value(strtoll(t->p, NULL, 10)) : float_value(f);
+    if (n) t->p = whole ? t->p + n : end;
+    return n > 0;
 }
 
 // Reads a name, which is none of the words that stand between values.
-static bool read_name(Template *t, Seq *name) {
-    const uint32_t *start = t->p;
-    if (start == t->end || !is_letter(*start)) return false;
-    while (t->p < t->end && (is_letter(*t->p) || is_digit(*t->p))) t->p++;
-    *name = (Seq){{start}, t->p - start, NULL};
-    return !find_word(to_utf8(t, *name), "and or not if elif else in is");
+static bool read_name(Template *t, Value *v) {
+    const char *start = t->p;
+    while (is_letter(*t->p) || (t->p > start && is_digit(*t->p))) t->p++;
+    *v = string_value(from_utf8(t, (Str){start, t->p - start}, 0));
+    return t->p > start && !find_word(to_utf8(t, v->seq), "and or not if elif else in is");
 }
+
+static bool (*const READERS[])(Template *, Value *) = {
+    read_name, read_string, read_number, read_text};
 
 static void add_node(Template *t, Node ***tail, Node node) {
     Node *n = **tail = obtain(t, sizeof *n);
@@ -3180,22 +3168,12 @@ static bool read_choice(Template *t, const char *g, Node ***tail);
 // Otherwise t->p may stand anywhere: read_item sets it back.
 static bool read_rule(Template *t, int r, Node ***tail) {
     Node *first = NULL, **last = &first;
-    Value v = string_value((Seq){0});
-    bool template = t->end == t->source.c + t->source.n, yes;   // else a builtin
-    if (r != R_text && r != R_verbatim && r != R_block) skip_space(t);
-    const uint32_t *start = t->p;
+    Value v = {0};
+    if (r != R_text && r != R_block) skip_space(t);
+    const char *start = t->p;
     if (start > t->far) t->far = start;
     enter(t);
-    switch (r) {
-    case R_text: case R_verbatim: yes = read_text(t, &v.seq, r == R_verbatim); break;
-    case R_comment: yes = read_comment(t); break;
-    case R_name: yes = read_name(t, &v.seq); break;
-    case R_number: yes = read_number(t, &v); break;
-    case R_string: yes = read_string(t, &v.seq); break;
-    case R_primitive: yes = !template && *start == '_' && read_choice(t, RULES[r].grammar, &last);
-        break;
-    default: yes = read_choice(t, RULES[r].grammar, &last);
-    }
+    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) : READERS[r - R_name](t, &v);
     t->depth--;
     if (yes && r <= R_atom && first && !first->next) **tail = first, *tail = last;
     else if (yes) add_node(t, tail, (Node){r, {0}, v, first, NULL, start});
@@ -3212,18 +3190,17 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
 
 // Reads one item of n characters of grammar; where it is not here, nothing has been read.
 static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
-    const uint32_t *start = t->p;
+    const char *start = t->p;
     Node **last = *tail;
-    Str word = {g + 1, n - 2};
     bool yes;
     int r = 0;
-    if (*g == '\'' || *g == '`') yes = read_word(t, word);
+    if (*g == '\'' || *g == '`') yes = read_word(t, g + 1, n - 2);
     else if (*g == '(') yes = read_choice(t, g + 1, tail);
     else {
         while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
-        yes = read_rule(t, r, tail);
+        yes = (r != R_primitive || t->own) && read_rule(t, r, tail);
     }
-    if (yes && *g == '`') add_node(t, tail, (Node){.rule = R_word, .word = word, .source = start});
+    if (yes && *g == '`') add_node(t, tail, (Node){R_word, {g + 1, n - 2}, {0}, NULL, NULL, start});
     if (!yes) t->p = start, *tail = last, *last = NULL;
     return yes;
 }
@@ -3231,7 +3208,7 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
 // Reads one of the alternatives that stand at g, up to a closing bracket or the end: the first that
 // fits is taken for good. The nodes of one that failed half-way are dropped.
 static bool read_choice(Template *t, const char *g, Node ***tail) {
-    for (const uint32_t *start = t->p;; g += 2) {
+    for (const char *start = t->p;; g += 2) {
         Node **last = *tail;
         bool fits = true;
         while (*g && *g != '|' && *g != ')') {
@@ -3258,13 +3235,14 @@ static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
 static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
 static bool is_seq(Value v) { return v.kind >= V_STRING && v.kind <= V_TUPLE; }
 static bool is_mapping(Value v) { return v.kind >= V_DICT && v.kind <= V_LOOP; }
+static Seq pairs_of(Value v) { return v.kind == V_DICT ? v.seq : v.scope->names; }
 static size_t size_in(Value v) { return v.kind == V_STRING ? sizeof *v.seq.c : sizeof *v.seq.v; }
 static double real(Value v) { return v.kind == V_FLOAT ? v.f : (double)v.i; }
 
 // What `if` makes of v: empty, zero, none and undefined are false.
 static bool truth(Value v) {
     if (is_number(v)) return real(v) != 0;
-    return is_seq(v) ? v.seq.n > 0 : v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
+    return is_seq(v) || v.kind == V_DICT ? v.seq.n > 0 : v.kind > V_NONE;
 }
 
 static void need_defined(Template *t, Value v) {
@@ -3274,63 +3252,61 @@ static void need_defined(Template *t, Value v) {
 // -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 enum { UNLIKE = 2 };
 static int order(Template *t, Value a, Value b) {
+    int c = 0;
     if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
     if (is_number(a) && is_number(b)) return (real(a) > real(b)) - (real(a) < real(b));
     if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
-    if (!is_seq(a) && a.kind != V_DICT) return a.dict == b.dict ? 0 : UNLIKE;
-    Seq x = a.kind == V_DICT ? a.dict->pairs : a.seq, y = b.kind == V_DICT ? b.dict->pairs : b.seq;
-    int c = 0;
+    if (!is_seq(a) && a.kind != V_DICT) return a.scope == b.scope ? 0 : UNLIKE;
     enter(t);
-    spend(t, x.n / 16);
-    for (size_t i = 0; !c && i < x.n && i < y.n; i++)
-        if (a.kind != V_STRING) c = order(t, x.v[i], y.v[i]);
-        else c = (int)(x.c[i] & CHARACTER) - (int)(y.c[i] & CHARACTER);
+    spend(t, a.seq.n / 16);
+    for (size_t i = 0; !c && i < a.seq.n && i < b.seq.n; i++)
+        if (a.kind != V_STRING) c = order(t, a.seq.v[i], b.seq.v[i]);
+        else c = (int)(a.seq.c[i] & CHARACTER) - (int)(b.seq.c[i] & CHARACTER);
     t->depth--;
-    if (!c) return (x.n > y.n) - (x.n < y.n);
+    if (!c) return (a.seq.n > b.seq.n) - (a.seq.n < b.seq.n);
     return a.kind == V_STRING ? (c > 0) - (c < 0) : c;
 }
 
 // Dicts have few keys and keep their order: they are searched from the front.
-static Value *dict_find(Template *t, const Dict *d, Value key) {   // NULL: it is not there
-    spend(t, d->pairs.n / 16);
-    for (Value *v = d->pairs.v, *end = v + d->pairs.n; v < end; v += 2) {
+static Value *dict_find(Template *t, Seq dict, Value key) {   // NULL: it is not there
+    spend(t, dict.n / 16);
+    for (Value *v = dict.v, *end = v + dict.n; v < end; v += 2) {
         bool strings = key.kind == V_STRING && v->kind == V_STRING;
         if (strings ? seq_equal(v->seq, key.seq) : !order(t, *v, key)) return v + 1;
     }
     return NULL;
 }
 
-static void dict_set(Template *t, Dict *d, Value key, Value v) {
-    Value *old = dict_find(t, d, key), pair[] = {key, v};
+static void dict_set(Template *t, Seq *dict, Value key, Value v) {
+    Value *old = dict_find(t, *dict, key), pair[] = {key, v};
     if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", VALUE_KINDS[key.kind]);
     if (old) *old = v;
-    else seq_append(t, &d->pairs, pair, 2, sizeof v);
+    else seq_append(t, dict, pair, 2, sizeof v);
 }
 
-static void dict_set_name(Template *t, Dict *d, const char *name, Value v) {
-    dict_set(t, d, string_value(from_text(t, name)), v);
+static void dict_set_name(Template *t, Seq *dict, const char *name, Value v) {
+    dict_set(t, dict, string_value(from_text(t, name)), v);
 }
 
-static void dict_add(Template *t, Dict *d, Seq pairs) {
-    for (size_t i = 0; i < pairs.n; i += 2) dict_set(t, d, pairs.v[i], pairs.v[i + 1]);
+static void dict_add(Template *t, Seq *dict, Seq more) {
+    for (size_t i = 0; i < more.n; i += 2) dict_set(t, dict, more.v[i], more.v[i + 1]);
 }
 
-// outer: for a scope, where names are looked up that this one does not have
-static Dict *new_dict(Template *t, Dict *outer) {
-    Dict *d = obtain(t, sizeof *d);
-    d->outer = outer;
-    return d;
+// names that are looked up in outer where this scope does not have them
+static Scope *new_scope(Template *t, Scope *outer) {
+    Scope *s = obtain(t, sizeof *s);
+    s->outer = outer;
+    return s;
 }
 
 static Seq items_of(Template *t, Value v) {   // what a loop over v sees
     Seq l = {0};
     if (v.kind == V_LIST || v.kind == V_TUPLE || v.kind == V_GENERATOR) return v.seq;
-    if (v.kind == V_DICT)
-        for (size_t i = 0; i < v.dict->pairs.n; i += 2) list_push(t, &l, v.dict->pairs.v[i]);
-    else if (v.kind == V_STRING)
-        for (size_t i = 0; i < v.seq.n; i++)
-            list_push(t, &l, string_value(seq_part(v.seq, i, i + 1)));
-    else if (v.kind != V_UNDEFINED) stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
+    if (v.kind > V_DICT || (v.kind != V_UNDEFINED && v.kind < V_STRING))
+        stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
+    for (size_t i = 0; v.kind == V_DICT && i < v.seq.n; i += 2) list_push(t, &l, v.seq.v[i]);
+    for (size_t i = 0; v.kind == V_STRING && i < v.seq.n; i++)
+        list_push(t, &l, string_value(seq_part(v.seq, i, i + 1)));
     return l;
 }
 
@@ -3340,7 +3316,7 @@ static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
 static Seq to_text(Template *t, Value v) {
     char s[40] = "";
     if (v.kind == V_STRING) return v.seq;
-    if (v.kind > V_STRING) return apply(t, "filter", from_text(t, "_write"), v, (Args){0}).seq;
+    if (v.kind > V_STRING) return apply(t, "|", from_text(t, "_write"), v, (Args){0}).seq;
     if (v.kind == V_NONE) strcpy(s, "None");
     if (v.kind == V_BOOL) strcpy(s, v.i ? "True" : "False");
     if (v.kind == V_INT) snprintf(s, sizeof s, "%lld", (long long)v.i);
@@ -3353,7 +3329,6 @@ static Seq to_text(Template *t, Value v) {
     return from_text(t, s);
 }
 
-
 // ---- its operators
 
 __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, Value b) {
@@ -3361,21 +3336,8 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
     stop(t, "%s %.*s %s is not possible", left, STR_ARG(op), right);
 }
 
-// Whole numbers stay whole, but for /, below 2^53.
-static Value arithmetic(Template *t, Str op, Value a, Value b) {
-    int o = op.n == 1 ? *op.s : *op.s == '/' ? 'f' : 'p';   // f for //, p for **
-    double x = real(a), y = real(b), left = y ? fmod(x, y) : 0;
-    if (among(o, "/f%") && !y) stop(t, "division by zero");
-    if (left && (left < 0) != (y < 0)) left += y;   // rounds down, also below 0
-    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '/' ? x / y :
-               o == '%' ? left : o == 'f' ? round((x - left) / y) : pow(x, y);
-    if (!is_int(a) || !is_int(b) || o == '/' || (o == 'p' && y < 0)) return float_value(z);
-    if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
-    return int_value((int64_t)z);
-}
-
 // a op b for + - * / // % ** and ~, which adds both as text; + adds lists and strings, * repeats
-// them, % of a string puts b into its fields
+// them, % of a string puts b into its fields. Whole numbers stay whole, but for /, below 2^53.
 static Value operate(Template *t, Str op, Value a, Value b) {
     if (*op.s == '~') {
         Value text = string_value(to_text(t, a));
@@ -3396,14 +3358,22 @@ static Value operate(Template *t, Str op, Value a, Value b) {
         return product;
     }
     if (!is_number(a) || !is_number(b)) stop_types(t, op, a, b);
-    return arithmetic(t, op, a, b);
+    int o = op.n == 1 ? *op.s : *op.s == '/' ? 'f' : 'p';   // f for //, p for **
+    double x = real(a), y = real(b), left = y ? fmod(x, y) : 0;
+    if (among(o, "/f%") && !y) stop(t, "division by zero");
+    if (left && (left < 0) != (y < 0)) left += y;   // rounds down, also below 0
+    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '/' ? x / y :
+               o == '%' ? left : o == 'f' ? round((x - left) / y) : pow(x, y);
+    if (!is_int(a) || !is_int(b) || o == '/' || (o == 'p' && y < 0)) return float_value(z);
+    if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
+    return int_value((int64_t)z);
 }
 
 // v in `in`: a part of a string, a key of a dict, an element of a list
 static bool contains(Template *t, Value in, Value v) {
     if (in.kind == V_STRING && v.kind == V_STRING) return seq_find(t, in.seq, v.seq) != SIZE_MAX;
     if (in.kind == V_STRING) stop_types(t, (Str){"in", 2}, v, in);
-    if (is_mapping(in)) return dict_find(t, in.dict, v) != NULL;
+    if (is_mapping(in)) return dict_find(t, pairs_of(in), v) != NULL;
     Seq l = items_of(t, in);
     size_t i = 0;
     spend(t, l.n / 8);
@@ -3444,181 +3414,172 @@ static Value slice(Template *t, Value a, const Value *bound) {
 }
 
 // ---- its filters, tests, methods and functions
-
-// A row: the class (filter, test, global function, or the kind of value whose method or, with loop,
-// member it is), the names, and the parameters with the value of a call. In them stand, beside
-// Jinja, lists made as [for x in list if test: value]; varargs and kwargs, what the parameters did
-// not take and what was given by name; and primitives, whose names begin with _. A parameter that
-// jinja2 does not have names what the value uses several times. A filter or test that begins with _
-// serves the others.
+//
+// A row: its names, |x of a filter, is.x of a test, fn.x of a function, str.x of a string's method;
+// the parameters; and the value of a call. There may stand, beside Jinja, lists made as
+// [for x in list if test: value]; varargs and kwargs, what the parameters did not take and what was
+// given by name; and primitives, such as @kind(x). A parameter that jinja2 does not have names what
+// the value uses several times. A name that begins with _ serves the others.
 //
 // To add one, add a row, then a line to the test.
-static const struct { const char *class, *names, *source; } BUILTINS[] = {
-    {"global", "range", "(a, b=none, step=1)"
-        " _range(0, a, 1) if b is none else _range(a, b, step)"},
-    {"global", "namespace", "(positional={}) _namespace(_dict(positional, kwargs))"},
-    {"global", "dict", "(positional={}) _dict(positional, kwargs)"},
-    {"global", "raise_exception", "(message) _fail(message)"},
-    {"global", "strftime_now", "(format) _now(format)"},
+static const char *const BUILTINS[] = {
+    "fn.range (a, b=none, step=1) [for i in @range(a): i] if b is none else"
+        " [for i in @range((b - a + step - (1 if step > 0 else -1)) // step): a + i * step]",
+    "fn.namespace (positional={}) @namespace(positional, kwargs)",
+    "fn.dict (positional={}) @dict(positional, kwargs)",
+    "fn.raise_exception (message) @fail(message)", "fn.strftime_now (format) @now(format)",
     // methods of dicts
-    {"dict", "keys", "(d) _list(d)"}, {"dict", "values", "(d) [for k in d: d[k]]"},
-    {"dict", "items", "(d) [for k in d: (k, d[k])]"},
-    {"dict", "get", "(d, k, default=none) d[k] if k in d else default"},
+    "dict.keys (d) @list(d)", "dict.values (d) [for k in d: d[k]]",
+    "dict.items (d) [for k in d: (k, d[k])]",
+    "dict.get (d, k, default=none) d[k] if k in d else default",
     // strings: methods, and filters of what is made a string
-    {"str filter", "upper", "(s) _case(s, true)"}, {"str filter", "lower", "(s) _case(s, false)"},
-    {"str filter", "capitalize", "(s, t=_text(s)) t[:1]|upper ~ t[1:]|lower"},
-    {"str filter", "title", "(s, t=_text(s)) _join('', [for i in _range(0, t|length, 1):"
-        " t[i]|upper if i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])"},
-    {"str", "strip", "(s, chars=none) _strip(s, chars, 3)"},
-    {"filter", "trim", "(s, chars=none) _strip(s, chars, 3)"},
-    {"str", "lstrip", "(s, chars=none) _strip(s, chars, 1)"},
-    {"str", "rstrip", "(s, chars=none) _strip(s, chars, 2)"},
-    {"str", "split", "(s, sep=none, maxsplit=-1) _split(s, sep, maxsplit)"},
-    {"str", "rsplit", "(s, sep=none, maxsplit=-1)"
-        " [for x in _split(s[::-1], sep[::-1] if sep else sep, maxsplit)[::-1]: x[::-1]]"},
-    {"str filter", "replace", "(s, old, new, count=-1) _join(new, _split(s, _text(old), count))"},
-    {"str", "join", "(s, list) _join(s, list)"}, {"str", "find", "(s, x) _find(s, x)"},
-    {"str", "count", "(s, x) _split(s, x, -1)|length - 1"},
-    {"str", "startswith", "(s, x)"
-        " [for p in (x if _kind(x) == 'tuple' else [x]) if s[:p|length] == p: p] != []"},
-    {"str", "endswith", "(s, x) [for p in (x if _kind(x) == 'tuple' else [x]) if"
-        " s|length >= p|length and s[s|length - p|length:] == p: p] != []"},
-    {"str", "isdigit", "(s) s != '' and s.strip('0123456789') == ''"},
+    "str.upper |upper (s) @case(s, true)", "str.lower |lower (s) @case(s, false)",
+    "str.capitalize |capitalize (s, t=@text(s)) t[:1]|upper ~ t[1:]|lower",
+    "str.title |title (s, t=@text(s)) @join('', [for i in range(t|length):"
+        " t[i]|upper if i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])",
+    "str.strip (s, chars=none) @strip(s, chars, 3)", "|trim (s, chars=none) @strip(s, chars, 3)",
+    "str.lstrip (s, chars=none) @strip(s, chars, 1)",
+    "str.rstrip (s, chars=none) @strip(s, chars, 2)",
+    "str.split (s, sep=none, maxsplit=-1) @split(s, sep, maxsplit)",
+    "str.rsplit (s, sep=none, maxsplit=-1)"
+        " [for x in @split(s[::-1], sep[::-1] if sep else sep, maxsplit)[::-1]: x[::-1]]",
+    "str.replace |replace (s, old, new, count=-1) @join(new, @split(s, @text(old), count))",
+    "str.join (s, list) @join(s, list)",
+    "str.find (s, x) @split(s, x, 1)[0]|length if x in s else -1",
+    "str.count (s, x) @split(s, x, -1)|length - 1",
+    "|_tuple (v) v if @kind(v) == 'tuple' else (v,)",
+    "str.startswith (s, x) true in [for p in x|_tuple: s[:p|length] == p]",
+    "str.endswith (s, x) true in [for p in x|_tuple: s[s|length - p|length:] == p]",
+    "str.removeprefix (s, x) s[x|length:] if s.startswith(x) else s",
+    "str.removesuffix (s, x) s[:s|length - x|length] if s.endswith(x) else s",
+    "str.splitlines (s, l=s.replace('\\r\\n', '\\n').split('\\n')) l if l[-1] else l[:-1]",
+    "str.isdigit (s) s != '' and s.strip('0123456789') == ''",
     // a format is split at its fields; %% and {{ }} hide behind characters that are none
-    {"str", "%", "(s, v, p=s.replace('%%', '\\uffff').split('%'), l=v if _kind(v) == 'tuple' else"
-        " (v,)) _join('', p[:1] + [for i in _range(1, p|length, 1): p[i]|_percent(l[i - 1])])"
+    "str.% (s, v, p=s.replace('%%', '\\uffff').split('%'), l=v|_tuple)"
+        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_percent(l[i - 1])])"
         ".replace('\\uffff', '%') if p|length == l|length + 1 else"
-        " _fail('a format has not as many fields as values')"},
+        " @fail('a format has not as many fields as values')",
     // x begins with a type such as s or 05.2f, how v is to be written
-    {"filter", "_percent", "(x, v, r=x.lstrip('0123456789.'), n=x[:x|length - r|length].split('.'),"
-        " k=r[:1], t=_fixed(v, n[1]|d(6)|int) if k == 'f' else _text(v|int) if k in 'di' else"
-        " _text(v) if k == 's' else _text([v])[1:-1] if k == 'r' else _fail('an unknown format'))"
-        " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t"
-        " ~ r[1:]"},
-    {"str", "format", "(s) s|_format(varargs, kwargs)"},
-    {"filter", "_format", "(s, list, named,"
-        " p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{')) _join('', p[:1] +"
-        " [for i in _range(1, p|length, 1): p[i]|_braces(i - 1, list, named)])"
-        ".replace('\\uffff', '{').replace('\\ufffe', '}')"},
-    {"filter", "_braces", "(x, i, list, named, p=x.split('}', 1), c=p[0].split(':', 1), k=c[0])"
-        " c[1]|d('s')|_percent(list[i] if k == '' else list[k|int] if k.isdigit() else named[k])"
-        " + p[1]"},
-    {"filter", "format", "(s) _text(s) % varargs"},
+    "|_percent (x, v, r=x.lstrip('0123456789.'), n=x[:x|length - r|length].split('.'), k=r[:1],"
+        " t=@fixed(v, n[1]|d(6)|int) if k == 'f' else @text(v|int) if k in 'di' else"
+        " @text(v) if k == 's' else @text([v])[1:-1] if k == 'r' else @fail('an unknown format'))"
+        " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t ~ r[1:]",
+    "str.format (s) s|_format(varargs, kwargs)",
+    "|_format (s, list, named, p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{'))"
+        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_braces(i - 1, list, named)])"
+        ".replace('\\uffff', '{').replace('\\ufffe', '}')",
+    "|_braces (x, i, list, named, p=x.split('}', 1), c=p[0].split(':', 1), k=c[0]) c[1]|d('s')"
+        "|_percent(list[i] if k == '' else list[k|int] if k.isdigit() else named[k]) + p[1]",
+    "|format (s) @text(s) % varargs",
     // of any value, or of the elements of what a loop can go over
-    {"filter", "join", "(v, d='', attribute=none) _join(d, v|_all(attribute))"},
-    {"filter", "string safe", "(v) _text(v)"}, {"filter", "length count", "(v) _length(v)"},
-    {"filter", "list", "(v) _list(v)"}, {"filter", "first", "(v) _list(v)[0]"},
-    {"filter", "last", "(v) _list(v)[-1]"},
-    {"filter", "default d", "(v, default_value='', boolean=false)"
-        " default_value if v is undefined or boolean and not v else v"},
-    {"filter", "reverse", "(v) v[::-1] if v is string else _generator(_list(v)[::-1])"},
-    {"filter", "items", "(v) _generator(v.items() if v is defined else [])"},
+    "|join (v, d='', attribute=none) @join(d, v|_all(attribute))", "|string |safe (v) @text(v)",
+    "|length |count (v) @length(v)", "|list (v) @list(v)", "|first (v) @list(v)[0]",
+    "|last (v) @list(v)[-1]",
+    "|default |d (v, default_value='', boolean=false)"
+        " default_value if v is undefined or boolean and not v else v",
+    "|reverse (v) v[::-1] if v is string else @generator(@list(v)[::-1])",
+    "|items (v) @generator(v.items() if v is defined else [])",
     // x.path, where path may be such as a.b; _all: of each element; _keys: to sort and compare by
-    {"filter", "_get", "(v, path, default=none, p=path.split('.', 1) if path is string else [path],"
-        " x=v[p[0]], y=default if x is undefined and default is not none else x)"
-        " y if p[1] is undefined else y|_get(p[1], default)"},
-    {"filter", "_all", "(v, path, default=none)"
-        " _list(v) if path is none else [for x in v: x|_get(path, default)]"},
-    {"filter", "_keys", "(v, path, case)"
-        " [for x in v|_all(path): x if case or x is not string else x|lower]"},
-    {"filter", "map", "(v) _generator([for x in v: x|_get(attribute, default) if attribute is"
-        " defined else _apply('filter', x, varargs, kwargs)])"},
-    {"filter", "_is", "(x, list, named) _apply('test', x, list or ['_'], named)"},
-    {"filter", "select", "(v) _generator([for x in v if x|_is(varargs, kwargs): x])"},
-    {"filter", "reject", "(v) _generator([for x in v if not x|_is(varargs, kwargs): x])"},
-    {"filter", "selectattr",
-        "(v, path) _generator([for x in v if x|_get(path)|_is(varargs, kwargs): x])"},
-    {"filter", "rejectattr",
-        "(v, path) _generator([for x in v if not x|_get(path)|_is(varargs, kwargs): x])"},
-    {"filter", "sum", "(v, attribute=none, start=0) _sum(v|_all(attribute), start)"},
-    {"filter", "sort", "(v, reverse=false, case_sensitive=false, attribute=none)"
-        " _sort(_list(v), _list(v)|_keys(attribute, case_sensitive), reverse)"},
-    {"filter", "min", "(v, case_sensitive=false, attribute=none)"
-        " (v|sort(false, case_sensitive, attribute))[0]"},
-    {"filter", "max", "(v, case_sensitive=false, attribute=none)"
-        " (v|sort(true, case_sensitive, attribute))[0]"},
-    {"filter", "dictsort", "(d, case_sensitive=false, by='key', reverse=false)"
-        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else 1)"},
-    {"filter", "unique", "(v, case_sensitive=false, attribute=none, l=_list(v),"
+    "|_get (v, path, default=none, p=path.split('.', 1) if path is string else [path], x=v[p[0]],"
+        " y=default if x is undefined and default is not none else x)"
+        " y if p[1] is undefined else y|_get(p[1], default)",
+    "|_all (v, path, default=none)"
+        " @list(v) if path is none else [for x in v: x|_get(path, default)]",
+    "|_keys (v, path, case) [for x in v|_all(path): x if case or x is not string else x|lower]",
+    "|map (v) @generator([for x in v: x|_get(attribute, default) if attribute is defined else"
+        " @apply('|', x, varargs[0], varargs[1:], kwargs)])",
+    "|_is (x, list, named) @apply('is', x, list[0]|d('_'), list[1:], named)",
+    "|select (v) @generator([for x in v if x|_is(varargs, kwargs): x])",
+    "|reject (v) @generator([for x in v if not x|_is(varargs, kwargs): x])",
+    "|selectattr (v, path) @generator([for x in v if x|_get(path)|_is(varargs, kwargs): x])",
+    "|rejectattr (v, path) @generator([for x in v if not x|_get(path)|_is(varargs, kwargs): x])",
+    "|sum (v, attribute=none, start=0) @sum(v|_all(attribute), start)",
+    // quicksort of pairs, whose first parts are compared
+    "|_sorted (l, m=l[l|length // 2]) l if l|length < 2 else [for x in l if x[0] < m[0]: x]|_sorted"
+        " + [for x in l if x[0] == m[0]: x] + [for x in l if x[0] > m[0]: x]|_sorted",
+    "|sort (v, reverse=false, case_sensitive=false, attribute=none, step=-1 if reverse else 1,"
+        " l=@list(v)[::step], k=l|_keys(attribute, case_sensitive))"
+        " [for x in [for i in range(l|length): (k[i], l[i])]|_sorted: x[1]][::step]",
+    "|min (v, case_sensitive=false, attribute=none) (v|sort(false, case_sensitive, attribute))[0]",
+    "|max (v, case_sensitive=false, attribute=none) (v|sort(true, case_sensitive, attribute))[0]",
+    "|dictsort (d, case_sensitive=false, by='key', reverse=false)"
+        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else 1)",
+    "|unique (v, case_sensitive=false, attribute=none, l=@list(v),"
         " k=l|_keys(attribute, case_sensitive))"
-        " _generator([for i in _range(0, l|length, 1) if k[i] not in k[:i]: l[i]])"},
-    {"filter", "groupby", "(v, attribute, l=v|sort(attribute=attribute),"
-        " k=l|_keys(attribute, false)) [for i in _range(0, l|length, 1) if i == 0 or"
-        " k[i] != k[i - 1]: (l[i]|_get(attribute),"
-        " [for j in _range(i, l|length, 1) if k[j] == k[i]: l[j]])]"},
-    {"filter", "batch", "(v, n, fill_with=none, l=_list(v)) _generator([for i in"
-        " _range(0, l|length, n): l[i:i + n] + [fill_with] * (0 if fill_with is none else"
-        " i + n - l|length)])"},
+        " @generator([for i in range(l|length) if k[i] not in k[:i]: l[i]])",
+    "|groupby (v, attribute, l=v|sort(attribute=attribute), k=l|_keys(attribute, false))"
+        " [for i in range(l|length) if i == 0 or k[i] != k[i - 1]:"
+        " (l[i]|_get(attribute), [for j in range(i, l|length) if k[j] == k[i]: l[j]])]",
+    "|batch (v, n, fill_with=none, l=@list(v)) @generator([for i in range(0, l|length, n):"
+        " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])",
     // numbers
-    {"filter", "abs", "(x) -x if x < 0 else x"},
-    {"filter", "round", "(x, precision=0, method='common', p=10 ** precision)"
+    "|abs (x) -x if x < 0 else x",
+    "|round (x, precision=0, method='common', p=10 ** precision)"
         " -(-x * p // 1) / p if method == 'ceil' else x * p // 1 / p if method == 'floor' else"
-        " x if x is integer else _fixed(x, precision)|float"},
-    {"filter", "int", "(v, default=0) _number(v, default, true)"},
-    {"filter", "float", "(v, default=0.0) _number(v, default, false)"},
+        " x if x is integer else @fixed(x, precision)|float",
+    "|int (v, default=0) @number(v, default, true)",
+    "|float (v, default=0.0) @number(v, default, false)",
     // text for other formats
-    {"filter", "indent", "(s, width=4, first=false, blank=false, l=_text(s).split('\\n'),"
-        " pad=width if width is string else ' ' * width) _join('\\n', [for i in"
-        " _range(0, l|length, 1): (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])"},
-    {"filter", "escape e", "(s) s|replace('&', '&amp;')|replace('>', '&gt;')|replace('<', '&lt;')"
-        "|replace(\"'\", '&#39;')|replace('\"', '&#34;')"},
-    {"filter", "tojson", "(v, ensure_ascii=false, indent=none, separators=none,"
+    "|indent (s, width=4, first=false, blank=false, l=@text(s).split('\\n'),"
+        " pad=width if width is string else ' ' * width) @join('\\n', [for i in range(l|length):"
+        " (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])",
+    "|escape |e (s) s|replace('&', '&amp;')|replace('>', '&gt;')|replace('<', '&lt;')"
+        "|replace(\"'\", '&#39;')|replace('\"', '&#34;')",
+    "|tojson (v, ensure_ascii=false, indent=none, separators=none,"
         " s=separators or (', ' if indent is none else ',', ': ')) v|_write({'json': true,"
-        " 'item': s[0], 'key': s[1], 'pad': ' ' * (indent or 0)},"
-        " '' if indent is none else '\\n')"},
+        " 'item': s[0], 'key': s[1], 'pad': ' ' * (indent or 0)}, '' if indent is none else '\\n')",
     // a value as Python prints it, or as JSON; line: what begins a line of its own
-    {"filter", "_write", "(v, style={'item': ', ', 'key': ': '}, line='', kind=_kind(v),"
+    "|_write (v, style={'item': ', ', 'key': ': '}, line='', kind=@kind(v),"
         " list=style.json or kind == 'list', inner=line ~ style.pad if line and v else '')"
-        " v|_quote('\"' if style.json or \"'\" in v and not '\"' in v else \"'\")"
+        " @quote(v, '\"' if style.json or \"'\" in v and not '\"' in v else \"'\", style.json)"
         " if v is string else {none: 'null', true: 'true', false: 'false'}[v]"
         " if style.json and (v is none or v is boolean) else"
-        " _text(v) if v is number or v is none else"
-        " '{' ~ inner ~ _join(style.item ~ inner, [for k in v: k|_write(style, inner) ~ style.key ~"
+        " @text(v) if v is number or v is none else"
+        " '{' ~ inner ~ @join(style.item ~ inner, [for k in v: k|_write(style, inner) ~ style.key ~"
         " v[k]|_write(style, inner)]) ~ (line if v) ~ '}' if kind == 'dict' else"
-        " ('[' if list else '(') ~ inner ~ _join(style.item ~ inner, [for x in v: x|_write(style,"
+        " ('[' if list else '(') ~ inner ~ @join(style.item ~ inner, [for x in v: x|_write(style,"
         " inner)]) ~ (line if v) ~ (']' if list else ',)' if v|length == 1 else ')')"
         " if v is sequence and v is defined else"
-        " _fail(kind ~ ' cannot be written as JSON') if style.json else"
-        " 'Undefined' if v is undefined else '<' ~ kind ~ '>'"},
-    {"filter", "_quote", "(s, q) q ~ s.replace('\\\\', '\\\\\\\\').replace(q, '\\\\' ~ q)"
-        ".replace('\\n', '\\\\n').replace('\\r', '\\\\r').replace('\\t', '\\\\t') ~ q"},
+        " @fail(kind ~ ' cannot be written as JSON') if style.json else"
+        " 'Undefined' if v is undefined else '<' ~ kind ~ '>'",
     // what stands behind `is`
-    {"test", "undefined", "(x) _kind(x) == 'undefined'"}, {"test", "_", "(x) x"},
-    {"test", "defined", "(x) _kind(x) != 'undefined'"}, {"test", "none", "(x) _kind(x) == 'None'"},
-    {"test", "boolean", "(x) _kind(x) == 'bool'"}, {"test", "true", "(x) x is boolean and x"},
-    {"test", "string", "(x) _kind(x) == 'str'"}, {"test", "integer", "(x) _kind(x) == 'int'"},
-    {"test", "false", "(x) x is boolean and not x"}, {"test", "float", "(x) _kind(x) == 'float'"},
-    {"test", "mapping", "(x) _kind(x) == 'dict'"}, {"test", "divisibleby", "(x, n) x % n == 0"},
-    {"test", "number", "(x) _kind(x) in ['int', 'float', 'bool']"}, {"test", "in", "(x, l) x in l"},
-    {"test", "sequence", "(x) _kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']"},
-    {"test", "iterable", "(x) x is sequence or _kind(x) == 'generator'"},
-    {"test", "odd", "(x) x % 2 == 1"}, {"test", "sameas", "(a, b) _kind(a) == _kind(b) and a == b"},
-    {"test", "eq equalto ==", "(a, b) a == b"}, {"test", "even", "(x) x % 2 == 0"},
-    {"test", "ne !=", "(a, b) a != b"}, {"test", "lt lessthan <", "(a, b) a < b"},
-    {"test", "le <=", "(a, b) a <= b"}, {"test", "gt greaterthan >", "(a, b) a > b"},
-    {"test", "ge >=", "(a, b) a >= b"},
+    "is.defined (x) @kind(x) != 'undefined'", "is.undefined (x) @kind(x) == 'undefined'",
+    "is.none (x) @kind(x) == 'None'", "is.boolean (x) @kind(x) == 'bool'",
+    "is.true (x) x is boolean and x", "is.false (x) x is boolean and not x",
+    "is.integer (x) @kind(x) == 'int'", "is.float (x) @kind(x) == 'float'",
+    "is.string (x) @kind(x) == 'str'", "is.mapping (x) @kind(x) == 'dict'",
+    "is.number (x) @kind(x) in ['int', 'float', 'bool']", "is.callable (x) @kind(x) == 'macro'",
+    "is.sequence (x) @kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']",
+    "is.iterable (x) x is sequence or @kind(x) == 'generator'", "is.in (x, l) x in l",
+    "is.odd (x) x % 2 == 1", "is.even (x) x % 2 == 0", "is.divisibleby (x, n) x % n == 0",
+    "is.eq is.equalto is.== (a, b) a == b", "is.sameas (a, b) @kind(a) == @kind(b) and a == b",
+    "is.ne is.!= (a, b) a != b", "is.lt is.lessthan is.< (a, b) a < b", "is.le is.<= (a, b) a <= b",
+    "is.gt is.greaterthan is.> (a, b) a > b", "is.ge is.>= (a, b) a >= b", "is._ (x) x",
     // what a loop knows beside index0, length and its _items
-    {"loop", "index", "(l) l.index0 + 1"}, {"loop", "first", "(l) l.index0 == 0"},
-    {"loop", "revindex", "(l) l.length - l.index0"}, {"loop", "nextitem", "(l) l._items[l.index]"},
-    {"loop", "revindex0", "(l) l.length - l.index"}, {"loop", "last", "(l) l.index == l.length"},
-    {"loop", "previtem", "(l) l._items[l.index0 - 1 if l.index0 else l.length]"},
-    {"loop", "cycle", "(l) varargs[l.index0 % (varargs|length)]"},
+    "loop.index (l) l.index0 + 1", "loop.first (l) l.index0 == 0",
+    "loop.revindex (l) l.length - l.index0", "loop.nextitem (l) l._items[l.index]",
+    "loop.revindex0 (l) l.length - l.index", "loop.last (l) l.index == l.length",
+    "loop.previtem (l) l._items[l.index0 - 1 if l.index0 else l.length]",
+    "loop.cycle (l) varargs[l.index0 % (varargs|length)]",
 };
 
 // The macro of that class and name, undefined: there is none. A row is parsed when it is used for
 // the first time, so that a short template does not pay for all.
 static Value find_builtin(Template *t, const char *class, Seq name) {
-    const char *word = to_utf8(t, name);
-    size_t i = 0;
-    while (i < COUNT(BUILTINS) && !(find_word(class, BUILTINS[i].class) &&
-                                    find_word(word, BUILTINS[i].names))) i++;
+    char key[40];
+    const char *row = NULL;
+    const char *dot = *class == '|' ? "" : ".";
+    size_t i, n = snprintf(key, sizeof key, "%s%s%s ", class, dot, to_utf8(t, name));
+    for (i = 0; i < COUNT(BUILTINS); i++) {
+        for (row = BUILTINS[i]; *row != '(' && strncmp(row, key, n);) row += strcspn(row, " ") + 1;
+        if (*row != '(') break;
+    }
     if (i == COUNT(BUILTINS)) return undefined_value(name);
     if (!t->builtin[i]) {
         Node *node = NULL, **tail = &node;
-        Seq source = from_text(t, BUILTINS[i].source);
-        t->p = source.c;
-        t->end = t->p + source.n;
-        bool read = read_rule(t, R_builtin, &tail) && t->p == t->end;
+        t->p = strchr(BUILTINS[i], '(');
+        t->own = true;
+        bool read = read_rule(t, R_builtin, &tail) && !*t->p;
         assert(read);
         t->builtin[i] = obtain(t, sizeof(Macro));
         *t->builtin[i] = (Macro){node->first, node->first->next, NULL};
@@ -3634,7 +3595,6 @@ static Value find_builtin(Template *t, const char *class, Seq name) {
 // where it stands, not that of its caller; a builtin sees its parameters alone.
 
 static Value eval(Template *t, const Node *n);
-static void execute(Template *t, const Node *n);
 static Value primitive(Template *t, Seq name, const Value *a);
 
 static const Node *child(const Node *n, int rule) {   // NULL: there is none
@@ -3642,16 +3602,11 @@ static const Node *child(const Node *n, int rule) {   // NULL: there is none
     return n;
 }
 
-// What a block prints, as a string, with names of its own on top of those of scope
-static Value capture(Template *t, const Node *block, Dict *scope) {
-    Seq text = {0}, *out = t->out;
-    Dict *outer = t->scope;
-    t->out = &text;
-    t->scope = new_dict(t, scope);
-    execute(t, block);
-    t->out = out;
-    t->scope = outer;
-    return string_value(text);
+// Adds what v prints. An empty text becomes that of v, without a copy.
+static void print(Template *t, Value *text, Value v) {
+    Seq s = to_text(t, v);
+    if (text->seq.n) seq_append(t, &text->seq, s.c, s.n, sizeof *s.c);
+    else text->seq = s;
 }
 
 // Calls a macro or builtin. Its names are the arguments given by name, the parameters, which take
@@ -3660,26 +3615,25 @@ static Value call(Template *t, Value f, Args a) {
     need_defined(t, f);
     if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
     const Macro *m = f.macro;
-    const uint32_t *where = t->where;
-    Dict *caller = t->scope, *scope = new_dict(t, m->scope), *named = new_dict(t, NULL);
+    const char *where = t->where;
+    Scope *caller = t->scope;
     size_t i = 0;
-    *named = a.named;
     enter(t);
     t->depth += CALL_DEPTH;
-    t->scope = scope;
-    dict_add(t, scope, a.named.pairs);
+    t->scope = new_scope(t, m->scope);
+    dict_add(t, &t->scope->names, a.named);
     for (const Node *p = m->params ? m->params->first : NULL; p; p = p->next, i++) {
         const Node *name = p->first, *otherwise = name->next;
-        if (i < a.list.n) dict_set(t, scope, name->value, a.list.v[i]);
-        else if (!dict_find(t, &a.named, name->value))
-            dict_set(t, scope, name->value,
-                     otherwise ? eval(t, otherwise) : undefined_value(name->value.seq));
+        Value v = i < a.list.n ? a.list.v[i] : undefined_value(name->value.seq);
+        if (i >= a.list.n && dict_find(t, a.named, name->value)) continue;
+        if (i >= a.list.n && otherwise) v = eval(t, otherwise);
+        dict_set(t, &t->scope->names, name->value, v);
     }
     Value more = {.kind = V_TUPLE};
     for (; i < a.list.n; i++) list_push(t, &more.seq, a.list.v[i]);
-    dict_set_name(t, scope, "varargs", more);
-    dict_set_name(t, scope, "kwargs", (Value){.kind = V_DICT, .dict = named});
-    Value v = m->body->rule == R_block ? capture(t, m->body, scope) : eval(t, m->body);
+    dict_set_name(t, &t->scope->names, "varargs", more);
+    dict_set_name(t, &t->scope->names, "kwargs", (Value){.kind = V_DICT, .seq = a.named});
+    Value v = eval(t, m->body);
     t->scope = caller;
     t->where = where;
     t->depth -= CALL_DEPTH + 1;
@@ -3689,11 +3643,12 @@ static Value call(Template *t, Value f, Args a) {
 // Calls a method, filter or test of v: v is its first argument.
 static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
     Value f = find_builtin(t, class, name);
-    Args all = {.named = a.named};
-    if (f.kind == V_UNDEFINED) stop(t, "there is no %s '%s'", class, to_utf8(t, name));
-    list_push(t, &all.list, v);
-    seq_append(t, &all.list, a.list.v, a.list.n, sizeof v);
-    return call(t, f, all);
+    Seq list = {0};
+    if (f.kind == V_UNDEFINED)
+        stop(t, "there is no %s '%s'", *class == '|' ? "filter" : "test", to_utf8(t, name));
+    list_push(t, &list, v);
+    seq_append(t, &list, a.list.v, a.list.n, sizeof v);
+    return call(t, f, (Args){list, a.named});
 }
 
 // the values between the brackets of a call, and those given by name
@@ -3709,7 +3664,7 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
 // an error to ask for a member.
 static Value member(Template *t, Value v, Value key) {
     need_defined(t, v);
-    Value *entry = is_mapping(v) ? dict_find(t, v.dict, key) : NULL;
+    Value *entry = is_mapping(v) ? dict_find(t, pairs_of(v), key) : NULL;
     if (entry) return *entry;
     size_t i = is_int(key) ? key.i + (key.i < 0 ? v.seq.n : 0) : SIZE_MAX;
     if (is_seq(v) && i < v.seq.n)
@@ -3721,12 +3676,14 @@ static Value member(Template *t, Value v, Value key) {
 
 // a name's value: in the scopes from the innermost on, else a function of BUILTINS
 static Value look_up(Template *t, Seq name) {
-    if (seq_is(name, "true") || seq_is(name, "True")) return bool_value(true);
-    if (seq_is(name, "false") || seq_is(name, "False")) return bool_value(false);
-    if (seq_is(name, "none") || seq_is(name, "None")) return (Value){.kind = V_NONE};
     Value *v = NULL;
-    for (Dict *d = t->scope; d && !v; d = d->outer) v = dict_find(t, d, string_value(name));
-    return v ? *v : find_builtin(t, "global", name);
+    for (Scope *s = t->scope; s && !v; s = s->outer) v = dict_find(t, s->names, string_value(name));
+    if (v) return *v;
+    const char *word = to_utf8(t, name);
+    if (find_word(word, "true True")) return bool_value(true);
+    if (find_word(word, "false False")) return bool_value(false);
+    if (find_word(word, "none None")) return (Value){.kind = V_NONE};
+    return find_builtin(t, "fn", name);
 }
 
 // v with what stands behind it: .x .x(y) [1] [1:2] (x) | f or is f
@@ -3734,7 +3691,7 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     const Node *k = n->first, *args = child(n, R_args);
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_item) {
-        Value bound[] = {{.kind = V_NONE}, {.kind = V_NONE}, {.kind = V_NONE}};
+        Value bound[3] = {0};
         int colons = 0;
         for (; k; k = k->next)
             if (k->rule == R_word) colons++;
@@ -3749,13 +3706,13 @@ static Value suffixed(Template *t, Value v, const Node *n) {
         v = member(t, v, k->value);
         return args ? call(t, v, arguments(t, args)) : v;
     }
-    if (n->rule != R_test) return apply(t, "filter", k->value.seq, v, arguments(t, args));
+    if (n->rule != R_test) return apply(t, "|", k->value.seq, v, arguments(t, args));
     bool negative = str_eq(k->word, "not");
     if (negative) k = k->next;
     Args a = arguments(t, args);
     if (!args && k->next) list_push(t, &a.list, eval(t, k->next));
     Seq name = k->rule == R_word ? from_text(t, "in") : k->value.seq;
-    return bool_value(truth(apply(t, "test", name, v, a)) != negative);
+    return bool_value(truth(apply(t, "is", name, v, a)) != negative);
 }
 
 // [for x in list if test: value], for BUILTINS
@@ -3764,9 +3721,9 @@ static Value eval_each(Template *t, const Node *n) {
     const Node *what = test ? test->next : list->next;
     Seq items = items_of(t, eval(t, list));
     Value v = {.kind = V_LIST};
-    t->scope = new_dict(t, t->scope);
+    t->scope = new_scope(t, t->scope);
     for (size_t i = 0; i < items.n; i++) {
-        dict_set(t, t->scope, name->value, items.v[i]);
+        dict_set(t, &t->scope->names, name->value, items.v[i]);
         if (!test || truth(eval(t, test->first))) list_push(t, &v.seq, eval(t, what));
     }
     t->scope = t->scope->outer;
@@ -3779,48 +3736,12 @@ static Value eval_chain(Template *t, const Node *n) {
     bool compares = n->rule == R_compare;
     Value left = eval(t, n->first), v = compares ? bool_value(true) : left;
     for (const Node *op = n->first->next; op; op = op->next->next) {
-        bool stays = n->rule == R_or ? truth(v) : (n->rule == R_and || compares) && !truth(v);
-        if (stays) break;
+        if (n->rule == R_or ? truth(v) : (n->rule == R_and || compares) && !truth(v)) break;
         Value right = eval(t, op->next);
         if (compares) v = bool_value(compare(t, op->word, left, right));
         else v = n->rule == R_or || n->rule == R_and ? right : operate(t, op->word, v, right);
         left = right;
     }
-    return v;
-}
-
-// the value of an expression
-static Value eval(Template *t, const Node *n) {
-    const Node *first = n->first, *k = first;
-    Value v = n->value;
-    enter(t);
-    switch (n->rule) {
-    case R_number: case R_string: break;
-    case R_name: v = look_up(t, v.seq); break;
-    case R_value:
-        if (truth(eval(t, first->next))) v = eval(t, first);
-        else v = first->next->next ? eval(t, first->next->next) : undefined_value((Seq){0});
-        break;
-    case R_not: v = bool_value(!truth(eval(t, first->next))); break;
-    case R_sign: v = operate(t, first->word, int_value(0), eval(t, first->next)); break;
-    case R_tuple: case R_list: case R_paren:
-        for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
-            if (k->rule != R_word) list_push(t, &v.seq, eval(t, k));
-        break;
-    case R_dict:
-        for (v = (Value){.kind = V_DICT, .dict = new_dict(t, NULL)}; k; k = k->next->next) {
-            Value key = eval(t, k);
-            dict_set(t, v.dict, key, eval(t, k->next));
-        }
-        break;
-    case R_each: v = eval_each(t, n); break;
-    case R_primitive: v = primitive(t, first->value.seq, arguments(t, first->next).list.v); break;
-    case R_postfix: case R_unary:
-        for (v = eval(t, first); (k = k->next);) v = suffixed(t, v, k);
-        break;
-    default: v = eval_chain(t, n);
-    }
-    t->depth--;
     return v;
 }
 
@@ -3832,99 +3753,122 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (targets->first->next) items = items_of(t, v);
     for (const Node *target = targets->first; target; target = target->next, i++) {
         const Node *name = target->first;
-        Dict *d = t->scope;
-        if (name->next) {
-            Value space = look_up(t, name->value.seq);
-            if (space.kind != V_NAMESPACE)
-                stop(t, "'%s' is not a namespace", to_utf8(t, name->value.seq));
-            d = space.dict;
-            name = name->next;
-        }
-        if (i < items.n) dict_set(t, d, name->value, items.v[i]);
+        Value space = {.kind = V_NAMESPACE, .scope = t->scope};
+        if (name->next) space = look_up(t, name->value.seq);
+        if (space.kind != V_NAMESPACE)
+            stop(t, "'%s' is not a namespace", to_utf8(t, name->value.seq));
+        if (name->next) name = name->next;
+        if (i < items.n) dict_set(t, &space.scope->names, name->value, items.v[i]);
     }
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-// an empty scope on top of that of the loop, in the memory of the turn before
-static void begin_turn(Template *t, Dict *turn) {
-    if (turn->pairs.home) turn->pairs.home->used = 0;
-    turn->pairs.n = 0;
+// Sets the names of a turn in an empty scope, in the memory of the turn before.
+static void begin_turn(Template *t, Scope *turn, const Node *targets, Value item) {
+    if (turn->names.home) turn->names.home->used = 0;
+    turn->names.n = 0;
     t->scope = turn;
+    assign(t, targets, item);
 }
 
 // Each turn has its own names. The filter goes first, as the loop knows its length. break and
 // continue leave the body by t->flow, which stops every block on the way.
-static void run_for(Template *t, const Node *n) {
+static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
     Seq all = items_of(t, eval(t, targets->next)), items = test ? (Seq){0} : all;
-    Dict *scope = t->scope, *outer = new_dict(t, scope), *turn = new_dict(t, outer);
-    Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)};
-    Value index0 = string_value(from_text(t, "index0"));
+    Scope *scope = t->scope, *outer = new_scope(t, scope), *turn = new_scope(t, outer);
+    Value loop = {.kind = V_LOOP, .scope = new_scope(t, NULL)}, text = string_value((Seq){0});
     bool done = false;
     for (size_t i = 0; i < all.n && test; i++) {
-        begin_turn(t, turn);
-        assign(t, targets, all.v[i]);
+        begin_turn(t, turn, targets, all.v[i]);
         if (truth(eval(t, test->first))) list_push(t, &items, all.v[i]);
     }
-    dict_set_name(t, loop.dict, "_items", (Value){.kind = V_LIST, .seq = items});
-    dict_set_name(t, loop.dict, "length", int_value(items.n));
-    dict_set_name(t, outer, "loop", loop);
+    dict_set_name(t, &loop.scope->names, "_items", (Value){.kind = V_LIST, .seq = items});
+    dict_set_name(t, &loop.scope->names, "length", int_value(items.n));
+    dict_set_name(t, &outer->names, "loop", loop);
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
-        begin_turn(t, turn);
-        dict_set(t, loop.dict, index0, int_value(i));
-        assign(t, targets, items.v[i]);
-        execute(t, child(n, R_block));
+        dict_set_name(t, &loop.scope->names, "index0", int_value(i));
+        begin_turn(t, turn, targets, items.v[i]);
+        print(t, &text, eval(t, child(n, R_block)));
         done = done || !t->flow;   // jinja2 runs else also where no turn came to its end
     }
     t->flow = 0;
-    begin_turn(t, turn);
-    if (otherwise && !done) execute(t, otherwise);
+    t->scope = outer;
+    if (otherwise && !done) print(t, &text, eval(t, otherwise));
     t->scope = scope;
+    return text;
 }
 
-// what a block prints, through the filters that stand in front of it
+// what a block with names of its own prints, through the filters that stand in front of it
 static Value filtered(Template *t, const Node *filters, const Node *block) {
-    Value v = capture(t, block, t->scope);
+    t->scope = new_scope(t, t->scope);
+    Value v = eval(t, block);
+    t->scope = t->scope->outer;
     for (const Node *k = filters; k != block; k = k->next) v = suffixed(t, v, k);
     return v;
 }
 
 // Makes a macro of a block: sets its name, or lets the one that is called know it as caller.
-static void run_macro(Template *t, const Node *n, const Node *block) {
+static Value run_macro(Template *t, const Node *n, const Node *block) {
     const Node *params = child(n, R_params);
     Value v = {.kind = V_MACRO, .macro = obtain(t, sizeof *v.macro)};
     *v.macro = (Macro){params, block, t->scope};
-    if (n->rule == R_macro) return dict_set(t, t->scope, n->first->value, v);
+    if (n->rule == R_macro) dict_set(t, &t->scope->names, n->first->value, v);
+    if (n->rule == R_macro) return n->value;   // nothing
     Value called = eval(t, params ? params->next : n->first);
     Args a = arguments(t, child(n, R_args));
     dict_set_name(t, &a.named, "caller", v);
-    put_seq(t, t->out, to_text(t, call(t, called, a)));
+    return call(t, called, a);
 }
 
-// Runs a statement or a block of them; what it prints goes to t->out.
-static void execute(Template *t, const Node *n) {
-    const Node *first = n->first, *block = child(n, R_block);
+// the value of an expression; of a statement or a block of them the text it prints
+static Value eval(Template *t, const Node *n) {
+    const Node *first = n->first, *k = first, *block = child(n, R_block);
+    Value v = n->value;
     enter(t);
-    t->where = n->source;
+    if (n->rule >= R_block && n->rule < R_word) t->where = n->source;
     switch (n->rule) {
-    case R_block: case R_raw: case R_else:
-        for (; first && !t->flow; first = first->next) execute(t, first);
+    case R_number: case R_string: case R_text: break;
+    case R_name: v = look_up(t, v.seq); break;
+    case R_value:
+        k = truth(eval(t, first->next)) ? first : first->next->next;
+        if (k) v = eval(t, k);
         break;
-    case R_text: case R_verbatim: case R_comment: put_seq(t, t->out, n->value.seq); break;
-    case R_print: put_seq(t, t->out, to_text(t, eval(t, first))); break;
+    case R_not: v = bool_value(!truth(eval(t, first->next))); break;
+    case R_sign: v = operate(t, first->word, int_value(0), eval(t, first->next)); break;
+    case R_tuple: case R_list: case R_atom:   // an atom with nothing in it is ()
+        for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
+            if (k->rule != R_word) list_push(t, &v.seq, eval(t, k));
+        break;
+    case R_dict:
+        for (v = (Value){.kind = V_DICT}; k; k = k->next->next) {
+            Value key = eval(t, k);
+            dict_set(t, &v.seq, key, eval(t, k->next));
+        }
+        break;
+    case R_each: v = eval_each(t, n); break;
+    case R_primitive: v = primitive(t, first->value.seq, arguments(t, first->next).list.v); break;
+    case R_postfix: case R_unary:
+        for (v = eval(t, first); (k = k->next);) v = suffixed(t, v, k);
+        break;
+    case R_block: case R_else: case R_print:
+        for (v = string_value((Seq){0}); k && !t->flow; k = k->next) print(t, &v, eval(t, k));
+        break;
     case R_if: case R_elif:
-        if (truth(eval(t, first))) execute(t, block);
-        else if (block->next) execute(t, block->next);
+        k = truth(eval(t, first)) ? block : block->next;
+        if (k) v = eval(t, k);
         break;
-    case R_for: run_for(t, n); break;
+    case R_for: v = run_for(t, n); break;
     case R_set: assign(t, first, block ? filtered(t, first->next, block) : eval(t, first->next));
         break;
-    case R_macro: case R_call: run_macro(t, n, block); break;
-    case R_pipe: put_seq(t, t->out, filtered(t, first, block).seq); break;
-    default: t->flow = n->rule;   // break, continue
+    case R_macro: case R_call: v = run_macro(t, n, block); break;
+    case R_pipe: v = filtered(t, first, block); break;
+    case R_break: case R_continue: t->flow = n->rule; break;
+    default: v = eval_chain(t, n);
     }
     t->depth--;
+    return v;
 }
 
 // ---- its primitives
@@ -3942,6 +3886,22 @@ static Seq recase(Template *t, Seq s, bool upper) {
         else if (low) c = low;
         put_char(t, &out, c | (s.c[i] & MARK));
     }
+    return out;
+}
+
+// s in quotes, as JSON or as Python has it
+static Value quote(Template *t, Seq s, Value quotes, bool json) {
+    static const char known[] = "\n\r\t\b\f", letter[] = "nrtbf";
+    Value out = string_value(quotes.seq);
+    for (size_t i = 0; i < s.n; i++) {
+        uint32_t c = s.c[i] & CHARACTER;
+        char code[8] = {'\\', c};
+        if (among(c, json ? known : "\n\r\t")) code[1] = letter[strchr(known, c) - known];
+        else if (c < ' ' || (c == 127 && !json)) sprintf(code, json ? "\\u%04x" : "\\x%02x", c);
+        else if (c != '\\' && c != *quotes.seq.c) *code = 0;
+        print(t, &out, string_value(*code ? from_text(t, code) : seq_part(s, i, i + 1)));
+    }
+    print(t, &out, quotes);
     return out;
 }
 
@@ -3964,32 +3924,13 @@ static Value split(Template *t, Seq s, Value by, int64_t most) {
     return list;
 }
 
-// a list in the order of its keys, where equal ones stay as they were
-static Value sorted(Template *t, Seq list, Seq keys, bool down) {
-    struct { Value key, v; } *pair = obtain(t, list.n * sizeof *pair);
-    Value out = {.kind = V_LIST};
-    for (size_t i = 0, j; i < list.n; i++) {
-        for (j = i; j > 0; j--) {
-            spend(t, 1);
-            if (!compare(t, (Str){down ? ">" : "<", 1}, keys.v[i], pair[j - 1].key)) break;
-            pair[j] = pair[j - 1];
-        }
-        pair[j].key = keys.v[i];
-        pair[j].v = list.v[i];
-    }
-    for (size_t i = 0; i < list.n; i++) list_push(t, &out.seq, pair[i].v);
-    return out;
-}
-
 // the number that v is or, as text, says; otherwise what is given for that; whole: cut to an int
 static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
-    double f = is_number(v) ? real(v) : 0;
     need_defined(t, v);
-    if (v.kind == V_STRING) {
-        char *s = to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)), *end;
-        f = strtod(s, &end);
-        if (!*s || *end) return otherwise;
-    } else if (!is_number(v)) return otherwise;
+    const char *s = v.kind == V_STRING ? to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)) : "";
+    char *end;
+    double f = is_number(v) ? real(v) : strtod(s, &end);
+    if (!is_number(v) && (!*s || *end)) return otherwise;
     if (!whole) return float_value(f);
     return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
 }
@@ -4007,62 +3948,53 @@ static Value date(Template *t, Seq format) {
     return string_value(from_utf8(t, (Str){s, n}, mark));
 }
 
-// from a up to, but without, b in steps of c
-static Value range(Template *t, Value a, Value b, Value c) {
-    if (!is_int(a) || !is_int(b) || !is_int(c) || !c.i) stop(t, "range takes whole numbers");
-    __int128 n = ((__int128)b.i - a.i + c.i - (c.i > 0 ? 1 : -1)) / c.i;
-    if (n > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
-    Seq list = {.n = n > 0 ? n : 0};
-    list.v = obtain(t, list.n * sizeof *list.v);
-    for (size_t i = 0; i < list.n; i++) list.v[i] = int_value(a.i + (int64_t)i * c.i);
-    return (Value){.kind = V_LIST, .seq = list};
-}
-
 // A row of BUILTINS calls a primitive by name, with as many arguments as that one reads.
 static Value primitive(Template *t, Seq name, const Value *a) {
+    const char *f = to_utf8(t, name);
     Value v = {.kind = V_STRING};
     Seq l = {0};
-    if (seq_is(name, "_kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
-    if (seq_is(name, "_list")) return (Value){.kind = V_LIST, .seq = items_of(t, a[0])};
-    if (seq_is(name, "_generator")) return (Value){.kind = V_GENERATOR, .seq = a[0].seq};
-    if (seq_is(name, "_namespace")) return (Value){.kind = V_NAMESPACE, .dict = a[0].dict};
-    if (seq_is(name, "_split"))
-        return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
-    if (seq_is(name, "_sort")) return sorted(t, a[0].seq, a[1].seq, truth(a[2]));
-    if (seq_is(name, "_apply")) {   // what comes first in a list, with the rest as its arguments
-        bool named = a[2].kind >= V_LIST && a[2].kind <= V_TUPLE && a[2].seq.n;
-        if (!named || a[3].kind != V_DICT) stop(t, "the name of a filter is missing");
-        Args more = {{{.v = a[2].seq.v + 1}, a[2].seq.n - 1, NULL}, *a[3].dict};
-        return apply(t, to_utf8(t, a[0].seq), to_text(t, a[2].seq.v[0]), a[1], more);
+    if (find_word(f, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
+    if (find_word(f, "list generator"))
+        return (Value){.kind = *f == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
+    if (find_word(f, "split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
+    if (find_word(f, "apply")) {
+        if (a[4].kind != V_DICT) stop(t, "the arguments by name are no dict");
+        Args more = {items_of(t, a[3]), a[4].seq};
+        return apply(t, to_utf8(t, a[0].seq), to_text(t, a[2]), a[1], more);
     }
-    if (seq_is(name, "_number")) return to_number(t, a[0], a[1], truth(a[2]));
-    if (seq_is(name, "_now")) return date(t, to_text(t, a[0]));
-    if (seq_is(name, "_range")) return range(t, a[0], a[1], a[2]);
-    if (seq_is(name, "_fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
-    if (seq_is(name, "_find"))
-        return int_value((int64_t)seq_find(t, a[0].seq, to_text(t, a[1])));
-    if (seq_is(name, "_length"))
-        return int_value(a[0].kind == V_STRING ? a[0].seq.n : items_of(t, a[0]).n);
-    if (seq_is(name, "_dict")) {
-        v = (Value){.kind = V_DICT, .dict = new_dict(t, NULL)};
+    if (find_word(f, "number")) return to_number(t, a[0], a[1], truth(a[2]));
+    if (find_word(f, "now")) return date(t, to_text(t, a[0]));
+    if (find_word(f, "range")) {   // the numbers from 0 up to, but without, this one
+        if (!is_int(a[0])) stop(t, "range takes whole numbers");
+        if (a[0].i > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
+        for (int64_t i = 0; i < a[0].i; i++) list_push(t, &l, int_value(i));
+        return (Value){.kind = V_LIST, .seq = l};
+    }
+    if (find_word(f, "fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
+    if (find_word(f, "length")) return int_value((is_seq(a[0]) ? a[0].seq : items_of(t, a[0])).n);
+    if (find_word(f, "dict namespace")) {   // of what two dicts hold
+        Scope *space = new_scope(t, NULL);
         if (a[0].kind != V_DICT) stop(t, "%s is not a dict", VALUE_KINDS[a[0].kind]);
-        dict_add(t, v.dict, a[0].dict->pairs);
-        dict_add(t, v.dict, a[1].dict->pairs);
+        dict_add(t, &space->names, a[0].seq);
+        dict_add(t, &space->names, a[1].seq);
+        if (*f == 'd') return (Value){.kind = V_DICT, .seq = space->names};
+        return (Value){.kind = V_NAMESPACE, .scope = space};
     }
-    if (seq_is(name, "_sum"))
+    if (find_word(f, "sum"))
         for (l = a[0].seq, v = a[1]; l.n; l.n--, l.v++) v = operate(t, (Str){"+", 1}, v, *l.v);
-    if (seq_is(name, "_join")) {
+    if (find_word(f, "join")) {
         l = items_of(t, a[1]);
         for (size_t i = 0; i < l.n; i++) {
-            if (i) put_seq(t, &v.seq, to_text(t, a[0]));
-            put_seq(t, &v.seq, to_text(t, l.v[i]));
+            if (i) print(t, &v, a[0]);
+            print(t, &v, l.v[i]);
         }
     }
-    if (seq_is(name, "_text")) v.seq = to_text(t, a[0]);
-    if (seq_is(name, "_case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
-    if (seq_is(name, "_strip"))
+    if (find_word(f, "text")) v.seq = to_text(t, a[0]);
+    if (find_word(f, "case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
+    if (find_word(f, "strip"))
         v.seq = seq_strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i);
-    if (seq_is(name, "_fixed")) {   // with so many digits behind the point
+    if (find_word(f, "quote")) return quote(t, a[0].seq, a[1], truth(a[2]));
+    if (find_word(f, "fixed")) {   // with so many digits behind the point
         char s[400];
         if (!is_number(a[0])) stop(t, "%s is not a number", VALUE_KINDS[a[0].kind]);
         if (!is_int(a[1]) || a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
@@ -4072,46 +4004,50 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     return v;
 }
 
-// the template's text as code points: \r\n and \r are \n, and the last \n is dropped
-static void read_source(Template *t, Str s) {
-    for (size_t i = 0, used; i < s.n; i += used) {
-        uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        if (c == '\r' && i + 1 < s.n && s.s[i + 1] == '\n') used = 2;
-        if (i + used < s.n || !among(c, "\r\n")) put_char(t, &t->source, c == '\r' ? '\n' : c);
-    }
-    t->p = t->where = t->far = t->source.c;
-    t->end = t->p + t->source.n;
-}
-
-// Parses the template, sets what it sees and runs it.
-static void template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
-                         int think) {
+// Parses the template, sets what it sees and runs it. False: it stopped, and e says why.
+static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
+                         int think, Rendered *out) {
+    if (setjmp(t->failed)) return false;
+    if (!t->block) stop(t, "out of memory");
     Value messages = {.kind = V_LIST};
+    Scope *scope = t->scope = new_scope(t, NULL);
     Node *root = NULL, **tail = &root;
-    t->out = &t->printed;
-    t->scope = new_dict(t, NULL);
+    char *to = obtain(t, source.n + 4);   // \r\n and \r are \n here, and the last \n is dropped
     t->builtin = obtain(t, COUNT(BUILTINS) * sizeof *t->builtin);
-    read_source(t, source);
+    t->source = t->p = t->where = t->far = to;
+    for (size_t i = 0; i < source.n; i++)
+        if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
+            *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
+    if (to > t->source && to[-1] == '\n') *--to = 0;
     read_rule(t, R_block, &tail);
-    if (t->p != t->end) {
-        Seq s = {{t->far}, t->end - t->far, NULL};
-        t->where = t->far;
-        stop(t, "unexpected %s", s.n ? to_utf8(t, seq_part(s, 0, s.n < 20 ? s.n : 20)) : "end");
+    if (t->p < to) {
+        Seq rest = from_text(t, t->where = t->far);
+        if (rest.n > 20) rest.n = 20;
+        stop(t, "unexpected %s", rest.n ? to_utf8(t, rest) : "end");
     }
     for (size_t i = 0; i < n; i++) {
-        Value v = {.kind = V_DICT, .dict = new_dict(t, NULL)};
+        Value v = {.kind = V_DICT};
         uint32_t mark = str_eq(m[i].role, "assistant") ? 0 : MARK;
-        dict_set_name(t, v.dict, "role", string_value(from_utf8(t, m[i].role, 0)));
-        dict_set_name(t, v.dict, "content", string_value(from_utf8(t, m[i].content, mark)));
+        dict_set_name(t, &v.seq, "role", string_value(from_utf8(t, m[i].role, 0)));
+        dict_set_name(t, &v.seq, "content", string_value(from_utf8(t, m[i].content, mark)));
         list_push(t, &messages.seq, v);
     }
-    dict_set_name(t, t->scope, "messages", messages);
-    dict_set_name(t, t->scope, "add_generation_prompt", bool_value(true));
-    dict_set_name(t, t->scope, "bos_token", string_value(from_utf8(t, bos, 0)));
-    dict_set_name(t, t->scope, "eos_token", string_value(from_utf8(t, eos, 0)));
-    if (think >= 0) dict_set_name(t, t->scope, "enable_thinking", bool_value(think));
-    execute(t, root);
+    dict_set_name(t, &scope->names, "messages", messages);
+    dict_set_name(t, &scope->names, "add_generation_prompt", bool_value(true));
+    dict_set_name(t, &scope->names, "bos_token", string_value(from_utf8(t, bos, 0)));
+    dict_set_name(t, &scope->names, "eos_token", string_value(from_utf8(t, eos, 0)));
+    if (think >= 0) dict_set_name(t, &scope->names, "enable_thinking", bool_value(think));
+    Seq text = eval(t, root).seq;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
+    out->text = malloc(4 * text.n + 1);
+    out->mark = malloc(4 * text.n + 1);
+    if (!out->text || !out->mark) stop(t, "out of memory");
+    for (size_t i = 0, k; i < text.n; i++, out->n += k) {
+        k = utf8_encode(text.c[i] & CHARACTER, out->text + out->n);
+        memset(out->mark + out->n, (text.c[i] & MARK) != 0, k);
+    }
+    out->text[out->n] = 0;
+    return true;
 }
 
 static void rendered_free(Rendered *r) {
@@ -4124,32 +4060,17 @@ static void rendered_free(Rendered *r) {
 // enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty.
 static bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                             Str eos, int think, Rendered *out, Error *e) {
+    Template t = {.e = e};
     size_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)
         size += messages[i].role.n + messages[i].content.n + 100;
-    Template *t = calloc(1, sizeof *t);
+    t.steps = 20000000 + 200 * size;
+    t.memory = (64 << 20) + 400 * size;
+    t.block = calloc(1, t.memory);
     *out = (Rendered){0};
-    if (!t) return fail(e, "out of memory");
-    t->e = e;
-    t->steps = 20000000 + 200 * size;
-    t->memory = (64 << 20) + 400 * size;
-    bool ok = !setjmp(t->failed);
-    if (ok) {
-        t->block = calloc(1, t->memory);
-        if (!t->block) stop(t, "out of memory");
-        template_run(t, template, messages, n_messages, bos, eos, think);
-        out->text = malloc(4 * t->printed.n + 1);
-        out->mark = malloc(4 * t->printed.n + 1);
-        if (!out->text || !out->mark) stop(t, "out of memory");
-        for (size_t i = 0, k; i < t->printed.n; i++, out->n += k) {
-            k = utf8_encode(t->printed.c[i] & CHARACTER, out->text + out->n);
-            memset(out->mark + out->n, (t->printed.c[i] & MARK) != 0, k);
-        }
-        out->text[out->n] = 0;
-    }
+    bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, out);
     if (!ok) rendered_free(out);
-    free(t->block);
-    free(t);
+    free(t.block);
     return ok;
 }
 

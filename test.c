@@ -1868,19 +1868,20 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ [1, 2, 3][::2] }}", "eßörGöß[1, 3]"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
-    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role }}", "12system"},
+    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}", "12s"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
      "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
-    {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) }}", "['a', 'b', 'a,b', 'c']"},
+    {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) + 'a\nb\n'.splitlines() +"
+     " ['abc'.removeprefix('a').removesuffix('c')] }}", "['a', 'b', 'a,b', 'c', 'a', 'b', 'b']"},
     {"filters of lists", "{{ messages|map(attribute='role')|unique|list }}"
      "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
      "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
      "['system', 'user', 'assistant']2[3, 2, 1][('a', 2), ('b', 1)]3"},
     {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
-    {"JSON", "{{ {'a': [1, 'é\"'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
-     "{\"a\": [1, \"é\\\"\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
+    {"JSON", "{{ {'a': [1, 'é\"\\f\\x1f'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
+     "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
     {"formats", "{{ '%05.1f|%3s|%i%%'|format(2.25, 'a', 7) }}{{ '{0}{x:.1f}{{'.format('b', x=1) }}",
      "002.2|  a|7%b1.0{"},
     {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
@@ -1889,9 +1890,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "{% set n.s = n.s + '0123456789' %}{% endfor %}{{ n.s|length }}", "500000"},
     {"an error names its line", "\n\n{{ x.y }}", "!line 3: 'x' is undefined"},
     {"raise_exception", "{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
-    {"an unknown tag", "{% if 0 %}{% fetch %}{% endif %}", "!unexpected fetch"},
     {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
-    {"types", "{{ 'a' + 1 }}", "!str + int is not possible"},
+    {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% if 0 %}{% get %}", "!unexpected get"},
     {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
     {"too long", "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}"
      "{% endfor %}", "!too"},
