@@ -5088,8 +5088,8 @@ typedef struct {
 
 static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// Scores s[n][16], of queries that have the scale in them, become weights exp(score - top), with the
-// new top, and are added to the sums; what was summed before fades.
+// Scores s[n][16], whose queries have been scaled, become weights exp(score - top), with the new
+// top, and are added to the sums; what was summed before fades.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS], sum[VECTORS] = {{0}};
     float most[TILE], total[TILE], fade[TILE];
