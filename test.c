@@ -2231,7 +2231,8 @@ static void test_cli_logits(void) {
     CHECK(access(scratch("cut"), F_OK), "a part of the logits was left behind");
 }
 
-// Ctrl-C while it speaks or, in a chat, waits for the user: statistics, exit 130
+// Ctrl-C while it speaks or, in a chat, waits for the user, after 20 times "hm" and a newline:
+// statistics, exit 130
 static void test_cli_interrupt(void) {
     static const char *const arguments[] = {"$S Once -n 100000000 -c 64",
                                             "$D/chat.gguf Once -n 20 -i <>$D/nobody"};
@@ -2239,7 +2240,7 @@ static void test_cli_interrupt(void) {
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
     for (int a = 0; a < 2; a++)
         check_llm(text_of("$LLM %s >$D/said & for i in $(seq 600); do sleep .05; "
-                          "kill -0 $! && test $(wc -c <$D/said) -lt 20 || break; done; "
+                          "kill -0 $! && test $(wc -c <$D/said) -lt 41 || break; done; "
                           "kill -INT $!; wait $!", arguments[a]),
                   130, "", "prefill .*decode .*seed [0-9]+, cpu\n$");
 }
