@@ -3814,8 +3814,10 @@ static Value run_macro(Template *t, const Node *n, const Node *block) {
     const Node *params = child(n, R_params);
     Value v = {.kind = V_MACRO, .macro = obtain(t, sizeof *v.macro)};
     *v.macro = (Macro){params, block, t->scope};
-    if (n->rule == R_macro) dict_set(t, &t->scope->names, n->first->value, v);
-    if (n->rule == R_macro) return n->value;   // nothing
+    if (n->rule == R_macro) {
+        dict_set(t, &t->scope->names, n->first->value, v);
+        return n->value;   // undefined: it prints nothing
+    }
     Value called = eval(t, params ? params->next : n->first);
     Args a = arguments(t, child(n, R_args));
     dict_set_name(t, &a.named, "caller", v);
