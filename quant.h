@@ -863,21 +863,20 @@ QUANT_SCALED(tq2_0) {
 //   times its bytes: run 32 in qs[0..31], run 16 in qs[32..47], run 4 (four digits) in qs[48..51]
 QUANT_TABLE uint8_t quant_pow3[5] = {1, 3, 9, 27, 81};
 #if defined(QUANT_WORDS)
-QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, int count,
+QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, bool last,
                                int power) {
-    QUANT_UNROLL for (int j = 0; j < count; j += 4) {
-        uint32_t x = quant_u32(p + j), even = (x & 0x00ff00ff) * power & 0x00ff00ff;
-        uint32_t odd = (x >> 8 & 0x00ff00ff) * power & 0x00ff00ff;
-        x = (even * 3 >> 8 & 0x00030003) | (odd * 3 & 0x03000300);
+    QUANT_UNROLL for (int j = 0; j < 16; j += 4) {
+        uint32_t x = quant_u32(p + (last ? 0 : j)), by = last ? quant_pow3[j / 4] : power;
+        uint32_t even = (x & 0x00ff00ff) * by, odd = (x >> 8 & 0x00ff00ff) * by;
+        x = ((even & 0x00ff00ff) * 3 >> 8 & 0x00030003) | ((odd & 0x00ff00ff) * 3 & 0x03000300);
         quant_put(w + j, 1, quant_sum(x, 0xffffffff));
     }
 }
 #else
-QUANT_INLINE void quant_digits(int8_t *w, const uint8_t *p, int count, int power) {
-    for (int j = 0; j < count; j++) {
-        uint8_t x = (uint8_t)(p[j] * power);
-        w[j] = (int8_t)((x > 85) + (x > 170) - 1);
-    }
+QUANT_INLINE int8_t quant_digit(uint8_t x) { return (int8_t)((x > 85) + (x > 170) - 1); }
+QUANT_INLINE void quant_digits(int8_t *w, const uint8_t *p, bool last, int power) {
+    if (!last) for (int j = 0; j < 16; j++) w[j] = quant_digit((uint8_t)(p[j] * power));
+    else for (int j = 0; j < 16; j++) w[j] = quant_digit((uint8_t)(p[j % 4] * quant_pow3[j / 4]));
 }
 #endif
 typedef struct { uint8_t qs[52], d[2]; } block_tq1_0;
@@ -886,8 +885,7 @@ QUANT_SCALED(tq1_0) {
     for (int i = 0; i < 2 * n; i++) {                               // 16 weights at a time
         int k = 2 * g + i;
         QUANT_DEVICE const uint8_t *p = b->qs + (k < 10 ? k % 2 * 16 : k < 15 ? 32 : 48);
-        if (k < 15) quant_digits(w + 16 * i, p, 16, quant_pow3[k < 10 ? k / 2 : k - 10]);
-        else for (int j = 0; j < 4; j++) quant_digits(w + 16 * i + 4 * j, p, 4, quant_pow3[j]);
+        quant_digits(w + 16 * i, p, k == 15, quant_pow3[k < 10 ? k / 2 : k < 15 ? k - 10 : 0]);
     }
     for (int t = 0; t < 4 * n; t++)
         for (int j = 0; j < 8; j++) q[8 * t + j] = w[quant_eight(t, n) + j];

@@ -3811,7 +3811,7 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
 
 static void kernel_block(Gpu *g, int type) {
     lab_ffn_block(g, type, 256, 256, 256);
-    if (type == FORMAT_F16) lab_ffn_block(g, type, 33, 64, 100);
+    if (type == FORMAT_F16) lab_ffn_block(g, type, 33, 65, 101);
     if (type == FORMAT_F16) lab_ffn_block(g, type, 64, 1024, 1056);
     if (type == FORMAT_Q8_0) lab_ffn_block(g, type, 64, 64, 96);
     if (type == FORMAT_Q8_0) lab_ffn_block(g, type, 64, 1024, 1056);
@@ -4646,7 +4646,7 @@ static void check_cut(const Model *m) {
 
 // a map is cut before the first tensor that ends too late
 static void check_next_tensor(void) {
-    static const int at[] = {0, 16, 20, 44, 52};   // where four tensors begin, and the last one ends
+    static const int at[] = {0, 16, 20, 44, 52};   // where four tensors begin, and the last ends
     uint8_t data[52];
     Tensor t[5] = {{.n_dims = 0}};
     Gguf file = {.tensors = t, .n_tensors = 4};
@@ -4980,8 +4980,10 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"g0 * 32 < cols; g0 +=", "cols; g0", "past the last column there are zeros"},
     {"k0 < a->cols; k0 +=", "a->cols; k0", "past the last column there are zeros"},
     {"n > GEMM_FEW ? x : NULL", "GEMM_FEW ? x", "8 tokens can be codes, too"},
-    {"i < TILE_TOKENS * 2;", "TILE_TOKENS", "a row past the last is not read"},
+    {"i < TILE_TOKENS * 2 * quads;", "TILE_TOKENS", "a row past the last is not read"},
     {"if (row >= a->each", "a->each", "a unit past the end reads the last row, writes nothing"},
+    {"row < a->w[0].rows; row +=", "a->w[0].rows; row", "the same"},
+    {"unit_rows(FORMAT_1) < a->ffn", "a->ffn", "the same"},
     {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
     {"min(row, a->dv - 1)", "min(", "rows of a state that no head has may hold anything"},
     {"return x > 20.0f ?", "20.0f ?", "at the bound both are the same"},
