@@ -5245,7 +5245,7 @@ static pid_t run_mutant(int number, int slot) {
     test.quick = true;
     snprintf(test.dir, sizeof test.dir, "test_mutants.d/%d", slot);
     mkdir(test.dir, 0700);
-    setrlimit(RLIMIT_CPU, &(struct rlimit){60, 60});   // it may hang
+    setrlimit(RLIMIT_CPU, &(struct rlimit){120, 120});   // it may hang
     int out = open(scratch("out"), O_CREAT | O_TRUNC | O_WRONLY, 0600);
     dup2(out, 1);
     dup2(out, 2);
