@@ -4392,6 +4392,9 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 //   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
 //           sign of w is the same product and fits: a pair is at most 2 * 128 * 127
 //   NEON    sdot, or widening products
+// Where codes are small, AVX2 takes them as unsigned too, with a bias, and adds some pairs before
+// it widens them: dot_pairs(sum, pairs, w, x, first, last), mostly 2 instructions in place of 5.
+// multiply_add(a, b, c) is a * b + c, rounded once.
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
@@ -4616,14 +4619,14 @@ static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8
 // to them, and sum[1] collects d times the activations, to be taken off `bias` times at the end.
 INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, int bias, int fit,
                    const TokenActs *x, vf sum[2]) {
-    bool plain = bias && !CODE_BIAS && !fit;
+    bool as_signed = bias && !CODE_BIAS && !fit;
     int run = per16 || fit == 2 ? 2 : 4;
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}}, pairs;
-        if (!plain) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
+        if (!as_signed) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
         UNROLL for (int k = 0; k < 4; k++) {
-            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(plain ? 0 : bias));
+            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(as_signed ? 0 : bias));
             vi y = load_i32(x->q[k][i / 2]), *to = &dot[per16 ? k / 2 : 0];
             *to = fit ? dot_pairs(*to, &pairs, w, y, k % run == 0, k % run == run - 1)
                       : dot_bytes(*to, w, y);
@@ -4682,10 +4685,12 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     }
 }
 
-#define TOP(bias, bits) (bias ? 2 * bias : (1 << bits) - 1)
-#define FIT(per16, bias, bits)                                                                     \
-    (!PAIRS || TOP(bias, bits) > 64 ? 0 : TOP(bias, bits) > 32 ? 2 :                               \
-     TOP(bias, bits) > 15 || per16 ? 4 : 8)
+// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 codes. With
+// its bias a code is at most twice that; without, it has no more bits than a weight in the file.
+#define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
+#define FIT(bias, bits)                                                                            \
+    (!PAIRS ? 0 : TOP_CODE(bias, bits) <= 16 ? 8 : TOP_CODE(bias, bits) <= 32 ? 4 :                \
+     TOP_CODE(bias, bits) <= 64 ? 2 : 0)
 
 // Two functions for each format. Decoders and loads are constant arguments above: after inlining,
 // each format has a loop of its own.
@@ -4694,7 +4699,7 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     static void unpack_##name(DECODE_ARGS) { inline_##name(b, q, d, m); }                          \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
         block_matvec(inline_##name, unpack_##name, id, 256 / weights * bytes, per16, bias,         \
-                     FIT(per16, bias, bytes * 8 / weights), w, rows, cols, x, out);                       \
+                     FIT(bias, bytes * 8 / weights), w, rows, cols, x, out);                       \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -4709,8 +4714,7 @@ static const Format formats[64] = {   // unpack NULL: float weights
     [QUANT_F16] = {.matvec = matvec_f16},
     [QUANT_BF16] = {.matvec = matvec_bf16},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
-    [id] = {matvec_##name, unpack_##name, per16, !bias,                                            \
-            CODE_BIAS && bias ? 128 : FIT(per16, bias, bytes * 8 / weights) ? bias : 0, FIT(per16, bias, bytes * 8 / weights)},
+    [id] = {matvec_##name, unpack_##name, per16, !bias, bias, FIT(bias, bytes * 8 / weights)},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
@@ -4812,7 +4816,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 // It serves float weights, and all formats where there is no int8 tile. Attention uses tile_float
 // for both of its products.
 
-enum { FLOAT_DEPTH = 256, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
+enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
 
 // total[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step]. Where a token's
 // numbers follow each other in x, step is 1 and next the length of a row; where they stand in a
@@ -4829,44 +4833,65 @@ INLINE void tile_float(const float *columns, const float *x, size_t next, size_t
     memcpy(total, sum, tokens * sizeof *sum);
 }
 
-// a panel is [depth][16] floats
+// A matmul's activations are packed, to [cols][PACKED_TOKENS]: rows that lie a power of two apart
+// would fall into the same few lines of L1. The sums are as many as leave registers for operands: a
+// multiply-add takes four cycles, and two can start in each, if loads keep up.
+enum { PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
+typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
+
+static void float_pack(const Matmul *job, int t, void *acts) {
+    int64_t cols = job->w->cols;
+    for (int64_t i = 0; i < cols; i += 16)
+        for (int k = 0; k < PACKED_TOKENS; k++) {
+            const float *x = job->x + (t + k < job->n ? t + k : t) * cols;
+            float *to = (float *)acts + k;
+            for (int64_t j = i; j < cols && j < i + 16; j++) to[j * PACKED_TOKENS] = x[j];
+        }
+}
+
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
     size_t row_bytes = quant_row_bytes(w->type, w->cols), at = quant_row_bytes(w->type, k);
-    for (int j = 0; j < TILE; j++) {
+    for (int j = 0; j < PACKED_ROWS; j++) {
         int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-        quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j], depth);
+        quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j % TILE], depth);
+        if (j % TILE == TILE - 1)
+            transpose((uint32_t *)rows, FLOAT_DEPTH, depth,
+                      (uint32_t *)((FloatPanel *)panel)[j / TILE].rows);
     }
-    transpose((uint32_t *)rows, FLOAT_DEPTH, depth, panel);
 }
 
-// all tokens at once if there are so many, else four or one at a time
 static void float_multiply(const Product *p) {
-    vf sum[FLOAT_TOKENS][VECTORS];
-    size_t cols = p->job->w->cols;
-    int end = p->job->n - p->t < FLOAT_TOKENS ? p->job->n : p->t + FLOAT_TOKENS, some;
-    for (int t = p->t; t < end; t += some) {
-        const float *x = p->job->x + t * cols + p->k, *w = p->panel;
-        some = end - t == FLOAT_TOKENS ? FLOAT_TOKENS : end - t >= 4 ? 4 : 1;
-        if (some == FLOAT_TOKENS) tile_float(w, x, cols, 1, p->depth, FLOAT_TOKENS, sum);
-        else if (some == 4) tile_float(w, x, cols, 1, p->depth, 4, sum);
-        else tile_float(w, x, cols, 1, p->depth, 1, sum);
-        tile_out(p, p->r, t, some, sum);
-    }
+    enum { PANELS = PACKED_ROWS / TILE };
+    vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}}, total[PANELS][PACKED_TOKENS][VECTORS];
+    const FloatPanel *w = p->panel;
+    const float *x = p->acts;
+    for (int k = 0; k < p->depth; k++, x += PACKED_TOKENS)
+        UNROLL for (int i = 0; i < PANELS; i++)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                vf column = load_f32(w[i].rows[k] + v * LANES);
+                UNROLL for (int t = 0; t < PACKED_TOKENS; t++) sum[i][t][v] += column * x[t];
+            }
+    memcpy(total, sum, sizeof total);   // sum itself stays in registers
+    for (int i = 0; i < PANELS; i++)
+        tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, total[i]);
 }
 
 static const Tile float_tile = {
-    .tokens = FLOAT_TOKENS, .rows = TILE, .depth = FLOAT_DEPTH, .task_rows = 64,
-    .panel_bytes = TILE * FLOAT_DEPTH * sizeof(float),
-    .decode = float_decode, .multiply = float_multiply,
+    .tokens = PACKED_TOKENS, .rows = PACKED_ROWS, .depth = FLOAT_DEPTH, .task_rows = 64,
+    .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
+    .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
+    .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
 
 // ---- 22. the int8 tile ----
 //
 // Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
-// no conversion from integers. Per 32 weights of 16 rows and a token there are 8 dot_bytes, then 3
-// instructions for the scales, 4 with offsets. With AVX-512 that is 512 multiply-adds in 11
-// instructions, 5 or 6 cycles.
+// no conversion from integers. Per 32 weights of a vector of rows and a token there are 8 products,
+// then 2 instructions for the scales, 3 with offsets. With AVX-512 that is 512 multiply-adds in 10
+// instructions, 5 cycles; with AVX2 and small codes, where a product is two instructions and a sum
+// of pairs another two, 256 in 20, 7 cycles. A pass has as many rows and tokens as registers hold,
+// two sums for each vector; AVX-512 has two vectors of rows, which share the loads of activations.
 //
 // A vector has sums of V_ROWS rows and V_TOKENS tokens; a product takes DEEP codes of each of them:
 // LANES, 1 and 4, or 2, 2 and 8 with NEON's matrix instruction, smmla. 32 weights of 16 rows and
@@ -4874,7 +4899,7 @@ static const Tile float_tile = {
 // loads: in all 253 or 225 by clang 14 (8 or 9 multiply-adds each), 357 or 253 by gcc 12 (6 or 8).
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : 4, INT8_ROWS = LANES == 16 ? 32 : 16,
-       PASS_ROWS = LANES == 8 ? 8 : INT8_ROWS };
+       PASS_ROWS = LANES == 8 ? 8 : INT8_ROWS };   // of the tile's rows, at a time
 INLINE vi four_codes(const int8_t *x) {
     return (vi){0} + (int32_t)quant_u32((const uint8_t *)x);
 }
@@ -4936,16 +4961,17 @@ static void int8_pack(const Matmul *job, int t, void *acts) {
         }
 }
 
-static void int8_decode_panel(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
+// The offsets take off what the bias adds, with dot_pairs; with CODE_BIAS, `start` does.
+static void int8_panel(const Matrix *w, int64_t r, int64_t k, int depth, Int8Panel *p) {
     const Format *f = &formats[w->type];
-    Int8Panel *p = panel;
+    int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
     for (int i = 0; i < depth; i += 256) {
         int8_t q[TILE][256];
         float d[TILE][16], m[TILE][16];
         for (int j = 0; j < TILE; j++) {
             unpack_row(w, r + j, k + i, q[j], d[j], m[j]);
-            for (int c = 0; c < 256; c++) q[j][c] += f->bias;
-            for (int c = 0; c < 16 && !f->offsets; c++) m[j][c] = d[j][c] * -f->bias;
+            for (int c = 0; c < 256; c++) q[j][c] += bias;
+            for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
         }
         if (DEEP == 4) transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / DEEP]);
         else for (int c = 0; c < 256; c += DEEP)
@@ -4957,17 +4983,18 @@ static void int8_decode_panel(const Matrix *w, int64_t r, int64_t k, int depth, 
 
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     for (int i = 0; i < INT8_ROWS; i += TILE)
-        int8_decode_panel(w, r + i, k, depth, (Int8Panel *)panel + i / TILE);
+        int8_panel(w, r + i, k, depth, (Int8Panel *)panel + i / TILE);
 }
 
-// One step takes the weights of a scale: a group of 32, or half of it (per16).
+// One step takes the weights of a scale: a group of 32, or half of it (per16). MAGIC times a scale
+// is exact, so multiply_add takes it off the dot products and scales them, rounding once.
 INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int depth, bool per16,
                       bool offsets, int fit, vf total[][INT8_TOKENS][VECTORS]) {
     enum { T = INT8_TOKENS / V_TOKENS, V = PASS_ROWS / V_ROWS };
     vf sum[T][V] = {{{0}}};
     int step = per16 ? 16 : 32, run = fit < step / DEEP ? fit : step / DEEP;
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
-        UNROLL for (size_t half = 0; half < 32 / step; half++) {
+        UNROLL for (int half = 0; half < 32 / step; half++) {
             size_t part = per16 ? half : 2, code = (g / 8 * 256 + g % 8 * 8) / DEEP;
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
@@ -4976,12 +5003,13 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
             UNROLL for (int i = 0; i < step / DEEP; i++) {
                 size_t j = half * 16 + i * DEEP, eight = (j / 8 * 64 + j % 8) / DEEP;
                 UNROLL for (int v = 0; v < V; v++) {
-                    int r = V_ROWS * v;
-                    vi q = load_i32(w[r / TILE].q[code + eight][row + r % TILE]);
+                    size_t r = row + V_ROWS * v % TILE;
+                    vi q = load_i32(w[V_ROWS * v / TILE].q[code + eight][r]);
                     if (!fit) dot_tokens(dot[v], q, x->q[j / DEEP]);
                     else UNROLL for (int t = 0; t < T; t++)
-                        dot[v][t] = dot_pairs(dot[v][t], &pairs[v][t], q, four_codes(x->q[j / DEEP][t]),
-                                              i % run == 0, i % run == run - 1);
+                        dot[v][t] = dot_pairs(dot[v][t], &pairs[v][t], q,
+                                              four_codes(x->q[j / DEEP][t]), i % run == 0,
+                                              i % run == run - 1);
                 }
             }
             UNROLL for (int v = 0; v < V; v++) {
@@ -5006,18 +5034,20 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
 static void int8_multiply(const Product *p) {
     const Format *f = &formats[p->job->w->type];
     vf sum[INT8_ROWS / TILE][INT8_TOKENS][VECTORS];
-    for (int r = 0; r < INT8_ROWS; r += PASS_ROWS) {
-#define TILE_INT8(per16_, offsets_, fit_)                                                          \
-        if (f->per16 == per16_ && (f->offsets || f->fit) == offsets_ && f->fit == fit_)                        \
-            tile_int8(p->panel, r, p->acts, p->depth, per16_, offsets_, fit_, sum);
-        TILE_INT8(0, 0, 0) TILE_INT8(1, 0, 0)
-#if defined(SIMD_AVX2) && !defined(__AVXVNNI__)
-        TILE_INT8(0, 1, 4) TILE_INT8(0, 1, 8) TILE_INT8(0, 1, 2) 
-        TILE_INT8(1, 1, 2) TILE_INT8(1, 1, 4)
-#else
-        TILE_INT8(0, 1, 0) TILE_INT8(1, 1, 0)
-#endif
-    }
+    int fit = PAIRS ? f->fit : 0;
+    bool offsets = !PAIRS && f->offsets;
+#define MULTIPLY(...) tile_int8(p->panel, r, p->acts, p->depth, __VA_ARGS__, sum)
+    for (int r = 0; r < INT8_ROWS; r += PASS_ROWS)
+        if (fit == 8 && !f->per16) MULTIPLY(false, true, 8);
+        else if (fit == 4 && !f->per16) MULTIPLY(false, true, 4);
+        else if (fit == 2 && !f->per16) MULTIPLY(false, true, 2);
+        else if (fit == 2) MULTIPLY(true, true, 2);
+        else if (fit) MULTIPLY(true, true, 4);
+        else if (f->per16 && offsets) MULTIPLY(true, true, 0);
+        else if (f->per16) MULTIPLY(true, false, 0);
+        else if (offsets) MULTIPLY(false, true, 0);
+        else MULTIPLY(false, false, 0);
+#undef MULTIPLY
     for (int i = 0; i < INT8_ROWS / TILE; i++)
         tile_out(p, p->r + TILE * i, p->t, INT8_TOKENS, sum[i]);
 }
@@ -5643,7 +5673,8 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 #include <sys/syscall.h>
-enum { AMX_DEPTH = 1024, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024, MAX_PARTS = 3 };
+enum { AMX_DEPTH = 1024, AMX_FLOATS = 256, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
+       MAX_PARTS = 3 };
 
 // Linux grants the tile registers on request.
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
@@ -5780,9 +5811,9 @@ static const Tile amx_block_tile = {
     .act_bytes = 8 * sizeof(AmxActs), .panel_bytes = 2 * AMX_DEPTH / 32 * TILE_BYTES,
     .pack = amx_pack_block, .decode = amx_decode, .multiply = amx_multiply,
 }, amx_float_tile = {
-    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = FLOAT_DEPTH, .task_rows = 256,
+    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
     .act_bytes = 8 * 3 * sizeof(AmxActs),
-    .panel_bytes = 2 * FLOAT_DEPTH / 32 * MAX_PARTS * TILE_BYTES,
+    .panel_bytes = 2 * AMX_FLOATS / 32 * MAX_PARTS * TILE_BYTES,
     .pack = amx_pack_float, .decode = amx_decode, .multiply = amx_multiply,
 };
 static const Tile *amx_tile(const Matrix *w) {

@@ -1395,8 +1395,8 @@ QUANT_DECODER(iq1_m) {
     X(20, iq4_nl, 32, 18, 0, 127)     X(21, iq3_s, 256, 110, 0, 15)                                \
     X(22, iq2_s, 256, 82, 1, 43)      X(23, iq4_xs, 256, 136, 0, 127)                              \
     X(29, iq1_m, 256, 56, 1, 9)       X(34, tq1_0, 256, 54, 0, 1)                                  \
-    X(35, tq2_0, 256, 66, 0, 1)       X(39, mxfp4, 32, 17, 0, 12)                                 \
-    X(40, nvfp4, 64, 36, 1, 12)      X(41, q1_0, 128, 18, 0, 1)                                   \
+    X(35, tq2_0, 256, 66, 0, 1)       X(39, mxfp4, 32, 17, 0, 12)                                  \
+    X(40, nvfp4, 64, 36, 1, 12)       X(41, q1_0, 128, 18, 0, 1)                                   \
     X(42, q2_0, 64, 18, 0, 1)
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                          \
     typedef char quant_size_of_##name[sizeof(block_##name) == bytes ? 1 : -1];
