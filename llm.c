@@ -4394,7 +4394,8 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 //   NEON    sdot, or widening products
 // Where codes are small, AVX2 takes them as unsigned too, with a bias, and adds some pairs before
 // it widens them: dot_pairs(sum, pairs, w, x, first, last), mostly 2 instructions in place of 5.
-// multiply_add(a, b, c) is a * b + c, rounded once.
+// dot_scaled(dot, scale) is a sum that began at the bits of MAGIC, times a scale. MAGIC times the
+// scale of any format is exact: one multiply-add takes it off and rounds once, as two steps would.
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
@@ -4443,8 +4444,8 @@ INLINE vf load_bf16(const void *p) {
 #if defined(SIMD_VNNI)
 INLINE vf load_f16(const void *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 INLINE void store_f16(void *p, vf v) { _mm256_storeu_si256(p, _mm512_cvtps_ph((__m512)v, 0)); }
-INLINE vf multiply_add(vf a, vf b, vf c) {
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+INLINE vf dot_scaled(vi dot, vf scale) {
+    return (vf)_mm512_fmadd_ps((__m512)dot, (__m512)scale, (__m512)(scale * -MAGIC));
 }
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
@@ -4459,8 +4460,8 @@ INLINE vf odds(vf v) { return (vf)_mm512_movehdup_ps((__m512)v); }
 #elif defined(SIMD_AVX2)
 INLINE vf load_f16(const void *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
 INLINE void store_f16(void *p, vf v) { _mm_storeu_si128(p, _mm256_cvtps_ph((__m256)v, 0)); }
-INLINE vf multiply_add(vf a, vf b, vf c) {
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+INLINE vf dot_scaled(vi dot, vf scale) {
+    return (vf)_mm256_fmadd_ps((__m256)dot, (__m256)scale, (__m256)(scale * -MAGIC));
 }
 #ifdef __AVXVNNI__
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
@@ -4486,24 +4487,18 @@ INLINE vf pair_sums(vf a, vf b) {
 INLINE vf evens(vf v) { return (vf)_mm256_moveldup_ps((__m256)v); }
 INLINE vf odds(vf v) { return (vf)_mm256_movehdup_ps((__m256)v); }
 #else
+INLINE vf dot_scaled(vi dot, vf scale) { return ((vf)dot - MAGIC) * scale; }
 INLINE vf pair_sums(vf a, vf b) {
     return (vf){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
 }
 INLINE vf evens(vf v) { return (vf){v[0], v[0], v[2], v[2]}; }
 INLINE vf odds(vf v) { return (vf){v[1], v[1], v[3], v[3]}; }
 #if defined(QUANT_NEON)
-INLINE vf multiply_add(vf a, vf b, vf c) {
-    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-}
 INLINE vf load_f16(const void *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 INLINE void store_f16(void *p, vf v) {
     vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32((float32x4_t)v)));
 }
 #else
-INLINE vf multiply_add(vf a, vf b, vf c) {
-    for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
-    return c;
-}
 INLINE vf load_f16(const void *p) {
     vf v;
     for (int i = 0; i < LANES; i++) v[i] = quant_half((const uint8_t *)p + 2 * i);
@@ -4986,8 +4981,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
         int8_panel(w, r + i, k, depth, (Int8Panel *)panel + i / TILE);
 }
 
-// One step takes the weights of a scale: a group of 32, or half of it (per16). MAGIC times a scale
-// is exact, so multiply_add takes it off the dot products and scales them, rounding once.
+// One step takes the weights of a scale: a group of 32, or half of it (per16).
 INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int depth, bool per16,
                       bool offsets, int fit, vf total[][INT8_TOKENS][VECTORS]) {
     enum { T = INT8_TOKENS / V_TOKENS, V = PASS_ROWS / V_ROWS };
@@ -5015,10 +5009,9 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
             UNROLL for (int v = 0; v < V; v++) {
                 const Int8Panel *p = &w[V_ROWS * v / TILE];
                 size_t r = row + V_ROWS * v % TILE;
-                vf scale = row_values(p->d[2 * g + half] + r), zero = scale * -MAGIC;
+                vf scale = row_values(p->d[2 * g + half] + r);
                 UNROLL for (int t = 0; t < T; t++) {
-                    vf value = multiply_add((vf)dot[v][t], scale, zero);
-                    sum[t][v] += value * token_values(x->d + V_TOKENS * t);
+                    sum[t][v] += dot_scaled(dot[v][t], scale) * token_values(x->d + V_TOKENS * t);
                     if (offsets) sum[t][v] += row_values(p->m[2 * g + half] + r) *
                                               token_values(x->s[part] + V_TOKENS * t);
                 }

@@ -495,7 +495,9 @@ QUANT_INLINE void quant_widen(quant_i *v, uint64_t lo, uint64_t hi, int per, int
     quant_widen16(v, per == 16 ? quant_join(lo, hi) : quant_twice(lo));
 }
 QUANT_INLINE void quant_put_bits(float *d, const quant_i *v, int g, int n) {
-    if (n == 8) __builtin_memcpy(d, v, 64);
+    // whole registers, or the loads that follow would wait for the stores
+    if (n == 8) QUANT_UNROLL for (int i = 0; i < 64; i += QUANT_LANES)
+        __builtin_memcpy((char *)d + i, (const char *)v + i, QUANT_LANES);
     else for (int i = 0; i < 2 * n; i++) d[i] = quant_from_bits((uint32_t)(*v)[2 * g + i]);
 }
 QUANT_INLINE void quant_put_scale(float *d, const quant_i *v, float D, int g, int n) {
