@@ -4331,6 +4331,10 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 //   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
 //           sign of w is the same product and fits: a pair is at most 2 * 128 * 127
 //   NEON    sdot, or widening products
+// Where codes are small, AVX2 takes them as unsigned too, with a bias, and adds some pairs before
+// it widens them: dot_pairs(sum, pairs, w, x, first, last), mostly 2 instructions in place of 5.
+// dot_scaled(dot, scale) is a sum that began at the bits of MAGIC, times a scale. MAGIC times the
+// scale of any format is exact: one multiply-add takes it off and rounds once, as two steps would.
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
@@ -4340,13 +4344,18 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 #endif
 #if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
 #define SIMD_VNNI
-enum { LANES = 16, CODE_BIAS = 128, INT8_TILE = 1 };
-#elif defined(QUANT_X86)
-enum { LANES = 8, CODE_BIAS = 0, INT8_TILE = 1 };
-#elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
-enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 1 };
+enum { LANES = 16, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
+#elif defined(QUANT_X86) && defined(__FMA__)
+#define SIMD_AVX2
+#ifdef __AVXVNNI__
+enum { LANES = 8, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
 #else
-enum { LANES = 4, CODE_BIAS = 0, INT8_TILE = 0 };   // many tokens are faster in float there
+enum { LANES = 8, CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
+#endif
+#elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
+enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 1 };
+#else
+enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };   // many tokens: floats are faster
 #endif
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -4374,6 +4383,9 @@ INLINE vf load_bf16(const void *p) {
 #if defined(SIMD_VNNI)
 INLINE vf load_f16(const void *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 INLINE void store_f16(void *p, vf v) { _mm256_storeu_si256(p, _mm512_cvtps_ph((__m512)v, 0)); }
+INLINE vf dot_scaled(vi dot, vf scale) {
+    return (vf)_mm512_fmadd_ps((__m512)dot, (__m512)scale, (__m512)(scale * -MAGIC));
+}
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
@@ -4384,13 +4396,29 @@ INLINE vf pair_sums(vf a, vf b) {
 }
 INLINE vf evens(vf v) { return (vf)_mm512_moveldup_ps((__m512)v); }
 INLINE vf odds(vf v) { return (vf)_mm512_movehdup_ps((__m512)v); }
-#elif defined(QUANT_X86)
+#elif defined(SIMD_AVX2)
 INLINE vf load_f16(const void *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p)); }
 INLINE void store_f16(void *p, vf v) { _mm_storeu_si128(p, _mm256_cvtps_ph((__m256)v, 0)); }
+INLINE vf dot_scaled(vi dot, vf scale) {
+    return (vf)_mm256_fmadd_ps((__m256)dot, (__m256)scale, (__m256)(scale * -MAGIC));
+}
+#ifdef __AVXVNNI__
+INLINE vi dot_bytes(vi sum, vi w, vi x) {
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+#else
+INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
+    __m256i more = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+    *pairs = (vi)(first ? more : _mm256_add_epi16((__m256i)*pairs, more));
+    if (last) sum += (vi)_mm256_madd_epi16((__m256i)*pairs, _mm256_set1_epi16(1));
+    __asm__("" : "+x"(*pairs), "+x"(sum));   // or gcc 12 would add in another order, from memory
+    return sum;
+}
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     __m256i size = _mm256_abs_epi8((__m256i)w), y = _mm256_sign_epi8((__m256i)x, (__m256i)w);
-    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(size, y), _mm256_set1_epi16(1));
+    return dot_pairs(sum, &x, (vi)size, (vi)y, true, true);
 }
+#endif
 INLINE vf pair_sums(vf a, vf b) {
     __m256d sums = (__m256d)_mm256_hadd_ps((__m256)a, (__m256)b);   // in halves: a b a b
     return (vf)_mm256_permute4x64_pd(sums, 0xd8);
@@ -4398,6 +4426,7 @@ INLINE vf pair_sums(vf a, vf b) {
 INLINE vf evens(vf v) { return (vf)_mm256_moveldup_ps((__m256)v); }
 INLINE vf odds(vf v) { return (vf)_mm256_movehdup_ps((__m256)v); }
 #else
+INLINE vf dot_scaled(vi dot, vf scale) { return ((vf)dot - MAGIC) * scale; }
 INLINE vf pair_sums(vf a, vf b) {
     return (vf){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
 }
@@ -4435,6 +4464,11 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return sum;
 }
 #endif
+#endif
+#if !defined(SIMD_AVX2) || defined(__AVXVNNI__)
+INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
+    return (void)pairs, (void)first, (void)last, dot_bytes(sum, w, x);
+}
 #endif
 INLINE float sum_lanes(vf v) {
     UNROLL for (int n = LANES; n > 1; n /= 2) v = pair_sums(v, v);
@@ -4515,18 +4549,21 @@ static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8
 // 3 apart, the former with the scale of the group's first half, the latter with that of the second.
 //
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
-// Formats without offsets m have signed codes; where dot_bytes takes unsigned ones, `bias` is added
+// Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
 // to them, and sum[1] collects d times the activations, to be taken off `bias` times at the end.
-INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, int bias,
+INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, int bias, int fit,
                    const TokenActs *x, vf sum[2]) {
+    bool as_signed = bias && !CODE_BIAS && !fit;
+    int run = per16 || fit == 2 ? 2 : 4;
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
-        vi dot[2] = {{0}};
-        if (!bias || CODE_BIAS > 0) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
+        vi dot[2] = {{0}}, pairs;
+        if (!as_signed) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
         UNROLL for (int k = 0; k < 4; k++) {
-            vub w = (vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(CODE_BIAS ? bias : 0);
-            int part = per16 ? k / 2 : 0;
-            dot[part] = dot_bytes(dot[part], (vi)w, load_i32(x->q[k][i / 2]));
+            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(as_signed ? 0 : bias));
+            vi y = load_i32(x->q[k][i / 2]), *to = &dot[per16 ? k / 2 : 0];
+            *to = fit ? dot_pairs(*to, &pairs, w, y, k % run == 0, k % run == run - 1)
+                      : dot_bytes(*to, w, y);
         }
         vf first = __builtin_convertvector(dot[0], vf), other = __builtin_convertvector(dot[1], vf);
         sum[0] += first * (per16 ? evens(scale) : scale);
@@ -4536,7 +4573,7 @@ INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, 
 
 // `decode` is inlined, `tail` a call
 INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bool per16,
-                         int bias, const uint8_t *w, int64_t rows, int64_t cols,
+                         int bias, int fit, const uint8_t *w, int64_t rows, int64_t cols,
                          const TokenActs *x, float *out) {
     uint8_t last[272];
     int8_t q[256] __attribute__((aligned(64)));
@@ -4548,11 +4585,11 @@ INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, 
         for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
             decode(b, q, d, m);
-            dot256(q, d, m, per16, bias, a, sum);
+            dot256(q, d, m, per16, bias, fit, a, sum);
         }
         if (cols % 256) {
             tail(padded_256(type, b, cols % 256, last), q, d, m);
-            dot256(q, d, m, per16, bias, a, sum);
+            dot256(q, d, m, per16, bias, fit, a, sum);
         }
         out[r] = sum_lanes(sum[0] + sum[1] * (bias ? -(float)bias : 1));
     }
@@ -4582,14 +4619,21 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     }
 }
 
+// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 codes. With
+// its bias a code is at most twice that; without, it has no more bits than a weight in the file.
+#define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
+#define FIT(bias, bits)                                                                            \
+    (!PAIRS ? 0 : TOP_CODE(bias, bits) <= 16 ? 8 : TOP_CODE(bias, bits) <= 32 ? 4 :                \
+     TOP_CODE(bias, bits) <= 64 ? 2 : 0)
+
 // Two functions for each format. Decoders and loads are constant arguments above: after inlining,
 // each format has a loop of its own.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void inline_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void unpack_##name(DECODE_ARGS) { inline_##name(b, q, d, m); }                          \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        block_matvec(inline_##name, unpack_##name, id, 256 / weights * bytes, per16, bias, w,      \
-                     rows, cols, x, out);                                                          \
+        block_matvec(inline_##name, unpack_##name, id, 256 / weights * bytes, per16, bias,         \
+                     FIT(bias, bytes * 8 / weights), w, rows, cols, x, out);                       \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -4597,14 +4641,14 @@ static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x
 static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
 static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
 
-typedef struct { MatvecFn *matvec; DecodeFn *unpack; bool per16, offsets; } Format;
+typedef struct { MatvecFn *matvec; DecodeFn *unpack; bool per16, offsets; int bias, fit; } Format;
 
 static const Format formats[64] = {   // unpack NULL: float weights
-    [QUANT_F32] = {matvec_f32, NULL, false, false},
-    [QUANT_F16] = {matvec_f16, NULL, false, false},
-    [QUANT_BF16] = {matvec_bf16, NULL, false, false},
+    [QUANT_F32] = {.matvec = matvec_f32},
+    [QUANT_F16] = {.matvec = matvec_f16},
+    [QUANT_BF16] = {.matvec = matvec_bf16},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
-    [id] = {matvec_##name, unpack_##name, per16, !bias},
+    [id] = {matvec_##name, unpack_##name, per16, !bias, bias, FIT(bias, bytes * 8 / weights)},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
@@ -4706,7 +4750,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 // It serves float weights, and all formats where there is no int8 tile. Attention uses tile_float
 // for both of its products.
 
-enum { FLOAT_DEPTH = 256, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
+enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
 
 // total[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step]. Where a token's
 // numbers follow each other in x, step is 1 and next the length of a row; where they stand in a
@@ -4723,51 +4767,76 @@ INLINE void tile_float(const float *columns, const float *x, size_t next, size_t
     memcpy(total, sum, tokens * sizeof *sum);
 }
 
-// a panel is [depth][16] floats
+// A matmul's activations are packed, to [cols][PACKED_TOKENS]: rows that lie a power of two apart
+// would fall into the same few lines of L1. The sums are as many as leave registers for operands: a
+// multiply-add takes four cycles, and two can start in each, if loads keep up.
+enum { PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
+typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
+
+static void float_pack(const Matmul *job, int t, void *acts) {
+    int64_t cols = job->w->cols;
+    for (int64_t i = 0; i < cols; i += 16)
+        for (int k = 0; k < PACKED_TOKENS; k++) {
+            const float *x = job->x + (t + k < job->n ? t + k : t) * cols;
+            float *to = (float *)acts + k;
+            for (int64_t j = i; j < cols && j < i + 16; j++) to[j * PACKED_TOKENS] = x[j];
+        }
+}
+
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
     size_t row_bytes = quant_row_bytes(w->type, w->cols), at = quant_row_bytes(w->type, k);
-    for (int j = 0; j < TILE; j++) {
+    for (int j = 0; j < PACKED_ROWS; j++) {
         int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-        quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j], depth);
+        quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j % TILE], depth);
+        if (j % TILE == TILE - 1)
+            transpose((uint32_t *)rows, FLOAT_DEPTH, depth,
+                      (uint32_t *)((FloatPanel *)panel)[j / TILE].rows);
     }
-    transpose((uint32_t *)rows, FLOAT_DEPTH, depth, panel);
 }
 
-// all tokens at once if there are so many, else four or one at a time
 static void float_multiply(const Product *p) {
-    vf sum[FLOAT_TOKENS][VECTORS];
-    size_t cols = p->job->w->cols;
-    int end = p->job->n - p->t < FLOAT_TOKENS ? p->job->n : p->t + FLOAT_TOKENS, some;
-    for (int t = p->t; t < end; t += some) {
-        const float *x = p->job->x + t * cols + p->k, *w = p->panel;
-        some = end - t == FLOAT_TOKENS ? FLOAT_TOKENS : end - t >= 4 ? 4 : 1;
-        if (some == FLOAT_TOKENS) tile_float(w, x, cols, 1, p->depth, FLOAT_TOKENS, sum);
-        else if (some == 4) tile_float(w, x, cols, 1, p->depth, 4, sum);
-        else tile_float(w, x, cols, 1, p->depth, 1, sum);
-        tile_out(p, p->r, t, some, sum);
-    }
+    enum { PANELS = PACKED_ROWS / TILE };
+    vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}}, total[PANELS][PACKED_TOKENS][VECTORS];
+    const FloatPanel *w = p->panel;
+    const float *x = p->acts;
+    for (int k = 0; k < p->depth; k++, x += PACKED_TOKENS)
+        UNROLL for (int i = 0; i < PANELS; i++)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                vf column = load_f32(w[i].rows[k] + v * LANES);
+                UNROLL for (int t = 0; t < PACKED_TOKENS; t++) sum[i][t][v] += column * x[t];
+            }
+    memcpy(total, sum, sizeof total);   // sum itself stays in registers
+    for (int i = 0; i < PANELS; i++)
+        tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, total[i]);
 }
 
 static const Tile float_tile = {
-    .tokens = FLOAT_TOKENS, .rows = TILE, .depth = FLOAT_DEPTH, .task_rows = 64,
-    .panel_bytes = TILE * FLOAT_DEPTH * sizeof(float),
-    .decode = float_decode, .multiply = float_multiply,
+    .tokens = PACKED_TOKENS, .rows = PACKED_ROWS, .depth = FLOAT_DEPTH, .task_rows = 64,
+    .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
+    .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
+    .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
 
 // ---- 22. the int8 tile ----
 //
 // Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
-// no conversion from integers. Per 32 weights of 16 rows and a token there are 8 dot_bytes, then 3
-// instructions for the scales, 4 with offsets. With AVX-512 that is 512 multiply-adds in 11
-// instructions, 5 or 6 cycles.
+// no conversion from integers. Per 32 weights of a vector of rows and a token there are 8 products,
+// then 2 instructions for the scales, 3 with offsets. With AVX-512 that is 512 multiply-adds in 10
+// instructions, 5 cycles; with AVX2 and small codes, where a product is two instructions and a sum
+// of pairs another two, 256 in 20, 7 cycles. A pass has as many rows and tokens as registers hold,
+// two sums for each vector; AVX-512 has two vectors of rows, which share the loads of activations.
 //
 // A vector has sums of V_ROWS rows and V_TOKENS tokens; a product takes DEEP codes of each of them:
 // LANES, 1 and 4, or 2, 2 and 8 with NEON's matrix instruction, smmla. 32 weights of 16 rows and
 // four tokens, 2,048 multiply-adds, are 128 sdot or 64 smmla, 48 instructions for the scales, and
 // loads: in all 253 or 225 by clang 14 (8 or 9 multiply-adds each), 357 or 253 by gcc 12 (6 or 8).
 
-enum { INT8_DEPTH = 512, INT8_TOKENS = LANES == 16 ? 12 : 4 };
+enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : 4, INT8_ROWS = LANES == 16 ? 32 : 16,
+       PASS_ROWS = LANES == 8 ? 8 : INT8_ROWS };   // of the tile's rows, at a time
+INLINE vi four_codes(const int8_t *x) {
+    return (vi){0} + (int32_t)quant_u32((const uint8_t *)x);
+}
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
 enum { V_ROWS = 2, V_TOKENS = 2, DEEP = 8 };
 INLINE vf row_values(const float *x) { return (vf){x[0], x[1], x[0], x[1]}; }
@@ -4795,8 +4864,7 @@ INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[DEEP]) {   // one load 
 }
 #else
 INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[DEEP]) {
-    UNROLL for (int t = 0; t < INT8_TOKENS; t++)
-        dot[t] = dot_bytes(dot[t], w, (vi){0} + (int32_t)quant_u32((const uint8_t *)x[t]));
+    UNROLL for (int t = 0; t < INT8_TOKENS; t++) dot[t] = dot_bytes(dot[t], w, four_codes(x[t]));
 }
 #endif
 #endif
@@ -4827,71 +4895,98 @@ static void int8_pack(const Matmul *job, int t, void *acts) {
         }
 }
 
-static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
+// The offsets take off what the bias adds, with dot_pairs; with CODE_BIAS, `start` does.
+static void int8_panel(const Matrix *w, int64_t r, int64_t k, int depth, Int8Panel *p) {
     const Format *f = &formats[w->type];
-    Int8Panel *p = panel;
+    int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
     for (int i = 0; i < depth; i += 256) {
         int8_t q[TILE][256];
         float d[TILE][16], m[TILE][16];
         for (int j = 0; j < TILE; j++) {
             unpack_row(w, r + j, k + i, q[j], d[j], m[j]);
-            for (int c = 0; c < 256 && !f->offsets; c++) q[j][c] ^= CODE_BIAS;   // adds it
+            for (int c = 0; c < 256; c++) q[j][c] += bias;
+            for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
         }
         if (DEEP == 4) transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / DEEP]);
         else for (int c = 0; c < 256; c += DEEP)
             for (int j = 0; j < TILE; j++) memcpy(p->q[(i + c) / DEEP][j], q[j] + c, DEEP);
         transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
-        if (f->offsets) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
+        if (f->offsets || f->fit) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
     }
 }
 
+static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
+    for (int i = 0; i < INT8_ROWS; i += TILE)
+        int8_panel(w, r + i, k, depth, (Int8Panel *)panel + i / TILE);
+}
+
 // One step takes the weights of a scale: a group of 32, or half of it (per16).
-INLINE void tile_int8(const Int8Panel *w, const Int8Acts *a, int depth, bool per16, bool offsets,
-                      vf total[][VECTORS]) {
-    enum { T = INT8_TOKENS / V_TOKENS, V = TILE / V_ROWS };
+INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int depth, bool per16,
+                      bool offsets, int fit, vf total[][INT8_TOKENS][VECTORS]) {
+    enum { T = INT8_TOKENS / V_TOKENS, V = PASS_ROWS / V_ROWS };
     vf sum[T][V] = {{{0}}};
-    int step = per16 ? 16 : 32;
-    for (int k = 0; k < depth; k += step) {
-        int part = per16 ? k / 16 % 2 : 2, half = part % 2;   // parts are the halves, and all
-        const Int8Acts *x = a + k / 32;
-        const int8_t (*y)[INT8_TOKENS][DEEP] = &x->q[half * 16 / DEEP];
-        int code = k / 256 * 256 + k % 256 / 32 * 8 + half * 128;   // of a row, where q begins
-        const int8_t (*q)[TILE][DEEP] = &w->q[code / DEEP];
-        vi dot[V][T];
-        UNROLL for (int v = 0; v < V; v++)
-            UNROLL for (int t = 0; t < T; t++)
-                dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? MAGIC_BITS : x->start[part][t]);
-        UNROLL for (int s = 0; s < step; s += DEEP)   // eights of one group lie 64 bytes apart
+    int step = per16 ? 16 : 32, run = fit < step / DEEP ? fit : step / DEEP;
+    for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
+        UNROLL for (int half = 0; half < 32 / step; half++) {
+            size_t part = per16 ? half : 2, code = (g / 8 * 256 + g % 8 * 8) / DEEP;
+            vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
-                dot_tokens(dot[v], load_i32(q[(s / 8 * 64 + s % 8) / DEEP][V_ROWS * v]),
-                           y[s / DEEP]);
-        UNROLL for (int v = 0; v < V; v++) {
-            vf scale = row_values(w->d[k / 16] + V_ROWS * v);
-            UNROLL for (int t = 0; t < T; t++) {
-                sum[t][v] += ((vf)dot[v][t] - MAGIC) * scale * token_values(x->d + V_TOKENS * t);
-                if (offsets) sum[t][v] += row_values(w->m[k / 16] + V_ROWS * v) *
-                                          token_values(x->s[part] + V_TOKENS * t);
+                UNROLL for (int t = 0; t < T; t++)
+                    dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? MAGIC_BITS : x->start[part][t]);
+            UNROLL for (int i = 0; i < step / DEEP; i++) {
+                size_t j = half * 16 + i * DEEP, eight = (j / 8 * 64 + j % 8) / DEEP;
+                UNROLL for (int v = 0; v < V; v++) {
+                    size_t r = row + V_ROWS * v % TILE;
+                    vi q = load_i32(w[V_ROWS * v / TILE].q[code + eight][r]);
+                    if (!fit) dot_tokens(dot[v], q, x->q[j / DEEP]);
+                    else UNROLL for (int t = 0; t < T; t++)
+                        dot[v][t] = dot_pairs(dot[v][t], &pairs[v][t], q,
+                                              four_codes(x->q[j / DEEP][t]), i % run == 0,
+                                              i % run == run - 1);
+                }
+            }
+            UNROLL for (int v = 0; v < V; v++) {
+                const Int8Panel *p = &w[V_ROWS * v / TILE];
+                size_t r = row + V_ROWS * v % TILE;
+                vf scale = row_values(p->d[2 * g + half] + r);
+                UNROLL for (int t = 0; t < T; t++) {
+                    sum[t][v] += dot_scaled(dot[v][t], scale) * token_values(x->d + V_TOKENS * t);
+                    if (offsets) sum[t][v] += row_values(p->m[2 * g + half] + r) *
+                                              token_values(x->s[part] + V_TOKENS * t);
+                }
             }
         }
-    }
     UNROLL for (int t = 0; t < INT8_TOKENS; t++)
-        UNROLL for (int v = 0; v < VECTORS; v++)
-            total[t][v] = token_sums(sum[t / V_TOKENS], v, t % V_TOKENS);
+        UNROLL for (int v = 0; v < PASS_ROWS / LANES; v++) {
+            int r = row + LANES * v;
+            total[r / TILE][t][r % TILE / LANES] = token_sums(sum[t / V_TOKENS], v, t % V_TOKENS);
+        }
 }
 
 static void int8_multiply(const Product *p) {
     const Format *f = &formats[p->job->w->type];
-    vf sum[INT8_TOKENS][VECTORS];
-    if (f->per16 && f->offsets) tile_int8(p->panel, p->acts, p->depth, true, true, sum);
-    else if (f->per16) tile_int8(p->panel, p->acts, p->depth, true, false, sum);
-    else if (f->offsets) tile_int8(p->panel, p->acts, p->depth, false, true, sum);
-    else tile_int8(p->panel, p->acts, p->depth, false, false, sum);
-    tile_out(p, p->r, p->t, INT8_TOKENS, sum);
+    vf sum[INT8_ROWS / TILE][INT8_TOKENS][VECTORS];
+    int fit = PAIRS ? f->fit : 0;
+    bool offsets = !PAIRS && f->offsets;
+#define MULTIPLY(...) tile_int8(p->panel, r, p->acts, p->depth, __VA_ARGS__, sum)
+    for (int r = 0; r < INT8_ROWS; r += PASS_ROWS)
+        if (fit == 8 && !f->per16) MULTIPLY(false, true, 8);
+        else if (fit == 4 && !f->per16) MULTIPLY(false, true, 4);
+        else if (fit == 2 && !f->per16) MULTIPLY(false, true, 2);
+        else if (fit == 2) MULTIPLY(true, true, 2);
+        else if (fit) MULTIPLY(true, true, 4);
+        else if (f->per16 && offsets) MULTIPLY(true, true, 0);
+        else if (f->per16) MULTIPLY(true, false, 0);
+        else if (offsets) MULTIPLY(false, true, 0);
+        else MULTIPLY(false, false, 0);
+#undef MULTIPLY
+    for (int i = 0; i < INT8_ROWS / TILE; i++)
+        tile_out(p, p->r + TILE * i, p->t, INT8_TOKENS, sum[i]);
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .rows = TILE, .depth = INT8_DEPTH, .task_rows = 64,
-    .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = sizeof(Int8Panel),
+    .tokens = INT8_TOKENS, .rows = INT8_ROWS, .depth = INT8_DEPTH, .task_rows = 64,
+    .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
@@ -5520,7 +5615,8 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 #include <sys/syscall.h>
-enum { AMX_DEPTH = 1024, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024, MAX_PARTS = 3 };
+enum { AMX_DEPTH = 1024, AMX_FLOATS = 256, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
+       MAX_PARTS = 3 };
 
 // Linux grants the tile registers on request.
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
@@ -5674,9 +5770,9 @@ static const Tile amx_block_tile = {
     .act_bytes = 8 * sizeof(AmxActs), .panel_bytes = 2 * AMX_DEPTH / 32 * TILE_BYTES,
     .pack = amx_pack_block, .decode = amx_decode, .multiply = amx_multiply,
 }, amx_float_tile = {
-    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = FLOAT_DEPTH, .task_rows = 256,
+    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
     .act_bytes = 8 * 3 * sizeof(AmxActs),
-    .panel_bytes = 2 * FLOAT_DEPTH / 32 * MAX_PARTS * TILE_BYTES,
+    .panel_bytes = 2 * AMX_FLOATS / 32 * MAX_PARTS * TILE_BYTES,
     .pack = amx_pack_float, .decode = amx_decode, .multiply = amx_multiply,
 };
 static const Tile *amx_tile(const Matrix *w) {

@@ -417,10 +417,12 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
 }
 #endif
 
-// AVX-512's dot product wants codes + 128: where the caller adds that, the compiler drops - 128
+// Dot products of unsigned bytes want the table's values less its least one: where the caller takes
+// that off again, the compiler drops both.
 QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
-    const uint8_t bias = QUANT_LANES == 64 ? 128 : 0;
+    uint8_t bias = 0;
     quant_v t;
+    QUANT_UNROLL for (int i = 0; i < 16; i++) bias = -table[i] > bias ? (uint8_t)-table[i] : bias;
     QUANT_UNROLL for (int i = 0; i < QUANT_LANES; i += 16)
         __builtin_memcpy((char *)&t + i, table, 16);
     return quant_pick(t + bias, v) - bias;
@@ -487,7 +489,9 @@ QUANT_INLINE void quant_widen(quant_i *v, uint64_t lo, uint64_t hi, int per, int
     quant_widen16(v, per == 16 ? quant_join(lo, hi) : quant_twice(lo));
 }
 QUANT_INLINE void quant_put_bits(float *d, const quant_i *v, int g, int n) {
-    if (n == 8) __builtin_memcpy(d, v, 64);
+    // whole registers, or the loads that follow would wait for the stores
+    if (n == 8) QUANT_UNROLL for (int i = 0; i < 64; i += QUANT_LANES)
+        __builtin_memcpy((char *)d + i, (const char *)v + i, QUANT_LANES);
     else for (int i = 0; i < 2 * n; i++) d[i] = quant_from_bits((uint32_t)(*v)[2 * g + i]);
 }
 QUANT_INLINE void quant_put_scale(float *d, const quant_i *v, float D, int g, int n) {
@@ -1351,11 +1355,11 @@ QUANT_SCALED(iq1_m) {
     X(13, q5_K, 256, 176, 0, 0)       X(14, q6_K, 256, 210, 1, 32)                                 \
     X(16, iq2_xxs, 256, 66, 0, 43)    X(17, iq2_xs, 256, 74, 1, 43)                                \
     X(18, iq3_xxs, 256, 98, 0, 62)    X(19, iq1_s, 256, 50, 0, 9)                                  \
-    X(20, iq4_nl, 32, 18, 0, 128)     X(21, iq3_s, 256, 110, 0, 15)                                \
-    X(22, iq2_s, 256, 82, 1, 43)      X(23, iq4_xs, 256, 136, 0, 128)                              \
+    X(20, iq4_nl, 32, 18, 0, 127)     X(21, iq3_s, 256, 110, 0, 15)                                \
+    X(22, iq2_s, 256, 82, 1, 43)      X(23, iq4_xs, 256, 136, 0, 127)                              \
     X(29, iq1_m, 256, 56, 1, 9)       X(34, tq1_0, 256, 54, 0, 1)                                  \
-    X(35, tq2_0, 256, 66, 0, 1)       X(39, mxfp4, 32, 17, 0, 128)                                 \
-    X(40, nvfp4, 64, 36, 1, 128)      X(41, q1_0, 128, 18, 0, 1)                                   \
+    X(35, tq2_0, 256, 66, 0, 1)       X(39, mxfp4, 32, 17, 0, 12)                                  \
+    X(40, nvfp4, 64, 36, 1, 12)       X(41, q1_0, 128, 18, 0, 1)                                   \
     X(42, q2_0, 64, 18, 0, 1)
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                          \
     typedef char quant_size_of_##name[sizeof(block_##name) == bytes ? 1 : -1];
