@@ -4830,7 +4830,7 @@ static const Tile float_tile = {
 // A vector has sums of V_ROWS rows and V_TOKENS tokens; a product takes DEEP codes of each of them:
 // LANES, 1 and 4, or 2, 2 and 8 with NEON's matrix instruction, smmla. 32 weights of 16 rows and
 // four tokens, 2,048 multiply-adds, are 128 sdot or 64 smmla, 48 instructions for the scales, and
-// loads: in all 253 or 225 by clang 14 (8 or 9 multiply-adds each), 357 or 253 by gcc 12 (6 or 8).
+// loads: in all 251 or 226 by clang 14 (8 or 9 multiply-adds each), 348 or 250 by gcc 12 (6 or 8).
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : 4, INT8_ROWS = LANES == 16 ? 32 : 16,
        PASS_ROWS = LANES == 8 ? 8 : INT8_ROWS };   // of the tile's rows, at a time
