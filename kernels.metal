@@ -9,12 +9,12 @@
 //       norm              norm
 //       quantize          round_32, but with float scales and sums of unrounded activations
 //    4. gemv              matmul for one token; the epilogues are add and activate
-//       qk_norm           norm, of whole projections in qkv_row
-//       attention         attention; if FUSED, qkv_row before it
+//       qk_norm           norm, of whole projections in qkv_part
+//       attention         attention; if FUSED, qkv_part before it
 //       attention_merge   attention, the end of it for a long ring
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
-//       rope              qkv_row
+//       rope              qkv_part
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
 //       experts_down      experts, for one token, after gemv

@@ -776,6 +776,24 @@ static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols, b
     return (RandomMatrix){{.data = data, .type = type, .rows = rows, .cols = cols}, f};
 }
 
+// makes all blocks of a matrix such a one, with every byte `byte` that can be: codes at their limit
+static void extreme_codes(RandomMatrix *w, uint8_t byte) {
+    size_t block = format_block(w->m.type), bytes = quant_row_bytes(w->m.type, block);
+    uint8_t *data = (uint8_t *)w->m.data;
+    random_block(w->m.type, data, w->f);
+    for (size_t i = 0; i < bytes; i++) {
+        uint8_t was = data[i];
+        float top = 0;
+        data[i] = byte;
+        quant_dequantize(w->m.type, data, w->f, block);
+        for (size_t j = 0; j < block; j++) top = fabsf(w->f[j]) <= top ? top : fabsf(w->f[j]);
+        if (!(top > 1e-3f && top < 8)) data[i] = was;
+    }
+    size_t all = w->m.rows * w->m.cols;
+    for (size_t i = 1; i < all / block; i++) memcpy(data + i * bytes, data, bytes);
+    quant_dequantize(w->m.type, data, w->f, all);
+}
+
 static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) & ~(uintptr_t)63); }
 
 static void run_matmul(Pool *p, const Matmul *jobs, int k) {   // in exactly what it counts
@@ -788,19 +806,21 @@ static void run_matmul(Pool *p, const Matmul *jobs, int k) {   // in exactly wha
 }
 
 // Two jobs in one call share x, one has bias and scale; several thread counts. `exact`: activations
-// that int8 holds exactly (integers up to 127, 127 in every 32) leave only rounding. Errors are
-// measured against what the outputs would be if no products cancelled, so that a row whose sum
-// happens to be near 0 does not count more than others.
-static double check_matmul(int type, int64_t rows, int64_t cols, int n, bool exact) {
+// that int8 holds exactly (integers up to 127, 127 in every 32) leave only rounding; with codes at
+// their limits (2, 3) all are 127, the most that sums of 16 bits must hold. Errors are measured
+// against what the outputs would be if no products cancelled, so that a row whose sum happens to be
+// near 0 does not count more than others.
+static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exact) {
     static const int threads[] = {1, 2, 3, 8};
     float *x = noise_array(n * cols, 1), *out[2], *first[2], *want[2], scale = 0.75f;
     double power[2] = {0}, worst = 0;
     RandomMatrix w[2];
     for (int64_t i = 0; i < n * cols && exact; i++)
-        x[i] = i % 32 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
+        x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
     for (int k = 0; k < 2; k++) {
         int r = k ? 20 : rows;
         w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols, true);
+        if (exact > 1) extreme_codes(&w[k], exact > 2 ? 0 : 0xff);
         if (k == 0) w[k].m.bias = noise_array(rows, 1);
         if (k == 0) w[k].m.scale = &scale;
         out[k] = need(n * r * sizeof(float));
@@ -848,8 +868,8 @@ static void test_matmul(void) {
         double limit = floats ? 1e-8 : 1e-4;   // int8 rounds by max/254 at most: 1.6e-5 on average
         for (int i = 0; i < 4; i += 1 + test.quick) {
             int64_t rows = test.quick ? 19 : 37, cols = floats ? 525 : whole ? 512 : 640;
-            double noisy = check_matmul(type, rows, cols, counts[i], false);
-            double exact = check_matmul(type, 2 * rows, 256, counts[i], true);
+            double noisy = check_matmul(type, rows, cols, counts[i], 0);
+            double exact = check_matmul(type, 2 * rows, 256, counts[i], 1);
             CHECK(noisy < limit, "%s, n = %d: NMSE %.2g", name, counts[i], noisy);
             CHECK(exact < MATMUL_EXACT, "%s, n = %d: exact %.2g", name, counts[i], exact);
             if (i == 2) printf("  %-8s NMSE %.1e, where int8 is exact %.1e\n", name, noisy, exact);
@@ -862,6 +882,18 @@ static void test_matmul(void) {
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "%s: NaN becomes %g, %g", name, y[0], y[1]);
     }
+}
+
+// All weights are one block, so that what is rounded adds up: 256 columns of it.
+static void test_matmul_limits(void) {
+    for (int f = 0; f < N_FORMATS; f++)
+        for (int i = 0; i < 4; i++) {
+            int n = i / 2 ? 33 : 1, exact = 2 + i % 2;
+            if (format_block(FORMATS[f]) == 1) continue;
+            double error = check_matmul(FORMATS[f], 19, 256, n, exact);
+            CHECK(error < 256 * MATMUL_EXACT, "%s, n = %d: NMSE %.2g", quant_name(FORMATS[f]), n,
+                  error);
+        }
 }
 
 // ==== GGUF ====
@@ -2528,7 +2560,7 @@ HIDDEN static void emu_threadgroup(void) {
 HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*kernel)(void *),
                                   void *argument) {
     long shift = emu_random(), step = groups % 7919 ? 7919 : 1;   // a prime: visits each once
-    uint8_t *all = memset(malloc(groups * (bytes + BEHIND)), 0xff, groups * (bytes + BEHIND));
+    uint8_t *all = memset(malloc(groups * (bytes + BEHIND)), 0x7f, groups * (bytes + BEHIND));
     emu.error[0] = 0;
     emu.threads = threads;
     emu.kernel = kernel;
@@ -2540,7 +2572,7 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
         (void)VALGRIND_MAKE_MEM_UNDEFINED(emu.shared, bytes);
         emu_threadgroup();
         for (int k = 0; k < BEHIND && !emu.error[0]; k++)
-            if (emu.shared[bytes + k] != 0xff)
+            if (emu.shared[bytes + k] != 0x7f)
                 snprintf(emu.error, sizeof emu.error, "a write past threadgroup memory");
     }
     TSAN(__tsan_acquire(&emu.done);)             // only now: threadgroups are not ordered
@@ -4018,7 +4050,7 @@ static void lab_experts(Gpu *g, int type, int n) {
     int rows = n > USED ? n : USED;
     bool shared = type % 3, weighed = type % 4 > 1;
     RandomMatrix w[6], router = lab_matrix(g, FORMAT_F32, E + 1, dim);
-    float *scales = type % 5 ? NULL : lab_floats(g, E, 2), *other = lab_floats(g, n * dim, 1);
+    float *scales = type % 5 ? NULL : lab_floats(g, E + 2, 2), *other = lab_floats(g, n * dim, 1);
     float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
     Norm weights = lab_norm(g, dim, 0);
     Layer floats;
@@ -4048,7 +4080,7 @@ static void lab_experts(Gpu *g, int type, int n) {
             *m = w[i].m;
             if (k) m->type = QUANT_F32, m->data = (uint8_t *)w[i].f;
             m->step = (i < 2 ? both : 1) * ff * quant_row_bytes(m->type, dim);
-            m->scale = i < 3 ? scales : NULL;
+            m->scale = i < 3 && scales ? scales + i : NULL;
             *m = matrix_rows(*m, i == 1 ? (both - 1) * ff : 0, ff);
         }
     }
@@ -5447,7 +5479,7 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 
 #define T(name) {#name, test_##name},
 static const Test TESTS[] = {
-    T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(attention) T(norms)
+    T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(matmul_limits) T(attention) T(norms)
     T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
     T(gguf_shapes) T(gguf_experts) T(golden_models) T(story_greedy)
     T(every_architecture) T(ring) T(regenerate) T(session_refusals)
