@@ -5479,8 +5479,8 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 
 #define T(name) {#name, test_##name},
 static const Test TESTS[] = {
-    T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(matmul_limits) T(attention) T(norms)
-    T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
+    T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul) T(matmul_limits) T(attention)
+    T(norms) T(alibi_and_alpha) T(activations) T(gguf_variants) T(gguf_broken) T(gguf_hostile)
     T(gguf_shapes) T(gguf_experts) T(golden_models) T(story_greedy)
     T(every_architecture) T(ring) T(regenerate) T(session_refusals)
     T(sampler_stages) T(sampler_choice) T(sampler_session) T(unicode_tables)
