@@ -2560,7 +2560,7 @@ HIDDEN static void emu_threadgroup(void) {
 HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*kernel)(void *),
                                   void *argument) {
     long shift = emu_random(), step = groups % 7919 ? 7919 : 1;   // a prime: visits each once
-    uint8_t *all = memset(malloc(groups * (bytes + BEHIND)), 0x7f, groups * (bytes + BEHIND));
+    uint8_t *all = memset(malloc(groups * (bytes + BEHIND)), 0xfe, groups * (bytes + BEHIND));
     emu.error[0] = 0;
     emu.threads = threads;
     emu.kernel = kernel;
@@ -2572,7 +2572,7 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
         (void)VALGRIND_MAKE_MEM_UNDEFINED(emu.shared, bytes);
         emu_threadgroup();
         for (int k = 0; k < BEHIND && !emu.error[0]; k++)
-            if (emu.shared[bytes + k] != 0x7f)
+            if (emu.shared[bytes + k] != 0xfe)
                 snprintf(emu.error, sizeof emu.error, "a write past threadgroup memory");
     }
     TSAN(__tsan_acquire(&emu.done);)             // only now: threadgroups are not ordered
