@@ -2711,7 +2711,7 @@ static struct {
     int after;                                   // this many calls from now, and from then on
     int hasty;                                   // stop at the first failure; 2: few formats
     size_t longest;                              // that a buffer may be, or 0
-    int resident;                                // buffers in residency sets
+    int resident;                                // buffers in residency sets of queues
     bool cuda;                                   // an NVIDIA GPU runs the kernels, by these:
 } soft;
 static void cuda_map(SoftObject *buffer);
@@ -2921,11 +2921,12 @@ static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, si
 M(void, set_buffer, id b, size_t at, size_t i) { soft_bind(self, soft_retain(b), at, i); }
 
 M(id, new_residency, id descriptor, id *error) { return soft_child(&Residency, self); }
-M(void, add_allocation, id buffer) { soft.resident += ((SoftObject *)buffer)->isa == &Buffer; }
+M(void, add_allocation, id buffer) { SELF->n += ((SoftObject *)buffer)->isa == &Buffer; }
 M(void, commit_residency) { SELF->status = 1; }
 M(void, request_residency) { SELF->status += SELF->status == 1; }
 M(void, add_residency, id set) {
     if (((SoftObject *)set)->status != 2) soft_fault("a residency set not committed or requested");
+    soft.resident += ((SoftObject *)set)->n;
 }
 
 M(void, set_bytes, const void *p, size_t n, size_t i) {
@@ -5055,6 +5056,10 @@ static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
     {"c->hd > HEAD_MAX", "HEAD_MAX || c", "the next multiple of 4 is refused all the same"},
     {"s->o.chunk ? pos", "s->o.chunk ?", "at equality both are the same"},
     {"p >= from && p < stop", "from && p < ", "a tensor longer than a buffer fails either way"},
+    {"p >= from && p < stop", "stop && p", "at equality both are the same"},
+    {"n[i] < s->o.chunk ?", "s->o.chunk ?", "at equality both are the same"},
+    {"(stop - base) <= most", "most;", "at equality no tensor ends later"},
+    {"!m->layers[l].q_norm.group", "l].q_norm.g", "all layers have the same kind of norm"},
     {"i < file->n_tensors", "file->n_tens", "behind the last is room, and no tensor"},
     {"i < n; i++) g->ids[i]", "n; i++) g->i", "an id more than any kernel reads"},
     {": g->shared[0].base", "0]", "any memory stands for what is ignored"},
