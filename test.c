@@ -5541,7 +5541,7 @@ int main(int argc, char **argv) {
             return 0;
         }
     }
-    snprintf(test.dir, sizeof test.dir, "/tmp/llm-test-XXXXXX");
+    snprintf(test.dir, sizeof test.dir, "%s/llm-test-XXXXXX", P_tmpdir);
     if (!mkdtemp(test.dir)) return perror(test.dir), 1;
     setenv("LLM", text_of("%s llm --cpu", argv[0]), 0);   // for the tests of the command line
     setenv("S", "golden/story.gguf", 1);
