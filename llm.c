@@ -521,6 +521,10 @@ typedef struct {
     const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
     Norm delta_norm;
 } Layer;
+#define LAYER_MATRICES(w) /* absent ones, too */ {                                                 \
+    &w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router, &w->shared_gate,           \
+    &w->shared_up, &w->shared_down, &w->shared_router, &w->conv_in, &w->z, &w->alpha, &w->beta,    \
+    &w->beta_alpha, &w->delta_out}
 
 // What a file says in numbers, under its architecture's name: "llama.block_count".
 typedef struct {
@@ -1501,10 +1505,7 @@ static size_t plan_calls(Session *s) {
     Matmul jobs[MAX_JOBS];
     for (int k = 0; k < 2 * m->config.n_layer; k++) {
         const Layer *w = &m->layers[k / 2];
-        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router,
-                               &w->shared_gate, &w->shared_up, &w->shared_down, &w->shared_router,
-                               &w->conv_in, &w->z, &w->alpha, &w->beta, &w->beta_alpha,
-                               &w->delta_out};
+        const Matrix *all[] = LAYER_MATRICES(w);
         int n = k % 2 ? s->o.chunk : 1, left = larger(n, m->config.n_used), count = 0;
         for (size_t i = 0; i < COUNT(all); i++, count = 0) {
             for (size_t j = 0; j < COUNT(all); j++)

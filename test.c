@@ -4303,15 +4303,6 @@ static int dispatches(int part, int n, bool there) {
     return !there ? 0 : n > 1 ? DISPATCHES[part].chunk : DISPATCHES[part].token;
 }
 
-enum { MATRICES = 18 };
-static void layer_matrices(const Layer *w, const Matrix *all[MATRICES]) {   // absent ones, too
-    const Matrix *list[MATRICES] = {
-        &w->router, &w->shared_router, &w->gate, &w->up, &w->down, &w->q, &w->k, &w->v, &w->o,
-        &w->conv_in, &w->z, &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out, &w->shared_gate,
-        &w->shared_up, &w->shared_down};
-    memcpy(all, list, sizeof list);
-}
-
 // Products in integers take one more for their input, except those of experts and routers.
 static int codes_dispatches(const Session *s, int n, const Matrix *a, const Matrix *b,
                             const Matrix *c) {
@@ -4408,13 +4399,14 @@ static int times_bound(const void *p) {
 // a state.
 static void check_reads(const Session *s) {
     for (int l = 0; l < s->m->config.n_layer; l++) {
-        const Matrix *all[MATRICES];
+        const Layer *w = &s->m->layers[l];
+        const Matrix *all[] = LAYER_MATRICES(w);
         const Cache *c = &s->cache[l];
         const void *own[] = {c->k, c->v, c->conv, c->state};
-        layer_matrices(&s->m->layers[l], all);
-        for (int i = 0; i < MATRICES + 4; i++) {
-            const void *p = i < MATRICES ? all[i]->data : own[i - MATRICES];
-            int times = times_bound(i < MATRICES && p ? matrix_base(all[i]) : p);
+        int n = COUNT(all);
+        for (int i = 0; i < n + 4; i++) {
+            const void *p = i < n ? all[i]->data : own[i - n];
+            int times = times_bound(i < n && p ? matrix_base(all[i]) : p);
             CHECK(!p || times == 1, "layer %d: operand %d is read %d times", l, i, times);
         }
     }
