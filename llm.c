@@ -6395,32 +6395,28 @@ static bool chat_command(Cli *cli, char *word) {
 
 // What the user says next, as cli->said with a NUL at its end: a line, or several where lines end
 // in a backslash. False where the input ends, and if cli->e says what failed.
-static bool chat_listen(Cli *cli, char **line, size_t *room) {
-    bool more = true;
-    for (cli->said.n = 0; more;) {
+static bool chat_listen(Cli *cli) {
+    Text *said = &cli->said;
+    bool ok = true;
+    int c = '\\';
+    for (said->n = 0; ok && c == '\\';) {
         if (isatty(STDIN_FILENO)) fputs("> ", stderr);
-        ssize_t n = getline(line, room, stdin);
-        if (n < 0 && (!cli->said.n || interrupted)) return false;
-        if (n > 0 && (*line)[n - 1] == '\n') n--;
-        more = n > 0 && (*line)[n - 1] == '\\';
-        if (more) (*line)[n - 1] = '\n';
-        if (n > 0 && !text_add(&cli->said, *line, n)) return fail(&cli->e, "out of memory");
+        while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(said, &(char){c}, 1);
+        if (c == EOF && (!said->n || interrupted)) return false;
+        if (c == '\n' && text_ends(said, "\\")) c = '\\', said->s[said->n - 1] = '\n';
     }
-    return text_add(&cli->said, "", 1) || fail(&cli->e, "out of memory");
+    return (ok && text_add(said, "", 1)) || fail(&cli->e, "out of memory");
 }
 
 static bool run_chat(Cli *cli) {
-    char *line = NULL;
-    size_t room = 0;
     bool ok = !cli->prompt || chat_answer(cli);
-    while (ok && !interrupted && !ferror(stdout) && chat_listen(cli, &line, &room)) {
+    while (ok && !interrupted && !ferror(stdout) && chat_listen(cli)) {
         const Text *said = &cli->said;
         if (said->n == 1) continue;
         if (!strcmp(said->s, "/quit")) break;
         if (*said->s == '/') ok = chat_command(cli, said->s);
         else ok = chat_add(cli, "user", said->s, said->n - 1) && chat_answer(cli);
     }
-    free(line);
     return ok && !cli->e.text[0];
 }
 
