@@ -11,7 +11,6 @@
 // When one of them returns false, or gpu_argmax -1, the CPU does the work: there is no GPU, or it
 // cannot hold the model (gpu_lacks), or a call of Metal has failed. The CPU can take over in the
 // middle of a text, because both use the same pages of weights, KV cache and scratch.
-#include <assert.h>
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
