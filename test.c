@@ -795,13 +795,17 @@ static void extreme_codes(RandomMatrix *w, uint8_t byte) {
 
 static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) & ~(uintptr_t)63); }
 
-static void run_matmul(Pool *p, const Matmul *jobs, int k) {   // in exactly what it counts
-    Arena a = {0};
-    matmul(p, &a, jobs, k);
-    size_t counted = a.peak;
-    a = (Arena){.base = aligned(counted), .size = counted};
-    matmul(p, &a, jobs, k);
-    CHECK(a.peak == counted && !a.used, "matmul counts %zu bytes, takes %zu", counted, a.peak);
+// runs matmul or attention in as many bytes as it counts; how many of these it leaves
+#define RUN_COUNTED(op, p, ...) ({ \
+    Arena a_ = {0}; \
+    op(p, &a_, __VA_ARGS__); \
+    a_ = (Arena){.base = aligned(a_.peak), .size = a_.peak}; \
+    op(p, &a_, __VA_ARGS__); \
+    CHECK(!a_.used, #op " keeps %zu bytes", a_.used); \
+    a_.size - a_.peak; })   /* more would fail an assert */
+
+static void run_matmul(Pool *p, const Matmul *jobs, int k) {
+    CHECK(!RUN_COUNTED(matmul, p, jobs, k), "matmul counts more than it takes");
 }
 
 // Two jobs in one call share x, one has bias and scale; several thread counts. `exact`: activations
@@ -1142,15 +1146,6 @@ static Attention attention_of(const AttentionCase *t) {
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
 
-static void run_attention_cpu(Pool *p, const Attention *x) {
-    Arena a = {0};
-    attention(p, &a, x);
-    size_t counted = a.peak;
-    a = (Arena){.base = aligned(counted), .size = counted};
-    attention(p, &a, x);
-    CHECK(a.peak <= counted && !a.used, "attention counts %zu bytes, takes %zu", counted, a.peak);
-}
-
 // all queries, and then the last alone
 static double check_attention(const AttentionCase *t) {
     size_t one = (size_t)t->n_head * t->vd, n_out = t->n * one;
@@ -1168,8 +1163,8 @@ static double check_attention(const AttentionCase *t) {
         a.out = need((n_out + one) * sizeof *a.out);
         last.out = a.out + n_out;
         if (!first) first = a.out;
-        run_attention_cpu(pool, &a);
-        run_attention_cpu(pool, &last);
+        RUN_COUNTED(attention, pool, &a);
+        RUN_COUNTED(attention, pool, &last);
         pool_close(pool);
         bool same = !memcmp(first, a.out, (n_out + one) * sizeof *first);
         CHECK(same, "%s: %d threads differ", t->what, threads);
