@@ -80,9 +80,7 @@ typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, 
 #define STR_ARG(a) (int)((a).n < 100 ? (a).n : 100), (a).s   // for "%.*s"
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
-static bool str_eq(Str a, const char *b) {
-    return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0;
-}
+static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.s, b, a.n); }
 
 // Looks for a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a
 // star. Returns what stands behind the word: a star, a blank or the end; NULL if it is not there.
@@ -839,8 +837,7 @@ static bool load_arch(Loader *ld) {
     if (!c->arch || !str_eq(name, c->name))
         return refuse(ld, "architecture %.*s is not supported; --help lists those that are",
                       STR_ARG(name));
-    if (!m->gguf.n_tensors)
-        return refuse(ld, "no tensors: this is a vocabulary, not a model");
+    if (!m->gguf.n_tensors) return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
 
@@ -2600,7 +2597,7 @@ static bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsig
     return true;
 }
 
-static bool token_is_eog(const Tokenizer *t, int32_t id) {   // does generation end here?
+static bool token_is_eog(const Tokenizer *t, int32_t id) {
     return id >= 0 && id < t->n_vocab && t->type[id] & TOKEN_EOG;
 }
 
@@ -4835,9 +4832,7 @@ static const Tile float_tile = {
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : 4, INT8_ROWS = LANES == 16 ? 32 : 16,
        PASS_ROWS = LANES == 8 ? 8 : INT8_ROWS };   // of the tile's rows, at a time
-INLINE vi four_codes(const int8_t *x) {
-    return (vi){0} + (int32_t)quant_u32((const uint8_t *)x);
-}
+INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
 enum { V_ROWS = 2, V_TOKENS = 2, DEEP = 8 };
 INLINE vf row_values(const float *x) { return (vf){x[0], x[1], x[0], x[1]}; }
@@ -5983,9 +5978,8 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
     char *end;
-    if (o->kind == SWITCH) *(bool *)at = true;
-    if (o->kind == TEXT) *(const char **)at = text;
-    if (o->kind <= TEXT) return true;
+    if (o->kind == SWITCH) return *(bool *)at = true;
+    if (o->kind == TEXT) return (*(const char **)at = text) != NULL;
     if (list) list->n = 0;
     do {
         errno = 0;

@@ -3489,9 +3489,7 @@ static void cuda_unmap(SoftObject *o) {
     else CUDA(cuMemHostUnregister, o->mapped);
 }
 
-static void cuda_wait(void) {
-    if (!cuda.rehearsal) CUDA(cuCtxSynchronize);
-}
+static void cuda_wait(void) { if (!cuda.rehearsal) CUDA(cuCtxSynchronize); }
 
 static void cuda_commit(const SoftRun *runs) {
     for (const SoftRun *r = cuda.rehearsal ? NULL : runs; r; r = r->next) cuda_launch(r);
