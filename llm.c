@@ -4651,12 +4651,16 @@ static const Format formats[64] = {   // unpack NULL: float weights
 #undef QUANT_X
 };
 
-// weights k .. k+255 of row r, or of the last row where there is none
+// where weight k of row r is, or that of the last row where there is none
+static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
+    int64_t row = r < w->rows ? r : w->rows - 1;
+    return w->data + row * quant_row_bytes(w->type, w->cols) + quant_row_bytes(w->type, k);
+}
+
+// weights k .. k+255 of a row
 static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *d, float *m) {
     uint8_t last[272];
-    int64_t row = r < w->rows ? r : w->rows - 1;
-    const uint8_t *b = w->data + row * quant_row_bytes(w->type, w->cols);
-    b += quant_row_bytes(w->type, k);
+    const uint8_t *b = weight_at(w, r, k);
     if (w->cols - k < 256) b = padded_256(w->type, b, w->cols - k, last);
     formats[w->type].unpack(b, q, d, m);
 }
@@ -4783,10 +4787,8 @@ static void float_pack(const Matmul *job, int t, void *acts) {
 
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
-    size_t row_bytes = quant_row_bytes(w->type, w->cols), at = quant_row_bytes(w->type, k);
     for (int j = 0; j < PACKED_ROWS; j++) {
-        int64_t row = r + j < w->rows ? r + j : w->rows - 1;
-        quant_dequantize(w->type, w->data + row * row_bytes + at, rows[j % TILE], depth);
+        quant_dequantize(w->type, weight_at(w, r + j, k), rows[j % TILE], depth);
         if (j % TILE == TILE - 1)
             transpose((uint32_t *)rows, FLOAT_DEPTH, depth,
                       (uint32_t *)((FloatPanel *)panel)[j / TILE].rows);
@@ -5020,8 +5022,7 @@ static void pack_task(Task t) {
 static void multiply_token(const JobPlan *j, int64_t r, int64_t end) {
     const Matrix *w = j->job->w;
     float *out = j->job->out, scale = w->scale ? *w->scale : 1;
-    const uint8_t *first = w->data + r * quant_row_bytes(w->type, w->cols);
-    formats[w->type].matvec(first, end - r, w->cols, j->acts, out + r);
+    formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, j->acts, out + r);
     for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
@@ -5667,20 +5668,19 @@ INLINE vf half_group(const int8_t *q, const float *d, const float *m, int g, int
 
 // up to 256 weights of row r in bf16, each part of them in rows of its own, `next` bytes apart
 static void amx_row(const Matrix *w, int64_t r, int64_t k, int n, uint16_t *to, size_t next) {
-    int64_t row = r < w->rows ? r : w->rows - 1;
-    const uint8_t *data = w->data + row * quant_row_bytes(w->type, w->cols);
+    const uint8_t *data = weight_at(w, r, k);
     int8_t q[256];
     float d[16], m[16], x[256];
-    prefetch_l2(data + TILE * quant_row_bytes(w->type, w->cols) + quant_row_bytes(w->type, k),
+    prefetch_l2(data + TILE * quant_row_bytes(w->type, w->cols),
                 quant_row_bytes(w->type, n));   // a row of the tile below
     if (formats[w->type].unpack) {
-        unpack_row(w, row, k, q, d, m);
+        unpack_row(w, r, k, q, d, m);
         for (int g = 0; g < 8; g++)
             store_bf16(to + 32 * g, half_group(q, d, m, g, 0), half_group(q, d, m, g, 1));
         return;
     }
     memset(x + (n - 1) / 32 * 32, 0, 32 * sizeof *x);
-    quant_dequantize(w->type, data + quant_row_bytes(w->type, k), x, n);
+    quant_dequantize(w->type, data, x, n);
     for (int g = 0; g < n; g += 32)
         store_parts(to + g, next, weight_parts(w), load_f32(x + g), load_f32(x + g + 16));
 }
