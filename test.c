@@ -3331,7 +3331,6 @@ enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, ALREADY_REGISTERED = 712,
 
 typedef struct CudaProgram {
     char *source, file[64];
-    bool compiled;
     void *function;
 } CudaProgram;
 typedef struct { char *buffer[32], bytes[512]; int words; } CudaBound;   // as Bound in the dialect
@@ -3343,10 +3342,8 @@ static struct {
     bool rehearsal, resident;       // resident: buffers are in the GPU's memory, for timing
     char arch[32], *text;           // what all programs include: dialect, quant.h, kernels
     CudaProgram program[6000];
-    int n, next;                    // next: the first that no thread compiles
-    pthread_mutex_t lock;
-    pthread_cond_t change;
-} cuda = {.lock = PTHREAD_MUTEX_INITIALIZER, .change = PTHREAD_COND_INITIALIZER};
+    int n;
+} cuda;
 
 // the context is of no use after an error
 #define CUDA(call, ...) cuda_check(cuda.call(__VA_ARGS__), #call)
@@ -3369,7 +3366,8 @@ static void cuda_write(const char *path, void *program) {   // under its name on
     free(bytes);
 }
 
-static void cuda_compile(const CudaProgram *p) {
+static void cuda_compile(Task t) {   // one that was not compiled before
+    const CudaProgram *p = (CudaProgram *)t.ctx + t.i;
     const char *texts[] = {cuda.text, ""}, *names[] = {"kernels", "stdint.h"};
     const char *options[] = {cuda.arch, "-default-device", "-std=c++17", "-w"};
     void *program;
@@ -3387,22 +3385,7 @@ static void cuda_compile(const CudaProgram *p) {
     cuda.nvrtcDestroyProgram(&program);
 }
 
-static void *cuda_worker(void *unused) {
-    (void)unused;
-    pthread_mutex_lock(&cuda.lock);
-    while (true) {
-        while (cuda.next == cuda.n) pthread_cond_wait(&cuda.change, &cuda.lock);
-        CudaProgram *p = &cuda.program[cuda.next++];
-        pthread_mutex_unlock(&cuda.lock);
-        cuda_compile(p);
-        pthread_mutex_lock(&cuda.lock);
-        p->compiled = true;
-        pthread_cond_broadcast(&cuda.change);
-    }
-    return NULL;
-}
-
-// the program of a source, which a thread begins to compile
+// the program of a source
 static CudaProgram *cuda_program(const char *source) {
     const char *texts[] = {cuda.arch, cuda.text, source};
     uint64_t hash = 0xcbf29ce484222325;
@@ -3410,23 +3393,17 @@ static CudaProgram *cuda_program(const char *source) {
         if (!strcmp(cuda.program[i].source, source)) return &cuda.program[i];
     for (int i = 0; i < 3; i++)
         for (const char *c = texts[i]; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001b3;
-    CudaProgram *p = &cuda.program[cuda.n];
+    CudaProgram *p = &cuda.program[cuda.n++];
     snprintf(p->file, sizeof p->file, "test_cuda.d/%016llx.cubin", (unsigned long long)hash);
     p->source = strdup(source);
-    pthread_mutex_lock(&cuda.lock);
-    cuda.n++;
-    pthread_cond_broadcast(&cuda.change);
-    pthread_mutex_unlock(&cuda.lock);
     return p;
 }
 
-// the function to launch; may wait for the compiler
+// the function to launch; compiles what the rehearsal did not ask for
 static void *cuda_function(CudaProgram *p) {
     void *module;
     if (p->function) return p->function;
-    pthread_mutex_lock(&cuda.lock);
-    while (!p->compiled) pthread_cond_wait(&cuda.change, &cuda.lock);
-    pthread_mutex_unlock(&cuda.lock);
+    cuda_compile((Task){.ctx = p});
     CUDA(cuModuleLoad, &module, p->file);
     CUDA(cuModuleGetFunction, &p->function, module, "entry");
     return p->function;
@@ -3501,7 +3478,6 @@ static bool cuda_open(void) {
     const char *home = "/usr/local/cuda/lib64/libnvrtc.so", *end;
     int major, minor;
     void *context;
-    pthread_t thread;
     if (!compiler) compiler = dlopen(home, RTLD_NOW);
 #define X(name, types) \
     if (!driver || !compiler || !(cuda.name = dlsym(#name[0] == 'c' ? driver : compiler, #name))) \
@@ -3518,12 +3494,10 @@ static bool cuda_open(void) {
     cuda.text = malloc(end - dialect + strlen(metal_source) + 2);
     sprintf(cuda.text, "%.*s\n%s", (int)(end - dialect), dialect, metal_source);
     mkdir("test_cuda.d", 0777);
-    for (int i = sysconf(_SC_NPROCESSORS_ONLN); i > 0; i--)
-        pthread_create(&thread, NULL, cuda_worker, NULL);
     return soft.cuda = true;
 }
 
-// runs a test without launching anything, so that threads compile what it will need
+// runs a test without launching anything, and compiles what it will need
 static void cuda_rehearse(void (*fn)(void)) {
     if (!soft.cuda) return;
     int out = dup(1), nothing = open("/dev/null", O_WRONLY);
@@ -3537,6 +3511,9 @@ static void cuda_rehearse(void (*fn)(void)) {
     dup2(out, 1);
     close(out);
     close(nothing);
+    Pool *pool = pool_open(count_cpus());
+    parallel(pool, cuda_compile, cuda.program, NULL, cuda.n);
+    pool_close(pool);
     test.checks = test.failures = 0;
     test.seed = 1;
 }
