@@ -1587,18 +1587,17 @@ static void session_truncate(Session *s, int p) {
     s->history.n = p;
 }
 
-// Runs a plan to learn the size, and again to place the buffers: in whole pages of 16 KB (what a
-// GPU can share), which the system hands out zeroed when they are first touched.
+// Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
+// share), which the system hands out zeroed when they are first touched.
 static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
                        const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
-    *bytes = a.peak + 2 * 16384;
+    *bytes = a.peak;
     void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
               : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
-    *base = p;
-    a = (Arena){.base = (char *)(((uintptr_t)p + 16383) & ~(uintptr_t)16383), .size = a.peak};
+    a = (Arena){.base = *base = p, .size = a.peak};
     plan(s, &a);
     return true;
 }
