@@ -2284,6 +2284,7 @@ static void test_cli_interrupt(void) {
 // sanitizer and only barriers order memory: a race is reported under any. A barrier that some
 // threads miss, lanes that part before a simd_* call: errors at once, with the line.
 #ifdef LLM_METAL
+#pragma GCC diagnostic ignored "-Wunused-parameter"   // of PLACE, of methods, of kernels' tests
 #ifndef __APPLE__   // there the real device takes the place of all this
 #include <dlfcn.h>
 #include <ucontext.h>
@@ -2626,7 +2627,6 @@ typedef struct { float e[2]; } simdgroup_float8x8;
     simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
 
 #pragma GCC diagnostic ignored "-Wattributes"   // [[buffer(0)]] and its kin
-#pragma GCC diagnostic ignored "-Wunused-parameter"   // of PLACE; of methods, self and the name
 #undef QUANT_UNROLL
 #define QUANT_UNROLL                            // it would cost time to compile, and warnings
 #define attention metal_attention               // names that llm.c and the tests use, too
@@ -3958,7 +3958,6 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
 }
 
 static void kernel_attention(Gpu *g, int unused) {
-    (void)unused;
     for (size_t i = 0; i < sizeof GPU_ATTENTION / sizeof *GPU_ATTENTION; i++)
         lab_attention(g, &GPU_ATTENTION[i]);
 }
@@ -3967,7 +3966,6 @@ static void kernel_attention(Gpu *g, int unused) {
 static void kernel_norms(Gpu *g, int unused) {
     enum { N = 3 };
     static const int sizes[] = {1000, 64, 45};
-    (void)unused;
     for (int k = 0; k < 12; k++) {
         int n = sizes[k % 3], kind = k % 2 ? LAYERNORM : RMS, way = k / 3 % EPILOGUE_ACT;
         Lab x = lab(g);
@@ -4134,7 +4132,6 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
 }
 
 static void kernel_delta(Gpu *g, int unused) {
-    (void)unused;
     for (size_t i = 0; i < COUNT(DELTAS); i++) {
         lab_delta(g, &DELTAS[i], 5);
         lab_delta(g, &DELTAS[i], 2);
@@ -4142,7 +4139,6 @@ static void kernel_delta(Gpu *g, int unused) {
 }
 
 static void kernel_argmax(Gpu *g, int unused) {
-    (void)unused;
     for (int n = 700; n < 6000; n += 4303)
         for (int nan = 0; nan < 2; nan++) {
             Lab x = lab(g);
