@@ -624,7 +624,7 @@ static const int FORMATS[] = {QUANT_F32, QUANT_F16, QUANT_BF16,
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
-enum { N_FORMATS = sizeof FORMATS / sizeof *FORMATS, GOLDEN = 2048 };
+enum { N_FORMATS = COUNT(FORMATS), GOLDEN = 2048 };
 
 static int format_block(int type) {   // weights per block
     int n = 1;
@@ -1175,7 +1175,7 @@ static double check_attention(const AttentionCase *t) {
 }
 
 static void test_attention(void) {
-    for (size_t i = 0; i < sizeof ATTENTION / sizeof *ATTENTION; i++) {
+    for (size_t i = 0; i < COUNT(ATTENTION); i++) {
         double error = check_attention(&ATTENTION[i]);
         // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
         CHECK(error < 1e-7, "%s: NMSE %.2g", ATTENTION[i].what, error);
@@ -1423,7 +1423,7 @@ static double check_shape(const Shape *shape) {
 }
 
 static void check_names(void) {   // has every name of ARCHS a shape?
-    for (size_t k = 0; k < sizeof ARCHS / sizeof *ARCHS; k++) {
+    for (size_t k = 0; k < COUNT(ARCHS); k++) {
         int n = ARCHS[k].n_layer;
         char *rest, *name = strtok_r(text_of("%s", ARCHS[k].names), " *", &rest);
         for (bool found = false; name; name = strtok_r(NULL, " *", &rest), found = false) {
@@ -1733,7 +1733,7 @@ static void test_tokenizer_rules(void) {
         {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"},
         {"gemma4", "a  b c|\n\n|d"}, {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
     };
-    for (size_t k = 0; k < sizeof rules / sizeof *rules; k++) {
+    for (size_t k = 0; k < COUNT(rules); k++) {
         Char ch[256] = {{0}};
         char expected[256] = {0};
         Writer w = {0};
@@ -1829,7 +1829,7 @@ static void test_tokenizer_streaming(void) {
     key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores, sizeof scores);
     const Tokenizer *t = written_tokenizer(&w);
     REQUIRE(t->piece_max <= sizeof out, "%zu bytes a piece", t->piece_max);
-    for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+    for (size_t i = 0; i < COUNT(steps); i++) {
         size_t n = detokenize(t, &d, steps[i].id, out);
         CHECK(n == strlen(steps[i].text) && !memcmp(out, steps[i].text, n), "step %zu", i);
     }
@@ -3059,7 +3059,7 @@ static const SoftClass *const soft_classes[] = {
     &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &Device, &Buffer,
     &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder, &Residency,
     &ResidencyDescriptor};
-enum { CLASSES = sizeof soft_classes / sizeof *soft_classes };
+enum { CLASSES = COUNT(soft_classes) };
 
 id MTLCreateSystemDefaultDevice(void) {
     bool none = soft_breaks("MTLCreateSystemDefaultDevice") || soft_breaks("MTLCopyAllDevices");
@@ -3958,7 +3958,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
 }
 
 static void kernel_attention(Gpu *g, int unused) {
-    for (size_t i = 0; i < sizeof GPU_ATTENTION / sizeof *GPU_ATTENTION; i++)
+    for (size_t i = 0; i < COUNT(GPU_ATTENTION); i++)
         lab_attention(g, &GPU_ATTENTION[i]);
 }
 
@@ -4165,7 +4165,7 @@ static const struct { const char *name; int formats; } VARIANTS[] = {
     {"experts_down", 28}, {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
     {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
 };
-enum { N_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS };
+enum { N_VARIANTS = COUNT(VARIANTS) };
 
 // marks what was dispatched since the test reset the recorder
 static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
@@ -4223,7 +4223,7 @@ static void test_metal_kernels(void) {
         bool few = type < 2 || type == 7 || type == 8 || type == 12;
         emu.order = i % ORDERS;
         if (soft.cuda && emu.order) continue;   // it has its own
-        for (size_t k = 0; g->library && k < sizeof KERNEL_TESTS / sizeof *KERNEL_TESTS; k++) {
+        for (size_t k = 0; g->library && k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
             if (soft.hasty && (test.failures || (soft.hasty == 2 && !few))) continue;
@@ -5214,7 +5214,7 @@ static void show_mutant(const char *s, const Mutant *m, int number, const char *
 
 static bool is_equivalent(const char *s, const Mutant *m) {
     const char *start = line_of(s, m->at), *end = strchr(start, '\n');
-    for (size_t i = 0; i < sizeof EQUIVALENT / sizeof *EQUIVALENT; i++) {
+    for (size_t i = 0; i < COUNT(EQUIVALENT); i++) {
         const char *at = strstr(start, EQUIVALENT[i].line);
         bool here = at && at < end;
         if (here && !strncmp(s + m->at, EQUIVALENT[i].at, strlen(EQUIVALENT[i].at))) return true;
@@ -5450,7 +5450,7 @@ static const Test TESTS[] = {
 #endif
 };
 #undef T
-enum { N_TESTS = sizeof TESTS / sizeof *TESTS };
+enum { N_TESTS = COUNT(TESTS) };
 
 static bool run_test(const Test *t) {
     double start = now();
