@@ -14,7 +14,9 @@ ifeq ($(shell uname),Darwin)
 METAL = -DLLM_METAL -framework Metal -framework Foundation -framework CoreGraphics -lobjc
 endif
 # the tests have a GPU in software, on Apple the real one; it takes a compiler that knows half floats
-ifeq ($(shell echo '_Float16 x;' | $(CC) -x c -c -o /dev/null - 2>/dev/null && echo yes),yes)
+# and, in C, [[attributes]]
+PROBE = _Float16 x; $(if $(METAL),,void f(int y [[x]]);)
+ifeq ($(shell echo '$(PROBE)' | $(CC) -std=gnu11 -x c -c -o /dev/null - 2>/dev/null && echo yes),yes)
 TEST_LIBS = $(or $(METAL),-DLLM_METAL -rdynamic -ldl) $(LIBS)
 else
 TEST_LIBS = $(LIBS)
@@ -40,7 +42,8 @@ run: llm
 # ---- tests ----
 
 # Each build of the tests meets other code: this CPU's SIMD, the same in plain C, quant.h with four
-# codes in a word as on a GPU, the plain engine of Part I alone, and the first two under a checker.
+# codes in a word as on a GPU, the plain engine of Part I alone; the first also under sanitizers, and
+# AVX2 under valgrind.
 test_native: test.c $(ENGINE)
 	$(CC) $(WARN) -O3 $(NATIVE) test.c -o $@ $(TEST_LIBS)
 test_plain: test.c $(ENGINE)

@@ -980,8 +980,8 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 // ---- 6. prefill ----
 //
 // A chunk is bound by arithmetic: each weight serves all of its tokens. Tiles of both operands are
-// staged in threadgroup memory, and whole SIMD-groups multiply them as 8 x 8 matrices. Weights
-// become half there, whose 11 bits hold the codes of any format. Activations stay float, because
+// staged in threadgroup memory, and whole SIMD-groups multiply them as 8 x 8 matrices. Weights,
+// f32 and bf16 ones too, are rounded to the 11 bits of half there. Activations stay float, because
 // those of Gemma overflow half; so do all sums.
 
 // ws[GEMM_ROWS][GEMM_STRIDE] = a step's columns of rows from `row` on, as half. Of a float format

@@ -31,6 +31,7 @@
 //                                                of it is reused. Valid until the next call
 //   int32_t session_sample(Session *, logits)    draws the next id as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, on_token, ctx, Error *)
+//   tokenize, detokenize, template_render        see Part III
 //
 // close accepts zeroed and half-opened structs. Nothing before Part V exits or prints, but for the
 // one note of a GPU that leaves the work to the CPU.
@@ -422,7 +423,7 @@ typedef struct {
     const char *names;            // "llama* mistral3*"
     uint8_t norm, act, rope;
     uint16_t flags;
-    uint8_t local;                // windows: all layers but every local-th; 0: they are ignored
+    uint8_t local;                // every local-th layer sees all, others a window; 0: no windows
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
     uint8_t n_layer;              // the row is for the size with so many layers; 0: any other
 } Arch;
@@ -472,7 +473,7 @@ typedef struct {
     char name[32];                             // of the architecture
     const Arch *arch;                          // its row
     bool verified;                             // it has a star
-    int n_layer, n_predict;                    // layers that run; more, unused, predict ahead
+    int n_layer, n_predict;                    // layers that run; unused ones, to predict ahead
     int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: of layer 0; hd, vd: width of its q and v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
@@ -519,10 +520,6 @@ typedef struct {
     const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
     Norm delta_norm;
 } Layer;
-#define LAYER_MATRICES(w) /* absent ones, too */ {                                                 \
-    &w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router, &w->shared_gate,           \
-    &w->shared_up, &w->shared_down, &w->shared_router, &w->conv_in, &w->z, &w->alpha, &w->beta,    \
-    &w->beta_alpha, &w->delta_out}
 
 // What a file says in numbers, under its architecture's name: "llama.block_count".
 typedef struct {
@@ -606,8 +603,8 @@ typedef struct {
 // ---- 4. loading ----
 //
 // Binds each weight to its bytes in the file and checks everything that forward relies on, so that
-// forward cannot fail. Errors are sticky: after the first one, which is the one that is told,
-// nothing more is found, and a row of calls needs only one check at its end.
+// forward cannot fail. Errors are sticky: only the first is reported, after it nothing more
+// is found, and a row of calls needs only one check at its end.
 
 typedef struct {
     Model *m;
@@ -943,7 +940,7 @@ typedef struct {
 typedef struct {
     int window, chunk, threads, keep;   // 0: default
     bool cpu, gpu_block, gpu_int8;      // no GPU; on it: a layer in one dispatch, int8 prefill
-    Sampling sampling;
+    Sampling sampling;                  // no defaults; all 0 is greedy
 } Options;
 
 // What one layer remembers of the tokens before: attention its keys and values, in a ring of rows;
@@ -1113,8 +1110,8 @@ static int32_t gpu_argmax(const Session *s, const float *logits);
 //
 // What happens between the matrix products, on one token's row at a time.
 
-static const float MAGIC = 12582912.0f;   // 1.5 * 2^23. x + MAGIC has x, rounded to an integer, in
-enum { MAGIC_BITS = 0x4b400000 };         // its low bits; without x they are these
+static const float MAGIC = 12582912.0f;   // 1.5 * 2^23. The bits of x + MAGIC are
+enum { MAGIC_BITS = 0x4b400000 };         // these plus x, rounded to an integer
 
 // exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
 // infinite above 88.4. No call and no branch, so that loops over it become vector code.
@@ -1269,7 +1266,7 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-// a token's q and k are normed and rotated, its k and v cached; of all heads, or one of t.of parts
+// norms and rotates a token's q and k, caches its k and v: of all heads, or one of *t.of parts
 static void qkv_part(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
@@ -1309,7 +1306,7 @@ static void attention_block(Session *s) {
     const Cache *kv = &s->cache[s->l];
     int n = s->n;
     bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
-    // one token's heads are tasks, where no norm spans them or has weights for each
+    // one token has a task for each KV head, unless a norm spans heads or has weights for each
     bool apart = (!w->q_norm.w || w->q_norm.n == c->hd) && (!w->k_norm.w || w->k_norm.n == c->hd);
     int parts = n == 1 && apart ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
@@ -1406,7 +1403,7 @@ static bool tokens_room(Tokens *t, size_t n) {   // for n in all
     return true;
 }
 
-static bool tokens_add(Tokens *t, int32_t id) {
+bool tokens_add(Tokens *t, int32_t id) {
     if (!tokens_room(t, t->n + 1)) return false;
     t->id[t->n++] = id;
     return true;
@@ -1490,11 +1487,16 @@ static void plan_experts(Pool *p, Arena *a, const Layer *w, int experts, int eac
     matmul(p, a, back, experts);
 }
 
+#define LAYER_MATRICES(w) /* absent ones, too */ {                                                 \
+    &w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router, &w->shared_gate,           \
+    &w->shared_up, &w->shared_down, &w->shared_router, &w->conv_in, &w->z, &w->alpha, &w->beta,    \
+    &w->beta_alpha, &w->delta_out}
+
 // What matmul and attention take at most, by letting them count, for a chunk and for one token: all
 // products of a layer with as many columns, as if they shared x; attention; and as many experts as
-// a call can have. Of all ways to spread tokens over these, three take most: one each; one each and
-// all for the last, which adds what many tokens need; two each, which waste most of their tiles,
-// and all for the last.
+// a call can have. How tokens spread over experts is not known. Three cases bound it: each has one
+// token; the same, but the last has all, which adds what many tokens need; each has two, which
+// wastes most of a tile, and the last all.
 static size_t plan_calls(Session *s) {
     static const float x[1];
     const Model *m = s->m;
@@ -1621,7 +1623,9 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;
-    if (rows > INT32_MAX / 2) return fail(e, "a window of %d tokens is too large", s->o.window);
+    if (rows > INT32_MAX / 2)
+        return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are too large",
+                    s->o.window, s->o.chunk, s->o.keep);
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
     if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
@@ -1775,7 +1779,8 @@ static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_la
         if ((size_t)last[i] < n) c[last[i]].id = last[i];
 }
 
-static void sample_temperature(Candidate *c, size_t n, float temp) {   // below 1: bolder
+// below 1 the weights become sharper, above 1 flatter
+static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
@@ -1839,7 +1844,7 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
     for (size_t i = 0; i < n; i++)   // NaN never wins
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
-    if (o->temp <= 0) {
+    if (o->temp < 1e-30f) {   // 0, or logits / temp would overflow
         sort_top(c, n, 1);
         return c[0].id;
     }
@@ -2574,8 +2579,8 @@ static void work_place(Work *w, Arena *a, size_t n, size_t m) {
 // Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
 // for; parse_special: text such as <|im_start|> means the token, except where a byte of it has a
 // mark [n] of 1, because a user wrote it (mark NULL: none has). False: e says why.
-static bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark,
-                     bool add_special, bool parse_special, Tokens *out, Error *e) {
+bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark,
+              bool add_special, bool parse_special, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
     if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
@@ -2619,7 +2624,7 @@ static size_t utf8_push(Detokenizer *d, char byte, char *out) {
 
 // Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
 // bytes. Control tokens have no text.
-static size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
+size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     int type = id >= 0 && id < t->n_vocab ? t->type[id] & TOKEN_TYPE : TOKEN_UNUSED;
     if (type != TOKEN_NORMAL && type != TOKEN_USER && type != TOKEN_BYTE) return 0;
     bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
@@ -4057,8 +4062,8 @@ static void rendered_free(Rendered *r) {
 
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
 // enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty.
-static bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
-                            Str eos, int think, Rendered *out, Error *e) {
+bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
+                     Str eos, int think, Rendered *out, Error *e) {
     Template t = {.e = e};
     size_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)
@@ -4324,7 +4329,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 //
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
 // dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
-//   VNNI    one instruction; it takes w as unsigned, so CODE_BIAS is added to signed codes
+//   VNNI    one instruction; it takes w as unsigned: to signed codes a bias is added
 //   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
 //           sign of w is the same product and fits: a pair is at most 2 * 128 * 127
 //   NEON    sdot, or widening products
@@ -4748,8 +4753,8 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 
 // ---- 21. the float tile ----
 //
-// It serves float weights, and all formats where there is no int8 tile. Attention uses tile_float
-// for both of its products.
+// It serves float weights, and all formats where there is no int8 tile. Attention without
+// AMX uses tile_float for both of its products.
 
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
 
@@ -5930,7 +5935,7 @@ static const Option OPTIONS[] = {
     {"--system TEXT", TEXT, AT(system), 0, 0, "the system message of a chat; @FILE reads it"},
     {"--think on|off", TEXT, AT(think), 0, 0, "enable_thinking of the template, where it has it"},
     {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
-    {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1: until the end"},
+    {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1 (chats): no limit"},
     {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
     {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512)"},
     {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
@@ -5938,8 +5943,8 @@ static const Option OPTIONS[] = {
     {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},
     {"--top-p P", NUMBER, PICK(top_p), 0, 1, "the likeliest that hold a share P (0.95); 1 all"},
     {"--min-p P", NUMBER, PICK(min_p), 0, 1, "those at least P as likely as the best (0.05)"},
-    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "off at 1 (1)"},
-    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "of the last N (64); -1 all"},
+    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "for recent tokens (1)"},
+    {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "how recent (64); -1: all"},
     {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
     {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
@@ -5947,7 +5952,7 @@ static const Option OPTIONS[] = {
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU"},
     {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default), block or int8: see the README"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
-    {"--tokens A,B,C", LIST, AT(ids), 0, 0x1p64, "token ids instead of PROMPT, as they are"},
+    {"--tokens A,B,C", LIST, AT(ids), 0, INT_MAX, "token ids instead of PROMPT, as they are"},
     {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token"},
     {"--embed", SWITCH, AT(embed), 0, 0, "print the pooled embedding of PROMPT"},
     {"--ppl FILE", TEXT, AT(ppl), 0, 0, "perplexity of a text"},
@@ -5990,7 +5995,7 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
         if (o->kind == NUMBER) *(float *)at = x;
         if (o->kind == INTEGER) *(int *)at = x;
         if (o->kind == SEED) *(uint64_t *)at = whole;
-        if (list && !tokens_add(list, fmin(x, INT_MAX))) return false;
+        if (list && !tokens_add(list, x)) return false;
         text = end + 1;
     } while (list && *end == ',');
     return !*end && (o->kind != PAIR || list->n == 2);
@@ -6018,7 +6023,8 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     }
     const char **prompt = cli->model ? word : word + 1;
     if (!cli->model) cli->model = word[0];
-    int prompts = !!cli->prompt + !!cli->file + !!cli->ids.id + !!prompt[0] + !!prompt[1];
+    int prompts = !!cli->prompt + !!cli->file + !!cli->ids.id + !!prompt[0] + !!prompt[1] +
+                  !!cli->ppl;
     if (prompt[0]) cli->prompt = prompt[0];
     if (cli->help || cli->version) return true;
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
@@ -6035,9 +6041,9 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
         return fail(&cli->e, "--render without PROMPT reads a conversation; no --system beside it");
     if (template && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
-    if (prompts > 1) return fail(&cli->e, "two prompts: give one of PROMPT, -p, -f, --tokens");
+    if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || piped || cli->ppl || cli->bench.id || cli->info ||
+    return prompts || cli->chat || piped || cli->bench.id || cli->info ||
            fail(&cli->e, "no PROMPT given; see --help");
 }
 
@@ -6351,7 +6357,7 @@ static void print_notes(const Cli *cli) {
     if (cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
     if (cli->gpu && !GPU_BUILT)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
-    if (cli->o.window > n_ctx && s->m)
+    if (cli->o.window > n_ctx && s->m && cli->m.config.causal)
         fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
     if (n > window && s->m && !cli->ppl && !cli->bench.id)
         fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "

@@ -1617,6 +1617,8 @@ static void test_sampler_choice(void) {
     CHECK(draw(greedy, x, 7, &a) == 1, "greedy takes the lower of two equal ids");
     CHECK(draw(fresh, x, 7, &a) == 6, "the penalty comes before the greedy choice");
     CHECK(draw(cold, x, 7, &a) == 1, "a temperature below 0 is greedy");
+    cold.temp = 1e-38f;
+    CHECK(draw(cold, x, 7, &a) == 1, "and one that overflows logits");
     CHECK(a == b, "greedy takes no random number");
     CHECK(draw(one, x, 7, &a) == 1, "top-k 1");
     CHECK((uint32_t)draw(all, nothing, 3, &a) < 3, "nothing but NaN");
@@ -2029,8 +2031,10 @@ static void test_cli_refusals(void) {
     static const struct { int status; const char *arguments, *says; } bad[] = {
         {2, "", "MODEL"}, {2, "$S", "PROMPT"}, {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"}, {2, "$S -f x --tokens 1", "prompts"},
+        {2, "$S one --ppl x", "prompts"}, {1, "$S hi --keep 2147483647", "2147483647 pinned"},
         {2, "$S one two three", "prompts"}, {2, "$S --tokens 1,x", "x"},
-        {2, "$S --tokens ''", "--tokens"}, {2, "$S -i --tokens 1", "-i"},
+        {2, "$S --tokens ''", "--tokens"}, {2, "$S --tokens 9999999999", "to 2147483647"},
+        {2, "$S -i --tokens 1", "-i"},
         {2, "$S --bench 16", "--bench"}, {2, "$S hi --gpu fast", "fast"},
         {2, "$S --bench 16,0", "16,0"}, {1, "nowhere.gguf hi", "nowhere.gguf"},
         {1, "golden hi", "not a regular file"}, {1, "/dev/null hi", "not a regular file"},
