@@ -1595,7 +1595,7 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base
                        const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
-    *bytes = a.peak;
+    *bytes = larger(a.peak, 1);
     void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
               : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);

@@ -3476,6 +3476,22 @@ static void cuda_commit(const SoftRun *runs) {
     for (const SoftRun *r = cuda.rehearsal ? NULL : runs; r; r = r->next) cuda_launch(r);
 }
 
+// the best time of 7, in seconds
+static double cuda_time(const SoftRun *runs) {
+    void *event[2];
+    float ms, best = 1e9;
+    for (int i = 0; i < 2; i++) CUDA(cuEventCreate, &event[i], 0);
+    for (int i = 0; i < 8 && !cuda.rehearsal; i++) {   // the first one warms up
+        CUDA(cuEventRecord, event[0], NULL);
+        cuda_commit(runs);
+        CUDA(cuEventRecord, event[1], NULL);
+        CUDA(cuEventSynchronize, event[1]);
+        CUDA(cuEventElapsedTime, &ms, event[0], event[1]);
+        best = i && ms < best ? ms : best;
+    }
+    return best / 1e3;
+}
+
 // finds the libraries, the first GPU and its context; false if there is none
 static bool cuda_open(void) {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = dlopen("libnvrtc.so", RTLD_NOW);
@@ -4708,29 +4724,14 @@ static void test_metal_failures(void) {
 // ---- how fast ----
 //
 // `make bench-cuda` calls metal.c's functions on operands in the GPU's own memory: so many in turn
-// that its cache does not hold them. A row has the best time of 7, then bytes of weights or of K
+// that its cache does not hold them. A row has the best time, then bytes of weights or of K
 // and V and their share of what the GPU can read, or the rate of multiplications and additions.
 
 static struct { const char *only; double read_rate; } bench;
 
-static double bench_time(const SoftRun *runs) {   // seconds
-    void *event[2];
-    float ms, best = 1e9;
-    for (int i = 0; i < 2; i++) CUDA(cuEventCreate, &event[i], 0);
-    for (int i = 0; i < 8 && !cuda.rehearsal; i++) {   // the first one warms up
-        CUDA(cuEventRecord, event[0], NULL);
-        cuda_commit(runs);
-        CUDA(cuEventRecord, event[1], NULL);
-        CUDA(cuEventSynchronize, event[1]);
-        CUDA(cuEventElapsedTime, &ms, event[0], event[1]);
-        best = i && ms < best ? ms : best;
-    }
-    return best / 1e3;
-}
-
 // prints a row of what was encoded since lab_begin, `times` the same; how much: bytes, or FLOP
 static void bench_end(Lab *x, const char *name, int times, bool flop, double much) {
-    double s = bench_time(((SoftObject *)x->g->commands[0])->runs) / times, rate = much / s;
+    double s = cuda_time(((SoftObject *)x->g->commands[0])->runs) / times, rate = much / s;
     printf("%s %.1f us", name, s * 1e6);
     if (flop) printf(" %.2f TFLOP/s\n", rate / 1e12);
     else printf(" %.0f GB/s %.1f %%\n", rate / 1e9, 100 * rate / bench.read_rate);
@@ -4850,7 +4851,7 @@ static double bench_read(void) {
         "            sum += x.x ^ x.y ^ x.z ^ x.w;\n        }\n"
         "    if (sum == 12345) p->x = sum;\n}\n");
     CUDA(cuMemAlloc_v2, &buffer.gpu, (size_t)1 << 32);
-    double seconds = bench_time(&r);
+    double seconds = cuda_time(&r);
     CUDA(cuMemFree_v2, buffer.gpu);
     return 4294967296.0 / seconds;
 }
