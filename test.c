@@ -5364,12 +5364,18 @@ static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size
     return true;
 }
 
+// With template_render's limits it would be a few runs a second. Only what a run took of the block
+// is cleared for the next one.
 static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) {
-    ChatMessage hi = {{"user", t ? 4 : 0}, {" Hi <b>\n", 8}};
-    Str text = {(const char *)data, size};
-    Rendered r;
+    static char block[1 << 20];
+    ChatMessage hi[3] = {{{"system", t ? 6 : 0}, {"\u00C9 <s>\n", 7}}, {{"user", 4},
+        {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>'\"", 5}}};
+    Str text = {(const char *)data, size}, bos = {"<s>", 3}, eos = {"", 0};
+    Rendered r = {0};
     Error e;
-    bool ok = template_render(text, &hi, 1, (Str){"<s>", 3}, (Str){"", 0}, size % 3 - 1, &r, &e);
+    Template run = {.e = &e, .steps = 50000, .memory = sizeof block, .block = block};
+    bool ok = template_run(&run, text, hi, size % 4, bos, eos, (int)(size % 3) - 1, &r);
+    memset(block + run.memory, 0, sizeof block - run.memory);
     rendered_free(&r);
     return ok;
 }
