@@ -3595,7 +3595,8 @@ static Value find_builtin(Template *t, const char *class, Seq name) {
 // where it stands, not that of its caller; a builtin sees its parameters alone.
 
 static Value eval(Template *t, const Node *n);
-static Value primitive(Template *t, Seq name, const Value *a);
+// not inlined: at each of DEEPEST levels its buffers would take room on the stack
+__attribute__((noinline)) static Value primitive(Template *t, Seq name, const Value *a);
 
 static const Node *child(const Node *n, int rule) {   // NULL: there is none
     for (n = n->first; n && n->rule != rule;) n = n->next;
