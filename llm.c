@@ -3567,8 +3567,7 @@ static const char *const BUILTINS[] = {
 // the first time, so that a short template does not pay for all.
 static Value find_builtin(Template *t, const char *class, Seq name) {
     char key[40];
-    const char *row = NULL;
-    const char *dot = *class == '|' ? "" : ".";
+    const char *row = NULL, *dot = *class == '|' ? "" : ".";
     size_t i, n = snprintf(key, sizeof key, "%s%s%s ", class, dot, to_utf8(t, name));
     for (i = 0; i < COUNT(BUILTINS); i++) {
         for (row = BUILTINS[i]; *row != '(' && strncmp(row, key, n);) row += strcspn(row, " ") + 1;

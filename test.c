@@ -1236,8 +1236,7 @@ static void test_alibi_and_alpha(void) {
         CHECK(fabs(freq[1] / pow(local, -2.0 / HEAD) - 1) < 1e-6, "base %g: %g", local, freq[1]);
         *(i ? &m->config.rope_base_local : &m->config.rope_base) = 400;
         float *after = logits_of(m, ids, 3, (Options){.threads = 1});
-        bool same = !memcmp(before, after, 3 * VOCAB * sizeof *after);
-        CHECK(same == !i, "layers with a window, base %d", i);
+        CHECK(!memcmp(before, after, 3 * VOCAB * sizeof *after) == !i, "windows, base %d", i);
     }
 }
 
@@ -1464,8 +1463,9 @@ static void check_heads_apart(void) {
     while (!memmem(t->name.s, t->name.n, "ssm_in", 6)) t++;
     const float (*apart)[WIDTH] = (const void *)m->layers[0].conv_in.data;
     const float (*rows)[WIDTH] = (const void *)t->data;
-    for (int i = 0, h = 0, p = 0; i < 8; i++, h = i / 4, p = i % 4) {
-        int n = part[p + 1] - part[p], to = 2 * part[p] + h * n, from = h * part[4] + part[p];
+    for (int i = 0; i < 8; i++) {
+        int h = i / 4, p = i % 4, n = part[p + 1] - part[p];
+        int to = 2 * part[p] + h * n, from = h * part[4] + part[p];
         CHECK(!memcmp(apart[to], rows[from], n * sizeof *rows), "row %d is not %d", to, from);
     }
 }
@@ -1551,8 +1551,7 @@ static void test_regenerate(void) {
     CHECK(nmse(got + at, fresh + at, v) < 1e-6, "a changed prompt");
     ids[3] ^= fourth = 1;
     s->on_chunk = before_fourth;
-    bool held = session_eval(s, ids, PROMPT, &(Error){""}) || s->history.n;
-    CHECK(!held, "interrupted, %zu tokens are held", s->history.n);
+    CHECK(!session_eval(s, ids, PROMPT, &(Error){""}) && !s->history.n, "it is not interrupted");
     fourth = 0;
 }
 
@@ -1967,16 +1966,17 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "{% endfor %}", "!too much memory"},
 };
 
+static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
+    {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
+
 static void test_chat_templates(void) {
-    static const ChatMessage messages[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
-        {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
     setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
         Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
         const char *want = TEMPLATES[i].want;
         Rendered r;
         Error e = {""};
-        bool ok = template_render(text, messages, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
+        bool ok = template_render(text, TALK, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
         char *got = need(5 * r.n + 8), *end = got;
         for (size_t k = 0; k <= r.n; k++) {
             bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
@@ -2308,7 +2308,7 @@ static void test_cli_interrupt(void) {
     static const struct { const char *arguments, *typed; int status; } runs[] = {
         {"$S Once -n 100000000 -c 64", "", 130},
         {"$D/chat.gguf Once -n 20 -i <>$D/nobody", "", 130},
-        {"$D/chat.gguf Once -i <>$D/nobody", "/stats\\n/quit\\n", 0}};
+        {"$D/chat.gguf Once -i <>$D/nobody", "/quit\\n", 0}};
     write_scripted(CHATML, "Ċ hm hm");
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
     for (int a = 0; a < 3; a++)
@@ -2316,8 +2316,7 @@ static void test_cli_interrupt(void) {
                           "kill -0 $! && test $(wc -c <$D/said) -lt 41 || break; done; "
                           "kill -INT $!; printf '%s' 1<>$D/nobody; wait $!",
                           runs[a].arguments, runs[a].typed),
-                  runs[a].status, "", a < 2 ? "^prefill .*decode .*seed [0-9]+, cpu\n$" :
-                  "^prefill [^\n]*\nprefill [^\n]*\n$");
+                  runs[a].status, "", "prefill .*decode .*seed [0-9]+, cpu\n$");
 }
 
 // ==== a GPU in software ====
@@ -5411,14 +5410,13 @@ static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size
 // that make a thousand runs a second. What a run took of the block is cleared for the next one.
 static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) {
     static char block[1 << 20];
-    ChatMessage hi[3] = {{{"system", t ? 6 : 0}, {"\u00C9 <s>\n", 7}}, {{"user", 4},
-        {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>'\"", 5}}};
     Str text = {(const char *)data, size}, bos = {"<s>", 3}, eos = {"", 0};
     Rendered r = {0};
     Error e;
     Template run = {.e = &e, .steps = 50000, .memory = sizeof block, .block = block,
                     .depth = DEEPEST - 1000};
-    bool ok = template_run(&run, text, hi, size % 4, bos, eos, (int)(size % 3) - 1, &r);
+    (void)t;
+    bool ok = template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, &r);
     memset(block + run.memory, 0, sizeof block - run.memory);
     rendered_free(&r);
     return ok;
