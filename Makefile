@@ -126,7 +126,8 @@ mutants: test_native
 # Decoders stay functions here, and inner loops unobserved, or clang would work on this for long;
 # NULL + 0, the end of an empty list, is let pass.
 FUZZ ?= loader vocabulary tokenize detokenize template
-UNSEEN = src:*quant.h fun:transpose fun:float_* fun:*matvec* fun:tile_* fun:int8_* fun:one_* fun:norm
+UNSEEN = src:*quant.h fun:transpose fun:float_* fun:*matvec* fun:tile_* fun:int8_* fun:one_* fun:norm \
+    fun:read_item fun:read_choice fun:item_length
 fuzz:
 	@clang -fsanitize=fuzzer -shared -x c -o /dev/null /dev/null 2> test.tmp || \
 	    { echo "clang with libFuzzer is not installed: nothing is tried"; exit 0; }; \

@@ -3569,8 +3569,7 @@ static const char *const BUILTINS[] = {
 // the first time, so that a short template does not pay for all.
 static Value find_builtin(Template *t, const char *class, Seq name) {
     char key[40];
-    const char *row = NULL;
-    const char *dot = *class == '|' ? "" : ".";
+    const char *row = NULL, *dot = *class == '|' ? "" : ".";
     size_t i, n = snprintf(key, sizeof key, "%s%s%s ", class, dot, to_utf8(t, name));
     for (i = 0; i < COUNT(BUILTINS); i++) {
         for (row = BUILTINS[i]; *row != '(' && strncmp(row, key, n);) row += strcspn(row, " ") + 1;
@@ -3597,7 +3596,8 @@ static Value find_builtin(Template *t, const char *class, Seq name) {
 // where it stands, not that of its caller; a builtin sees its parameters alone.
 
 static Value eval(Template *t, const Node *n);
-static Value primitive(Template *t, Seq name, const Value *a);
+// not inlined: at each of DEEPEST levels its buffers would take room on the stack
+__attribute__((noinline)) static Value primitive(Template *t, Seq name, const Value *a);
 
 static const Node *child(const Node *n, int rule) {   // NULL: there is none
     for (n = n->first; n && n->rule != rule;) n = n->next;

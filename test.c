@@ -1219,6 +1219,19 @@ static void test_alibi_and_alpha(void) {
         Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS};
         CHECK(random_model(&experts)->config.gates_normed, "%s", experts.arch);
     }
+    for (int i = 0; i < 2; i++) {   // the base in gemma3's windows is 10,000, or as a key says
+        Shape shape = {"gemma3", 5, "tk", i ? WINDOW_KEYS "rope.freq_base_swa=500." :
+                       WINDOW_KEYS "rope.freq_base=500."};
+        Model *m = (Model *)random_model(&shape);
+        int32_t ids[] = {1, 2, 3};
+        double freq[HEAD / 2], local = i ? 500 : 10000;
+        float *before = logits_of(m, ids, 3, (Options){.threads = 1});
+        rope_frequencies(m, true, 0, freq);
+        CHECK(fabs(freq[1] / pow(local, -2.0 / HEAD) - 1) < 1e-6, "base %g: %g", local, freq[1]);
+        *(i ? &m->config.rope_base_local : &m->config.rope_base) = 400;
+        float *after = logits_of(m, ids, 3, (Options){.threads = 1});
+        CHECK(!memcmp(before, after, 3 * VOCAB * sizeof *after) == !i, "windows, base %d", i);
+    }
 }
 
 static void test_activations(void) {
@@ -1434,8 +1447,25 @@ static void check_names(void) {   // has every name of ARCHS a shape?
     }
 }
 
+// Early files have rows q, k, v, z of one key head after the other. They lie apart here.
+static void check_heads_apart(void) {
+    static const int part[] = {0, 8, 16, 32, 48};   // of the rows of a head, of which there are two
+    Shape early = {"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS};
+    const Model *m = random_model(&early);
+    const Tensor *t = m->gguf.tensors;
+    while (!memmem(t->name.s, t->name.n, "ssm_in", 6)) t++;
+    const float (*apart)[WIDTH] = (const void *)m->layers[0].conv_in.data;
+    const float (*rows)[WIDTH] = (const void *)t->data;
+    for (int i = 0; i < 8; i++) {
+        int h = i / 4, p = i % 4, n = part[p + 1] - part[p];
+        int to = 2 * part[p] + h * n, from = h * part[4] + part[p];
+        CHECK(!memcmp(apart[to], rows[from], n * sizeof *rows), "row %d is not %d", to, from);
+    }
+}
+
 static void test_every_architecture(void) {
     double worst = 0;
+    check_heads_apart();
     for (size_t i = 0; i < COUNT(SHAPES); i++)
         if (!test.quick || SHAPES[i].n_layer <= 8) worst = fmax(worst, check_shape(&SHAPES[i]));
     check_names();
@@ -1481,6 +1511,13 @@ static void test_ring(void) {
     }
 }
 
+static volatile sig_atomic_t fourth;
+
+static bool before_fourth(void *ctx, int done, int n) {
+    (void)ctx, (void)done, (void)n;
+    return !fourth;
+}
+
 // A recurrent state cannot go back; a snapshot lets an answer be made again without its prompt.
 static void test_regenerate(void) {
     enum { PROMPT = 30 };
@@ -1505,20 +1542,17 @@ static void test_regenerate(void) {
     get_rows(s, ids, PROMPT, PROMPT - 1, got);
     fresh = logits_of(m, ids, PROMPT, (Options){.threads = 1});
     CHECK(nmse(got + at, fresh + at, v) < 1e-6, "a changed prompt");
+    ids[3] ^= fourth = 1;
+    s->on_chunk = before_fourth;
+    CHECK(!session_eval(s, ids, PROMPT, &(Error){""}) && !s->history.n, "it is not interrupted");
+    fourth = 0;
 }
-
-static volatile sig_atomic_t fourth;
 
 static bool collect(void *ctx, int32_t id) {   // up to 12
     Tokens *t = ctx;
     bool ok = tokens_add(t, id) && t->n < 12;
     fourth = t->n == 4;
     return ok;
-}
-
-static bool before_fourth(void *ctx, int done, int n) {
-    (void)ctx, (void)done, (void)n;
-    return !fourth;
 }
 
 static void test_session_refusals(void) {
@@ -1919,6 +1953,7 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"raise_exception", "{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
     {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
     {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% if 0 %}{% get %}", "!unexpected get"},
+    {"types of in", "{{ 1 in 'abc' }}", "!int in str"}, {"a comment", "a{# b", "!unexpected {# b"},
     {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
     {"too long", "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}"
      "{% endfor %}", "!too"},
@@ -1926,16 +1961,17 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "{% endfor %}", "!too much memory"},
 };
 
+static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
+    {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
+
 static void test_chat_templates(void) {
-    static const ChatMessage messages[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
-        {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
     setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
         Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
         const char *want = TEMPLATES[i].want;
         Rendered r;
         Error e = {""};
-        bool ok = template_render(text, messages, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
+        bool ok = template_render(text, TALK, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
         char *got = need(5 * r.n + 8), *end = got;
         for (size_t k = 0; k <= r.n; k++) {
             bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
@@ -2079,8 +2115,9 @@ static void test_cli_output(void) {
          "^ppl 6\\.[56][0-9]{3} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$"},
         {"llm $S --bench 16,8", "^prefill 16 tokens " TENTHS " tok/s\ndecode 8 tokens " TENTHS
          " tok/s " TENTHS " GB/s " TENTHS " % of " TENTHS " GB/s\n$"},
-        {"llm $S --info",
-         "qwen3.*2048.*q4_K.*cache .* MB\n.*FFN .*logits .*KV.*without sharing"},
+        {"llm $S --info", "^([a-z0-9_.]+ = [^\n]*\n){10}\narchitecture qwen3.*2048.*q4_K.*"
+         "cache .* MB\n.*FFN .*logits .*KV.*without sharing"},
+        {"llm $S --info -v", "\ntokenizer.ggml.tokens = .2048. ! \" # \\$ ...\n"},
         {"llm $S Once -n 1 --gpu chain --seed 1", "^Once.*\n$"},
         {"llm $G/bert.gguf --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){63}\n$"},
         {"llm $S --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){255}\n$"},
@@ -2215,6 +2252,8 @@ static void test_cli_chat(void) {
               "^96 107( [0-9]{2}){4} 101( [0-9]{1,2}){19} 106 107( [0-9]{2}){9}\n$", "");
     check_llm("llm $D/chat.gguf --chat a --system b -n 3", 0,
               "^<\\|channel\\|>analysis<\\|message\\|>\n$", "");
+    check_llm("printf 'b\n' >$D/b; llm $D/chat.gguf --render a --system @$D/b", 0,
+              "^<.start.>system<.message.>b\n<.end.><.start.>user<.message.>a<", "");
     check_llm("printf 'a\\377' | llm $D/chat.gguf -i", 1, "", "byte 1");
     shell("printf '@system\nA\n\n@user\n@assistant\nb\n@users' | llm $D/chat.gguf --render");
     CHECK(!strcmp(cli.out, "<|start|>system<|message|>A\n<|end|><|start|>user<|message|><|end|>"
@@ -2261,17 +2300,20 @@ static void test_cli_logits(void) {
 }
 
 // Ctrl-C while it speaks or, in a chat, waits for the user, after 20 times "hm" and a newline:
-// statistics, exit 130
+// statistics, exit 130. While it speaks in a chat: this goes on.
 static void test_cli_interrupt(void) {
-    static const char *const arguments[] = {"$S Once -n 100000000 -c 64",
-                                            "$D/chat.gguf Once -n 20 -i <>$D/nobody"};
+    static const struct { const char *arguments, *typed; int status; } runs[] = {
+        {"$S Once -n 100000000 -c 64", "", 130},
+        {"$D/chat.gguf Once -n 20 -i <>$D/nobody", "", 130},
+        {"$D/chat.gguf Once -i <>$D/nobody", "/quit\\n", 0}};
     write_scripted(CHATML, "Ċ hm hm");
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
-    for (int a = 0; a < 2; a++)
+    for (int a = 0; a < 3; a++)
         check_llm(text_of("$LLM %s >$D/said & for i in $(seq 600); do sleep .05; "
                           "kill -0 $! && test $(wc -c <$D/said) -lt 41 || break; done; "
-                          "kill -INT $!; wait $!", arguments[a]),
-                  130, "", "prefill .*decode .*seed [0-9]+, cpu\n$");
+                          "kill -INT $!; printf '%s' 1<>$D/nobody; wait $!",
+                          runs[a].arguments, runs[a].typed),
+                  runs[a].status, "", "prefill .*decode .*seed [0-9]+, cpu\n$");
 }
 
 // ==== a GPU in software ====
@@ -5321,12 +5363,18 @@ static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size
     return true;
 }
 
+// Less deep than in template_render, as frames are large under AddressSanitizer, and within limits
+// that make a thousand runs a second. What a run took of the block is cleared for the next one.
 static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) {
-    ChatMessage hi = {{"user", t ? 4 : 0}, {" Hi <b>\n", 8}};
-    Str text = {(const char *)data, size};
-    Rendered r;
+    static char block[1 << 20];
+    Str text = {(const char *)data, size}, bos = {"<s>", 3}, eos = {"", 0};
+    Rendered r = {0};
     Error e;
-    bool ok = template_render(text, &hi, 1, (Str){"<s>", 3}, (Str){"", 0}, size % 3 - 1, &r, &e);
+    Template run = {.e = &e, .steps = 50000, .memory = sizeof block, .block = block,
+                    .depth = DEEPEST - 1000};
+    (void)t;
+    bool ok = template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, &r);
+    memset(block + run.memory, 0, sizeof block - run.memory);
     rendered_free(&r);
     return ok;
 }
