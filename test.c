@@ -1542,7 +1542,8 @@ static void test_regenerate(void) {
     get_rows(s, ids, PROMPT, PROMPT - 1, got);
     fresh = logits_of(m, ids, PROMPT, (Options){.threads = 1});
     CHECK(nmse(got + at, fresh + at, v) < 1e-6, "a changed prompt");
-    ids[3] ^= fourth = 1;
+    fourth = 1;
+    ids[3] ^= 1;
     s->on_chunk = before_fourth;
     CHECK(!session_eval(s, ids, PROMPT, &(Error){""}) && !s->history.n, "it is not interrupted");
     fourth = 0;
