@@ -5219,8 +5219,8 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
         q->sum[i] = q->sum[i] * fade[i] + total[i];
         q->top[i] = most[i];
     }
-    for (int e = 0; fades && e < a->vd; e++)
-        for (int i = 0; i < TILE; i++) q->out[TILE * e + i] *= fade[i];
+    for (int e = 0; fades && e < a->vd * TILE; e += LANES)
+        store(q->out + e, load_f32(q->out + e) * load_f32(fade + e % TILE));
 }
 
 // The portable variant: both products are the float tile. Keys, row by row, meet columns of
