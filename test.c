@@ -5440,8 +5440,7 @@ static void fuzz_end(void) {
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     if (setjmp(test.end)) abort();
     snprintf(test.dir, sizeof test.dir, "%s", (*argv)[*argc - 1]);
-    const char *name = strrchr(test.dir, '/') + 1;   // a corpus, or what was found with it
-    while (strncmp(name, fuzz.target->name, strlen(fuzz.target->name))) fuzz.target++;
+    while (strcmp(strrchr(test.dir, '/') + 1, fuzz.target->name)) fuzz.target++;
     fuzz.file = memfd_create("model", 0);
     memcpy(fuzz.weights, noise_array(COUNT(fuzz.weights), 0.5f), sizeof fuzz.weights);
     for (size_t i = 0; i < COUNT(SHAPES) + COUNT(PRE_TOKENIZERS); i++) {
