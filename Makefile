@@ -166,7 +166,7 @@ BENCH_DIR ?= /tmp
 # the speeds of the rows for the prompt and for generation in llama-bench's CSV
 # (and in peer.log which llama.cpp it is)
 PEER = awk -F, '/^build_commit/ { for (i = 1; i <= NF; i++) at[$$i] = i; next } \
-    { gsub(/^"|"$$/, ""); split($$0, f, "\",\""); s = s " " f[at["avg_ts"]] } \
+    { gsub(/^"|"$$/, ""); split($$0, f, "\",\""); s = s sprintf(" %.2f", f[at["avg_ts"]]) } \
     END { print "peer" s; if (s) print "llama.cpp " f[at["build_commit"]] ", build " \
         f[at["build_number"]] ", " f[at["backends"]] ", on " f[at["cpu_info"]] > "peer.log" }'
 PEER_BUILD = [ ! -s peer.log ] || cat peer.log; rm -f peer.log
