@@ -5943,7 +5943,7 @@ static const Option OPTIONS[] = {
     {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},
     {"--top-p P", NUMBER, PICK(top_p), 0, 1, "the likeliest that hold a share P (0.95); 1 all"},
     {"--min-p P", NUMBER, PICK(min_p), 0, 1, "those at least P as likely as the best (0.05)"},
-    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "for recent tokens (1)"},
+    {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "recent tokens; 1: off"},
     {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "how recent (64); -1: all"},
     {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
     {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
