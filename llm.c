@@ -953,6 +953,9 @@ typedef struct {
 } Cache;
 
 typedef struct Pool Pool;       // threads
+typedef struct { void *ctx; const void *of; int i, thread; } Task;
+typedef void TaskFn(Task t);
+typedef struct { TaskFn *fn; void *ctx; const void *of; } RowStep;   // makes one for each task
 typedef struct Session {
     const Model *m;
     Options o;
@@ -999,8 +1002,6 @@ enum { LOGIT_ROWS = 16 };       // rows of logits made at once
 
 // Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, with the same ctx and `of`,
 // which say what to work on, in any order; `thread` tells which buffers are the task's own.
-typedef struct { void *ctx; const void *of; int i, thread; } Task;
-typedef void TaskFn(Task t);
 
 static int count_cpus(void);           // that this process should use
 static Pool *pool_open(int threads);   // NULL: so many threads cannot be started
@@ -1030,9 +1031,11 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     }
 }
 
-// All jobs of a call at once: they may share x. What it needs of memory it takes from the arena and
-// gives back; with an arena that only counts it counts, and computes nothing.
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
+// All jobs of a call at once: neighbours may share x. If its rows are still to be made, `first` does
+// that (NULL: they are there), rows of the next x counted on: a row just made is in a core's cache.
+// What it needs of memory it takes from the arena and gives back; with an arena that only counts it
+// counts, and computes nothing.
+static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, int k);
 
 // Attention (Part IV).
 typedef struct {
@@ -1088,8 +1091,8 @@ static void attention(Pool *p, Arena *a, const Attention *x);   // memory: as ma
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
 // More mixers (Part II) read s->h and leave their result in s->out.
-static void experts(Session *s);
-static void delta_net(Session *s);
+static void experts(Session *s, const RowStep *enter);
+static void delta_net(Session *s, const RowStep *enter);
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
 static TaskFn split_gate_row, gate_row;            // of gated attention
 
@@ -1261,6 +1264,16 @@ static void residual_row(Task t) {
     if (post->w && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
 }
 
+// Between two blocks: x += post_norm(out) of the one, then h = norm(x) for the other. In parallel
+// layers both read the same stream: the norm comes first.
+typedef struct { const Norm *post, *norm; bool parallel; } Between;
+static void enter_row(Task t) {
+    const Between *b = t.of;
+    if (b->post && !b->parallel) residual_row((Task){t.ctx, b->post, t.i, t.thread});
+    if (b->norm) norm_row((Task){t.ctx, b->norm, t.i, t.thread});
+    if (b->post && b->parallel) residual_row((Task){t.ctx, b->post, t.i, t.thread});
+}
+
 // the row of a position: the first keep rows are pinned, the rest is a ring
 static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
@@ -1300,7 +1313,7 @@ static void qkv_part(Task t) {
     if (part == 0) kv->pos[row] = pos;
 }
 
-static void attention_block(Session *s) {
+static void attention_block(Session *s, const RowStep *enter) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     const Cache *kv = &s->cache[s->l];
@@ -1317,12 +1330,11 @@ static void attention_block(Session *s) {
                    .hd = c->hd, .vd = c->vd, .window = kv->window, .keep = kv->keep,
                    .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
                    .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
-    matmul(s->pool, &s->calls, in, 3);
+    matmul(s->pool, &s->calls, enter, in, 3);
     if (gated) parallel(s->pool, split_gate_row, s, NULL, n);
     parallel(s->pool, qkv_part, s, &parts, n * parts);
     attention(s->pool, &s->calls, &a);
-    if (gated) parallel(s->pool, gate_row, s, NULL, n);
-    matmul(s->pool, &s->calls, &back, 1);
+    matmul(s->pool, &s->calls, gated ? &(RowStep){gate_row, s, NULL} : NULL, &back, 1);
 }
 
 typedef struct { const Matrix *gate, *up, *down; } Ffn;
@@ -1336,13 +1348,12 @@ static void activate_row(Task t) {   // up = act(gate) * up
 }
 
 // out [n][dim] = down (act(gate h) * up h)
-static void ffn(Session *s, const Ffn *f, float *out) {
+static void ffn(Session *s, const RowStep *enter, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
     Matmul back = {f->down, s->up, out, n};
-    matmul(s->pool, &s->calls, in, f->gate->data ? 2 : 1);
-    parallel(s->pool, activate_row, s, f, n);
-    matmul(s->pool, &s->calls, &back, 1);
+    matmul(s->pool, &s->calls, enter, in, f->gate->data ? 2 : 1);
+    matmul(s->pool, &s->calls, &(RowStep){activate_row, s, f}, &back, 1);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -1352,22 +1363,22 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->pos = pos;
     parallel(s->pool, embed_row, s, NULL, n);
     parallel(s->pool, angles_row, s, NULL, n);
-    for (s->l = 0; s->l < c->n_layer; s->l++) {
+    const Norm *last = NULL;   // of the block before
+    for (s->l = 0; s->l < c->n_layer; s->l++, last = &s->m->layers[s->l - 1].ffn_post_norm) {
         const Layer *w = &s->m->layers[s->l];
 
         // tokens look at each other: attention, or the delta rule's memory
-        parallel(s->pool, norm_row, s, &w->attn_norm, n);
-        if (w->conv_in.data) delta_net(s);
-        else attention_block(s);
+        RowStep enter = {enter_row, s, &(Between){last, &w->attn_norm, false}};
+        if (w->conv_in.data) delta_net(s, &enter);
+        else attention_block(s, &enter);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
-        if (!w->parallel) parallel(s->pool, residual_row, s, &w->attn_post_norm, n);
-        if (!w->parallel || w->ffn_norm.w) parallel(s->pool, norm_row, s, &w->ffn_norm, n);
-        if (w->parallel) parallel(s->pool, residual_row, s, &w->attn_post_norm, n);
-        if (w->router.data) experts(s);
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
-        parallel(s->pool, residual_row, s, &w->ffn_post_norm, n);
+        const Norm *next = !w->parallel || w->ffn_norm.w ? &w->ffn_norm : NULL;
+        enter.of = &(Between){&w->attn_post_norm, next, w->parallel};
+        if (w->router.data) experts(s, &enter);
+        else ffn(s, &enter, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
     }
+    parallel(s->pool, residual_row, s, last, n);
 }
 
 // x = cap * tanh(x / cap): a score or logit cannot leave -cap .. cap
@@ -1381,7 +1392,7 @@ static void output_logits(Session *s, int first, int n) {
     size_t all = (size_t)n * c->n_vocab;
     Matmul out = {&s->m->output, s->h + (size_t)first * c->dim, s->logits, n};
     for (int i = 0; i < n; i++) norm_row((Task){s, &s->m->out_norm, first + i, 0});
-    matmul(s->pool, &s->calls, &out, 1);
+    matmul(s->pool, &s->calls, NULL, &out, 1);
     for (size_t i = 0; c->logit_scale != 1 && i < all; i++) s->logits[i] *= c->logit_scale;
     if (c->logit_cap > 0) soft_cap(s->logits, all, c->logit_cap);
 }
@@ -1483,8 +1494,8 @@ static void plan_experts(Pool *p, Arena *a, const Layer *w, int experts, int eac
         in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
         back[i] = (Matmul){&w->down, &places[i], NULL, n};
     }
-    matmul(p, a, in, 2 * experts);
-    matmul(p, a, back, experts);
+    matmul(p, a, NULL, in, 2 * experts);
+    matmul(p, a, NULL, back, experts);
 }
 
 #define LAYER_MATRICES(w) /* absent ones, too */ {                                                 \
@@ -1510,7 +1521,7 @@ static size_t plan_calls(Session *s) {
             for (size_t j = 0; j < COUNT(all); j++)
                 if (all[j]->data && all[j]->cols == all[i]->cols)
                     jobs[count++] = (Matmul){all[j], x, NULL, n};
-            matmul(s->pool, &a, jobs, count);
+            matmul(s->pool, &a, NULL, jobs, count);
         }
         int experts = left < MAX_EXPERTS ? left : MAX_EXPERTS;
         for (int way = 0; w->router.data && way < 3; way++)
@@ -1520,7 +1531,7 @@ static size_t plan_calls(Session *s) {
         if (att.rows) attention(s->pool, &a, &att);
     }
     for (int n = 1; n <= LOGIT_ROWS; n += LOGIT_ROWS - 1)
-        matmul(s->pool, &a, &(Matmul){&m->output, x, NULL, n}, 1);
+        matmul(s->pool, &a, NULL, &(Matmul){&m->output, x, NULL, n}, 1);
     return a.peak;
 }
 
@@ -2004,6 +2015,14 @@ static void sort_choices(const Session *s, int n) {
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
 }
 
+static void gather_row(Task t) {   // of the chosen tokens, in the experts' order
+    Session *s = t.ctx;
+    const Config *c = &s->m->config;
+    const int32_t *order = t.of;
+    size_t dim = c->dim, token = order[t.i] / c->n_used;
+    memcpy(s->gathered + t.i * dim, s->h + token * dim, dim * sizeof *s->h);
+}
+
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
 // with all its tokens; returns how many choices that were. Choice k is of token k / n_used.
 static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
@@ -2016,8 +2035,6 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         int r = rows, e = s->chosen[order[r]];
         for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
         if (r + n > limit) break;
-        for (int i = r; i < r + n; i++)
-            memcpy(s->gathered + i * dim, s->h + order[i] / c->n_used * dim, 4 * dim);
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
@@ -2025,9 +2042,8 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
-    matmul(s->pool, &s->calls, in, 2 * jobs);
-    parallel(s->pool, activate_row, s, &(Ffn){gate, up, down}, rows);
-    matmul(s->pool, &s->calls, back, jobs);
+    matmul(s->pool, &s->calls, &(RowStep){gather_row, s, order}, in, 2 * jobs);
+    matmul(s->pool, &s->calls, &(RowStep){activate_row, s, &(Ffn){gate, up, down}}, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
@@ -2042,20 +2058,20 @@ static void add_shared_row(Task t) {
     add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
 }
 
-static void experts(Session *s) {
+static void experts(Session *s, const RowStep *enter) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
     Matmul router = {&w->router, s->h, s->route, n};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
-    matmul(s->pool, &s->calls, &router, 1);
+    matmul(s->pool, &s->calls, enter, &router, 1);
     parallel(s->pool, choose_experts, s, NULL, n);
     sort_choices(s, rows);
     memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
     for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     if (!w->shared_up.data) return;
-    if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
-    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
+    if (w->shared_router.data) matmul(s->pool, &s->calls, NULL, &shared, 1);
+    ffn(s, NULL, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
     parallel(s->pool, add_shared_row, s, w, n);
 }
 
@@ -2215,7 +2231,7 @@ static void delta_block(Task t) {
     delta_rule(&d);
 }
 
-static void delta_net(Session *s) {
+static void delta_net(Session *s, const RowStep *enter) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = s->n;
@@ -2225,12 +2241,11 @@ static void delta_net(Session *s) {
                    {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(s->pool, &s->calls, in, fused ? 3 : 4);
+    matmul(s->pool, &s->calls, enter, in, fused ? 3 : 4);
     parallel(s->pool, delta_conv, s, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     parallel(s->pool, delta_gates_row, s, NULL, n);
     parallel(s->pool, delta_block, s, NULL, c->n_value * delta_blocks(c));
-    parallel(s->pool, delta_out_row, s, NULL, n);
-    matmul(s->pool, &s->calls, &back, 1);
+    matmul(s->pool, &s->calls, &(RowStep){delta_out_row, s, NULL}, &back, 1);
 }
 
 // ==== Part III: text =============================================================================
@@ -4142,7 +4157,10 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
 }
 
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
+static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, int k) {
+    for (int j = 0, row = 0; j < k && a->base && first; j++)
+        for (int i = 0; (!j || jobs[j].x != jobs[j - 1].x) && i < jobs[j].n; i++)
+            first->fn((Task){first->ctx, first->of, row++, 0});
     (void)p;
     for (int j = 0; j < k; j++) {
         size_t mark = a->used;
@@ -5005,21 +5023,28 @@ typedef struct {
     const Tile *tile;
     const void *acts;                  // packed by this job or an earlier one, or job->x
     size_t act_bytes;                  // of tile->tokens tokens
+    int first_row;                     // number of its x's first row, among all to be made
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows, most_rows;      // of its tasks; at most
+    int whole;                         // so many blocks of rows take all tokens in one task
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
+    const RowStep *first;                 // makes rows that are to be packed, or NULL
     JobPlan job[MAX_JOBS + 1];         // the last one only says where the tasks end
+    bool apart;                        // an x is packed twice, for different tiles
     char *panels;                      // [threads][panel_bytes]
     size_t panel_bytes;
 } MatmulCall;
 
 static void pack_task(Task t) {
-    const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
+    const MatmulCall *c = t.ctx;
+    const JobPlan *j = c->job;
     while (t.i >= j[1].first_pack) j++;
-    int i = t.i - j->first_pack;
-    j->tile->pack(j->job, i * j->tile->tokens, (char *)j->acts + i * j->act_bytes);
+    int i = t.i - j->first_pack, from = i * j->tile->tokens, to = from + j->tile->tokens;
+    for (int k = from; c->first && k < to && k < j->job->n; k++)
+        c->first->fn((Task){c->first->ctx, c->first->of, j->first_row + k, t.thread});
+    if (j->tile->pack) j->tile->pack(j->job, from, (char *)j->acts + i * j->act_bytes);
 }
 
 // rows r .. end-1 for one token
@@ -5030,8 +5055,9 @@ static void multiply_token(const JobPlan *j, int64_t r, int64_t end) {
     for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
-// rows r .. end-1 for many tokens
-static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, char *panels) {
+// rows r .. end-1 for tokens t .. t_end-1
+static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, int t, int t_end,
+                           char *panels) {
     const Matrix *w = j->job->w;
     const Tile *tile = j->tile;
     Product p = {.job = j->job};
@@ -5040,7 +5066,7 @@ static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, char *panel
         p.depth = w->cols - p.k < tile->depth ? (int)(w->cols - p.k) : tile->depth;
         for (p.r = r; p.r < end; p.r += tile->rows, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
-        for (p.t = 0; p.t < p.job->n; p.t += tile->tokens) {
+        for (p.t = t; p.t < t_end; p.t += tile->tokens) {
             p.acts = j->acts + p.t / tile->tokens * j->act_bytes + p.k / 256 * tile->act_bytes;
             p.panel = panels;
             for (p.r = r; p.r < end; p.r += tile->rows, p.panel += tile->panel_bytes)
@@ -5053,10 +5079,18 @@ static void matmul_task(Task t) {
     const MatmulCall *c = t.ctx;
     const JobPlan *j = c->job;
     while (t.i >= j[1].first_task) j++;
-    int64_t r = (t.i - j->first_task) * j->task_rows, end = r + j->task_rows;
+    int block = t.i - j->first_task, half = block - j->whole, from = 0, to = j->job->n;
+    if (half >= 0) {
+        int middle = (to + 1) / 2 + j->tile->tokens - 1;
+        middle -= middle % j->tile->tokens;
+        if (half % 2) from = middle;
+        else to = middle;
+        block = j->whole + half / 2;
+    }
+    int64_t r = block * j->task_rows, end = r + j->task_rows;
     if (end > j->job->w->rows) end = j->job->w->rows;
     if (j->job->n == 1) multiply_token(j, r, end);
-    else multiply_tiles(j, r, end, c->panels + t.thread * c->panel_bytes);
+    else multiply_tiles(j, r, end, from, to, c->panels + t.thread * c->panel_bytes);
 }
 
 // Plans to pack `job`, unless an earlier one packs the same. The tile depends on format and CPU,
@@ -5068,6 +5102,9 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
                        : p->amx ? amx_tile(w) : INT8_TILE && block ? &int8_tile : &float_tile;
     const JobPlan *same = c->job;
     size_t packs = 0;
+    bool shares = j > c->job && j[-1].job->x == job->x;
+    if (shares) j->first_row = j[-1].first_row;
+    j[1].first_row = j->first_row + job->n;
     j->job = job;
     j->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     j->tile = tile;
@@ -5076,10 +5113,11 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
     while (same < j && (same->job->x != job->x || same->job->n != job->n ||
                         same->job->w->cols != w->cols || same->tile->pack != tile->pack)) same++;
     if (same < j) j->acts = same->acts;
-    else if (tile->pack) {
+    else if (tile->pack || c->first) {
         packs = (job->n + tile->tokens - 1) / tile->tokens;
-        j->acts = arena_take(a, "packed activations", packs, j->act_bytes);
+        if (tile->pack) j->acts = arena_take(a, "packed activations", packs, j->act_bytes);
     }
+    c->apart |= shares && packs;
     // one token: long runs of memory (512 KB are the fastest)
     j->most_rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / j->row_bytes);
     c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
@@ -5087,26 +5125,35 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
 }
 
 // Cuts a call's products into tasks of whole cache lines of out, all of about the same bytes of
-// weights: two for each thread, which read all activations again, or three with a single token.
+// weights: four for each thread, which read all activations again, or three with a single token.
+// Some cores are slower (two threads may share one), so the last blocks of rows are cut into two
+// tasks, of half the tokens each, where decoding them twice costs less than waiting does.
 static void plan_tasks(const Pool *p, JobPlan *j, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += j[i].row_bytes * j[i].job->w->rows;
     for (; k--; j++) {
-        size_t share = bytes / (p->threads * (j->job->n > 1 ? 2 : 3)), most = j->most_rows;
+        size_t share = bytes / (p->threads * (j->job->n > 1 ? 4 : 3)), most = j->most_rows;
         size_t rows = share / j->row_bytes < most ? share / j->row_bytes : most;
         j->task_rows = larger(rows / 32, 1) * 32;
-        j[1].first_task = j->first_task + (j->job->w->rows + j->task_rows - 1) / j->task_rows;
+        int blocks = (j->job->w->rows + j->task_rows - 1) / j->task_rows;
+        int halved = !k && j->job->n >= 256 ? p->threads / 2 : 0;
+        j->whole = blocks > halved ? blocks - halved : 0;
+        j[1].first_task = j->first_task + 2 * blocks - j->whole;
     }
 }
 
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
+static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, int k) {
     MatmulCall c;
     size_t mark = a->used;
-    c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
+    c.first = first;
+    c.apart = false;
+    c.job[0].first_row = c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
     for (int j = 0; j < k; j++) plan_job(p, a, &c, &c.job[j], &jobs[j]);
     plan_tasks(p, c.job, k);
     c.panels = arena_take(a, "decoded panels", p->threads, c.panel_bytes);
     if (a->base) {
+        if (first && c.apart) parallel(p, first->fn, first->ctx, first->of, c.job[k].first_row);
+        if (c.apart) c.first = NULL;
         parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
         parallel(p, matmul_task, &c, NULL, c.job[k].first_task);
     }
@@ -5609,14 +5656,15 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
 // One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
 // Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
 // the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
-// float weights take the products of all parts that a float's precision can tell (f16: 5 of 6).
+// f32 weights take the six products that a float's precision can tell, f16 the four with two parts,
+// 17 bits, of the activations, bf16 two.
 // 2 x 2 tiles share their operands: one load per product.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 #include <sys/syscall.h>
-enum { AMX_DEPTH = 1024, AMX_FLOATS = 256, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
+enum { AMX_DEPTH = 1024, AMX_FLOATS = 512, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
        MAX_PARTS = 3 };
 
 // Linux grants the tile registers on request.
@@ -5661,6 +5709,7 @@ static void amx_pack(const Matmul *job, int t, AmxActs *a, int parts) {
         }
 }
 static void amx_pack_block(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 1); }
+static void amx_pack_half(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 2); }
 static void amx_pack_float(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 3); }
 
 // 16 weights, half of group g: two eights of codes
@@ -5708,11 +5757,9 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
 
 // out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows a[..].x[i] times the
 // columns of b + j * next, n tiles deep, each of so many parts; or they are added to what it has.
-// The smaller both parts are, the less their product matters: part i of one operand (a_first: of a,
-// otherwise of b) meets all but i parts of the other.
+// Part i of a is about 2^-8i of it: its product with part j of b matters where i + j < order.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
-                        int n, bool a_first, bool adds, float *const out[4], size_t pitch) {
-    int outer = a_first ? a_parts : b_parts, inner = a_first ? b_parts : a_parts;
+                        int n, int order, bool adds, float *const out[4], size_t pitch) {
     const char *columns = b;
     if (adds) {
         _tile_loadd(0, out[0], pitch);
@@ -5726,16 +5773,15 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
         _tile_zero(3);
     }
     for (int k = 0; k < n; k++, a += a_parts, columns += b_parts * TILE_BYTES)
-        for (int i = 0; i < outer; i++)
-            for (int j = 0; j < inner - i; j++) {
-                const AmxActs *x = &a[a_first ? i : j];
-                const char *y = columns + (a_first ? j : i) * TILE_BYTES;
-                _tile_loadd(4, x->x[0], 64);
+        for (int j = 0; j < b_parts; j++)
+            for (int i = 0; i < a_parts && i + j < order; i++) {
+                const char *y = columns + j * TILE_BYTES;
+                _tile_loadd(4, a[i].x[0], 64);
                 _tile_loadd(6, y, 64);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_loadd(7, y + next, 64);
                 _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, x->x[1], 64);
+                _tile_loadd(5, a[i].x[1], 64);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
@@ -5758,8 +5804,10 @@ static void amx_multiply(const Product *p) {
     int n = (p->depth + 31) / 32, parts = weight_parts(w);
     bool adds = whole && p->k > 0;
     if (formats[w->type].unpack)
-        amx_product(p->acts, 1, p->panel, 1, half, n, false, adds, out, bytes);
-    else amx_product(p->acts, 3, p->panel, parts, half, n, false, adds, out, bytes);
+        amx_product(p->acts, 1, p->panel, 1, half, n, 1, adds, out, bytes);
+    else if (w->type == QUANT_F32)
+        amx_product(p->acts, 3, p->panel, 3, half, n, 3, adds, out, bytes);
+    else amx_product(p->acts, 2, p->panel, parts, half, n, 3, adds, out, bytes);
     if (whole) return;
     tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
     tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
@@ -5769,6 +5817,10 @@ static const Tile amx_block_tile = {
     .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_DEPTH, .task_rows = 256,
     .act_bytes = 8 * sizeof(AmxActs), .panel_bytes = 2 * AMX_DEPTH / 32 * TILE_BYTES,
     .pack = amx_pack_block, .decode = amx_decode, .multiply = amx_multiply,
+}, amx_half_tile = {
+    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
+    .act_bytes = 8 * 2 * sizeof(AmxActs), .panel_bytes = 2 * AMX_FLOATS / 32 * 2 * TILE_BYTES,
+    .pack = amx_pack_half, .decode = amx_decode, .multiply = amx_multiply,
 }, amx_float_tile = {
     .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
     .act_bytes = 8 * 3 * sizeof(AmxActs),
@@ -5776,7 +5828,8 @@ static const Tile amx_block_tile = {
     .pack = amx_pack_float, .decode = amx_decode, .multiply = amx_multiply,
 };
 static const Tile *amx_tile(const Matrix *w) {
-    return formats[w->type].unpack ? &amx_block_tile : &amx_float_tile;
+    return formats[w->type].unpack ? &amx_block_tile
+           : w->type == QUANT_F32 ? &amx_float_tile : &amx_half_tile;
 }
 
 // Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
@@ -5836,7 +5889,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     const AmxActs *x = b->packed;
     for (int j = 0; j < AMX_KEYS; j += 32, x += deep * 2) {
         float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
-        amx_product(x, 2, q[0].q, 2, next, deep, false, false, out, 64);
+        amx_product(x, 2, q[0].q, 2, next, deep, 2, false, out, 64);
     }
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
@@ -5848,7 +5901,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     for (int e = 0; e < a->vd; e += 32, x += AMX_KEYS / 32 * 2) {
         float *a_out = q[0].out + e * TILE, *b_out = q[1].out + e * TILE;
         float *out[] = {a_out, b_out, a_out + TILE * TILE, b_out + TILE * TILE};
-        amx_product(x, 2, weights[0], 2, sizeof weights[0], AMX_KEYS / 32, true, true, out, 64);
+        amx_product(x, 2, weights[0], 2, sizeof weights[0], AMX_KEYS / 32, 2, true, out, 64);
     }
 }
 

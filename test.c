@@ -805,7 +805,7 @@ static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) 
     a_.size - a_.peak; })   /* more would fail an assert */
 
 static void run_matmul(Pool *p, const Matmul *jobs, int k) {
-    CHECK(!RUN_COUNTED(matmul, p, jobs, k), "matmul counts more than it takes");
+    CHECK(!RUN_COUNTED(matmul, p, NULL, jobs, k), "matmul counts more than it takes");
 }
 
 // Two jobs in one call share x, one has bias and scale; several thread counts. `exact`: activations
@@ -4120,7 +4120,7 @@ static void lab_experts(Gpu *g, int type, int n) {
                     .gate = lab_floats(g, rows * ff, 1), .up = lab_floats(g, rows * ff, 1)};
     Session cpu = lab_cpu(&x, x.s, &floats);
     if (n == 1) norm(x.s.h, in, dim, &weights, RMS, 1e-5f);
-    experts(&cpu);
+    experts(&cpu, NULL);
     for (int i = 0; i < n * dim; i++) cpu.out[i] = other[i] + 0.5f * cpu.out[i];
     g->gate = lab_floats(g, n * USED * ff, 1);
     g->up = lab_floats(g, n * USED * ff, 1);
@@ -4177,7 +4177,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                     .decay = lab_floats(g, N * d->n_value, 1),
                     .write = lab_floats(g, N * d->n_value, 1), .att = lab_floats(g, N * values, 1)};
     Session cpu = lab_cpu(&x, x.s, &x.w);
-    delta_net(&cpu);
+    delta_net(&cpu, NULL);
     float *want = memcpy(need(4 * N * values), x.s.att, 4 * N * values);
     x.s.cache = &cache[1];
     for (int t = 0, n; t < N; t += n) {
