@@ -953,9 +953,6 @@ typedef struct {
 } Cache;
 
 typedef struct Pool Pool;       // threads
-typedef struct { void *ctx; const void *of; int i, thread; } Task;
-typedef void TaskFn(Task t);
-typedef struct { TaskFn *fn; void *ctx; const void *of; } RowStep;   // makes one for each task
 typedef struct Session {
     const Model *m;
     Options o;
@@ -993,8 +990,6 @@ typedef struct Session {
     Arena calls;                // for matmul and attention, during a call
 } Session;
 
-enum { LOGIT_ROWS = 16 };       // rows of logits made at once
-
 // ---- 6. what the other parts provide ----
 //
 // Part I knows the others by these prototypes, and by load_delta and load_experts above. What the
@@ -1002,6 +997,8 @@ enum { LOGIT_ROWS = 16 };       // rows of logits made at once
 
 // Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, with the same ctx and `of`,
 // which say what to work on, in any order; `thread` tells which buffers are the task's own.
+typedef struct { void *ctx; const void *of; int i, thread; } Task;
+typedef void TaskFn(Task t);
 
 static int count_cpus(void);           // that this process should use
 static Pool *pool_open(int threads);   // NULL: so many threads cannot be started
@@ -1010,6 +1007,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   /
 
 // Products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
+typedef struct { TaskFn *fn; void *ctx; const void *of; } RowStep;   // a task makes row i
 enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // of gate and up in one call
 
 static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
@@ -1031,10 +1029,8 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     }
 }
 
-// All jobs of a call at once: neighbours may share x. If its rows are still to be made, `first` does
-// that (NULL: they are there), rows of the next x counted on: a row just made is in a core's cache.
-// What it needs of memory it takes from the arena and gives back; with an arena that only counts it
-// counts, and computes nothing.
+// All jobs at once; neighbours may share x. `first`, unless NULL, makes the rows of x, job by job,
+// as a core packs them. Memory comes from the arena and goes back; if that only counts, so does it.
 static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, int k);
 
 // Attention (Part IV).
@@ -1210,7 +1206,7 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 // Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
 // layers, leaving the residual stream in s->x. Each block reads a normed copy of the stream, s->h,
 // and leaves in s->out what is to be added to the stream. With n = 1 the products are matrix x
-// vector. The steps that go row by row are tasks, one for each token.
+// vector. Steps that go row by row are tasks, one a token; those before a product are matmul's.
 
 static void embed_row(Task t) {
     Session *s = t.ctx;
@@ -1252,26 +1248,21 @@ static void norm_row(Task t) {
     else memcpy(h, x, c->dim * sizeof *h);
 }
 
-// x += post_norm(out); an encoder has x = post_norm(x + out)
-static void residual_row(Task t) {
+// Between two blocks: x += post_norm(out) of the one (an encoder has x = post_norm(x + out)), then
+// h = norm(x) for the other. Parallel layers' two blocks read the same x: there the norm is first.
+typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // either may be NULL
+static void between_row(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
-    const Norm *post = t.of;
-    float *x = s->x + (size_t)t.i * c->dim, *out = s->out + (size_t)t.i * c->dim;
-    bool after = c->arch->flags & ENCODER;
-    if (post->w && !after) norm(out, out, c->dim, post, c->arch->norm, c->eps);
-    add(x, out, c->dim, c->residual_scale);
-    if (post->w && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
-}
-
-// Between two blocks: x += post_norm(out) of the one, then h = norm(x) for the other. In parallel
-// layers both read the same stream: the norm comes first.
-typedef struct { const Norm *post, *norm; bool parallel; } Between;
-static void enter_row(Task t) {
     const Between *b = t.of;
-    if (b->post && !b->parallel) residual_row((Task){t.ctx, b->post, t.i, t.thread});
-    if (b->norm) norm_row((Task){t.ctx, b->norm, t.i, t.thread});
-    if (b->post && b->parallel) residual_row((Task){t.ctx, b->post, t.i, t.thread});
+    float *x = s->x + (size_t)t.i * c->dim, *out = s->out + (size_t)t.i * c->dim;
+    const Norm *post = b->post && b->post->w ? b->post : NULL;
+    bool after = c->arch->flags & ENCODER;
+    if (b->norm && b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
+    if (post && !after) norm(out, out, c->dim, post, c->arch->norm, c->eps);
+    if (b->post) add(x, out, c->dim, c->residual_scale);
+    if (post && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
+    if (b->norm && !b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
 }
 
 // the row of a position: the first keep rows are pinned, the rest is a ring
@@ -1342,9 +1333,9 @@ typedef struct { const Matrix *gate, *up, *down; } Ffn;
 static void activate_row(Task t) {   // up = act(gate) * up
     Session *s = t.ctx;
     const Ffn *f = t.of;
-    size_t ff = f->up->rows, at = t.i * ff;
-    const float *gate = f->gate->data ? s->gate + at : NULL;
-    activate(s->up + at, gate, s->up + at, ff, s->m->config.arch->act);
+    size_t ff = f->up->rows;
+    float *up = s->up + t.i * ff, *gate = f->gate->data ? s->gate + t.i * ff : NULL;
+    activate(up, gate, up, ff, s->m->config.arch->act);
 }
 
 // out [n][dim] = down (act(gate h) * up h)
@@ -1363,28 +1354,32 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->pos = pos;
     parallel(s->pool, embed_row, s, NULL, n);
     parallel(s->pool, angles_row, s, NULL, n);
-    const Norm *last = NULL;   // of the block before
-    for (s->l = 0; s->l < c->n_layer; s->l++, last = &s->m->layers[s->l - 1].ffn_post_norm) {
+    Between steps = {0};   // to the next block, which makes its h so: `enter`
+    RowStep enter = {between_row, s, &steps};
+    for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
 
         // tokens look at each other: attention, or the delta rule's memory
-        RowStep enter = {enter_row, s, &(Between){last, &w->attn_norm, false}};
+        steps.norm = &w->attn_norm;
         if (w->conv_in.data) delta_net(s, &enter);
         else attention_block(s, &enter);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
-        const Norm *next = !w->parallel || w->ffn_norm.w ? &w->ffn_norm : NULL;
-        enter.of = &(Between){&w->attn_post_norm, next, w->parallel};
+        bool same_h = w->parallel && !w->ffn_norm.w;
+        steps = (Between){&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel};
         if (w->router.data) experts(s, &enter);
         else ffn(s, &enter, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
+        steps = (Between){&w->ffn_post_norm, NULL, false};
     }
-    parallel(s->pool, residual_row, s, last, n);
+    parallel(s->pool, between_row, s, &steps, n);
 }
 
 // x = cap * tanh(x / cap): a score or logit cannot leave -cap .. cap
 static void soft_cap(float *x, size_t n, float cap) {
     for (size_t i = 0; i < n; i++) x[i] = cap * (1 - 2 / (exp_fast(2 * x[i] / cap) + 1));
 }
+
+enum { LOGIT_ROWS = 16 };   // rows of logits made at once
 
 // logits of n <= LOGIT_ROWS rows of the last chunk, from row first on, into s->logits [n][n_vocab]
 static void output_logits(Session *s, int first, int n) {
@@ -4707,10 +4702,11 @@ typedef struct {
 
 typedef struct {
     int tokens, rows;              // of one product; beyond the job's there may be fewer
+    int packed;                    // tokens that `pack` takes
     int depth, task_rows;          // weights decoded at a time; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
     size_t panel_bytes;            // of `depth` weights of `rows` rows
-    // packs all activations of tokens t .. t+tokens-1; NULL: job->x serves as it is
+    // packs all activations of tokens t .. t+packed-1; NULL: job->x serves as it is
     void (*pack)(const Matmul *job, int t, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+rows-1
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
@@ -4834,8 +4830,8 @@ static void float_multiply(const Product *p) {
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .rows = PACKED_ROWS, .depth = FLOAT_DEPTH, .task_rows = 64,
-    .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
+    .tokens = PACKED_TOKENS, .packed = PACKED_TOKENS, .rows = PACKED_ROWS,
+    .depth = FLOAT_DEPTH, .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
     .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
@@ -5005,8 +5001,9 @@ static void int8_multiply(const Product *p) {
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .rows = INT8_ROWS, .depth = INT8_DEPTH, .task_rows = 64,
-    .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
+    .tokens = INT8_TOKENS, .packed = INT8_TOKENS, .rows = INT8_ROWS, .depth = INT8_DEPTH,
+    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
+    .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
@@ -5015,8 +5012,9 @@ static const Tile int8_tile = {
 static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
 // one token is no tile, but its activations are packed in the same way
-static const Tile float_token = {.tokens = 1, .rows = 1},
-    block_token = {.tokens = 1, .rows = 1, .act_bytes = sizeof(TokenActs), .pack = token_pack};
+static const Tile float_token = {.tokens = 1, .packed = 1, .rows = 1},
+    block_token = {.tokens = 1, .packed = 1, .rows = 1, .act_bytes = sizeof(TokenActs),
+                   .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
@@ -5026,11 +5024,11 @@ typedef struct {
     int first_row;                     // number of its x's first row, among all to be made
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows, most_rows;      // of its tasks; at most
-    int whole;                         // so many blocks of rows take all tokens in one task
+    int whole;                         // so many blocks of rows are one task, the others two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
-    const RowStep *first;                 // makes rows that are to be packed, or NULL
+    const RowStep *first;              // makes rows before they are packed; NULL: they are there
     JobPlan job[MAX_JOBS + 1];         // the last one only says where the tasks end
     bool apart;                        // an x is packed twice, for different tiles
     char *panels;                      // [threads][panel_bytes]
@@ -5041,10 +5039,11 @@ static void pack_task(Task t) {
     const MatmulCall *c = t.ctx;
     const JobPlan *j = c->job;
     while (t.i >= j[1].first_pack) j++;
-    int i = t.i - j->first_pack, from = i * j->tile->tokens, to = from + j->tile->tokens;
+    const Tile *tile = j->tile;
+    int from = (t.i - j->first_pack) * tile->packed, to = from + tile->packed;
     for (int k = from; c->first && k < to && k < j->job->n; k++)
         c->first->fn((Task){c->first->ctx, c->first->of, j->first_row + k, t.thread});
-    if (j->tile->pack) j->tile->pack(j->job, from, (char *)j->acts + i * j->act_bytes);
+    if (tile->pack) tile->pack(j->job, from, (char *)j->acts + from / tile->tokens * j->act_bytes);
 }
 
 // rows r .. end-1 for one token
@@ -5080,12 +5079,11 @@ static void matmul_task(Task t) {
     const JobPlan *j = c->job;
     while (t.i >= j[1].first_task) j++;
     int block = t.i - j->first_task, half = block - j->whole, from = 0, to = j->job->n;
+    int pair = 2 * j->tile->tokens, middle = (to + pair - 1) / pair * j->tile->tokens;
     if (half >= 0) {
-        int middle = (to + 1) / 2 + j->tile->tokens - 1;
-        middle -= middle % j->tile->tokens;
+        block = j->whole + half / 2;
         if (half % 2) from = middle;
         else to = middle;
-        block = j->whole + half / 2;
     }
     int64_t r = block * j->task_rows, end = r + j->task_rows;
     if (end > j->job->w->rows) end = j->job->w->rows;
@@ -5114,8 +5112,10 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
                         same->job->w->cols != w->cols || same->tile->pack != tile->pack)) same++;
     if (same < j) j->acts = same->acts;
     else if (tile->pack || c->first) {
-        packs = (job->n + tile->tokens - 1) / tile->tokens;
-        if (tile->pack) j->acts = arena_take(a, "packed activations", packs, j->act_bytes);
+        packs = (job->n + tile->packed - 1) / tile->packed;
+        if (tile->pack)
+            j->acts = arena_take(a, "packed activations",
+                                 (job->n + tile->tokens - 1) / tile->tokens, j->act_bytes);
     }
     c->apart |= shares && packs;
     // one token: long runs of memory (512 KB are the fastest)
@@ -5697,15 +5697,15 @@ INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// to AmxActs [cols/32][parts]
+// 16 tokens, half of each of AmxActs [cols/32][parts]
 static void amx_pack(const Matmul *job, int t, AmxActs *a, int parts) {
     int64_t cols = job->w->cols;
     for (int64_t i = 0; i < cols; i += 32, a += parts)
-        for (int k = 0; k < AMX_TOKENS; k++) {
+        for (int k = 0; k < TILE; k++) {
             const float *x = job->x + (t + k < job->n ? t + k : t) * cols + i;
             float edge[32] = {0};
             if (cols - i < 32) x = memcpy(edge, x, (cols - i) * sizeof *x);
-            store_parts(a->x[k / 16][k % 16], sizeof *a, parts, load_f32(x), load_f32(x + 16));
+            store_parts(a->x[t / TILE % 2][k], sizeof *a, parts, load_f32(x), load_f32(x + 16));
         }
 }
 static void amx_pack_block(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 1); }
@@ -5814,15 +5814,15 @@ static void amx_multiply(const Product *p) {
 }
 
 static const Tile amx_block_tile = {
-    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_DEPTH, .task_rows = 256,
+    .tokens = AMX_TOKENS, .packed = TILE, .rows = 2 * TILE, .depth = AMX_DEPTH, .task_rows = 256,
     .act_bytes = 8 * sizeof(AmxActs), .panel_bytes = 2 * AMX_DEPTH / 32 * TILE_BYTES,
     .pack = amx_pack_block, .decode = amx_decode, .multiply = amx_multiply,
 }, amx_half_tile = {
-    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
+    .tokens = AMX_TOKENS, .packed = TILE, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
     .act_bytes = 8 * 2 * sizeof(AmxActs), .panel_bytes = 2 * AMX_FLOATS / 32 * 2 * TILE_BYTES,
     .pack = amx_pack_half, .decode = amx_decode, .multiply = amx_multiply,
 }, amx_float_tile = {
-    .tokens = AMX_TOKENS, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
+    .tokens = AMX_TOKENS, .packed = TILE, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
     .act_bytes = 8 * 3 * sizeof(AmxActs),
     .panel_bytes = 2 * AMX_FLOATS / 32 * MAX_PARTS * TILE_BYTES,
     .pack = amx_pack_float, .decode = amx_decode, .multiply = amx_multiply,
