@@ -4544,7 +4544,7 @@ static void token_pack(const Matmul *job, int t, void *acts) {
 }
 
 // decodes 256 weights: d[i] * q + m[i] in half i % 2 of group i / 2, q ordered as in TokenActs
-#define DECODE_ARGS const uint8_t *b, int8_t *q, float *d, float *m
+#define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m   // reads b once
 typedef void DecodeFn(DECODE_ARGS);
 // out[rows] = consecutive rows of weights times one token's activations: floats for float weights,
 // TokenActs[cols/256] for block formats
@@ -4656,30 +4656,28 @@ static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x
 static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
 static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
 
-typedef struct { MatvecFn *matvec; DecodeFn *unpack; bool per16, offsets; int bias, fit; } Format;
+typedef struct { MatvecFn *matvec; DecodeFn *unpack; int bytes, per16, offsets, bias, fit; } Format;
 
-static const Format formats[64] = {   // unpack NULL: float weights
-    [QUANT_F32] = {.matvec = matvec_f32},
-    [QUANT_F16] = {.matvec = matvec_f16},
-    [QUANT_BF16] = {.matvec = matvec_bf16},
+static const Format formats[64] = {   // bytes: of 256 weights; unpack NULL: float weights
+    [QUANT_F32] = {.matvec = matvec_f32, .bytes = 1024},
+    [QUANT_F16] = {.matvec = matvec_f16, .bytes = 512},
+    [QUANT_BF16] = {.matvec = matvec_bf16, .bytes = 512},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
-    [id] = {matvec_##name, unpack_##name, per16, !bias, bias, FIT(bias, bytes * 8 / weights)},
+    [id] = {matvec_##name, unpack_##name, 256 / weights * bytes, per16, !bias, bias,               \
+            FIT(bias, bytes * 8 / weights)},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
 
 // where weight k of row r is, or that of the last row where there is none
 static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
-    int64_t row = r < w->rows ? r : w->rows - 1;
-    return w->data + row * quant_row_bytes(w->type, w->cols) + quant_row_bytes(w->type, k);
+    return w->data + ((r < w->rows ? r : w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
 }
 
-// weights k .. k+255 of a row
-static void unpack_row(const Matrix *w, int64_t r, int64_t k, int8_t *q, float *d, float *m) {
+// 256 weights of a row, or the `left` ones that are its end
+static void unpack_row(int type, const uint8_t *b, int64_t left, int8_t *q, float *d, float *m) {
     uint8_t last[272];
-    const uint8_t *b = weight_at(w, r, k);
-    if (w->cols - k < 256) b = padded_256(w->type, b, w->cols - k, last);
-    formats[w->type].unpack(b, q, d, m);
+    formats[type].unpack(left < 256 ? padded_256(type, b, left, last) : b, q, d, m);
 }
 
 // ---- 20. tiles: products of many tokens ----
@@ -4919,7 +4917,7 @@ static void int8_panel(const Matrix *w, int64_t r, int64_t k, int depth, Int8Pan
         int8_t q[TILE][256];
         float d[TILE][16], m[TILE][16];
         for (int j = 0; j < TILE; j++) {
-            unpack_row(w, r + j, k + i, q[j], d[j], m[j]);
+            unpack_row(w->type, weight_at(w, r + j, k + i), w->cols - k - i, q[j], d[j], m[j]);
             for (int c = 0; c < 256; c++) q[j][c] += bias;
             for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
         }
@@ -5712,46 +5710,76 @@ static void amx_pack_block(const Matmul *job, int t, void *acts) { amx_pack(job,
 static void amx_pack_half(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 2); }
 static void amx_pack_float(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 3); }
 
-// 16 weights, half of group g: two eights of codes
-INLINE vf half_group(const int8_t *q, const float *d, const float *m, int g, int half) {
-    const uint8_t *code = (const uint8_t *)q + 128 * half + 8 * g;
-    __m512i v = _mm512_cvtepi8_epi32((__m128i)quant_join(quant_u64(code), quant_u64(code + 64)));
-    return (vf)_mm512_cvtepi32_ps(v) * d[2 * g + half] + m[2 * g + half];
+// [16][width] to columns of pairs, [width/32][parts] tiles
+static void amx_columns(const float *x, int width, int parts, char *to) {
+    for (int i = 0; i < width; i += 32) {
+        uint16_t rows[MAX_PARTS][TILE][32];
+        for (int k = 0; k < TILE; k++)
+            store_parts(rows[0][k], sizeof *rows, parts, load_f32(x + k * width + i),
+                        load_f32(x + k * width + i + 16));
+        for (int p = 0; p < parts; p++, to += TILE_BYTES)
+            transpose((uint32_t *)rows[p], 16, 16, (uint32_t *)to);
+    }
 }
 
-// up to 256 weights of row r in bf16, each part of them in rows of its own, `next` bytes apart
-static void amx_row(const Matrix *w, int64_t r, int64_t k, int n, uint16_t *to, size_t next) {
-    const uint8_t *data = weight_at(w, r, k);
-    int8_t q[256];
-    float d[16], m[16], x[256];
-    prefetch_l2(data + TILE * quant_row_bytes(w->type, w->cols),
-                quant_row_bytes(w->type, n));   // a row of the tile below
-    if (formats[w->type].unpack) {
-        unpack_row(w, r, k, q, d, m);
-        for (int g = 0; g < 8; g++)
-            store_bf16(to + 32 * g, half_group(q, d, m, g, 0), half_group(q, d, m, g, 1));
-        return;
+// up to 256 float weights of 16 rows
+static void amx_floats(const Matrix *w, int64_t r, int64_t k, int n, char *to) {
+    float x[TILE][256];
+    if (n < 256) memset(x, 0, sizeof x);
+    for (int j = 0; j < TILE; j++) {
+        prefetch_l2(weight_at(w, r + TILE + j, k), formats[w->type].bytes);   // the tile below
+        quant_dequantize(w->type, weight_at(w, r + j, k), x[j], n);
     }
-    memset(x + (n - 1) / 32 * 32, 0, 32 * sizeof *x);
-    quant_dequantize(w->type, data, x, n);
-    for (int g = 0; g < n; g += 32)
-        store_parts(to + g, next, weight_parts(w), load_f32(x + g), load_f32(x + g + 16));
+    amx_columns(x[0], 256, weight_parts(w), to);
+}
+
+// 16 weights, pairs of 8 rows; of 16 rows' scales and offsets they take those that begin at `from`
+INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from) {
+    __m512i row = (__m512i)((vi){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7} + from);
+    __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
+    return (vf)_mm512_fmadd_ps(v, _mm512_permutexvar_ps(row, _mm512_loadu_ps(d)),
+                               _mm512_permutexvar_ps(row, _mm512_loadu_ps(m)));
+}
+
+// 256 weights of 16 rows, to 8 tiles. They are transposed while they are codes, fewer bytes: those
+// of 8 rows, 16 bytes of each, are 8 x 8 pairs, transposed by interleaving rows i and i + 4 thrice.
+static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
+    _Alignas(64) int8_t q[2][8][256], pairs[2][4][8][4][16];   // of half h: [h % 4][8][h / 4]
+    _Alignas(64) float rows[TILE][2][16], scales[2][16][TILE];
+    const Format *f = &formats[w->type];
+    const uint8_t *b = weight_at(w, r, k);
+    size_t next = w->cols * f->bytes / 256;
+    for (int j = 0; j < TILE; j++, b += r + j < w->rows ? next : 0) {
+        prefetch_l2(b + TILE * next, f->bytes);   // a row of the tile below
+        unpack_row(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
+    }
+    transpose((uint32_t *)rows, 32, f->offsets ? 32 : 16, (uint32_t *)scales);
+    for (int n = 0; n < 8; n++) {
+        __m512i v[4][8];
+        UNROLL for (int i = 0; i < 8; i++) v[0][i] = _mm512_loadu_si512(q[n / 4][i] + n % 4 * 64);
+        UNROLL for (int step = 0; step < 3; step++)
+            UNROLL for (int i = 0; i < 8; i++)
+                v[step + 1][i] = i % 2 ? _mm512_unpackhi_epi16(v[step][i / 2], v[step][i / 2 + 4])
+                                       : _mm512_unpacklo_epi16(v[step][i / 2], v[step][i / 2 + 4]);
+        UNROLL for (int i = 0; i < 8; i++)
+            _mm512_storeu_si512(pairs[n / 4][i / 4 * 2 + n % 4 / 2][n % 2 * 4 + i % 4], v[3][i]);
+    }
+    for (int h = 0; h < 16; h++) {
+        const float *d = scales[0][h], *m = f->offsets ? scales[1][h] : rows[0][1];   // all -0.0f
+        UNROLL for (int i = 0; i < 8; i++, to += 64)
+            store_bf16(to, pair_weights(pairs[0][h % 4][i][h / 4], d, m, 0),
+                       pair_weights(pairs[1][h % 4][i][h / 4], d, m, 8));
+    }
 }
 
 // Two halves of 16 rows. In each, a tile is 32 weights of 16 rows as columns of pairs, [16][16][2];
 // there are [depth/32][parts] of them.
 static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
-    uint16_t rows[MAX_PARTS][TILE][256] __attribute__((aligned(64)));
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < 2; half++, r += TILE) {
         char *to = (char *)panel + half * (amx_tile(w)->panel_bytes / 2);
-        for (int i = 0; i < depth; i += 256) {
-            int some = depth - i < 256 ? depth - i : 256;
-            for (int j = 0; j < TILE; j++)
-                amx_row(w, r + half * TILE + j, k + i, some, rows[0][j], sizeof *rows);
-            for (int g = 0; g < some; g += 32)
-                for (int p = 0; p < weight_parts(w); p++, to += TILE_BYTES)
-                    transpose((uint32_t *)&rows[p][0][g], 128, 16, (uint32_t *)to);
-        }
+        for (int i = 0; i < depth; i += 256, to += 8 * weight_parts(w) * TILE_BYTES)
+            if (formats[w->type].unpack) amx_block(w, r, k + i, to);
+            else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
     }
 }
 
@@ -5835,18 +5863,7 @@ static const Tile *amx_tile(const Matrix *w) {
 // Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
 // values, f16, lose nothing; queries and weights keep 17 bits.
 
-// [16][width] to columns of pairs, [width/32][2] tiles
-static void amx_queries(const float *q, int width, void *to) {
-    uint32_t *tile = to;
-    for (int i = 0; i < width; i += 32) {
-        uint16_t rows[2][TILE][32];
-        for (int k = 0; k < TILE; k++)
-            store_parts(rows[0][k], sizeof *rows, 2, load_f32(q + k * width + i),
-                        load_f32(q + k * width + i + 16));
-        for (int p = 0; p < 2; p++, tile += TILE_BYTES / 4)
-            transpose((uint32_t *)rows[p], 16, 16, tile);
-    }
-}
+static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
 // keys to AmxActs [AMX_KEYS/32][hd/32][2]; behind them the values, transposed to rows of keys, to
 // AmxActs [vd/32][AMX_KEYS/32][2]
