@@ -5662,7 +5662,7 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 #include <sys/syscall.h>
-enum { AMX_DEPTH = 1024, AMX_FLOATS = 512, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
+enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
        MAX_PARTS = 3 };
 
 // Linux grants the tile registers on request.
