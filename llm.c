@@ -5150,8 +5150,10 @@ static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, 
     plan_tasks(p, c.job, k);
     c.panels = arena_take(a, "decoded panels", p->threads, c.panel_bytes);
     if (a->base) {
-        if (first && c.apart) parallel(p, first->fn, first->ctx, first->of, c.job[k].first_row);
-        if (c.apart) c.first = NULL;
+        if (c.apart || c.job[k].first_pack < p->threads) {   // too few tasks to share out rows
+            if (first) parallel(p, first->fn, first->ctx, first->of, c.job[k].first_row);
+            c.first = NULL;
+        }
         parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
         parallel(p, matmul_task, &c, NULL, c.job[k].first_task);
     }
