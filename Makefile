@@ -5,8 +5,9 @@ CFLAGS ?= -O3
 # the CPU this is built on: SIMD is most of the speed, and of AVX-512 compilers use a half if not told
 NATIVE := $(shell for f in "-march=native -mprefer-vector-width=512" -march=native -mcpu=native; do \
     echo 'int x;' | $(CC) $$f -x c -c -o /dev/null - 2>/dev/null && echo $$f && break; done)
-# without trapping math, which changes no result, loops that clamp become vector code
-WARN = -std=gnu11 -Wall -Wextra -fno-trapping-math
+# without trapping math, which changes no result, loops that clamp become vector code; a hot loop that
+# begins within a cache line can be 5 % slower
+WARN = -std=gnu11 -Wall -Wextra -fno-trapping-math -falign-loops=64
 LIBS = -lm -lpthread
 ENGINE = llm.c quant.h metal.c kernels.metal
 PREFIX ?= /usr/local
