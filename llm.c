@@ -1007,7 +1007,6 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   /
 
 // Products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
-typedef struct { TaskFn *fn; void *ctx; const void *of; } RowStep;   // a task makes row i
 enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // of gate and up in one call
 
 static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
@@ -1029,9 +1028,9 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     }
 }
 
-// All jobs at once; neighbours may share x. `first`, unless NULL, makes the rows of x, job by job,
-// as a core packs them. Memory comes from the arena and goes back; if that only counts, so does it.
-static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, int k);
+// All jobs of a call at once: they may share x. What it needs of memory it takes from the arena and
+// gives back; with an arena that only counts it counts, and computes nothing.
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
 // Attention (Part IV).
 typedef struct {
@@ -1087,8 +1086,8 @@ static void attention(Pool *p, Arena *a, const Attention *x);   // memory: as ma
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
 // More mixers (Part II) read s->h and leave their result in s->out.
-static void experts(Session *s, const RowStep *enter);
-static void delta_net(Session *s, const RowStep *enter);
+static void experts(Session *s);
+static void delta_net(Session *s);
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
 static TaskFn split_gate_row, gate_row;            // of gated attention
 
@@ -1206,7 +1205,7 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 // Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
 // layers, leaving the residual stream in s->x. Each block reads a normed copy of the stream, s->h,
 // and leaves in s->out what is to be added to the stream. With n = 1 the products are matrix x
-// vector. Steps that go row by row are tasks, one a token; those before a product are matmul's.
+// vector. The steps that go row by row are tasks, one for each token.
 
 static void embed_row(Task t) {
     Session *s = t.ctx;
@@ -1250,18 +1249,17 @@ static void norm_row(Task t) {
 
 // Between two blocks: x += post_norm(out) of the one (an encoder has x = post_norm(x + out)), then
 // h = norm(x) for the other. Parallel layers' two blocks read the same x: there the norm is first.
-typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // either may be NULL
+typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // norm NULL: none
 static void between_row(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
     const Between *b = t.of;
     float *x = s->x + (size_t)t.i * c->dim, *out = s->out + (size_t)t.i * c->dim;
-    const Norm *post = b->post && b->post->w ? b->post : NULL;
     bool after = c->arch->flags & ENCODER;
     if (b->norm && b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
-    if (post && !after) norm(out, out, c->dim, post, c->arch->norm, c->eps);
-    if (b->post) add(x, out, c->dim, c->residual_scale);
-    if (post && after) norm(x, x, c->dim, post, c->arch->norm, c->eps);
+    if (b->post->w && !after) norm(out, out, c->dim, b->post, c->arch->norm, c->eps);
+    add(x, out, c->dim, c->residual_scale);
+    if (b->post->w && after) norm(x, x, c->dim, b->post, c->arch->norm, c->eps);
     if (b->norm && !b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
 }
 
@@ -1304,7 +1302,7 @@ static void qkv_part(Task t) {
     if (part == 0) kv->pos[row] = pos;
 }
 
-static void attention_block(Session *s, const RowStep *enter) {
+static void attention_block(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     const Cache *kv = &s->cache[s->l];
@@ -1321,11 +1319,12 @@ static void attention_block(Session *s, const RowStep *enter) {
                    .hd = c->hd, .vd = c->vd, .window = kv->window, .keep = kv->keep,
                    .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
                    .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
-    matmul(s->pool, &s->calls, enter, in, 3);
+    matmul(s->pool, &s->calls, in, 3);
     if (gated) parallel(s->pool, split_gate_row, s, NULL, n);
     parallel(s->pool, qkv_part, s, &parts, n * parts);
     attention(s->pool, &s->calls, &a);
-    matmul(s->pool, &s->calls, gated ? &(RowStep){gate_row, s, NULL} : NULL, &back, 1);
+    if (gated) parallel(s->pool, gate_row, s, NULL, n);
+    matmul(s->pool, &s->calls, &back, 1);
 }
 
 typedef struct { const Matrix *gate, *up, *down; } Ffn;
@@ -1339,12 +1338,13 @@ static void activate_row(Task t) {   // up = act(gate) * up
 }
 
 // out [n][dim] = down (act(gate h) * up h)
-static void ffn(Session *s, const RowStep *enter, const Ffn *f, float *out) {
+static void ffn(Session *s, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
     Matmul back = {f->down, s->up, out, n};
-    matmul(s->pool, &s->calls, enter, in, f->gate->data ? 2 : 1);
-    matmul(s->pool, &s->calls, &(RowStep){activate_row, s, f}, &back, 1);
+    matmul(s->pool, &s->calls, in, f->gate->data ? 2 : 1);
+    parallel(s->pool, activate_row, s, f, n);
+    matmul(s->pool, &s->calls, &back, 1);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -1354,24 +1354,23 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->pos = pos;
     parallel(s->pool, embed_row, s, NULL, n);
     parallel(s->pool, angles_row, s, NULL, n);
-    Between steps = {0};   // to the next block, which makes its h so: `enter`
-    RowStep enter = {between_row, s, &steps};
+    parallel(s->pool, norm_row, s, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
-        const Layer *w = &s->m->layers[s->l];
+        const Layer *w = &s->m->layers[s->l], *next = s->l + 1 < c->n_layer ? w + 1 : NULL;
 
         // tokens look at each other: attention, or the delta rule's memory
-        steps.norm = &w->attn_norm;
-        if (w->conv_in.data) delta_net(s, &enter);
-        else attention_block(s, &enter);
+        if (w->conv_in.data) delta_net(s);
+        else attention_block(s);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
         bool same_h = w->parallel && !w->ffn_norm.w;
-        steps = (Between){&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel};
-        if (w->router.data) experts(s, &enter);
-        else ffn(s, &enter, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
-        steps = (Between){&w->ffn_post_norm, NULL, false};
+        parallel(s->pool, between_row, s,
+                 &(Between){&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel}, n);
+        if (w->router.data) experts(s);
+        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
+        parallel(s->pool, between_row, s,
+                 &(Between){&w->ffn_post_norm, next ? &next->attn_norm : NULL, false}, n);
     }
-    parallel(s->pool, between_row, s, &steps, n);
 }
 
 // x = cap * tanh(x / cap): a score or logit cannot leave -cap .. cap
@@ -1387,7 +1386,7 @@ static void output_logits(Session *s, int first, int n) {
     size_t all = (size_t)n * c->n_vocab;
     Matmul out = {&s->m->output, s->h + (size_t)first * c->dim, s->logits, n};
     for (int i = 0; i < n; i++) norm_row((Task){s, &s->m->out_norm, first + i, 0});
-    matmul(s->pool, &s->calls, NULL, &out, 1);
+    matmul(s->pool, &s->calls, &out, 1);
     for (size_t i = 0; c->logit_scale != 1 && i < all; i++) s->logits[i] *= c->logit_scale;
     if (c->logit_cap > 0) soft_cap(s->logits, all, c->logit_cap);
 }
@@ -1489,8 +1488,8 @@ static void plan_experts(Pool *p, Arena *a, const Layer *w, int experts, int eac
         in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
         back[i] = (Matmul){&w->down, &places[i], NULL, n};
     }
-    matmul(p, a, NULL, in, 2 * experts);
-    matmul(p, a, NULL, back, experts);
+    matmul(p, a, in, 2 * experts);
+    matmul(p, a, back, experts);
 }
 
 #define LAYER_MATRICES(w) /* absent ones, too */ {                                                 \
@@ -1516,7 +1515,7 @@ static size_t plan_calls(Session *s) {
             for (size_t j = 0; j < COUNT(all); j++)
                 if (all[j]->data && all[j]->cols == all[i]->cols)
                     jobs[count++] = (Matmul){all[j], x, NULL, n};
-            matmul(s->pool, &a, NULL, jobs, count);
+            matmul(s->pool, &a, jobs, count);
         }
         int experts = left < MAX_EXPERTS ? left : MAX_EXPERTS;
         for (int way = 0; w->router.data && way < 3; way++)
@@ -1526,7 +1525,7 @@ static size_t plan_calls(Session *s) {
         if (att.rows) attention(s->pool, &a, &att);
     }
     for (int n = 1; n <= LOGIT_ROWS; n += LOGIT_ROWS - 1)
-        matmul(s->pool, &a, NULL, &(Matmul){&m->output, x, NULL, n}, 1);
+        matmul(s->pool, &a, &(Matmul){&m->output, x, NULL, n}, 1);
     return a.peak;
 }
 
@@ -2037,8 +2036,10 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
-    matmul(s->pool, &s->calls, &(RowStep){gather_row, s, order}, in, 2 * jobs);
-    matmul(s->pool, &s->calls, &(RowStep){activate_row, s, &(Ffn){gate, up, down}}, back, jobs);
+    parallel(s->pool, gather_row, s, order, rows);
+    matmul(s->pool, &s->calls, in, 2 * jobs);
+    parallel(s->pool, activate_row, s, &(Ffn){gate, up, down}, rows);
+    matmul(s->pool, &s->calls, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
@@ -2053,20 +2054,20 @@ static void add_shared_row(Task t) {
     add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
 }
 
-static void experts(Session *s, const RowStep *enter) {
+static void experts(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
     Matmul router = {&w->router, s->h, s->route, n};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
-    matmul(s->pool, &s->calls, enter, &router, 1);
+    matmul(s->pool, &s->calls, &router, 1);
     parallel(s->pool, choose_experts, s, NULL, n);
     sort_choices(s, rows);
     memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
     for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     if (!w->shared_up.data) return;
-    if (w->shared_router.data) matmul(s->pool, &s->calls, NULL, &shared, 1);
-    ffn(s, NULL, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
+    if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
+    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
     parallel(s->pool, add_shared_row, s, w, n);
 }
 
@@ -2226,7 +2227,7 @@ static void delta_block(Task t) {
     delta_rule(&d);
 }
 
-static void delta_net(Session *s, const RowStep *enter) {
+static void delta_net(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = s->n;
@@ -2236,11 +2237,12 @@ static void delta_net(Session *s, const RowStep *enter) {
                    {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(s->pool, &s->calls, enter, in, fused ? 3 : 4);
+    matmul(s->pool, &s->calls, in, fused ? 3 : 4);
     parallel(s->pool, delta_conv, s, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     parallel(s->pool, delta_gates_row, s, NULL, n);
     parallel(s->pool, delta_block, s, NULL, c->n_value * delta_blocks(c));
-    matmul(s->pool, &s->calls, &(RowStep){delta_out_row, s, NULL}, &back, 1);
+    parallel(s->pool, delta_out_row, s, NULL, n);
+    matmul(s->pool, &s->calls, &back, 1);
 }
 
 // ==== Part III: text =============================================================================
@@ -4152,10 +4154,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
 }
 
-static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, int k) {
-    for (int j = 0, row = 0; j < k && a->base && first; j++)
-        for (int i = 0; (!j || jobs[j].x != jobs[j - 1].x) && i < jobs[j].n; i++)
-            first->fn((Task){first->ctx, first->of, row++, 0});
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     (void)p;
     for (int j = 0; j < k; j++) {
         size_t mark = a->used;
@@ -5019,29 +5018,22 @@ typedef struct {
     const Tile *tile;
     const void *acts;                  // packed by this job or an earlier one, or job->x
     size_t act_bytes;                  // of tile->tokens tokens
-    int first_row;                     // number of its x's first row, among all to be made
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows, most_rows;      // of its tasks; at most
     int whole;                         // so many blocks of rows are one task, the others two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
-    const RowStep *first;              // makes rows before they are packed; NULL: they are there
     JobPlan job[MAX_JOBS + 1];         // the last one only says where the tasks end
-    bool apart;                        // an x is packed twice, for different tiles
     char *panels;                      // [threads][panel_bytes]
     size_t panel_bytes;
 } MatmulCall;
 
 static void pack_task(Task t) {
-    const MatmulCall *c = t.ctx;
-    const JobPlan *j = c->job;
+    const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
     while (t.i >= j[1].first_pack) j++;
-    const Tile *tile = j->tile;
-    int from = (t.i - j->first_pack) * tile->packed, to = from + tile->packed;
-    for (int k = from; c->first && k < to && k < j->job->n; k++)
-        c->first->fn((Task){c->first->ctx, c->first->of, j->first_row + k, t.thread});
-    if (tile->pack) tile->pack(j->job, from, (char *)j->acts + from / tile->tokens * j->act_bytes);
+    int from = (t.i - j->first_pack) * j->tile->packed;
+    j->tile->pack(j->job, from, (char *)j->acts + from / j->tile->tokens * j->act_bytes);
 }
 
 // rows r .. end-1 for one token
@@ -5098,9 +5090,6 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
                        : p->amx ? amx_tile(w) : INT8_TILE && block ? &int8_tile : &float_tile;
     const JobPlan *same = c->job;
     size_t packs = 0;
-    bool shares = j > c->job && j[-1].job->x == job->x;
-    if (shares) j->first_row = j[-1].first_row;
-    j[1].first_row = j->first_row + job->n;
     j->job = job;
     j->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     j->tile = tile;
@@ -5109,13 +5098,11 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
     while (same < j && (same->job->x != job->x || same->job->n != job->n ||
                         same->job->w->cols != w->cols || same->tile->pack != tile->pack)) same++;
     if (same < j) j->acts = same->acts;
-    else if (tile->pack || c->first) {
+    else if (tile->pack) {
+        size_t tiles = (job->n + tile->tokens - 1) / tile->tokens;
         packs = (job->n + tile->packed - 1) / tile->packed;
-        if (tile->pack)
-            j->acts = arena_take(a, "packed activations",
-                                 (job->n + tile->tokens - 1) / tile->tokens, j->act_bytes);
+        j->acts = arena_take(a, "packed activations", tiles, j->act_bytes);
     }
-    c->apart |= shares && packs;
     // one token: long runs of memory (512 KB are the fastest)
     j->most_rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / j->row_bytes);
     c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
@@ -5140,20 +5127,14 @@ static void plan_tasks(const Pool *p, JobPlan *j, int k) {
     }
 }
 
-static void matmul(Pool *p, Arena *a, const RowStep *first, const Matmul *jobs, int k) {
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     MatmulCall c;
     size_t mark = a->used;
-    c.first = first;
-    c.apart = false;
-    c.job[0].first_row = c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
+    c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
     for (int j = 0; j < k; j++) plan_job(p, a, &c, &c.job[j], &jobs[j]);
     plan_tasks(p, c.job, k);
     c.panels = arena_take(a, "decoded panels", p->threads, c.panel_bytes);
     if (a->base) {
-        if (c.apart || c.job[k].first_pack < p->threads) {   // too few tasks to share out rows
-            if (first) parallel(p, first->fn, first->ctx, first->of, c.job[k].first_row);
-            c.first = NULL;
-        }
         parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
         parallel(p, matmul_task, &c, NULL, c.job[k].first_task);
     }
