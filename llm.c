@@ -1249,7 +1249,7 @@ static void norm_row(Task t) {
 
 // Between two blocks: x += post_norm(out) of the one (an encoder has x = post_norm(x + out)), then
 // h = norm(x) for the other. Parallel layers' two blocks read the same x: there the norm is first.
-typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // norm NULL: none
+typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // norm NULL: h stays
 static void between_row(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
@@ -1356,20 +1356,20 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     parallel(s->pool, angles_row, s, NULL, n);
     parallel(s->pool, norm_row, s, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
-        const Layer *w = &s->m->layers[s->l], *next = s->l + 1 < c->n_layer ? w + 1 : NULL;
+        const Layer *w = &s->m->layers[s->l];
+        bool same_h = w->parallel && !w->ffn_norm.w, last = s->l + 1 == c->n_layer;
+        Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel};
+        Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false};
 
         // tokens look at each other: attention, or the delta rule's memory
         if (w->conv_in.data) delta_net(s);
         else attention_block(s);
+        parallel(s->pool, between_row, s, &blocks, n);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
-        bool same_h = w->parallel && !w->ffn_norm.w;
-        parallel(s->pool, between_row, s,
-                 &(Between){&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel}, n);
         if (w->router.data) experts(s);
         else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
-        parallel(s->pool, between_row, s,
-                 &(Between){&w->ffn_post_norm, next ? &next->attn_norm : NULL, false}, n);
+        parallel(s->pool, between_row, s, &layers, n);
     }
 }
 
@@ -5768,7 +5768,7 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
 
 // out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows a[..].x[i] times the
 // columns of b + j * next, n tiles deep, each of so many parts; or they are added to what it has.
-// Part i of a is about 2^-8i of it: its product with part j of b matters where i + j < order.
+// Part i of a is about 2^-(8 i) of it: its product with part j of b matters where i + j < order.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, int order, bool adds, float *const out[4], size_t pitch) {
     const char *columns = b;
