@@ -2011,9 +2011,8 @@ static void sort_choices(const Session *s, int n) {
 
 static void gather_row(Task t) {   // of the chosen tokens, in the experts' order
     Session *s = t.ctx;
-    const Config *c = &s->m->config;
     const int32_t *order = t.of;
-    size_t dim = c->dim, token = order[t.i] / c->n_used;
+    size_t dim = s->m->config.dim, token = order[t.i] / s->m->config.n_used;
     memcpy(s->gathered + t.i * dim, s->h + token * dim, dim * sizeof *s->h);
 }
 

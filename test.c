@@ -5552,8 +5552,8 @@ int main(int argc, char **argv) {
             return 0;
         }
     }
-    snprintf(test.dir, sizeof test.dir, "%s/llm-test-XXXXXX", P_tmpdir);
-    if (!mkdtemp(test.dir)) return perror(test.dir), 1;
+    snprintf(test.dir, sizeof test.dir, "%s/llm-test-%d-%ld", P_tmpdir, getpid(), (long)time(NULL));
+    if (mkdir(test.dir, 0700)) return perror(test.dir), 1;
     setenv("LLM", text_of("%s llm --cpu", argv[0]), 0);   // for the tests of the command line
     setenv("S", "golden/story.gguf", 1);
     setenv("G", "golden/archs", 1);
