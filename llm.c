@@ -4564,10 +4564,13 @@ static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
 // Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
 // to them, and sum[1] collects d times the activations, to be taken off `bias` times at the end.
-INLINE void dot256(const int8_t *q, const float *d, const float *m, bool per16, int bias, int fit,
+INLINE void dot256(DecodeFn *decode, const uint8_t *b, bool per16, int bias, int fit,
                    const TokenActs *x, vf sum[2]) {
+    int8_t q[256] __attribute__((aligned(64)));
+    float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = bias && !CODE_BIAS && !fit;
     int run = per16 || fit == 2 ? 2 : 4;
+    decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}}, pairs;
@@ -4589,21 +4592,16 @@ INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, 
                          int bias, int fit, const uint8_t *w, int64_t rows, int64_t cols,
                          const TokenActs *x, float *out) {
     uint8_t last[272];
-    int8_t q[256] __attribute__((aligned(64)));
-    float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
         vf sum[2] = {{0}};
         const uint8_t *b = w;
         const TokenActs *a = x;
         for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
-            decode(b, q, d, m);
-            dot256(q, d, m, per16, bias, fit, a, sum);
+            dot256(decode, b, per16, bias, fit, a, sum);
         }
-        if (cols % 256) {
-            tail(padded_256(type, b, cols % 256, last), q, d, m);
-            dot256(q, d, m, per16, bias, fit, a, sum);
-        }
+        if (cols % 256)
+            dot256(tail, padded_256(type, b, cols % 256, last), per16, bias, fit, a, sum);
         out[r] = sum_lanes(sum[0] + sum[1] * (bias ? -(float)bias : 1));
     }
 }
@@ -4768,19 +4766,20 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
 
-// total[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step]. Where a token's
-// numbers follow each other in x, step is 1 and next the length of a row; where they stand in a
-// column, next is 1 and step the length of a row.
+// out[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step] for FLOAT_TOKENS tokens,
+// or is added to out. Where a token's numbers follow each other in x, step is 1 and next the length
+// of a row; where they stand in a column, next is 1 and step the length of a row.
 INLINE void tile_float(const float *columns, const float *x, size_t next, size_t step, int depth,
-                       int tokens, vf total[][VECTORS]) {
-    vf sum[FLOAT_TOKENS][VECTORS];   // local, so that it lives in registers
-    memset(sum, 0, tokens * sizeof *sum);
+                       bool adds, float *out) {
+    vf sum[FLOAT_TOKENS][VECTORS] = {{{0}}};
     for (int k = 0; k < depth; k++, columns += TILE, x += step)
         UNROLL for (int v = 0; v < VECTORS; v++) {
             vf column = load_f32(columns + v * LANES);
-            UNROLL for (int t = 0; t < tokens; t++) sum[t][v] += column * x[t * next];
+            UNROLL for (int t = 0; t < FLOAT_TOKENS; t++) sum[t][v] += column * x[t * next];
         }
-    memcpy(total, sum, tokens * sizeof *sum);
+    UNROLL for (int t = 0; t < FLOAT_TOKENS; t++)
+        UNROLL for (int v = 0; v < VECTORS; v++, out += LANES)
+            store(out, adds ? load_f32(out) + sum[t][v] : sum[t][v]);
 }
 
 // A matmul's activations are packed, to [cols][PACKED_TOKENS]: rows that lie a power of two apart
@@ -4802,6 +4801,7 @@ static void float_pack(const Matmul *job, int t, void *acts) {
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
     for (int j = 0; j < PACKED_ROWS; j++) {
+        prefetch_l2(weight_at(w, r + PACKED_ROWS + j, k), depth * formats[w->type].bytes / 256);
         quant_dequantize(w->type, weight_at(w, r + j, k), rows[j % TILE], depth);
         if (j % TILE == TILE - 1)
             transpose((uint32_t *)rows, FLOAT_DEPTH, depth,
@@ -4915,6 +4915,7 @@ static void int8_panel(const Matrix *w, int64_t r, int64_t k, int depth, Int8Pan
         int8_t q[TILE][256];
         float d[TILE][16], m[TILE][16];
         for (int j = 0; j < TILE; j++) {
+            prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // a row of the tile below
             unpack_row(w->type, weight_at(w, r + j, k + i), w->cols - k - i, q[j], d[j], m[j]);
             for (int c = 0; c < 256; c++) q[j][c] += bias;
             for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
@@ -5261,16 +5262,11 @@ static void float_queries(const float *q, int width, void *to) {   // to [width]
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
-    vf sum[FLOAT_TOKENS][VECTORS];
-    for (int j = 0; j < b->n; j += FLOAT_TOKENS) {   // rows past n yield scores that nobody reads
-        tile_float(q->q, b->k + j * deep, deep, 1, a->hd, FLOAT_TOKENS, sum);
-        memcpy(s + TILE * j, sum, sizeof sum);
-    }
+    for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
+        tile_float(q->q, b->k + j * deep, deep, 1, a->hd, false, s + TILE * j);
     tile_softmax(a, b, q, s);
-    for (int e = 0; e < a->vd; e += FLOAT_TOKENS) {
-        tile_float(s, b->v + e, 1, wide, b->n, FLOAT_TOKENS, sum);
-        add(q->out + TILE * e, (float *)sum, TILE * FLOAT_TOKENS, 1);
-    }
+    for (int e = 0; e < a->vd; e += FLOAT_TOKENS)
+        tile_float(s, b->v + e, 1, wide, b->n, true, q->out + TILE * e);
 }
 
 static const AttentionTile float_attention = {

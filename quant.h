@@ -489,9 +489,10 @@ QUANT_INLINE void quant_widen(quant_i *v, uint64_t lo, uint64_t hi, int per, int
     quant_widen16(v, per == 16 ? quant_join(lo, hi) : quant_twice(lo));
 }
 QUANT_INLINE void quant_put_bits(float *d, const quant_i *v, int g, int n) {
-    // whole registers, or the loads that follow would wait for the stores
-    if (n == 8) QUANT_UNROLL for (int i = 0; i < 64; i += QUANT_LANES)
-        __builtin_memcpy((char *)d + i, (const char *)v + i, QUANT_LANES);
+    // whole registers (gcc's memcpy takes halves), or the loads that follow wait for the stores
+    typedef int32_t part __attribute__((vector_size(QUANT_LANES), aligned(4), may_alias));
+    if (n == 8) QUANT_UNROLL for (int i = 0; i < 64 / QUANT_LANES; i++)
+        ((part *)d)[i] = ((const part *)v)[i];
     else for (int i = 0; i < 2 * n; i++) d[i] = quant_from_bits((uint32_t)(*v)[2 * g + i]);
 }
 QUANT_INLINE void quant_put_scale(float *d, const quant_i *v, float D, int g, int n) {
@@ -500,13 +501,12 @@ QUANT_INLINE void quant_put_scale(float *d, const quant_i *v, float D, int g, in
 }
 QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
     uint64_t lo = 0, hi = 0;
-    if (n < 8) for (int i = 0; i < 2 * n; i++) d[i] = quant_half(p + i / 2 * size);
-    if (n < 8) return;
-    QUANT_UNROLL for (int i = 3; i >= 0; i--) {
+    QUANT_UNROLL for (int i = 3; n == 8 && i >= 0; i--) {
         lo = lo << 16 | quant_u16(p + i * size);
         hi = hi << 16 | quant_u16(p + (4 + i) * size);
     }
-    quant_halves8(d, quant_join(lo, hi));
+    if (n == 8) quant_halves8(d, quant_join(lo, hi));
+    else for (int i = 0; i < 2 * n; i++) d[i] = quant_half(p + i / 2 * size);
 }
 #endif
 #pragma GCC diagnostic pop
