@@ -526,7 +526,7 @@ static const char BENCH_PARTS[] =
 
 // Weights are bytes of 0 to 31: wherever a format has f16 scales, they are below 1/128. Norms of
 // 2^-22 leave tokens as different as their embeddings are, so that they choose different experts.
-// TYPE FILE [SHAPE]
+// TYPE FILE [SHAPE]. The sections of RoPE are for llama.cpp, which reads no qwen35 without them.
 static void write_bench_model(char **arg) {
     const char *path = arg[1], *shape = arg[2] ? arg[2] : "dense";
     size_t k = 0;
