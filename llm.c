@@ -4557,10 +4557,9 @@ static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8
 
 // Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of
 // TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in
-// each lane. So a lane meets numbers of one group only, and its products for k = 0..3 are added as
-// integers before they are converted and scaled once; where scales stand per 16 (per16), those of k
-// = 0, 1 and of k = 2, 3 apart, the former with the scale of the group's first half, the latter
-// with that of the second.
+// each lane. So a lane meets one group only, and its products for k = 0..3 are added as integers,
+// then converted and scaled once; where scales stand per 16 (per16), those of k = 0, 1 and those of
+// k = 2, 3 apart, with the scale of the group's first half and with that of its second.
 //
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
 // Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
