@@ -4502,9 +4502,8 @@ INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
 static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
-    memcpy(bits, x, sizeof bits);
     for (int i = 0; i < 32; i++) {
-        int32_t size = bits[i] & 0x7fffffff;
+        int32_t size = quant_u32((const uint8_t *)(x + i)) & 0x7fffffff;
         top = size > top ? size : top;
     }
     memcpy(&most, &top, sizeof most);
