@@ -1082,7 +1082,6 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 }
 
 static void attention(Pool *p, Arena *a, const Attention *x);   // memory: as matmul
-
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
 // More mixers (Part II) read s->h and leave their result in s->out.
@@ -1123,9 +1122,8 @@ static inline float exp_fast(float x) {
     int32_t bits;
     memcpy(&bits, &y, sizeof bits);
     bits = (int32_t)((uint32_t)(bits - MAGIC_BITS + 127) << 23);   // 2^i as a float's exponent
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return p * power;
+    memcpy(&y, &bits, sizeof y);
+    return p * y;
 }
 
 // Sum of x - mean, or of its squares, in 16 independent lanes: that is what lets a compiler use
@@ -1160,7 +1158,7 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
 
 // RoPE (arXiv 2104.09864): turns each pair of values by its angle at this position, so that the
 // product of a query and a key depends on how far apart they are. turn [n_rot]: cos, sin of each.
-static void rope(float *x, const float *turn, int n_rot, int pairing) {
+QUANT_INLINE void rope(float *x, const float *turn, int n_rot, int pairing) {
     int step = pairing == ROPE_PAIRS ? 2 : 1, mate = pairing == ROPE_PAIRS ? 1 : n_rot / 2;
     for (int i = 0; i < n_rot / 2; i++) {
         float c = turn[2 * i], s = turn[2 * i + 1], *a = x + i * step, *b = a + mate, t = *a;
@@ -1287,7 +1285,9 @@ static void qkv_part(Task t) {
         const Norm *n = p ? &w->k_norm : &w->q_norm;
         clamp(x, heads * c->hd, c->clamp_qkv);
         if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
-        for (int h = 0; w->rotated && h < heads; h++) rope(x + h * c->hd, turn, c->n_rot, c->rope);
+        for (int h = 0; w->rotated && h < heads; h++)
+            if (c->rope == ROPE_HALVES) rope(x + h * c->hd, turn, c->n_rot, ROPE_HALVES);
+            else rope(x + h * c->hd, turn, c->n_rot, ROPE_PAIRS);   // each a loop of its own
         if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
     }
     float far = logf(floorf(pos / (float)c->n_ctx_orig) + 1);   // 0 in the original context
@@ -5335,16 +5335,20 @@ static void many_task(Task t) {
     for (int r = 0; r < rows_used(a); r += keys) {
         int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + some - 1);
         if (seen == NONE_SEEN) continue;
-        b.n = a->rows - r < keys ? a->rows - r : keys;
+        int n = rows_used(a) - r < keys ? rows_used(a) - r : keys;
         b.pos = a->pos_k + r;
         b.masked = seen == SOME_SEEN;
-        for (int j = 0; j < b.n; j++) {
+        for (int j = 0; j < n; j++) {
             size_t row = (size_t)h * a->rows + r + j;
             quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * deep, a->hd);
             quant_dequantize(QUANT_F16, a->v + row * a->vd, b.v + j * wide, a->vd);
         }
         if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
-        for (int i = 0; i * TILE < some * group; i += c->tile->tiles) c->tile->attend(a, &b, &q[i]);
+        for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
+            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // rows behind none sees
+            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;
+            c->tile->attend(a, &b, &q[i]);
+        }
     }
     for (int j = 0; j < some * group; j++) {
         const QueryTile *tile = &q[j / TILE];
@@ -5376,10 +5380,9 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
 // Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
 // heads that share it. A block has FEW rows. First its keys are read and then its values, both in
 // the order of memory, and with each row the same row of the next block is asked for, so that
-// memory never waits for arithmetic. (128 rows at a time, column by column, ran at 60 % of the
-// bandwidth; this runs at 75.) PART_BLOCKS blocks make a split, and threads take splits
-// independently of each other: each leaves a Part per head, with a largest score and sums of its
-// own, and whoever finishes the last split of a head joins its parts.
+// memory never waits for arithmetic. PART_BLOCKS blocks make a split, and threads take splits
+// independently: each leaves a Part per head, with a largest score and sums of its own, and
+// whoever finishes the last split of a head joins its parts.
 
 enum { FEW = 32, PART_BLOCKS = 4 };
 typedef struct { float top, sum, out[]; } Part;   // out[vd]
@@ -5878,24 +5881,24 @@ INLINE void store_pairs(uint32_t *to, vf a, vf b) {
 static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[2][AMX_KEYS][TILE] __attribute__((aligned(64)));
     uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
-    int deep = whole_32(a->hd) / 32;
+    int deep = whole_32(a->hd) / 32, keys = whole_32(b->n);
     size_t next = (const char *)q[1].q - (const char *)q[0].q;
-    const AmxActs *x = b->packed;
-    for (int j = 0; j < AMX_KEYS; j += 32, x += deep * 2) {
+    const AmxActs *x = b->packed, *values = x + AMX_KEYS / 32 * deep * 2;
+    for (int j = 0; j < keys; j += 32, x += deep * 2) {
         float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
         amx_product(x, 2, q[0].q, 2, next, deep, 2, false, out, 64);
     }
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
-        memset(s[t][b->n], 0, (AMX_KEYS - b->n) * sizeof s[t][0]);
-        for (int j = 0; j < AMX_KEYS; j += 2)
+        memset(s[t][b->n], 0, (keys - b->n) * sizeof s[t][0]);
+        for (int j = 0; j < keys; j += 2)
             store_pairs(weights[t][j / 32][0][j / 2 % 16], load_f32(s[t][j]),
                         load_f32(s[t][j + 1]));
     }
-    for (int e = 0; e < a->vd; e += 32, x += AMX_KEYS / 32 * 2) {
+    for (int e = 0; e < a->vd; e += 32, values += AMX_KEYS / 32 * 2) {
         float *a_out = q[0].out + e * TILE, *b_out = q[1].out + e * TILE;
         float *out[] = {a_out, b_out, a_out + TILE * TILE, b_out + TILE * TILE};
-        amx_product(x, 2, weights[0], 2, sizeof weights[0], AMX_KEYS / 32, 2, true, out, 64);
+        amx_product(values, 2, weights[0], 2, sizeof weights[0], keys / 32, 2, true, out, 64);
     }
 }
 

@@ -1119,7 +1119,7 @@ static const AttentionCase ATTENTION[] = {
     {"whole text", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .softcap = 0},
     {"whole text, ALiBi, cap", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
     {"long", 6, 3, 64, 64, 700, 2, 800, 800, 0, true, .sinks = true},
-    {"wide heads", 2, 1, 256, 256, 200, 40, 300, 300, 0, true, .softcap = 0},
+    {"wide heads", 2, 1, 256, 256, 90, 150, 300, 300, 0, true, .softcap = 0},
     {"seven heads share one", 14, 2, 80, 48, 300, 1, 310, 200, 0, true, .softcap = 0},
 };
 
