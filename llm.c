@@ -5766,6 +5766,7 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
 // out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows a[..].x[i] times the
 // columns of b + j * next, n tiles deep, each of so many parts; or they are added to what it has.
 // Part i of a is about 2^-(8 i) of it: its product with part j of b matters where i + j < order.
+// With out[2] NULL the second 16 rows of a are left out.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, int order, bool adds, float *const out[4], size_t pitch) {
     const char *columns = b;
@@ -5789,12 +5790,14 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_loadd(7, y + next, 64);
                 _tile_dpbf16ps(1, 4, 7);
+                if (!out[2]) continue;
                 _tile_loadd(5, a[i].x[1], 64);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
     _tile_stored(0, out[0], pitch);
     _tile_stored(1, out[1], pitch);
+    if (!out[2]) return;
     _tile_stored(2, out[2], pitch);
     _tile_stored(3, out[3], pitch);
 }
@@ -5807,15 +5810,11 @@ static void amx_multiply(const Product *p) {
         p->r + 2 * TILE <= w->rows && !(last && (w->scale || w->bias));
     float *to = whole ? p->job->out + p->t * w->rows + p->r : (float *)sum;
     size_t pitch = whole ? w->rows : TILE, right = whole ? TILE : AMX_TOKENS * TILE;   // floats
-    float *out[] = {to, to + right, to + 16 * pitch, to + 16 * pitch + right};
-    size_t half = amx_tile(w)->panel_bytes / 2, bytes = pitch * sizeof(float);
-    int n = (p->depth + 31) / 32, parts = weight_parts(w);
-    bool adds = whole && p->k > 0;
-    if (formats[w->type].unpack)
-        amx_product(p->acts, 1, p->panel, 1, half, n, 1, adds, out, bytes);
-    else if (w->type == QUANT_F32)
-        amx_product(p->acts, 3, p->panel, 3, half, n, 3, adds, out, bytes);
-    else amx_product(p->acts, 2, p->panel, parts, half, n, 3, adds, out, bytes);
+    float *lower = p->t + TILE < p->job->n ? to + 16 * pitch : NULL;
+    float *out[] = {to, to + right, lower, to + 16 * pitch + right};
+    int act_parts = amx_tile(w)->act_bytes / (8 * sizeof(AmxActs));
+    amx_product(p->acts, act_parts, p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
+                (p->depth + 31) / 32, 3, whole && p->k > 0, out, pitch * sizeof(float));
     if (whole) return;
     tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
     tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
