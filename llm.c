@@ -5345,8 +5345,8 @@ static void many_task(Task t) {
         }
         if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
-            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // rows behind none sees
-            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;
+            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // that they see
+            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or -1
             c->tile->attend(a, &b, &q[i]);
         }
     }
