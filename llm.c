@@ -4523,16 +4523,15 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 // the scale times the sum of the 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-static void token_pack(const Matmul *job, int t, void *acts) {
+static void token_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
     TokenActs *a = acts;
-    int64_t cols = job->w->cols;
-    for (int64_t i = 0; i < cols; i += 32) {
-        TokenActs *b = a + i / 256;
+    for (int64_t i = k; i < end; i += 32) {
+        TokenActs *b = a + (i - k) / 256;
         int8_t q[32];
         int32_t g = i / 32 % 8, sum[3];
-        if (g == 0 && cols - i < 256) memset(b, 0, sizeof *b);
-        float d = round_32(job->x + t * cols + i, q, sum);
-        UNROLL for (int k = 0; k < 4; k++) memcpy(b->q[k][g], q + 8 * k, 8);
+        if (g == 0 && end - i < 256) memset(b, 0, sizeof *b);
+        float d = round_32(job->x + t * job->w->cols + i, q, sum);
+        UNROLL for (int j = 0; j < 4; j++) memcpy(b->q[j][g], q + 8 * j, 8);
         for (int h = 0; h < 2; h++) {
             b->d[2 * g + h] = d;
             b->s[2 * g + h] = d * sum[h];
@@ -4695,12 +4694,12 @@ typedef struct {
 
 typedef struct {
     int tokens, rows;              // of one product; beyond the job's there may be fewer
-    int packed;                    // tokens that `pack` takes
+    int packed, step;              // tokens and columns that a task packs; step: of whole 256
     int depth, task_rows;          // weights decoded at a time; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
     size_t panel_bytes;            // of `depth` weights of `rows` rows
-    // packs all activations of tokens t .. t+packed-1; NULL: job->x serves as it is
-    void (*pack)(const Matmul *job, int t, void *acts);
+    // packs activations k .. end-1 of tokens t .. t+packed-1; NULL: job->x serves as it is
+    void (*pack)(const Matmul *job, int t, int64_t k, int64_t end, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+rows-1
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
     // adds the products to out, by tile_out
@@ -4787,13 +4786,12 @@ INLINE void tile_float(const float *columns, const float *x, size_t next, size_t
 enum { PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
 typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
 
-static void float_pack(const Matmul *job, int t, void *acts) {
-    int64_t cols = job->w->cols;
-    for (int64_t i = 0; i < cols; i += 16)
-        for (int k = 0; k < PACKED_TOKENS; k++) {
-            const float *x = job->x + (t + k < job->n ? t + k : t) * cols;
-            float *to = (float *)acts + k;
-            for (int64_t j = i; j < cols && j < i + 16; j++) to[j * PACKED_TOKENS] = x[j];
+static void float_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
+    for (int64_t i = k; i < end; i += 16)
+        for (int c = 0; c < PACKED_TOKENS; c++) {
+            const float *x = job->x + (t + c < job->n ? t + c : t) * job->w->cols;
+            float *to = (float *)acts + c;
+            for (int64_t j = i; j < end && j < i + 16; j++) to[(j - k) * PACKED_TOKENS] = x[j];
         }
 }
 
@@ -4825,7 +4823,7 @@ static void float_multiply(const Product *p) {
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .packed = PACKED_TOKENS, .rows = PACKED_ROWS,
+    .tokens = PACKED_TOKENS, .packed = PACKED_TOKENS, .step = 1024, .rows = PACKED_ROWS,
     .depth = FLOAT_DEPTH, .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
     .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
@@ -4890,18 +4888,17 @@ typedef struct {                       // weights of 16 rows
     float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
 } Int8Panel;
 
-static void int8_pack(const Matmul *job, int t, void *acts) {
-    int64_t cols = job->w->cols;
+static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
     Int8Acts *a = acts;
-    for (int64_t i = 0; i < cols; i += 32, a++)
-        for (int k = 0; k < INT8_TOKENS; k++) {
+    for (int64_t i = k; i < end; i += 32, a++)
+        for (int c = 0; c < INT8_TOKENS; c++) {
             int8_t q[32];
             int32_t sum[3];
-            a->d[k] = round_32(job->x + (t + k < job->n ? t + k : t) * cols + i, q, sum);
-            UNROLL for (int j = 0; j < 32 / DEEP; j++) memcpy(a->q[j][k], q + DEEP * j, DEEP);
+            a->d[c] = round_32(job->x + (t + c < job->n ? t + c : t) * job->w->cols + i, q, sum);
+            UNROLL for (int j = 0; j < 32 / DEEP; j++) memcpy(a->q[j][c], q + DEEP * j, DEEP);
             UNROLL for (int j = 0; j < 3; j++) {
-                a->s[j][k] = a->d[k] * sum[j];
-                a->start[j][k] = (int32_t)(MAGIC_BITS - (uint32_t)CODE_BIAS * sum[j]);
+                a->s[j][c] = a->d[c] * sum[j];
+                a->start[j][c] = (int32_t)(MAGIC_BITS - (uint32_t)CODE_BIAS * sum[j]);
             }
         }
 }
@@ -4997,8 +4994,8 @@ static void int8_multiply(const Product *p) {
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .packed = INT8_TOKENS, .rows = INT8_ROWS, .depth = INT8_DEPTH,
-    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
+    .tokens = INT8_TOKENS, .packed = INT8_TOKENS, .step = 1024, .rows = INT8_ROWS,
+    .depth = INT8_DEPTH, .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
     .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
@@ -5009,8 +5006,8 @@ static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
 // one token is no tile, but its activations are packed in the same way
 static const Tile float_token = {.tokens = 1, .packed = 1, .rows = 1},
-    block_token = {.tokens = 1, .packed = 1, .rows = 1, .act_bytes = sizeof(TokenActs),
-                   .pack = token_pack};
+    block_token = {.tokens = 1, .packed = 1, .step = 8192, .rows = 1,
+                   .act_bytes = sizeof(TokenActs), .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
@@ -5031,8 +5028,12 @@ typedef struct {
 static void pack_task(Task t) {
     const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
     while (t.i >= j[1].first_pack) j++;
-    int from = (t.i - j->first_pack) * j->tile->packed;
-    j->tile->pack(j->job, from, (char *)j->acts + from / j->tile->tokens * j->act_bytes);
+    const Tile *tile = j->tile;
+    int groups = (j->job->n + tile->packed - 1) / tile->packed, i = t.i - j->first_pack;
+    int from = i % groups * tile->packed;
+    int64_t k = i / groups * tile->step, end = k + tile->step, cols = j->job->w->cols;
+    tile->pack(j->job, from, k, end < cols ? end : cols, (char *)j->acts +
+               from / tile->tokens * j->act_bytes + k / 256 * tile->act_bytes);
 }
 
 // rows r .. end-1 for one token
@@ -5048,13 +5049,17 @@ static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, int t, int 
                            char *panels) {
     const Matrix *w = j->job->w;
     const Tile *tile = j->tile;
+    int groups = (t_end - t + tile->tokens - 1) / tile->tokens;
     Product p = {.job = j->job};
+    static _Thread_local bool back;   // a task begins with what the last one left in L2
+    back = !back;
     for (p.k = 0; p.k < w->cols; p.k += tile->depth) {
         char *panel = panels;
         p.depth = w->cols - p.k < tile->depth ? (int)(w->cols - p.k) : tile->depth;
         for (p.r = r; p.r < end; p.r += tile->rows, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
-        for (p.t = t; p.t < t_end; p.t += tile->tokens) {
+        for (int i = 0; i < groups; i++) {
+            p.t = t + (back ? groups - 1 - i : i) * tile->tokens;
             p.acts = j->acts + p.t / tile->tokens * j->act_bytes + p.k / 256 * tile->act_bytes;
             p.panel = panels;
             for (p.r = r; p.r < end; p.r += tile->rows, p.panel += tile->panel_bytes)
@@ -5095,11 +5100,11 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
     j->acts = job->x;
     j->act_bytes = (w->cols + 255) / 256 * tile->act_bytes;
     while (same < j && (same->job->x != job->x || same->job->n != job->n ||
-                        same->job->w->cols != w->cols || same->tile->pack != tile->pack)) same++;
+                        same->job->w->cols != w->cols || same->tile != tile)) same++;
     if (same < j) j->acts = same->acts;
     else if (tile->pack) {
         size_t tiles = (job->n + tile->tokens - 1) / tile->tokens;
-        packs = (job->n + tile->packed - 1) / tile->packed;
+        packs = (job->n + tile->packed - 1) / tile->packed * ((w->cols - 1) / tile->step + 1);
         j->acts = arena_take(a, "packed activations", tiles, j->act_bytes);
     }
     // one token: long runs of memory (512 KB are the fastest)
@@ -5204,7 +5209,7 @@ typedef struct {                       // n rows of a KV head's cache
 typedef struct {
     int keys;                          // rows in a block
     int tiles;                         // query tiles that `attend` takes at once
-    int task_queries;                  // of all heads of a KV head; at least one of each
+    int task_queries;                  // of all heads of a KV head, at most: they stay in L2
     void (*pack_queries)(const float *q, int width, void *to);         // from [16][width]
     void (*pack_keys)(const Attention *a, const KeyBlock *b);          // NULL: floats will do
     // scores, tile_softmax, and what the block adds to the results
@@ -5269,7 +5274,7 @@ static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
 }
 
 static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = 1, .task_queries = 64,
+    .keys = FLOAT_KEYS, .tiles = 1, .task_queries = 256,
     .pack_queries = float_queries, .attend = float_attend,
 };
 
@@ -5329,13 +5334,14 @@ static void many_task(Task t) {
     KeyBlock b = {0};
     Arena own = {.base = c->work + t.thread * c->work_bytes, .size = c->work_bytes};
     QueryTile *q = many_buffers(c, &own, &b);
-    memset(b.k, 0, sizeof(float) * keys * deep);
-    memset(b.v, 0, sizeof(float) * keys * wide);
+    int most = rows_used(a) < keys ? whole_32(rows_used(a)) : keys;   // of a block
+    memset(b.k, 0, sizeof(float) * most * deep);
+    memset(b.v, 0, sizeof(float) * most * wide);
     many_start(c, q, b.k, h, first, some * group);
     for (int r = 0; r < rows_used(a); r += keys) {
         int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + some - 1);
         if (seen == NONE_SEEN) continue;
-        int n = rows_used(a) - r < keys ? rows_used(a) - r : keys;
+        int n = b.n = rows_used(a) - r < keys ? rows_used(a) - r : keys;
         b.pos = a->pos_k + r;
         b.masked = seen == SOME_SEEN;
         for (int j = 0; j < n; j++) {
@@ -5364,9 +5370,11 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
     int group = x->n_head / x->n_kv;
     ManyCall c = {.a = x, .tile = p->amx ? amx_attention() : &float_attention};
     Arena count = {0};
-    c.queries = group < c.tile->task_queries ? c.tile->task_queries / group : 1;
+    int step = TILE * c.tile->tiles, most = c.tile->task_queries;
+    // the more queries a task has, the fewer tasks pack the same keys; but four for each thread
+    int share = larger(x->n * x->n_head / (4 * p->threads), step);
+    c.queries = larger((share < most ? share : most) / group, 1);
     if (c.queries > x->n) c.queries = x->n;
-    int step = TILE * c.tile->tiles;
     c.tasks = x->n_kv * ((x->n + c.queries - 1) / c.queries);
     c.tiles = (c.queries * group + step - 1) / step * c.tile->tiles;
     many_buffers(&c, &count, &(KeyBlock){0});
@@ -5636,7 +5644,7 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
 // the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
 // f32 weights take the six products that a float's precision can tell, f16 the four with two parts,
 // 17 bits, of the activations, bf16 two.
-// 2 x 2 tiles share their operands: one load per product.
+// 2 x 2 tiles share their operands: one load per product, or fewer where parts share them, too.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
@@ -5675,20 +5683,18 @@ INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// 16 tokens, half of each of AmxActs [cols/32][parts]
-static void amx_pack(const Matmul *job, int t, AmxActs *a, int parts) {
-    int64_t cols = job->w->cols;
-    for (int64_t i = 0; i < cols; i += 32, a += parts)
-        for (int k = 0; k < TILE; k++) {
-            const float *x = job->x + (t + k < job->n ? t + k : t) * cols + i;
+// 16 tokens, half of each of AmxActs [(end - k)/32][parts]
+static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
+    int parts = amx_tile(job->w)->act_bytes / (8 * sizeof(AmxActs));
+    AmxActs *a = acts;
+    for (int64_t i = k; i < end; i += 32, a += parts)
+        for (int c = 0; c < TILE; c++) {
+            const float *x = job->x + (t + c < job->n ? t + c : t) * job->w->cols + i;
             float edge[32] = {0};
-            if (cols - i < 32) x = memcpy(edge, x, (cols - i) * sizeof *x);
-            store_parts(a->x[t / TILE % 2][k], sizeof *a, parts, load_f32(x), load_f32(x + 16));
+            if (end - i < 32) x = memcpy(edge, x, (end - i) * sizeof *x);
+            store_parts(a->x[t / TILE % 2][c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
         }
 }
-static void amx_pack_block(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 1); }
-static void amx_pack_half(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 2); }
-static void amx_pack_float(const Matmul *job, int t, void *acts) { amx_pack(job, t, acts, 3); }
 
 // [16][width] to columns of pairs, [width/32][parts] tiles
 static void amx_columns(const float *x, int width, int parts, char *to) {
@@ -5783,15 +5789,17 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
     }
     for (int k = 0; k < n; k++, a += a_parts, columns += b_parts * TILE_BYTES)
         for (int j = 0; j < b_parts; j++)
-            for (int i = 0; i < a_parts && i + j < order; i++) {
+            for (int c = order - j < a_parts ? order - j : a_parts, m = 0; m < c; m++) {
                 const char *y = columns + j * TILE_BYTES;
-                _tile_loadd(4, a[i].x[0], 64);
-                _tile_loadd(6, y, 64);
+                int i = j % 2 ? m : c - 1 - m;   // to and fro: with an odd j, part 0 is there
+                bool loads = m > 0 || j % 2 == 0;
+                if (loads) _tile_loadd(4, a[i].x[0], 64);
+                if (m == 0) _tile_loadd(6, y, 64);
                 _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, y + next, 64);
+                if (m == 0) _tile_loadd(7, y + next, 64);
                 _tile_dpbf16ps(1, 4, 7);
                 if (!out[2]) continue;
-                _tile_loadd(5, a[i].x[1], 64);
+                if (loads) _tile_loadd(5, a[i].x[1], 64);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
@@ -5820,23 +5828,14 @@ static void amx_multiply(const Product *p) {
     tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
 }
 
-static const Tile amx_block_tile = {
-    .tokens = AMX_TOKENS, .packed = TILE, .rows = 2 * TILE, .depth = AMX_DEPTH, .task_rows = 256,
-    .act_bytes = 8 * sizeof(AmxActs), .panel_bytes = 2 * AMX_DEPTH / 32 * TILE_BYTES,
-    .pack = amx_pack_block, .decode = amx_decode, .multiply = amx_multiply,
-}, amx_half_tile = {
-    .tokens = AMX_TOKENS, .packed = TILE, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
-    .act_bytes = 8 * 2 * sizeof(AmxActs), .panel_bytes = 2 * AMX_FLOATS / 32 * 2 * TILE_BYTES,
-    .pack = amx_pack_half, .decode = amx_decode, .multiply = amx_multiply,
-}, amx_float_tile = {
-    .tokens = AMX_TOKENS, .packed = TILE, .rows = 2 * TILE, .depth = AMX_FLOATS, .task_rows = 256,
-    .act_bytes = 8 * 3 * sizeof(AmxActs),
-    .panel_bytes = 2 * AMX_FLOATS / 32 * MAX_PARTS * TILE_BYTES,
-    .pack = amx_pack_float, .decode = amx_decode, .multiply = amx_multiply,
-};
-static const Tile *amx_tile(const Matrix *w) {
-    return formats[w->type].unpack ? &amx_block_tile
-           : w->type == QUANT_F32 ? &amx_float_tile : &amx_half_tile;
+#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .packed = TILE, .step = 512, \
+    .rows = 2 * TILE, .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
+    .panel_bytes = 2 * deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
+    .multiply = amx_multiply}
+static const Tile amx_tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
+                                 AMX_TILE(AMX_FLOATS, 3, 3)};
+static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
+    return &amx_tiles[formats[w->type].unpack ? 0 : w->type == QUANT_F32 ? 2 : 1];
 }
 
 // Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
@@ -5847,20 +5846,21 @@ static void amx_queries(const float *q, int width, void *to) { amx_columns(q, wi
 // keys to AmxActs [AMX_KEYS/32][hd/32][2]; behind them the values, transposed to rows of keys, to
 // AmxActs [vd/32][AMX_KEYS/32][2]
 static void amx_keys(const Attention *a, const KeyBlock *b) {
-    int deep = whole_32(a->hd), wide = whole_32(a->vd);
+    int deep = whole_32(a->hd), wide = whole_32(a->vd), keys = whole_32(b->n);
     uint32_t lo[32][TILE], hi[32][TILE];
-    AmxActs *to = b->packed;
-    for (int j = 0; j < AMX_KEYS; j += 32)
+    AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * deep / 32 * 2;
+    for (int j = 0; j < keys; j += 32)
         for (int e = 0; e < deep; e += 32, to += 2)
             for (int i = 0; i < 32; i++) {
                 const float *x = b->k + (j + i) * deep + e;
                 store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(x), load_f32(x + 16));
             }
-    for (int e = 0; e < wide; e += 32)
-        for (int j = 0; j < AMX_KEYS; j += 32, to += 2) {
+    for (int e = 0; e < wide; e += 32, values += AMX_KEYS / 32 * 2)
+        for (int j = 0; j < keys; j += 32) {
             const uint32_t *x = (const uint32_t *)b->v + j * wide + e;
             transpose(x, wide, 32, lo[0]);
             transpose(x + 16 * wide, wide, 32, hi[0]);
+            to = values + j / 32 * 2;
             for (int i = 0; i < 32; i++)
                 store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
         }
@@ -5902,7 +5902,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
 }
 
 static const AttentionTile amx_attention_tile = {
-    .keys = AMX_KEYS, .tiles = 2, .task_queries = 256,
+    .keys = AMX_KEYS, .tiles = 2, .task_queries = 512,
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
 static const AttentionTile *amx_attention(void) { return &amx_attention_tile; }
