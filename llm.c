@@ -4759,33 +4759,34 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 
 // ---- 21. the float tile ----
 //
-// It serves float weights, and all formats where there is no int8 tile. Attention without
-// AMX uses tile_float for both of its products.
+// It serves float weights, and all formats where there is no int8 tile. Attention without AMX
+// uses tile_float for both of its products.
 
-enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4 };   // by the number of registers
+// As many sums as leave registers for operands: a multiply-add takes four cycles, and two can start
+// in each, if loads keep up.
+enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
+       PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
+typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
 
-// out[t][i] = sum over k < depth of columns[k][i] * x[t * next + k * step] for FLOAT_TOKENS tokens,
-// or is added to out. Where a token's numbers follow each other in x, step is 1 and next the length
-// of a row; where they stand in a column, next is 1 and step the length of a row.
-INLINE void tile_float(const float *columns, const float *x, size_t next, size_t step, int depth,
-                       bool adds, float *out) {
-    vf sum[FLOAT_TOKENS][VECTORS] = {{{0}}};
-    for (int k = 0; k < depth; k++, columns += TILE, x += step)
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            vf column = load_f32(columns + v * LANES);
-            UNROLL for (int t = 0; t < FLOAT_TOKENS; t++) sum[t][v] += column * x[t * next];
-        }
-    UNROLL for (int t = 0; t < FLOAT_TOKENS; t++)
-        UNROLL for (int v = 0; v < VECTORS; v++, out += LANES)
-            store(out, adds ? load_f32(out) + sum[t][v] : sum[t][v]);
+// out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step] for all panels i and
+// tokens t, or is added to out. In x a token's numbers lie `step` apart, two tokens `next`.
+INLINE void tile_float(const float *w, int panels, const float *x, int tokens, size_t next,
+                       size_t step, int depth, bool adds, float *out) {
+    vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS] = {{{{0}}}};
+    for (int k = 0; k < depth; k++, x += step)
+        UNROLL for (int i = 0; i < panels; i++)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                vf column = load_f32(w + (i * FLOAT_DEPTH + k) * TILE + v * LANES);
+                UNROLL for (int t = 0; t < tokens; t++) sum[i][t][v] += column * x[t * next];
+            }
+    UNROLL for (int i = 0; i < panels; i++)
+        UNROLL for (int t = 0; t < tokens; t++)
+            UNROLL for (int v = 0; v < VECTORS; v++, out += LANES)
+                store(out, adds ? load_f32(out) + sum[i][t][v] : sum[i][t][v]);
 }
 
 // A matmul's activations are packed, to [cols][PACKED_TOKENS]: rows that lie a power of two apart
-// would fall into the same few lines of L1. The sums are as many as leave registers for operands: a
-// multiply-add takes four cycles, and two can start in each, if loads keep up.
-enum { PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
-typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
-
+// would fall into the same few lines of L1.
 static void float_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
     for (int64_t i = k; i < end; i += 16)
         for (int c = 0; c < PACKED_TOKENS; c++) {
@@ -4807,19 +4808,11 @@ static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void 
 }
 
 static void float_multiply(const Product *p) {
-    enum { PANELS = PACKED_ROWS / TILE };
-    vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}}, total[PANELS][PACKED_TOKENS][VECTORS];
-    const FloatPanel *w = p->panel;
-    const float *x = p->acts;
-    for (int k = 0; k < p->depth; k++, x += PACKED_TOKENS)
-        UNROLL for (int i = 0; i < PANELS; i++)
-            UNROLL for (int v = 0; v < VECTORS; v++) {
-                vf column = load_f32(w[i].rows[k] + v * LANES);
-                UNROLL for (int t = 0; t < PACKED_TOKENS; t++) sum[i][t][v] += column * x[t];
-            }
-    memcpy(total, sum, sizeof total);   // sum itself stays in registers
-    for (int i = 0; i < PANELS; i++)
-        tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, total[i]);
+    vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS];
+    tile_float(p->panel, PACKED_ROWS / TILE, p->acts, PACKED_TOKENS, 1, PACKED_TOKENS, p->depth,
+               false, (float *)sum);
+    for (int i = 0; i < PACKED_ROWS / TILE; i++)
+        tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, sum[i]);
 }
 
 static const Tile float_tile = {
@@ -4833,7 +4826,7 @@ static const Tile float_tile = {
 //
 // Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
 // no conversion from integers. Per 32 weights of a vector of rows and a token there are 8 products,
-// then 2 instructions for the scales, 3 with offsets. With AVX-512 that is 512 multiply-adds in 10
+// then 2 instructions for a scale and 1 for an offset. With AVX-512 that is 512 multiply-adds in 10
 // instructions, 5 cycles; with AVX2 and small codes, where a product is two instructions and a sum
 // of pairs another two, 256 in 20, 7 cycles. A pass has as many rows and tokens as registers hold,
 // two sums for each vector; AVX-512 has two vectors of rows, which share the loads of activations.
@@ -4903,22 +4896,29 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
         }
 }
 
-// The offsets take off what the bias adds, with dot_pairs; with CODE_BIAS, `start` does.
+// The offsets take off what the bias adds, with dot_pairs; with CODE_BIAS, `start` does. Codes of
+// Q2_K, at most 3, are multiplied by their 4-bit scales, eight in a word; a block keeps one scale.
 static void int8_panel(const Matrix *w, int64_t r, int64_t k, int depth, Int8Panel *p) {
     const Format *f = &formats[w->type];
     int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
+    bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
     for (int i = 0; i < depth; i += 256) {
-        int8_t q[TILE][256];
+        uint64_t q[TILE][32];
         float d[TILE][16], m[TILE][16];
         for (int j = 0; j < TILE; j++) {
+            int8_t *codes = (int8_t *)q[j];
+            const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
             prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // a row of the tile below
-            unpack_row(w->type, weight_at(w, r + j, k + i), w->cols - k - i, q[j], d[j], m[j]);
-            for (int c = 0; c < 256; c++) q[j][c] += bias;
+            unpack_row(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
+            for (int c = 0; c < 256; c++) codes[c] += bias;
             for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
+            for (int c = 0; c < 4 && folds; c++)
+                for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
+            for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
         }
         if (DEEP == 4) transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / DEEP]);
-        else for (int c = 0; c < 256; c += DEEP)
-            for (int j = 0; j < TILE; j++) memcpy(p->q[(i + c) / DEEP][j], q[j] + c, DEEP);
+        else for (int c = 0; c < 256 / DEEP; c++)
+            for (int j = 0; j < TILE; j++) memcpy(p->q[i / DEEP + c][j], &q[j][c], DEEP);
         transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
         if (f->offsets || f->fit) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
     }
@@ -4929,15 +4929,15 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
         int8_panel(w, r + i, k, depth, (Int8Panel *)panel + i / TILE);
 }
 
-// One step takes the weights of a scale: a group of 32, or half of it (per16).
-INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int depth, bool per16,
-                      bool offsets, int fit, vf total[][INT8_TOKENS][VECTORS]) {
+// 32 weights of a row have 1 or 2 scales and 0 to 2 offsets. One step takes the weights of a scale.
+INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int depth, int scales,
+                      int offsets, int fit, vf total[][INT8_TOKENS][VECTORS]) {
     enum { T = INT8_TOKENS / V_TOKENS, V = PASS_ROWS / V_ROWS };
     vf sum[T][V] = {{{0}}};
-    int step = per16 ? 16 : 32, run = fit < step / DEEP ? fit : step / DEEP;
+    int step = 32 / scales, run = fit < step / DEEP ? fit : step / DEEP, each = offsets / scales;
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
-        UNROLL for (int half = 0; half < 32 / step; half++) {
-            size_t part = per16 ? half : 2, code = (g / 8 * 256 + g % 8 * 8) / DEEP;
+        UNROLL for (int half = 0; half < scales; half++) {
+            size_t part = scales > 1 ? half : 2, code = (g / 8 * 256 + g % 8 * 8) / DEEP;
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
@@ -4960,8 +4960,9 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
                 vf scale = row_values(p->d[2 * g + half] + r);
                 UNROLL for (int t = 0; t < T; t++) {
                     sum[t][v] += dot_scaled(dot[v][t], scale) * token_values(x->d + V_TOKENS * t);
-                    if (offsets) sum[t][v] += row_values(p->m[2 * g + half] + r) *
-                                              token_values(x->s[part] + V_TOKENS * t);
+                    UNROLL for (int o = half * each; o < half * each + each; o++)
+                        sum[t][v] += row_values(p->m[2 * g + o] + r) *
+                                     token_values(x->s[offsets > 1 ? o : 2] + V_TOKENS * t);
                 }
             }
         }
@@ -4975,19 +4976,18 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
 static void int8_multiply(const Product *p) {
     const Format *f = &formats[p->job->w->type];
     vf sum[INT8_ROWS / TILE][INT8_TOKENS][VECTORS];
-    int fit = PAIRS ? f->fit : 0;
-    bool offsets = !PAIRS && f->offsets;
+    int fit = PAIRS ? f->fit : 0, offsets = !PAIRS && f->offsets;
 #define MULTIPLY(...) tile_int8(p->panel, r, p->acts, p->depth, __VA_ARGS__, sum)
     for (int r = 0; r < INT8_ROWS; r += PASS_ROWS)
-        if (fit == 8 && !f->per16) MULTIPLY(false, true, 8);
-        else if (fit == 4 && !f->per16) MULTIPLY(false, true, 4);
-        else if (fit == 2 && !f->per16) MULTIPLY(false, true, 2);
-        else if (fit == 2) MULTIPLY(true, true, 2);
-        else if (fit) MULTIPLY(true, true, 4);
-        else if (f->per16 && offsets) MULTIPLY(true, true, 0);
-        else if (f->per16) MULTIPLY(true, false, 0);
-        else if (offsets) MULTIPLY(false, true, 0);
-        else MULTIPLY(false, false, 0);
+        if (fit == 8 && !f->per16) MULTIPLY(1, 1, 8);
+        else if (fit == 4 && !f->per16) MULTIPLY(1, 1, 4);
+        else if (fit == 2 && !f->per16) MULTIPLY(1, 1, 2);
+        else if (fit == 2) MULTIPLY(2, 2, 2);
+        else if (fit) MULTIPLY(2, 2, 4);
+        else if (f->per16 && offsets) MULTIPLY(1, 2, 0);
+        else if (f->per16) MULTIPLY(2, 0, 0);
+        else if (offsets) MULTIPLY(1, 1, 0);
+        else MULTIPLY(1, 0, 0);
 #undef MULTIPLY
     for (int i = 0; i < INT8_ROWS / TILE; i++)
         tile_out(p, p->r + TILE * i, p->t, INT8_TOKENS, sum[i]);
@@ -5267,10 +5267,10 @@ static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
     for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
-        tile_float(q->q, b->k + j * deep, deep, 1, a->hd, false, s + TILE * j);
+        tile_float(q->q, 1, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false, s + TILE * j);
     tile_softmax(a, b, q, s);
     for (int e = 0; e < a->vd; e += FLOAT_TOKENS)
-        tile_float(s, b->v + e, 1, wide, b->n, true, q->out + TILE * e);
+        tile_float(s, 1, b->v + e, FLOAT_TOKENS, 1, wide, b->n, true, q->out + TILE * e);
 }
 
 static const AttentionTile float_attention = {
