@@ -4127,7 +4127,11 @@ static double now(void) {   // seconds since some moment
 // Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
 // requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
 // far ahead of the reader, and L2 to fill L1 shortly before.
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes
+#if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, by the measure of a Xeon
+#else
+enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // of a Zen 4: floats come 5 to 20 % faster so
+#endif
 
 INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
@@ -4423,8 +4427,8 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
     __m256i more = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
     *pairs = (vi)(first ? more : _mm256_add_epi16((__m256i)*pairs, more));
+    __asm__("" : "+x"(*pairs));   // or gcc 12 would add in another order, from memory
     if (last) sum += (vi)_mm256_madd_epi16((__m256i)*pairs, _mm256_set1_epi16(1));
-    __asm__("" : "+x"(*pairs), "+x"(sum));   // or gcc 12 would add in another order, from memory
     return sum;
 }
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
@@ -4483,10 +4487,6 @@ INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
     return (void)pairs, (void)first, (void)last, dot_bytes(sum, w, x);
 }
 #endif
-INLINE float sum_lanes(vf v) {
-    UNROLL for (int n = LANES; n > 1; n /= 2) v = pair_sums(v, v);
-    return v[0];
-}
 INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
     UNROLL for (int n = LANES / 2; n; n /= 2)
         UNROLL for (int i = 0; i < n; i++) v[i] = pair_sums(v[2 * i], v[2 * i + 1]);
@@ -4585,11 +4585,21 @@ INLINE void dot256(DecodeFn *decode, const uint8_t *b, bool per16, int bias, int
     }
 }
 
+// Adding up the lanes of one row takes as long as a block: LANES rows are done at once.
+INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out) {
+    int i = r % LANES;
+    sums[i] = sum;
+    if (i + 1 < LANES && r + 1 < rows) return;
+    sum = sum_each(sums);
+    memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
+}
+
 // `decode` is inlined, `tail` a call
 INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bool per16,
                          int bias, int fit, const uint8_t *w, int64_t rows, int64_t cols,
                          const TokenActs *x, float *out) {
     uint8_t last[272];
+    vf sums[LANES] = {{0}};
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
         vf sum[2] = {{0}};
         const uint8_t *b = w;
@@ -4600,7 +4610,7 @@ INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, 
         }
         if (cols % 256)
             dot256(tail, padded_256(type, b, cols % 256, last), per16, bias, fit, a, sum);
-        out[r] = sum_lanes(sum[0] + sum[1] * (bias ? -(float)bias : 1));
+        put_sum(sums, sum[0] + sum[1] * (bias ? -(float)bias : 1), r, rows, out);
     }
 }
 
@@ -4608,6 +4618,7 @@ INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, 
 INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
                          int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
+    vf sums[LANES] = {{0}};
     for (int64_t r = 0; r < rows; r++, w += cols * size) {
         vf sum[4] = {{0}};
         int64_t i = 0;
@@ -4624,7 +4635,7 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
             for (int j = 0; j < 4; j++)
                 sum[j] += load(last + j * LANES * size) * load_f32(y + j * LANES);
         }
-        out[r] = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        put_sum(sums, (sum[0] + sum[1]) + (sum[2] + sum[3]), r, rows, out);
     }
 }
 
@@ -4762,8 +4773,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 // It serves float weights, and all formats where there is no int8 tile. Attention without AMX
 // uses tile_float for both of its products.
 
-// As many sums as leave registers for operands: a multiply-add takes four cycles, and two can start
-// in each, if loads keep up.
+// As many sums as leave registers for operands: a multiply-add takes 4 cycles, and 2 start in each.
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
        PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
 typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
@@ -4828,16 +4838,16 @@ static const Tile float_tile = {
 // no conversion from integers. Per 32 weights of a vector of rows and a token there are 8 products,
 // then 2 instructions for a scale and 1 for an offset. With AVX-512 that is 512 multiply-adds in 10
 // instructions, 5 cycles; with AVX2 and small codes, where a product is two instructions and a sum
-// of pairs another two, 256 in 20, 7 cycles. A pass has as many rows and tokens as registers hold,
-// two sums for each vector; AVX-512 has two vectors of rows, which share the loads of activations.
+// of pairs another two, 256 in 20, 7 cycles. A tile has as many rows and tokens as registers hold,
+// two sums for each vector; on x86 two vectors of rows share the loads of activations.
 //
 // A vector has sums of V_ROWS rows and V_TOKENS tokens; a product takes DEEP codes of each of them:
 // LANES, 1 and 4, or 2, 2 and 8 with NEON's matrix instruction, smmla. 32 weights of 16 rows and
 // four tokens, 2,048 multiply-adds, are 128 sdot or 64 smmla, 48 instructions for the scales, and
 // loads: in all 251 or 226 by clang 14 (8 or 9 multiply-adds each), 348 or 250 by gcc 12 (6 or 8).
 
-enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : 4, INT8_ROWS = LANES == 16 ? 32 : 16,
-       PASS_ROWS = LANES == 8 ? 8 : INT8_ROWS };   // of the tile's rows, at a time
+enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : LANES == 8 ? 3 : 4,
+       INT8_ROWS = LANES == 16 ? 32 : 16 };
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
 enum { V_ROWS = 2, V_TOKENS = 2, DEEP = 8 };
@@ -4898,41 +4908,37 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
 
 // The offsets take off what the bias adds, with dot_pairs; with CODE_BIAS, `start` does. Codes of
 // Q2_K, at most 3, are multiplied by their 4-bit scales, eight in a word; a block keeps one scale.
-static void int8_panel(const Matrix *w, int64_t r, int64_t k, int depth, Int8Panel *p) {
+static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
     bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
-    for (int i = 0; i < depth; i += 256) {
-        uint64_t q[TILE][32];
-        float d[TILE][16], m[TILE][16];
-        for (int j = 0; j < TILE; j++) {
-            int8_t *codes = (int8_t *)q[j];
-            const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
-            prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // a row of the tile below
-            unpack_row(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
-            for (int c = 0; c < 256; c++) codes[c] += bias;
-            for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
-            for (int c = 0; c < 4 && folds; c++)
-                for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
-            for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
+    for (Int8Panel *p = panel, *end = p + INT8_ROWS / TILE; p < end; p++, r += TILE)
+        for (int i = 0; i < depth; i += 256) {
+            uint64_t q[TILE][32];
+            float d[TILE][16], m[TILE][16];
+            for (int j = 0; j < TILE; j++) {
+                int8_t *codes = (int8_t *)q[j];
+                const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
+                prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the tile below
+                unpack_row(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
+                for (int c = 0; c < 256; c++) codes[c] += bias;
+                for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
+                for (int c = 0; c < 4 && folds; c++)
+                    for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
+                for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
+            }
+            if (DEEP == 4) transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / DEEP]);
+            else for (int c = 0; c < 256 / DEEP; c++)
+                for (int j = 0; j < TILE; j++) memcpy(p->q[i / DEEP + c][j], &q[j][c], DEEP);
+            transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
+            if (f->offsets || f->fit) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
         }
-        if (DEEP == 4) transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / DEEP]);
-        else for (int c = 0; c < 256 / DEEP; c++)
-            for (int j = 0; j < TILE; j++) memcpy(p->q[i / DEEP + c][j], &q[j][c], DEEP);
-        transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
-        if (f->offsets || f->fit) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
-    }
-}
-
-static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
-    for (int i = 0; i < INT8_ROWS; i += TILE)
-        int8_panel(w, r + i, k, depth, (Int8Panel *)panel + i / TILE);
 }
 
 // 32 weights of a row have 1 or 2 scales and 0 to 2 offsets. One step takes the weights of a scale.
-INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int depth, int scales,
-                      int offsets, int fit, vf total[][INT8_TOKENS][VECTORS]) {
-    enum { T = INT8_TOKENS / V_TOKENS, V = PASS_ROWS / V_ROWS };
+INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
+                      int fit, vf total[][INT8_TOKENS][VECTORS]) {
+    enum { T = INT8_TOKENS / V_TOKENS, V = INT8_ROWS / V_ROWS };
     vf sum[T][V] = {{{0}}};
     int step = 32 / scales, run = fit < step / DEEP ? fit : step / DEEP, each = offsets / scales;
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
@@ -4945,7 +4951,7 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
             UNROLL for (int i = 0; i < step / DEEP; i++) {
                 size_t j = half * 16 + i * DEEP, eight = (j / 8 * 64 + j % 8) / DEEP;
                 UNROLL for (int v = 0; v < V; v++) {
-                    size_t r = row + V_ROWS * v % TILE;
+                    size_t r = V_ROWS * v % TILE;
                     vi q = load_i32(w[V_ROWS * v / TILE].q[code + eight][r]);
                     if (!fit) dot_tokens(dot[v], q, x->q[j / DEEP]);
                     else UNROLL for (int t = 0; t < T; t++)
@@ -4956,7 +4962,7 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
             }
             UNROLL for (int v = 0; v < V; v++) {
                 const Int8Panel *p = &w[V_ROWS * v / TILE];
-                size_t r = row + V_ROWS * v % TILE;
+                size_t r = V_ROWS * v % TILE;
                 vf scale = row_values(p->d[2 * g + half] + r);
                 UNROLL for (int t = 0; t < T; t++) {
                     sum[t][v] += dot_scaled(dot[v][t], scale) * token_values(x->d + V_TOKENS * t);
@@ -4967,27 +4973,24 @@ INLINE void tile_int8(const Int8Panel *w, size_t row, const Int8Acts *x, int dep
             }
         }
     UNROLL for (int t = 0; t < INT8_TOKENS; t++)
-        UNROLL for (int v = 0; v < PASS_ROWS / LANES; v++) {
-            int r = row + LANES * v;
-            total[r / TILE][t][r % TILE / LANES] = token_sums(sum[t / V_TOKENS], v, t % V_TOKENS);
-        }
+        UNROLL for (int v = 0; v < INT8_ROWS / LANES; v++)
+            total[v / VECTORS][t][v % VECTORS] = token_sums(sum[t / V_TOKENS], v, t % V_TOKENS);
 }
 
 static void int8_multiply(const Product *p) {
     const Format *f = &formats[p->job->w->type];
     vf sum[INT8_ROWS / TILE][INT8_TOKENS][VECTORS];
     int fit = PAIRS ? f->fit : 0, offsets = !PAIRS && f->offsets;
-#define MULTIPLY(...) tile_int8(p->panel, r, p->acts, p->depth, __VA_ARGS__, sum)
-    for (int r = 0; r < INT8_ROWS; r += PASS_ROWS)
-        if (fit == 8 && !f->per16) MULTIPLY(1, 1, 8);
-        else if (fit == 4 && !f->per16) MULTIPLY(1, 1, 4);
-        else if (fit == 2 && !f->per16) MULTIPLY(1, 1, 2);
-        else if (fit == 2) MULTIPLY(2, 2, 2);
-        else if (fit) MULTIPLY(2, 2, 4);
-        else if (f->per16 && offsets) MULTIPLY(1, 2, 0);
-        else if (f->per16) MULTIPLY(2, 0, 0);
-        else if (offsets) MULTIPLY(1, 1, 0);
-        else MULTIPLY(1, 0, 0);
+#define MULTIPLY(...) tile_int8(p->panel, p->acts, p->depth, __VA_ARGS__, sum)
+    if (fit == 8 && !f->per16) MULTIPLY(1, 1, 8);
+    else if (fit == 4 && !f->per16) MULTIPLY(1, 1, 4);
+    else if (fit == 2 && !f->per16) MULTIPLY(1, 1, 2);
+    else if (fit == 2) MULTIPLY(2, 2, 2);
+    else if (fit) MULTIPLY(2, 2, 4);
+    else if (f->per16 && offsets) MULTIPLY(1, 2, 0);
+    else if (f->per16) MULTIPLY(2, 0, 0);
+    else if (offsets) MULTIPLY(1, 1, 0);
+    else MULTIPLY(1, 0, 0);
 #undef MULTIPLY
     for (int i = 0; i < INT8_ROWS / TILE; i++)
         tile_out(p, p->r + TILE * i, p->t, INT8_TOKENS, sum[i]);
@@ -5278,7 +5281,7 @@ static const AttentionTile float_attention = {
     .pack_queries = float_queries, .attend = float_attend,
 };
 
-static const AttentionTile *amx_attention(void);   // at the end of this part
+static const AttentionTile amx_attention;   // at the end of this part
 
 typedef struct {
     const Attention *a;
@@ -5368,7 +5371,7 @@ static void many_task(Task t) {
 
 static void attend_many(Pool *p, Arena *a, const Attention *x) {
     int group = x->n_head / x->n_kv;
-    ManyCall c = {.a = x, .tile = p->amx ? amx_attention() : &float_attention};
+    ManyCall c = {.a = x, .tile = p->amx ? &amx_attention : &float_attention};
     Arena count = {0};
     int step = TILE * c.tile->tiles, most = c.tile->task_queries;
     // the more queries a task has, the fewer tasks pack the same keys; but four for each thread
@@ -5451,7 +5454,8 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
     UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
     float fade = exp_fast(part->top - top);
     part->top = top;
-    part->sum = part->sum * fade + sum_lanes(sum);
+    UNROLL for (int n = LANES; n > 1; n /= 2) sum = pair_sums(sum, sum);
+    part->sum = part->sum * fade + sum[0];
     for (int e = 0; fade < 1 && e < a->vd; e++) part->out[e] *= fade;
 }
 
@@ -5643,8 +5647,7 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
 // Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
 // the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
 // f32 weights take the six products that a float's precision can tell, f16 the four with two parts,
-// 17 bits, of the activations, bf16 two.
-// 2 x 2 tiles share their operands: one load per product, or fewer where parts share them, too.
+// 17 bits, of the activations, bf16 two. 2 x 2 tiles share their operands: one load per product.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
@@ -5676,8 +5679,7 @@ INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// 32 floats as the sum of so many bf16, which are stored `next` bytes apart: each part is what the
-// parts before it have left over
+// 32 floats as sums of so many bf16, stored `next` bytes apart: each is what those before left over
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
@@ -5901,16 +5903,14 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     }
 }
 
-static const AttentionTile amx_attention_tile = {
+static const AttentionTile amx_attention = {
     .keys = AMX_KEYS, .tiles = 2, .task_queries = 512,
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
-static const AttentionTile *amx_attention(void) { return &amx_attention_tile; }
 #elif !defined(LLM_PLAIN)
 static bool amx_allow(void) { return false; }
 static void amx_use(bool on) { (void)on; }
 static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
-static const AttentionTile *amx_attention(void) { return &float_attention; }
 #endif
 
 // ==== Part V: main ===============================================================================
