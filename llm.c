@@ -5077,14 +5077,15 @@ static void matmul_task(Task t) {
     while (t.i >= j[1].first_task) j++;
     int block = t.i - j->first_task, half = block - j->whole, from = 0, to = j->job->n;
     int pair = 2 * j->tile->tokens, middle = (to + pair - 1) / pair * j->tile->tokens;
-    if (half >= 0) {
-        block = j->whole + half / 2;
-        if (half % 2) from = middle;
-        else to = middle;
-    }
+    bool one = to == 1, first = half >= 0 && half % 2 == 0, second = half >= 0 && half % 2;
+    if (half >= 0) block = j->whole + half / 2;
     int64_t r = block * j->task_rows, end = r + j->task_rows;
+    if (first && one) end -= j->task_rows / 2;
+    else if (first) to = middle;
+    if (second && one) r += j->task_rows / 2;
+    else if (second) from = middle;
     if (end > j->job->w->rows) end = j->job->w->rows;
-    if (j->job->n == 1) multiply_token(j, r, end);
+    if (one) multiply_token(j, r, end);
     else multiply_tiles(j, r, end, from, to, c->panels + t.thread * c->panel_bytes);
 }
 
@@ -5119,7 +5120,8 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
 // Cuts a call's products into tasks of whole cache lines of out, all of about the same bytes of
 // weights: four for each thread, which read all activations again, or three with a single token.
 // Some cores are slower (two threads may share one), so the last blocks of rows are cut into two
-// tasks, of half the tokens each, where decoding them twice costs less than waiting does.
+// tasks: of half the rows for a single token, of half the tokens each where there are so many that
+// decoding the weights twice costs less than waiting does.
 static void plan_tasks(const Pool *p, JobPlan *j, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += j[i].row_bytes * j[i].job->w->rows;
@@ -5128,7 +5130,7 @@ static void plan_tasks(const Pool *p, JobPlan *j, int k) {
         size_t rows = share / j->row_bytes < most ? share / j->row_bytes : most;
         j->task_rows = larger(rows / 32, 1) * 32;
         int blocks = (j->job->w->rows + j->task_rows - 1) / j->task_rows;
-        int halved = !k && j->job->n >= 256 ? p->threads / 2 : 0;
+        int halved = k ? 0 : j->job->n == 1 ? p->threads : j->job->n >= 256 ? p->threads / 2 : 0;
         j->whole = blocks > halved ? blocks - halved : 0;
         j[1].first_task = j->first_task + 2 * blocks - j->whole;
     }

@@ -333,14 +333,23 @@ typedef uint64_t quant_u __attribute__((vector_size(16)));
 QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) { return (quant_b)(quant_u){lo, hi}; }
 
 #if defined(QUANT_AVX512)
-// Eights from their blocks and bytes. A field of 64 or 128 bytes is read whole, and its eights go
-// where they belong in one instruction; so do those of 16 bytes from each block.
+// Eights from their blocks and bytes, put in place by one instruction: from a field of 64 or 128
+// bytes, read whole, 16 bytes of each block, or two loads that have four small blocks each.
 QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field,
                                 int size) {
     __m512i a = _mm512_setzero_si512(), b = a;
     bool whole = field == 64 || field == 128;
     quant_w at;
     if (field == 32 && byte[0] == byte[1]) return (quant_v)((quant_w){0} + quant_u64(p + byte[0]));
+#ifdef __AVX512VBMI__
+    if (size <= 18 && block[7] - block[0] == 7 * size) {
+        QUANT_UNROLL for (int t = 0; t < 8; t++)
+            at[t] = 0x0706050403020100 + ~0ull / 255 * (uint64_t)(block[t] % (block[7] - 56));
+        a = _mm512_permutexvar_epi8((__m512i)at, _mm512_loadu_si512(p + byte[0]));
+        b = _mm512_loadu_si512(p + byte[0] + block[7] - 56);        // ends with block 7's eight
+        return (quant_v)_mm512_mask_permutexvar_epi8(a, ~0ull << 32, (__m512i)at, b);
+    }
+#endif
     QUANT_UNROLL for (int t = 0; t < 8; t++)
         at[t] = (uint64_t)(whole ? byte[t] / 8 : t % 4 * 2 + t / 4 * 8 + byte[t] / 8 % 2);
     if (whole) {
@@ -401,12 +410,9 @@ QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
 }
 #else
 QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
-    uint8_t from[16], to[16];
-    __builtin_memcpy(from, &v, 16);
-    __builtin_memcpy(to, &at, 16);
-    for (int i = 0; i < 16; i++) to[i] = from[to[i]];
-    __builtin_memcpy(&v, to, 16);
-    return v;
+    quant_v to = {0};
+    for (int i = 0; i < 16; i++) to[i] = v[at[i]];
+    return to;
 }
 #endif
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
@@ -518,8 +524,7 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
     int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
     int blocks = weights < 256 ? 32 * g / weights * size : 0;
     int bytes = first / period * run + first % run, shift = first % period / run * bits;
-    if (QUANT_LANES <= 4) p += blocks + bytes;                     // the others need to know
-    if (QUANT_LANES <= 4) blocks = bytes = 0;
+    if (QUANT_LANES <= 4) p += blocks + bytes, blocks = bytes = 0; // the others need to know
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
         int block[8], byte[8], s[8];
         QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
@@ -549,26 +554,25 @@ QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint
         quant_put_scale(d + i, &v, D, g, n);
     }
 }
-// the same where the bytes are 4 scales (d, times D), 4 offsets (m, times M), 4 scales, 4 offsets
+// d and m of bytes that are 4 scales, 4 offsets, 4 scales, 4 offsets; D and minus M are halves at p
 #if defined(QUANT_AVX512)
-QUANT_INLINE void quant_scales_offsets(float *d, float *m, float D, float M, uint64_t lo,
+QUANT_INLINE void quant_scales_offsets(float *d, float *m, const uint8_t *p, uint64_t lo,
                                        uint64_t hi, int g, int n) {
-    __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 8, 8, 9, 9, 10, 10, 11, 11);
-    __m512i next = _mm512_add_epi32(twice, _mm512_set1_epi32(4));
-    __m512 both = _mm512_mask_broadcastss_ps(_mm512_set1_ps(D), 0xf0f0, _mm_set_ss(M));
+    __m128i turns = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    __m512 both = _mm512_cvtph_ps(_mm256_set1_epi32((int)(quant_u32(p) ^ 0x80000000)));
     quant_i v;
-    quant_widen16(&v, quant_join(lo, hi));
+    quant_widen16(&v, (quant_b)_mm_shuffle_epi8((__m128i)quant_join(lo, hi), turns));
     both = _mm512_mul_ps(both, (__m512)__builtin_convertvector(v, quant_f));
-    quant_i a = (quant_i)_mm512_maskz_permutexvar_ps(0xffff, twice, both);
-    quant_i b = (quant_i)_mm512_maskz_permutexvar_ps(0xffff, next, both);
+    quant_i a = (quant_i)_mm512_moveldup_ps(both), b = (quant_i)_mm512_movehdup_ps(both);
     quant_put_bits(d, &a, g, n);
     quant_put_bits(m, &b, g, n);
 }
 #else
-QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float *m, float D,
-                                       float M, uint64_t lo, uint64_t hi, int g, int n) {
-    quant_scales(d, D, (lo & 0xffffffff) | hi << 32, 0, 32, 0, g, n);
-    quant_scales(m, M, lo >> 32 | hi >> 32 << 32, 0, 32, 0, g, n);
+QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float *m,
+                                       QUANT_DEVICE const uint8_t *p, uint64_t lo, uint64_t hi,
+                                       int g, int n) {
+    quant_scales(d, quant_half(p), (lo & 0xffffffff) | hi << 32, 0, 32, 0, g, n);
+    quant_scales(m, -quant_half(p + 2), lo >> 32 | hi >> 32 << 32, 0, 32, 0, g, n);
 }
 #endif
 // ==== first sitting ==============================================================================
@@ -613,18 +617,18 @@ QUANT_SCALED(q4_0) {
 //     bytes 4-7   | 2 top bits of mn[4+j] | 6 bits of mn[j]            |
 //     bytes 8-11  | 4 low bits of mn[4+j] | 4 low bits of sc[4+j]      |
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
-// (Q5_K has the same)
-QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m, float D, float M,
-                                 QUANT_DEVICE const uint8_t *s, int g, int n) {
-    uint64_t x = quant_word(s, 0, 4, true) | (uint64_t)quant_word(s, 4, 4, true) << 32;
-    uint64_t z = quant_word(s, 8, 4, true), nibbles = 0x0f0f0f0f;
+// (Q5_K begins as Q4_K does: p points to d)
+QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
+                                 QUANT_DEVICE const uint8_t *p, int g, int n) {
+    uint64_t x = quant_word(p, 4, 4, true) | (uint64_t)quant_word(p, 8, 4, true) << 32;
+    uint64_t z = quant_word(p, 12, 4, true), nibbles = 0x0f0f0f0f;
     uint64_t low = x & 0x3f3f3f3f3f3f3f3f;                         // sc 0-3, mn 0-3
     uint64_t high = (z & nibbles) | (z >> 4 & nibbles) << 32 | (x >> 2 & 0x3030303030303030);
-    quant_scales_offsets(d, m, D, M, low, high, g, n);
+    quant_scales_offsets(d, m, p, low, high, g, n);
 }
 QUANT_DECODER(q4_K) {
     quant_fields(q, b->qs, sizeof *b, 256, 32, 4, 0, g, n);
-    quant_scales_k(d, m, quant_half(b->d), -quant_half(b->dmin), b->scales, g, n);
+    quant_scales_k(d, m, b->d, g, n);
 }
 
 // ==== end of the first sitting ===================================================================
@@ -792,7 +796,7 @@ typedef struct { uint8_t d[2], dmin[2], scales[12], qh[32], qs[128]; } block_q5_
 QUANT_DECODER(q5_K) {
     quant_fields(q, b->qs, sizeof *b, 256, 32, 4, 0, g, n);
     quant_fields(q, b->qh, sizeof *b, 256, 32, 1, 4, g, n);
-    quant_scales_k(d, m, quant_half(b->d), -quant_half(b->dmin), b->scales, g, n);
+    quant_scales_k(d, m, b->d, g, n);
 }
 
 // Q6_K ------------------------------------------------------------ 6.5625 bits per weight
@@ -843,11 +847,10 @@ QUANT_SCALED(q3_K) {
 //   scales: sc in 0..63 per 32 weights: low 4 bits in scales_l, high 2 in scales_h, in order
 typedef struct { uint8_t d[2], scales_h[2], scales_l[4], qs[128]; } block_iq4_xs;
 QUANT_SCALED(iq4_xs) {
-    uint64_t low = quant_spread(quant_u32(b->scales_l), 4);
-    uint64_t high = quant_spread(quant_u16(b->scales_h), 2);
     quant_fields(q, b->qs, sizeof *b, 256, 16, 4, 0, g, n);
     quant_lookup(q, quant_iq4, 16, n);
-    quant_scales(d, quant_half(b->d), low | high << 4, 0, 32, 32, g, n);
+    quant_scales(d, quant_half(b->d), quant_spread(quant_u32(b->scales_l), 4) |
+                 quant_spread(quant_u16(b->scales_h), 2) << 4, 0, 32, 32, g, n);
 }
 
 // TQ2_0 ----------------------------------------------------------- 2.0625 bits per weight
@@ -1377,8 +1380,7 @@ QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
     uint32_t sign = x.u >> 16 & 0x8000, u = x.u & 0x7fffffff, shift = 126 - (u >> 23);
     if (u > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (u >> 13 & 0x1ff));
     if (u >= 0x47800000) return (uint16_t)(sign | 0x7c00);                       // 65536 and above
-    if (u >= 0x38800000)                                                         // normal: 2^-14
-        return (uint16_t)(sign | (u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13);
+    if (u >= 0x38800000) return (uint16_t)(sign | (u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13);
     if (u < 0x33000000) return (uint16_t)sign;                                   // below 2^-25
     u = (u & 0x7fffff) | 0x800000;
     return (uint16_t)(sign | (u + (1u << (shift - 1)) - 1 + (u >> shift & 1)) >> shift);
@@ -1403,8 +1405,7 @@ QUANT_API size_t quant_row_bytes(int ggml_type, size_t n) {
     size_t weights = 1, bytes = 0;
     switch (ggml_type) {
     case QUANT_F32: bytes = 4; break;
-    case QUANT_F16:
-    case QUANT_BF16: bytes = 2; break;
+    case QUANT_F16: case QUANT_BF16: bytes = 2; break;
 #define QUANT_X(id, name, w, b, per16, bias) case id: weights = w, bytes = b; break;
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -1417,9 +1418,8 @@ QUANT_API size_t quant_row_bytes(int ggml_type, size_t n) {
 QUANT_API int quant_type_from_name(const char *name) {
     for (int type = 0; type < 64; type++) {
         const char *a = quant_name(type), *b = name;
-        if (!a) continue;
-        while (*a && (*a | 32) == (*b | 32)) a++, b++;
-        if (!*a && !*b) return type;
+        while (a && *a && (*a | 32) == (*b | 32)) a++, b++;
+        if (a && !*a && !*b) return type;
     }
     return -1;
 }
