@@ -5075,18 +5075,16 @@ static void matmul_task(Task t) {
     const MatmulCall *c = t.ctx;
     const JobPlan *j = c->job;
     while (t.i >= j[1].first_task) j++;
-    int block = t.i - j->first_task, half = block - j->whole, from = 0, to = j->job->n;
-    int pair = 2 * j->tile->tokens, middle = (to + pair - 1) / pair * j->tile->tokens;
-    bool one = to == 1, first = half >= 0 && half % 2 == 0, second = half >= 0 && half % 2;
-    if (half >= 0) block = j->whole + half / 2;
-    int64_t r = block * j->task_rows, end = r + j->task_rows;
-    if (first && one) end -= j->task_rows / 2;
-    else if (first) to = middle;
-    if (second && one) r += j->task_rows / 2;
-    else if (second) from = middle;
+    int i = t.i - j->first_task, n = j->job->n, pair = 2 * j->tile->tokens;
+    int middle = (n + pair - 1) / pair * j->tile->tokens;
+    // half blocks first .. last-1; if it is one of them, it has half the rows or half the tokens
+    int first = i < j->whole ? 2 * i : i + j->whole, last = first + (i < j->whole ? 2 : 1);
+    int64_t half = j->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
+    int64_t end = (n == 1 ? last : (last + 1) / 2 * 2) * half;
     if (end > j->job->w->rows) end = j->job->w->rows;
-    if (one) multiply_token(j, r, end);
-    else multiply_tiles(j, r, end, from, to, c->panels + t.thread * c->panel_bytes);
+    if (n == 1) multiply_token(j, r, end);
+    else multiply_tiles(j, r, end, first % 2 ? middle : 0, last % 2 ? middle : n,
+                        c->panels + t.thread * c->panel_bytes);
 }
 
 // Plans to pack `job`, unless an earlier one packs the same. The tile depends on format and CPU,

@@ -342,7 +342,7 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
     quant_w at;
     if (field == 32 && byte[0] == byte[1]) return (quant_v)((quant_w){0} + quant_u64(p + byte[0]));
 #ifdef __AVX512VBMI__
-    if (size <= 18 && block[7] - block[0] == 7 * size) {
+    if (size <= 18 && block[7] - block[0] == 7 * size) {           // n is 8: block[0] is 0
         QUANT_UNROLL for (int t = 0; t < 8; t++)
             at[t] = 0x0706050403020100 + ~0ull / 255 * (uint64_t)(block[t] % (block[7] - 56));
         a = _mm512_permutexvar_epi8((__m512i)at, _mm512_loadu_si512(p + byte[0]));
@@ -554,7 +554,7 @@ QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint
         quant_put_scale(d + i, &v, D, g, n);
     }
 }
-// d and m of bytes that are 4 scales, 4 offsets, 4 scales, 4 offsets; D and minus M are halves at p
+// the same for 4 scales, 4 offsets, 4 scales, 4 offsets: m = -M * byte; D and M are halves at p
 #if defined(QUANT_AVX512)
 QUANT_INLINE void quant_scales_offsets(float *d, float *m, const uint8_t *p, uint64_t lo,
                                        uint64_t hi, int g, int n) {
@@ -617,7 +617,7 @@ QUANT_SCALED(q4_0) {
 //     bytes 4-7   | 2 top bits of mn[4+j] | 6 bits of mn[j]            |
 //     bytes 8-11  | 4 low bits of mn[4+j] | 4 low bits of sc[4+j]      |
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
-// (Q5_K begins as Q4_K does: p points to d)
+// (Q5_K has the same, d to scales: 16 bytes from p on)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
                                  QUANT_DEVICE const uint8_t *p, int g, int n) {
     uint64_t x = quant_word(p, 4, 4, true) | (uint64_t)quant_word(p, 8, 4, true) << 32;
