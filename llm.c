@@ -4779,20 +4779,24 @@ enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
 typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step] for all panels i and
-// tokens t, or is added to out. In x a token's numbers lie `step` apart, two tokens `next`.
-INLINE void tile_float(const float *w, int panels, const float *x, int tokens, size_t next,
-                       size_t step, int depth, bool adds, float *out) {
+// tokens t, or is added to out. In x a token's numbers lie `step` apart, two tokens `next`; a panel
+// of w is w_size numbers, one of out out_size.
+INLINE void tile_float(const float *w, int panels, size_t w_size, const float *x, int tokens,
+                       size_t next, size_t step, int depth, bool adds, float *out,
+                       size_t out_size) {
     vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS] = {{{{0}}}};
     for (int k = 0; k < depth; k++, x += step)
         UNROLL for (int i = 0; i < panels; i++)
             UNROLL for (int v = 0; v < VECTORS; v++) {
-                vf column = load_f32(w + (i * FLOAT_DEPTH + k) * TILE + v * LANES);
+                vf column = load_f32(w + i * w_size + k * TILE + v * LANES);
                 UNROLL for (int t = 0; t < tokens; t++) sum[i][t][v] += column * x[t * next];
             }
     UNROLL for (int i = 0; i < panels; i++)
         UNROLL for (int t = 0; t < tokens; t++)
-            UNROLL for (int v = 0; v < VECTORS; v++, out += LANES)
-                store(out, adds ? load_f32(out) + sum[i][t][v] : sum[i][t][v]);
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                float *to = out + i * out_size + t * TILE + v * LANES;
+                store(to, adds ? load_f32(to) + sum[i][t][v] : sum[i][t][v]);
+            }
 }
 
 // A matmul's activations are packed, to [cols][PACKED_TOKENS]: rows that lie a power of two apart
@@ -4819,8 +4823,8 @@ static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void 
 
 static void float_multiply(const Product *p) {
     vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS];
-    tile_float(p->panel, PACKED_ROWS / TILE, p->acts, PACKED_TOKENS, 1, PACKED_TOKENS, p->depth,
-               false, (float *)sum);
+    tile_float(p->panel, PACKED_ROWS / TILE, FLOAT_DEPTH * TILE, p->acts, PACKED_TOKENS, 1,
+               PACKED_TOKENS, p->depth, false, (float *)sum, PACKED_TOKENS * TILE);
     for (int i = 0; i < PACKED_ROWS / TILE; i++)
         tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, sum[i]);
 }
@@ -5260,24 +5264,27 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 
 // The portable variant: both products are the float tile. Keys, row by row, meet columns of
 // queries; values, column by column, meet rows of weights.
-enum { FLOAT_KEYS = 64 };
+enum { FLOAT_KEYS = 64, FLOAT_TILES = PACKED_ROWS / TILE };
 
 static void float_queries(const float *q, int width, void *to) {   // to [width][16]
     transpose((const uint32_t *)q, width, width, to);
 }
 
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
-    float s[FLOAT_KEYS * TILE] __attribute__((aligned(64)));
+    float s[FLOAT_TILES][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
+    size_t next = FLOAT_TILES > 1 ? q[1].out - q[0].out : 0;   // also that of the queries
     for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
-        tile_float(q->q, 1, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false, s + TILE * j);
-    tile_softmax(a, b, q, s);
+        tile_float(q->q, FLOAT_TILES, next, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false,
+                   s[0] + TILE * j, FLOAT_KEYS * TILE);
+    for (int i = 0; i < FLOAT_TILES; i++) tile_softmax(a, b, &q[i], s[i]);
     for (int e = 0; e < a->vd; e += FLOAT_TOKENS)
-        tile_float(s, 1, b->v + e, FLOAT_TOKENS, 1, wide, b->n, true, q->out + TILE * e);
+        tile_float(s[0], FLOAT_TILES, FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, wide, b->n,
+                   true, q->out + TILE * e, next);
 }
 
 static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = 1, .task_queries = 256,
+    .keys = FLOAT_KEYS, .tiles = FLOAT_TILES, .task_queries = 256,
     .pack_queries = float_queries, .attend = float_attend,
 };
 
