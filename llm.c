@@ -85,11 +85,14 @@ static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.
 
 // Looks for a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a
 // star. Returns what stands behind the word: a star, a blank or the end; NULL if it is not there.
-static const char *find_word(const char *word, const char *words) {
-    size_t n = strlen(word);
+static const char *find_str(Str word, const char *words) {
     for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
-        if (!strncmp(words, word, n) && strchr("* ", words[n])) return words + n;
+        if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
     return NULL;
+}
+
+static const char *find_word(const char *word, const char *words) {
+    return find_str((Str){word, strlen(word)}, words);
 }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -316,10 +319,14 @@ static void gguf_close(Gguf *g) {
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
     Cursor c = {map->base, map->base + map->size, false};
-    uint32_t magic = read_bytes(&c, 4), version = read_bytes(&c, 4);
+    const uint8_t *magic = take(&c, 4);   // there: map_file has seen to it
+    uint32_t version = read_bytes(&c, 4);
     uint64_t n_tensors = read_bytes(&c, 8), n_meta = read_bytes(&c, 8);
-    if (magic != 0x46554747) return fail(e, "not a GGUF file: it starts with %08x", magic);
-    if (version >= 0x01000000) return fail(e, "a big-endian GGUF file; little endian is expected");
+    if (memcmp(magic, "GGUF", 4))
+        return fail(e, "not a GGUF file: it starts with the bytes %02x %02x %02x %02x", magic[0],
+                    magic[1], magic[2], magic[3]);
+    if (version == 2u << 24 || version == 3u << 24)
+        return fail(e, "a big-endian GGUF file; little endian is expected");
     if (version != 2 && version != 3)
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
@@ -373,6 +380,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
         if (!map_file(&maps[i], name, &why) || !gguf_read(g, &maps[i], i, &why))
             return fail(e, "%s: %s", name, why.text);
         count = gguf_int(g, "split.count", 1);
+        if (count == 0) count = 1;   // parts that were merged keep the key
         if (count < 1 || count > 99999) return fail(e, "%s: split.count is out of range", path);
         snprintf(tail, sizeof tail, "-00001-of-%05d.gguf", (int)count);
         stem = larger(strlen(path), strlen(tail)) - strlen(tail);
@@ -527,7 +535,8 @@ typedef struct {
     enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, maybe one a layer
     size_t at;               // the field of Config, or of Layer
     double low, high;        // the range; a key whose default lies below `low` must be in the file
-    const char *archs;       // who reads it: llama.cpp ignores it in other files. NULL: all do
+    const char *archs;       // who reads it: llama.cpp ignores it in other files; a star: the file
+                             // must have it. NULL: all do
 } Key;
 
 #define INT(field) KEY_INT, offsetof(Config, field)
@@ -545,7 +554,7 @@ static const Key KEYS[] = {
     {"attention.layer_norm_rms_epsilon", REAL(eps_rms), NULL},
     {"embedding_scale", REAL(embd_scale), SCALED},
     {"residual_scale", REAL(residual_scale), SCALED},
-    {"logit_scale", REAL(logit_scale), SCALED " command-r cohere2"},
+    {"logit_scale", REAL(logit_scale), "granite* granitemoe* minicpm command-r* cohere2*"},
     {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3"},
     {"attention.head_count", INT(n_head), 1, 1 << 14, NULL},
     {"attention.head_count", OF_LAYER(n_head), 1, 1 << 14, NULL},
@@ -553,13 +562,14 @@ static const Key KEYS[] = {
     {"attention.key_length", INT(hd), 0, 4096, NULL},
     {"attention.value_length", INT(vd), 0, 4096, NULL},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
+    {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gpt-oss*"},
     {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
     {"attention.causal", INT(causal), 0, 1, NULL},
     {"attention.scale", REAL(attn_scale), "granite granitemoe"},
     {"attn_logit_softcapping", REAL(attn_cap), "gemma2"},
     {"attention.clamp_kqv", REAL(clamp_qkv), "olmo"},
     {"attention.temperature_scale", REAL(temp_scale), "mistral3"},
-    {"use_parallel_residual", INT(parallel), 0, 1, "gptneox"},
+    {"use_parallel_residual", INT(parallel), 0, 1, "gptneox*"},
     {"rope.dimension_count", INT(n_rot), -1, 4096, NULL},               // -1: all of a head
     {"rope.dimension_sections", INT(rope_sections), 0, INT_MAX, "glm4"},
     {"rope.freq_base", REAL(rope_base), NULL},
@@ -639,9 +649,11 @@ static void load_keys(Loader *ld, void *to, bool layer) {
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         int *whole = (int *)((char *)to + k->at);
         float *real = (float *)whole;
-        if ((k->kind == KEY_LAYER) != layer || (k->archs && !find_word(name, k->archs))) continue;
+        const char *reads = k->archs ? find_word(name, k->archs) : "";
+        if ((k->kind == KEY_LAYER) != layer || !reads) continue;
         double x = load_number(ld, k->key, k->kind == KEY_REAL ? *real : *whole);
-        if (!arch_meta(ld, k->key) && x < k->low) refuse(ld, "key %s.%s is missing", name, k->key);
+        if (!arch_meta(ld, k->key) && (x < k->low || *reads == '*'))
+            refuse(ld, "key %s.%s is missing", name, k->key);
         else if (!(x >= k->low && x <= k->high))
             refuse(ld, "key %s.%s is %.15g, expected %.15g to %.15g", name, k->key, x, k->low,
                    k->high);
@@ -826,7 +838,7 @@ static bool load_arch(Loader *ld) {
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
     for (const Arch *a = ARCHS; a < ARCHS + COUNT(ARCHS) && !c->arch; a++) {
-        const char *behind = find_word(c->name, a->names);
+        const char *behind = find_str(name, a->names);
         if (!behind || (a->n_layer && a->n_layer != layers)) continue;
         c->arch = a;
         c->verified = *behind == '*';
@@ -865,6 +877,9 @@ static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     int flags = c->arch->flags;
     if (c->arch->norm == RMS) c->eps = c->eps_rms;
+    if (c->eps < 0)
+        refuse(ld, "key %s.attention.layer_norm%s_epsilon is missing", c->name,
+               c->arch->norm == RMS ? "_rms" : "");
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     c->n_layer -= c->n_predict;
     c->dv /= c->n_value ? c->n_value : 1;
@@ -878,6 +893,8 @@ static void derive_config(Loader *ld) {
     Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
     c->yarn = str_eq(type, "yarn");
     if (str_eq(type, "none")) c->rope_factor = 1;
+    if (type.n && !find_str(type, "none linear yarn longrope llama3"))
+        refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
@@ -890,7 +907,7 @@ static void derive_config(Loader *ld) {
 static void load_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->pooling = -1;
-    c->eps = c->eps_rms = 1e-5f;
+    c->eps = c->eps_rms = -1;   // no epsilon is a good guess
     c->rope_base = 10000;
     c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
     c->yarn_fast = 32;
@@ -1680,6 +1697,11 @@ static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
 
 typedef bool OnRow(void *ctx, int i, const float *row);   // of token i; false stops
 
+static bool all_nan(const float *x, int n) {   // where nothing can be chosen or pooled
+    while (n > 0 && isnan(x[n - 1])) n--;
+    return n == 0;
+}
+
 static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     const Model *m = s->m;
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
@@ -1727,9 +1749,12 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
             else if (at == 0 && !(gpu && i == first) && !gpu_logits(s, i, rows))
                 output_logits(s, i, rows);
-            const float *logits = s->logits + (size_t)at * c->n_vocab;
-            if (fn && !fn(ctx, p + i, hidden ? s->h + (size_t)i * c->dim : logits))
-                return fail(e, "stopped");
+            const float *row = hidden ? s->h + (size_t)i * c->dim
+                                      : s->logits + (size_t)at * c->n_vocab;
+            if (all_nan(row, hidden ? c->dim : c->n_vocab))
+                return fail(e, "what the model makes of token %d is not a number: its weights or "
+                            "the file are damaged", p + i);
+            if (fn && !fn(ctx, p + i, row)) return fail(e, "stopped");
         }
     }
     return !s->on_chunk || s->on_chunk(s->ctx, n, n) || fail(e, "interrupted");
@@ -2306,12 +2331,12 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //
 //   u A-Z   l a-z   c other cased letters   x other letters   L all letters   N numbers   M marks
 //   P punctuation   S symbols   s white space   C control   d 0-9   n \n   r \r \n   / slash
-//   f $+<=>^~|   t `   h Chinese   a ASCII punctuation   p, k, K DeepSeek's punctuation and CJK
-//   b BLOOM's punctuation
+//   f $+<=>^~|   t `   h Chinese   H more of it   y letters but h, H   a ASCII punctuation
+//   p, k, K DeepSeek's punctuation and CJK   b BLOOM's punctuation   O unassigned
 //
 // [..] one of, [^..] none of; ? * + as usual, 3 one to three times; ! white space or the end
 // follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
-// $ alone: the white space at the end of a piece.
+// $ alone: the white space at the end of a piece; % alone: digits in threes from the right.
 //
 // Flags: a word that is a token needs no joining; BOS is added; only spaces are spelled anew.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
@@ -2321,9 +2346,9 @@ typedef struct { const char *names; int flags; const char *rule[7]; } PreTokeniz
 #define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
 
 static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
+    {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
     {"(SentencePiece)", PRE_SPACES | PRE_BOS, {NULL}},
     {"(WordPiece)", PRE_SPACES, {"[hPft]|[^shPft]+"}},
-    {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
     {"gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v2-es "
      "jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert",
      0, {RULE_GPT2}},
@@ -2335,7 +2360,12 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
      {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
+    {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
+    {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
+    {"kimi-k2", 0, {"[hH]+|[^rLN]?y+~|N3| ?[^sLNO]+r*|s*r+|s+!|s+|O"}},
+    {"superbpe", 0, {"N+", "%"}},
     {"bloom poro-chat gpt3-finnish", 0, {" ?[^sb]+"}},
+    {"viking", 0, {" ?[^sb]+", "N"}},
     {"qwen35", 0, {"i|[^rLN]?[LM]+|N| ?[^sLMN]+r*|s*r+|s+!|s+"}},
     {"tekken", PRE_WHOLE | PRE_BOS,
      {"[^rLN]?[ucx]*[lcx]+|[^rLN]?[ucx]+[lcx]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
@@ -2349,9 +2379,10 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
+// Beside the type stand flags: generation ends here; the token opens or closes a part of gpt-oss's
+// turns; white space behind it is dropped.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
-       TOKEN_TYPE = 15,                      // beside the type, flags: generation ends here;
-       TOKEN_EOG = 16, TOKEN_TURN = 32 };    // it opens or closes a part of gpt-oss's turns
+       TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
 enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
 
@@ -2362,7 +2393,8 @@ typedef struct Tokenizer {
     bool space_prefix;               // text begins with a space
     bool lower_case, strip_accents;  // WordPiece
     int32_t n_vocab;
-    const char *note;                // NULL, or what the user should know
+    bool no_rules;                   // they are not known: it cannot tokenize
+    char note[128];                  // what the user should know, or empty
     const PreTokenizer *pre;
     const Meta *scores;              // SentencePiece: [n_vocab]
     Dictionary tokens, merges;
@@ -2371,6 +2403,19 @@ typedef struct Tokenizer {
     bool special_first[256];         // is, and with this byte begins, a token that may be cut out
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
+
+// What a token is. An id need not be in the vocabulary: many models have rows for more tokens, as
+// padding. Such a token has no text and is unused.
+typedef struct { Str text; int type; } Token;   // its type with the flags
+
+static Token token_at(const Tokenizer *t, int32_t id) {
+    bool known = id >= 0 && id < t->n_vocab;
+    return known ? (Token){t->tokens.str[id], t->type[id]} : (Token){{"", 0}, TOKEN_UNUSED};
+}
+
+static bool token_is(const Tokenizer *t, int32_t id, int types) {   // types: 1 << TOKEN_... | ..
+    return types >> (token_at(t, id).type & TOKEN_TYPE) & 1;
+}
 
 static int32_t token_find(const Tokenizer *t, const char *text) {   // -1: there is none
     return t->n_vocab ? dictionary_find(&t->tokens, text, strlen(text)) : -1;
@@ -2430,6 +2475,13 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     if (*rule == '$') {
         for (; end > ch && end[-1].set & CLASS('s'); end--);
         end->cut = 1;
+        return;
+    }
+    if (*rule == '%') {
+        for (int digits = 0; end-- > ch;) {
+            digits = end->set & CLASS('d') ? digits + 1 : 0;
+            if (digits > 3 && digits % 3 == 1) end[1].cut = 1;
+        }
         return;
     }
     while (ch < end) {
@@ -2554,11 +2606,11 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
-// Is this token, spelled in a text at s, to be cut out there?
+// Does the text at s count as this special token?
 static bool token_cuts(const Work *w, int32_t id, const char *s, size_t n) {
-    int type = w->t->type[id];
-    if (!(w->types >> (type & TOKEN_TYPE) & 1)) return false;
-    bool anyone = (type & ~TOKEN_EOG) == TOKEN_USER;   // may write it
+    if (!token_is(w->t, id, w->types)) return false;
+    int type = token_at(w->t, id).type & ~(TOKEN_EOG | TOKEN_STRIP);
+    bool anyone = type == TOKEN_USER;   // may write it
     return anyone || !w->mark || !memchr(w->mark + (s - w->all), 1, n);
 }
 
@@ -2574,6 +2626,8 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
             w->out->id[w->out->n++] = id;
             w->space = t->space_prefix;
             s += i + len, n -= i + len, i = -1;
+            if (token_at(t, id).type & TOKEN_STRIP)
+                while (n > 0 && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
         }
     }
     if (n) fragment_tokenize(w, s, n);
@@ -2592,15 +2646,15 @@ static void work_place(Work *w, Arena *a, size_t n, size_t m) {
 // mark [n] of 1, because a user wrote it (mark NULL: none has). False: e says why.
 bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark,
               bool add_special, bool parse_special, Tokens *out, Error *e) {
-    if (t->kind == TOKENIZER_NONE) return fail(e, "the model has no tokenizer: give it --tokens");
+    if (t->kind == TOKENIZER_NONE || t->no_rules)
+        return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
     Arena a = {0};
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
-    w.space = t->space_prefix && (before < 0 || before >= t->n_vocab ||
-                                  SPECIAL_TYPES >> (t->type[before] & TOKEN_TYPE) & 1);
+    w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
     work_place(&w, &a, n, m);
     a = (Arena){.base = tokens_room(out, out->n + m) ? malloc(a.peak) : NULL, .size = a.peak};
     if (!a.base) return fail(e, "out of memory");
@@ -2613,7 +2667,7 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
 }
 
 static bool token_is_eog(const Tokenizer *t, int32_t id) {
-    return id >= 0 && id < t->n_vocab && t->type[id] & TOKEN_EOG;
+    return token_at(t, id).type & TOKEN_EOG;
 }
 
 // Zero where a text begins; started where it continues another, so that SentencePiece's space in
@@ -2636,10 +2690,10 @@ static size_t utf8_push(Detokenizer *d, char byte, char *out) {
 // Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
 // bytes. Control tokens have no text.
 size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
-    int type = id >= 0 && id < t->n_vocab ? t->type[id] & TOKEN_TYPE : TOKEN_UNUSED;
-    if (type != TOKEN_NORMAL && type != TOKEN_USER && type != TOKEN_BYTE) return 0;
+    if (!token_is(t, id, 1 << TOKEN_NORMAL | 1 << TOKEN_USER | 1 << TOKEN_BYTE)) return 0;
     bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
-    Str s = t->tokens.str[id];
+    Str s = token_at(t, id).text;
+    int type = token_at(t, id).type & TOKEN_TYPE;
     size_t n = 0, used;
     d->started = true;
     if (type == TOKEN_BYTE && s.n == 6)   // <0x0A>
@@ -2686,20 +2740,19 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
-// an array of n entries, of any number if n is 0
-static const Meta *vocab_array(const Gguf *g, const char *key, uint32_t elem, size_t n, Error *e) {
+// an array of strings, or one of n numbers
+static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
-    const char *of = elem == GGUF_STR ? "strings" : elem == GGUF_F32 ? "f32" : "i32";
     if (!m) return fail(e, "%s is missing", key), NULL;
-    if (m->type != GGUF_ARR || m->elem != elem)
-        return fail(e, "%s must be an array of %s", key, of), NULL;
+    if (m->type != GGUF_ARR || (m->elem == GGUF_STR) != (n == 0))
+        return fail(e, "%s must be an array of %s", key, n ? "numbers" : "strings"), NULL;
     if (n && m->n != n)
         return fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n), NULL;
     return m;
 }
 
 static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error *e) {
-    const Meta *m = vocab_array(g, key, GGUF_STR, 0, e);
+    const Meta *m = vocab_array(g, key, 0, e);
     size_t size = 16;
     if (!m) return false;
     if (m->n < 1 || m->n > 1 << 24) return fail(e, "%s has %lld entries", key, (long long)m->n);
@@ -2728,13 +2781,13 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     t->type = calloc(t->n_vocab, 1);
     t->special_length = calloc(t->tokens.longest + 1, 1);
     if (!t->type || !t->special_length) return fail(e, "out of memory");
-    if (types && !vocab_array(g, key, GGUF_I32, t->n_vocab, e)) return false;
+    if (types && !vocab_array(g, key, t->n_vocab, e)) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
         t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
     }
     if (t->kind == TOKENIZER_SPM)
-        t->scores = vocab_array(g, "tokenizer.ggml.scores", GGUF_F32, t->n_vocab, e);
+        t->scores = vocab_array(g, "tokenizer.ggml.scores", t->n_vocab, e);
     if (t->kind != TOKENIZER_BPE) return t->kind == TOKENIZER_WPM || t->scores;
     if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
@@ -2758,10 +2811,12 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
         const Meta *m = gguf_find(g, key);
         if (m && (m->type == GGUF_STR || m->type == GGUF_ARR))
             return fail(e, "%s must be a number", key);
-        if (m) id = meta_int(m, 0);
-        if (id == UINT32_MAX) id = -1;   // none
-        if (id < -1 || id >= t->n_vocab)
-            return fail(e, "%s is %lld, but there are %d tokens", key, (long long)id, t->n_vocab);
+        int64_t said = m ? meta_int(m, 0) : id;
+        if (said == UINT32_MAX) said = -1;   // none
+        if (said >= -1 && said < t->n_vocab) id = said;
+        else if (!*t->note)
+            snprintf(t->note, sizeof t->note, "%s is %lld, but there are %d tokens: ignored", key,
+                     (long long)said, t->n_vocab);
         if (i < COUNT(kept)) *kept[i] = id;
         if (i >= 4 && id >= 0) t->type[id] |= TOKEN_EOG;
     }
@@ -2782,11 +2837,17 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
+    Str of = gguf_str(g, "general.name");   // no other key tells Phi-3's way
+    char *name = strndup(of.s ? of.s : "", of.n);
+    bool phi3 = name && (strcasestr(name, "phi-3") || strcasestr(name, "phi3"));
+    free(name);
     for (int32_t i = 0; i < t->n_vocab; i++) {
         Str s = t->tokens.str[i];
-        if (!s.n || !(SPECIAL_TYPES >> (t->type[i] & TOKEN_TYPE) & 1)) continue;
+        if (!s.n || !token_is(t, i, SPECIAL_TYPES)) continue;
         t->special_first[(uint8_t)s.s[0]] = true;
         t->special_length[s.n] = true;
+        bool strip = phi3 && !find_str(s, "<s> <unk> <|endoftext|>");
+        t->type[i] |= strip ? TOKEN_STRIP : 0;
     }
     return true;
 }
@@ -2794,24 +2855,25 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
 // g must stay open as long as t. False: e says what is missing, wrong or unknown.
 static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
-    char name[64];
     size_t i = 0;
     *t = (Tokenizer){0};
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
-    snprintf(name, sizeof name, "%.*s", STR_ARG(model));
-    while (i < COUNT(MODELS) && !find_word(name, MODELS[i].names)) i++;
+    while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
-        return fail(e, "tokenizer.ggml.model '%s' is not one of llama, gpt2, gemma4, bert, none",
-                    name);
+        return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
+                    STR_ARG(model));
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
     if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
-    else if (!pre.n) t->note = "tokenizer.ggml.pre is missing: 'default' is assumed";
+    else if (!pre.n) strcpy(t->note, "tokenizer.ggml.pre is missing: 'default' is assumed");
     if (!pre.n) pre = (Str){"default", 7};
-    snprintf(name, sizeof name, "%.*s", STR_ARG(pre));
-    for (i = 0; i < COUNT(PRE_TOKENIZERS); i++)
-        if (find_word(name, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
-    if (!t->pre) return fail(e, "tokenizer.ggml.pre '%s' is unknown", name);
+    for (i = 0; i < COUNT(PRE_TOKENIZERS) && !t->pre; i++)
+        if (find_str(pre, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
+    t->no_rules = !t->pre;
+    if (t->no_rules) {   // ids can still be read and written
+        t->pre = &PRE_TOKENIZERS[0];
+        snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
+    }
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
 
@@ -3950,14 +4012,16 @@ static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
     return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
 }
 
-// Now, in UTC, as strftime writes it; or what SOURCE_DATE_EPOCH says, so that a test can know it.
+// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
+// can know it.
 static Value date(Template *t, Seq format) {
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
     time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
     struct tm tm;
     char s[400];
     uint32_t mark = 0;
-    size_t n = gmtime_r(&now, &tm) ? strftime(s, sizeof s, to_utf8(t, format), &tm) : 0;
+    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
+    size_t n = strftime(s, sizeof s, to_utf8(t, format), &tm);
     if (!n && format.n) stop(t, "a date is too long");
     for (size_t i = 0; i < format.n; i++) mark |= format.c[i] & MARK;
     return string_value(from_utf8(t, (Str){s, n}, mark));
@@ -4743,7 +4807,8 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
     }
 }
 #else
-static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
+typedef uint32_t word __attribute__((may_alias));   // floats, or four codes
+static void transpose(const word *rows, int stride, int n, word *to) {
     for (int i = 0; i < n; i++)
         for (int r = 0; r < TILE; r++) to[TILE * i + r] = rows[stride * r + i];
 }
@@ -5938,6 +6003,7 @@ typedef struct {
     int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
+    bool talks, misused;             // a chat because nothing was asked for; but it cannot be one
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
@@ -6088,6 +6154,9 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     if (cli->gpu && !cli->o.gpu_block && !cli->o.gpu_int8 && strcmp(cli->gpu, "chain"))
         return fail(&cli->e, "--gpu: expected chain, block or int8, not '%s'", cli->gpu);
     bool template = cli->chat || cli->answer_once || cli->render, piped = cli->render && !prompts;
+    bool mode = template || prompts || cli->tokenize || cli->embed || cli->logits;
+    cli->talks = isatty(STDIN_FILENO) && !mode && !cli->bench.id && !cli->info;
+    cli->chat |= cli->talks;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
     if (cli->think && strcmp(cli->think, "on") && strcmp(cli->think, "off"))
         return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
@@ -6217,11 +6286,10 @@ static bool chat_save(const Cli *cli, const char *path) {
 // the whole conversation as the template writes it
 static bool chat_render(Cli *cli, Rendered *r) {
     const Tokenizer *t = cli->m.tokenizer;
-    Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template"), none = {"", 0};
+    Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template");
     int think = cli->think ? !strcmp(cli->think, "on") : -1;
     return template_render(template, cli->message, cli->n_message,
-                           t->bos < 0 ? none : t->tokens.str[t->bos],
-                           t->eos < 0 ? none : t->tokens.str[t->eos], think, r, &cli->e);
+                           token_at(t, t->bos).text, token_at(t, t->eos).text, think, r, &cli->e);
 }
 
 // cli->ids of the whole conversation, and what the template opens in the model's answer
@@ -6247,7 +6315,7 @@ static bool chat_ids(Cli *cli) {
     }
     rendered_free(&r);
     // the tokenizer puts a space behind special tokens, which is not of the answer
-    bool special = ids->n && SPECIAL_TYPES >> (t->type[ids->id[ids->n - 1]] & TOKEN_TYPE) & 1;
+    bool special = ids->n && token_is(t, ids->id[ids->n - 1], SPECIAL_TYPES);
     cli->detokenizer = (Detokenizer){.started = !special};
     return ok;
 }
@@ -6277,12 +6345,15 @@ static bool load_prompt(Cli *cli) {
     if (!file && cli->prompt) cli->n_prompt = strlen(cli->prompt);
     if (file && !read_file(cli, file, &cli->text, &cli->n_prompt)) return false;
     if (file) cli->prompt = cli->text;
+    if (cli->file && cli->n_prompt && cli->text[cli->n_prompt - 1] == '\n') cli->n_prompt--;
     if (cli->chat || cli->answer_once || cli->render) return chat_open(cli);
     if (!cli->prompt) return true;
     cli->ids.n = 0;
     if (!check_utf8(cli, cli->prompt, cli->n_prompt) ||
         !tokenize(t, cli->prompt, cli->n_prompt, NULL, true, cli->special, &cli->ids, &cli->e))
         return false;
+    bool complete = !cli->tokenize && !cli->embed && !cli->logits && !cli->ppl;
+    if (complete && t->add_eos) cli->ids.n--;   // what is to go on does not end
     if (cli->ids.n || cli->tokenize) return true;
     if (t->bos < 0) return fail(&cli->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
@@ -6309,15 +6380,15 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-// Prints part of an answer, a token whose n bytes of text are in cli->work, and keeps it. What has
-// no text of its own, such as a control token, is kept as it is spelled. Thoughts are dimmed.
+// Prints part of an answer, a token whose n bytes of text are in cli->work, and keeps it. A control
+// token is not printed, but kept as it is spelled. Thoughts are dimmed.
 static bool print_answer(Cli *cli, int32_t id, size_t n) {
-    Str spelled = cli->m.tokenizer->tokens.str[id];
-    bool control = (cli->m.tokenizer->type[id] & TOKEN_TYPE) == TOKEN_CONTROL;
-    bool ok = !control || text_add(&cli->answer, spelled.s, spelled.n);
-    for (const char *c = cli->work; ok && n > 0; c++, n--) {
-        putchar(*c);
-        ok = text_add(&cli->answer, c, 1);
+    const Tokenizer *t = cli->m.tokenizer;
+    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
+    Str s = control ? token_at(t, id).text : (Str){cli->work, n};
+    for (; ok && s.n > 0; s.s++, s.n--) {
+        if (!control) putchar(*s.s);
+        ok = text_add(&cli->answer, s.s, 1);
         for (size_t i = 0; i < COUNT(THOUGHTS) && isatty(STDOUT_FILENO); i++) {
             if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
             if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
@@ -6410,7 +6481,7 @@ static void print_statistics(const Cli *cli) {
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
-    if (cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
+    if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
     if (cli->gpu && !GPU_BUILT)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
     if (cli->o.window > n_ctx && s->m && cli->m.config.causal)
@@ -6458,6 +6529,7 @@ static bool chat_listen(Cli *cli) {
         if (isatty(STDIN_FILENO)) fputs("> ", stderr);
         while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(said, &(char){c}, 1);
         if (c == EOF && (!said->n || interrupted)) return false;
+        if (c == '\n' && text_ends(said, "\r")) said->n--;
         if (c == '\n' && text_ends(said, "\\")) c = '\\', said->s[said->n - 1] = '\n';
     }
     return (ok && text_add(said, "", 1)) || fail(&cli->e, "out of memory");
@@ -6619,7 +6691,8 @@ static void print_meta(const Meta *m) {
     for (uint64_t i = 0; i < m->n && i < 4; i++) {
         putchar(' ');
         if (m->elem == GGUF_STR) print_str(str_next(&p), 60);
-        else printf("%.9g", meta_float(m, i));
+        else printf(m->elem == GGUF_F32 || m->elem == GGUF_F64 ? "%.9g" : "%.20g",
+                    meta_float(m, i));
     }
     printf(m->n > 4 ? " ...\n" : "\n");
 }
@@ -6680,12 +6753,12 @@ static size_t print_plan(const Session *s, void plan(Session *, Arena *)) {
     return sum;
 }
 
-static bool print_info(Cli *cli) {
+// what is in the file, whether or not it can run
+static void print_file(const Cli *cli) {
     static const char *const keys[] = {   // behind general. or the architecture's name and a dot
         "architecture", "name", "size_label", "file_type", "context_length", "embedding_length",
         "block_count", "attention.head_count", "model", "pre"};
     const Gguf *g = &cli->m.gguf;
-    Session *s = &cli->s;
     for (size_t i = 0; i < g->n_meta; i++) {
         bool matters = cli->verbose;
         for (size_t k = 0; k < COUNT(keys); k++) {
@@ -6697,8 +6770,14 @@ static bool print_info(Cli *cli) {
         if (matters) print_meta(&g->meta[i]);
     }
     putchar('\n');
-    print_layers(&cli->m);
     print_formats(g);
+    fflush(stdout);
+}
+
+static bool print_info(Cli *cli) {
+    const Gguf *g = &cli->m.gguf;
+    Session *s = &cli->s;
+    print_layers(&cli->m);
     printf("buffers, by the phase that they live in:\n");
     size_t apart = print_plan(s, plan_caches) + print_plan(s, plan_scratch);
     size_t shared = s->kv_bytes + s->scratch_bytes;
@@ -6719,7 +6798,12 @@ static bool run(Cli *cli) {
     Model *m = &cli->m;
     if (cli->help) return print_usage();
     if (cli->version) return puts("llm 1.0"), true;
-    if (!model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e)) return false;
+    bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);
+    if (cli->info && m->tokenizer) print_file(cli);   // the file was read
+    if (!ok) return false;
+    bool template = gguf_find(&m->gguf, "tokenizer.chat_template");
+    cli->misused = cli->talks && !template;   // on a terminal, without a PROMPT
+    if (cli->misused) return fail(&cli->e, "no PROMPT given; see --help");
     if (!load_prompt(cli)) return false;
     if (cli->render) return run_render(cli);
     if (cli->tokenize) {
@@ -6745,6 +6829,8 @@ static bool run(Cli *cli) {
     if (cli->logits) return run_logits(cli);
     if (cli->chat) return run_chat(cli);
     if (cli->answer_once) return reply(cli);
+    if (template && isatty(STDERR_FILENO))
+        fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
     if (cli->prompt && !cli->hide_prompt) fwrite(cli->prompt, 1, cli->n_prompt, stdout);
     cli->detokenizer.started = cli->n_prompt > 0;
     return reply(cli);
@@ -6772,7 +6858,7 @@ int main(int argc, char **argv) {
     free(cli.ids.id);
     free(cli.bench.id);
     free(cli.work);
-    return interrupted ? 130 : ok ? 0 : asked ? 1 : 2;
+    return interrupted ? 130 : ok ? 0 : asked && !cli.misused ? 1 : 2;
 }
 
 #endif   // LLM_NO_MAIN
@@ -7000,10 +7086,10 @@ static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
     {'p', 0x3001, 0x3002}, {'p', 0xFF01, 0xFF0F}, {'p', 0xFF1A, 0xFF5E}, {'k', 0x3040, 0x30FF},
     {'k', 0x4E00, 0x9FA5}, {'K', 0x800, 0x9FA5}, {'K', 0xAC00, 0xD7FF}, {'h', 0x3400, 0x4DBF},
     {'h', 0x4E00, 0x9FFF}, {'h', 0xF900, 0xFAFF}, {'h', 0x20000, 0x2A6DF}, {'h', 0x2A700, 0x2B81F},
-    {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F}, {'b', '!', '!'}, {'b', '(', ')'},
-    {'b', ',', ','}, {'b', '.', '.'}, {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C},
-    {'b', 0x6D4, 0x6D4}, {'b', 0x964, 0x964}, {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002},
-    {'b', 0xFF0C, 0xFF0C},
+    {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F}, {'H', 0x2B820, 0x2B91F},
+    {'H', 0x2CEB0, 0x2EBEF}, {'b', '!', '!'}, {'b', '(', ')'}, {'b', ',', ','}, {'b', '.', '.'},
+    {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C}, {'b', 0x6D4, 0x6D4},
+    {'b', 0x964, 0x964}, {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002}, {'b', 0xFF0C, 0xFF0C},
 };
 
 static uint64_t unicode_classes(uint32_t c) {
@@ -7013,7 +7099,8 @@ static uint64_t unicode_classes(uint32_t c) {
     for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
         if (c >= MORE_CLASSES[i].first && c <= MORE_CLASSES[i].last)
             set |= CLASS(MORE_CLASSES[i].letter);
-    return set;
+    bool chinese = set & (CLASS('h') | CLASS('H'));
+    return set | (set & CLASS('L') && !chinese ? CLASS('y') : 0);
 }
 
 // BERT's spelling of a character; 0: none
