@@ -1752,8 +1752,8 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             const float *row = hidden ? s->h + (size_t)i * c->dim
                                       : s->logits + (size_t)at * c->n_vocab;
             if (all_nan(row, hidden ? c->dim : c->n_vocab))
-                return fail(e, "what the model makes of token %d is not a number: its weights or "
-                            "the file are damaged", p + i);
+                return fail(e, "at token %d the model yields nothing but NaN: its weights may be "
+                            "damaged", p + i);
             if (fn && !fn(ctx, p + i, row)) return fail(e, "stopped");
         }
     }

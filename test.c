@@ -264,6 +264,7 @@ typedef struct {
     uint64_t n_meta, n_tensors;
     uint32_t version, align;      // 0: 3 and 32
     uint32_t part, parts, seen;   // of a split file: every parts-th tensor; 0: all
+    bool merged;                  // from several parts, whose keys are left
     int pass, type;               // of a large model: 1: what is f32, 2: weights of this type,
     uint64_t later;               // whose bytes are to follow; 0: all, in f32
     float norm;                   // the value of its norms; 0: random ones around 1
@@ -912,7 +913,7 @@ static size_t write_tiny(Writer *w, const char *path) {
     key_vocab(w, "gpt2", "default", "a,b,ab,<s>", "a b");
     key_array(w, "tokenizer.ggml.token_type", GGUF_I32, 4, types, sizeof types);
     put_keys(w, "tokenizer.ggml", "bos_token_id=3 eos_token_id=3");
-    if (w->parts) put_keys(w, "split", text_of("count=%d no=%d", w->parts, w->part));
+    if (w->parts || w->merged) put_keys(w, "split", text_of("count=%d no=%d", w->parts, w->part));
     return write_gguf(w, path);
 }
 
@@ -924,11 +925,11 @@ static void refused(const char *path, const char *says) {
     CHECK(!opened && strstr(e.text, says), "want '%s', got '%s'", says, e.text);
 }
 
-// version 2, other alignments, three files: the same logits
+// version 2, other alignments, three files, or these merged: the same logits
 static void test_gguf_variants(void) {
     static const int32_t ids[] = {1, 5, 9, 33, 60, 2, 7};
     static const Writer variants[] = {{.version = 3}, {.version = 2}, {.align = 64}, {.align = 8},
-        {.parts = 3, .part = 2}, {.parts = 3, .part = 1}, {.parts = 3}};
+        {.merged = true}, {.parts = 3, .part = 2}, {.parts = 3, .part = 1}, {.parts = 3}};
     float *want = NULL;
     for (size_t i = 0; i < COUNT(variants); i++) {
         Writer w = variants[i];
@@ -946,8 +947,9 @@ static void test_gguf_variants(void) {
 }
 
 static const Spoil BROKEN[] = {
-    {"not a GGUF file", BYTES, "GGML", 0, 4, NULL}, {"big-endian", BYTES, "\0\0\0\3", 4, 4, NULL},
-    {"version 1", BYTES, "\1\0\0", 4, 4, NULL},
+    {"with the bytes 47 47 4d 4c", BYTES, "GGML", 0, 4, NULL},
+    {"big-endian", BYTES, "\0\0\0\3", 4, 4, NULL}, {"version 1;", BYTES, "\1\0\0", 4, 4, NULL},
+    {"version 544434464;", BYTES, " is ", 4, 4, NULL},
     {"9223372036854775807 tensors", BYTES, "\xff\xff\xff\xff\xff\xff\xff\x7f", 8, 8, NULL},
     {"18446744073709551615 metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 16, 8, NULL},
     {"tensor : the file ends inside the list of tensors", CUT, "", 4, 0, NULL},
@@ -962,7 +964,7 @@ static const Spoil BROKEN[] = {
     {"alignment is 0, want a power of two", KEY, "general.alignment", GGUF_U32, 0, NULL},
     {"a power of two", KEY, "general.alignment", GGUF_U32, 48, NULL},
     {"this is part 3", NEW_KEY, "split.no", GGUF_U16, 2, NULL},
-    {"split.count is out of range", NEW_KEY, "split.count", GGUF_U16, 0, NULL},
+    {"split.count is out of range", NEW_KEY, "split.count", GGUF_I16, -1, NULL},
     {"must be named", NEW_KEY, "split.count", GGUF_U16, 2, NULL},
     {"1 to 4 dimensions", DIM, "output.weight", -1, 5, NULL},
     {"dimension 1 is 0", DIM, "output.weight", 1, 0, NULL},
@@ -979,6 +981,9 @@ static const Spoil BROKEN[] = {
     {"embedding_length is 0, expected 1", KEY, "llama.embedding_length", GGUF_U32, 0, NULL},
     {"head_count_kv: want a number", KEY, "llama.attention.head_count_kv", GGUF_STR, 0, "2"},
     {"epsilon: want", KEY, "llama.attention.layer_norm_rms_epsilon", GGUF_F32, 0x7fc00000, NULL},
+    {"layer_norm_rms_epsilon is missing", NO_KEY, "llama.attention.layer_norm_rms_epsilon", 0, 0,
+     NULL},
+    {"rope.scaling.type 'dynamic'", NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, "dynamic"},
     {"key_length is 5000, expected", KEY, "llama.attention.key_length", GGUF_U32, 5000, NULL},
     {"3 KV heads", KEY, "llama.attention.head_count_kv", GGUF_U32, 3, NULL},
     {"RoPE: 3 dimensions", NEW_KEY, "llama.rope.dimension_count", GGUF_U32, 3, NULL},
@@ -992,18 +997,15 @@ static const Spoil BROKEN[] = {
     {"token_embd has 32 rows, output 64", DIM, "token_embd.weight", 1, 32, NULL},
     {"tokenizer.ggml.model is missing", NO_KEY, "tokenizer.ggml.model", 0, 0, NULL},
     {"'rwkv' is not one of", KEY, "tokenizer.ggml.model", GGUF_STR, 0, "rwkv"},
-    {"'nonesuch' is unknown", KEY, "tokenizer.ggml.pre", GGUF_STR, 0, "nonesuch"},
     {"tokenizer.ggml.tokens is missing", NO_KEY, "tokenizer.ggml.tokens", 0, 0, NULL},
     {"must be an array of strings", KEY, "tokenizer.ggml.merges", GGUF_U32, 7, NULL},
     {"tokenizer.ggml.scores is missing", KEY, "tokenizer.ggml.model", GGUF_STR, 0, "llama"},
     {"tokenizer.ggml.merges is missing", NO_KEY, "tokenizer.ggml.merges", 0, 0, NULL},
     {"merge 1, 'ab', is not", KEY, "tokenizer.ggml.merges", GGUF_ARR, 0, "a b,ab"},
     {"4 entries for 3 tokens", KEY, "tokenizer.ggml.tokens", GGUF_ARR, 0, "a,b,ab"},
-    {"must be an array of i32", KEY, "tokenizer.ggml.token_type", GGUF_ARR, 0, "1,1,1,3"},
+    {"must be an array of numbers", KEY, "tokenizer.ggml.token_type", GGUF_ARR, 0, "1,1,1,3"},
     {"lacks its id", KEY, "tokenizer.ggml.model", GGUF_STR, 0, "bert"},
     {"must be a number", KEY, "tokenizer.ggml.bos_token_id", GGUF_STR, 0, "3"},
-    {"is 9, but there are 4 tokens", KEY, "tokenizer.ggml.bos_token_id", GGUF_U32, 9, NULL},
-    {"eos_token_id is 4, but", KEY, "tokenizer.ggml.eos_token_id", GGUF_U32, 4, NULL},
     {"0 bytes are too few", CUT, "", 0, 1, NULL},
 };
 
@@ -1061,6 +1063,8 @@ static void test_gguf_shapes(void) {
          {"file has [32,128", KEY, "qwen35.attention.value_length", GGUF_U32, 8, NULL}},
         {{"qwen35", 2, "dak", "ssm.conv_kernel=4 ssm.state_size=4096 ssm.group_count=1 "
           "ssm.time_step_rank=4096 ssm.inner_size=4096"}, {.expect = "a state of 1073741824"}},
+        {{"cohere2", 4, "1T", "logit_scale=0.5"}, {.expect = "sliding_window is missing"}},
+        {{"command-r", 3, "1jT", ""}, {.expect = "command-r.logit_scale is missing"}},
         {{"bloom", 2, "nboBgfNT", ""},
          {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 2, NULL}},
         {{"llama", 2, "", ""},
@@ -1595,6 +1599,14 @@ static void test_session_refusals(void) {
     last_row(s, ids, 8, a);
     last_row(open_session(m, (Options){.chunk = 8}), ids, 8, b);
     CHECK(!memcmp(a, b, WIDTH * sizeof *a), "an encoder reuses a prefix");
+    // a model whose weights are not numbers: logits and hidden rows are refused
+    Model nan = *random_model(&(Shape){"llama", 1, "", ""});
+    float nothing[WIDTH];
+    for (int i = 0; i < WIDTH; i++) nothing[i] = NAN;
+    nan.out_norm.w = nothing;
+    s = open_session(&nan, (Options){.threads = 1});
+    CHECK(!session_eval(s, ids, 3, &e) && strstr(e.text, "token 2 the model yields"), "%s", e.text);
+    CHECK(!session_run(s, ids, 3, 0, true, NULL, NULL, &e) && strstr(e.text, "NaN"), "%s", e.text);
     size_t before = allocations;
     for (int i = 0; i < 1000; i++) CHECK(tokens_add(&out, i), "no room");
     CHECK(allocations - before < 12, "%zu allocations for 1,000 ids", allocations - before);
@@ -1771,7 +1783,10 @@ static void test_tokenizer_rules(void) {
         {"tekken", "Hello|World|HTTPs| \u00C0|B|1|2|;/\n/\n"},
         {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
         {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"},
-        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"},
+        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"}, {"viking", "a|1|2| b|.|x"},
+        {"minicpm5", "It|'S|123|4| ab|!\n\n|x"}, {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"},
+        {"superbpe", "a b|1|234|567|x|89|123|."},
+        {"kimi-k2", "漢字\U0002B820\U0002CEB0|か|.x|12|A's| |123|4| !\n|\u0378|\u0378"},
         {"gemma4", "a  b c|\n\n|d"}, {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
     };
     for (size_t k = 0; k < COUNT(rules); k++) {
@@ -1842,6 +1857,7 @@ static void test_tokenizer_special(void) {
     key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 13, types, sizeof types);
     put_keys(&w, "tokenizer.ggml", "eos_token_id=7 bos_token_id=3 add_bos_token=1");
     const Tokenizer *t = written_tokenizer(&w);
+    CHECK(!*t->note, "%s", t->note);
     for (size_t i = 0; i < COUNT(cases); i++) {
         const char *text = cases[i].text, *mark = cases[i].mark;
         const char *got = ids_of(t, text, strlen(text), mark, cases[i].add, cases[i].special);
@@ -1852,7 +1868,23 @@ static void test_tokenizer_special(void) {
     CHECK(token_find(t, "bbb") == 5 && token_find(t, "x") == -1, "find");
     key_vocab(&least, "gpt2", NULL, "a,b,,a", "a b");   // empty and repeated tokens are no error
     t = written_tokenizer(&least);
-    CHECK(t->note && token_find(t, "a") == 0, "no pre");
+    CHECK(*t->note && token_find(t, "a") == 0, "no pre");
+    // behind Phi-3's special tokens, but for three, white space is dropped
+    Writer phi = {0}, far = {0};
+    key_text(&phi, "general.name", "A PHI-3 of ours");
+    key_vocab(&phi, "gpt2", "gpt-2", "a,b,<s>,<u>,Ċ,Ġ", "a b");
+    key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
+    const char *got = ids_of(written_tokenizer(&phi), "a\n<u> \n\tb<s>\nb", 15, NULL, false, true);
+    CHECK(!strcmp(got, "0 4 3 1 2 4 1"), "Phi-3: %s", got);
+    // ids that lie outside, as nobody checks them: a note, and what holds without them
+    key_vocab(&far, "gpt2", "gpt-2", "a,b", "a b");
+    put_keys(&far, "tokenizer.ggml", "bos_token_id=2 eos_token_id=9");
+    t = written_tokenizer(&far);
+    CHECK(strstr(t->note, "bos_token_id is 2, but there are 2 tokens"), "'%s'", t->note);
+    CHECK(t->bos == -1 && t->eos == -1, "%d %d", t->bos, t->eos);
+    for (int i = 0; i < 2; i++)   // no such tokens: no text, no type
+        CHECK(!token_at(t, (int32_t[]){-1, 2}[i]).text.n && !token_is(t, 2, ~(1 << TOKEN_UNUSED)),
+              "a token outside");
 }
 
 // bytes of a character arrive one by one; what cannot become one is U+FFFD
@@ -2087,7 +2119,12 @@ static void test_cli_refusals(void) {
         {1, "$S hi --logits nowhere/x", "nowhere/x"}, {1, "$S -i", "template"},
         {1, "$G/llama.gguf hi", "tokenizer"}, {1, "$G/bert.gguf hi", "--embed"},
         {1, "golden/tok/spm.gguf hi", "no tensors"},
+        {1, "$D/rules.gguf hi", "'ours' is unknown.*--tokens"},
     };
+    Writer w = {0};
+    put_model(&w, &(Shape){"llama", 1, "", ""});
+    key_vocab(&w, "gpt2", "ours", "a,b,ab", "a b");
+    write_gguf(&w, scratch("rules.gguf"));
     for (size_t i = 0; i < COUNT(bad); i++)
         check_refusal(bad[i].status, bad[i].arguments, bad[i].says);
     for (size_t i = 0; i < COUNT(options); i++) {
@@ -2096,6 +2133,10 @@ static void test_cli_refusals(void) {
         const char *says = text_of("%.*s[^\n]*%s", name, options[i], value);
         check_refusal(2, text_of("$S hi %s", options[i]), says);
     }
+    check_llm("llm $D/rules.gguf --tokens 0,2 -n 1", 0, "",
+              "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
+    check_llm("llm golden/tok/spm.gguf --info", 1, "^([a-z0-9_.]+ = [^\n]*\n)+\n$",
+              "^llm: [^\n]*no tensors[^\n]*\n$");
     // the model is cut while it is mapped: when a pipe has taken more than fits, someone reads it
     check_llm("cp $S $D/cut; (yes | head -n 99999; : >$D/cut) | llm $D/cut -f - -n 1", 1, "^$",
               "^llm: [^\n]*truncated\\?\n$");
@@ -2109,6 +2150,8 @@ static void test_cli_output(void) {
         {"llm $S --tokenize 'Once upon a time'", "^1656 329 659 258 530\n$"},
         {"llm --tokenize -p 'Once upon a time' -m $S", "^1656 329 659 258 530\n$"},
         {"printf 'Once upon a time' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
+        {"printf 'Once upon a time\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
+        {"printf 'Once upon a time\n\n' | llm $S -f - --tokenize", "^1656 329 659 258 530 198\n$"},
         {"llm $S --tokenize ''", "^\n$"}, {"llm golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"llm $S --tokenize -- --help", "^[0-9 ]+\n$"},
         {"llm $S --tokenize -p --help", "^[0-9 ]+\n$"},
@@ -2120,8 +2163,8 @@ static void test_cli_output(void) {
          "^ppl 6\\.[56][0-9]{3} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$"},
         {"llm $S --bench 16,8", "^prefill 16 tokens " TENTHS " tok/s\ndecode 8 tokens " TENTHS
          " tok/s " TENTHS " GB/s " TENTHS " % of " TENTHS " GB/s\n$"},
-        {"llm $S --info", "^([a-z0-9_.]+ = [^\n]*\n){10}\narchitecture qwen3.*2048.*q4_K.*"
-         "cache .* MB\n.*FFN .*logits .*KV.*without sharing"},
+        {"llm $S --info", "^([a-z0-9_.]+ = [^\n]*\n){10}\nformat .*q4_K.*\narchitecture qwen3.*2048"
+         ".*cache .* MB\n.*FFN .*logits .*KV.*without sharing"},
         {"llm $S --info -v", "\ntokenizer.ggml.tokens = .2048. ! \" # \\$ ...\n"},
         {"llm $S Once -n 1 --gpu chain --seed 1", "^Once.*\n$"},
         {"llm $G/bert.gguf --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){63}\n$"},
@@ -2176,13 +2219,15 @@ static void test_cli_numbers(void) {
 
 // A model that says the same again and again: after a word of `chain` comes the next one, whatever
 // stood before. Embedding and output are one-hot, and the layer between them adds nothing. Tokens
-// are the ASCII characters and some words.
-static void write_scripted(const char *template, const char *chain) {
+// are the ASCII characters and some words; there are rows for more, the last of which is called
+// `nobody` here. <think> and </think> are of the type `thoughts`.
+static void write_scripted(const char *template, const char *chain, int thoughts) {
     enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
     static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
                                         "attn_output", "ffn_gate", "ffn_up", "ffn_down"};
     char all[1024] = "\u0120,\u010A", *name[D], *rest;
-    int32_t types[D], n = 0;
+    int32_t n = 0;
+    int64_t types[D];
     float *embd = need(D * D * sizeof *embd), *output = need(D * D * sizeof *output);
     Writer w = {0};
     for (char c = '!'; c <= '~'; c++) sprintf(all + strlen(all), ",%c", c == ',' ? ' ' : c);
@@ -2196,19 +2241,23 @@ static void write_scripted(const char *template, const char *chain) {
     key_vocab(&w, "gpt2", "gpt-2", all, "y z");
     for (char *s = strtok_r(all, ",", &rest); s; s = strtok_r(NULL, ",", &rest), n++) {
         types[n] = n >= CONTROL && n < DEFINED ? 3 : n >= DEFINED && n < WORDS ? 4 : 1;
+        if (strstr(s, "think>")) types[n] = thoughts;
         embd[n * D + n] = 1;
         name[n] = s;
     }
+    for (int i = n; i < D; i++) name[i] = i == D - 1 ? "nobody" : "";
+    embd[D * D - 1] = 1;
     char *word = strtok_r(text_of("%s", chain), " ", &rest);
     for (int32_t from = -1, to; word; word = strtok_r(NULL, " ", &rest), from = to) {
         for (to = 0; strcmp(word, name[to]);) to++;
         if (from >= 0) output[to * D + from] = 1;
     }
-    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, n, types, n * sizeof *types);
-    put_keys(&w, "tokenizer.ggml", text_of("bos_token_id=%d add_bos_token=1", CONTROL));
+    key_array(&w, "tokenizer.ggml.token_type", GGUF_I64, n, types, n * sizeof *types);
+    put_keys(&w, "tokenizer.ggml", text_of("bos_token_id=%d add_bos_token=1 eos_token_id=%d "
+             "add_eos_token=1 padding_token_id=4294967295", CONTROL, CONTROL + 2));
     key_text(&w, "tokenizer.chat_template", template);
-    put_weights(&w, "token_embd.weight", (int[3]){D, n}, embd);
-    put_weights(&w, "output.weight", (int[3]){D, n}, output);
+    put_weights(&w, "token_embd.weight", (int[3]){D, D}, embd);
+    put_weights(&w, "output.weight", (int[3]){D, D}, output);
     put_tensor(&w, "output_norm.weight", (int[3]){D}, 1, 0);
     for (size_t i = 0; i < COUNT(parts); i++)
         put_tensor(&w, text_of("blk.0.%s.weight", parts[i]), (int[3]){D, i < 2 ? 0 : D}, 0, 0);
@@ -2225,7 +2274,7 @@ static void test_cli_chat(void) {
     static const struct { const char *template, *chain, *said, *kept; int reused, n; } chats[] = {
         {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes",
          "<think>hm</think>yes", 89, 172},
-        {CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", "hm</think>yes",
+        {CHATML "<think>{{ '\\n' }}", "\u010A hm nobody </think> yes <|im_end|>", "hm</think>yes",
          "<think>\nhm</think>yes", 89, 178},
         {"{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>" EARLIER "{% endfor %}"
          "<|assistant|><think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", "hm</think>yes",
@@ -2240,8 +2289,8 @@ static void test_cli_chat(void) {
     for (size_t i = 0; i < COUNT(chats); i++) {
         const char *said = chats[i].said, *kept = chats[i].kept;
         const char *counts = text_of("reused %d of %d tokens", chats[i].reused, chats[i].n);
-        write_scripted(chats[i].template, chats[i].chain);
-        shell("printf 'a<|im_end|>\\nb\\\\\\nc\\n/nothing\\nd\\n/save '$D'/saved\\n/stats\\n' | "
+        write_scripted(chats[i].template, chats[i].chain, 4);
+        shell("printf 'a<|im_end|>\\r\\nb\\\\\\nc\\n/nothing\\nd\\n/save '$D'/saved\\n/stats\\n' | "
               "llm $D/chat.gguf -i --temp 0");
         CHECK(!strcmp(cli.out, text_of("%s\n%s\n%s\n", said, said, said)), "%zu: '%s'", i, cli.out);
         bool counted = matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$");
@@ -2260,6 +2309,10 @@ static void test_cli_chat(void) {
     check_llm("printf 'b\n' >$D/b; llm $D/chat.gguf --render a --system @$D/b", 0,
               "^<.start.>system<.message.>b\n<.end.><.start.>user<.message.>a<", "");
     check_llm("printf 'a\\377' | llm $D/chat.gguf -i", 1, "", "byte 1");
+    check_llm("llm $D/chat.gguf --info -v", 0, "padding_token_id = 4294967295\n", "^$");
+    // --tokenize shows the EOS that the file asks for, but a text that goes on has none
+    check_llm("llm $D/chat.gguf a --tokenize", 0, "^96 66 98\n$", "^$");
+    check_llm("llm $D/chat.gguf a -n 0", 0, "", "^prefill 2 tokens");
     shell("printf '@system\nA\n\n@user\n@assistant\nb\n@users' | llm $D/chat.gguf --render");
     CHECK(!strcmp(cli.out, "<|start|>system<|message|>A\n<|end|><|start|>user<|message|><|end|>"
                   "<|start|>assistant<|message|>b\n@users<|end|><|start|>assistant"),
@@ -2271,9 +2324,15 @@ static void test_cli_terminal(void) {
     static const struct { const char *arguments, *typed, *pattern; } shown[] = {
         {"$D/chat.gguf -i --temp 0", "a\n\4",
          "> \033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
+        {"$D/control.gguf --temp 0", "a\n\4",   // without a PROMPT it is a chat
+         "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
+        {"$D/chat.gguf a -n 1", "", "note: --chat answers"},
+        {"$S", "", "^llm: no PROMPT given; see --help\r\n$"},
         {"$S -f golden/story.txt -b 32 -n 1 -t 1", "",
          "\rprefill 32 of [0-9]+ tokens, [0-9]+ tok/s\r.*\r\033\\[K"}};
-    write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>");
+    write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
+    CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
+    write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
         char text[1 << 16];
         size_t n = 0;
@@ -2311,7 +2370,7 @@ static void test_cli_interrupt(void) {
         {"$S Once -n 100000000 -c 64 --temp 0", "", 130},
         {"$D/chat.gguf Once -n 20 -i <>$D/nobody", "", 130},
         {"$D/chat.gguf Once -i <>$D/nobody", "/quit\\n", 0}};
-    write_scripted(CHATML, "Ċ hm hm");
+    write_scripted(CHATML, "Ċ hm hm", 4);
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
     for (int a = 0; a < 3; a++)
         check_llm(text_of("$LLM %s >$D/said & for i in $(seq 600); do sleep .05; "
