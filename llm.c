@@ -2952,11 +2952,11 @@ typedef struct Node {
     struct Node *first, *next;              // its children, its neighbour
     const char *source;
 } Node;
-typedef struct Macro { const Node *params, *body; Scope *scope; } Macro;
+typedef struct Macro { Seq name; const Node *params, *body; Scope *scope; } Macro;
 typedef struct { Seq list, named; } Args;   // named: as a dict's seq
 typedef struct {
     const char *source, *p, *where, *far;   // read up to p; where: what runs; far: what fits a rule
-    bool own;                               // what is read is one of BUILTINS
+    bool own, parts, marked;                // BUILTINS are read; content is a list; marks came out
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
     Scope *scope;
     Macro **builtin;                        // of each of BUILTINS; NULL: nobody used it yet
@@ -3043,9 +3043,10 @@ static char *to_utf8(Template *t, Seq s) {   // with a NUL behind it, for C's fu
     return out;
 }
 
-static bool seq_equal(Seq a, Seq b) {   // strings, whatever their marks
+static bool seq_equal(Template *t, Seq a, Seq b) {   // strings, whatever their marks
     size_t i = 0;
     while (i < a.n && a.n == b.n && !((a.c[i] ^ b.c[i]) & CHARACTER)) i++;
+    spend(t, i / 8);
     return i == a.n && a.n == b.n;
 }
 
@@ -3059,10 +3060,10 @@ static bool is_space(uint32_t c) {
 }
 
 static size_t seq_find(Template *t, Seq s, Seq what) {   // SIZE_MAX: it is not there
-    spend(t, s.n / 16);
-    for (size_t i = 0; i + what.n <= s.n; i++)
-        if (seq_equal(seq_part(s, i, i + what.n), what)) return i;
-    return SIZE_MAX;
+    size_t i = 0;
+    while (i + what.n <= s.n && !seq_equal(t, seq_part(s, i, i + what.n), what)) i++;
+    spend(t, i / 8);
+    return i + what.n <= s.n ? i : SIZE_MAX;
 }
 
 // s without what is in the set at its sides, set NULL: without white space
@@ -3073,6 +3074,7 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
             Seq c = side == LEFT ? seq_part(s, 0, 1) : seq_part(s, s.n - 1, s.n);
             if (set ? seq_find(t, *set, c) == SIZE_MAX : !is_space(*c.c)) break;
             s = seq_part(s, side == LEFT, s.n - (side == RIGHT));
+            spend(t, 1);
         }
     return s;
 }
@@ -3097,15 +3099,16 @@ static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
     X(list, "'[' (value (',' value)* ','?)? ']'") \
     X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
     X(member, "'.' (name args? | number)")  X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
-    X(args, "'(' (arg (',' arg)* ','?)? ')'")               X(arg, "name '=' value | value") \
+    X(args, "'(' (arg (',' arg)* ','?)? ')'")   X(arg, "name '=' value | (`**` | `*`)? value") \
     X(filter, "'|' name args?")             X(inline, "name args?") \
     X(test, "'is' `not`? (`in` | name) (args | postfix)?")  X(notin, "'not' 'in'") \
-    X(primitive, "'@' name args")           X(builtin, "params value") \
+    X(primitive, "'@' name args")           X(builtin, "params let* value") \
+    X(let, "name ':=' value ','") \
     X(block, "(text | print | if | for | set | macro | call | pipe | break | continue)*") \
     X(if, "'{%' 'if' or '%}' block (elif | else)? '{%' 'endif' '%}'") \
     X(elif, "'{%' 'elif' or '%}' block (elif | else)?")     X(else, "'{%' 'else' '%}' block") \
     X(for, "'{%' 'for' targets 'in' or cond? '%}' block else? '{%' 'endfor' '%}'") \
-    X(targets, "target (',' target)*")      X(target, "name ('.' name)?") \
+    X(targets, "target (',' target)*")      X(target, "name ('.' name)? | '(' targets ')'") \
     X(set, "'{%' 'set' targets ('=' tuple '%}' | filter* '%}' block '{%' 'endset' '%}')") \
     X(macro, "'{%' 'macro' name params '%}' block '{%' 'endmacro' '%}'") \
     X(params, "'(' (param (',' param)* ','?)? ')'")         X(param, "name ('=' value)?") \
@@ -3212,12 +3215,13 @@ static bool read_string(Template *t, Value *v) {
 static bool read_number(Template *t, Value *v) {
     size_t n = strspn(t->p, "0123456789");
     char *end;
+    if (!n) return false;   // not such as inf, which strtod reads
     double f = strtod(t->p, &end);
     bool whole = !among(t->p[n], ".eE") || end <= t->p + n + 1;
     if (whole && f > 0x1p63) stop(t, "a number is too large");
     *v = whole ? int_value(strtoll(t->p, NULL, 10)) : float_value(f);
-    if (n) t->p = whole ? t->p + n : end;
-    return n > 0;
+    t->p = whole ? t->p + n : end;
+    return true;
 }
 
 // Reads a name, which is none of the words that stand between values.
@@ -3276,7 +3280,7 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
         yes = (r != R_primitive || t->own) && read_rule(t, r, tail);
     }
     if (yes && *g == '`') add_node(t, tail, (Node){R_word, {g + 1, n - 2}, {0}, NULL, NULL, start});
-    if (!yes) t->p = start, *tail = last, *last = NULL;
+    if (!yes) spend(t, (t->p - start) / 8), t->p = start, *tail = last, *last = NULL;
     return yes;
 }
 
@@ -3295,6 +3299,7 @@ static bool read_choice(Template *t, const char *g, Node ***tail) {
             g += strspn(g, " *?");
         }
         if (fits) return true;
+        spend(t, (t->p - start) / 8);
         t->p = start, *tail = last, *last = NULL;
         if (*g != '|') return false;
     }
@@ -3344,10 +3349,10 @@ static int order(Template *t, Value a, Value b) {
 
 // Dicts have few keys and keep their order: they are searched from the front.
 static Value *dict_find(Template *t, Seq dict, Value key) {   // NULL: it is not there
-    spend(t, dict.n / 16);
+    spend(t, 1 + dict.n / 16);
     for (Value *v = dict.v, *end = v + dict.n; v < end; v += 2) {
         bool strings = key.kind == V_STRING && v->kind == V_STRING;
-        if (strings ? seq_equal(v->seq, key.seq) : !order(t, *v, key)) return v + 1;
+        if (strings ? seq_equal(t, v->seq, key.seq) : !order(t, *v, key)) return v + 1;
     }
     return NULL;
 }
@@ -3414,6 +3419,7 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
 // a op b for + - * / // % ** and ~, which adds both as text; + adds lists and strings, * repeats
 // them, % of a string puts b into its fields. Whole numbers stay whole, but for /, below 2^53.
 static Value operate(Template *t, Str op, Value a, Value b) {
+    spend(t, 20);   // what fmod takes where one number is far larger
     if (*op.s == '~') {
         Value text = string_value(to_text(t, a));
         return operate(t, (Str){"+", 1}, text, string_value(to_text(t, b)));
@@ -3491,10 +3497,10 @@ static Value slice(Template *t, Value a, const Value *bound) {
 // ---- its filters, tests, methods and functions
 //
 // A row: its names, |x of a filter, is.x of a test, fn.x of a function, str.x of a string's method;
-// the parameters; and the value of a call. There may stand, beside Jinja, lists made as
-// [for x in list if test: value]; varargs and kwargs, what the parameters did not take and what was
-// given by name; and primitives, such as @kind(x). A parameter that jinja2 does not have names what
-// the value uses several times. A name that begins with _ serves the others.
+// the parameters; names, as in t := @text(s), for what is used several times; and the value of a
+// call. There may stand, beside Jinja, lists made as [for x in list if test: value] and primitives,
+// such as @kind(x). Arguments that no parameter takes are an error, unless the value has varargs or
+// kwargs. A name that begins with _ serves the others.
 //
 // To add one, add a row, then a line to the test.
 static const char *const BUILTINS[] = {
@@ -3509,8 +3515,8 @@ static const char *const BUILTINS[] = {
     "dict.get (d, k, default=none) d[k] if k in d else default",
     // strings: methods, and filters of what is made a string
     "str.upper |upper (s) @case(s, true)", "str.lower |lower (s) @case(s, false)",
-    "str.capitalize |capitalize (s, t=@text(s)) t[:1]|upper ~ t[1:]|lower",
-    "str.title |title (s, t=@text(s)) @join('', [for i in range(t|length):"
+    "str.capitalize |capitalize (s) t := @text(s), t[:1]|upper ~ t[1:]|lower",
+    "str.title |title (s) t := @text(s), @join('', [for i in range(t|length):"
         " t[i]|upper if i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])",
     "str.strip (s, chars=none) @strip(s, chars, 3)", "|trim (s, chars=none) @strip(s, chars, 3)",
     "str.lstrip (s, chars=none) @strip(s, chars, 1)",
@@ -3521,97 +3527,103 @@ static const char *const BUILTINS[] = {
     "str.replace |replace (s, old, new, count=-1) @join(new, @split(s, @text(old), count))",
     "str.join (s, list) @join(s, list)",
     "str.find (s, x) @split(s, x, 1)[0]|length if x in s else -1",
+    "str.rfind (s, x) s|length - x|length - s[::-1].find(x[::-1]) if x in s else -1",
     "str.count (s, x) @split(s, x, -1)|length - 1",
     "|_tuple (v) v if @kind(v) == 'tuple' else (v,)",
     "str.startswith (s, x) true in [for p in x|_tuple: s[:p|length] == p]",
     "str.endswith (s, x) true in [for p in x|_tuple: s[s|length - p|length:] == p]",
     "str.removeprefix (s, x) s[x|length:] if s.startswith(x) else s",
     "str.removesuffix (s, x) s[:s|length - x|length] if s.endswith(x) else s",
-    "str.splitlines (s, l=s.replace('\\r\\n', '\\n').split('\\n')) l if l[-1] else l[:-1]",
+    "str.splitlines (s) l := s.replace('\\r\\n', '\\n').split('\\n'), l if l[-1] else l[:-1]",
     "str.isdigit (s) s != '' and s.strip('0123456789') == ''",
     // a format is split at its fields; %% and {{ }} hide behind characters that are none
-    "str.% (s, v, p=s.replace('%%', '\\uffff').split('%'), l=v|_tuple)"
+    "str.% (s, v) p := s.replace('%%', '\\uffff').split('%'), l := v|_tuple,"
         " @join('', p[:1] + [for i in range(1, p|length): p[i]|_percent(l[i - 1])])"
         ".replace('\\uffff', '%') if p|length == l|length + 1 else"
         " @fail('a format has not as many fields as values')",
     // x begins with a type such as s or 05.2f, how v is to be written
-    "|_percent (x, v, r=x.lstrip('0123456789.'), n=x[:x|length - r|length].split('.'), k=r[:1],"
-        " t=@fixed(v, n[1]|d(6)|int) if k == 'f' else @text(v|int) if k in 'di' else"
-        " @text(v) if k == 's' else @text([v])[1:-1] if k == 'r' else @fail('an unknown format'))"
+    "|_percent (x, v) r := x.lstrip('0123456789.'), n := x[:x|length - r|length].split('.'),"
+        " k := r[:1], t := @fixed(v, n[1]|d(6)|int) if k == 'f' else @text(v|int) if k in 'di' else"
+        " @text(v) if k == 's' else @text([v])[1:-1] if k == 'r' else @fail('an unknown format'),"
         " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t ~ r[1:]",
     "str.format (s) s|_format(varargs, kwargs)",
-    "|_format (s, list, named, p=s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{'))"
+    "|_format (s, list, named) p := s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{'),"
         " @join('', p[:1] + [for i in range(1, p|length): p[i]|_braces(i - 1, list, named)])"
         ".replace('\\uffff', '{').replace('\\ufffe', '}')",
-    "|_braces (x, i, list, named, p=x.split('}', 1), c=p[0].split(':', 1), k=c[0]) c[1]|d('s')"
-        "|_percent(list[i] if k == '' else list[k|int] if k.isdigit() else named[k]) + p[1]",
+    "|_braces (x, i, l, named) p := x.split('}', 1), c := p[0].split(':', 1), k := c[0],"
+        " c[1]|d('s')|_percent(l[i] if k == '' else l[k|int] if k.isdigit() else named[k]) + p[1]",
     "|format (s) @text(s) % varargs",
     // of any value, or of the elements of what a loop can go over
     "|join (v, d='', attribute=none) @join(d, v|_all(attribute))", "|string |safe (v) @text(v)",
     "|length |count (v) @length(v)", "|list (v) @list(v)", "|first (v) @list(v)[0]",
-    "|last (v) @list(v)[-1]",
+    "|last (v) @list(v)[-1]", "|_parts (s) [{'type': 'text', 'text': s}]",
     "|default |d (v, default_value='', boolean=false)"
         " default_value if v is undefined or boolean and not v else v",
     "|reverse (v) v[::-1] if v is string else @generator(@list(v)[::-1])",
     "|items (v) @generator(v.items() if v is defined else [])",
-    // x.path, where path may be such as a.b; _all: of each element; _keys: to sort and compare by
-    "|_get (v, path, default=none, p=path.split('.', 1) if path is string else [path], x=v[p[0]],"
-        " y=default if x is undefined and default is not none else x)"
+    // x.attribute, which may be such as a.b; _all: of each element; _keys: to sort and compare by
+    "|_get (v, attribute, default=none) p := attribute.split('.', 1) if attribute is string else"
+        " [attribute], x := v[p[0]], y := default if x is undefined and default is not none else x,"
         " y if p[1] is undefined else y|_get(p[1], default)",
     "|_all (v, path, default=none)"
         " @list(v) if path is none else [for x in v: x|_get(path, default)]",
     "|_keys (v, path, case) [for x in v|_all(path): x if case or x is not string else x|lower]",
-    "|map (v) @generator([for x in v: x|_get(attribute, default) if attribute is defined else"
-        " @apply('|', x, varargs[0], varargs[1:], kwargs)])",
+    "|map (v) @generator([for x in v or []: x|_get(**kwargs) if 'attribute' in kwargs and"
+        " not varargs else @apply('|', x, varargs[0], varargs[1:], kwargs)])",
     "|_is (x, list, named) @apply('is', x, list[0]|d('_'), list[1:], named)",
-    "|select (v) @generator([for x in v if x|_is(varargs, kwargs): x])",
-    "|reject (v) @generator([for x in v if not x|_is(varargs, kwargs): x])",
-    "|selectattr (v, path) @generator([for x in v if x|_get(path)|_is(varargs, kwargs): x])",
-    "|rejectattr (v, path) @generator([for x in v if not x|_get(path)|_is(varargs, kwargs): x])",
+    "|select (v) @generator([for x in v or [] if x|_is(varargs, kwargs): x])",
+    "|reject (v) @generator([for x in v or [] if not x|_is(varargs, kwargs): x])",
+    "|selectattr (v, a) @generator([for x in v or [] if x|_get(a)|_is(varargs, kwargs): x])",
+    "|rejectattr (v, a) @generator([for x in v or [] if not x|_get(a)|_is(varargs, kwargs): x])",
     "|sum (v, attribute=none, start=0) @sum(v|_all(attribute), start)",
     // quicksort of pairs, whose first parts are compared
-    "|_sorted (l, m=l[l|length // 2]) l if l|length < 2 else [for x in l if x[0] < m[0]: x]|_sorted"
-        " + [for x in l if x[0] == m[0]: x] + [for x in l if x[0] > m[0]: x]|_sorted",
-    "|sort (v, reverse=false, case_sensitive=false, attribute=none, step=-1 if reverse else 1,"
-        " l=@list(v)[::step], k=l|_keys(attribute, case_sensitive))"
+    "|_sorted (l) m := l[l|length // 2], l if l|length < 2 else [for x in l if x[0] < m[0]: x]|"
+        "_sorted + [for x in l if x[0] == m[0]: x] + [for x in l if x[0] > m[0]: x]|_sorted",
+    "|sort (v, reverse=false, case_sensitive=false, attribute=none) step := -1 if reverse else 1,"
+        " l := @list(v)[::step], k := l|_keys(attribute, case_sensitive),"
         " [for x in [for i in range(l|length): (k[i], l[i])]|_sorted: x[1]][::step]",
     "|min (v, case_sensitive=false, attribute=none) (v|sort(false, case_sensitive, attribute))[0]",
     "|max (v, case_sensitive=false, attribute=none) (v|sort(true, case_sensitive, attribute))[0]",
     "|dictsort (d, case_sensitive=false, by='key', reverse=false)"
-        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else 1)",
-    "|unique (v, case_sensitive=false, attribute=none, l=@list(v),"
-        " k=l|_keys(attribute, case_sensitive))"
+        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else"
+        " 1 if by == 'value' else @fail('dictsort by ' ~ by))",
+    "|unique (v, case_sensitive=false, attribute=none) l := @list(v),"
+        " k := l|_keys(attribute, case_sensitive),"
         " @generator([for i in range(l|length) if k[i] not in k[:i]: l[i]])",
-    "|groupby (v, attribute, l=v|sort(attribute=attribute), k=l|_keys(attribute, false))"
+    "|groupby (v, attribute) l := v|sort(attribute=attribute), k := l|_keys(attribute, false),"
         " [for i in range(l|length) if i == 0 or k[i] != k[i - 1]:"
         " (l[i]|_get(attribute), [for j in range(i, l|length) if k[j] == k[i]: l[j]])]",
-    "|batch (v, n, fill_with=none, l=@list(v)) @generator([for i in range(0, l|length, n):"
+    "|batch (v, n, fill_with=none) l := @list(v), @generator([for i in range(0, l|length, n):"
         " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])",
     // numbers
     "|abs (x) -x if x < 0 else x",
-    "|round (x, precision=0, method='common', p=10 ** precision)"
+    "|round (x, precision=0, method='common') p := 10 ** precision,"
         " -(-x * p // 1) / p if method == 'ceil' else x * p // 1 / p if method == 'floor' else"
-        " x if x is integer else @fixed(x, precision)|float",
+        " @fail('round ' ~ method) if method != 'common' else x if x is integer else"
+        " @fixed(x, precision)|float",
     "|int (v, default=0) @number(v, default, true)",
     "|float (v, default=0.0) @number(v, default, false)",
     // text for other formats
-    "|indent (s, width=4, first=false, blank=false, l=@text(s).split('\\n'),"
-        " pad=width if width is string else ' ' * width) @join('\\n', [for i in range(l|length):"
+    "|indent (s, width=4, first=false, blank=false) l := @text(s).split('\\n'),"
+        " pad := width if width is string else ' ' * width, @join('\\n', [for i in range(l|length):"
         " (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])",
     "|escape |e (s) s|replace('&', '&amp;')|replace('>', '&gt;')|replace('<', '&lt;')"
         "|replace(\"'\", '&#39;')|replace('\"', '&#34;')",
-    "|tojson (v, ensure_ascii=false, indent=none, separators=none,"
-        " s=separators or (', ' if indent is none else ',', ': ')) v|_write({'json': true,"
-        " 'item': s[0], 'key': s[1], 'pad': ' ' * (indent or 0)}, '' if indent is none else '\\n')",
+    "|tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)"
+        " s := separators or (', ' if indent is none else ',', ': '),"
+        " @fail('tojson: ensure_ascii') if ensure_ascii else v|_write({'json': true, 'item': s[0],"
+        " 'key': s[1], 'sort': sort_keys, 'pad': ' ' * (indent or 0)},"
+        " '' if indent is none else '\\n')",
     // a value as Python prints it, or as JSON; line: what begins a line of its own
-    "|_write (v, style={'item': ', ', 'key': ': '}, line='', kind=@kind(v),"
-        " list=style.json or kind == 'list', inner=line ~ style.pad if line and v else '')"
+    "|_write (v, style={'item': ', ', 'key': ': '}, line='') kind := @kind(v),"
+        " list := style.json or kind == 'list', inner := line ~ style.pad if line and v else '',"
         " @quote(v, '\"' if style.json or \"'\" in v and not '\"' in v else \"'\", style.json)"
         " if v is string else {none: 'null', true: 'true', false: 'false'}[v]"
         " if style.json and (v is none or v is boolean) else"
-        " @text(v) if v is number or v is none else"
-        " '{' ~ inner ~ @join(style.item ~ inner, [for k in v: k|_write(style, inner) ~ style.key ~"
-        " v[k]|_write(style, inner)]) ~ (line if v) ~ '}' if kind == 'dict' else"
+        " @text(v) if v is number or v is none else '{' ~ inner ~"
+        " @join(style.item ~ inner, [for k in style.sort and v|sort(false, true) or v:"
+        " k|_write(style, inner) ~ style.key ~ v[k]|_write(style, inner)]) ~ (line if v) ~ '}'"
+        " if kind == 'dict' else"
         " ('[' if list else '(') ~ inner ~ @join(style.item ~ inner, [for x in v: x|_write(style,"
         " inner)]) ~ (line if v) ~ (']' if list else ',)' if v|length == 1 else ')')"
         " if v is sequence and v is defined else"
@@ -3643,6 +3655,7 @@ static const char *const BUILTINS[] = {
 static Value find_builtin(Template *t, const char *class, Seq name) {
     char key[40];
     const char *row = NULL, *dot = *class == '|' ? "" : ".";
+    spend(t, 10);
     size_t i, n = snprintf(key, sizeof key, "%s%s%s ", class, dot, to_utf8(t, name));
     for (i = 0; i < COUNT(BUILTINS); i++) {
         for (row = BUILTINS[i]; *row != '(' && strncmp(row, key, n);) row += strcspn(row, " ") + 1;
@@ -3656,7 +3669,7 @@ static Value find_builtin(Template *t, const char *class, Seq name) {
         bool read = read_rule(t, R_builtin, &tail) && !*t->p;
         assert(read);
         t->builtin[i] = obtain(t, sizeof(Macro));
-        *t->builtin[i] = (Macro){node->first, node->first->next, NULL};
+        *t->builtin[i] = (Macro){name, node->first, node, NULL};
     }
     return (Value){.kind = V_MACRO, .macro = t->builtin[i]};
 }
@@ -3684,30 +3697,48 @@ static void print(Template *t, Value *text, Value v) {
     else text->seq = s;
 }
 
-// Calls a macro or builtin. Its names are the arguments given by name, the parameters, which take
-// what is given by position, or else by name, or else their default; and all of it once more.
+static bool mentions(Template *t, const Node *n, Seq name) {   // somewhere in n
+    spend(t, 1);
+    bool yes = n->rule == R_name && seq_equal(t, n->value.seq, name);
+    for (n = n->first; n && !yes; n = n->next) yes = mentions(t, n, name);
+    return yes;
+}
+
+// Calls a macro or builtin. Its names are the parameters, which take what is given by position, or
+// else by name, or else their default; varargs and kwargs, the rest; and caller, the block of a
+// call. A rest or block that it does not mention would be lost in silence: that is an error.
 static Value call(Template *t, Value f, Args a) {
     need_defined(t, f);
     if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
     const Macro *m = f.macro;
-    const char *where = t->where;
-    Scope *caller = t->scope;
-    size_t i = 0;
+    const Node *p = m->params ? m->params->first : NULL;
+    const char *where = t->where, *who = to_utf8(t, m->name);
+    Scope *caller = t->scope, *scope = t->scope = new_scope(t, m->scope);
+    Value varargs = {.kind = V_TUPLE}, kwargs = {.kind = V_DICT};
+    Value block = string_value(from_text(t, "caller"));
     enter(t);
     t->depth += CALL_DEPTH;
-    t->scope = new_scope(t, m->scope);
-    dict_add(t, &t->scope->names, a.named);
-    for (const Node *p = m->params ? m->params->first : NULL; p; p = p->next, i++) {
-        const Node *name = p->first, *otherwise = name->next;
-        Value v = i < a.list.n ? a.list.v[i] : undefined_value(name->value.seq);
-        if (i >= a.list.n && dict_find(t, a.named, name->value)) continue;
-        if (i >= a.list.n && otherwise) v = eval(t, otherwise);
-        dict_set(t, &t->scope->names, name->value, v);
+    for (size_t i = 0; i < a.list.n; i++, p = p ? p->next : p)
+        if (p) dict_set(t, &scope->names, p->first->value, a.list.v[i]);
+        else list_push(t, &varargs.seq, a.list.v[i]);
+    for (const Value *v = a.named.v, *end = v + a.named.n; v < end; v += 2) {
+        const Node *k = p;
+        while (k && order(t, k->first->value, *v)) k = k->next;
+        bool takes = k || (!order(t, block, *v) && mentions(t, m->body, block.seq));
+        dict_set(t, takes ? &scope->names : &kwargs.seq, v[0], v[1]);
     }
-    Value more = {.kind = V_TUPLE};
-    for (; i < a.list.n; i++) list_push(t, &more.seq, a.list.v[i]);
-    dict_set_name(t, &t->scope->names, "varargs", more);
-    dict_set_name(t, &t->scope->names, "kwargs", (Value){.kind = V_DICT, .seq = a.named});
+    if (varargs.seq.n && !mentions(t, m->body, from_text(t, "varargs")))
+        stop(t, "'%s' takes not so many arguments", who);
+    if (kwargs.seq.n && !mentions(t, m->body, from_text(t, "kwargs")))
+        stop(t, "'%s' takes no argument '%s'", who, to_utf8(t, to_text(t, *kwargs.seq.v)));
+    for (; p; p = p->next) {
+        const Node *name = p->first;
+        if (dict_find(t, scope->names, name->value)) continue;
+        Value v = name->next ? eval(t, name->next) : undefined_value(name->value.seq);
+        dict_set(t, &scope->names, name->value, v);
+    }
+    dict_set_name(t, &scope->names, "varargs", varargs);
+    dict_set_name(t, &scope->names, "kwargs", kwargs);
     Value v = eval(t, m->body);
     t->scope = caller;
     t->where = where;
@@ -3729,9 +3760,16 @@ static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
 // the values between the brackets of a call, and those given by name
 static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
-    for (const Node *n = args ? args->first : NULL; n; n = n->next)
-        if (n->first->next) dict_set(t, &a.named, n->first->value, eval(t, n->first->next));
-        else list_push(t, &a.list, eval(t, n->first));
+    for (const Node *n = args ? args->first : NULL; n; n = n->next) {
+        const Node *k = n->first;
+        Value v = eval(t, k->next ? k->next : k);
+        bool dict = k->word.n == 2;   // **dict, as *list has one sign
+        Seq items = k->word.n == 1 ? items_of(t, v) : (Seq){{.v = &v}, 1, NULL};
+        if (dict && v.kind != V_DICT) stop(t, "** takes no %s", VALUE_KINDS[v.kind]);
+        if (dict) dict_add(t, &a.named, v.seq);
+        else if (k->next && k->rule == R_name) dict_set(t, &a.named, k->value, v);
+        else seq_append(t, &a.list, items.v, items.n, sizeof v);
+    }
     return a;
 }
 
@@ -3745,7 +3783,7 @@ static Value member(Template *t, Value v, Value key) {
     if (is_seq(v) && i < v.seq.n)
         return v.kind == V_STRING ? string_value(seq_part(v.seq, i, i + 1)) : v.seq.v[i];
     Value f = undefined_value(to_text(t, key));
-    if (v.kind == V_LOOP) f = find_builtin(t, "loop", f.seq);
+    if (v.kind == V_LOOP) need_defined(t, f = find_builtin(t, "loop", f.seq));
     return f.kind == V_MACRO ? call(t, f, (Args){.list = {{.v = &v}, 1, NULL}}) : f;
 }
 
@@ -3820,14 +3858,16 @@ static Value eval_chain(Template *t, const Node *n) {
     return v;
 }
 
-// Sets what targets name, each x or namespace.x: one to v, several to the items of v, of which
-// there must be as many.
+// Sets what targets name, each x, namespace.x or more targets: one to v, several to the items of v,
+// of which there must be as many.
 static void assign(Template *t, const Node *targets, Value v) {
     Seq items = {{.v = &v}, 1, NULL};
     size_t i = 0;
     if (targets->first->next) items = items_of(t, v);
     for (const Node *target = targets->first; target; target = target->next, i++) {
         const Node *name = target->first;
+        if (name->rule == R_targets && i < items.n) assign(t, name, items.v[i]);
+        if (name->rule == R_targets) continue;
         Value space = {.kind = V_NAMESPACE, .scope = t->scope};
         if (name->next) space = look_up(t, name->value.seq);
         if (space.kind != V_NAMESPACE)
@@ -3888,7 +3928,8 @@ static Value filtered(Template *t, const Node *filters, const Node *block) {
 static Value run_macro(Template *t, const Node *n, const Node *block) {
     const Node *params = child(n, R_params);
     Value v = {.kind = V_MACRO, .macro = obtain(t, sizeof *v.macro)};
-    *v.macro = (Macro){params, block, t->scope};
+    Seq name = n->rule == R_macro ? n->first->value.seq : from_text(t, "caller");
+    *v.macro = (Macro){name, params, block, t->scope};
     if (n->rule == R_macro) {
         dict_set(t, &t->scope->names, n->first->value, v);
         return n->value;   // undefined: it prints nothing
@@ -3940,6 +3981,9 @@ static Value eval(Template *t, const Node *n) {
     case R_set: assign(t, first, block ? filtered(t, first->next, block) : eval(t, first->next));
         break;
     case R_macro: case R_call: v = run_macro(t, n, block); break;
+    case R_let: dict_set(t, &t->scope->names, first->value, eval(t, first->next)); break;
+    case R_builtin: while ((k = k->next)) v = eval(t, k);
+        break;
     case R_pipe: v = filtered(t, first, block); break;
     case R_break: case R_continue: t->flow = n->rule; break;
     default: v = eval_chain(t, n);
@@ -3993,6 +4037,7 @@ static Value split(Template *t, Seq s, Value by, int64_t most) {
         if (words) s = seq_strip(t, s, NULL, LEFT);
         if (words && !s.n) return list;
         for (i = 0; words && i < s.n && !is_space(s.c[i]);) i++;
+        spend(t, i / 8);
         if (!words) i = seq_find(t, s, by.seq);
         if (i >= s.n || most-- == 0) break;
         list_push(t, &list.seq, string_value(seq_part(s, 0, i)));
@@ -4035,7 +4080,11 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (find_word(f, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
     if (find_word(f, "list generator"))
         return (Value){.kind = *f == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
-    if (find_word(f, "split")) return split(t, to_text(t, a[0]), a[1], is_int(a[2]) ? a[2].i : -1);
+    if (find_word(f, "split strip") && a[1].kind != V_STRING && a[1].kind != V_NONE)
+        stop(t, "%s by %s is not possible", f, VALUE_KINDS[a[1].kind]);
+    if (find_word(f, "split range fixed") && !is_int(a[*f == 's' ? 2 : *f == 'f']))
+        stop(t, "%s takes whole numbers", f);
+    if (find_word(f, "split")) return split(t, to_text(t, a[0]), a[1], a[2].i);
     if (find_word(f, "apply")) {
         if (a[4].kind != V_DICT) stop(t, "the arguments by name are no dict");
         Args more = {items_of(t, a[3]), a[4].seq};
@@ -4044,7 +4093,6 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (find_word(f, "number")) return to_number(t, a[0], a[1], truth(a[2]));
     if (find_word(f, "now")) return date(t, to_text(t, a[0]));
     if (find_word(f, "range")) {   // the numbers from 0 up to, but without, this one
-        if (!is_int(a[0])) stop(t, "range takes whole numbers");
         if (a[0].i > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
         for (int64_t i = 0; i < a[0].i; i++) list_push(t, &l, int_value(i));
         return (Value){.kind = V_LIST, .seq = l};
@@ -4063,6 +4111,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
         for (l = a[0].seq, v = a[1]; l.n; l.n--, l.v++) v = operate(t, (Str){"+", 1}, v, *l.v);
     if (find_word(f, "join")) {
         l = items_of(t, a[1]);
+        spend(t, l.n);
         for (size_t i = 0; i < l.n; i++) {
             if (i) print(t, &v, a[0]);
             print(t, &v, l.v[i]);
@@ -4076,7 +4125,7 @@ static Value primitive(Template *t, Seq name, const Value *a) {
     if (find_word(f, "fixed")) {   // with so many digits behind the point
         char s[400];
         if (!is_number(a[0])) stop(t, "%s is not a number", VALUE_KINDS[a[0].kind]);
-        if (!is_int(a[1]) || a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
+        if (a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
         snprintf(s, sizeof s, "%.*f", (int)a[1].i, real(a[0]));
         v.seq = from_text(t, s);
     }
@@ -4087,7 +4136,6 @@ static Value primitive(Template *t, Seq name, const Value *a) {
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, Rendered *out) {
     if (setjmp(t->failed)) return false;
-    if (!t->block) stop(t, "out of memory");
     Value messages = {.kind = V_LIST};
     Scope *scope = t->scope = new_scope(t, NULL);
     Node *root = NULL, **tail = &root;
@@ -4105,12 +4153,14 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
         stop(t, "unexpected %s", rest.n ? to_utf8(t, rest) : "end");
     }
     for (size_t i = 0; i < n; i++) {
-        Value v = {.kind = V_DICT};
         uint32_t mark = str_eq(m[i].role, "assistant") ? 0 : MARK;
+        Value v = {.kind = V_DICT}, content = string_value(from_utf8(t, m[i].content, mark));
+        if (t->parts) content = apply(t, "|", from_text(t, "_parts"), content, (Args){0});
         dict_set_name(t, &v.seq, "role", string_value(from_utf8(t, m[i].role, 0)));
-        dict_set_name(t, &v.seq, "content", string_value(from_utf8(t, m[i].content, mark)));
+        dict_set_name(t, &v.seq, "content", content);
         list_push(t, &messages.seq, v);
     }
+    dict_set_name(t, &scope->names, "self", (Value){V_NAMESPACE, .scope = new_scope(t, NULL)});
     dict_set_name(t, &scope->names, "messages", messages);
     dict_set_name(t, &scope->names, "add_generation_prompt", bool_value(true));
     dict_set_name(t, &scope->names, "bos_token", string_value(from_utf8(t, bos, 0)));
@@ -4118,6 +4168,8 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     if (think >= 0) dict_set_name(t, &scope->names, "enable_thinking", bool_value(think));
     Seq text = eval(t, root).seq;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
+    for (size_t i = 0; i < text.n; i++) t->marked |= (text.c[i] & MARK) != 0;
+    if (!out) return true;   // a trial
     out->text = malloc(4 * text.n + 1);
     out->mark = malloc(4 * text.n + 1);
     if (!out->text || !out->mark) stop(t, "out of memory");
@@ -4135,8 +4187,23 @@ static void rendered_free(Rendered *r) {
     *r = (Rendered){0};
 }
 
+// Does the template print what a user says, where content is a text, or is parts? The mark tells.
+// The trial runs in t's memory and takes of its steps.
+static bool template_shows(Template *t, bool parts, Str source, Str bos, Str eos, int think) {
+    static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
+    Error e;
+    Template trial = *t;
+    trial.parts = parts;
+    trial.e = &e;
+    bool ok = template_run(&trial, source, &said, 1, bos, eos, think, NULL);
+    memset(t->block + trial.memory, 0, t->memory - trial.memory);
+    t->steps = trial.steps;
+    return ok && trial.marked;
+}
+
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
-// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty.
+// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. Where a
+// template shows what is said only so, content is a list of parts: {"type": "text", "text": ..}.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     Template t = {.e = e};
@@ -4147,6 +4214,9 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     t.memory = (64 << 20) + 400 * size;
     t.block = calloc(1, t.memory);
     *out = (Rendered){0};
+    if (!t.block) return fail(e, "out of memory");
+    t.parts = !template_shows(&t, false, template, bos, eos, think) &&
+              template_shows(&t, true, template, bos, eos, think);
     bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, out);
     if (!ok) rendered_free(out);
     free(t.block);

@@ -1966,13 +1966,27 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ [1, 2, 3][::2] }}", "eßörGöß[1, 3]"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
+    {"false values", "{{ none|selectattr('k')|list ~ 0|map('upper')|list ~ x|select|list }}"
+     "{{ ''|reject|list ~ false|rejectattr('k')|list }}{{ self.x }}", "[][][][][]"},
+    {"names like numbers", "{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},
+    {"* and **", "{% macro f(a, b) %}{{ a ~ b }}{{ varargs }}{{ kwargs }}{% endmacro %}"
+     "{{ f(*'xyz', **{'c': 2}) }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}",
+     "xy('z',){'c': 2}21(){}1-2"},
+    {"targets in brackets", "{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}"
+     "{% for (k, v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}",
+     "1234567"},
     {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}", "12s"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
      "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
+    {"content in parts", "{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}"
+     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}",
+     "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
+    {"content as a text", "{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
     {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) + 'a\nb\n'.splitlines() +"
      " ['abc'.removeprefix('a').removesuffix('c')] }}", "['a', 'b', 'a,b', 'c', 'a', 'b', 'b']"},
+    {"rfind", "{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') }}", "40-1"},
     {"filters of lists", "{{ messages|map(attribute='role')|unique|list }}"
      "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
      "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
@@ -1980,6 +1994,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
     {"JSON", "{{ {'a': [1, 'é\"\\f\\x1f'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
      "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
+    {"sorted JSON", "{{ {'b': 1, 'a': {'z': 2, 'Z': []}}|tojson(sort_keys=true) }}",
+     "{\"a\": {\"Z\": [], \"z\": 2}, \"b\": 1}"},
     {"formats", "{{ '%05.1f|%3s|%i%%'|format(2.25, 'a', 7) }}{{ '{0}{x:.1f}{{'.format('b', x=1) }}",
      "002.2|  a|7%b1.0{"},
     {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
@@ -1991,9 +2007,26 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
     {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% if 0 %}{% get %}", "!unexpected get"},
     {"types of in", "{{ 1 in 'abc' }}", "!int in str"}, {"a comment", "a{# b", "!unexpected {# b"},
+    {"too many arguments", "{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "!'m' takes not so many"},
+    {"an unknown name", "{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "!'m' takes no argument 'b'"},
+    {"a block for none", "{% macro m() %}{% endmacro %}{% call m() %}{% endcall %}", "!'caller'"},
+    {"an inner name", "{{ 'a'|title(t='b') }}", "!'title' takes no argument 't'"},
+    {"one argument too many", "{{ 'a\n'.splitlines(true) }}", "!'splitlines' takes not so many"},
+    {"not in ASCII", "{{ 'é'|tojson(ensure_ascii=true) }}", "!ensure_ascii"},
+    {"loop has none", "{% for i in [1] %}{{ loop.depth }}{% endfor %}", "!'depth' is undefined"},
+    {"a separator", "{{ 'a'.split(5) }}", "!split by int"},
+    {"a count", "{{ 'a'.split('b', 'c') }}", "!split takes whole numbers"},
+    {"no such order", "{{ {}|dictsort(by='k') }}", "!dictsort by k"},
+    {"no such rounding", "{{ 1|round(0, 'up') }}", "!round up"},
     {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
     {"too long", "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}"
      "{% endfor %}", "!too"},
+    {"a long text", "{% set s = ' ' * 1000000 %}{% for i in range(99999) %}{{ s|trim }}"
+     "{% endfor %}", "!too many steps"},
+    {"a long needle", "{% set s = 'a' * 1000000 %}{% set b = s[:500000] ~ 'b' %}"
+     "{% for i in range(99999) %}{{ b in s }}{% endfor %}", "!too many steps"},
+    {"a long key", "{% set d = {'a' * 1000000: 1} %}{% set b = 'a' * 1000000 %}"
+     "{% for i in range(99999) %}{{ b in d }}{% endfor %}", "!too many steps"},
     {"too large", "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s * 9 %}"
      "{% endfor %}", "!too much memory"},
 };
