@@ -2837,10 +2837,9 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
-    Str of = gguf_str(g, "general.name");   // no other key tells Phi-3's way
-    char *name = strndup(of.s ? of.s : "", of.n);
-    bool phi3 = name && (strcasestr(name, "phi-3") || strcasestr(name, "phi3"));
-    free(name);
+    char name[102];   // nothing else tells that white space behind special tokens is dropped
+    snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
+    bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
         Str s = t->tokens.str[i];
         if (!s.n || !token_is(t, i, SPECIAL_TYPES)) continue;
