@@ -1224,7 +1224,7 @@ static void test_alibi_and_alpha(void) {
     double base = random_model(&hunyuan)->config.rope_base;
     CHECK(fabs(base / 26826957.95 - 1) < 1e-6, "hunyuan's base is %.10g", base);
     for (int i = 0; i < 2; i++) {   // as llama.cpp's graph of both does
-        Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS};
+        Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS "logit_scale=1."};
         CHECK(random_model(&experts)->config.gates_normed, "%s", experts.arch);
     }
     for (int i = 0; i < 2; i++) {   // the base in gemma3's windows is 10,000, or as a key says
