@@ -101,11 +101,10 @@ bench-cuda: test_native
 valgrind: llm test_avx2
 	$(VALGRIND) ./test_avx2
 
-# you have no ARM machine: NEON, with dot products of bytes, with products of matrices of bytes, and
-# with neither, in an emulator
+# you have no ARM machine: NEON, with and without dot products of bytes, in an emulator
 # (apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
 test-arm:
-	for cpu in armv8-a armv8.2-a+dotprod armv8.2-a+dotprod+i8mm; do \
+	for cpu in armv8-a armv8.2-a+dotprod; do \
 	    aarch64-linux-gnu-gcc $(WARN) -O1 -march=$$cpu -static test.c -o test_arm $(LIBS) && \
 	    LLM="qemu-aarch64 -cpu max ./test_arm llm --cpu" \
 	    qemu-aarch64 -cpu max ./test_arm --quick || exit 1; \
@@ -272,9 +271,9 @@ END {
     budget("  Part I, the first sitting", part_lines[one], 1900)
     budget("  lines before forward", forward - 1, 1349)
     budget("  words of quant.h beside it", part_lines["quant.h the"], 375)
-    budget("quant.h", lines["quant.h"] - grids, 1200); budget("  its grids", grids, 280)
+    budget("quant.h", lines["quant.h"] - grids, 1210); budget("  its grids", grids, 280)
     budget("metal.c", lines["metal.c"], 900); budget("kernels.metal", lines["kernels.metal"], 1650)
-    budget("test.c", lines["test.c"], 5571); budget("  the GPU in software", part_lines["test.c a GPU"], 845)
+    budget("test.c", lines["test.c"], 5643); budget("  the GPU in software", part_lines["test.c a GPU"], 845)
     budget("lines over 100 columns", wide, 0)
     for (file in lines) budget("semicolons on 100 lines of " file, 100 * semicolons[file] / ends[file], 130)
     share("comments in Part I of llm.c", 100 * comments[one] / part_lines[one], 20)

@@ -12,7 +12,7 @@
 //   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule
 //   III  text          15 tokenizer, 16 chat templates
 //   IV   speed         17 threads, 18 vectors, 19 one token, 20-22 tiles, 23 matmul,
-//                      24-26 attention, 27 narrow and the delta rule, 28 the GPU, 29 AMX
+//                      24-26 attention, 27 narrow, 28 the GPU, 29 AMX
 //   V    main          30 the command line, 31 conversations, 32 modes; an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
@@ -91,30 +91,18 @@ static const char *find_str(Str word, const char *words) {
     return NULL;
 }
 
-static const char *find_word(const char *word, const char *words) {
-    return find_str((Str){word, strlen(word)}, words);
-}
-
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 // An arena hands out pieces of one block of memory, 64-byte aligned. Without a block (base NULL) it
 // only counts: the same function runs once to learn the size and once to place the pieces. Setting
 // `used` back lets buffers that never live together share bytes; `peak` remembers the most in use.
-typedef struct { const char *phase, *name; size_t bytes; } Placement;
-typedef struct {
-    char *base;
-    size_t size, used, peak;   // bytes: of the block, in use, most in use
-    const char *phase;         // in which part of the work the next buffers live, for
-    Placement *list;           // entry of the buffer taken last, in a table; NULL: nobody asks
-} Arena;
+typedef struct { char *base; size_t size, used, peak; } Arena;   // sizes in bytes
 
-static void *arena_take(Arena *a, const char *name, size_t count, size_t size) {
-    size_t at = a->used, bytes = (count * size + 63) / 64 * 64;
-    a->used += bytes;
+static void *arena_take(Arena *a, size_t count, size_t size) {
+    size_t at = a->used;
+    a->used += (count * size + 63) / 64 * 64;
     a->peak = larger(a->peak, a->used);
-    assert(!a->base || a->used <= a->size);   // or it was counted wrong
-    if (a->list && strcmp(a->list->name, name)) *++a->list = (Placement){a->phase, name, 0};
-    if (a->list) a->list->bytes += bytes;
+    assert(!a->base || a->used <= a->size);   // otherwise the counting run was wrong
     return a->base ? a->base + at : NULL;
 }
 
@@ -319,14 +307,11 @@ static void gguf_close(Gguf *g) {
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
     Cursor c = {map->base, map->base + map->size, false};
-    const uint8_t *magic = take(&c, 4);   // there: map_file has seen to it
-    uint32_t version = read_bytes(&c, 4);
+    uint32_t magic = read_bytes(&c, 4), version = read_bytes(&c, 4);
     uint64_t n_tensors = read_bytes(&c, 8), n_meta = read_bytes(&c, 8);
-    if (memcmp(magic, "GGUF", 4))
-        return fail(e, "not a GGUF file: it starts with the bytes %02x %02x %02x %02x", magic[0],
-                    magic[1], magic[2], magic[3]);
-    if (version == 2u << 24 || version == 3u << 24)
-        return fail(e, "a big-endian GGUF file; little endian is expected");
+    if (magic != 0x46554747)   // "GGUF"
+        return fail(e, "not a GGUF file: it starts with %08x", __builtin_bswap32(magic));
+    if (version && !(version << 8)) return fail(e, "a big-endian file; want little endian");
     if (version != 2 && version != 3)
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
@@ -379,8 +364,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
         maps[g->n_maps++] = (Map){0};
         if (!map_file(&maps[i], name, &why) || !gguf_read(g, &maps[i], i, &why))
             return fail(e, "%s: %s", name, why.text);
-        count = gguf_int(g, "split.count", 1);
-        if (count == 0) count = 1;   // parts that were merged keep the key
+        count = larger(gguf_int(g, "split.count", 1), 1);   // 0 remains where parts were merged
         if (count < 1 || count > 99999) return fail(e, "%s: split.count is out of range", path);
         snprintf(tail, sizeof tail, "-00001-of-%05d.gguf", (int)count);
         stem = larger(strlen(path), strlen(tail)) - strlen(tail);
@@ -449,9 +433,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"arcee", RMS, RELU2, ROPE_PAIRS, .flags = 0},
     {"olmo", BARE, SILU, ROPE_PAIRS, .flags = 0},
     {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = 0},
-    {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4},
-    {"exaone4", RMS, SILU, ROPE_HALVES, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4,
-     .n_layer = 64},
+    {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = LOCAL_ROPE, .local = 4},
+    {"exaone4", RMS, SILU, ROPE_HALVES, WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
     {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
@@ -535,8 +518,7 @@ typedef struct {
     enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, maybe one a layer
     size_t at;               // the field of Config, or of Layer
     double low, high;        // the range; a key whose default lies below `low` must be in the file
-    const char *archs;       // who reads it: llama.cpp ignores it in other files; a star: the file
-                             // must have it. NULL: all do
+    const char *archs;       // who reads it (NULL: all do); those with a star must find it
 } Key;
 
 #define INT(field) KEY_INT, offsetof(Config, field)
@@ -550,8 +532,8 @@ static const Key KEYS[] = {
     {"embedding_length", INT(dim), 1, 1 << 20, NULL},
     {"context_length", INT(n_ctx), 1, INT_MAX, NULL},
     {"pooling_type", INT(pooling), -1, 3, NULL},
-    {"attention.layer_norm_epsilon", REAL(eps), NULL},
-    {"attention.layer_norm_rms_epsilon", REAL(eps_rms), NULL},
+    {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
+    {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
     {"embedding_scale", REAL(embd_scale), SCALED},
     {"residual_scale", REAL(residual_scale), SCALED},
     {"logit_scale", REAL(logit_scale), "granite* granitemoe* minicpm command-r* cohere2*"},
@@ -612,9 +594,8 @@ typedef struct {
 
 // ---- 4. loading ----
 //
-// Binds each weight to its bytes in the file and checks everything that forward relies on, so that
-// forward cannot fail. Errors are sticky: only the first is reported, after it nothing more
-// is found, and a row of calls needs only one check at its end.
+// Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
+// cannot fail. Only the first error counts; later lookups return nothing: check once, at the end.
 
 typedef struct {
     Model *m;
@@ -645,18 +626,18 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
 
 // fills the fields of a Config, or of a Layer, with what the file says of them
 static void load_keys(Loader *ld, void *to, bool layer) {
-    const char *name = ld->m->config.name;
+    Str arch = gguf_str(&ld->m->gguf, "general.architecture");
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         int *whole = (int *)((char *)to + k->at);
         float *real = (float *)whole;
-        const char *reads = k->archs ? find_word(name, k->archs) : "";
+        const char *reads = k->archs ? find_str(arch, k->archs) : "";
         if ((k->kind == KEY_LAYER) != layer || !reads) continue;
         double x = load_number(ld, k->key, k->kind == KEY_REAL ? *real : *whole);
         if (!arch_meta(ld, k->key) && (x < k->low || *reads == '*'))
-            refuse(ld, "key %s.%s is missing", name, k->key);
+            refuse(ld, "key %.*s.%s is missing", STR_ARG(arch), k->key);
         else if (!(x >= k->low && x <= k->high))
-            refuse(ld, "key %s.%s is %.15g, expected %.15g to %.15g", name, k->key, x, k->low,
-                   k->high);
+            refuse(ld, "key %.*s.%s is %.15g, expected %.15g to %.15g", STR_ARG(arch), k->key, x,
+                   k->low, k->high);
         else if (k->kind != KEY_REAL) *whole = x;
         else if (x != 0) *real = x;   // 0 is as good as no key
     }
@@ -775,8 +756,7 @@ static void load_ffn(Loader *ld, Layer *w) {
     w->down = need_matrix(ld, "ffn_down", w->ff, dim, 1);
 }
 
-// Where norms stand. A file names them by their place in its own architecture: what is called
-// post_attention_norm may be the norm before the FFN.
+// Finds a layer's norms. Names vary: post_attention_norm may be the norm before the FFN.
 static void load_norms(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     bool bare = c->arch->norm == BARE, encoder = c->arch->flags & ENCODER;
@@ -876,10 +856,7 @@ static void imply_config(Config *c) {
 static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     int flags = c->arch->flags;
-    if (c->arch->norm == RMS) c->eps = c->eps_rms;
-    if (c->eps < 0)
-        refuse(ld, "key %s.attention.layer_norm%s_epsilon is missing", c->name,
-               c->arch->norm == RMS ? "_rms" : "");
+    c->eps = fmaxf(c->arch->norm == RMS ? c->eps_rms : c->eps, 0);
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     c->n_layer -= c->n_predict;
     c->dv /= c->n_value ? c->n_value : 1;
@@ -907,7 +884,7 @@ static void derive_config(Loader *ld) {
 static void load_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->pooling = -1;
-    c->eps = c->eps_rms = -1;   // no epsilon is a good guess
+    *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no guess would be right
     c->rope_base = 10000;
     c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
     c->yarn_fast = 32;
@@ -982,8 +959,8 @@ typedef struct Session {
     int saved_pos;
     Tokens history;             // whose rows the caches hold; behind n there may be one more
     uint64_t rng;
-    // NULL, or called before each chunk and at the end: done of n are there; false interrupts
-    bool (*on_chunk)(void *ctx, int done, int n);
+    // before each chunk and at the end: done of n are there, some reused; false interrupts
+    bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx, *gpu;            // for on_chunk; the GPU's own
     // what forward is at
     const int32_t *ids;         // [n] tokens of this chunk
@@ -1062,10 +1039,11 @@ typedef struct {
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 
-// Does a query see a key? Position alone decides: not the future, and of the past a window of
-// tokens, the query's own among them, or one of the first `keep`, which are pinned.
-static bool attention_sees(const Attention *a, int query, int key) {
-    return key >= 0 && (!a->causal || (key <= query && (query - key < a->window || key < a->keep)));
+// Does a query see a key? Of the past a window of tokens, its own among them, and the first `keep`,
+// which are pinned. There is no branch, so that loops over it become vector code.
+static inline int attention_sees(const Attention *a, int query, int key) {
+    int past = (key <= query) & ((query - key < a->window) | (key < a->keep));
+    return (key >= 0) & (past | (a->causal == false));
 }
 
 // out = softmax(scale * q k' + mask) v, for each query and head over the rows of the ring. Heads
@@ -1220,7 +1198,12 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 // Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
 // layers, leaving the residual stream in s->x. Each block reads a normed copy of the stream, s->h,
 // and leaves in s->out what is to be added to the stream. With n = 1 the products are matrix x
-// vector. The steps that go row by row are tasks, one for each token.
+// vector. Other steps go row by row, a task for each token; none runs where products and attention
+// only count the memory that they take.
+
+static void each_row(Session *s, TaskFn *fn, const void *of, int n) {
+    if (s->calls.base) parallel(s->pool, fn, s, of, n);
+}
 
 static void embed_row(Task t) {
     Session *s = t.ctx;
@@ -1337,10 +1320,10 @@ static void attention_block(Session *s) {
                    .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
                    .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
     matmul(s->pool, &s->calls, in, 3);
-    if (gated) parallel(s->pool, split_gate_row, s, NULL, n);
-    parallel(s->pool, qkv_part, s, &parts, n * parts);
+    if (gated) each_row(s, split_gate_row, NULL, n);
+    each_row(s, qkv_part, &parts, n * parts);
     attention(s->pool, &s->calls, &a);
-    if (gated) parallel(s->pool, gate_row, s, NULL, n);
+    if (gated) each_row(s, gate_row, NULL, n);
     matmul(s->pool, &s->calls, &back, 1);
 }
 
@@ -1360,7 +1343,7 @@ static void ffn(Session *s, const Ffn *f, float *out) {
     Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
     Matmul back = {f->down, s->up, out, n};
     matmul(s->pool, &s->calls, in, f->gate->data ? 2 : 1);
-    parallel(s->pool, activate_row, s, f, n);
+    each_row(s, activate_row, f, n);
     matmul(s->pool, &s->calls, &back, 1);
 }
 
@@ -1369,9 +1352,9 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->ids = ids;
     s->n = n;
     s->pos = pos;
-    parallel(s->pool, embed_row, s, NULL, n);
-    parallel(s->pool, angles_row, s, NULL, n);
-    parallel(s->pool, norm_row, s, &s->m->layers[0].attn_norm, n);
+    each_row(s, embed_row, NULL, n);
+    each_row(s, angles_row, NULL, n);
+    each_row(s, norm_row, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
         bool same_h = w->parallel && !w->ffn_norm.w, last = s->l + 1 == c->n_layer;
@@ -1381,12 +1364,12 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         // tokens look at each other: attention, or the delta rule's memory
         if (w->conv_in.data) delta_net(s);
         else attention_block(s);
-        parallel(s->pool, between_row, s, &blocks, n);
+        each_row(s, between_row, &blocks, n);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
         if (w->router.data) experts(s);
         else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
-        parallel(s->pool, between_row, s, &layers, n);
+        each_row(s, between_row, &layers, n);
     }
 }
 
@@ -1472,15 +1455,14 @@ static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
     size_t start = a->used, f = sizeof(float), half = sizeof(uint16_t);
-    a->phase = "cache";
-    s->recurrent = arena_take(a, "states", 0, 0);
+    s->recurrent = arena_take(a, 0, 0);
     for (int l = 0; l < c->n_layer; l++) {
         if (!s->m->layers[l].conv_in.data) continue;
-        s->cache[l].conv = arena_take(a, "states", (c->conv - 1) * channels, f);
-        s->cache[l].state = arena_take(a, "states", delta_state_size(c), f);
+        s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, f);
+        s->cache[l].state = arena_take(a, delta_state_size(c), f);
     }
     s->n_recurrent = (a->used - start) / f;
-    s->saved = arena_take(a, "their snapshot", s->n_recurrent, f);
+    s->saved = arena_take(a, s->n_recurrent, f);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
@@ -1489,61 +1471,21 @@ static void plan_caches(Session *s, Arena *a) {
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
         cache->rows = cache->window + s->o.chunk + cache->keep;
-        cache->k = arena_take(a, "keys and values", (size_t)w->n_kv * cache->rows, c->hd * half);
-        cache->v = arena_take(a, "keys and values", (size_t)w->n_kv * cache->rows, c->vd * half);
-        cache->pos = arena_take(a, "keys and values", cache->rows, sizeof(int32_t));
+        cache->k = arena_take(a, (size_t)w->n_kv * cache->rows, c->hd * half);
+        cache->v = arena_take(a, (size_t)w->n_kv * cache->rows, c->vd * half);
+        cache->pos = arena_take(a, cache->rows, sizeof(int32_t));
     }
 }
 
-// counts the products of experts with `each` tokens, the last of them with `last`
-static void plan_experts(Pool *p, Arena *a, const Layer *w, int experts, int each, int last) {
-    static const float places[MAX_EXPERTS];   // as many different x: each is packed
-    Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
-    for (int i = 0; i < experts; i++) {
-        int n = i < experts - 1 ? each : last;
-        in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
-        in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
-        back[i] = (Matmul){&w->down, &places[i], NULL, n};
-    }
-    matmul(p, a, in, 2 * experts);
-    matmul(p, a, back, experts);
-}
-
-#define LAYER_MATRICES(w) /* absent ones, too */ {                                                 \
-    &w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router, &w->shared_gate,           \
-    &w->shared_up, &w->shared_down, &w->shared_router, &w->conv_in, &w->z, &w->alpha, &w->beta,    \
-    &w->beta_alpha, &w->delta_out}
-
-// What matmul and attention take at most, by letting them count, for a chunk and for one token: all
-// products of a layer with as many columns, as if they shared x; attention; and as many experts as
-// a call can have. How tokens spread over experts is not known. Three cases bound it: each has one
-// token; the same, but the last has all, which adds what many tokens need; each has two, which
-// wastes most of a tile, and the last all.
+// What matmul and attention take at most: forward runs dry, for one token and for a chunk.
 static size_t plan_calls(Session *s) {
-    static const float x[1];
-    const Model *m = s->m;
-    Arena a = {0};
-    Matmul jobs[MAX_JOBS];
-    for (int k = 0; k < 2 * m->config.n_layer; k++) {
-        const Layer *w = &m->layers[k / 2];
-        const Matrix *all[] = LAYER_MATRICES(w);
-        int n = k % 2 ? s->o.chunk : 1, left = larger(n, m->config.n_used), count = 0;
-        for (size_t i = 0; i < COUNT(all); i++, count = 0) {
-            for (size_t j = 0; j < COUNT(all); j++)
-                if (all[j]->data && all[j]->cols == all[i]->cols)
-                    jobs[count++] = (Matmul){all[j], x, NULL, n};
-            matmul(s->pool, &a, jobs, count);
-        }
-        int experts = left < MAX_EXPERTS ? left : MAX_EXPERTS;
-        for (int way = 0; w->router.data && way < 3; way++)
-            plan_experts(s->pool, &a, w, experts, way < 2 ? 1 : 2, way < 1 ? 1 : left);
-        Attention att = {.rows = s->cache[k / 2].rows, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
-                         .hd = m->config.hd, .vd = m->config.vd};
-        if (att.rows) attention(s->pool, &a, &att);
+    s->calls = (Arena){0};
+    for (int n = 1, k = 0; k < 2; k++, n = s->o.chunk) {
+        int rows = n < LOGIT_ROWS ? n : LOGIT_ROWS;
+        forward(s, NULL, n, 0);
+        matmul(s->pool, &s->calls, &(Matmul){&s->m->output, s->h, NULL, rows}, 1);
     }
-    for (int n = 1; n <= LOGIT_ROWS; n += LOGIT_ROWS - 1)
-        matmul(s->pool, &a, &(Matmul){&m->output, x, NULL, n}, 1);
-    return a.peak;
+    return s->calls.peak;
 }
 
 // Every buffer that forward uses, for the widest layer. Those of attention, of the FFN, and the
@@ -1564,40 +1506,36 @@ static void plan_scratch(Session *s, Arena *a) {
         z = larger(z, larger(values, gated));
         ff = larger(ff, larger(w->ff, w->shared_up.rows));
     }
-    a->phase = "always";
-    s->calls.base = arena_take(a, "inside a product or attention", 1, calls);
+    s->calls.base = arena_take(a, 1, calls);
     s->calls.size = calls;
-    s->x = arena_take(a, "x", n * c->dim, f);
-    s->h = arena_take(a, "h", n * c->dim, f);
-    s->out = arena_take(a, "out", n * c->dim, f);
-    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, "angles", n * c->n_rot, f);
-    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, "freq", c->n_rot / 2, sizeof(double));
-    s->slopes = arena_take(a, "slopes", s->m->layers[0].n_head, f);
+    s->x = arena_take(a, n * c->dim, f);
+    s->h = arena_take(a, n * c->dim, f);
+    s->out = arena_take(a, n * c->dim, f);
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * c->n_rot, f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
+    s->slopes = arena_take(a, s->m->layers[0].n_head, f);
     size_t mark = a->used;
-    a->phase = "attention";
-    s->q = arena_take(a, "q", n * q, f);
-    s->k = arena_take(a, "k", n * k, f);
-    s->v = arena_take(a, "v", n * v, f);
-    s->att = arena_take(a, "att", n * att, f);
-    s->mix = arena_take(a, "mix", (n + c->conv) * mix, f);
-    s->z = arena_take(a, "z", n * z, f);
-    s->ba = arena_take(a, "ba", n * 2 * c->n_value, f);
-    s->decay = arena_take(a, "decay", n * c->n_value, f);
-    s->write = arena_take(a, "write", n * c->n_value, f);
+    s->q = arena_take(a, n * q, f);
+    s->k = arena_take(a, n * k, f);
+    s->v = arena_take(a, n * v, f);
+    s->att = arena_take(a, n * att, f);
+    s->mix = arena_take(a, (n + c->conv) * mix, f);
+    s->z = arena_take(a, n * z, f);
+    s->ba = arena_take(a, n * 2 * c->n_value, f);
+    s->decay = arena_take(a, n * c->n_value, f);
+    s->write = arena_take(a, n * c->n_value, f);
     a->used = mark;
-    a->phase = "FFN";
-    s->gate = arena_take(a, "gate", rows * ff, f);
-    s->up = arena_take(a, "up", rows * ff, f);
-    s->route = arena_take(a, "route", n * larger(c->n_expert, 1), f);
-    s->gathered = arena_take(a, "gathered", c->n_expert ? rows * c->dim : 0, f);
-    s->expert_out = arena_take(a, "expert_out", c->n_expert ? rows * c->dim : 0, f);
-    s->chosen = arena_take(a, "chosen", n * c->n_used, sizeof(int32_t));
-    s->order = arena_take(a, "order", n * c->n_used, sizeof(int32_t));
-    s->weight = arena_take(a, "weight", n * c->n_used, f);
+    s->gate = arena_take(a, rows * ff, f);
+    s->up = arena_take(a, rows * ff, f);
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
+    s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
+    s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
+    s->chosen = arena_take(a, n * c->n_used, sizeof(int32_t));
+    s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
+    s->weight = arena_take(a, n * c->n_used, f);
     a->used = mark;
-    a->phase = "logits";
-    s->logits = arena_take(a, "logits", (size_t)LOGIT_ROWS * c->n_vocab, f);
-    s->candidates = arena_take(a, "candidates", c->n_vocab, 2 * f);
+    s->logits = arena_take(a, (size_t)LOGIT_ROWS * c->n_vocab, f);
+    s->candidates = arena_take(a, c->n_vocab, 2 * f);
 }
 
 // Forgets positions p and later. Recurrent states go back to their snapshot, or to nothing.
@@ -1727,9 +1665,9 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
     if (!check_ids(s, ids, n, e)) return false;
     if (!tokens_room(&s->history, n + 1)) return fail(e, "out of memory for %d tokens", n);
     if (own) ids = s->history.id;
-    int p = session_reuse(s, ids, n, from), count;
-    bool save = s->n_recurrent && n - p > 1;
-    for (; p < n; p += count) {
+    int reused = session_reuse(s, ids, n, from), count;
+    bool save = s->n_recurrent && n - reused > 1;
+    for (int p = reused; p < n; p += count) {
         int left = n - p, first = from > p ? from - p : 0;   // row of this chunk
         count = left < s->o.chunk ? left : s->o.chunk;
         if (save && left > 1 && count == left) count--;      // stop once before the last token
@@ -1737,7 +1675,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             memcpy(s->saved, s->recurrent, s->n_recurrent * sizeof *s->saved);
             s->saved_pos = p;
         }
-        if (s->on_chunk && !s->on_chunk(s->ctx, p, n)) return fail(e, "interrupted");
+        if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, n)) return fail(e, "interrupted");
         if (first > count) first = count;
         bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
         if (!gpu) forward(s, ids + p, count, p);
@@ -1757,7 +1695,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             if (fn && !fn(ctx, p + i, row)) return fail(e, "stopped");
         }
     }
-    return !s->on_chunk || s->on_chunk(s->ctx, n, n) || fail(e, "interrupted");
+    return !s->on_chunk || s->on_chunk(s->ctx, reused, n, n) || fail(e, "interrupted");
 }
 
 const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
@@ -2060,9 +1998,9 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
-    parallel(s->pool, gather_row, s, order, rows);
+    each_row(s, gather_row, order, rows);
     matmul(s->pool, &s->calls, in, 2 * jobs);
-    parallel(s->pool, activate_row, s, &(Ffn){gate, up, down}, rows);
+    each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
     matmul(s->pool, &s->calls, back, jobs);
     for (int r = 0; r < rows; r++)
         add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
@@ -2078,6 +2016,25 @@ static void add_shared_row(Task t) {
     add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
 }
 
+// As many experts as a call can have, where calls only count. How tokens spread over experts is not
+// known. Two cases bound it: one has all, the others one token each, or two, which wastes most of a
+// tile.
+static void plan_experts(Session *s, const Layer *w) {
+    static const float places[MAX_EXPERTS];   // as many different x: each is packed
+    Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
+    int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
+    for (int each = 1; each <= 2; each++) {
+        for (int i = 0; i < experts; i++) {
+            int n = i < experts - 1 ? each : all;
+            in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
+            in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
+            back[i] = (Matmul){&w->down, &places[i], NULL, n};
+        }
+        matmul(s->pool, &s->calls, in, 2 * experts);
+        matmul(s->pool, &s->calls, back, experts);
+    }
+}
+
 static void experts(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -2085,14 +2042,53 @@ static void experts(Session *s) {
     Matmul router = {&w->router, s->h, s->route, n};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
     matmul(s->pool, &s->calls, &router, 1);
-    parallel(s->pool, choose_experts, s, NULL, n);
-    sort_choices(s, rows);
-    memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
-    for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
+    each_row(s, choose_experts, NULL, n);
+    if (s->calls.base) {
+        sort_choices(s, rows);
+        memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
+        for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
+    } else plan_experts(s, w);
     if (!w->shared_up.data) return;
     if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
-    parallel(s->pool, add_shared_row, s, w, n);
+    each_row(s, add_shared_row, w, n);
+}
+
+// Compilers' vectors of LANES numbers, as many as the CPU takes at once. Part IV has more for them,
+// and is told by CODE_BIAS, PAIRS and INT8_TILE which products of bytes this CPU has.
+#define INLINE QUANT_INLINE
+#define UNROLL QUANT_UNROLL
+#ifdef __clang__
+#pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
+#endif
+#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
+#define SIMD_VNNI
+enum { LANES = 16, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
+#elif defined(QUANT_X86) && defined(__FMA__)
+#define SIMD_AVX2
+#ifdef __AVXVNNI__
+enum { LANES = 8, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
+#else
+enum { LANES = 8, CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
+#endif
+#elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
+enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 1 };
+#else
+enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };   // many tokens: floats are faster
+#endif
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef int8_t vb __attribute__((vector_size(4 * LANES)));
+typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
+
+INLINE vf load_f32(const void *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
 
 // ---- 14. the gated delta rule (arXiv 2412.06464) ----
@@ -2106,38 +2102,17 @@ static void experts(Session *s) {
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
 
-// Early files of Qwen3-Next hold, in one tensor, rows q, k, v, z of the first key head, then of the
-// second, ... A copy has all q, all k, all v, then all z: what other files have in two tensors.
-static void heads_apart(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
-    size_t row = quant_row_bytes(w->z.type, w->z.cols), qk = c->dk * row;   // bytes of a head's q
-    size_t vz = w->z.rows / c->n_key * row, size[] = {qk, qk, vz, vz};
-    const uint8_t *from = w->conv_in.data;
-    uint8_t *to = own(ld, c->n_key * 2 * (qk + vz));
-    w->conv_in.data = to;
-    w->z.data = to ? to + w->conv_in.rows * row : NULL;
-    for (int p = 0; to && p < 4; from += size[p++])   // q, k, v, z of all key heads
-        for (int h = 0; h < c->n_key; h++, to += size[p])
-            memcpy(to, from + h * 2 * (qk + vz), size[p]);
-}
-
 static void load_delta(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    bool early = !find_tensor(ld, "attn_qkv", ".weight") && find_tensor(ld, "ssm_in", ".weight");
     if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
         refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
                ld->l, c->n_value, c->n_key, c->dv, c->dk);
     if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
         refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
                delta_state_size(c));
-    if (early) {
-        load_fused(ld, "ssm_in", 1, (Slice[]){{"", qkv, &w->conv_in}, {"", values, &w->z}}, 2);
-        if (ld->ok) heads_apart(ld, w);
-    } else {
-        w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
-        w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
-    }
+    w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
+    w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
     if (!w->beta_alpha.data) {
         w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
@@ -2224,31 +2199,51 @@ static void delta_out_row(Task t) {   // norm(o) * silu(z)
     activate(o, z, o, n, SILU);
 }
 
-// One block of S and the n tokens of a chunk, for the inner step, which Part IV has. Pointers are
-// to the numbers of token 0; those of the next token are step, heads or out_step floats further.
-typedef struct {
-    float *s;                      // [dk][DELTA_ROWS]
-    int dk, rows, n;               // rows: of S that the block has, DELTA_ROWS at most
-    const float *q, *k, *v;        // [dk], [dk], [rows]
-    const float *decay, *write;    // g and b
-    float *out;                    // [rows]
-    size_t step, heads, out_step;
-} Delta;
-static void delta_rule(const Delta *d);
-
+// Rows of one block of S, side by side in the lanes of V vectors, over all tokens of the chunk:
+// prefill and decode are one recurrence, and these rows stay in L1. A token needs S three times: to
+// ask what is stored under its key (S k), to write, and to read for its query (S q). One pass over
+// the columns of S does it all: as soon as token t is written to a column, the column adds to the
+// result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
+// to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form
+// takes 70,000 with chunks of 64, and a triangular inverse.
 static void delta_block(Task t) {
+    enum { V = 4 };
     Session *s = t.ctx;
     const Config *c = &s->m->config;
-    int blocks = delta_blocks(c), h = t.i / blocks, r = t.i % blocks * DELTA_ROWS;
+    int blocks = delta_blocks(c), h = t.i / blocks, r = t.i % blocks * DELTA_ROWS, dk = c->dk;
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
-    const float *q = s->mix + (size_t)key * c->dk;
-    Delta d = {.s = s->cache[s->l].state + (size_t)t.i * c->dk * DELTA_ROWS, .dk = c->dk,
-               .rows = c->dv - r < DELTA_ROWS ? c->dv - r : DELTA_ROWS, .n = s->n,
-               .q = q, .k = q + (size_t)c->n_key * c->dk, .decay = s->decay + h,
-               .v = s->mix + (size_t)2 * c->n_key * c->dk + h * c->dv + r, .write = s->write + h,
-               .out = s->att + h * c->dv + r, .step = s->m->layers[s->l].conv_in.rows,
-               .heads = c->n_value, .out_step = (size_t)c->n_value * c->dv};
-    delta_rule(&d);
+    size_t step = s->m->layers[s->l].conv_in.rows;   // from a token's q, k, v to the next one's
+    float *state = s->cache[s->l].state + (size_t)t.i * dk * DELTA_ROWS;
+    for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
+        size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
+        const float *q = s->mix + key * dk, *k = q + c->n_key * dk;
+        const float *value = s->mix + 2 * c->n_key * dk + h * c->dv + r;
+        vf asked[V] = {{0}};
+        for (int j = 0; j < dk; j++)
+            UNROLL for (int v = 0; v < V; v++)
+                asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
+        for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
+            const float *next = i + 1 < s->n ? k + step : k;
+            size_t at = (size_t)i * c->n_value + h;
+            vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
+            prefetch_l1(q + 2 * step, dk * sizeof *q);
+            prefetch_l1(k + 2 * step, dk * sizeof *k);
+            memcpy(write, value, bytes);
+            UNROLL for (int v = 0; v < V; v++)
+                write[v] = (write[v] - asked[v] * s->decay[at]) * s->write[at];
+            float g = s->decay[at];
+            for (int j = 0; j < dk; j++)
+                UNROLL for (int v = 0; v < V; v++) {
+                    float *place = state + j * DELTA_ROWS + v * LANES;
+                    vf row = load_f32(place) * g + write[v] * k[j];
+                    store(place, row);
+                    out[v] += row * q[j];
+                    ask[v] += row * next[j];
+                }
+            memcpy(asked, ask, sizeof ask);
+            memcpy(s->att + at * c->dv + r, out, bytes);
+        }
+    }
 }
 
 static void delta_net(Session *s) {
@@ -2262,10 +2257,10 @@ static void delta_net(Session *s) {
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
     matmul(s->pool, &s->calls, in, fused ? 3 : 4);
-    parallel(s->pool, delta_conv, s, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    parallel(s->pool, delta_gates_row, s, NULL, n);
-    parallel(s->pool, delta_block, s, NULL, c->n_value * delta_blocks(c));
-    parallel(s->pool, delta_out_row, s, NULL, n);
+    each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
+    each_row(s, delta_gates_row, NULL, n);
+    each_row(s, delta_block, NULL, c->n_value * delta_blocks(c));
+    each_row(s, delta_out_row, NULL, n);
     matmul(s->pool, &s->calls, &back, 1);
 }
 
@@ -2635,10 +2630,10 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
 
 // the buffers for a text of n bytes, of which a word is spelled in m at most
 static void work_place(Work *w, Arena *a, size_t n, size_t m) {
-    w->ch = arena_take(a, "characters", n + 2, sizeof *w->ch);
-    w->text = arena_take(a, "word", 2 * m, 1);
-    w->part = arena_take(a, "parts", m, sizeof *w->part);
-    w->cost = arena_take(a, "costs", 2 * m, sizeof *w->cost);
+    w->ch = arena_take(a, n + 2, sizeof *w->ch);
+    w->text = arena_take(a, 2 * m, 1);
+    w->part = arena_take(a, m, sizeof *w->part);
+    w->cost = arena_take(a, 2 * m, sizeof *w->cost);
 }
 
 // Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
@@ -2964,6 +2959,10 @@ typedef struct {
     Error *e;
     jmp_buf failed;
 } Template;
+
+static const char *find_word(const char *word, const char *words) {
+    return find_str((Str){word, strlen(word)}, words);
+}
 
 // Leaves the interpreter, from wherever it is: the error says why and names the line.
 __attribute__((noreturn, format(printf, 2, 3)))
@@ -4256,7 +4255,6 @@ static double now(void) {   // seconds since some moment
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-#define INLINE QUANT_INLINE
 // Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
 // requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
 // far ahead of the reader, and L2 to fill L1 shortly before.
@@ -4266,9 +4264,6 @@ enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, by the measure of a Xeon
 enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // of a Zen 4: floats come 5 to 20 % faster so
 #endif
 
-INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
-}
 INLINE void prefetch_l2(const void *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
@@ -4294,7 +4289,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     (void)p;
     for (int j = 0; j < k; j++) {
         size_t mark = a->used;
-        float *row = arena_take(a, "row", jobs[j].w->cols, sizeof *row);
+        float *row = arena_take(a, jobs[j].w->cols, sizeof *row);
         if (a->base) plain_matmul(&jobs[j], row);
         a->used = mark;
     }
@@ -4302,7 +4297,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
 
 static void attention(Pool *p, Arena *a, const Attention *x) {
     size_t mark = a->used;
-    float *score = arena_take(a, "scores", x->rows, sizeof *score);
+    float *score = arena_take(a, x->rows, sizeof *score);
     (void)p;
     if (a->base) plain_attention(x, score);
     a->used = mark;
@@ -4310,22 +4305,6 @@ static void attention(Pool *p, Arena *a, const Attention *x) {
 
 static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
-}
-
-static void delta_rule(const Delta *d) {
-    for (int t = 0; t < d->n; t++) {
-        const float *q = d->q + t * d->step, *k = d->k + t * d->step, *v = d->v + t * d->step;
-        for (int r = 0; r < d->rows; r++) {
-            float *s = d->s + r, asked = 0, out = 0;
-            for (int j = 0; j < d->dk; j++) {
-                s[j * DELTA_ROWS] *= d->decay[t * d->heads];
-                asked += s[j * DELTA_ROWS] * k[j];
-            }
-            float write = (v[r] - asked) * d->write[t * d->heads];
-            for (int j = 0; j < d->dk; j++) out += (s[j * DELTA_ROWS] += write * k[j]) * q[j];
-            d->out[t * d->out_step + r] = out;
-        }
-    }
 }
 #else
 // ---- 17. threads ----
@@ -4488,36 +4467,6 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
-#define UNROLL QUANT_UNROLL
-#ifdef __clang__
-#pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
-#endif
-#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
-#define SIMD_VNNI
-enum { LANES = 16, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
-#elif defined(QUANT_X86) && defined(__FMA__)
-#define SIMD_AVX2
-#ifdef __AVXVNNI__
-enum { LANES = 8, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
-#else
-enum { LANES = 8, CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
-#endif
-#elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
-enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 1 };
-#else
-enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };   // many tokens: floats are faster
-#endif
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef int8_t vb __attribute__((vector_size(4 * LANES)));
-typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
-
-INLINE vf load_f32(const void *p) {
-    vf v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
     return (vf)(((vi)a & more) | ((vi)b & ~more));
@@ -4680,28 +4629,24 @@ typedef void DecodeFn(DECODE_ARGS);
 #define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
 typedef void MatvecFn(MATVEC_ARGS);
 
-// the end of a row, less than 256 weights, with zeros behind
-static const uint8_t *padded_256(int type, const uint8_t *b, int64_t left, uint8_t copy[272]) {
-    memset(copy, 0, 272);
-    return memcpy(copy, b, quant_row_bytes(type, left));
-}
-
-// Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of
-// TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in
-// each lane. So a lane meets one group only, and its products for k = 0..3 are added as integers,
-// then converted and scaled once; where scales stand per 16 (per16), those of k = 0, 1 and those of
-// k = 2, 3 apart, with the scale of the group's first half and with that of its second.
+// Adds the products of 256 weights, decoded from b, or (decode NULL) of the `left` ones that end a
+// row, to the lanes of sum[0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
+// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
+// products for k = 0..3 are added as integers, then converted and scaled once; where scales stand
+// per 16 (per16), those of k = 0, 1 and those of k = 2, 3 apart, with the scale of the group's
+// first half and with that of its second.
 //
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
 // Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
 // to them, and sum[1] collects d times the activations, to be taken off `bias` times at the end.
-INLINE void dot256(DecodeFn *decode, const uint8_t *b, bool per16, int bias, int fit,
-                   const TokenActs *x, vf sum[2]) {
+INLINE void dot256(DecodeFn *decode, int type, int left, const uint8_t *b, bool per16, int bias,
+                   int fit, const TokenActs *x, vf sum[2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = bias && !CODE_BIAS && !fit;
     int run = per16 || fit == 2 ? 2 : 4;
-    decode(b, q, d, m);
+    if (decode) decode(b, q, d, m);
+    else quant_decode(type, b, left, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}}, pairs;
@@ -4727,11 +4672,9 @@ INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out)
     memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
 }
 
-// `decode` is inlined, `tail` a call
-INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, bool per16,
-                         int bias, int fit, const uint8_t *w, int64_t rows, int64_t cols,
-                         const TokenActs *x, float *out) {
-    uint8_t last[272];
+INLINE void block_matvec(DecodeFn *decode, int type, int bytes, bool per16, int bias, int fit,
+                         const uint8_t *w, int64_t rows, int64_t cols, const TokenActs *x,
+                         float *out) {
     vf sums[LANES] = {{0}};
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
         vf sum[2] = {{0}};
@@ -4739,10 +4682,9 @@ INLINE void block_matvec(DecodeFn *decode, DecodeFn *tail, int type, int bytes, 
         const TokenActs *a = x;
         for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
-            dot256(decode, b, per16, bias, fit, a, sum);
+            dot256(decode, type, 256, b, per16, bias, fit, a, sum);
         }
-        if (cols % 256)
-            dot256(tail, padded_256(type, b, cols % 256, last), per16, bias, fit, a, sum);
+        if (cols % 256) dot256(NULL, type, cols % 256, b, per16, bias, fit, a, sum);
         put_sum(sums, sum[0] + sum[1] * (bias ? -(float)bias : 1), r, rows, out);
     }
 }
@@ -4779,13 +4721,12 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     (!PAIRS ? 0 : TOP_CODE(bias, bits) <= 16 ? 8 : TOP_CODE(bias, bits) <= 32 ? 4 :                \
      TOP_CODE(bias, bits) <= 64 ? 2 : 0)
 
-// Two functions for each format. Decoders and loads are constant arguments above: after inlining,
-// each format has a loop of its own.
+// A function for each format. Decoders and loads are constant arguments above: after inlining, each
+// format has a loop of its own.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
-    INLINE void inline_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
-    static void unpack_##name(DECODE_ARGS) { inline_##name(b, q, d, m); }                          \
+    INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        block_matvec(inline_##name, unpack_##name, id, 256 / weights * bytes, per16, bias,         \
+        block_matvec(unpack_##name, id, 256 / weights * bytes, per16, bias,                        \
                      FIT(bias, bytes * 8 / weights), w, rows, cols, x, out);                       \
     }
 QUANT_TYPES(QUANT_X)
@@ -4794,14 +4735,14 @@ static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x
 static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
 static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
 
-typedef struct { MatvecFn *matvec; DecodeFn *unpack; int bytes, per16, offsets, bias, fit; } Format;
+typedef struct { MatvecFn *matvec; int bytes, block, per16, offsets, bias, fit; } Format;
 
-static const Format formats[64] = {   // bytes: of 256 weights; unpack NULL: float weights
+static const Format formats[64] = {   // bytes: of 256 weights; block: not floats
     [QUANT_F32] = {.matvec = matvec_f32, .bytes = 1024},
     [QUANT_F16] = {.matvec = matvec_f16, .bytes = 512},
     [QUANT_BF16] = {.matvec = matvec_bf16, .bytes = 512},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
-    [id] = {matvec_##name, unpack_##name, 256 / weights * bytes, per16, !bias, bias,               \
+    [id] = {matvec_##name, 256 / weights * bytes, true, per16, !bias, bias,                        \
             FIT(bias, bytes * 8 / weights)},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -4810,12 +4751,6 @@ static const Format formats[64] = {   // bytes: of 256 weights; unpack NULL: flo
 // where weight k of row r is, or that of the last row where there is none
 static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
     return w->data + ((r < w->rows ? r : w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
-}
-
-// 256 weights of a row, or the `left` ones that are its end
-static void unpack_row(int type, const uint8_t *b, int64_t left, int8_t *q, float *d, float *m) {
-    uint8_t last[272];
-    formats[type].unpack(left < 256 ? padded_256(type, b, left, last) : b, q, d, m);
 }
 
 // ---- 20. tiles: products of many tokens ----
@@ -4976,35 +4911,15 @@ static const Tile float_tile = {
 // then 2 instructions for a scale and 1 for an offset. With AVX-512 that is 512 multiply-adds in 10
 // instructions, 5 cycles; with AVX2 and small codes, where a product is two instructions and a sum
 // of pairs another two, 256 in 20, 7 cycles. A tile has as many rows and tokens as registers hold,
-// two sums for each vector; on x86 two vectors of rows share the loads of activations.
-//
-// A vector has sums of V_ROWS rows and V_TOKENS tokens; a product takes DEEP codes of each of them:
-// LANES, 1 and 4, or 2, 2 and 8 with NEON's matrix instruction, smmla. 32 weights of 16 rows and
-// four tokens, 2,048 multiply-adds, are 128 sdot or 64 smmla, 48 instructions for the scales, and
-// loads: in all 251 or 226 by clang 14 (8 or 9 multiply-adds each), 348 or 250 by gcc 12 (6 or 8).
+// two sums for each vector; on x86 two vectors of rows share the loads of activations. With NEON 32
+// weights of 16 rows and four tokens, 2,048 multiply-adds, are 128 sdot, 48 instructions for the
+// scales, and loads: in all 251 by clang 14, 348 by gcc 12.
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : LANES == 8 ? 3 : 4,
        INT8_ROWS = LANES == 16 ? 32 : 16 };
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
-#if defined(QUANT_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
-enum { V_ROWS = 2, V_TOKENS = 2, DEEP = 8 };
-INLINE vf row_values(const float *x) { return (vf){x[0], x[1], x[0], x[1]}; }
-INLINE vf token_values(const float *x) { return (vf){x[0], x[0], x[1], x[1]}; }
-INLINE vf token_sums(vf sum[], int v, int t) {   // vector v of token t, rows in order
-    float64x2_t a = (float64x2_t)sum[2 * v], b = (float64x2_t)sum[2 * v + 1];
-    return (vf)(t ? vzip2q_f64(a, b) : vzip1q_f64(a, b));
-}
-INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[DEEP]) {
-    dot[0] = (vi)vmmlaq_s32((int32x4_t)dot[0], vld1q_s8(x[0]), (int8x16_t)w);
-    dot[1] = (vi)vmmlaq_s32((int32x4_t)dot[1], vld1q_s8(x[2]), (int8x16_t)w);
-}
-#else
-enum { V_ROWS = LANES, V_TOKENS = 1, DEEP = 4 };
-INLINE vf row_values(const float *x) { return load_f32(x); }
-INLINE vf token_values(const float *x) { return *x - (vf){0}; }   // not plus: 0 + -0 is 0
-INLINE vf token_sums(vf sum[], int v, int t) { return (void)t, sum[v]; }
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
-INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[DEEP]) {   // one load for four tokens
+INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {   // one load for four tokens
     int8x16_t codes = (int8x16_t)w, four = vld1q_s8(x[0]);
     dot[0] = (vi)vdotq_laneq_s32((int32x4_t)dot[0], codes, four, 0);
     dot[1] = (vi)vdotq_laneq_s32((int32x4_t)dot[1], codes, four, 1);
@@ -5012,19 +4927,18 @@ INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[DEEP]) {   // one load 
     dot[3] = (vi)vdotq_laneq_s32((int32x4_t)dot[3], codes, four, 3);
 }
 #else
-INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[DEEP]) {
+INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {
     UNROLL for (int t = 0; t < INT8_TOKENS; t++) dot[t] = dot_bytes(dot[t], w, four_codes(x[t]));
 }
 #endif
-#endif
 typedef struct {                       // 32 activations of some tokens
-    int8_t q[32 / DEEP][INT8_TOKENS][DEEP];   // codes, so many at a time
+    int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
     float d[INT8_TOKENS];              // the scale
     float s[3][INT8_TOKENS];           // times the sum of the first 16 codes, the other 16, all
     int32_t start[3][INT8_TOKENS];     // of their dot products: MAGIC, less what CODE_BIAS adds
 } Int8Acts;
 typedef struct {                       // weights of 16 rows
-    int8_t q[INT8_DEPTH / DEEP][TILE][DEEP];   // codes, in the decoders' order
+    int8_t q[INT8_DEPTH / 4][TILE][4];   // codes, in the decoders' order
     float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
 } Int8Panel;
 
@@ -5035,7 +4949,7 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
             int8_t q[32];
             int32_t sum[3];
             a->d[c] = round_32(job->x + (t + c < job->n ? t + c : t) * job->w->cols + i, q, sum);
-            UNROLL for (int j = 0; j < 32 / DEEP; j++) memcpy(a->q[j][c], q + DEEP * j, DEEP);
+            UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][c], q + 4 * j, 4);
             UNROLL for (int j = 0; j < 3; j++) {
                 a->s[j][c] = a->d[c] * sum[j];
                 a->start[j][c] = (int32_t)(MAGIC_BITS - (uint32_t)CODE_BIAS * sum[j]);
@@ -5057,16 +4971,14 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
                 int8_t *codes = (int8_t *)q[j];
                 const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
                 prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the tile below
-                unpack_row(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
+                quant_decode(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
                 for (int c = 0; c < 256; c++) codes[c] += bias;
                 for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
                 for (int c = 0; c < 4 && folds; c++)
                     for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
                 for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
             }
-            if (DEEP == 4) transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / DEEP]);
-            else for (int c = 0; c < 256 / DEEP; c++)
-                for (int j = 0; j < TILE; j++) memcpy(p->q[i / DEEP + c][j], &q[j][c], DEEP);
+            transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / 4]);
             transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
             if (f->offsets || f->fit) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
         }
@@ -5075,43 +4987,39 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
 // 32 weights of a row have 1 or 2 scales and 0 to 2 offsets. One step takes the weights of a scale.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
                       int fit, vf total[][INT8_TOKENS][VECTORS]) {
-    enum { T = INT8_TOKENS / V_TOKENS, V = INT8_ROWS / V_ROWS };
-    vf sum[T][V] = {{{0}}};
-    int step = 32 / scales, run = fit < step / DEEP ? fit : step / DEEP, each = offsets / scales;
+    enum { T = INT8_TOKENS, V = INT8_ROWS / LANES };
+    vf sum[V][T] = {{{0}}};
+    int step = 32 / scales, run = fit < step / 4 ? fit : step / 4, each = offsets / scales;
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
         UNROLL for (int half = 0; half < scales; half++) {
-            size_t part = scales > 1 ? half : 2, code = (g / 8 * 256 + g % 8 * 8) / DEEP;
+            size_t part = scales > 1 ? half : 2, code = g / 8 * 64 + g % 8 * 2;
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
                     dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? MAGIC_BITS : x->start[part][t]);
-            UNROLL for (int i = 0; i < step / DEEP; i++) {
-                size_t j = half * 16 + i * DEEP, eight = (j / 8 * 64 + j % 8) / DEEP;
+            UNROLL for (int i = 0; i < step / 4; i++) {
+                size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
                 UNROLL for (int v = 0; v < V; v++) {
-                    size_t r = V_ROWS * v % TILE;
-                    vi q = load_i32(w[V_ROWS * v / TILE].q[code + eight][r]);
-                    if (!fit) dot_tokens(dot[v], q, x->q[j / DEEP]);
+                    vi q = load_i32(w[v / VECTORS].q[at][v % VECTORS * LANES]);
+                    if (!fit) dot_tokens(dot[v], q, x->q[j]);
                     else UNROLL for (int t = 0; t < T; t++)
-                        dot[v][t] = dot_pairs(dot[v][t], &pairs[v][t], q,
-                                              four_codes(x->q[j / DEEP][t]), i % run == 0,
-                                              i % run == run - 1);
+                        dot[v][t] = dot_pairs(dot[v][t], &pairs[v][t], q, four_codes(x->q[j][t]),
+                                              i % run == 0, i % run == run - 1);
                 }
             }
             UNROLL for (int v = 0; v < V; v++) {
-                const Int8Panel *p = &w[V_ROWS * v / TILE];
-                size_t r = V_ROWS * v % TILE;
-                vf scale = row_values(p->d[2 * g + half] + r);
+                const Int8Panel *p = &w[v / VECTORS];
+                size_t r = v % VECTORS * LANES;
+                vf scale = load_f32(p->d[2 * g + half] + r);
                 UNROLL for (int t = 0; t < T; t++) {
-                    sum[t][v] += dot_scaled(dot[v][t], scale) * token_values(x->d + V_TOKENS * t);
+                    sum[v][t] += dot_scaled(dot[v][t], scale) * x->d[t];
                     UNROLL for (int o = half * each; o < half * each + each; o++)
-                        sum[t][v] += row_values(p->m[2 * g + o] + r) *
-                                     token_values(x->s[offsets > 1 ? o : 2] + V_TOKENS * t);
+                        sum[v][t] += load_f32(p->m[2 * g + o] + r) * x->s[offsets > 1 ? o : 2][t];
                 }
             }
         }
-    UNROLL for (int t = 0; t < INT8_TOKENS; t++)
-        UNROLL for (int v = 0; v < INT8_ROWS / LANES; v++)
-            total[v / VECTORS][t][v % VECTORS] = token_sums(sum[t / V_TOKENS], v, t % V_TOKENS);
+    UNROLL for (int v = 0; v < V; v++)
+        UNROLL for (int t = 0; t < T; t++) total[v / VECTORS][t][v % VECTORS] = sum[v][t];
 }
 
 static void int8_multiply(const Product *p) {
@@ -5228,7 +5136,7 @@ static void matmul_task(Task t) {
 // never on size: small tests run the code that large models run.
 static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul *job) {
     const Matrix *w = job->w;
-    bool block = formats[w->type].unpack;
+    bool block = formats[w->type].block;
     const Tile *tile = job->n == 1 ? block ? &block_token : &float_token
                        : p->amx ? amx_tile(w) : INT8_TILE && block ? &int8_tile : &float_tile;
     const JobPlan *same = c->job;
@@ -5244,7 +5152,7 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
     else if (tile->pack) {
         size_t tiles = (job->n + tile->tokens - 1) / tile->tokens;
         packs = (job->n + tile->packed - 1) / tile->packed * ((w->cols - 1) / tile->step + 1);
-        j->acts = arena_take(a, "packed activations", tiles, j->act_bytes);
+        j->acts = arena_take(a, tiles, j->act_bytes);
     }
     // one token: long runs of memory (512 KB are the fastest)
     j->most_rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / j->row_bytes);
@@ -5277,7 +5185,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
     for (int j = 0; j < k; j++) plan_job(p, a, &c, &c.job[j], &jobs[j]);
     plan_tasks(p, c.job, k);
-    c.panels = arena_take(a, "decoded panels", p->threads, c.panel_bytes);
+    c.panels = arena_take(a, p->threads, c.panel_bytes);
     if (a->base) {
         parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
         parallel(p, matmul_task, &c, NULL, c.job[k].first_task);
@@ -5290,29 +5198,18 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
 // Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of rows. A query keeps
 // the largest score so far, the sum of exp(score - largest), and the sum of the values so weighted;
 // when a larger score comes, both sums fade by exp(old largest - new largest). So no n x n buffer
-// is needed, and the query heads that share a KV head share each block.
-//
-// The largest score so far starts at LEAST, and a score that is masked becomes OUT_OF_SIGHT. With
-// infinities, a query that has seen nothing yet would compute inf - inf, a NaN. These two are below
-// all real scores, exp(OUT_OF_SIGHT - LEAST) is 0, and exp(LEAST - LEAST) fades sums that are 0.
-static const float LEAST = -1e29f, OUT_OF_SIGHT = -1e30f;
-
-// a score, or OUT_OF_SIGHT if a query at position `query` does not see a key at position `key`
-INLINE vf mask_scores(const Attention *a, vf score, vi key, vi query) {
-    vi in_reach = (key <= query) & ((query - key < a->window) | (key < a->keep));
-    vi seen = (in_reach | -!a->causal) & (key >= 0);
-    return (vf)(((vi)score & seen) | ((vi)((vf){0} + OUT_OF_SIGHT) & ~seen));
-}
+// is needed, and the query heads that share a KV head share each block. The largest score so far
+// starts at -FLT_MAX, a masked score is -INFINITY: so nothing computes inf - inf, which is a NaN.
 
 // Do queries at positions first .. last see rows r .. r+n-1 of the cache? If none sees any, the
 // rows are passed over; if all see all, they need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int n, int first, int last) {
-    int any = 0, all = 1, causal = a->causal;
-    for (int j = r; j < r + n && j < a->rows; j++) {
-        int p = a->pos_k[j], pinned = p < a->keep;
-        any |= (p >= 0) & (((p <= last) & ((first - p < a->window) | pinned)) | !causal);
-        all &= (p >= 0) & (((p <= first) & ((last - p < a->window) | pinned)) | !causal);
+    int any = 0, all = 1, end = r + n < a->rows ? r + n : a->rows;
+    for (int j = r; j < end; j++) {
+        int p = a->pos_k[j], nearest = p < first ? first : p < last ? p : last;
+        any |= attention_sees(a, nearest, p);
+        all &= attention_sees(a, first, p) & attention_sees(a, last, p);
     }
     return !any ? NONE_SEEN : all ? ALL_SEEN : SOME_SEEN;
 }
@@ -5361,8 +5258,8 @@ static int whole_32(int width) { return (width + 31) / 32 * 32; }
 // Scores s[n][16], whose queries have been scaled, become weights exp(score - top), with the new
 // top, and are added to the sums; what was summed before fades.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
-    vf top[VECTORS], sum[VECTORS] = {{0}};
-    float most[TILE], total[TILE], fade[TILE];
+    vf top[VECTORS];
+    float most[TILE], total[TILE] = {0}, fade[TILE];
     bool fades = false;
     memcpy(top, q->top, sizeof top);
     if (a->softcap > 0) soft_cap(s, b->n * TILE, a->softcap);
@@ -5371,20 +5268,16 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
         float *row = s + TILE * j;
         for (int i = 0; a->slopes && i < TILE; i++)
             row[i] -= q->slope[i] * (float)abs(q->pos[i] - p);
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            vf x = load_f32(row + v * LANES);
-            if (b->masked) x = mask_scores(a, x, (vi){0} + p, load_i32(q->pos + v * LANES));
-            store(row + v * LANES, x);
-            top[v] = larger_of(top[v], x);
-        }
+        for (int i = 0; b->masked && i < TILE; i++)
+            row[i] = attention_sees(a, q->pos[i], p) ? row[i] : -INFINITY;
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            top[v] = larger_of(top[v], load_f32(row + v * LANES));
     }
     memcpy(most, top, sizeof most);
     for (int j = 0; j < b->n; j++) {
         float *row = s + TILE * j;
-        for (int i = 0; i < TILE; i++) row[i] = exp_fast(row[i] - most[i]);
-        UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += load_f32(row + v * LANES);
+        for (int i = 0; i < TILE; i++) total[i] += row[i] = exp_fast(row[i] - most[i]);
     }
-    memcpy(total, sum, sizeof total);
     for (int i = 0; i < TILE; i++) {
         fade[i] = exp_fast(q->top[i] - most[i]);
         fades |= fade[i] < 1;
@@ -5436,12 +5329,12 @@ typedef struct {
 static QueryTile *many_buffers(const ManyCall *c, Arena *own, KeyBlock *b) {
     size_t keys = c->tile->keys, k = whole_32(c->a->hd) * sizeof(float),
            v = whole_32(c->a->vd) * sizeof(float);
-    QueryTile *q = arena_take(own, "query tiles", c->tiles, sizeof *q);
-    b->k = arena_take(own, "keys", keys, k);
-    b->v = arena_take(own, "values", keys, v);
-    b->packed = arena_take(own, "packed keys and values", c->tile->pack_keys ? keys : 0, k + v);
+    QueryTile *q = arena_take(own, c->tiles, sizeof *q);
+    b->k = arena_take(own, keys, k);
+    b->v = arena_take(own, keys, v);
+    b->packed = arena_take(own, c->tile->pack_keys ? keys : 0, k + v);
     for (int i = 0; i < c->tiles; i++) {
-        void *packed = arena_take(own, "queries", TILE, k), *out = arena_take(own, "out", TILE, v);
+        void *packed = arena_take(own, TILE, k), *out = arena_take(own, TILE, v);
         if (own->base) q[i] = (QueryTile){.q = packed, .out = out};
     }
     return q;
@@ -5458,7 +5351,7 @@ static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int 
         const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
         QueryTile *tile = &q[j / TILE];
         for (int e = 0; e < a->hd; e++) rows[lane * wide + e] = from[e] * a->scale;
-        tile->top[lane] = LEAST;
+        tile->top[lane] = -FLT_MAX;
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
         tile->pos[lane] = a->pos + query;
         if (lane < TILE - 1) continue;
@@ -5523,7 +5416,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
     c.tiles = (c.queries * group + step - 1) / step * c.tile->tiles;
     many_buffers(&c, &count, &(KeyBlock){0});
     c.work_bytes = count.peak;
-    c.work = arena_take(a, "attention of many queries", p->threads, c.work_bytes);
+    c.work = arena_take(a, p->threads, c.work_bytes);
     if (a->base) parallel(p, many_task, &c, NULL, c.tasks);
 }
 
@@ -5585,11 +5478,9 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
     for (int j = 0; j < FEW; j++) s[j] *= a->scale;
     if (a->softcap > 0) soft_cap(s, FEW, a->softcap);
     for (int j = 0; slope > 0 && j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
-    UNROLL for (int j = 0; j < FEW; j += LANES) {
-        vf x = mask_scores(a, load_f32(s + j), load_i32(pos + j), (vi){0} + a->pos);
-        store(s + j, x);
-        most = j ? larger_of(most, x) : x;
-    }
+    for (int j = 0; j < FEW; j++) s[j] = attention_sees(a, a->pos, pos[j]) ? s[j] : -INFINITY;
+    UNROLL for (int j = 0; j < FEW; j += LANES)
+        most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
     for (int j = 0; j < FEW; j++) s[j] = exp_fast(s[j] - top);
     UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
@@ -5654,7 +5545,7 @@ INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
 // adds up the parts of a head, faded to the largest score of all, and divides by the weights' sum
 static void one_join(const OneCall *c, int head) {
     const Attention *a = c->a;
-    float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : LEAST;
+    float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : -FLT_MAX;
     for (int i = 0; i < c->splits; i++) {
         const Part *part = part_of(c, head, i);
         top = part->top > top ? part->top : top;
@@ -5679,7 +5570,7 @@ static void one_task(Task t) {
         for (int g = 0; g < group; g++) {
             Part *part = part_of(c, h * group + g, split);
             memset(part, 0, part_floats(a) * sizeof(float));
-            part->top = LEAST;
+            part->top = -FLT_MAX;
         }
         for (; b < (split + 1) * PART_BLOCKS && b < c->blocks; b++) {
             int g = 0;
@@ -5695,13 +5586,13 @@ static void one_task(Task t) {
 static void attend_one(Pool *p, Arena *a, const Attention *x) {
     OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW};   // at most
     int end = rows_used(x);
-    c.block = arena_take(a, "visible blocks", c.blocks, sizeof *c.block);
+    c.block = arena_take(a, c.blocks, sizeof *c.block);
     if (a->base) c.blocks = 0;
     for (int r = 0; a->base && r < end; r += FEW)
         if (block_seen(x, r, FEW, x->pos, x->pos)) c.block[c.blocks++] = r;
     c.splits = (c.blocks + PART_BLOCKS - 1) / PART_BLOCKS;
-    c.missing = arena_take(a, "missing splits", x->n_kv, sizeof *c.missing);
-    c.parts = arena_take(a, "parts", (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
+    c.missing = arena_take(a, x->n_kv, sizeof *c.missing);
+    c.parts = arena_take(a, (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
     if (!a->base) return;
     for (int h = 0; h < x->n_kv; h++) atomic_init(&c.missing[h], c.splits);
     c.run = (int)larger(x->n_kv * c.splits / (4 * p->threads), 1);   // long runs, but for all
@@ -5715,53 +5606,12 @@ static void attention(Pool *p, Arena *a, const Attention *x) {
     a->used = mark;
 }
 
-// ---- 27. narrow, and the delta rule ----
+// ---- 27. narrow ----
 
 static void narrow(const float *x, int n, uint16_t *to) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) store_f16(to + i, load_f32(x + i));
     for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
-}
-
-// Rows r .. r+4*LANES-1 of a block of S, side by side in the lanes of four vectors, over all tokens
-// of the chunk: prefill and decode are one recurrence, and these rows stay in L1. A token needs S
-// three times: to ask what is stored under its key (S k), to write, and to read for its query
-// (S q). One pass over the columns of S does it all: as soon as token t is written to a column, the
-// column adds to the result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is
-// one factor, applied to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128.
-// The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
-static void delta_rows(const Delta *d, int r) {
-    enum { V = 4 };
-    size_t bytes = (d->rows - r < V * LANES ? d->rows - r : V * LANES) * sizeof(float);
-    const float *q = d->q, *k = d->k, *value = d->v + r;
-    float *state = d->s + r;
-    vf asked[V] = {{0}};
-    for (int j = 0; j < d->dk; j++)
-        UNROLL for (int v = 0; v < V; v++)
-            asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
-    for (int t = 0; t < d->n; t++, q += d->step, k += d->step, value += d->step) {
-        const float *next = t + 1 < d->n ? k + d->step : k;
-        float g = d->decay[t * d->heads], b = d->write[t * d->heads];
-        vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
-        prefetch_l1(q + 2 * d->step, d->dk * sizeof *q);
-        prefetch_l1(k + 2 * d->step, d->dk * sizeof *k);
-        memcpy(write, value, bytes);
-        UNROLL for (int v = 0; v < V; v++) write[v] = (write[v] - asked[v] * g) * b;
-        for (int j = 0; j < d->dk; j++)
-            UNROLL for (int v = 0; v < V; v++) {
-                float *at = state + j * DELTA_ROWS + v * LANES;
-                vf row = load_f32(at) * g + write[v] * k[j];
-                store(at, row);
-                out[v] += row * q[j];
-                ask[v] += row * next[j];
-            }
-        memcpy(asked, ask, sizeof ask);
-        memcpy(d->out + t * d->out_step + r, out, bytes);
-    }
-}
-
-static void delta_rule(const Delta *d) {
-    for (int r = 0; r < d->rows; r += 4 * LANES) delta_rows(d, r);
 }
 
 #endif   // LLM_PLAIN
@@ -5880,7 +5730,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     size_t next = w->cols * f->bytes / 256;
     for (int j = 0; j < TILE; j++, b += r + j < w->rows ? next : 0) {
         prefetch_l2(b + TILE * next, f->bytes);   // a row of the tile below
-        unpack_row(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
+        quant_decode(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
     }
     transpose((uint32_t *)rows, 32, f->offsets ? 32 : 16, (uint32_t *)scales);
     for (int n = 0; n < 8; n++) {
@@ -5907,7 +5757,7 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
     for (int half = 0; half < 2; half++, r += TILE) {
         char *to = (char *)panel + half * (amx_tile(w)->panel_bytes / 2);
         for (int i = 0; i < depth; i += 256, to += 8 * weight_parts(w) * TILE_BYTES)
-            if (formats[w->type].unpack) amx_block(w, r, k + i, to);
+            if (formats[w->type].block) amx_block(w, r, k + i, to);
             else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
     }
 }
@@ -5978,7 +5828,7 @@ static void amx_multiply(const Product *p) {
 static const Tile amx_tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
                                  AMX_TILE(AMX_FLOATS, 3, 3)};
 static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
-    return &amx_tiles[formats[w->type].unpack ? 0 : w->type == QUANT_F32 ? 2 : 1];
+    return &amx_tiles[formats[w->type].block ? 0 : w->type == QUANT_F32 ? 2 : 1];
 }
 
 // Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
@@ -6087,7 +5937,7 @@ typedef struct {
     // statistics: tokens of prompts, of these found in the cache; new ones, of these evaluated
     size_t n_prompts, n_reused, n_new, n_decoded;
     double first, prefill, decode;   // when the first new token came; seconds before and after
-    struct { int from, n; double start; bool shown; } progress;   // of an evaluation
+    struct { double start; bool shown; } progress;   // of an evaluation
     // of a chat
     ChatMessage *message;            // [n_message] with texts of our own
     size_t n_message;
@@ -6485,20 +6335,17 @@ static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
 }
 
 // Before each chunk of an evaluation, and at its end. A terminal shows how far a prompt is.
-static bool on_chunk(void *ctx, int done, int n) {
+static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
-    double time = now();
     if (done == n) end_progress(cli);
-    if (n != cli->progress.n || done <= cli->progress.from) {   // it begins
-        cli->progress.from = done;
-        cli->progress.n = n;
-        cli->progress.start = time;
+    if (done == reused) {   // it begins
+        cli->progress.start = now();
         cli->n_prompts += cli->first ? 0 : n;
-        cli->n_reused += cli->first ? 0 : done;
+        cli->n_reused += cli->first ? 0 : reused;
     } else if (done < n && isatty(STDERR_FILENO)) {
         cli->progress.shown = true;
         fprintf(stderr, "\rprefill %d of %d tokens, %.0f tok/s", done, n,
-                (done - cli->progress.from) / (time - cli->progress.start));
+                (done - reused) / (now() - cli->progress.start));
     }
     return !interrupted;
 }
@@ -6508,7 +6355,7 @@ static bool reply(Cli *cli) {
     size_t n = cli->ids.n, n_new = cli->n_new;
     bool dim = cli->answer.n && isatty(STDOUT_FILENO);   // the template has opened its thoughts
     double start = now();
-    cli->first = cli->progress.n = 0;
+    cli->first = 0;
     if (dim) fputs("\033[2m", stdout);
     fflush(stdout);
     bool ok = cli->n_predict
@@ -6810,18 +6657,6 @@ static void print_formats(const Gguf *g) {
     }
 }
 
-// what a plan places, by phase; returns the sum of all
-static size_t print_plan(const Session *s, void plan(Session *, Arena *)) {
-    Session counted = *s;
-    Placement all[64] = {{"", "", 0}};   // the first stays empty
-    Arena a = {.list = all};
-    size_t sum = 0;
-    plan(&counted, &a);
-    for (Placement *p = all + 1; p <= a.list; sum += p++->bytes)
-        if (p->bytes) printf("  %-10s %-28s %9.2f MB\n", p->phase, p->name, p->bytes / 1048576.0);
-    return sum;
-}
-
 // what is in the file, whether or not it can run
 static void print_file(const Cli *cli) {
     static const char *const keys[] = {   // behind general. or the architecture's name and a dot
@@ -6847,15 +6682,10 @@ static bool print_info(Cli *cli) {
     const Gguf *g = &cli->m.gguf;
     Session *s = &cli->s;
     print_layers(&cli->m);
-    printf("buffers, by the phase that they live in:\n");
-    size_t apart = print_plan(s, plan_caches) + print_plan(s, plan_scratch);
-    size_t shared = s->kv_bytes + s->scratch_bytes;
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
-    printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB; "
-           "without sharing %.1f MB of buffers, so it saves %.0f %%\n", weights / 1048576,
-           s->kv_bytes / 1048576.0, s->o.window, s->scratch_bytes / 1048576.0, apart / 1048576.0,
-           100 - 100.0 * shared / apart);
+    printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
+           weights / 1048576, s->kv_bytes / 1048576.0, s->o.window, s->scratch_bytes / 1048576.0);
     memset(cli->work, 1, (size_t)SLICES * SLICE);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; %d threads read %.1f GB/s here, so at most %.1f tok/s\n",

@@ -791,16 +791,16 @@ static void plan_gpu(Session *s, Arena *a) {
         parts = larger(parts, (size_t)w->n_head * slices);
         if (w->router.data) ff = larger(ff, w->ff);
     }
-    g->best = arena_take(a, "argmax", 1, sizeof *g->best);
-    g->ids = arena_take(a, "ids", n, sizeof *g->ids);
-    g->parts = arena_take(a, "parts", parts, (c->vd + 2) * sizeof *g->parts);
-    g->codes = arena_take(a, "codes", n * wide, CODE_GROUP * sizeof *g->codes);
+    g->best = arena_take(a, 1, sizeof *g->best);
+    g->ids = arena_take(a, n, sizeof *g->ids);
+    g->parts = arena_take(a, parts, (c->vd + 2) * sizeof *g->parts);
+    g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;
     if (!ff) return;
-    g->gate = arena_take(a, "gate", choices * larger(ff, c->dim), sizeof *g->gate);
-    g->up = arena_take(a, "up", choices * ff, sizeof *g->up);
-    g->place = arena_take(a, "place", choices, sizeof *g->place);
-    g->tiles = arena_take(a, "tiles", expert_tiles(choices, c->n_expert, GEMM_FEW),
+    g->gate = arena_take(a, choices * larger(ff, c->dim), sizeof *g->gate);
+    g->up = arena_take(a, choices * ff, sizeof *g->up);
+    g->place = arena_take(a, choices, sizeof *g->place);
+    g->tiles = arena_take(a, expert_tiles(choices, c->n_expert, GEMM_FEW),
                           3 * sizeof *g->tiles);
 }
 

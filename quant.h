@@ -1438,6 +1438,24 @@ QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
 }
 #endif
 
+// The codes, scales and offsets of 256 weights of a block format, or of the n < 256 that end a row
+// and zeros; in the order that a decoder has with n = 8.
+QUANT_API void quant_decode(int ggml_type, const uint8_t *p, size_t n, int8_t *q, float *d,
+                            float *m) {
+    uint8_t last[272];                                              // blocks of 256 weights at most
+    if (n < 256) {
+        __builtin_memset(last, 0, sizeof last);
+        __builtin_memcpy(last, p, quant_row_bytes(ggml_type, n));
+        p = last;
+    }
+    switch (ggml_type) {
+#define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
+    case id: decode_##name((const block_##name *)p, 0, 8, q, d, m); break;
+    QUANT_TYPES(QUANT_X)
+#undef QUANT_X
+    }
+}
+
 // src, at any address, to n floats; false if the type is unknown or n is not whole blocks
 QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size_t n) {
     const uint8_t *p = (const uint8_t *)src;
@@ -1453,18 +1471,8 @@ QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size
     else for (size_t i = 0; i < n; i += 256, p += quant_row_bytes(ggml_type, 256)) {
         int8_t q[256];
         float d[16], m[16];
-        uint8_t last[272];                                          // blocks of 256 weights at most
         size_t left = n - i < 256 ? n - i : 256;
-        const uint8_t *b = left < 256 ? last : p;
-        if (left < 256) __builtin_memset(last, 0, sizeof last);
-        if (left < 256) __builtin_memcpy(last, p, quant_row_bytes(ggml_type, left));
-        switch (ggml_type) {
-#define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
-        case id: decode_##name((const block_##name *)b, 0, 8, q, d, m); break;
-        QUANT_TYPES(QUANT_X)
-#undef QUANT_X
-        default: return false;
-        }
+        quant_decode(ggml_type, p, left, q, d, m);
         for (size_t j = 0; j < left; j += 8)
             quant_weights(dst + i + j, q + j / 8 % 4 * 64 + j / 32 * 8, d[j / 16], m[j / 16]);
     }

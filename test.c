@@ -405,7 +405,7 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   g FFN without gate  u gate and up fused  x experts  m theirs fused  s shared expert  S its gate
 //   r the router's bias  P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
-//   y with ssm_in, as early files  Y with both: attn_qkv counts  v QKV with gates fused
+//   v QKV with gates fused
 // and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
@@ -419,8 +419,8 @@ static const char PARTS[] =
     "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d+b attn_q:32,128:d!l!v "
     "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v+b attn_v:32,32:!f!l!v+b attn_output:64,32:!l+o "
     "attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j "
-    "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l!y attn_gate:32,32:l!y ssm_in:32,96:ly "
-    "ssm_in:32,96:lY ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
+    "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l attn_gate:32,32:l "
+    "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
     "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
     "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m+B "
@@ -860,9 +860,6 @@ static const double MATMUL_EXACT = 2e-5;   // both are rounded to bf16
 #else
 static const double MATMUL_EXACT = 1e-7;
 #endif
-#ifdef LLM_PLAIN
-enum { INT8_TILE = 0 };
-#endif
 
 static void test_matmul(void) {
     static const int counts[] = {1, 2, 7, 33};
@@ -947,7 +944,7 @@ static void test_gguf_variants(void) {
 }
 
 static const Spoil BROKEN[] = {
-    {"with the bytes 47 47 4d 4c", BYTES, "GGML", 0, 4, NULL},
+    {"it starts with 47474d4c", BYTES, "GGML", 0, 4, NULL},
     {"big-endian", BYTES, "\0\0\0\3", 4, 4, NULL}, {"version 1;", BYTES, "\1\0\0", 4, 4, NULL},
     {"version 544434464;", BYTES, " is ", 4, 4, NULL},
     {"9223372036854775807 tensors", BYTES, "\xff\xff\xff\xff\xff\xff\xff\x7f", 8, 8, NULL},
@@ -1367,8 +1364,7 @@ static const Shape SHAPES[] = {
     {"qwen35", 4, "dak", DELTA_KEYS "rope.dimension_count=8"},
     {"qwen35moe", 4, "dakxsS", DELTA_KEYS EXPERT_KEYS},
     {"qwen3next", 4, "dDakxmsS", DELTA_KEYS EXPERT_KEYS},
-    {"qwen3next", 4, "dDyakx", DELTA_KEYS EXPERT_KEYS},
-    {"qwen3next", 4, "dDYakx", DELTA_KEYS EXPERT_KEYS}, {"qwen35", 4, "dvak", DELTA_KEYS},
+    {"qwen35", 4, "dvak", DELTA_KEYS},
     {"bert", 3, "nboBgENP", "attention.causal=0"}, {"nomic-bert", 3, "nfEN", "attention.causal=0"},
     {"olmo", 3, "0T", "attention.clamp_kqv=1."}, {"olmo2", 4, "pK", WINDOW_KEYS},
     {"smollm3", 4, "T", ""},
@@ -1405,14 +1401,13 @@ static void check_tensors_used(Session *s, const int32_t *ids, int n, const floa
         int layer = -1;
         sscanf(t->name.s, "blk.%d.", &layer);
         if (layer > 1 && layer < s->m->config.n_layer - 1) continue;
-        bool copied = strstr(t->name.s, "ssm_in.") == t->name.s + 6;   // or there is attn_qkv
         memcpy(old, t->data, 4 * count);
         for (size_t k = 0; k < count; k++) changed[k] = 0.2f - old[k];
         ssize_t wrote = pwrite(fd, changed, 4 * count, at);
         session_truncate(s, 0);
         last_row(s, ids, n, got);
         wrote += pwrite(fd, old, 4 * count, at);
-        bool right = !memcmp(got, want, sizeof got) == copied && wrote == (ssize_t)(8 * count);
+        bool right = memcmp(got, want, sizeof got) && wrote == (ssize_t)(8 * count);
         CHECK(right, "%s: %.*s is not used", s->m->config.name, STR_ARG(t->name));
     }
     close(fd);
@@ -1455,25 +1450,8 @@ static void check_names(void) {   // has every name of ARCHS a shape?
     }
 }
 
-// Early files have rows q, k, v, z of one key head after the other. They lie apart here.
-static void check_heads_apart(void) {
-    static const int part[] = {0, 8, 16, 32, 48};   // of the rows of a head, of which there are two
-    Shape early = {"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS};
-    const Model *m = random_model(&early);
-    const Tensor *t = m->gguf.tensors;
-    while (!memmem(t->name.s, t->name.n, "ssm_in", 6)) t++;
-    const float (*apart)[WIDTH] = (const void *)m->layers[0].conv_in.data;
-    const float (*rows)[WIDTH] = (const void *)t->data;
-    for (int i = 0; i < 8; i++) {
-        int h = i / 4, p = i % 4, n = part[p + 1] - part[p];
-        int to = 2 * part[p] + h * n, from = h * part[4] + part[p];
-        CHECK(!memcmp(apart[to], rows[from], n * sizeof *rows), "row %d is not %d", to, from);
-    }
-}
-
 static void test_every_architecture(void) {
     double worst = 0;
-    check_heads_apart();
     for (size_t i = 0; i < COUNT(SHAPES); i++)
         if (!test.quick || SHAPES[i].n_layer <= 8) worst = fmax(worst, check_shape(&SHAPES[i]));
     check_names();
@@ -1521,8 +1499,8 @@ static void test_ring(void) {
 
 static volatile sig_atomic_t fourth;
 
-static bool before_fourth(void *ctx, int done, int n) {
-    (void)ctx, (void)done, (void)n;
+static bool before_fourth(void *ctx, int reused, int done, int n) {
+    (void)ctx, (void)reused, (void)done, (void)n;
     return !fourth;
 }
 
@@ -1786,7 +1764,7 @@ static void test_tokenizer_rules(void) {
         {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"}, {"viking", "a|1|2| b|.|x"},
         {"minicpm5", "It|'S|123|4| ab|!\n\n|x"}, {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"},
         {"superbpe", "a b|1|234|567|x|89|123|."},
-        {"kimi-k2", "漢字\U0002B820\U0002CEB0|か|.x|12|A's| |123|4| !\n|\u0378|\u0378"},
+        {"kimi-k2", "漢字\U0002B820\U0002CEB0|か|.x|漢|12|A's| |123|4| !\n|\u0378|\u0378"},
         {"gemma4", "a  b c|\n\n|d"}, {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
     };
     for (size_t k = 0; k < COUNT(rules); k++) {
@@ -2061,7 +2039,7 @@ static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
 // a line, and nothing is left behind.
 static void test_allocations(void) {
     Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
-    put_model(&w, &(Shape){"qwen3next", 2, "dDyakx", DELTA_KEYS EXPERT_KEYS});
+    put_model(&w, &(Shape){"qwen3next", 2, "dDakx", DELTA_KEYS EXPERT_KEYS});
     key_vocab(&w, "gpt2", NULL, "a,b,ab", "a b");
     const char *path = scratch("way.gguf");
     write_gguf(&w, path);
@@ -2197,7 +2175,7 @@ static void test_cli_output(void) {
         {"llm $S --bench 16,8", "^prefill 16 tokens " TENTHS " tok/s\ndecode 8 tokens " TENTHS
          " tok/s " TENTHS " GB/s " TENTHS " % of " TENTHS " GB/s\n$"},
         {"llm $S --info", "^([a-z0-9_.]+ = [^\n]*\n){10}\nformat .*q4_K.*\narchitecture qwen3.*2048"
-         ".*cache .* MB\n.*FFN .*logits .*KV.*without sharing"},
+         ".*KV cache .* MB.*scratch .* MB\n"},
         {"llm $S --info -v", "\ntokenizer.ggml.tokens = .2048. ! \" # \\$ ...\n"},
         {"llm $S Once -n 1 --gpu chain --seed 1", "^Once.*\n$"},
         {"llm $G/bert.gguf --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){63}\n$"},
@@ -4522,7 +4500,9 @@ static int times_bound(const void *p) {
 static void check_reads(const Session *s) {
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        const Matrix *all[] = LAYER_MATRICES(w);
+        const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router,
+            &w->shared_gate, &w->shared_up, &w->shared_down, &w->shared_router, &w->conv_in, &w->z,
+            &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out};
         const Cache *c = &s->cache[l];
         const void *own[] = {c->k, c->v, c->conv, c->state};
         int n = COUNT(all);
