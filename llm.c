@@ -464,11 +464,11 @@ typedef struct {
     char name[32];                             // of the architecture
     const Arch *arch;                          // its row
     bool verified;                             // it has a star
-    int n_layer, n_predict;                    // layers that run; unused ones, to predict ahead
+    int n_layer, n_predict;                    // that run; for multi-token prediction, unused
     int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: of layer 0; hd, vd: width of its q and v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
-    float temp_scale;                          // queries far out are scaled (Ministral 3)
+    float temp_scale;                          // of queries beyond n_ctx_orig (Ministral 3)
     int window;                                // of layers that have one
     int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
     float rope_base, rope_base_local, rope_alpha, rope_factor, rope_attn;
@@ -493,7 +493,7 @@ typedef struct {
     size_t step;                               // bytes from one expert's matrix to the next
 } Matrix;
 
-// weights and biases [n], or NULL; each group of values is normalised by itself, 0: all
+// weights and biases [n], or NULL; `group` values are normed together, 0: the whole row
 typedef struct { const float *w, *b; int n, group; } Norm;
 
 typedef struct {
@@ -957,7 +957,7 @@ typedef struct Session {
     float *recurrent, *saved;   // all conv and state buffers; a copy from before saved_pos
     size_t n_recurrent;
     int saved_pos;
-    Tokens history;             // whose rows the caches hold; behind n there may be one more
+    Tokens history;             // in the caches; session_generate may store one more at [n]
     uint64_t rng;
     // before each chunk and at the end: done of n are there, some reused; false interrupts
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
@@ -1022,8 +1022,8 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     }
 }
 
-// All jobs of a call at once: they may share x. What it needs of memory it takes from the arena and
-// gives back; with an arena that only counts it counts, and computes nothing.
+// All jobs of a call at once: they may share x. Scratch is taken from the arena and returned; an
+// arena that only counts gets the count, and nothing is computed.
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
 // Attention (Part IV).
@@ -1449,8 +1449,7 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
         slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
 }
 
-// Places every cache; as all plans do, in an arena that may only count. What belongs to recurrent
-// layers stands together, so that a snapshot of it is one copy.
+// Places every cache, or counts. Recurrent layers lie together, so that a snapshot is one copy.
 static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
@@ -1612,8 +1611,8 @@ static bool rows_resident(const Session *s, int p) {
     return true;
 }
 
-// Prepares the caches to continue after the longest part of ids [n] that they can serve; returns
-// its length, `from` at most: the rows from there on are asked for.
+// Cuts the caches back to the longest beginning of ids [n] that they can serve, and returns its
+// length: `from` at most, as the rows from there on are asked for.
 //
 //   decode          ids is the history and one more token: nothing is to be done
 //   prefix reuse    they begin alike: the history is cut back to where they part
@@ -2333,7 +2332,7 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 // follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
 // $ alone: the white space at the end of a piece; % alone: digits in threes from the right.
 //
-// Flags: a word that is a token needs no joining; BOS is added; only spaces are spelled anew.
+// Flags: a word that is a token stays whole; BOS is added; only spaces are respelled.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
@@ -2706,8 +2705,8 @@ size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     return n;
 }
 
-// Types of tokens known by their spelling, as metadata often lacks or mistakes them: ends of
-// generation, control tokens, marks inside a turn. `with`: only where that token is, too.
+// Types set by spelling, since metadata is often missing or wrong: ends of generation, control
+// tokens, marks inside a turn. `with`: only if the vocabulary has that token, too.
 static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_CONTROL | TOKEN_EOG, NULL,
      "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
@@ -4255,7 +4254,7 @@ static double now(void) {   // seconds since some moment
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-// Weights come from memory once: they are asked for before their turn. A core's L1 keeps some 16
+// Weights come from memory once, so they are prefetched. A core's L1 keeps some 16
 // requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
 // far ahead of the reader, and L2 to fill L1 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
@@ -4663,7 +4662,7 @@ INLINE void dot256(DecodeFn *decode, int type, int left, const uint8_t *b, bool 
     }
 }
 
-// Adding up the lanes of one row takes as long as a block: LANES rows are done at once.
+// A horizontal sum costs as much as a block, so LANES rows share one.
 INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out) {
     int i = r % LANES;
     sums[i] = sum;
@@ -5595,7 +5594,7 @@ static void attend_one(Pool *p, Arena *a, const Attention *x) {
     c.parts = arena_take(a, (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
     if (!a->base) return;
     for (int h = 0; h < x->n_kv; h++) atomic_init(&c.missing[h], c.splits);
-    c.run = (int)larger(x->n_kv * c.splits / (4 * p->threads), 1);   // long runs, but for all
+    c.run = (int)larger(x->n_kv * c.splits / (4 * p->threads), 1);   // long runs, yet four a thread
     parallel(p, one_task, &c, NULL, (x->n_kv * c.splits + c.run - 1) / c.run);
 }
 
@@ -5637,7 +5636,7 @@ static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (v
 // One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
 // Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
 // the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
-// f32 weights take the six products that a float's precision can tell, f16 the four with two parts,
+// f32 weights take the six products above a float's precision, f16 the four with two parts,
 // 17 bits, of the activations, bf16 two. 2 x 2 tiles share their operands: one load per product.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
@@ -5784,7 +5783,7 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
         for (int j = 0; j < b_parts; j++)
             for (int c = order - j < a_parts ? order - j : a_parts, m = 0; m < c; m++) {
                 const char *y = columns + j * TILE_BYTES;
-                int i = j % 2 ? m : c - 1 - m;   // to and fro: with an odd j, part 0 is there
+                int i = j % 2 ? m : c - 1 - m;   // in turns, so the tile loaded last is reused
                 bool loads = m > 0 || j % 2 == 0;
                 if (loads) _tile_loadd(4, a[i].x[0], 64);
                 if (m == 0) _tile_loadd(6, y, 64);
