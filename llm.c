@@ -464,7 +464,7 @@ typedef struct {
     char name[32];                             // of the architecture
     const Arch *arch;                          // its row
     bool verified;                             // it has a star
-    int n_layer, n_predict;                    // that run; for multi-token prediction, unused
+    int n_layer, n_predict;                    // layers that run; for multi-token prediction
     int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: of layer 0; hd, vd: width of its q and v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
@@ -959,7 +959,7 @@ typedef struct Session {
     int saved_pos;
     Tokens history;             // in the caches; session_generate may store one more at [n]
     uint64_t rng;
-    // before each chunk and at the end: done of n are there, some reused; false interrupts
+    // or NULL: before each chunk and at the end; done of n are there, some reused; false interrupts
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx, *gpu;            // for on_chunk; the GPU's own
     // what forward is at
