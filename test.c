@@ -2821,7 +2821,6 @@ static struct {
     struct { SoftObject *pipeline; void *bound[16]; } run[RECORDS];   // the recorder
     const char *broken;                          // the method that is to fail, or NULL,
     int after;                                   // this many calls from now, and from then on
-    int hasty;                                   // stop at the first failure; 2: few formats
     size_t longest;                              // that a buffer may be, or 0
     int resident;                                // buffers in residency sets of queues
     bool cuda;                                   // an NVIDIA GPU runs the kernels, by these:
@@ -3659,9 +3658,8 @@ static void cuda_rehearse(void (*fn)(void)) {
 
 // ==== tests of kernels.metal and metal.c ====
 //
-// Kernels, each against a reference in double written from the formula, over all formats, ragged
-// sizes and three schedules; whole models through metal.c against the CPU; failures of the host;
-// and mutants: all of this again on broken copies, to see that it notices.
+// Kernels, each against the CPU or a reference written from the formula, over all formats, ragged
+// sizes and three schedules; whole models through metal.c against the CPU; failures of the host.
 
 #ifdef __APPLE__
 // The real device: threads run in an order of its own, nothing is recorded, no call fails.
@@ -3672,7 +3670,7 @@ typedef struct SoftObject {
     struct { int value; } constant[N_CONSTANTS];
 } SoftObject;
 static struct {
-    int live, faults, pools, buffers, commits, n_run, after, hasty;
+    int live, faults, pools, buffers, commits, n_run, after;
     struct { SoftObject *pipeline; void *bound[16]; } run[1];
     const char *broken;
     bool cuda;
@@ -4276,31 +4274,13 @@ static void kernel_delta(Gpu *g, int unused) {
     }
 }
 
-static void kernel_argmax(Gpu *g, int unused) {
-    for (int n = 700; n < 6000; n += 4303)
-        for (int nan = 0; nan < 2; nan++) {
-            Lab x = lab(g);
-            struct argmax_args a = {n};
-            float *in = lab_floats(g, n, 1);
-            int32_t *best = lab_bytes(g, 4);
-            Dispatch d = {"argmax", {in, best}, 2, 1, threads_for(n, ARGMAX_THREADS),
-                          ARGMAX_FLOATS, {0}};
-            for (int i = 0; i < n; i++) in[i] -= 5;
-            in[n - 2] = in[n / 2 + 1] = in[n - 1] = in[(n / 2 + 1025) % n] = -2;
-            for (int i = 0; nan && i < n; i++) in[i] = NAN;
-            gpu_dispatch(lab_begin(&x)->gpu, &d, &a, sizeof a);
-            lab_end(&x, "argmax");
-            LAB_CHECK(*best == (nan ? 0 : n / 2 + 1), "argmax of %d: %d", n, *best);
-        }
-}
-
 // What must have run, as the recorder saw it: variants of kernels, and how many formats of each.
 static const struct { const char *name; int formats; } VARIANTS[] = {
     {"embed", 28}, {"gemv", 28}, {"gemv glu", 28}, {"gemm", 28}, {"gemm some", 28},
     {"gemm few", 28}, {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
     {"norm centred", 1}, {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1},
-    {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"gemv experts glu", 28},
-    {"experts_down", 28}, {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
+    {"flash_attention", 1}, {"choose_experts", 1}, {"gemv experts glu", 28}, {"experts_down", 28},
+    {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
     {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
 };
 enum { N_VARIANTS = COUNT(VARIANTS) };
@@ -4349,7 +4329,7 @@ static void check_counters(void) {
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
     {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
-    {kernel_argmax, false}, {kernel_delta, false},
+    {kernel_delta, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
@@ -4358,13 +4338,11 @@ static void test_metal_kernels(void) {
     Gpu *g = lab_open();
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
         int type = FORMATS[i / ORDERS];
-        bool few = type < 2 || type == 7 || type == 8 || type == 12;
         emu.order = i % ORDERS;
         if (soft.cuda && emu.order) continue;   // it has its own
         for (size_t k = 0; g->library && k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
-            if (soft.hasty && (test.failures || (soft.hasty == 2 && !few))) continue;
             soft.n_run = 0;
             KERNEL_TESTS[k].fn(g, type);
             note_variants(ran);
@@ -4374,7 +4352,7 @@ static void test_metal_kernels(void) {
     }
     emu.order = FORWARD;
     gpu_close(&(Session){.gpu = g});
-    if (RECORDER && soft.hasty < 2) check_variants(ran);
+    if (RECORDER) check_variants(ran);
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
     check_counters();
 }
@@ -4386,7 +4364,7 @@ enum { EMBEDDING, OUTPUT, BEFORE, ATTENTION_BLOCK, ALL_HEADS, LONG_RING, DELTA_B
        GATED_FFN, UNGATED_FFN, EXPERT_BLOCK, SHARED_EXPERT, AFTER };
 static const struct { int token, chunk; } DISPATCHES[] = {
     [EMBEDDING] = {1, 1},
-    [OUTPUT] = {2, 1},                // product and argmax; of up to 16 rows the product
+    [OUTPUT] = {1, 1},                // of up to 16 rows
     [BEFORE] = {0, 1},                // the norm before a block or the output
     [ATTENTION_BLOCK] = {3, 4},       // q, k, v | (RoPE |) attention | o
     [ALL_HEADS] = {1, 1},             // a QK norm over a whole projection
@@ -4569,7 +4547,7 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     size_t V = encoder ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
     float *logits = need(2 * (n + 1) * V * sizeof *logits), *of[2] = {logits, logits + (n + 1) * V};
-    int prompt = encoder ? n : n * 5 / 6, best = 0, cut = n - 4;
+    int prompt = encoder ? n : n * 5 / 6, cut = n - 4;
     o.threads = 1;
     if (encoder) o.chunk = n;
     bool opened = open_gpu(&s[0], m, o);
@@ -4581,10 +4559,6 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
         if (encoder) eval_rows(&s[cpu], ids, 1, 0, 0, of[cpu] + n * V);
         if (!cpu && s[0].gpu && !o.gpu_block && RECORDER) check_reads(&s[0]);
     }
-    for (size_t i = 1; i < V && !encoder; i++)
-        best = s[0].logits[i] > s[0].logits[best] ? (int)i : best;
-    CHECK(!opened || gpu_argmax(&s[0], s[0].logits) == (encoder ? -1 : best), "%s: argmax", name);
-    CHECK(gpu_argmax(&s[0], s[0].logits + V) == -1, "%s: the argmax of other logits", name);
     double d = nmse(of[0], of[1], (n + 1) * V);
     double g = golden && opened ? golden_error(m, of[0], n, golden) : 0;
     CHECK(d <= near, "%s: GPU and CPU differ by %.1e, limit %.0e", name, d, near);
@@ -4592,8 +4566,6 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     for (int cpu = 0; opened && cpu < 2; cpu++) {
         eval_rows(&s[cpu], ids, cut, cut - 1, kept(&s[cpu], cut - 1), of[cpu]);
         eval_rows(&s[cpu], ids, n, n - 2, encoder ? 0 : cut, of[cpu] + V);
-        bool none = gpu_argmax(&s[cpu], s[cpu].logits) == -1 || s[cpu].n_recurrent;   // one by one
-        CHECK(none, "%s: the argmax of two rows", name);
         session_truncate(&s[cpu], 0);
         eval_rows(&s[cpu], ids, prompt, prompt - 1, 0, of[cpu] + 3 * V);
     }
@@ -4656,7 +4628,6 @@ static void test_metal_models(void) {
         CHECK(ok, "the GPU does not take %s", name);
         printf(n < g.n ? "  %s (%d tokens)" : "  %s", name, n);
         clean_up();
-        if (soft.hasty && test.failures) break;
     }
     putchar('\n');
     emu.order = FORWARD;
@@ -4691,7 +4662,6 @@ static void test_metal_shapes(void) {
         taken += ok && !another;
         tried += !another;
         clean_up();
-        if (soft.hasty && test.failures) return;
     }
     check_names();
     printf("  %d of %d architectures run on the GPU\n", taken, tried);
@@ -5061,360 +5031,6 @@ void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup
 #pragma GCC poison typeid dynamic_cast printf
 #endif
 
-// ==== mutants ====
-//
-// Do the tests notice? `make mutants` compiles copies of kernels.metal and metal.c that hold every
-// mistake at once, each asleep until its number is in `mutant`, and runs the tests of the GPU once
-// a mistake: each barrier and simdgroup call left out, each bound moved by one (and each min left
-// out), each index and wide offset one further, each simd_* function giving a lane its own value;
-// of metal.c also each message that is sent for its effect, and the table below. A mutant that no
-// test notices is a failure, unless it is listed as equivalent, with the reason.
-#ifdef LLM_METAL
-
-typedef struct {
-    const char *kind;
-    size_t at, cut, end;   // where it begins, what it replaces there, where it ends
-    char before[200];      // text for what is cut; behind the end stands `after`
-    const char *after;
-    bool equivalent;       // as the table says
-} Mutant;
-
-// The line holds the first text; the mutant begins with the second.
-static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
-    {"return n < most ?", "most ?", "both give `most`"},
-    {"return n <= GEMM_FEW ?", "GEMM_FEW ? G", "8 tokens fit either tile"},
-    {"n <= GEMM_SOME ?", "GEMM_SOME ? GEMM_SOME", "32 tokens fit either tile"},
-    {"return n_expert < n ?", "n ?", "at equality there is more room than needed"},
-    {"if (nsg > ATTENTION_SIMDGROUPS)", "ATTENTION", "at equality both are the same"},
-    {"for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
-    {"i0 < cols; i0 +=", "cols; i0", "past the last column there are zeros"},
-    {"g0 * 32 < cols; g0 +=", "cols; g0", "past the last column there are zeros"},
-    {"k0 < a->cols; k0 +=", "a->cols; k0", "past the last column there are zeros"},
-    {"i < TILE_TOKENS * 2 * quads;", "TILE_TOKENS", "a row past the last is not read"},
-    {"if (row >= a->each", "a->each", "a unit past the end reads the last row, writes nothing"},
-    {"row < a->w[0].rows; row +=", "a->w[0].rows; row", "the same"},
-    {"unit_rows(FORMAT_1) < a->ffn", "a->ffn", "the same"},
-    {"unit_rows(FORMAT_1) < a->ffn", "0].rows", "gate and up have as many rows"},
-    {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
-    {"min(row, a->dv - 1)", "min(", "rows of a state that no head has may hold anything"},
-    {"return x > 20.0f ?", "20.0f ?", "at the bound both are the same"},
-    {"return pos < a->keep ?", "a->keep ?", "at pos = keep both are row keep"},
-    {"if (sg > 0) return;", "0)", "then all SIMD-groups write the same"},
-    {"return group < ATTENTION_HEADS ?", "ATT", "at equality both are the same"},
-    {"if (slices > used /", "used", "at equality both are the same"},
-    {"return slices > 1 ?", "1 ?", "both give 1"},
-    {"flash_row(head > value ?", "value ?", "at equality both are the same"},
-    {"r < a->used; r += a->slices", "a->used", "attention_rows looks again"},
-    {"h < QUERY_HEADS; h++)", "QUERY", "an unused head; of 2 AddressSanitizer sees it"},
-    {"e = 0; e < 8; e++)", "8; e++)\n            if", "no lane has a third quad"},
-    {"i < QUERY_HEADS + (slice == 0)", "QUERY_HEADS", "it goes where results will be"},
-    {"m = max(m, parts[", "s *", "any m serves that is not too far off"},
-    {"for (int i = 0; i < 16; i++) {", "16", "past the thread's array: AddressSanitizer sees it"},
-    {"(shrink < 1.0f)) > 0", "1.0f", "a diagonal of ones changes nothing"},
-    {"(shrink < 1.0f)) > 0", "0,", "the same"},
-    {"while (r0 < a->used && !seen)", "a->used", "nothing is seen in a tile past the end"},
-    {"(r0 < a->used)", "a->used", "nothing is seen in a tile past the end"},
-    {"simd_max((int)seen) > 0;", "0;", "then tiles pass by that no query sees"},
-    {"j < count; j++)", "count", "a quad that is not staged; at 256 AddressSanitizer sees it"},
-    {"if (i < across * FLASH_KEYS)", "across", "the float behind the tile is a score to be made"},
-    {"i < FLASH_QUERIES * flash_cols(", "FLASH_Q", "the same"},
-    {"d < flash_cols(HEAD_DIM)", "flash_cols(HEAD_DIM) / 8; d++)\n        simdgroup_load(q",
-     "an unused matrix; at 256 AddressSanitizer sees it"},
-    {"d < flash_cols(VALUE_DIM)", "flash", "the same"},
-    {"i = 0; i < 2; i++) {", "2; i++) {\n            int e", "what it writes is written anew"},
-    {"min(t0 + FLASH_QUERIES, a->n)", "min(", "a tile too many is masked"},
-    {"// scores are there", "simdgroup_barrier", "shuffles follow here; `make tsan` sees it"},
-    {"g->why[0]", "0]", "a message is longer than a letter"},
-    {"*c < ' '", "' '", "a blank becomes a blank"},
-    {"(const char *)p < at->base + at->size", "at->base +", "nothing begins at the end of memory"},
-    {"i < g->n_pipelines; i++) send", "g->n_pipelines", "what comes next is NULL"},
-    {"i < d->n; i++", "d->n", "the arguments take that place afterwards"},
-    {"if (whole > send(", "send(", "no memory is of just that length"},
-    {"n > GEMM_FEW ? x", "GEMM_FEW ?", "9 tokens take either product"},
-    {"c->hd > HEAD_MAX", "HEAD_MAX || c", "the next multiple of 4 is refused all the same"},
-    {"s->o.chunk ? pos", "s->o.chunk ?", "at equality both are the same"},
-    {"p >= from && p < stop", "from && p < ", "a tensor longer than a buffer fails either way"},
-    {"p >= from && p < stop", "stop && p", "at equality both are the same"},
-    {"n[i] < s->o.chunk ?", "s->o.chunk ?", "at equality both are the same"},
-    {"(stop - base) <= most", "most;", "at equality no tensor ends later"},
-    {"!m->layers[l].q_norm.group", "l].q_norm.g", "all layers have the same kind of norm"},
-    {"i < file->n_tensors", "file->n_tens", "behind the last is room, and no tensor"},
-    {"i < n; i++) g->ids[i]", "n; i++) g->i", "an id more than any kernel reads"},
-    {": g->shared[0].base", "0]", "any memory stands for what is ignored"},
-    {"s->pos + n < kv->rows ?", "kv->rows ?", "at equality both are the same"},
-    {"if (n >= FLASH_MIN)", "FLASH_MIN)", "either kernel serves 8 tokens"},
-    {"n - first < LOGIT_ROWS ?", "LOGIT_ROWS ?", "at equality both are the same"},
-    {"i < s->m->gguf.n_tensors", "s->m->gguf", "a tensor more is there, all zeros"},
-    {"tensors[i].ne[0]", "i]", "the widest tensor is not the first"},
-    {"tensors[i].ne[0]", "0]", "rows for columns: more room than needed"},
-};
-
-// mistakes of metal.c: an expression, the text behind it, and what stands in its place
-static const char *const MISTAKES[][3] = {
-    {"one ? NULL : MTLCopyAllDevices()", "", "NULL"}, {"MTLCommandBufferStatusCompleted", ")", "5"},
-    {"from - at->base", "", "0"}, {"(sizeof(float) * floats + 15) / 16 * 16", "", "16"},
-    {"(uintptr_t)w->data % 16", ", quant", "0"}, {"w->scale ? *w->scale : 1", "", "1"},
-    {"m->config.embd_scale", ";", "1"}, {"a.cols % 32 != 0", "}};", "0"},
-    {"w[0]->cols % 32 != 0", "", "0"}, {"norm_bits(in.norm)", "", "0"},
-    {"in.norm && c->arch->norm != RMS", "", "0"}, {"kind != RMS", ",", "0"},
-    {"(w[i]->bias != NULL)", "", "0"}, {"(experts && w[i]->scale)", "", "0"},
-    {"div_up(a.units * a.tokens, GEMV_SIMDGROUPS)", "", "a.units * a.tokens / GEMV_SIMDGROUPS"},
-    {"div_up(w[i]->rows, GEMM_ROWS)", "", "w[i]->rows / GEMM_ROWS"},
-    {"div_up(n, tile)", "", "n / tile"}, {"gemm_floats(tile)", "", "4"},
-    {"m[i]->cols % 32 != 0", ";", "0"},
-    {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
-    {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
-    {"w->rotated", " ? c->rope", "true"}, {"norm->group ? 1 : 4", "", "1"},
-    {"n == 1", ",\n                     [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
-    {"qn->n > c->hd ? c->hd : 0", "", "0"}, {"kn->n > c->hd ? c->hd : 0", "", "0"},
-    {"c->clamp_qkv", "", "0"}, {"c->temp_scale", "", "0"}, {"c->n_ctx_orig", "}", "9"},
-    {"(c->arch->flags & QK_NORM_LATE) != 0", "", "0"}, {"c->arch->norm != RMS", ",", "0"},
-    {"(qn->b != NULL)", "", "0"}, {"(kn->b != NULL)", "", "0"}, {"q != s->q", "", "0"},
-    {"c->alibi", " > 0, [C_FUSED]", "0"}, {"slices", " > 1 ? g->parts", "0"},
-    {"c->arch->act", "}};\n    bind", "0"}, {"c->arch->act", ", [C_EPILOGUE] = E", "1"},
-    {"post->w && c->arch->flags & ENCODER", "", "0"}, {"post->w && !after", "", "0"},
-    {"c->residual_scale", ", 0}, e", "1"}, {"w->parallel ? s->out : s->x", "", "s->x"},
-    {"!w->parallel || w->ffn_norm.w", "", "true"}, {"!w->w && c->arch->norm != BARE", "", "!w->w"},
-    {"c->logit_cap", "}", "0"}, {"c->logit_scale", ", c->logit_cap", "1"},
-    {"n == 1", " ? s->logits : NULL", "1"}, {"ids", " && cache->rows", "true"},
-    {"g->best_of == logits", "", "1"}, {"c->n_layer / MAX_COMMANDS", " + SPLIT", "100"},
-    {"s->o.gpu_block", " &&", "1"}, {"!w->attn_post_norm.w && !w->ffn_post_norm.w", "", "true"},
-    {"w->step / m.row_bytes", "", "w->rows"}, {"experts ? c->n_used : n", "", "1"},
-    {"c->gating == 2", "", "0"}, {"w->router_bias != NULL", "}", "0"},
-    {"1 + (w->shared_router.data != NULL)", "", "1"}, {"down->scale != NULL", "}", "0"},
-    {"(down->bias != NULL)", "", "0"}, {"(shared->bias != NULL)", "", "0"},
-    {"w->shared_router.data != NULL", ", e.factor", "0"},
-    {"s->n_recurrent", ") forward_again", "0"},
-    {"w->ff % 32 || shared->cols % 32", "", "0"}, {"fused ? share : c->n_value", "", "share"},
-    {"(fused + 1) * c->n_value", "", "c->n_value"}, {"!!(c->arch->flags & DELTA_TILED)", "", "0"},
-};
-
-// the same of kernels.metal; the first three read wrong KV heads for groups above 2
-static const char *const KERNEL_MISTAKES[][3] = {
-    {"unit / parts % a->n_kv", "", "unit % a->n_kv"},
-    {"head / group", ") * a->rows * HEAD_DIM", "min(head / 2, a->n_kv - 1)"},
-    {"head / group", ") * a->rows * VALUE_DIM", "min(head / 2, a->n_kv - 1)"},
-    {"QK_NORMED >> which & 4 ? 0.0f : a->limit", "", "a->limit"}, {"exp(-*gate)", "", "0.0f"},
-    {"slope * (float)far", "", "0.0f"}, {"floor((float)pos / a->n_ctx)", "", "pos / a->n_ctx"},
-    {"temperature(pos, a)", "", "1.0f"}, {"temperature(a->pos + t, a)", "", "1.0f"},
-    {"sigmoid(*route)", " : 1.0f", "1.0f"}, {"sigmoid(route[tg])", " : 1.0f", "1.0f"},
-    {"(BIASES & 1 ? bias[e] : 0.0f)", "", "0.0f"}, {"order[row] / a->n_used", "", "order[row]"},
-    {"h / (a->n_value / a->n_key)", "", "h % a->n_key"},
-    {"clamp(v, -7.0f, 7.0f)", "", "v"}, {"rsqrt(row_sum(kk) + a->eps)", "", "1.0f"},
-    {"expert * m->bias_step", "", "0"},
-};
-
-// What the copies include. A bound is the next number, of integers or of floats.
-static const char MUTANTS_H[] =
-    "static int mutant = -1;\n"
-    "static inline float mutant_float(float x, int by) {\n"
-    "    return __builtin_nextafterf(x, by * __builtin_inff());\n}\n"
-    "static inline long mutant_int(long x, int by) { return x + by; }\n"
-    "#define MUTANT(k) (mutant == (k))\n"
-    "#define MUTANT_SET(k) (mutant = (k))\n"
-    "#define MUTANT_CALL(k, f, x, ...) (MUTANT(k) ? (x) : f(x, ##__VA_ARGS__))\n"
-    "#define MUTANT_BOUND(k, x, by) (MUTANT(k) ? (__typeof__((x) + 0))_Generic((x), \\\n"
-    "    float: mutant_float, default: mutant_int)(x, by) : (x))\n";
-
-// an array being declared: the line begins with a type, the name has no owner, and no variable is
-// in the brackets
-static bool is_declaration(const char *line, const char *open) {
-    static const char *const types[] = {"float ", "int", "simdgroup_", "struct ", "const ", "id ",
-        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant ", "uint ", "float4 ",
-        "half4 "};
-    bool typed = false;
-    const char *name = open;
-    for (const char *c = open; *c != ']'; c++)
-        if (islower((unsigned char)*c)) return false;
-    while (isalnum((unsigned char)name[-1]) || name[-1] == '_') name--;
-    line += strspn(line, " ");
-    for (int i = 0; i < 16; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
-    return typed && name[-1] != '>' && name[-1] != '.';
-}
-
-// where the index or operand that begins at s ends
-static const char *operand_end(const char *s, const char *ends) {
-    for (int depth = 0;; s++) {
-        bool both = !strncmp(s, "&&", 2) || !strncmp(s, "||", 2);
-        if (depth == 0 && (strchr(ends, *s) || (both && ends[1]))) return s;
-        depth += (*s == '(' || *s == '[') - (*s == ')' || *s == ']');
-    }
-}
-
-static void add_mutant(Mutant *all, int *n, const char *kind, size_t at, const char *name,
-                       const char *before) {
-    Mutant *m = &all[*n];
-    *m = (Mutant){kind, at, strlen(name), 0, "", "", false};
-    snprintf(m->before, sizeof m->before, before, *n, (int)strlen(name) - 1, name);
-    ++*n;
-}
-
-// Adds the mutants that begin at s[i] of the line.
-static void mutants_at(const char *s, size_t i, const char *line, Mutant *all, int *n) {
-    static const char *const bounds[] = {" < ", " <= ", " > ", " >= "};
-    static const char *const calls[] = {"min(", "simd_sum(", "simd_max(", "simd_min(",
-                                        "simd_shuffle(", "simd_shuffle_xor("};
-    static const char *const statements[] = {"threadgroup_barrier(", "simdgroup_barrier(",
-        "simdgroup_load(", "simdgroup_store(", "simdgroup_multiply", "send(g, "};
-    const char *back = s + i;
-    while (back > line && back[-1] == ' ') back--;
-    bool word = isalnum((unsigned char)s[i - 1]) || s[i - 1] == '_';
-    bool statement = back == line || back[-1] == ')';
-    for (int k = 0; statement && k < 6; k++)
-        if (!strncmp(s + i, statements[k], strlen(statements[k])))
-            add_mutant(all, n, "call", i, "", "if (!MUTANT(%d)) ");
-    bool index = s[i] == '[' && (word || strchr(")]", s[i - 1])) && s[i + 1] != ']';
-    if (index && !is_declaration(line, s + i)) {
-        add_mutant(all, n, "index", i + 1, "", "MUTANT(%d) + (");
-        all[*n - 1].end = operand_end(s + i + 1, "]") - s;
-        all[*n - 1].after = ")";
-    }
-    if (!strncmp(s + i, "(ulong)", 7) && s[i - 1] != '[')
-        add_mutant(all, n, "offset", i, "", "MUTANT(%d) + ");
-    for (int k = 0; !word && k < 6; k++)
-        if (!strncmp(s + i, calls[k], strlen(calls[k])))
-            add_mutant(all, n, "simd or min", i, calls[k], "MUTANT_CALL(%d, %.*s, ");
-    for (int k = 0; k < 4; k++) {
-        size_t length = strlen(bounds[k]);
-        if (strncmp(s + i, bounds[k], length)) continue;
-        add_mutant(all, n, "bound", i + length, "", "MUTANT_BOUND(%d, ");
-        all[*n - 1].end = operand_end(s + i + length, ",;?:])}") - s;
-        all[*n - 1].after = k == 0 || k == 3 ? ", 1)" : ", -1)";
-    }
-}
-
-// all mutants of a text, from a line on; the numbers go on from n
-static int find_mutants(const char *s, const char *from, bool host, Mutant *all, int n) {
-    const char *line = strstr(s, from);
-    for (size_t i = line - s; s[i]; i++) {
-        if (s[i] == '\n') line = s + i + 1;
-        if (s[i] == '"') while (s[++i] != '"') ;
-        if (s[i] == '#' || (s[i] == '/' && s[i + 1] == '/'))
-            while (s[i + 1] && s[i + 1] != '\n') i++;
-        else mutants_at(s, i, line, all, &n);
-    }
-    const char *const (*table)[3] = host ? MISTAKES : KERNEL_MISTAKES;
-    for (size_t k = 0; k < (host ? COUNT(MISTAKES) : COUNT(KERNEL_MISTAKES)); k++) {
-        char text[200];
-        snprintf(text, sizeof text, "%s%s", table[k][0], table[k][1]);
-        const char *at = strstr(s, text);
-        if (!CHECK(at, "%s has no %s", host ? "metal.c" : "kernels.metal", text)) continue;
-        add_mutant(all, &n, "table", at - s, "", "(MUTANT(%d) ? ");
-        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", table[k][2]);
-        all[n - 1].end = at - s + strlen(table[k][0]);
-        all[n - 1].after = ")";
-    }
-    return n;
-}
-
-// the copy; of mutants that end at one place, the last to begin ends first
-static void write_mutants(const char *path, const char *s, const Mutant *m, int n) {
-    FILE *f = fopen(path, "w");
-    REQUIRE(f, "%s: cannot be written", path);
-    for (size_t i = 0; s[i]; i++) {
-        size_t cut = 0;
-        for (int k = n - 1; k >= 0; k--)
-            if (m[k].end == i) fputs(m[k].after, f);
-        for (int k = 0; k < n; k++)
-            if (m[k].at == i) fputs(m[k].before, f), cut += m[k].cut;
-        if (cut) i += cut - 1;
-        else fputc(s[i], f);
-    }
-    fclose(f);
-}
-
-static const char *line_of(const char *s, size_t at) {   // where it begins
-    while (at && s[at - 1] != '\n') at--;
-    return s + at;
-}
-
-static void show_mutant(const char *s, const Mutant *m, int number, const char *what) {
-    const char *start = line_of(s, m->at);
-    int line = 1;
-    for (const char *c = s; c < start; c++) line += *c == '\n';
-    printf("%s: %d, line %d, %s at '%.12s':\n    %.*s\n", what, number, line, m->kind, s + m->at,
-           (int)strcspn(start, "\n"), start);
-    fflush(stdout);
-}
-
-static bool is_equivalent(const char *s, const Mutant *m) {
-    const char *start = line_of(s, m->at), *end = strchr(start, '\n');
-    for (size_t i = 0; i < COUNT(EQUIVALENT); i++) {
-        const char *at = strstr(start, EQUIVALENT[i].line);
-        bool here = at && at < end;
-        if (here && !strncmp(s + m->at, EQUIVALENT[i].at, strlen(EQUIVALENT[i].at))) return true;
-    }
-    return false;
-}
-
-#ifndef MUTANT_SET
-#define MUTANT_SET(number) (void)(number)   // the program itself has no mutants
-#endif
-
-// In a child of its own: exits with 0 if no test notices. Number -1: no mistake.
-static pid_t run_mutant(int number, int slot) {
-    fflush(stdout);
-    pid_t pid = fork();
-    if (pid) return pid;
-    MUTANT_SET(number);
-    test.quick = true;
-    snprintf(test.dir, sizeof test.dir, "test_mutants.d/%d", slot);
-    mkdir(test.dir, 0700);
-    setrlimit(RLIMIT_CPU, &(struct rlimit){120, 120});   // it may hang
-    int out = open(scratch("out"), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-    dup2(out, 1);
-    dup2(out, 2);
-    for (soft.hasty = 2; soft.hasty && !setjmp(test.end); soft.hasty--) {
-        if (!test.failures) test_metal_kernels();
-        if (!test.failures) test_metal_models();
-        if (!test.failures && soft.hasty == 2) test_metal_failures();
-        if (!test.failures && soft.hasty == 1) test_metal_shapes();
-    }
-    fflush(stdout);
-    _exit(test.failures > 0);
-}
-
-// `./test mutants DIR` writes the copies to DIR; without DIR, in the program built there, runs all,
-// one for each CPU at a time, or those numbered from .. to - 1, listed as equivalent or not
-static int metal_mutants(int argc, char **argv) {
-    static Mutant all[1500];
-    char *kernels = read_all("kernels.metal", NULL), *host = read_all("metal.c", NULL);
-    int k = find_mutants(kernels, "// ---- 1. ", false, all, 0);
-    int n = find_mutants(host, "// ---- device", true, all, k), status = 1;
-    if (argc == 1) {
-        FILE *f = fopen(text_of("%s/mutants.h", argv[0]), "w");
-        if (!f || fputs(MUTANTS_H, f) < 0 || fclose(f)) return 1;
-        write_mutants(text_of("%s/kernels.metal", argv[0]), kernels, all, k);
-        write_mutants(text_of("%s/metal.c", argv[0]), host, all + k, n - k);
-        return test.failures > 0;
-    }
-    if (waitpid(run_mutant(-1, 0), &status, 0) < 0 || status)
-        return printf("not well, see test_mutants.d/0/out\n"), 1;
-    int from = argc > 1 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n, survived = 0;
-    int same = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
-    for (int i = from; i < to; i++) {
-        all[i].equivalent = argc == 0 && is_equivalent(i < k ? kernels : host, &all[i]);
-        same += all[i].equivalent;
-    }
-    for (int cpu = 0; cpu < cpus; cpu++) {   // a process each, for every cpus-th mutant
-        int unnoticed = 0;
-        if (fork()) continue;
-        for (int i = from + cpu; i < to; i += cpus) {
-            if (!all[i].equivalent) waitpid(run_mutant(i, cpu), &status, 0);
-            if (all[i].equivalent || status) continue;
-            show_mutant(i < k ? kernels : host, &all[i], i, "SURVIVED");
-            unnoticed++;
-        }
-        _exit(unnoticed < 255 ? unnoticed : 255);
-    }
-    while (wait(&status) > 0) survived += WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-    printf("%d mutants: %d noticed, %d equivalent, %d survived\n", to - from,
-           to - from - same - survived, same, survived);
-    return survived > 0;
-}
-
-#endif
-
 // ==== fuzzing ====
 //
 // `make fuzz` gives each of these targets to libFuzzer, which changes files that the writer of this
@@ -5610,9 +5226,6 @@ int main(int argc, char **argv) {
     if (!strcmp(mode, "llm")) return llm_main(argc - 1, argv + 1);
     if (!strcmp(mode, "model") && argc > 3) return run_alone(write_bench_model, argv + 2);
     if (!strcmp(mode, "scenario") && argc == 9) return run_alone(run_scenario, argv + 2);
-#ifdef LLM_METAL
-    if (!strcmp(mode, "mutants")) return metal_mutants(argc - 2, argv + 2);
-#endif
     if (!strcmp(mode, "--bench-cuda")) return cuda_bench(argc > 2 ? argv[2] : "");
     bool on_cuda = !strcmp(mode, "--cuda");
     if (on_cuda && !cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
