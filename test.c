@@ -734,18 +734,16 @@ static void random_block(int type, uint8_t *bytes, float *f) {
     }
 }
 
-// A matrix at data: the quantised Gaussian numbers of golden/quants in random order, with ggml's
-// floats, or 64 different blocks of random bytes.
-static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols, bool golden) {
-    int block = format_block(type), different = golden ? GOLDEN / 2 / block : 64;
+// a matrix at data, of 64 different blocks of random bytes
+static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols) {
+    enum { DIFFERENT = 64 };
+    int block = format_block(type);
     size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
-    uint8_t *pool = need(different * bytes);
-    float *pool_f = need(different * block * sizeof(float)), *f = need(n * block * sizeof *f);
-    if (golden) golden_blocks(type, &pool, &pool_f);
-    for (int i = 0; i < different && !golden; i++)
-        random_block(type, pool + i * bytes, pool_f + i * block);
+    uint8_t *pool = need(DIFFERENT * bytes);
+    float *pool_f = need(DIFFERENT * block * sizeof(float)), *f = need(n * block * sizeof *f);
+    for (int i = 0; i < DIFFERENT; i++) random_block(type, pool + i * bytes, pool_f + i * block);
     for (size_t i = 0; i < n; i++) {
-        int k = random_bits() % different;
+        int k = random_bits() % DIFFERENT;
         memcpy(data + i * bytes, pool + k * bytes, bytes);
         memcpy(f + i * block, pool_f + k * block, block * sizeof *f);
     }
@@ -799,7 +797,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exac
         x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
     for (int k = 0; k < 2; k++) {
         int r = k ? 1 + rows / 2 : rows;
-        w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols, type > 0);
+        w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols);
         if (exact > 1) extreme_codes(&w[k], exact > 2 ? 0 : 0xff);
         if (k == 0) w[k].m.bias = noise_array(rows, 1);
         if (k == 0) w[k].m.scale = &scale;
@@ -850,31 +848,23 @@ static void test_matmul(void) {
             double exact = check_matmul(type, 2 * rows, 256, counts[i], 1);
             CHECK(noisy < limit, "%s, n = %d: NMSE %.2g", name, counts[i], noisy);
             CHECK(exact < MATMUL_EXACT, "%s, n = %d: exact %.2g", name, counts[i], exact);
-            if (i == 2) printf("  %-8s NMSE %.1e, where int8 is exact %.1e\n", name, noisy, exact);
+        }
+        for (int i = 0; i < 4 && !floats; i++) {   // one block, so that what is rounded adds up
+            double error = check_matmul(type, 19, 256, i / 2 ? 33 : 1, 2 + i % 2);
+            CHECK(error < 256 * MATMUL_EXACT, "%s, codes at limit: NMSE %.2g", name, error);
         }
         float x[512], y[2];   // NaN in, NaN out, and nothing that overflows
         for (int i = 0; i < 512; i++) x[i] = NAN;
-        RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256, true);
+        RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
         Pool *pool = pool_open(1);
         for (int n = 1; n <= 2; n++) run_matmul(pool, &(Matmul){&w.m, x, y, n}, 1);
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "%s: NaN becomes %g, %g", name, y[0], y[1]);
     }
-}
-
-// All weights are one block, so that what is rounded adds up: 256 columns of it. And more columns
-// than a panel is deep or a task packs, of so many tokens that the last tasks have half, or of one.
-static void test_matmul_limits(void) {
-    for (int i = 0; i < 4; i++)   // types 1 and 2, f16 and Q4_0
+    // f16 and Q4_0: more columns than a panel is deep, of so many tokens that the last tasks have
+    // half, or than a task packs, of one token
+    for (int i = 0; i < 4; i++)
         CHECK(check_matmul(1 + i / 2, 99, i % 2 ? 8448 : 2304, i % 2 ? 1 : 300, 0) < 1e-4, "%d", i);
-    for (int f = 0; f < N_FORMATS; f++)
-        for (int i = 0; i < 4; i++) {
-            int n = i / 2 ? 33 : 1, exact = 2 + i % 2;
-            if (format_block(FORMATS[f]) == 1) continue;
-            double error = check_matmul(FORMATS[f], 19, 256, n, exact);
-            CHECK(error < 256 * MATMUL_EXACT, "%s, n = %d: NMSE %.2g", quant_name(FORMATS[f]), n,
-                  error);
-        }
 }
 
 // ==== GGUF ====
@@ -1171,14 +1161,11 @@ static double check_attention(const AttentionCase *t, const char *name) {
 }
 
 static void test_attention(void) {
-    double worst = 0;
     for (size_t i = 0; i < COUNT(ATTENTION); i++) {
         double error = check_attention(&ATTENTION[i], text_of("case %zu", i));
         // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
         CHECK(error < 1e-7, "case %zu: NMSE %.2g", i, error);
-        worst = fmax(worst, error);
     }
-    printf("  NMSE %.1e\n", worst);
 }
 
 // ---- row by row ----
@@ -1290,6 +1277,7 @@ static void each_golden_model(void (*fn)(const char *name)) {
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
+        clean_up();
     }
     globfree(&found);
 }
@@ -1308,31 +1296,6 @@ static void check_golden(const char *name) {   // *-heads: six value heads on tw
 }
 
 static void test_golden_models(void) { each_golden_model(check_golden); }
-
-// ---- the storyteller ----
-
-static void test_story_greedy(void) {
-    int32_t ids[128], next[128];
-    double margin[128];
-    int n = 0, differ = 0;
-    const Model *m = open_model("golden/story.gguf");
-    const char *line = strchr(read_all("golden/story.greedy.tsv", NULL), '\n');
-    for (; line && line[1]; line = strchr(line + 1, '\n'), n++)
-        if (sscanf(line, "%*d %d %d %*f %lf", &ids[n], &next[n], &margin[n]) != 3) break;
-    REQUIRE(n == 65, "%d positions", n);
-    if (test.quick) n = 20;
-    for (int chunk = 1; chunk <= 512; chunk += 511) {
-        float *row = logits_of(m, ids, n, (Options){.chunk = chunk, .window = 128});
-        for (int i = 0; i < n; i++, row += m->config.n_vocab) {
-            int best = 0;
-            for (int k = 1; k < m->config.n_vocab; k++) best = row[k] > row[best] ? k : best;
-            differ += best != next[i];
-            bool fine = best == next[i] || margin[i] <= 0.3;
-            CHECK(fine, "position %d: %d, llama.cpp %d by %.2f", i, best, next[i], margin[i]);
-        }
-    }
-    printf("  %d positions twice, %d differ where the margin is below 0.3\n", n, differ);
-}
 
 // ---- every architecture ----
 //
@@ -2150,8 +2113,6 @@ static void test_cli_output(void) {
         {"llm $S 'Once upon' -n 0", "^Once upon\n$"},
         {"llm $S 'Once upon' -n 3 -n 0", "^Once upon\n$"},
         {"llm $G/llama.gguf --tokens 1,2,3 -n 5 --temp 0", "^[0-9]+( [0-9]+){4}\n$"},
-        {"llm $S --ppl golden/story.txt -c 128",
-         "^ppl 6\\.[56][0-9]{3} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$"},
         {"llm $S --bench 16,8", "^prefill 16 tokens " TENTHS " tok/s\ndecode 8 tokens " TENTHS
          " tok/s " TENTHS " GB/s " TENTHS " % of " TENTHS " GB/s\n$"},
         {"llm $S --info", "^([a-z0-9_.]+ = [^\n]*\n){10}\nformat .*q4_K.*\narchitecture qwen3.*2048"
@@ -2194,7 +2155,8 @@ static void test_cli_completion(void) {
 static void test_cli_numbers(void) {
     static const struct { int n; double want; } known[] = {{128, 6.5600}, {256, 6.1828}};
     for (int k = 0; k < (test.quick ? 1 : 2); k++) {
-        shell(text_of("llm $S --ppl golden/story.txt -c %d", known[k].n));
+        check_llm(text_of("llm $S --ppl golden/story.txt -c %d", known[k].n), 0,
+                  "^ppl 6\\.[0-9]{4} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$", "");
         double ppl = atof(cli.out + 4), want = known[k].want;
         CHECK(fabs(ppl / want - 1) < 0.005, "-c %d: %.4f, want %.4f", known[k].n, ppl, want);
         printf("  -c %d: perplexity %.4f, llama.cpp %.4f, limit 0.5 %%\n", known[k].n, ppl, want);
@@ -3755,14 +3717,14 @@ static void lab_drop(Gpu *g) {   // frees all buffers and variants
     while (g->n_pipelines) send(g, release, g->pipeline[--g->n_pipelines].state);
 }
 
-// the error as a share of what is wanted, both on average; a single one may be three times as large;
-// type -1: none
+// the error on average, as a share of what is wanted on average; a single one may be three times
+// that; type -1: none
 static void lab_compare(const char *name, int type, const float *got, const float *want, size_t n,
                         double limit) {
-    double size = sqrt(squares(want, n) / n) + 1e-30, error = sqrt(nmse(got, want, n));
-    for (size_t i = 0; i < n; i++) error = fmax(error, fabs((double)got[i] - want[i]) / size / 3);
-    LAB_CHECK(error <= limit && nmse(got, want, n) < INFINITY, "%s %s: error %.2g, limit %.0e", name,
-              type < 0 ? "" : quant_name(type), error, limit);
+    double size = sqrt(squares(want, n) / n) + 1e-30, average = sqrt(nmse(got, want, n)), most = 0;
+    for (size_t i = 0; i < n; i++) most = fmax(most, fabs((double)got[i] - want[i]) / size);
+    LAB_CHECK(average <= limit && most <= 3 * limit, "%s %s: error %.2g, at most %.2g, limit %.0e",
+              name, type < 0 ? "" : quant_name(type), average, most, limit);
 }
 
 // columns that a format allows and a tiling does not like
@@ -3785,7 +3747,7 @@ static int other_format(int type) {   // for the same columns
 static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
     int skew = format_block(type) == 1 ? 0 : quant_row_bytes(type, 256) % 4 ? 6 : 4;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
-    return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols, false);
+    return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols);
 }
 
 static void kernel_embed(Gpu *g, int type) {
@@ -3914,11 +3876,11 @@ static float *lab_copy(Gpu *g, const float *x, size_t n) {
 
 static void lab_compare_ring(const char *name, const uint16_t *got, const uint16_t *want,
                              const Cache *c, int n_kv, int dim) {
-    double e = 0;
+    int wrong = 0;
     for (int i = 0; i < n_kv * c->rows * dim; i++)
         if (c->pos[i / dim % c->rows] >= 0)
-            e = fmax(e, fabs(half_value(got[i]) - half_value(want[i])));
-    LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
+            wrong += !(fabs(half_value(got[i]) - half_value(want[i])) < 4e-3);
+    LAB_CHECK(!wrong, "%s: its cache is off at %d places", name, wrong);
 }
 
 // a model of one layer, and its activations
@@ -4419,7 +4381,6 @@ static void test_metal_models(void) {
 // command buffers.
 static void test_metal_shapes(void) {
     enum { N = 20 };
-    int taken = 0;
     for (size_t i = 0; i < COUNT(SHAPES); i++) {
         int32_t ids[N];
         if (SHAPES[i].n_layer > 40 ? test.quick : SHAPES[i].n_layer > 8) continue;
@@ -4429,10 +4390,8 @@ static void test_metal_shapes(void) {
         while (before_tie(m, o, ids, N) < N);
         bool ok = compare_model(m, o, ids, N, NULL, 0, 2e-6);
         CHECK(ok, "the GPU does not take %s with '%s'", SHAPES[i].arch, SHAPES[i].letters);
-        taken += ok;
         clean_up();
     }
-    printf("  %d models run on the GPU\n", taken);
     check_counters();
 }
 
@@ -4599,7 +4558,7 @@ static float *bench_floats(Gpu *g, size_t n) {
 
 static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     size_t bytes = quant_row_bytes(type, cols);
-    Matrix m = random_matrix(need(8 * bytes), type, 8, cols, false).m;
+    Matrix m = random_matrix(need(8 * bytes), type, 8, cols).m;
     m.data = bench_fill(g, rows * bytes, m.data, 8 * bytes);
     m.rows = rows;
     return m;
@@ -4761,15 +4720,13 @@ template <class T> struct simdgroup_matrix {
 };
 typedef simdgroup_matrix<half> simdgroup_half8x8;
 typedef simdgroup_matrix<float> simdgroup_float8x8;
-#define IN(space)                                                                                  \
-    template <class T>                                                                             \
-    void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, ulong = 8, ulong2 = 0,    \
-                        bool = false);                                                             \
-    template <class T>                                                                             \
-    void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, ulong = 8, ulong2 = 0,   \
-                         bool = false);
-IN(device)
-IN(threadgroup) template <class D, class A, class B>
+#define IN(space) \
+    template <class T> void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, \
+                                           ulong = 8, ulong2 = 0, bool = false); \
+    template <class T> void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, \
+                                            ulong = 8, ulong2 = 0, bool = false);
+IN(device) IN(threadgroup)
+template <class D, class A, class B>
 void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &,
                                    const volatile simdgroup_matrix<A> &,
                                    const volatile simdgroup_matrix<B> &,
@@ -4777,9 +4734,8 @@ void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &,
 template <class D, class A, class B>
 void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
                         const volatile simdgroup_matrix<B> &);
-#pragma GCC poison vertex fragment                                                                 \
-    object_data double goto register new delete virtual throw try catch
-#pragma GCC poison typeid dynamic_cast printf
+#pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try
+#pragma GCC poison catch typeid dynamic_cast printf
 #endif
 
 // ==== fuzzing ====
@@ -4935,9 +4891,9 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 #define T(name) {#name, test_##name},
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
-    T(matmul_limits) T(attention) T(norms) T(alibi_and_alpha) T(activations)
+    T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes)
-    T(golden_models) T(story_greedy) T(every_architecture) T(ring) T(regenerate)
+    T(golden_models) T(every_architecture) T(ring) T(regenerate)
     T(session_refusals) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_linear) T(chat_templates) T(allocations)
