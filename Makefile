@@ -14,6 +14,9 @@ PREFIX ?= /usr/local
 
 ifeq ($(shell uname),Darwin)
 METAL = -DLLM_METAL -framework Metal -framework Foundation -framework CoreGraphics -lobjc
+GPU = $(METAL)
+else ifeq ($(shell uname),Linux)
+GPU = -DLLM_CUDA -ldl
 endif
 # the tests have a GPU in software, on Apple the real one; it takes a compiler that knows half floats
 # and, in C, [[attributes]]
@@ -33,7 +36,7 @@ endif
 all: llm
 
 llm: $(ENGINE)
-	$(CC) $(WARN) $(CFLAGS) $(NATIVE) llm.c -o $@ $(LIBS) $(METAL)
+	$(CC) $(WARN) $(CFLAGS) $(NATIVE) llm.c -o $@ $(LIBS) $(GPU)
 
 # you want to see it work: a story of some 150 words, another one for each SEED
 SEED ?= 11
@@ -92,10 +95,12 @@ test:
 
 # you have an NVIDIA GPU: the kernels on it (NAME=metal_kernels: that test alone), and how fast they
 # are (NAME=q4_0: the rows with that in their names)
-test-cuda: test_native
-	@./test_native --cuda $(or $(NAME),metal_kernels metal_models metal_shapes)
-bench-cuda: test_native
-	@./test_native --bench-cuda "$(NAME)"
+test_cuda: test.c $(ENGINE)
+	$(CC) $(WARN) -O3 $(NATIVE) -DLLM_CUDA test.c -o $@ $(LIBS) -ldl
+test-cuda: test_cuda
+	@./test_cuda $(or $(NAME),metal_kernels metal_models metal_shapes metal_failures)
+bench-cuda: test_cuda
+	@./test_cuda --bench "$(NAME)"
 
 # you suspect memory: all tests, also those that are slow there
 valgrind: llm test_avx2

@@ -34,6 +34,187 @@
 //
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes in
 // section 1 and its dispatch in metal.c, then add one line to KERNEL_TESTS in test.c.
+#ifdef __CUDACC__
+// The words of Metal in CUDA C++. A SIMD-group is a warp. Of an 8 x 8 matrix lane l holds two
+// neighbours, columns l % 4 * 2 and the next of row l / 4; of a turned one it holds these two rows of
+// column l / 4.
+typedef signed char int8_t;
+typedef unsigned char uchar, uint8_t;
+typedef unsigned short ushort, uint16_t;
+typedef int int32_t;
+typedef unsigned int uint, uint32_t;
+typedef long int64_t;
+typedef unsigned long ulong, uint64_t;
+struct half {
+    ushort bits;
+    half() = default;
+    half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    operator float() const {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+half __ushort_as_half(ushort bits) {
+    half h;
+    h.bits = bits;
+    return h;
+}
+float __half2float(half h) { return h; }
+
+template <class T, int N> struct alignas(N * sizeof(T)) vec {
+    T e[N];
+    T &operator[](int i) { return e[i]; }
+    const T &operator[](int i) const { return e[i]; }
+};
+#define OPERATOR(op) \
+    template <class T, int N> vec<T, N> operator op(vec<T, N> a, vec<T, N> b) { \
+        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b.e[i]; \
+        return a; \
+    } \
+    template <class T, int N> vec<T, N> operator op(vec<T, N> a, T b) { \
+        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b; \
+        return a; \
+    }
+OPERATOR(+) OPERATOR(-) OPERATOR(*)
+typedef vec<half, 4> half4;
+#define float2 vec<float, 2>   // CUDA's own have neither [] nor arithmetic
+#define float4 vec<float, 4>
+#define uint2 vec<uint, 2>
+#define uint4 vec<uint, 4>
+
+#define EACH_LANE 0xffffffffu
+#define simd_shuffle(x, i) __shfl_sync(EACH_LANE, x, i)
+#define simd_shuffle_xor(x, i) __shfl_xor_sync(EACH_LANE, x, i)
+#define simd_reduce(name, expression) \
+    template <class T> T name(T a) { \
+        for (int i = 16; i; i /= 2) { \
+            T b = simd_shuffle_xor(a, i); \
+            a = expression; \
+        } \
+        return a; \
+    }
+simd_reduce(simd_sum, a + b) simd_reduce(simd_max, max(a, b)) simd_reduce(simd_min, min(a, b))
+#define threadgroup_barrier(flags) __syncthreads()
+#define simdgroup_barrier(flags) __syncwarp()
+float clamp(float x, float a, float b) { return fminf(fmaxf(x, a), b); }
+
+template <class T> struct simdgroup_matrix {
+    T e[2];
+    bool turned;
+    simdgroup_matrix() = default;
+    explicit simdgroup_matrix(T x) : turned(false) {
+        for (int i = 0; i < 2; i++) e[i] = row() == column() + i ? x : (T)0.0f;
+    }
+    static int row() { return threadIdx.x % 32 / 4; }
+    static int column() { return threadIdx.x % 4 * 2; }
+};
+typedef simdgroup_matrix<half> simdgroup_half8x8;
+typedef simdgroup_matrix<float> simdgroup_float8x8;
+template <class T> void simdgroup_load(simdgroup_matrix<T> &m, const T *p, int stride,
+                                       int origin = 0, bool transposed = false) {
+    vec<T, 2> pair = *(const vec<T, 2> *)(p + m.row() * stride + m.column());
+    for (int i = 0; i < 2; i++) m.e[i] = pair[i];
+    m.turned = transposed;
+}
+template <class T> void simdgroup_store(simdgroup_matrix<T> m, T *p, int stride) {
+    for (int i = 0; i < 2; i++) p[m.row() * stride + m.column() + i] = m.e[i];
+}
+uint turn_bits(uint x) {   // two elements of 16 bits
+    uint y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+uint bits_of(const half *e) { return e[0].bits | (uint)e[1].bits << 16; }
+void turn(half *e) {
+    uint x = turn_bits(bits_of(e));
+    e[0].bits = x;
+    e[1].bits = x >> 16;
+}
+void turn(float *e) {
+    uint x = __float_as_uint(e[0]), y = __float_as_uint(e[1]);
+    uint low = turn_bits((x & 0xffff) | y << 16), high = turn_bits(x >> 16 | (y & 0xffff0000));
+    e[0] = __uint_as_float((low & 0xffff) | high << 16);
+    e[1] = __uint_as_float(low >> 16 | (high & 0xffff0000));
+}
+
+// A tensor core multiplies floats of 11 bits, so a float is taken apart into three of them, and a
+// half is one: all products are exact. Its left operand has 16 rows; two parts of the same 8 rows
+// are in there, whose products add up to the result.
+float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
+void multiply_parts(float *d, const float *high, const float *low, const float *b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(__float_as_uint(high[0])), "r"(__float_as_uint(low[0])),
+                   "r"(__float_as_uint(high[1])), "r"(__float_as_uint(low[1])),
+                   "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+template <class A, class B>
+void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_matrix<A> a,
+                                   simdgroup_matrix<B> b, simdgroup_float8x8 c) {
+    if (a.turned) turn(a.e);
+    if (!b.turned) turn(b.e);
+    float sum[4] = {c.e[0], c.e[1], 0.0f, 0.0f}, part[3][2], with[2];
+    float rest_a[2] = {a.e[0], a.e[1]}, rest_b[2] = {b.e[0], b.e[1]};
+    for (int k = 0; k < 3; k++)
+        for (int i = 0; i < 2; i++) {
+            part[k][i] = part_of(rest_a[i]);
+            rest_a[i] -= part[k][i];
+        }
+    for (int k = 0; k < (sizeof(B) == 4 ? 3 : 1); k++) {
+        for (int i = 0; i < 2; i++) {
+            with[i] = part_of(rest_b[i]);
+            rest_b[i] -= with[i];
+        }
+        if (sizeof(A) == 4) multiply_parts(sum, part[2], rest_a, with);   // rest_a is 0
+        multiply_parts(sum, part[0], part[1], with);
+    }
+    for (int i = 0; i < 2; i++) d.e[i] = sum[i] + sum[2 + i];
+    d.turned = false;
+}
+void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_half8x8 a, simdgroup_half8x8 b,
+                                   simdgroup_float8x8 c) {
+    float below[2] = {0.0f, 0.0f};
+    if (a.turned) turn(a.e);
+    if (!b.turned) turn(b.e);
+    d = c;
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d.e[0]), "+f"(d.e[1]), "+f"(below[0]), "+f"(below[1])
+                 : "r"(bits_of(a.e)), "r"(0), "r"(bits_of(b.e)));
+}
+template <class A, class B>
+void simdgroup_multiply(simdgroup_float8x8 &d, simdgroup_matrix<A> a, simdgroup_matrix<B> b) {
+    simdgroup_multiply_accumulate(d, a, b, simdgroup_float8x8(0.0f));
+}
+
+// what a launch binds: a buffer becomes a pointer of whatever type its parameter has
+struct Any {
+    void *p;
+    template <class T> operator T *() const { return (T *)p; }
+};
+struct Bound {
+    Any buffer[32];
+    alignas(16) char bytes[512];
+    int words;   // of threadgroup memory, to be filled with NaN
+};
+extern __shared__ float4 shared_bytes[];
+void begin(int words) {
+    for (int i = threadIdx.x; i < words; i += blockDim.x) ((uint *)shared_bytes)[i] = 0x7fc0dead;
+    if (words) __syncthreads();
+}
+
+// `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`
+#define function_constant(i) ]] = VALUE_##i; [[
+#define kernel static __device__ __forceinline__
+#define device
+#define constant const
+#define threadgroup
+#define thread
+#include "quant.h"
+#endif
+
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
 using namespace metal;
@@ -157,6 +338,7 @@ struct attention_args {
     int32_t slices, q_step, k_step;        // from a head's QK norm to the next: 0, they share it
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx;                     // see temperature; temp 0: none
+    int32_t placed;                        // 1: the rows of the queries get their positions
 };
 struct block_args { struct gemv_args o, ffn, down; };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
@@ -861,7 +1043,7 @@ static inline void attention_output(thread struct softmax_state *state, threadgr
 // would take 170, so fewer SIMD-groups would be there to hide how long a load takes.
 kernel void attention(device const float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
         device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
-        device half *v [[buffer(4)]], device const int *pos_k [[buffer(5)]],
+        device half *v [[buffer(4)]], device int *pos_k [[buffer(5)]],
         device const float *q_norm [[buffer(6)]], device const float *k_norm [[buffer(7)]],
         device const float *q_bias [[buffer(8)]], device const float *k_bias [[buffer(9)]],
         device const float *angles [[buffer(10)]],                             // [n_rot / 2][2]
@@ -906,6 +1088,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
     for (int i = tid; writes && i < VALUE_DIM; i += all)
         v[(ulong)slot * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
+    if (writes && kv == 0 && tid == 0 && a->placed) pos_k[slot] = pos;   // which nobody reads
 
     if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
     for (int r = (slice * nsg + sg) * rows; r < a->used; r += a->slices * nsg * rows)
@@ -1182,7 +1365,7 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
         device half *v [[buffer(4)]], device const float *q_norm [[buffer(5)]],
         device const float *k_norm [[buffer(6)]], device const float *q_bias [[buffer(7)]],
         device const float *k_bias [[buffer(8)]], device const float *angles [[buffer(9)]],
-        constant struct attention_args *a [[buffer(10)]], PLACE) {
+        device int *pos_k [[buffer(10)]], constant struct attention_args *a [[buffer(11)]], PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
@@ -1192,6 +1375,7 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
     for (int i = lane; value && i < VALUE_DIM; i += SIMD_LANES)
         v[row * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
     if (value) return;
+    if (h == a->n_head && lane == 0 && a->placed) pos_k[ring_row(a->pos + t, a)] = a->pos + t;
     float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(a->pos + t, a) : 1.0f;
     q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
     k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;

@@ -1096,6 +1096,8 @@ static void gpu_open(Session *s);
 static void gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
+static void gpu_fetch(Session *s, void *p, size_t bytes);   // the GPU may have written what is read
+static void gpu_store(Session *s);   // positions and recurrent states have changed
 
 // ---- 7. ops ----
 //
@@ -1545,6 +1547,7 @@ static void session_truncate(Session *s, int p) {
     if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->saved);
     if (p == 0) s->saved_pos = -1;
     s->history.n = p;
+    gpu_store(s);
 }
 
 // Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
@@ -1670,6 +1673,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
         count = left < s->o.chunk ? left : s->o.chunk;
         if (save && left > 1 && count == left) count--;      // stop once before the last token
         if (save && left == 1) {
+            gpu_fetch(s, s->recurrent, s->n_recurrent * sizeof *s->saved);
             memcpy(s->saved, s->recurrent, s->n_recurrent * sizeof *s->saved);
             s->saved_pos = p;
         }
@@ -1677,6 +1681,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
         if (first > count) first = count;
         bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
         if (!gpu) forward(s, ids + p, count, p);
+        if (gpu && hidden) gpu_fetch(s, s->x, (size_t)count * c->dim * sizeof *s->x);
         memmove(s->history.id + p, ids + p, count * sizeof *ids);   // or to itself
         s->history.n = p + count;
         for (int i = first; i < count; i++) {   // logits are made of LOGIT_ROWS rows at once
@@ -5615,17 +5620,22 @@ static void narrow(const float *x, int n, uint16_t *to) {
 
 // ---- 28. the GPU ----
 
-#ifdef LLM_METAL
-enum { GPU_BUILT = 1 };
+#if defined(LLM_CUDA)
+#define GPU_NAME "cuda"
+#include "metal.c"
+#elif defined(LLM_METAL)
+#define GPU_NAME "metal"
 #include "metal.c"
 #else
-enum { GPU_BUILT = 0 };
+#define GPU_NAME ""
 static void gpu_open(Session *s) { (void)s; }
 static void gpu_close(Session *s) { (void)s; }
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
     return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
 }
 static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
+static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
+static void gpu_store(Session *s) { (void)s; }
 #endif
 
 // ---- 29. AMX ----
@@ -6386,7 +6396,7 @@ static void print_statistics(const Cli *cli) {
     fprintf(stderr, "decode %zu tokens %.1f tok/s %.1f GB/s, peak %.0f MB, seed %llu, "
             "%s\n", cli->n_new, speed, speed * token_bytes(s, (int)s->history.n) * 1e-9,
             usage.ru_maxrss / (double)RSS_PER_MB, (unsigned long long)cli->o.sampling.seed,
-            s->gpu ? "gpu" : "cpu");
+            s->gpu ? GPU_NAME : "cpu");
 }
 
 // what goes to stderr in the end, unless something failed
@@ -6394,7 +6404,7 @@ static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
     if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
-    if (cli->gpu && !GPU_BUILT)
+    if (cli->gpu && !*GPU_NAME)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
     if (cli->o.window > n_ctx && s->m && cli->m.config.causal)
         fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: MIT
-// metal.c: llm.c's forward pass on an Apple GPU, in plain C; llm.c includes it under LLM_METAL. It
-// has never run on Apple hardware: the tests run it on a device made of software. llm.c calls
+// metal.c: llm.c's forward pass on a GPU, in plain C: with LLM_METAL on Apple's, with LLM_CUDA on one
+// of NVIDIA; llm.c includes it. It has never run on Apple hardware: the tests run it on a device made
+// of software. llm.c calls
 //
 //   gpu_open(s), gpu_close(s)            when a session begins and ends
 //   gpu_forward(s, ids, n, pos, first)   instead of forward, and of output_logits for the rows from
-//                                        `first` on (n: for none), all in one command buffer
+//                                        `first` on (n: for none)
 //   gpu_logits(s, first, n)              instead of output_logits, for further rows of the chunk
+//   gpu_fetch(s, p, bytes)               before it reads what the GPU may have written
+//   gpu_store(s)                         when it has changed positions or recurrent states
 //
-// When one of them returns false, the CPU does the work: there is no GPU, or it cannot hold the
-// model (gpu_lacks), or a call of Metal has failed. The CPU can take over in the middle of a text,
-// because both use the same pages of weights, KV cache and scratch.
+// When gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it cannot
+// hold the model (gpu_lacks), or a call of its system has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -21,7 +23,357 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");
 _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
                (int)PAIRING_HALVES == ROPE_HALVES, "");
 
-// ---- Objective-C, by hand ----
+// ---- the device ----
+//
+// What a device can, its functions device_* say. They stand here twice: for NVIDIA's GPUs, and for
+// Apple's. All else in this file knows neither.
+
+enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
+// memory of the host, and what the device has for it: its buffer, or the address of a copy
+typedef struct { char *base; size_t size; void *buffer; bool own; } Shared;   // own: free(base)
+// a kernel with function constants; n buffers, threads of a threadgroup at most
+typedef struct { const char *kernel; int constant[N_CONSTANTS], n; size_t threads; void *state; } Variant;
+
+// one dispatch: buffers 0 to n - 1, NULL where the variant ignores one; then come the arguments
+typedef struct {
+    const char *kernel;
+    const void *bound[MAX_BOUND];
+    int n;
+    size_t groups, threads, shared;   // threadgroups; for each its threads, and floats it shares
+    int constant[N_CONSTANTS];
+} Dispatch;
+
+typedef struct Device Device;
+typedef struct {
+    Device *device;
+    Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
+    Variant pipeline[MAX_PIPELINES];
+    int n_shared, n_pipelines;
+    int32_t *ids;               // [chunk] tokens
+    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
+    float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
+    int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
+    float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
+    const float *coded;         // the input that they are of, or NULL
+    bool dry;                   // what is encoded will not run
+    char why[300];              // what went wrong first, or empty
+} Gpu;
+
+// notes what went wrong, unless something did before; more: what the system says about it, or NULL
+static bool gpu_fail(Gpu *g, const char *what, const char *more) {
+    if (!g->why[0])
+        snprintf(g->why, sizeof g->why, "%s%s%s", what, more ? ": " : "", more ? more : "");
+    for (char *c = g->why; *c; c++)
+        if ((unsigned char)*c < ' ') *c = ' ';   // a compiler's message may have many lines
+    return false;
+}
+
+static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points into
+    for (int i = g->n_shared - 1; i >= 0; i--) {
+        const Shared *at = &g->shared[i];
+        if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
+    }
+    return NULL;
+}
+
+#ifdef LLM_CUDA
+// ---- NVIDIA ----
+//
+// The driver of CUDA and its compiler are found at run time. Buffers are copies in the GPU's memory,
+// so what one side writes, the other one sees when device_send or device_fetch has copied it.
+// A program is compiled for each variant of a kernel, and kept in ~/.cache/llm, named by a hash of
+// all that it is made of.
+
+#include <dlfcn.h>
+#include <sys/stat.h>
+#define DRIVER(X) \
+    X(cuInit, (unsigned)) X(cuDeviceGetCount, (int *)) X(cuDeviceGetAttribute, (int *, int, int)) \
+    X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuDevicePrimaryCtxRelease_v2, (int)) \
+    X(cuCtxSetCurrent, (void *)) X(cuCtxSynchronize, (void)) \
+    X(cuGetErrorString, (int, const char **)) X(cuModuleLoadData, (void **, const void *)) \
+    X(cuModuleUnload, (void *)) X(cuModuleGetFunction, (void **, void *, const char *)) \
+    X(cuFuncGetModule, (void **, void *)) X(cuMemGetInfo_v2, (size_t *, size_t *)) \
+    X(cuMemAlloc_v2, (char **, size_t)) X(cuMemFree_v2, (char *)) \
+    X(cuMemsetD8_v2, (char *, unsigned char, size_t)) \
+    X(cuMemcpyHtoDAsync_v2, (char *, const void *, size_t, void *)) \
+    X(cuMemcpyDtoH_v2, (void *, const char *, size_t)) \
+    X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *)) \
+    X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+                       unsigned, void *, void **, void **))
+#define COMPILER(X) \
+    X(nvrtcCreateProgram, (void **, const char *, const char *, int, const char *const *, \
+                           const char *const *)) \
+    X(nvrtcCompileProgram, (void *, int, const char *const *)) \
+    X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
+    X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
+    X(nvrtcDestroyProgram, (void **))
+enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20 };
+
+// what a launch binds, as in kernels.metal
+typedef struct { char *buffer[MAX_BOUND], bytes[512]; int words; } Bound;
+typedef struct { size_t n; char *bytes; } Code;   // malloc'ed; n 0: what the compiler says instead
+
+struct Device {
+#define X(name, types) int (*name) types;
+    DRIVER(X) COMPILER(X)
+#undef X
+    void *context;
+    char arch[32];
+    Code code[MAX_PIPELINES];   // compiled, but not loaded yet
+    void *pinned;               // pages of logits, which come faster so
+};
+
+// kernels.metal and quant.h as texts inside this program
+__asm__(".data\nkernels_text: .incbin \"kernels.metal\"\n.byte 0\n"
+        "quant_text: .incbin \"quant.h\"\n.byte 0\n.previous\n");
+extern const char kernels_text[] __asm__("kernels_text"), quant_text[] __asm__("quant_text");
+
+// calls the driver: cuda(g, cuMemFree_v2, address) is false, and g->why says why, if that failed
+#define cuda(g, name, ...) cuda_check(g, (g)->device->name(__VA_ARGS__), #name)
+static bool cuda_check(Gpu *g, int error, const char *name) {
+    const char *text = NULL;
+    if (error) g->device->cuGetErrorString(error, &text);
+    return !error || gpu_fail(g, name, text);
+}
+
+// Finds the libraries and the first GPU. Without one the CPU runs, and nothing is said.
+static bool device_open(Gpu *g) {
+    static const char *const compilers[] = {"libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
+        "libnvrtc.so.11.2", "/usr/local/cuda/lib64/libnvrtc.so"};
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = NULL;
+    int devices = 0, major, minor;
+    Device *d = g->device = calloc(1, sizeof *d);
+    if (!driver || !d) return false;
+    for (size_t i = 0; i < COUNT(compilers) && !compiler; i++)
+        compiler = dlopen(compilers[i], RTLD_NOW);
+#define X(name, types) *(void **)&d->name = dlsym(driver, #name); missing = missing || !d->name;
+    bool missing = false;
+    DRIVER(X)
+    if (missing || d->cuInit(0) || d->cuDeviceGetCount(&devices) || !devices) return false;
+    if (!compiler)
+        return gpu_fail(g, "there is an NVIDIA GPU, but no libnvrtc, which compiles for it", NULL);
+#undef X
+#define X(name, types) *(void **)&d->name = dlsym(compiler, #name); missing = missing || !d->name;
+    COMPILER(X)
+#undef X
+    if (missing) return gpu_fail(g, "libnvrtc is too old", NULL);
+    if (!cuda(g, cuDevicePrimaryCtxRetain, &d->context, 0)) return false;
+    if (!cuda(g, cuCtxSetCurrent, d->context)) return false;
+    if (!cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0)) return false;
+    if (!cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0)) return false;
+    snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
+    return true;
+}
+
+static void device_release(Gpu *g) {   // variants and buffers
+    Device *d = g->device;
+    void *module;
+    for (int i = 0; i < g->n_pipelines; i++)
+        if (g->pipeline[i].state && !d->cuFuncGetModule(&module, g->pipeline[i].state))
+            d->cuModuleUnload(module);
+    for (int i = 0; i < g->n_shared; i++) {
+        d->cuMemFree_v2(g->shared[i].buffer);
+        if (g->shared[i].own) free(g->shared[i].base);
+    }
+}
+
+static void device_close(Gpu *g) {
+    Device *d = g->device;
+    if (d && d->context) {
+        d->cuCtxSynchronize();
+        device_release(g);
+        if (d->pinned) d->cuMemHostUnregister(d->pinned);
+        d->cuDevicePrimaryCtxRelease_v2(0);
+    }
+    free(d);
+}
+
+static size_t device_longest(Gpu *g) { return (void)g, SIZE_MAX / 2; }   // bytes of a buffer
+
+// Copies what stands in the host's memory, if it is worth that, and says on a terminal how far it is.
+static bool device_buffer(Gpu *g, Shared *s, bool filled) {
+    size_t room, all;
+    if (!s->base) s->own = (s->base = calloc(1, s->size)) != NULL;
+    if (!s->base || !cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
+    if (s->size > room) {
+        char both[80];
+        snprintf(both, sizeof both, "%zu MB more, where %zu of %zu MB are free", s->size >> 20,
+                 room >> 20, all >> 20);
+        return gpu_fail(g, "the GPU has too little memory", both);
+    }
+    if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size)) return false;
+    if (!filled) return cuda(g, cuMemsetD8_v2, s->buffer, 0, s->size);
+    bool talks = isatty(2) && s->size > 2 * COPY_BYTES;
+    double start = now();
+    for (size_t at = 0, n; at < s->size; at += n) {
+        n = s->size - at < COPY_BYTES ? s->size - at : COPY_BYTES;
+        if (!cuda(g, cuMemcpyHtoDAsync_v2, (char *)s->buffer + at, s->base + at, n, NULL))
+            return false;
+        if (talks)
+            fprintf(stderr, "\rto the GPU: %zu of %zu MB, %.1f GB/s ", (at + n) >> 20, s->size >> 20,
+                    (at + n) / 1e9 / (now() - start));
+    }
+    if (talks) fprintf(stderr, "\r\x1b[K");
+    return true;
+}
+
+static char *device_address(const Gpu *g, const void *p) {
+    const Shared *at = gpu_find(g, p);
+    assert(at);   // all memory of a session is shared when it is opened
+    return (char *)at->buffer + ((const char *)p - at->base);
+}
+
+// What a variant is compiled from: constants, and a function that calls the kernel. At most 256
+// threads leave each as many registers as it may use.
+static void cuda_source(const Variant *p, char *s) {
+    static const char *const names[] = {
+#define X(name) #name,
+        FUNCTION_CONSTANTS(X)
+#undef X
+    };
+    for (int i = 0; i < N_CONSTANTS; i++)
+        s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], p->constant[i]);
+    s += sprintf(s, "#include \"kernels.metal\"\nextern \"C\" __global__ void __launch_bounds__(%zu)\n"
+                 "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
+                 p->threads, p->kernel);
+    for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
+    sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
+            "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
+}
+
+static uint64_t cuda_hash(uint64_t hash, const char *s, size_t n) {   // FNV-1a
+    for (size_t i = 0; i < n; i++) hash = (hash ^ (uint8_t)s[i]) * 0x100000001b3;
+    return hash;
+}
+
+// the file of a variant: its code, and behind it a hash of that
+static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size) {
+    const char *texts[] = {g->device->arch, quant_text, kernels_text, source};
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    uint64_t hash = 0xcbf29ce484222325;
+    bool own = cache && *cache;
+    if (!own && !home) return false;
+    for (size_t i = 0; i < COUNT(texts); i++) hash = cuda_hash(hash, texts[i], strlen(texts[i]));
+    int n = snprintf(path, size, "%s%s", own ? cache : home, own ? "" : "/.cache");
+    if (n > (int)size - 40) return false;
+    mkdir(path, 0777);
+    n += snprintf(path + n, size - n, "/llm");
+    mkdir(path, 0777);
+    snprintf(path + n, size - n, "/%016llx", (unsigned long long)hash);
+    return true;
+}
+
+static Code cuda_cached(const char *path) {   // none where it is not there, or damaged
+    Code c = {0};
+    uint64_t hash;
+    FILE *f = fopen(path, "rb");
+    if (f && !fseek(f, 0, SEEK_END) && ftell(f) > (long)sizeof hash) {
+        c = (Code){ftell(f) - sizeof hash, malloc(ftell(f))};
+        rewind(f);
+        bool read = c.bytes && fread(c.bytes, c.n, 1, f) && fread(&hash, sizeof hash, 1, f);
+        if (!read || hash != cuda_hash(0, c.bytes, c.n)) {
+            free(c.bytes);
+            c = (Code){0};
+        }
+    }
+    if (f) fclose(f);
+    return c;
+}
+
+static void cuda_keep(const char *path, Code c) {   // under its name only when complete
+    char draft[600];
+    uint64_t hash = cuda_hash(0, c.bytes, c.n);
+    snprintf(draft, sizeof draft, "%s.%d", path, (int)getpid());
+    FILE *f = fopen(draft, "wb");
+    bool written = f && fwrite(c.bytes, c.n, 1, f) && fwrite(&hash, sizeof hash, 1, f);
+    if (f && (fclose(f) || !written || rename(draft, path))) unlink(draft);
+}
+
+static void cuda_compile(Task t) {   // code of variant number t.i, if it has none
+    Gpu *g = t.ctx;
+    Device *d = g->device;
+    Code *c = &d->code[t.i];
+    const char *texts[] = {kernels_text, quant_text, ""};
+    const char *names[] = {"kernels.metal", "quant.h", "stdint.h"};
+    const char *options[] = {d->arch, "-default-device", "-std=c++17", "-w"};
+    char source[4000], path[512];
+    void *program;
+    if (g->pipeline[t.i].state || c->bytes) return;
+    cuda_source(&g->pipeline[t.i], source);
+    bool keeps = cuda_path(g, source, path, sizeof path);
+    if (keeps) *c = cuda_cached(path);
+    if (c->bytes || d->nvrtcCreateProgram(&program, source, "pipeline", 3, texts, names)) return;
+    bool ok = !d->nvrtcCompileProgram(program, 4, options);
+    if (ok) d->nvrtcGetCUBINSize(program, &c->n);
+    size_t size = c->n;
+    if (!ok) d->nvrtcGetProgramLogSize(program, &size);
+    c->bytes = malloc(size);
+    if (c->bytes && ok) d->nvrtcGetCUBIN(program, c->bytes);
+    else if (c->bytes) d->nvrtcGetProgramLog(program, c->bytes);
+    d->nvrtcDestroyProgram(&program);
+    if (c->bytes && ok && keeps) cuda_keep(path, *c);
+}
+
+static bool cuda_load(Gpu *g, int i) {
+    Variant *p = &g->pipeline[i];
+    Code *c = &g->device->code[i];
+    void *module;
+    if (p->state) return true;
+    bool ok = c->n ? cuda(g, cuModuleLoadData, &module, c->bytes) &&
+                     cuda(g, cuModuleGetFunction, &p->state, module, "entry")
+                   : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
+    free(c->bytes);
+    *c = (Code){0};
+    return ok;
+}
+
+// In a dry run variants are only noted; device_ready compiles them together.
+static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
+    p->n = d->n;
+    p->threads = d->threads > 256 ? 1024 : 256;
+    if (g->dry) return true;
+    cuda_compile((Task){g, NULL, p - g->pipeline, 0});
+    return cuda_load(g, p - g->pipeline);
+}
+
+static void device_ready(Gpu *g, Pool *pool) {
+    parallel(pool, cuda_compile, g, NULL, g->n_pipelines);
+    for (int i = 0; i < g->n_pipelines && cuda_load(g, i); i++) {}
+}
+
+static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
+static void device_split(Gpu *g) { (void)g; }   // it has begun already
+static bool device_wait(Gpu *g) { return (g->dry || cuda(g, cuCtxSynchronize)) && !g->why[0]; }
+
+static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
+                            size_t size) {
+    Bound x = {.words = 0};
+    void *arguments[] = {&x};
+    if (g->dry) return;
+    for (int i = 0; i < d->n; i++)
+        x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
+    memcpy(x.bytes, args, size);
+    cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, 4 * d->shared, NULL,
+         arguments, NULL);
+}
+
+static void device_send(Gpu *g, const void *p, size_t bytes) {
+    if (bytes && !g->dry && !g->why[0])
+        cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, NULL);
+}
+
+static void device_fetch(Gpu *g, void *p, size_t bytes) {   // waits for what was launched before
+    if (bytes && !g->dry && !g->why[0]) cuda(g, cuMemcpyDtoH_v2, p, device_address(g, p), bytes);
+}
+
+// logits come each token
+static void device_often(Gpu *g, void *p, size_t bytes) {
+    if (!g->device->cuMemHostRegister_v2(p, bytes, 0)) g->device->pinned = p;
+}
+#else
+// ---- Apple: Objective-C, by hand ----
+//
+// The host and the GPU share all memory.
 //
 // A method is a C function, found by name. It must be called through its exact type: on arm64 the
 // arguments of a variadic call travel in other places. Apple's rules of ownership: what "new",
@@ -86,7 +438,7 @@ static size_t nil_method(void) { return 0; }   // what answers a message to nil
 // sends the message `name` to an object: looks its method up, and calls it
 #define send(g, name, object, ...) ({ \
     id to_ = (object); \
-    SEL sel_ = (g)->sel[SEND_##name]; \
+    SEL sel_ = (g)->device->sel[SEND_##name]; \
     IMP code_ = to_ ? class_getMethodImplementation(object_getClass(to_), sel_) : (IMP)nil_method; \
     ((send_##name *)code_)(to_, sel_, ##__VA_ARGS__); })
 
@@ -97,135 +449,212 @@ __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
         ".incbin \"kernels.metal\"\n.byte 0\n.previous\n");
 extern const char metal_source[] __asm__("metal_source");
 
-// ---- device ----
-
-enum { MAX_PIPELINES = 256, MAX_COMMANDS = 32, MAX_BOUND = 16, SPLIT_LAYERS = 8 };
-typedef struct { const char *base; size_t size; id buffer; } Shared;   // with the CPU
-typedef struct { const char *kernel; int constant[N_CONSTANTS]; size_t threads; id state; } Variant;
-
-typedef struct {
+enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
+struct Device {
     SEL sel[N_METHODS];
     id device, queue, library, resident, encoder, commands[MAX_COMMANDS];
+    int n_commands;             // of this forward
     void *pool;                 // of the objects that a forward autoreleases
-    Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
-    Variant pipeline[MAX_PIPELINES];
-    int n_shared, n_pipelines, n_commands;   // n_commands: of this forward
-    int32_t *ids;               // [chunk] tokens
-    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
-    float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
-    int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
-    float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
-    const float *coded;         // the input that they are of, or NULL
-    bool dry;                   // what is encoded will not run
-    char why[200];              // what went wrong first, or empty
-} Gpu;
+};
 
-static Gpu *gpu_new(void) {
-    Gpu *g = calloc(1, sizeof *g);
-#define X(name, selector, R, types) if (g) g->sel[SEND_##name] = sel_registerName(selector);
-    METHODS(X)
-#undef X
-    return g;
-}
-
-// notes what went wrong, unless something did before; error: what Metal says about it, or NULL
-static bool gpu_fail(Gpu *g, const char *what, id error) {
-    const char *text = send(g, utf8, send(g, describe, error));
-    if (!g->why[0])
-        snprintf(g->why, sizeof g->why, "%s%s%s", what, text ? ": " : "", text ? text : "");
-    for (char *c = g->why; *c; c++)
-        if ((unsigned char)*c < ' ') *c = ' ';   // a compiler's message may have many lines
-    return false;
+// gpu_fail, with an NSError
+static bool metal_fail(Gpu *g, const char *what, id error) {
+    return gpu_fail(g, what, send(g, utf8, send(g, describe, error)));
 }
 
 // Under ssh or tmux there is no default device, but there may be a device all the same.
-static id gpu_device(Gpu *g) {
+static id metal_device(Gpu *g) {
     id one = MTLCreateSystemDefaultDevice(), all = one ? NULL : MTLCopyAllDevices();
     if (send(g, count, all)) one = send(g, retain, send(g, object_at, all, 0));
     send(g, release, all);
     return one;
 }
 
-static bool gpu_library(Gpu *g) {   // compiles the kernels
+static bool metal_library(Gpu *g) {   // compiles the kernels
+    Device *d = g->device;
     id error = NULL, text = send(g, string, objc_getClass("NSString"), metal_source);
-    g->device = gpu_device(g);
-    if (!g->device) return gpu_fail(g, "no Metal device", NULL);
-    g->queue = send(g, new_queue, g->device);
+    d->device = metal_device(g);
+    if (!d->device) return metal_fail(g, "no Metal device", NULL);
+    d->queue = send(g, new_queue, d->device);
     id options = send(g, make, objc_getClass("MTLCompileOptions"));
     send(g, set_fast_math, options, false);   // the kernels must tell NaN from numbers
-    g->library = send(g, new_library, g->device, text, options, &error);
+    d->library = send(g, new_library, d->device, text, options, &error);
     send(g, release, options);
-    if (!g->queue) return gpu_fail(g, "no command queue", NULL);
-    return g->library ? true : gpu_fail(g, "kernels.metal", error);   // error alone: a warning
+    if (!d->queue) return metal_fail(g, "no command queue", NULL);
+    return d->library ? true : metal_fail(g, "kernels.metal", error);   // error alone: a warning
 }
 
-// lets the GPU see the pages of base[size], or (base NULL) a new buffer; returns its address
-static void *gpu_share(Gpu *g, void *base, size_t size) {
-    size_t unit = base ? sysconf(_SC_PAGESIZE) : 1, whole = (size + unit - 1) / unit * unit;
+static bool device_open(Gpu *g) {
+    Device *d = g->device = calloc(1, sizeof *d);
+    if (!d) return gpu_fail(g, "out of memory", NULL);
+#define X(name, selector, R, types) d->sel[SEND_##name] = sel_registerName(selector);
+    METHODS(X)
+#undef X
+    void *pool = objc_autoreleasePoolPush();
+    bool ok = metal_library(g);
+    objc_autoreleasePoolPop(pool);
+    return ok;
+}
+
+static void device_release(Gpu *g) {   // variants and buffers
+    for (int i = 0; i < g->n_pipelines; i++) send(g, release, g->pipeline[i].state);
+    for (int i = 0; i < g->n_shared; i++) send(g, release, g->shared[i].buffer);
+}
+
+static void device_close(Gpu *g) {
+    Device *d = g->device;
+    if (!d) return;
+    device_release(g);
+    send(g, release, d->resident);
+    send(g, release, d->library);
+    send(g, release, d->queue);
+    send(g, release, d->device);
+    free(d);
+}
+
+static size_t device_longest(Gpu *g) { return send(g, max_length, g->device->device); }
+
+static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
+    size_t unit = s->base ? sysconf(_SC_PAGESIZE) : 1;
+    id device = g->device->device;
+    (void)filled;
+    s->size = (s->size + unit - 1) / unit * unit;
+    if (s->size > device_longest(g)) return false;
+    s->buffer = s->base ? send(g, share_pages, device, s->base, s->size, MTLStorageModeShared, NULL)
+                        : send(g, new_buffer, device, s->size, MTLStorageModeShared);
+    if (!s->base && s->buffer) s->base = send(g, contents, s->buffer);
+    return s->buffer != NULL;
+}
+
+static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
+    id error = NULL, name = send(g, string, objc_getClass("NSString"), p->kernel);
+    id values = send(g, make, objc_getClass("MTLFunctionConstantValues"));
+    (void)d;
+    for (size_t i = 0; i < N_CONSTANTS; i++)
+        send(g, set_constant, values, &p->constant[i], MTLDataTypeInt, i);
+    id function = send(g, new_function, g->device->library, name, values, &error);
+    p->state = function ? send(g, new_pipeline, g->device->device, function, &error) : NULL;
+    send(g, release, function);
+    send(g, release, values);
+    if (!p->state) return metal_fail(g, p->kernel, error);
+    if (send(g, simd_width, p->state) != SIMD_LANES)
+        metal_fail(g, "SIMD-groups are not 32 wide", NULL);
+    p->threads = send(g, max_threads, p->state);
+    return true;
+}
+
+// Systems that have residency sets (macOS 15) keep all that is shared at hand, so that no command
+// buffer has to look after its own memory.
+static void metal_resident(Gpu *g) {
+    Device *d = g->device;
+    id class = objc_getClass("MTLResidencySetDescriptor"), error = NULL;
+    if (!class) return;
+    id descriptor = send(g, make, class);
+    d->resident = send(g, new_residency, d->device, descriptor, &error);
+    send(g, release, descriptor);
+    if (!d->resident) return;   // it is a help, no need
+    for (int i = 0; i < g->n_shared; i++)
+        send(g, add_allocation, d->resident, g->shared[i].buffer);
+    send(g, commit, d->resident);
+    send(g, request_residency, d->resident);
+    send(g, add_residency, d->queue, d->resident);
+}
+
+static void device_ready(Gpu *g, Pool *unused) {
+    void *pool = objc_autoreleasePoolPush();
+    (void)unused;
+    metal_resident(g);
+    objc_autoreleasePoolPop(pool);
+}
+
+static void metal_commands(Gpu *g) {   // begins one more command buffer
+    Device *d = g->device;
+    id commands = send(g, commands, d->queue);
+    d->encoder = send(g, encoder, commands);
+    if (d->encoder) d->commands[d->n_commands++] = commands;
+    else metal_fail(g, "no command encoder", NULL);
+}
+
+static void metal_commit(Gpu *g) {
+    Device *d = g->device;
+    if (!d->encoder) return;
+    send(g, end_encoding, d->encoder);
+    if (!g->dry) send(g, commit, d->commands[d->n_commands - 1]);
+}
+
+static void device_begin(Gpu *g) {
+    g->device->pool = objc_autoreleasePoolPush();
+    g->device->n_commands = 0;
+    metal_commands(g);
+}
+
+static void device_split(Gpu *g) {
+    metal_commit(g);
+    metal_commands(g);
+}
+
+static bool device_wait(Gpu *g) {
+    Device *d = g->device;
+    metal_commit(g);
+    for (int i = 0; i < d->n_commands && !g->dry; i++) {
+        send(g, wait, d->commands[i]);
+        if (send(g, status, d->commands[i]) != MTLCommandBufferStatusCompleted)
+            metal_fail(g, "the GPU stopped", send(g, error, d->commands[i]));
+    }
+    objc_autoreleasePoolPop(d->pool);
+    return !g->why[0];
+}
+
+static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
+                            size_t size) {
+    id encoder = g->device->encoder;
+    send(g, set_pipeline, encoder, p->state);
+    for (int i = 0; i < d->n; i++) {
+        const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants some
+        const Shared *at = gpu_find(g, from);
+        assert(at);   // all memory of a session is shared when it is opened
+        send(g, set_buffer, encoder, at->buffer, from - at->base, i);
+    }
+    send(g, set_bytes, encoder, args, size, d->n);
+    size_t floats = d->shared ? d->shared : 1;   // each kernel has some
+    send(g, set_shared, encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
+    send(g, dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
+}
+
+static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
+static void device_fetch(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
+static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
+#endif
+
+// ---- what is the same on both ----
+
+// lets the GPU see base[size], which is filled or all zeros, or (base NULL) new memory; returns its
+// address
+static void *gpu_share(Gpu *g, void *base, size_t size, bool filled) {
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
     if (!more) return NULL;
     g->shared = more;
-    if (whole > send(g, max_length, g->device)) return NULL;   // the longest buffer it takes
-    id buffer = base ? send(g, share_pages, g->device, base, whole, MTLStorageModeShared, NULL)
-                     : send(g, new_buffer, g->device, whole, MTLStorageModeShared);
-    if (!buffer) return NULL;
-    if (!base) base = send(g, contents, buffer);
-    g->shared[g->n_shared++] = (Shared){base, whole, buffer};
-    return base;
+    Shared *s = &more[g->n_shared];
+    *s = (Shared){base, size, NULL, false};
+    if (!device_buffer(g, s, filled)) return NULL;
+    g->n_shared++;
+    return s->base;
 }
 
-static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points into
-    for (int i = g->n_shared - 1; i >= 0; i--) {
-        const Shared *at = &g->shared[i];
-        if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
-    }
-    return NULL;
-}
-
-// a kernel with these function constants, compiled when it is first asked for
-static const Variant *gpu_pipeline(Gpu *g, const char *kernel, const int *constant) {
+// a kernel with these function constants, made when it is first asked for
+static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
     for (int i = 0; i < g->n_pipelines; i++) {
         Variant *p = &g->pipeline[i];
-        if (strcmp(p->kernel, kernel)) continue;
-        if (!memcmp(p->constant, constant, sizeof p->constant)) return p;
+        if (strcmp(p->kernel, d->kernel)) continue;
+        if (!memcmp(p->constant, d->constant, sizeof p->constant)) return p;
     }
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
     Variant *p = &g->pipeline[g->n_pipelines];
-    id error = NULL, name = send(g, string, objc_getClass("NSString"), kernel);
-    id values = send(g, make, objc_getClass("MTLFunctionConstantValues"));
-    for (size_t i = 0; i < N_CONSTANTS; i++)
-        send(g, set_constant, values, &constant[i], MTLDataTypeInt, i);
-    id function = send(g, new_function, g->library, name, values, &error);
-    p->state = function ? send(g, new_pipeline, g->device, function, &error) : NULL;
-    send(g, release, function);
-    send(g, release, values);
-    if (!p->state) return gpu_fail(g, kernel, error), NULL;
-    if (send(g, simd_width, p->state) != SIMD_LANES)
-        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
-    p->kernel = kernel;
-    memcpy(p->constant, constant, sizeof p->constant);
-    p->threads = send(g, max_threads, p->state);
+    *p = (Variant){.kernel = d->kernel};
+    memcpy(p->constant, d->constant, sizeof p->constant);
+    if (!device_pipeline(g, p, d)) return NULL;
     g->n_pipelines++;
     return p;
-}
-
-static void gpu_commands(Gpu *g) {   // begins one more command buffer
-    id commands = send(g, commands, g->queue);
-    g->encoder = send(g, encoder, commands);
-    if (g->encoder) g->commands[g->n_commands++] = commands;
-    else gpu_fail(g, "no command encoder", NULL);
-}
-
-static void gpu_begin(Gpu *g) {   // what is encoded from here on, gpu_wait runs
-    g->pool = objc_autoreleasePoolPush();
-    g->n_commands = 0;
-    gpu_commands(g);
-}
-
-static void gpu_commit(Gpu *g) {   // the GPU may start on what was encoded
-    if (!g->encoder) return;
-    send(g, end_encoding, g->encoder);
-    if (!g->dry) send(g, commit, g->commands[g->n_commands - 1]);
 }
 
 // Also called after a failure: one line tells which, and without s->gpu the CPU does the work.
@@ -233,59 +662,23 @@ static void gpu_close(Session *s) {
     Gpu *g = s->gpu;
     if (!g) return;
     if (g->why[0]) fprintf(stderr, "note: running on the CPU: %s\n", g->why);
-    for (int i = 0; i < g->n_pipelines; i++) send(g, release, g->pipeline[i].state);
-    for (int i = 0; i < g->n_shared; i++) send(g, release, g->shared[i].buffer);
-    send(g, release, g->resident);
-    send(g, release, g->library);
-    send(g, release, g->queue);
-    send(g, release, g->device);
+    device_close(g);
     free(g->shared);
     free(g);
     s->gpu = NULL;
 }
 
-static bool gpu_wait(Gpu *g) {   // false if anything failed since gpu_open
-    gpu_commit(g);
-    for (int i = 0; i < g->n_commands && !g->dry; i++) {
-        send(g, wait, g->commands[i]);
-        if (send(g, status, g->commands[i]) != MTLCommandBufferStatusCompleted)
-            gpu_fail(g, "the GPU stopped", send(g, error, g->commands[i]));
-    }
-    objc_autoreleasePoolPop(g->pool);
-    return !g->why[0];
-}
-
-static bool gpu_end(Session *s) {   // gpu_wait; after a failure the session has no GPU
-    bool ok = gpu_wait(s->gpu);
+static bool gpu_end(Session *s) {   // device_wait; after a failure the session has no GPU
+    bool ok = device_wait(s->gpu);
     if (!ok) gpu_close(s);
     return ok;
 }
 
-// one dispatch: buffers 0 to n - 1, NULL where the variant ignores one; then come the arguments
-typedef struct {
-    const char *kernel;
-    const void *bound[MAX_BOUND];
-    int n;
-    size_t groups, threads, shared;   // threadgroups; for each its threads, and floats it shares
-    int constant[N_CONSTANTS];
-} Dispatch;
-
 static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t size) {
-    const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d->kernel, d->constant);
+    const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d);
     if (!p) return;
     if (d->threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
-    if (d->threads > p->threads) return;
-    send(g, set_pipeline, g->encoder, p->state);
-    for (int i = 0; i < d->n; i++) {
-        const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants some
-        const Shared *at = gpu_find(g, from);
-        assert(at);   // all memory of a session is shared when it is opened
-        send(g, set_buffer, g->encoder, at->buffer, from - at->base, i);
-    }
-    send(g, set_bytes, g->encoder, args, size, d->n);
-    size_t floats = d->shared ? d->shared : 1;   // each kernel has some
-    send(g, set_shared, g->encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
-    send(g, dispatch, g->encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
+    else device_dispatch(g, p, d, args, size);
 }
 
 // ---- operations ----
@@ -494,7 +887,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     struct attention_args a = {
         n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
         kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
-        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig};
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig, s->ids != NULL};
     float *q = is_gated(c, w) ? s->mix : s->q;
     const float *angles = s->angles[w->window > 0];
     Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
@@ -507,7 +900,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = n == 1,
                      [C_CAUSAL] = c->causal}};
-    Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles}, 10,
+    Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles,
+                           kv->pos}, 11,
                   div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
@@ -649,7 +1043,7 @@ static bool run_block(Session *s, const Layer *w) {
         d.constant[C_FORMAT_0 + i] = m[i]->type;
         d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
     }
-    const Variant *p = fits ? gpu_pipeline(s->gpu, d.kernel, d.constant) : NULL;
+    const Variant *p = fits ? gpu_pipeline(s->gpu, &d) : NULL;
     if (!p || p->threads < BLOCK_THREADS) return false;   // the compiler may allow fewer threads
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
     return true;
@@ -705,10 +1099,14 @@ static void run_output(Session *s, int first, int n) {
 static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    int split = c->n_layer / MAX_COMMANDS + SPLIT_LAYERS;
+    int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     s->pos = pos;
+    s->ids = ids;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
     parallel(s->pool, angles_row, s, NULL, n);
+    device_send(g, g->ids, n * sizeof *g->ids);
+    for (int i = 0; i < 2; i++)
+        device_send(g, s->angles[i], (size_t)n * c->n_rot * sizeof *s->angles[i]);
     run_embed(s, n);
     if (s->m->embd_norm.w)
         run_norm(s, s->x, &s->m->embd_norm, c->arch->norm, c->dim, s->x, n, STORE);
@@ -717,14 +1115,15 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
         for (int i = 0; ids && cache->rows && i < n; i++)
             cache->pos[cache_row(cache, pos + i)] = pos + i;
         run_layer(s, &s->m->layers[s->l], n);
-        if (n == 1 || (s->l + 1) % split) continue;
-        gpu_commit(g);   // the GPU begins on these layers while the next are encoded
-        gpu_commands(g);
+        // the GPU begins on these layers while the next are encoded
+        if (n > 1 && (s->l + 1) % split == 0) device_split(g);
     }
 }
 
-// A recurrent state that the GPU has left half-way is worth nothing: the CPU starts at the front.
+// The CPU evaluates all of the history before pos, if what the GPU has left is of no use to it: that
+// lies in the GPU's memory, or a recurrent state is half-way.
 static void forward_again(Session *s, int pos) {
+    if (!DEVICE_COPIES && !s->n_recurrent) return;
     session_truncate(s, 0);
     for (int p = 0, n; p < pos; p += n) {
         n = pos - p < s->o.chunk ? pos - p : s->o.chunk;
@@ -734,20 +1133,42 @@ static void forward_again(Session *s, int pos) {
 }
 
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    if (!s->gpu) return false;
-    gpu_begin(s->gpu);
+    Gpu *g = s->gpu;
+    int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
+    if (!g) return false;
+    device_begin(g);
     run_layers(s, ids, n, pos);
-    if (first < n) run_output(s, first, n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS);
+    if (rows > 0) run_output(s, first, rows);
+    if (rows > 0) device_fetch(g, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = gpu_end(s);
-    if (!ok && s->n_recurrent) forward_again(s, pos);
+    if (!ok) forward_again(s, pos);
     return ok;
 }
 
+// After a failure the CPU evaluates the whole chunk, too, as s->x is of no use.
 static bool gpu_logits(Session *s, int first, int n) {
-    if (!s->gpu) return false;
-    gpu_begin(s->gpu);
+    Gpu *g = s->gpu;
+    int pos = s->pos, end = s->history.n;
+    if (!g) return false;
+    device_begin(g);
     run_output(s, first, n);
-    return gpu_end(s);
+    device_fetch(g, s->logits, (size_t)n * s->m->config.n_vocab * sizeof *s->logits);
+    bool ok = gpu_end(s);
+    if (ok || !DEVICE_COPIES) return ok;
+    forward_again(s, pos);
+    forward(s, s->history.id + pos, end - pos, pos);
+    s->history.n = end;
+    return false;
+}
+
+static void gpu_fetch(Session *s, void *p, size_t bytes) {
+    if (s->gpu) device_fetch(s->gpu, p, bytes);
+}
+
+static void gpu_store(Session *s) {
+    for (int l = 0; s->gpu && l < s->m->config.n_layer; l++)
+        device_send(s->gpu, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
+    if (s->gpu) device_send(s->gpu, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
 }
 
 // ---- open ----
@@ -801,13 +1222,13 @@ static uint8_t *next_tensor(const Gguf *file, uint8_t *from, uint8_t *stop, cons
 // Shares a map as one buffer, or as several, cut where a tensor begins, none longer than Metal
 // takes. Buffers begin and end with a page, which two may share: gpu_find takes the later one.
 static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
-    size_t page = sysconf(_SC_PAGESIZE), most = send(g, max_length, g->device) / page * page;
+    size_t page = sysconf(_SC_PAGESIZE), most = device_longest(g) / page * page;
     uint8_t *stop = map->base + map->size, *from = map->base, *next;
     for (; from < stop; from = next) {
         uint8_t *base = map->base + (from - map->base) / page * page;
         bool whole = (size_t)(stop - base) <= most;
         next = whole ? stop : next_tensor(file, from, stop, base + most);
-        if (next == from || !gpu_share(g, base, next - base)) return false;
+        if (next == from || !gpu_share(g, base, next - base, true)) return false;
     }
     return true;
 }
@@ -819,57 +1240,43 @@ static bool share_all(Session *s) {
     const Model *m = s->m;
     Arena a = {0};
     plan_gpu(s, &a);
-    a = (Arena){.size = a.peak, .base = gpu_share(g, NULL, a.peak)};
+    a = (Arena){.size = a.peak, .base = gpu_share(g, NULL, a.peak, false)};
     bool ok = a.base != NULL;
     if (ok) plan_gpu(s, &a);
     for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
     for (size_t i = 0; ok && i < m->n_owned; i++)
-        ok = gpu_share(g, m->owned[i].base, m->owned[i].size);
-    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes);
-    ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes);
+        ok = gpu_share(g, m->owned[i].base, m->owned[i].size, true);
+    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes, false);
+    ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes, false);
     return ok ? true : gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
-// Systems that have residency sets (macOS 15) keep all that is shared at hand, so that no command
-// buffer has to look after its own memory.
-static void keep_resident(Gpu *g) {
-    id class = objc_getClass("MTLResidencySetDescriptor"), error = NULL;
-    if (!class) return;
-    id descriptor = send(g, make, class);
-    g->resident = send(g, new_residency, g->device, descriptor, &error);
-    send(g, release, descriptor);
-    if (!g->resident) return;   // it is a help, no need
-    for (int i = 0; i < g->n_shared; i++)
-        send(g, add_allocation, g->resident, g->shared[i].buffer);
-    send(g, commit, g->resident);
-    send(g, request_residency, g->resident);
-    send(g, add_residency, g->queue, g->resident);
-}
-
-// Makes the pipelines of a chunk and of few tokens, by encoding what never runs; then runs a token,
-// which brings weights into memory, in a row that no query sees.
+// Makes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs; then
+// runs a token, which brings weights into memory, in a row that no query sees.
 static void warm_up(Session *s) {
     Gpu *g = s->gpu;
-    int n[4] = {s->o.chunk, GEMM_SOME, 2, 1};
-    for (int i = 0; s->gpu && i < 4; i++) {
-        g->dry = i < 3;
-        gpu_begin(g);
-        run_layers(s, NULL, n[i] < s->o.chunk ? n[i] : s->o.chunk, 0);
-        if (!g->dry) run_output(s, 0, 1);
+    int n[5] = {s->o.chunk, GEMM_SOME, 2, 1, 1};
+    for (int i = 0; s->gpu && i < 5; i++) {
+        int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
+        g->dry = i < 4;
+        if (!g->dry) device_ready(g, s->pool);
+        device_begin(g);
+        run_layers(s, NULL, rows, i == 3 ? s->o.window : 0);
+        run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
         gpu_end(s);
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
+    gpu_store(s);
 }
 
 static void gpu_open(Session *s) {
     const char *lacks = gpu_lacks(s->m);
-    Gpu *g = s->gpu = gpu_new();
+    Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return;
-    void *pool = objc_autoreleasePoolPush();
-    if (lacks) snprintf(g->why, sizeof g->why, "the GPU path does not know this model's %s", lacks);
-    bool ok = !lacks && gpu_library(g) && share_all(s);
-    if (ok) keep_resident(g);
-    objc_autoreleasePoolPop(pool);
-    if (!ok) return gpu_close(s);
+    bool ok = device_open(g);
+    if (ok && lacks)
+        ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
+    if (!ok || !share_all(s)) return gpu_close(s);
+    device_often(g, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);
 }

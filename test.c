@@ -2335,9 +2335,12 @@ static void test_cli_interrupt(void) {
 // result under one order or another; built with -fsanitize=thread, each fiber is a thread to the
 // sanitizer and only barriers order memory: a race is reported under any. A barrier that some
 // threads miss, lanes that part before a simd_* call: errors at once, with the line.
-#ifdef LLM_METAL
+#if defined(LLM_CUDA) || (defined(LLM_METAL) && defined(__APPLE__))
+#define REAL_GPU
+#endif
+#if defined(LLM_METAL) || defined(LLM_CUDA)
 #pragma GCC diagnostic ignored "-Wunused-parameter"   // of PLACE, of methods, of kernels' tests
-#ifndef __APPLE__   // there the real device takes the place of all this
+#ifndef REAL_GPU   // which takes the place of all this
 #include <dlfcn.h>
 #include <ucontext.h>
 #if __has_include(<valgrind/memcheck.h>)
@@ -2723,7 +2726,6 @@ typedef struct SoftRun {
     SoftBind bind[BINDINGS];
     size_t shared;
     MTLSize groups, threads;
-    struct CudaProgram *program;                 // what CUDA runs
     struct SoftRun *next;
 } SoftRun;
 typedef struct SoftObject {                      // any object; few fields, several uses
@@ -2732,7 +2734,6 @@ typedef struct SoftObject {                      // any object; few fields, seve
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p, *pages;                             // a string's, buffer's, library's bytes
-    char *gpu, *mapped;                          // where CUDA has a buffer; its first own page
     size_t n;
     bool mine;                                   // p is ours to free
     struct { bool set; int value; } constant[N_CONSTANTS];
@@ -2754,13 +2755,7 @@ static struct {
     int after;                                   // this many calls from now, and from then on
     size_t longest;                              // that a buffer may be, or 0
     int resident;                                // buffers in residency sets of queues
-    bool cuda;                                   // an NVIDIA GPU runs the kernels, by these:
 } soft;
-static void cuda_map(SoftObject *buffer);
-static void cuda_unmap(SoftObject *buffer);
-static struct CudaProgram *cuda_pipeline(const SoftObject *function, int threads);
-static void cuda_commit(const SoftRun *runs);
-static void cuda_wait(void);
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
     va_list v;
@@ -2800,7 +2795,6 @@ static void soft_release(SoftObject *o) {
     }
     for (int i = 0; i < BINDINGS; i++) soft_release(o->now.bind[i].buffer);
     if (o->mine) free(o->p);
-    if (o->gpu) cuda_unmap(o);
     if (o->pages) munmap(o->pages, (o->n + PAGE - 1) / PAGE * PAGE + PAGE);
     soft_release(o->a);
     free(o);
@@ -2824,7 +2818,7 @@ void objc_autoreleasePoolPop(void *pool) {
 }
 
 static const SoftClass NSString, NSError, NSArray, MTLCompileOptions, MTLFunctionConstantValues,
-    Device, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder, Residency,
+    SoftDevice, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder, Residency,
     ResidencyDescriptor;
 
 static id soft_child(const SoftClass *c, id parent) {   // keeps its parent alive
@@ -2931,7 +2925,6 @@ M(id, new_buffer, size_t bytes, size_t options) {
     if (options || !bytes) soft_fault("newBufferWithLength: %zu options %zu", bytes, options);
     soft.buffers++;
     SoftObject *o = soft_buffer(bytes, 16);
-    if (soft.cuda) cuda_map(o);
     return o;
 }
 
@@ -2943,7 +2936,6 @@ M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator)
     o->p = p;
     o->n = bytes;
     soft.buffers++;
-    if (soft.cuda) cuda_map(o);
     return o;
 }
 
@@ -2987,7 +2979,6 @@ M(void, dispatch, MTLSize groups, MTLSize threads) {
     *r = SELF->now;
     r->groups = groups;
     r->threads = threads;
-    r->program = soft.cuda ? cuda_pipeline(r->pipeline->a, threads.width) : NULL;
     soft_retain(r->pipeline);
     for (int i = 0; i < BINDINGS; i++)
         if (r->bind[i].buffer) soft_retain(r->bind[i].buffer);
@@ -3003,7 +2994,6 @@ M(void, commit) {
     if (SELF->status != 1) soft_fault("commit before endEncoding, or twice");
     SELF->status = 2;
     soft.commits++;
-    if (soft.cuda) cuda_commit(SELF->runs);
 }
 
 HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
@@ -3035,9 +3025,8 @@ M(void, wait_completed) {
     if (SELF->status >= 4) return;
     if (SELF->status != 2) soft_fault("waitUntilCompleted before commit");
     for (SoftRun *r = SELF->runs; r && !bad; r = r->next)
-        if (!(bad = soft_ready(r)) && !soft.cuda)
+        if (!(bad = soft_ready(r)))
             bad = emu_run(r->groups.width, r->threads.width, r->shared, soft_kernel, r);
-    if (soft.cuda) cuda_wait();
     SELF->status = bad ? 5 : 4;
     if (!bad) return;
     SELF->p = strdup(bad);
@@ -3066,7 +3055,7 @@ SOFT_CLASS(MTLFunctionConstantValues, "MTLFunctionConstantValues",
     METHOD("new", id, (id, SEL), class_new)
     METHOD("setConstantValue:type:atIndex:", void, (id, SEL, const void *, size_t, size_t),
            set_constant))
-SOFT_CLASS(Device, "MTLDevice",
+SOFT_CLASS(SoftDevice, "MTLDevice",
     METHOD("newCommandQueue", id, (id, SEL), new_queue)
     METHOD("maxBufferLength", size_t, (id, SEL), max_length)
     METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library)
@@ -3107,19 +3096,19 @@ SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
     METHOD("endEncoding", void, (id, SEL), end_encoding))
 
 static const SoftClass *const soft_classes[] = {
-    &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &Device, &Buffer,
+    &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &SoftDevice, &Buffer,
     &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder, &Residency,
     &ResidencyDescriptor};
 enum { CLASSES = COUNT(soft_classes) };
 
 id MTLCreateSystemDefaultDevice(void) {
     bool none = soft_breaks("MTLCreateSystemDefaultDevice") || soft_breaks("MTLCopyAllDevices");
-    return none ? NULL : soft_new(&Device);
+    return none ? NULL : soft_new(&SoftDevice);
 }
 
 id MTLCopyAllDevices(void) {
     SoftObject *o = soft_new(&NSArray);
-    if (!soft_breaks("MTLCopyAllDevices")) o->a = soft_new(&Device);
+    if (!soft_breaks("MTLCopyAllDevices")) o->a = soft_new(&SoftDevice);
     return o;
 }
 
@@ -3161,439 +3150,13 @@ static int soft_prototypes(void) {
 
 #endif
 
-// ==== an NVIDIA GPU ====
-//
-// `make test-cuda` runs the tests of kernels.metal and metal.c on one. Everything that metal.c sees
-// is the software Metal device, and only its kernels run elsewhere: for each set of function
-// constants the run-time compiler gets a program of its own, in which they are plain numbers, as
-// they are for Metal. It holds the dialect below, which makes the kernels' words CUDA C++, then
-// quant.h and kernels.metal as they stand, then a function to launch. Threads of the host compile,
-// so each test runs twice: a rehearsal, which asks for programs and launches nothing, and then in
-// earnest. Binaries stay in test_cuda.d under a hash of what they were made from.
-//
-// CUDA is found at run time, and its functions are declared here, so this builds without it.
-
-// A SIMD-group is a warp. Of an 8 x 8 matrix lane l holds two neighbours, columns l % 4 * 2 and the
-// next of row l / 4; of a turned one it holds these two rows of column l / 4.
-#ifdef CUDA_DIALECT
-typedef signed char int8_t;
-typedef unsigned char uchar, uint8_t;
-typedef unsigned short ushort, uint16_t;
-typedef int int32_t;
-typedef unsigned int uint, uint32_t;
-typedef long int64_t;
-typedef unsigned long ulong, uint64_t;
-struct half {
-    ushort bits;
-    half() = default;
-    half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
-    operator float() const {
-        float x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-        return x;
-    }
-};
-half __ushort_as_half(ushort bits) {
-    half h;
-    h.bits = bits;
-    return h;
-}
-float __half2float(half h) { return h; }
-
-template <class T, int N> struct alignas(N * sizeof(T)) vec {
-    T e[N];
-    T &operator[](int i) { return e[i]; }
-    const T &operator[](int i) const { return e[i]; }
-};
-#define OPERATOR(op) \
-    template <class T, int N> vec<T, N> operator op(vec<T, N> a, vec<T, N> b) { \
-        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b.e[i]; \
-        return a; \
-    } \
-    template <class T, int N> vec<T, N> operator op(vec<T, N> a, T b) { \
-        for (int i = 0; i < N; i++) a.e[i] = a.e[i] op b; \
-        return a; \
-    }
-OPERATOR(+) OPERATOR(-) OPERATOR(*)
-typedef vec<half, 4> half4;
-#define float2 vec<float, 2>   // CUDA's own have neither [] nor arithmetic
-#define float4 vec<float, 4>
-#define uint2 vec<uint, 2>
-#define uint4 vec<uint, 4>
-
-#define EACH_LANE 0xffffffffu
-#define simd_shuffle(x, i) __shfl_sync(EACH_LANE, x, i)
-#define simd_shuffle_xor(x, i) __shfl_xor_sync(EACH_LANE, x, i)
-#define simd_reduce(name, expression) \
-    template <class T> T name(T a) { \
-        for (int i = 16; i; i /= 2) { \
-            T b = simd_shuffle_xor(a, i); \
-            a = expression; \
-        } \
-        return a; \
-    }
-simd_reduce(simd_sum, a + b) simd_reduce(simd_max, max(a, b)) simd_reduce(simd_min, min(a, b))
-#define threadgroup_barrier(flags) __syncthreads()
-#define simdgroup_barrier(flags) __syncwarp()
-float clamp(float x, float a, float b) { return fminf(fmaxf(x, a), b); }
-
-template <class T> struct simdgroup_matrix {
-    T e[2];
-    bool turned;
-    simdgroup_matrix() = default;
-    explicit simdgroup_matrix(T x) : turned(false) {
-        for (int i = 0; i < 2; i++) e[i] = row() == column() + i ? x : (T)0.0f;
-    }
-    static int row() { return threadIdx.x % 32 / 4; }
-    static int column() { return threadIdx.x % 4 * 2; }
-};
-typedef simdgroup_matrix<half> simdgroup_half8x8;
-typedef simdgroup_matrix<float> simdgroup_float8x8;
-template <class T> void simdgroup_load(simdgroup_matrix<T> &m, const T *p, int stride,
-                                       int origin = 0, bool transposed = false) {
-    vec<T, 2> pair = *(const vec<T, 2> *)(p + m.row() * stride + m.column());
-    for (int i = 0; i < 2; i++) m.e[i] = pair[i];
-    m.turned = transposed;
-}
-template <class T> void simdgroup_store(simdgroup_matrix<T> m, T *p, int stride) {
-    for (int i = 0; i < 2; i++) p[m.row() * stride + m.column() + i] = m.e[i];
-}
-uint turn_bits(uint x) {   // two elements of 16 bits
-    uint y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-uint bits_of(const half *e) { return e[0].bits | (uint)e[1].bits << 16; }
-void turn(half *e) {
-    uint x = turn_bits(bits_of(e));
-    e[0].bits = x;
-    e[1].bits = x >> 16;
-}
-void turn(float *e) {
-    uint x = __float_as_uint(e[0]), y = __float_as_uint(e[1]);
-    uint low = turn_bits((x & 0xffff) | y << 16), high = turn_bits(x >> 16 | (y & 0xffff0000));
-    e[0] = __uint_as_float((low & 0xffff) | high << 16);
-    e[1] = __uint_as_float(low >> 16 | (high & 0xffff0000));
-}
-
-// A tensor core multiplies floats of 11 bits, so a float is taken apart into three of them, and a
-// half is one: all products are exact. Its left operand has 16 rows; two parts of the same 8 rows
-// are in there, whose products add up to the result.
-float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
-void multiply_parts(float *d, const float *high, const float *low, const float *b) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(__float_as_uint(high[0])), "r"(__float_as_uint(low[0])),
-                   "r"(__float_as_uint(high[1])), "r"(__float_as_uint(low[1])),
-                   "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
-}
-template <class A, class B>
-void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_matrix<A> a,
-                                   simdgroup_matrix<B> b, simdgroup_float8x8 c) {
-    if (a.turned) turn(a.e);
-    if (!b.turned) turn(b.e);
-    float sum[4] = {c.e[0], c.e[1], 0.0f, 0.0f}, part[3][2], with[2];
-    float rest_a[2] = {a.e[0], a.e[1]}, rest_b[2] = {b.e[0], b.e[1]};
-    for (int k = 0; k < 3; k++)
-        for (int i = 0; i < 2; i++) {
-            part[k][i] = part_of(rest_a[i]);
-            rest_a[i] -= part[k][i];
-        }
-    for (int k = 0; k < (sizeof(B) == 4 ? 3 : 1); k++) {
-        for (int i = 0; i < 2; i++) {
-            with[i] = part_of(rest_b[i]);
-            rest_b[i] -= with[i];
-        }
-        if (sizeof(A) == 4) multiply_parts(sum, part[2], rest_a, with);   // rest_a is 0
-        multiply_parts(sum, part[0], part[1], with);
-    }
-    for (int i = 0; i < 2; i++) d.e[i] = sum[i] + sum[2 + i];
-    d.turned = false;
-}
-void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_half8x8 a, simdgroup_half8x8 b,
-                                   simdgroup_float8x8 c) {
-    float below[2] = {0.0f, 0.0f};
-    if (a.turned) turn(a.e);
-    if (!b.turned) turn(b.e);
-    d = c;
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-                 "{%0,%1,%2,%3};"
-                 : "+f"(d.e[0]), "+f"(d.e[1]), "+f"(below[0]), "+f"(below[1])
-                 : "r"(bits_of(a.e)), "r"(0), "r"(bits_of(b.e)));
-}
-template <class A, class B>
-void simdgroup_multiply(simdgroup_float8x8 &d, simdgroup_matrix<A> a, simdgroup_matrix<B> b) {
-    simdgroup_multiply_accumulate(d, a, b, simdgroup_float8x8(0.0f));
-}
-
-// what a launch binds: a buffer becomes a pointer of whatever type its parameter has
-struct Any {
-    void *p;
-    template <class T> operator T *() const { return (T *)p; }
-};
-struct Bound {
-    Any buffer[32];
-    alignas(16) char bytes[512];
-    int words;   // of threadgroup memory, to be filled with NaN
-};
-extern __shared__ float4 shared_bytes[];
-void begin(int words) {
-    for (int i = threadIdx.x; i < words; i += blockDim.x) ((uint *)shared_bytes)[i] = 0x7fc0dead;
-    if (words) __syncthreads();
-}
-
-// `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`
-#define function_constant(i) ]] = VALUE_##i; [[
-#define kernel static __device__ __forceinline__
-#define device
-#define constant const
-#define threadgroup
-#define thread
-#endif
-
-#ifndef __APPLE__
-__asm__(".data\ntest_source: .incbin \"test.c\"\n.byte 0\n.previous\n");
-extern const char test_source[] __asm__("test_source");
-
-#define DRIVER(X) \
-    X(cuInit, (unsigned)) X(cuDeviceGetAttribute, (int *, int, int)) \
-    X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *)) \
-    X(cuCtxSynchronize, (void)) X(cuGetErrorName, (int, const char **)) \
-    X(cuModuleLoad, (void **, const char *)) \
-    X(cuModuleGetFunction, (void **, void *, const char *)) \
-    X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
-                       unsigned, void *, void **, void **)) \
-    X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *)) \
-    X(cuMemHostGetDevicePointer_v2, (char **, void *, unsigned)) X(cuMemFree_v2, (void *)) \
-    X(cuMemAlloc_v2, (char **, size_t)) X(cuMemcpyHtoD_v2, (void *, const void *, size_t)) \
-    X(cuMemcpyDtoD_v2, (void *, const void *, size_t)) X(cuEventCreate, (void **, unsigned)) \
-    X(cuEventRecord, (void *, void *)) X(cuEventSynchronize, (void *)) \
-    X(cuEventElapsedTime, (float *, void *, void *))
-#define COMPILER(X) \
-    X(nvrtcCreateProgram, (void **, const char *, const char *, int, const char *const *, \
-                           const char *const *)) \
-    X(nvrtcCompileProgram, (void *, int, const char *const *)) \
-    X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
-    X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
-    X(nvrtcDestroyProgram, (void **))
-enum { REGISTER_MAPPED = 2, REGISTER_READ_ONLY = 8, ALREADY_REGISTERED = 712,
-       COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76 };
-
-typedef struct CudaProgram {
-    char *source, file[64];
-    void *function;
-} CudaProgram;
-typedef struct { char *buffer[32], bytes[512]; int words; } CudaBound;   // as Bound in the dialect
-
-static struct {
-#define X(name, types) int (*name) types;
-    DRIVER(X) COMPILER(X)
-#undef X
-    bool rehearsal, resident;       // resident: buffers are in the GPU's memory, for timing
-    char arch[32], *text;           // what all programs include: dialect, quant.h, kernels
-    CudaProgram program[6000];
-    int n;
-} cuda;
-
-// the context is of no use after an error
-#define CUDA(call, ...) cuda_check(cuda.call(__VA_ARGS__), #call)
-static void cuda_check(int error, const char *call) {
-    const char *name = "?";
-    if (!error) return;
-    cuda.cuGetErrorName(error, &name);
-    printf("%s: %s\n0 passed, 1 failed, 0 skipped\n", call, name);
-    exit(1);
-}
-
-static void cuda_write(const char *path, void *program) {   // under its name only when complete
-    size_t size;
-    cuda.nvrtcGetCUBINSize(program, &size);
-    char *bytes = malloc(size), draft[80];
-    cuda.nvrtcGetCUBIN(program, bytes);
-    snprintf(draft, sizeof draft, "%s.%d", path, (int)getpid());
-    FILE *f = fopen(draft, "wb");
-    if (!f || fwrite(bytes, size, 1, f) != 1 || fclose(f) || rename(draft, path)) perror(path);
-    free(bytes);
-}
-
-static void cuda_compile(Task t) {   // one that was not compiled before
-    const CudaProgram *p = (CudaProgram *)t.ctx + t.i;
-    const char *texts[] = {cuda.text, ""}, *names[] = {"kernels", "stdint.h"};
-    const char *options[] = {cuda.arch, "-default-device", "-std=c++17", "-w"};
-    void *program;
-    size_t size;
-    if (!access(p->file, R_OK)) return;
-    cuda.nvrtcCreateProgram(&program, p->source, "pipeline", 2, texts, names);
-    if (cuda.nvrtcCompileProgram(program, 4, options)) {
-        cuda.nvrtcGetProgramLogSize(program, &size);
-        char *log = malloc(size);
-        cuda.nvrtcGetProgramLog(program, log);
-        fprintf(stderr, "%s\n%s\n", p->source, log);
-        exit(1);
-    }
-    cuda_write(p->file, program);
-    cuda.nvrtcDestroyProgram(&program);
-}
-
-// the program of a source
-static CudaProgram *cuda_program(const char *source) {
-    const char *texts[] = {cuda.arch, cuda.text, source};
-    uint64_t hash = 0xcbf29ce484222325;
-    for (int i = 0; i < cuda.n; i++)
-        if (!strcmp(cuda.program[i].source, source)) return &cuda.program[i];
-    for (int i = 0; i < 3; i++)
-        for (const char *c = texts[i]; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001b3;
-    CudaProgram *p = &cuda.program[cuda.n++];
-    snprintf(p->file, sizeof p->file, "test_cuda.d/%016llx.cubin", (unsigned long long)hash);
-    p->source = strdup(source);
-    return p;
-}
-
-// the function to launch; compiles what the rehearsal did not ask for
-static void *cuda_function(CudaProgram *p) {
-    void *module;
-    if (p->function) return p->function;
-    cuda_compile((Task){.ctx = p});
-    CUDA(cuModuleLoad, &module, p->file);
-    CUDA(cuModuleGetFunction, &p->function, module, "entry");
-    return p->function;
-}
-
-// What a dispatch runs: constants, all text, and a function that calls the kernel. At most 256
-// threads leave each as many registers as it may use.
-static CudaProgram *cuda_pipeline(const SoftObject *f, int threads) {
-    static const char *const names[] = {
-#define X(name) #name,
-        FUNCTION_CONSTANTS(X)
-#undef X
-    };
-    char source[4000], *s = source;
-    for (int i = 0; i < N_CONSTANTS; i++)
-        s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], f->constant[i].value);
-    s += sprintf(s, "#include \"kernels\"\nextern \"C\" __global__ void __launch_bounds__(%d)\n"
-                 "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
-                 threads > 256 ? 1024 : 256, f->name);
-    for (int i = 0; i + 1 < f->n_buffers; i++) s += sprintf(s, "x.buffer[%d], ", i);
-    sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
-            "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
-    return cuda_program(source);
-}
-
-static void cuda_launch(const SoftRun *r) {
-    CudaBound x = {.words = cuda.resident ? 0 : (int)r->shared / 4};
-    void *arguments[] = {&x};
-    int last = ((SoftObject *)r->pipeline->a)->n_buffers - 1;   // arguments
-    for (int i = 0; i <= last; i++) {
-        const SoftObject *b = r->bind[i].buffer;
-        if (!b) continue;
-        x.buffer[i] = b->gpu + (r->bind[i].p - (char *)b->p);
-        if (i == last) memcpy(x.bytes, b->p, b->n < sizeof x.bytes ? b->n : sizeof x.bytes);
-    }
-    CUDA(cuLaunchKernel, cuda_function(r->program), r->groups.width, 1, 1, r->threads.width, 1, 1,
-         r->shared, NULL, arguments, NULL);
-}
-
-// The GPU reads and writes the host's pages where they are, or has the buffer to itself.
-static void cuda_map(SoftObject *o) {
-    char *base = o->pages ? o->pages : o->p, *at;
-    size_t bytes = o->pages ? (o->n + PAGE - 1) / PAGE * PAGE : o->n, page = sysconf(_SC_PAGESIZE);
-    if (cuda.rehearsal) return;
-    if (cuda.resident) return CUDA(cuMemAlloc_v2, &o->gpu, o->n);
-    int error = 1, flags = REGISTER_MAPPED;
-    for (int i = 0; i < 2 && error; i++, flags |= REGISTER_READ_ONLY) {   // a file's are const
-        error = cuda.cuMemHostRegister_v2(base, bytes, flags);
-        if (error == ALREADY_REGISTERED)   // the page at the seam, by the buffer before
-            error = cuda.cuMemHostRegister_v2(base += page, bytes -= page, flags);
-    }
-    cuda_check(error, "cuMemHostRegister_v2");
-    CUDA(cuMemHostGetDevicePointer_v2, &at, o->mapped = base, 0);
-    o->gpu = at + ((char *)o->p - base);
-}
-
-static void cuda_unmap(SoftObject *o) {
-    if (!o->gpu) return;
-    if (cuda.resident) CUDA(cuMemFree_v2, o->gpu);
-    else CUDA(cuMemHostUnregister, o->mapped);
-}
-
-static void cuda_wait(void) { if (!cuda.rehearsal) CUDA(cuCtxSynchronize); }
-
-static void cuda_commit(const SoftRun *runs) {
-    for (const SoftRun *r = cuda.rehearsal ? NULL : runs; r; r = r->next) cuda_launch(r);
-}
-
-// the best time of 7, in seconds
-static double cuda_time(const SoftRun *runs) {
-    void *event[2];
-    float ms, best = 1e9;
-    for (int i = 0; i < 2; i++) CUDA(cuEventCreate, &event[i], 0);
-    for (int i = 0; i < 8 && !cuda.rehearsal; i++) {   // the first one warms up
-        CUDA(cuEventRecord, event[0], NULL);
-        cuda_commit(runs);
-        CUDA(cuEventRecord, event[1], NULL);
-        CUDA(cuEventSynchronize, event[1]);
-        CUDA(cuEventElapsedTime, &ms, event[0], event[1]);
-        best = i && ms < best ? ms : best;
-    }
-    return best / 1e3;
-}
-
-// finds the libraries, the first GPU and its context; false if there is none
-static bool cuda_open(void) {
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = dlopen("libnvrtc.so", RTLD_NOW);
-    const char *home = "/usr/local/cuda/lib64/libnvrtc.so", *end;
-    int major, minor;
-    void *context;
-    if (!compiler) compiler = dlopen(home, RTLD_NOW);
-#define X(name, types) \
-    if (!driver || !compiler || !(cuda.name = dlsym(#name[0] == 'c' ? driver : compiler, #name))) \
-        return false;
-    DRIVER(X) COMPILER(X)
-#undef X
-    if (cuda.cuInit(0) || cuda.cuDevicePrimaryCtxRetain(&context, 0)) return false;
-    CUDA(cuCtxSetCurrent, context);
-    CUDA(cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0);
-    CUDA(cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
-    snprintf(cuda.arch, sizeof cuda.arch, "-arch=sm_%d%d", major, minor);
-    const char *dialect = strchr(strstr(test_source, "\n#ifdef CUDA_DIALECT\n") + 1, '\n');
-    end = strstr(dialect, "\n#endif");
-    cuda.text = malloc(end - dialect + strlen(metal_source) + 2);
-    sprintf(cuda.text, "%.*s\n%s", (int)(end - dialect), dialect, metal_source);
-    mkdir("test_cuda.d", 0777);
-    return soft.cuda = true;
-}
-
-// runs a test without launching anything, and compiles what it will need
-static void cuda_rehearse(void (*fn)(void)) {
-    if (!soft.cuda) return;
-    int out = dup(1), nothing = open("/dev/null", O_WRONLY);
-    fflush(stdout);
-    dup2(nothing, 1);
-    cuda.rehearsal = true;
-    if (!setjmp(test.end)) fn();
-    clean_up();
-    cuda.rehearsal = false;
-    fflush(stdout);
-    dup2(out, 1);
-    close(out);
-    close(nothing);
-    Pool *pool = pool_open(count_cpus());
-    parallel(pool, cuda_compile, cuda.program, NULL, cuda.n);
-    pool_close(pool);
-    test.checks = test.failures = 0;
-    test.seed = 1;
-}
-
-#endif
-
 // ==== tests of kernels.metal and metal.c ====
 //
 // Kernels, each against the CPU or a reference written from the formula, over all formats, ragged
 // sizes and three schedules; whole models through metal.c against the CPU; failures of the host.
 
-#ifdef __APPLE__
-// The real device: threads run in an order of its own, nothing is recorded, no call fails.
+#ifdef REAL_GPU
+// Threads run in an order of the device's own, and nothing is recorded.
 enum { FORWARD, ORDERS, RECORDER = 0 };
 typedef struct SoftObject {
     const char *name;
@@ -3601,13 +3164,14 @@ typedef struct SoftObject {
     struct { int value; } constant[N_CONSTANTS];
 } SoftObject;
 static struct {
-    int live, faults, pools, buffers, commits, n_run, after;
+    int live, faults, pools, buffers, commits, n_run, after, resident;
+    size_t longest;
     struct { SoftObject *pipeline; void *bound[16]; } run[1];
     const char *broken;
-    bool cuda;
 } soft;
 static struct { int order; } emu;
 static int soft_prototypes(void) { return 0; }
+static void check_all_ran(void) {}
 #else
 enum { RECORDER = 1 };
 #endif
@@ -3636,12 +3200,10 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 #define LAB_CHECK(ok, format, ...) CHECK(ok, format ", %s", __VA_ARGS__, orders[emu.order])
 
 static Gpu *lab_open(void) {
-    Gpu *g = gpu_new();
-    void *pool = objc_autoreleasePoolPush();
-    bool ok = gpu_library(g);
+    Gpu *g = calloc(1, sizeof *g);
+    bool ok = device_open(g);
     CHECK(ok, "%s", g->why);
-    objc_autoreleasePoolPop(pool);
-    return g;
+    return ok ? g : NULL;
 }
 
 static Lab lab(Gpu *g) {
@@ -3654,7 +3216,9 @@ static Session *lab_begin(Lab *x) {
     x->s.m = &x->m;
     x->s.gpu = x->g;
     soft.n_run = 0;
-    gpu_begin(x->g);
+    device_begin(x->g);
+    for (int i = 0; i < x->g->n_shared; i++)
+        device_send(x->g, x->g->shared[i].base, x->g->shared[i].size);
     return &x->s;
 }
 
@@ -3667,7 +3231,9 @@ static int times_run(const char *kernel) {   // since the recorder was reset
 static char kernels_run[1000];   // names of those that a Lab has run, each between blanks
 
 static void lab_end(Lab *x, const char *what) {
-    bool ok = gpu_wait(x->g);
+    for (int i = 0; i < x->g->n_shared; i++)
+        device_fetch(x->g, x->g->shared[i].base, x->g->shared[i].size);
+    bool ok = device_wait(x->g);
     LAB_CHECK(ok, "%s: %s", what, x->g->why);
     x->g->why[0] = 0;
     for (int r = 0; r < soft.n_run; r++) {
@@ -3687,7 +3253,7 @@ static void lab_tile(const char *what, int tile, bool int8, bool experts) {
 }
 
 static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped behind
-    return (char *)gpu_share(g, NULL, (n + 15) / 16 * 16) + -n % 16;
+    return (char *)gpu_share(g, NULL, (n + 15) / 16 * 16, false) + -n % 16;
 }
 
 static float *lab_floats(Gpu *g, size_t n, float scale) {
@@ -3701,8 +3267,8 @@ static Norm lab_norm(Gpu *g, int n, int group) {
 }
 
 static void lab_drop(Gpu *g) {   // frees all buffers and variants
-    while (g->n_shared) send(g, release, g->shared[--g->n_shared].buffer);
-    while (g->n_pipelines) send(g, release, g->pipeline[--g->n_pipelines].state);
+    device_release(g);
+    g->n_shared = g->n_pipelines = 0;
 }
 
 // the error on average, as a share of what is wanted on average; a single one may be three times
@@ -4123,6 +3689,7 @@ static void kernel_delta(Gpu *g, int unused) {
     }
 }
 
+#ifndef REAL_GPU
 static void check_all_ran(void) {
     char name[40];
     for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
@@ -4130,6 +3697,7 @@ static void check_all_ran(void) {
         CHECK(strstr(kernels_run, text_of(" %s ", name)), "kernel %s is not tested", name);
     }
 }
+#endif
 
 static void check_counters(void) {
     CHECK(soft.live == 0 && soft.pools == 0, "%d objects leak, %d pools are open", soft.live,
@@ -4149,8 +3717,7 @@ static void test_metal_kernels(void) {
     Gpu *g = lab_open();
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
         emu.order = i % ORDERS;
-        if (soft.cuda && emu.order) continue;   // it has its own
-        for (size_t k = 0; g->library && k < COUNT(KERNEL_TESTS); k++) {
+        for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
             KERNEL_TESTS[k].fn(g, FORMATS[i / ORDERS]);
@@ -4160,7 +3727,7 @@ static void test_metal_kernels(void) {
     }
     emu.order = FORWARD;
     gpu_close(&(Session){.gpu = g});
-    if (RECORDER) check_all_ran();
+    check_all_ran();
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
     check_counters();
 }
@@ -4178,7 +3745,7 @@ static bool count_chunk(void *ctx, int reused, int done, int n) {
 // command buffer, and a chunk several if there are many layers. No buffer was made.
 static void check_pass(const Session *s, Pass pass) {
     const Config *c = &s->m->config;
-    bool token = pass.tokens == 1, deep = c->n_layer > SPLIT_LAYERS + c->n_layer / MAX_COMMANDS;
+    bool token = pass.tokens == 1, deep = c->n_layer > SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
     bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
     CHECK(times_run("embed") == pass.chunks, "%s: not each chunk ran on the GPU", c->name);
@@ -4507,35 +4074,20 @@ static void test_metal_failures(void) {
     check_counters();
 }
 
-#ifndef __APPLE__
+#ifdef LLM_CUDA
 // ---- how fast ----
 //
-// `make bench-cuda` calls metal.c's functions on operands in the GPU's own memory: so many in turn
-// that its cache does not hold them. A row has the best time, then bytes of weights or of K
-// and V and their share of what the GPU can read, or the rate of multiplications and additions.
+// `make bench-cuda` calls metal.c's functions on so many operands in turn that the GPU's cache does
+// not hold them. A row has the best time of seven, and bytes of weights or of K and V a second, or
+// multiplications and additions.
 
-static struct { const char *only; double read_rate; } bench;
-
-// prints a row of what was encoded since lab_begin, `times` the same; how much: bytes, or FLOP
-static void bench_end(Lab *x, const char *name, int times, bool flop, double much) {
-    double s = cuda_time(((SoftObject *)x->g->commands[0])->runs) / times, rate = much / s;
-    printf("%s %.1f us", name, s * 1e6);
-    if (flop) printf(" %.2f TFLOP/s\n", rate / 1e12);
-    else printf(" %.0f GB/s %.1f %%\n", rate / 1e9, 100 * rate / bench.read_rate);
-    fflush(stdout);
-    lab_end(x, name);
-    lab_drop(x->g);
-    clean_up();
-}
+static const char *bench_only;   // rows with that in their names
 
 // a buffer that holds n bytes again and again
 static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
-    char *p = gpu_share(g, NULL, (bytes + 15) / 16 * 16);
-    const SoftObject *b = gpu_find(g, p)->buffer;
-    if (cuda.rehearsal) return p;
-    CUDA(cuMemcpyHtoD_v2, b->gpu, pattern, n < bytes ? n : bytes);
-    for (size_t at = n; at < bytes; at *= 2)
-        CUDA(cuMemcpyDtoD_v2, b->gpu + at, b->gpu, at < bytes - at ? at : bytes - at);
+    char *p = gpu_share(g, NULL, (bytes + 15) / 16 * 16, false);
+    for (size_t at = 0; at < bytes; at += n) memcpy(p + at, pattern, n < bytes - at ? n : bytes - at);
+    device_send(g, p, bytes);
     return p;
 }
 
@@ -4551,21 +4103,55 @@ static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     return m;
 }
 
+// Prints how long fn takes for each of so many operands; much: bytes or (flop) operations of one.
+typedef struct { Matrix *m; const float *in; float *out; Cache *cache; int n; bool layer; } Bench;
+static void bench_run(Lab *x, const char *name, void (*fn)(Session *, const Bench *, int),
+                      const Bench *b, int operands, bool flop, double much) {
+    double best = 1e9;
+    for (int turn = 0; turn < 8; turn++) {   // the first one warms up
+        x->m.config.arch = &x->arch;
+        x->s.m = &x->m;
+        x->s.gpu = x->g;
+        device_wait(x->g);
+        double start = now();
+        for (int i = 0; i < operands; i++) fn(&x->s, b, i);
+        device_wait(x->g);
+        if (turn && now() - start < best) best = now() - start;
+    }
+    double rate = much * operands / best;
+    CHECK(!x->g->why[0], "%s", x->g->why);
+    printf("%s %.1f us %.2f %s\n", name, 1e6 * best / operands, rate / (flop ? 1e12 : 1e9),
+           flop ? "TFLOP/s" : "GB/s");
+    fflush(stdout);
+    lab_drop(x->g);
+    clean_up();
+}
+
+static void run_bench_product(Session *s, const Bench *b, int i) {
+    const Matrix *w = &b->m[i];
+    run_products(s, &w, 1, (Input){b->in, NULL}, (float **)&b->out, b->n, STORE);
+}
+
 static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int n, bool int8) {
     enum { COLS = 4096 };
     double bytes = quant_row_bytes(type, COLS) * rows;
     int copies = 1 + 4e8 / bytes;
     Lab x = lab(g);
-    if (!strstr(name, bench.only) || (int8 && format_block(type) == 1)) return;
-    float *in = bench_floats(g, n * COLS), *y = bench_floats(g, n * rows);
+    if (!strstr(name, bench_only) || (int8 && format_block(type) == 1)) return;
+    Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * COLS), bench_floats(g, n * rows),
+               NULL, n, false};
     g->codes = int8 ? bench_floats(g, n * (COLS / 32) * CODE_GROUP) : NULL;
-    lab_begin(&x);
-    for (int i = 0; i < copies; i++) {
-        Matrix m = bench_matrix(g, type, rows, COLS);
-        const Matrix *w = &m;
-        run_products(&x.s, &w, 1, (Input){in, NULL}, &y, n, STORE);
-    }
-    bench_end(&x, name, copies, n > 1, n > 1 ? 2.0 * n * rows * COLS : bytes);
+    for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, COLS);
+    bench_run(&x, name, run_bench_product, &b, copies, n > 1, n > 1 ? 2.0 * n * rows * COLS : bytes);
+}
+
+static void run_bench_attention(Session *s, const Bench *b, int i) {
+    Layer w = s->m->layers[0];
+    Matrix *m[] = {&w.q, &w.o, &w.k, &w.v, &w.gate, &w.up, &w.down};
+    s->l = i;
+    for (int k = 0; b->layer && k < 7; k++) *m[k] = b->m[7 * i + k];
+    if (b->layer) run_layer(s, &w, 1);
+    else run_attention(s, &w, b->n);
 }
 
 // attention of n tokens after `rows - n`; or, with a format (or -1), a layer of an 8B Llama
@@ -4575,38 +4161,37 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * n_head * n * (rows - (n - 1) / 2.0);
     int32_t *pos = need(rows * sizeof *pos);
     Cache c[COPIES];
+    Matrix m[7 * COPIES];
     Lab x = lab(g);
-    if (!strstr(name, bench.only)) return;
+    if (!strstr(name, bench_only)) return;
     for (int i = 0; i < rows; i++) pos[i] = i;
     x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D, .hd = hd,
                           .vd = hd, .n_rot = hd, .rope = ROPE_HALVES, .causal = true};
     x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
+    x.m.layers = &x.w;
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
                     .k = bench_floats(g, n * KV * hd), .v = bench_floats(g, n * KV * hd),
                     .att = bench_floats(g, n * n_head * hd), .x = bench_floats(g, D),
                     .up = bench_floats(g, FF), .angles = {bench_floats(g, n * hd)}};
     g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
-    lab_begin(&x);
-    for (x.s.l = 0; x.s.l < COPIES; x.s.l++) {
-        Matrix *m[] = {&x.w.q, &x.w.o, &x.w.k, &x.w.v, &x.w.gate, &x.w.up, &x.w.down};
+    for (int i = 0; i < COPIES; i++) {
         for (int k = 0; type >= 0 && k < 7; k++)
-            *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
-                                 k == 6 ? FF : D);
-        c[x.s.l] = (Cache){.k = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
-                           .v = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
-                           .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
-        if (type >= 0) run_layer(&x.s, &x.w, 1);
-        else run_attention(&x.s, &x.w, n);
+            m[7 * i + k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
+                                        k == 6 ? FF : D);
+        c[i] = (Cache){.k = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
+                       .v = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
+                       .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
     }
     if (type >= 0) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
-    bench_end(&x, name, COPIES, n > 1, n > 1 ? flop : bytes);
+    bench_run(&x, name, run_bench_attention, &(Bench){m, NULL, NULL, c, n, type >= 0}, COPIES, n > 1,
+              n > 1 ? flop : bytes);
 }
 
 static void bench_all(void) {
     static const int layers[] = {FORMAT_F16, FORMAT_Q8_0, 2, 12};   // q4_0, q4_K
     Gpu *g = lab_open();
-    for (int type = 0; type < 64; type++) {
+    for (int type = 0; g && type < 64; type++) {
         const char *f = quant_name(type);
         if (!f) continue;
         bench_product(g, text_of("gemv %s 14336x4096", f), type, 14336, 1, false);
@@ -4614,6 +4199,7 @@ static void bench_all(void) {
         bench_product(g, text_of("gemm %s 4096x4096x512", f), type, 4096, 512, false);
         bench_product(g, text_of("gemm int8 %s 4096x4096x512", f), type, 4096, 512, true);
     }
+    if (!g) return;
     bench_attention(g, "attention 32 heads of 128, 1024 rows", 32, 128, 1024, 1, -1);
     bench_attention(g, "attention 32 heads of 128, 8192 rows", 32, 128, 8192, 1, -1);
     bench_attention(g, "flash attention 32 heads of 64, 2048 rows", 32, 64, 2048, 512, -1);
@@ -4623,35 +4209,6 @@ static void bench_all(void) {
         bench_attention(g, text_of("layer %s of 8B, 1024 rows", quant_name(layers[i])), 32, 128,
                         1024, 1, layers[i]);
     gpu_close(&(Session){.gpu = g});
-}
-
-// what the GPU can read, in bytes a second: of 4 GB, 64 bytes a thread at a time
-static double bench_read(void) {
-    SoftObject buffer = {.n = 1, .p = ""}, kernel = {.n_buffers = 1}, pipeline = {.a = &kernel};
-    SoftRun r = {.pipeline = &pipeline, .bind = {{&buffer, buffer.p}}, .groups = {1024, 1, 1},
-                 .threads = {1024, 1, 1}};
-    r.program = cuda_program("extern \"C\" __global__ void entry(uint4 *p) {\n"
-        "    unsigned sum = 0, step = 1 << 20;\n"
-        "    for (int i = blockIdx.x * 1024 + threadIdx.x, k; i < 1 << 28; i += 4 * step)\n"
-        "        for (k = 0; k < 4; k++) {\n"
-        "            uint4 x = p[i + k * step];\n"
-        "            sum += x.x ^ x.y ^ x.z ^ x.w;\n        }\n"
-        "    if (sum == 12345) p->x = sum;\n}\n");
-    CUDA(cuMemAlloc_v2, &buffer.gpu, (size_t)1 << 32);
-    double seconds = cuda_time(&r);
-    CUDA(cuMemFree_v2, buffer.gpu);
-    return 4294967296.0 / seconds;
-}
-
-static int cuda_bench(const char *only) {
-    if (!cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
-    cuda.resident = true;
-    bench.only = only;
-    cuda_rehearse(bench_all);
-    bench.read_rate = bench_read();
-    printf("this GPU reads %.0f GB/s\n", bench.read_rate / 1e9);
-    if (!setjmp(test.end)) bench_all();
-    return test.failures > 0;
 }
 #endif
 
@@ -4864,15 +4421,6 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 
 // ==== the table of tests ====
 
-#if !defined(LLM_METAL) || defined(__APPLE__)
-static bool cuda_open(void) { return false; }
-static void cuda_rehearse(void (*fn)(void)) { (void)fn; }
-static int cuda_bench(const char *only) {
-    (void)only;
-    return puts("0 passed, 0 failed, 1 skipped"), 0;
-}
-#endif
-
 typedef struct { const char *name; void (*fn)(void); } Test;
 
 #define T(name) {#name, test_##name},
@@ -4886,7 +4434,7 @@ static const Test TESTS[] = {
     T(tokenizer_streaming) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat)
     T(cli_terminal) T(cli_logits) T(cli_interrupt)
-#ifdef LLM_METAL
+#if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
 };
@@ -4899,7 +4447,6 @@ static bool run_test(const Test *t) {
     test.seed = 1;
     printf("%s\n", t->name);
     fflush(stdout);
-    cuda_rehearse(t->fn);
     if (!setjmp(test.end)) t->fn();
     clean_up();
     if (test.failures) printf("  FAILED: %d of %d checks", test.failures, test.checks);
@@ -4920,10 +4467,15 @@ int main(int argc, char **argv) {
     if (!strcmp(mode, "llm")) return llm_main(argc - 1, argv + 1);
     if (!strcmp(mode, "model") && argc > 3) return run_alone(write_bench_model, argv + 2);
     if (!strcmp(mode, "scenario") && argc == 9) return run_alone(run_scenario, argv + 2);
-    if (!strcmp(mode, "--bench-cuda")) return cuda_bench(argc > 2 ? argv[2] : "");
-    bool on_cuda = !strcmp(mode, "--cuda");
-    if (on_cuda && !cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
-    for (int i = 1 + on_cuda; i < argc; i++) {
+#ifdef LLM_CUDA
+    Gpu gpu = {0};
+    bool found = device_open(&gpu);
+    device_close(&gpu);
+    if (!found) return puts("there is no NVIDIA GPU\n0 passed, 0 failed, 1 skipped"), 0;
+    bench_only = argc > 2 ? argv[2] : "";
+    if (!strcmp(mode, "--bench")) return bench_all(), test.failures > 0;
+#endif
+    for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--quick")) test.quick = true;
         else if (strcmp(argv[i], "--list")) named++;
         else {
