@@ -195,7 +195,7 @@ struct Any {
     template <class T> operator T *() const { return (T *)p; }
 };
 struct Bound {
-    Any buffer[32];
+    Any buffer[16];
     alignas(16) char bytes[512];
     int words;   // of threadgroup memory, to be filled with NaN
 };

@@ -110,7 +110,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
 enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20 };
 
 // what a launch binds, as in kernels.metal
-typedef struct { char *buffer[MAX_BOUND], bytes[512]; int words; } Bound;
+typedef struct { char *buffer[MAX_BOUND], bytes[512]; int words[4]; } Bound;
 typedef struct { size_t n; char *bytes; } Code;   // malloc'ed; n 0: what the compiler says instead
 
 struct Device {
@@ -347,7 +347,7 @@ static bool device_wait(Gpu *g) { return (g->dry || cuda(g, cuCtxSynchronize)) &
 
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
                             size_t size) {
-    Bound x = {.words = 0};
+    Bound x = {.words = {0}};
     void *arguments[] = {&x};
     if (g->dry) return;
     for (int i = 0; i < d->n; i++)

@@ -3271,6 +3271,32 @@ static void lab_drop(Gpu *g) {   // frees all buffers and variants
     g->n_shared = g->n_pipelines = 0;
 }
 
+#ifdef LLM_CUDA
+// Runs a test of kernels without launching anything, and makes the variants that it will need.
+static void lab_rehearse(Gpu *g, void (*fn)(Gpu *g, int type), int type) {
+    int out = dup(1), nothing = open("/dev/null", O_WRONLY), checks = test.checks;
+    int failures = test.failures;
+    uint32_t seed = test.seed;
+    fflush(stdout);
+    dup2(nothing, 1);
+    g->dry = true;
+    fn(g, type);
+    g->dry = false;
+    fflush(stdout);
+    dup2(out, 1);
+    close(out);
+    close(nothing);
+    for (; g->n_shared; g->n_shared--) {
+        Shared *s = &g->shared[g->n_shared - 1];
+        g->device->cuMemFree_v2(s->buffer);
+        free(s->base);
+    }
+    test.checks = checks;
+    test.failures = failures;
+    test.seed = seed;
+}
+#endif
+
 // the error on average, as a share of what is wanted on average; a single one may be three times
 // that; type -1: none
 static void lab_compare(const char *name, int type, const float *got, const float *want, size_t n,
@@ -3717,6 +3743,14 @@ static void test_metal_kernels(void) {
     Gpu *g = lab_open();
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
         emu.order = i % ORDERS;
+#ifdef LLM_CUDA
+        Pool *pool = pool_open(count_cpus());
+        if (emu.order) continue;   // it has its own
+        for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++)
+            if (KERNEL_TESTS[k].formats || !i) lab_rehearse(g, KERNEL_TESTS[k].fn, FORMATS[i / ORDERS]);
+        if (g) device_ready(g, pool);
+        pool_close(pool);
+#endif
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
