@@ -2,11 +2,11 @@
 
 CC ?= cc
 CFLAGS ?= -O3
-# the CPU this is built on: SIMD is most of the speed, and of AVX-512 compilers use a half if not told
+# the CPU this is built on: SIMD is most of the speed; compilers use half of AVX-512 unless told so
 NATIVE := $(shell for f in "-march=native -mprefer-vector-width=512" -march=native -mcpu=native; do \
     echo 'int x;' | $(CC) $$f -x c -c -o /dev/null - 2>/dev/null && echo $$f && break; done)
-# without trapping math, which changes no result, loops that clamp become vector code; a hot loop that
-# begins within a cache line can be 5 % slower
+# -fno-trapping-math changes no result and lets loops that clamp become vector code; a hot loop that
+# does not begin with a cache line can be 5 % slower
 WARN = -std=gnu11 -Wall -Wextra -fno-trapping-math -falign-loops=64
 LIBS = -lm -lpthread
 ENGINE = llm.c quant.h metal.c kernels.metal
@@ -15,8 +15,8 @@ PREFIX ?= /usr/local
 ifeq ($(shell uname),Darwin)
 METAL = -DLLM_METAL -framework Metal -framework Foundation -framework CoreGraphics -lobjc
 endif
-# the tests have a GPU in software, on Apple the real one; it takes a compiler that knows half floats
-# and, in C, [[attributes]]
+# the tests use a GPU in software, on Apple the real one: the compiler must know half floats and, for
+# the one in software, [[attributes]] in C
 PROBE = _Float16 x; $(if $(METAL),,void f(int y [[x]]);)
 ifeq ($(shell echo '$(PROBE)' | $(CC) -std=gnu11 -x c -c -o /dev/null - 2>/dev/null && echo yes),yes)
 TEST_LIBS = $(or $(METAL),-DLLM_METAL -rdynamic -ldl) $(LIBS)
@@ -43,7 +43,7 @@ run: llm
 
 # ---- tests ----
 
-# Each build of the tests meets other code: this CPU's SIMD, the same in plain C, quant.h with four
+# Each build of the tests covers other code: this CPU's SIMD, the same in plain C, quant.h with four
 # codes in a word as on a GPU, the plain engine of Part I alone; the first also under sanitizers, and
 # AVX2 under valgrind.
 test_native: test.c $(ENGINE)
@@ -72,7 +72,7 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
 MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 
-# you changed something: everything that can be checked on this machine (about 5 minutes)
+# you changed something: everything that can be checked on this machine (about 4 minutes)
 test:
 	@rm -f test.log
 	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_words test_book test_avx2 \
@@ -123,9 +123,9 @@ mutants: test_native
 	$(CC) -std=gnu11 -O1 -w $(NATIVE) -fsanitize=bounds -fsanitize-undefined-trap-on-error \
 	    -include test_mutants.d/mutants.h test_mutants.d/test.c -o test_mutants $(TEST_LIBS)
 	./test_mutants mutants
-# you changed what reads files or text: RUNS of hostile ones for each target (apt-get install clang).
-# Decoders stay functions here, and inner loops unobserved, or clang would work on this for long;
-# NULL + 0, the end of an empty list, is let pass.
+# you changed what reads files or text: RUNS hostile inputs for each target (apt-get install clang).
+# Decoders are not inlined here, nor inner loops observed, or clang would take long to compile this;
+# NULL + 0, the end of an empty list, is allowed.
 FUZZ ?= loader vocabulary tokenize detokenize template
 UNSEEN = src:*quant.h fun:transpose fun:float_* fun:*matvec* fun:tile_* fun:int8_* fun:one_* fun:norm \
     fun:read_item fun:read_choice fun:item_length
@@ -242,7 +242,7 @@ scenarios: test_native test_plain
 	    done || exit 1; rm -f $(BENCH_DIR)/llm-bench-*.gguf bench.log; \
 	done; $(PEER_BUILD)
 
-# you wrote much: the budgets of each file, columns, comments, and lines that are packed
+# you wrote a lot: the budgets of each file, columns, comments, and lines that are packed
 define LINES
 function budget(name, n, most) {
     printf "%-52s %5d of %5d%s\n", name, n, most, (n > most ? "  TOO MANY" : "")

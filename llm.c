@@ -4,8 +4,8 @@
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
 // Part I is the engine and the first sitting: a token's whole way, from the file to the next word,
-// in plain C. What the other parts add or make fast stands there as a prototype, and the two large
-// ones in a plain version: `cc -DLLM_PLAIN llm.c -lm` runs every model on these alone.
+// in plain C. It declares what other parts add or speed up, and has plain code for the two large
+// ones, matrix product and attention: `cc -DLLM_PLAIN llm.c -lm` runs every model on that code.
 //
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
@@ -16,9 +16,9 @@
 //   V    main          30 the command line, 31 conversations, 32 modes; an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
-// of the residual stream, hd = width of a head, ff = width of the feed-forward layer; m the Model,
-// c its Config, w its weights at hand, s the Session, e the Error. Shapes are written outermost
-// first: x [n][dim] is n rows of dim floats.
+// of the residual stream (the vector per token that all layers add to), hd = width of a head, ff =
+// width of the feed-forward layer (FFN); m Model, c its Config, w weights (a Layer or a Matrix),
+// s Session, e Error. Shapes are written outermost first: x [n][dim] is n rows of dim floats.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c". What a program calls is
 //
@@ -26,15 +26,15 @@
 //   void model_close(Model *)                    is read-only afterwards: sessions may share it
 //   bool session_open(Session *, const Model *, Options, Error *)
 //   void session_close(Session *)                a Session owns its threads, KV cache and scratch
-//   const float *session_eval(Session *, ids, n, Error *)    logits after ids[n-1]; NULL: error.
-//                                                ids is the whole history: what the cache holds
-//                                                of it is reused. Valid until the next call
+//   const float *session_eval(Session *, ids, n, Error *)    logits, a score for each id that may
+//                                                come next, valid until the next call; NULL: error.
+//                                                ids: the whole history; its cached part is reused
 //   int32_t session_sample(Session *, logits)    draws the next id as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, on_token, ctx, Error *)
 //   tokenize, detokenize, template_render        see Part III
 //
-// close accepts zeroed and half-opened structs. Nothing before Part V exits or prints, but for the
-// one note of a GPU that leaves the work to the CPU.
+// close accepts zeroed and half-opened structs. Only Part V exits or prints, except for the one
+// note that says the GPU has left the work to the CPU.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #include <assert.h>
 #include <errno.h>
@@ -83,8 +83,8 @@ typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, 
 
 static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.s, b, a.n); }
 
-// Looks for a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a
-// star. Returns what stands behind the word: a star, a blank or the end; NULL if it is not there.
+// Finds a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a star.
+// Returns a pointer behind it, to a star, a blank or the end; NULL if the list lacks the word.
 static const char *find_str(Str word, const char *words) {
     for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
@@ -119,8 +119,8 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // free(id) when done
 //   padding, and the data of all tensors
 //
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
-// at the end of a step is enough; each count is bounded by the bytes that could hold so many; each
-// tensor must lie inside the file. Nothing is copied: strings and weights are pointers into it.
+// at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
+// must lie inside the file. Nothing is copied: strings and weights are pointers into it.
 
 enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STR,
        GGUF_ARR, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
@@ -142,7 +142,7 @@ typedef struct {
 
 typedef struct { const uint8_t *p, *end; bool bad; } Cursor;
 
-// the next n bytes; NULL where the file ends before them, and from then on
+// the next n bytes; NULL if fewer are left, and for every call after that
 static const void *take(Cursor *c, uint64_t n) {
     if (n > (uint64_t)(c->end - c->p)) c->bad = true;
     if (c->bad) return NULL;
@@ -217,7 +217,7 @@ static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile
     return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
 }
 
-// finds the tensor's bytes, all in the map; offsets count from `start`
+// points t->data at the tensor's bytes, which must lie in the map; offsets count from `start`
 static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, Error *e) {
     size_t at = t->offset;
     double size = tensor_bytes(t), room = (double)map->size - start - at;
@@ -264,7 +264,7 @@ static double meta_float(const Meta *m, uint64_t i) {
     }
 }
 
-static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped: counts are checked by their users
+static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped; callers check the range
     return fmin(fmax(meta_float(m, i), -1e15), 1e15);
 }
 
@@ -303,7 +303,7 @@ static void gguf_close(Gguf *g) {
     *g = (Gguf){0};
 }
 
-// Reads part i of a model: the tensors of all parts are collected, the metadata of part 0 alone.
+// Reads part i of a model and adds its tensors; metadata is kept from part 0 alone.
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
     Cursor c = {map->base, map->base + map->size, false};
@@ -364,7 +364,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
         maps[g->n_maps++] = (Map){0};
         if (!map_file(&maps[i], name, &why) || !gguf_read(g, &maps[i], i, &why))
             return fail(e, "%s: %s", name, why.text);
-        count = larger(gguf_int(g, "split.count", 1), 1);   // 0 remains where parts were merged
+        count = larger(gguf_int(g, "split.count", 1), 1);   // merged parts leave a 0
         if (count < 1 || count > 99999) return fail(e, "%s: split.count is out of range", path);
         snprintf(tail, sizeof tail, "-00001-of-%05d.gguf", (int)count);
         stem = larger(strlen(path), strlen(tail)) - strlen(tail);
@@ -377,17 +377,17 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 
 // ---- 3. model ----
 //
-// Two tables and a file's tensors say what a model is. A row of ARCHS tells how architectures
-// differ from a plain Llama; KEYS, which numbers a file gives and who reads them; the tensors, the
-// rest (biases, QK norms, post-norms, fused QKV or gate-up, experts, sinks, tied output). To add an
-// architecture: read the values off its reference implementation, add its name to the row that has
-// them, or a row, and run `./llm model.gguf --info`. A number under a new key gets a row in KEYS, a
-// tensor under a new name a line in the load_ function of its block. Then add one line to test.c.
-// RoPE pairing is the usual mistake, and position 0 cannot show it.
-// Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models: the logits
-// agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
+// Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
+// differs from a plain Llama. KEYS lists the numbers that a file gives and who reads them. Which
+// tensors there are says the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts,
+// sinks, tied output). To add an architecture: read the values off its reference implementation,
+// add its name to a row that has them, or a new row, and run `./llm model.gguf --info`. A number
+// under a new key gets a row in KEYS, a tensor under a new name a line in its block's load_
+// function. Then add one line to test.c. RoPE pairing is the usual mistake, and position 0 cannot
+// show it. Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models:
+// logits agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
 
-enum { RMS, LAYERNORM, BARE };                // norm: RMSNorm, LayerNorm, and that without weights
+enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
 enum {
@@ -403,7 +403,7 @@ enum {
     MUP = 512,             // scales follow from width and depth where the file does not say
     SCALE_BY_DIM = 1024,   // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
     ALIBI_8 = 2048,        // ALiBi with a largest bias of 8
-    ENCODER = 4096,        // sees the whole text; norms stand after the residual
+    ENCODER = 4096,        // sees the whole text; norms follow the residual sum
     DELTA_TILED = 8192,    // value head h reads key head h % n_key, not h / (n_value / n_key)
     GATES_NORMED = 16384,  // weights of the chosen experts are divided by their sum
     GATES_SIGMOID = 32768, // the router's logits pass a sigmoid where the file does not say
@@ -417,7 +417,7 @@ typedef struct {
     uint16_t flags;
     uint8_t local;                // every local-th layer sees all, others a window; 0: no windows
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
-    uint8_t n_layer;              // the row is for the size with so many layers; 0: any other
+    uint8_t n_layer;              // the row is for models of this many layers; 0: for any
 } Arch;
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
@@ -464,18 +464,18 @@ typedef struct {
     char name[32];                             // of the architecture
     const Arch *arch;                          // its row
     bool verified;                             // it has a star
-    int n_layer, n_predict;                    // layers that run; for multi-token prediction
-    int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: of layer 0; hd, vd: width of its q and v
+    int n_layer, n_predict;                    // layers; those to predict further tokens do not run
+    int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: in layer 0; hd, vd: width of a head's q, v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
-    float temp_scale;                          // of queries beyond n_ctx_orig (Ministral 3)
+    float temp_scale;                          // scales queries beyond n_ctx_orig (Ministral 3)
     int window;                                // of layers that have one
     int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
     float rope_base, rope_base_local, rope_alpha, rope_factor, rope_attn;
     bool yarn;
     float yarn_fast, yarn_slow, yarn_log;
     int n_ctx_orig;                            // context length before RoPE scaling
-    int n_expert, n_used, n_group;             // of n_expert a token uses n_used
+    int n_expert, n_used, n_group;             // a token uses n_used of n_expert experts
     int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
     float gates_scale;
     int parallel;                              // attention and FFN read the same stream
@@ -489,7 +489,7 @@ typedef struct {
     int type;                                  // ggml's number of the format
     int64_t rows, cols;
     const float *bias;                         // [rows], of all experts, or NULL
-    const float *scale;                        // a factor for the product, one an expert, or NULL
+    const float *scale;                        // factor of the product, one per expert, or NULL
     size_t step;                               // bytes from one expert's matrix to the next
 } Matrix;
 
@@ -507,18 +507,18 @@ typedef struct {
     const float *sinks, *router_bias;          // [n_head]; [n_expert], for the choice only
     Matrix gate, up, down;                     // dense FFN, or all experts' with step
     Matrix router, shared_gate, shared_up, shared_down, shared_router;
-    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, if conv_in (q, k, v) is
+    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, where there is a conv_in
     const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
     Norm delta_norm;
 } Layer;
 
-// What a file says in numbers, under its architecture's name: "llama.block_count".
+// A number that a file gives under its architecture's name, such as "llama.block_count".
 typedef struct {
     const char *key;
-    enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, maybe one a layer
-    size_t at;               // the field of Config, or of Layer
+    enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, or one per layer
+    size_t at;               // offset of the field in Config, or in Layer
     double low, high;        // the range; a key whose default lies below `low` must be in the file
-    const char *archs;       // who reads it (NULL: all do); those with a star must find it
+    const char *archs;       // that read it (NULL: all); those with a star require it
 } Key;
 
 #define INT(field) KEY_INT, offsetof(Config, field)
@@ -587,7 +587,7 @@ typedef struct {
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
     Norm embd_norm, out_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
-    Map *owned;                                // [n_owned] copies: f32 vectors, rows reordered
+    Map *owned;                                // [n_owned] vectors that were converted to f32
     size_t n_owned;
     struct Tokenizer *tokenizer;
 } Model;
@@ -595,7 +595,7 @@ typedef struct {
 // ---- 4. loading ----
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
-// cannot fail. Only the first error counts; later lookups return nothing: check once, at the end.
+// cannot fail. After the first error all lookups find nothing, so one check at the end is enough.
 
 typedef struct {
     Model *m;
@@ -639,7 +639,7 @@ static void load_keys(Loader *ld, void *to, bool layer) {
             refuse(ld, "key %.*s.%s is %.15g, expected %.15g to %.15g", STR_ARG(arch), k->key, x,
                    k->low, k->high);
         else if (k->kind != KEY_REAL) *whole = x;
-        else if (x != 0) *real = x;   // 0 is as good as no key
+        else if (x != 0) *real = x;   // 0 counts as no key
     }
 }
 
@@ -654,7 +654,7 @@ static void need_data(Loader *ld, const void *data, const char *name, const char
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-static void *own(Loader *ld, size_t size) {   // as long as the model lives; a GPU can share it
+static void *own(Loader *ld, size_t size) {   // pages that live with the model, for a GPU to share
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
@@ -664,7 +664,7 @@ static void *own(Loader *ld, size_t size) {   // as long as the model lives; a G
     return v;
 }
 
-// n floats; 0: however many there are
+// a vector of n values (0: of any length), in the file or converted to f32; NULL: there is none
 static const float *load_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
     const Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
@@ -678,7 +678,7 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-// n weights: for all heads one vector [n], one each [heads][n], or one over all [heads * n]
+// weights [n] shared by all heads, [heads][n] with each its own, or [heads * n] over all at once
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     const Tensor *t = find_tensor(ld, name, ".weight");
     bool by_head = t && t->ne[0] == n;
@@ -711,7 +711,7 @@ static Matrix need_matrix(Loader *ld, const char *name, int cols, int rows, int 
     return w;
 }
 
-// rows first .. first+rows-1 of w; of each expert, if w has several
+// rows first .. first+rows-1 of w, or of each expert's matrix in it
 static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     if (w.data) w.data += first * quant_row_bytes(w.type, w.cols);
     if (w.bias) w.bias += first;
@@ -721,7 +721,7 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// n matrices over the residual stream: one below the other in one tensor, or each in its own
+// n matrices whose input is the residual stream: stacked in one tensor, or each in its own
 static void load_fused(Loader *ld, const char *name, int n_expert, const Slice *part, int n) {
     int cols = ld->m->config.dim, rows = 0, at = 0;
     for (int i = 0; i < n; i++) rows += part[i].rows;
@@ -799,8 +799,8 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
     else load_ffn(ld, w);
-    // Which layers see a window only: the pattern is a period, of which the last layer sees all, or
-    // a yes or no for each layer. Some models rotate only there; others leave out every n-th layer.
+    // Which layers see only a window: the key is a period, whose last layer sees all, or an array
+    // of yes and no. Some models use RoPE in windowed layers only, some not in every n-th layer.
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
     bool each = key && key->type == GGUF_ARR, every = !each && !w->pattern;
     bool local = windows && (each ? w->pattern : every || ld->l % w->pattern < w->pattern - 1);
@@ -830,7 +830,7 @@ static bool load_arch(Loader *ld) {
     return ld->ok;
 }
 
-// What the architecture's row implies, where sizes are known; the file may say otherwise.
+// Sets what the architecture's row implies, given the sizes; the file may still override it.
 static void imply_config(Config *c) {
     int flags = c->arch->flags;
     bool mup = flags & MUP;
@@ -875,7 +875,7 @@ static void derive_config(Loader *ld) {
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
-    if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slower angles, the lowest ones most
+    if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
     if (c->n_rot % 2 || c->n_rot > c->hd || !(c->rope_base > 0 && c->rope_base_local > 0))
         refuse(ld, "RoPE: %d dimensions of %d at base %g", c->n_rot, c->hd, c->rope_base);
@@ -884,13 +884,13 @@ static void derive_config(Loader *ld) {
 static void load_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->pooling = -1;
-    *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no guess would be right
+    *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no default: the file must have it
     c->rope_base = 10000;
     c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
     c->yarn_fast = 32;
-    load_keys(ld, c, false);       // the sizes, from which
-    if (ld->ok) imply_config(c);   // the row implies more,
-    load_keys(ld, c, false);       // and again: what the file says counts
+    load_keys(ld, c, false);       // first the sizes
+    if (ld->ok) imply_config(c);   // then what the row implies
+    load_keys(ld, c, false);       // then the file again, which overrides the row
     if (ld->ok) derive_config(ld);
 }
 
@@ -932,13 +932,13 @@ typedef struct {
 } Sampling;
 
 typedef struct {
-    int window, chunk, threads, keep;   // 0: default
+    int window, chunk, threads, keep;   // 0: default. -c, -b, -t, --keep
     bool cpu, gpu_block, gpu_int8;      // no GPU; on it: a layer in one dispatch, int8 prefill
     Sampling sampling;                  // no defaults; all 0 is greedy
 } Options;
 
-// What one layer remembers of the tokens before: attention its keys and values, in a ring of rows;
-// the delta rule a state of fixed size.
+// What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
+// rows; for the delta rule a state of fixed size.
 typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
@@ -954,18 +954,18 @@ typedef struct Session {
     void *kv_base, *scratch_base;   // two mappings
     size_t kv_bytes, scratch_bytes;
     Cache *cache;               // [n_layer]
-    float *recurrent, *saved;   // all conv and state buffers; a copy from before saved_pos
+    float *recurrent, *saved;   // all layers' conv and state; a copy made at saved_pos
     size_t n_recurrent;
     int saved_pos;
-    Tokens history;             // in the caches; session_generate may store one more at [n]
+    Tokens history;             // whose rows the caches hold; [n]: room for one more
     uint64_t rng;
-    // or NULL: before each chunk and at the end; done of n are there, some reused; false interrupts
+    // NULL, or called before each chunk and at the end: `done` of n tokens are cached; false stops
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx, *gpu;            // for on_chunk; the GPU's own
-    // what forward is at
+    // what forward is working on
     const int32_t *ids;         // [n] tokens of this chunk
     int n, pos, l;              // how many, position of the first, layer
-    // buffers: n = up to chunk rows
+    // buffers; n: at most a chunk
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
     float *angles[2];           // [n][n_rot] cos, sin pairs: whole context, windowed layers
@@ -976,32 +976,32 @@ typedef struct Session {
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
-    int32_t *chosen, *order;    // [n][n_used] experts; numbers of these choices, by expert
+    int32_t *chosen, *order;    // [n][n_used] experts; indices of these, sorted by expert
     float *weight;              // [n][n_used] of the chosen experts
     float *logits;              // [LOGIT_ROWS][n_vocab]
     struct Candidate *candidates;   // [n_vocab] for the sampler
     float *slopes;              // [n_head] ALiBi
-    Arena calls;                // for matmul and attention, during a call
+    Arena calls;                // scratch of matmul and attention
 } Session;
 
 // ---- 6. what the other parts provide ----
 //
-// Part I knows the others by these prototypes, and by load_delta and load_experts above. What the
-// two large ones compute, plain_matmul and plain_attention say; Part IV computes the same, fast.
+// Part I knows the others by these prototypes, and by load_delta and load_experts above.
+// plain_matmul and plain_attention define what the two large ones compute; Part IV does it fast.
 
-// Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, with the same ctx and `of`,
-// which say what to work on, in any order; `thread` tells which buffers are the task's own.
+// Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, in any order, on several
+// threads. ctx and `of` say what to work on, `thread` which thread's buffers the task may use.
 typedef struct { void *ctx; const void *of; int i, thread; } Task;
 typedef void TaskFn(Task t);
 
-static int count_cpus(void);           // that this process should use
+static int count_cpus(void);           // how many this process should use
 static Pool *pool_open(int threads);   // NULL: so many threads cannot be started
 static void pool_close(Pool *p);       // NULL is fine
 static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   // waits for all
 
-// Products (Part IV), up to MAX_JOBS in one call.
+// Matrix products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
-enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // of gate and up in one call
+enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // an expert: gate and up
 
 static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
     quant_dequantize(w->type, w->data + r * quant_row_bytes(w->type, w->cols), out, w->cols);
@@ -1022,8 +1022,8 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     }
 }
 
-// All jobs of a call at once: they may share x. Scratch is taken from the arena and returned; an
-// arena that only counts gets the count, and nothing is computed.
+// Runs k jobs together; they may share x. Scratch is taken from the arena and given back. With an
+// arena that only counts, the scratch is counted and nothing is computed.
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
 // Attention (Part IV).
@@ -1039,8 +1039,8 @@ typedef struct {
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 
-// Does a query see a key? Of the past a window of tokens, its own among them, and the first `keep`,
-// which are pinned. There is no branch, so that loops over it become vector code.
+// Does a query see a key (both are positions; key -1: an empty row)? It sees a window that ends
+// with itself, and the first `keep` keys, which are pinned. No branch: loops become vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int past = (key <= query) & ((query - key < a->window) | (key < a->keep));
     return (key >= 0) & (past | (a->causal == false));
@@ -1076,7 +1076,7 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
     }
 }
 
-static void attention(Pool *p, Arena *a, const Attention *x);   // memory: as matmul
+static void attention(Pool *p, Arena *a, const Attention *x);   // scratch: as matmul
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
 // More mixers (Part II) read s->h and leave their result in s->out.
@@ -1090,8 +1090,8 @@ static bool tokenizer_load(Model *m, Error *e);    // m->tokenizer, which needs 
 static void tokenizer_close(struct Tokenizer *t);
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
-// A GPU (metal.c) takes a whole model, on the same buffers; false or -1: the CPU is to do it.
-// gpu_forward makes logits, too, of up to LOGIT_ROWS rows from `first` on; gpu_logits of more.
+// A GPU (metal.c) runs the whole model on these buffers; false or -1: use the CPU. gpu_forward also
+// makes the logits of up to LOGIT_ROWS rows, from row `first` on; gpu_logits makes further ones.
 static void gpu_open(Session *s);
 static void gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
@@ -1102,8 +1102,8 @@ static int32_t gpu_argmax(const Session *s, const float *logits);
 //
 // What happens between the matrix products, on one token's row at a time.
 
-static const float MAGIC = 12582912.0f;   // 1.5 * 2^23. The bits of x + MAGIC are
-enum { MAGIC_BITS = 0x4b400000 };         // these plus x, rounded to an integer
+static const float MAGIC = 12582912.0f;   // 1.5 * 2^23. A sum x + MAGIC has the bits
+enum { MAGIC_BITS = 0x4b400000 };         // MAGIC_BITS + x, where x is rounded to an integer
 
 // exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
 // infinite above 88.4. No call and no branch, so that loops over it become vector code.
@@ -1136,9 +1136,9 @@ static float sum16(const float *x, int n, float mean, bool squares) {
     return sum;
 }
 
-// RMSNorm (arXiv 1910.07467), x / sqrt(mean(x^2) + eps) * w, or LayerNorm, which takes the mean off
-// first and adds a bias; of each group of `group` values of x [n] by itself. The weights w [w->n]
-// serve every group, or each its own part.
+// RMSNorm (arXiv 1910.07467), x / sqrt(mean(x^2) + eps) * w, or LayerNorm, which subtracts the mean
+// first and adds a bias. Each w->group values of x [n] (0: all n) are normed by themselves. There
+// are w->n weights: as many as a group has, which all groups share, or n.
 static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
     int group = w->group ? w->group : n;
     for (int g = 0; g < n; g += group, x += group, out += group) {
@@ -1162,7 +1162,7 @@ QUANT_INLINE void rope(float *x, const float *turn, int n_rot, int pairing) {
     }
 }
 
-// out = act(gate) * up over n values; act(up) where there is no gate
+// out = act(gate) * up, or act(up) without a gate. QUANT_INLINE: a constant act gets its own loop
 QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
@@ -1179,7 +1179,7 @@ QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, in
 }
 
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == SILU) activate_as(out, gate, up, n, SILU);   // a constant: a loop of its own
+    if (act == SILU) activate_as(out, gate, up, n, SILU);   // four constants, four loops
     else if (act == GELU) activate_as(out, gate, up, n, GELU);
     else if (act == RELU2) activate_as(out, gate, up, n, RELU2);
     else activate_as(out, gate, up, n, SWIGLU_OAI);
@@ -1195,11 +1195,11 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 
 // ---- 8. forward ----
 //
-// Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
-// layers, leaving the residual stream in s->x. Each block reads a normed copy of the stream, s->h,
-// and leaves in s->out what is to be added to the stream. With n = 1 the products are matrix x
-// vector. Other steps go row by row, a task for each token; none runs where products and attention
-// only count the memory that they take.
+// Prefill (a chunk of the prompt) and decode (one new token, matrix times vector) are one function:
+// n tokens at positions pos .. pos+n-1 pass all layers, and the residual stream is left in s->x.
+// Each block reads a normed copy of the stream, s->h, and leaves in s->out what is added to the
+// stream. Besides products and attention all steps go row by row, a task for each token. While
+// s->calls only counts scratch (see plan_calls), each_row does nothing.
 
 static void each_row(Session *s, TaskFn *fn, const void *of, int n) {
     if (s->calls.base) parallel(s->pool, fn, s, of, n);
@@ -1245,8 +1245,8 @@ static void norm_row(Task t) {
     else memcpy(h, x, c->dim * sizeof *h);
 }
 
-// Between two blocks: x += post_norm(out) of the one (an encoder has x = post_norm(x + out)), then
-// h = norm(x) for the other. Parallel layers' two blocks read the same x: there the norm is first.
+// After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
+// the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
 typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // norm NULL: h stays
 static void between_row(Task t) {
     Session *s = t.ctx;
@@ -1266,7 +1266,7 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-// norms and rotates a token's q and k, caches its k and v: of all heads, or one of *t.of parts
+// norms and rotates a token's q and k, caches its k and v; all heads, or one of *t.of equal parts
 static void qkv_part(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
@@ -1308,7 +1308,7 @@ static void attention_block(Session *s) {
     const Cache *kv = &s->cache[s->l];
     int n = s->n;
     bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
-    // one token has a task for each KV head, unless a norm spans heads or has weights for each
+    // one token is split into a task per KV head, unless a norm spans heads or differs between them
     bool apart = (!w->q_norm.w || w->q_norm.n == c->hd) && (!w->k_norm.w || w->k_norm.n == c->hd);
     int parts = n == 1 && apart ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
@@ -1398,7 +1398,7 @@ static void output_logits(Session *s, int first, int n) {
 // and that alone decides who sees it. Keys were rotated by it, so nothing moves when the ring
 // wraps, and generation goes on past any limit but that of learned positions.
 
-static bool tokens_room(Tokens *t, size_t n) {   // for n in all
+static bool tokens_room(Tokens *t, size_t n) {   // for n tokens in all
     if (n <= t->room) return true;
     size_t room = larger(n, 2 * t->room);
     int32_t *id = realloc(t->id, room * sizeof *id);
@@ -1414,7 +1414,7 @@ bool tokens_add(Tokens *t, int32_t id) {
     return true;
 }
 
-// Radians per position of each pair, freq [n_rot/2]; returns a factor on the cosines and sines.
+// Sets freq [n_rot/2], radians per position of each pair; returns a factor for cosines and sines.
 // Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
 // factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
 // 2309.00071). In double: at position 100,000 a float angle is off by 0.005.
@@ -1426,13 +1426,13 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
     const float *divide = m->freqs                 ? m->freqs
                           : window > c->n_ctx_orig ? m->freqs_long
                                                    : m->freqs_short;
-    double ends[2] = {c->yarn_fast, c->yarn_slow};   // in turns; then the pairs that turn so often
+    double ends[2] = {c->yarn_fast, c->yarn_slow};   // turns; then the pairs that make them
     for (int i = 0; i < 2; i++)
         ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
     double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
     for (int i = 0; i < c->n_rot / 2; i++) {
         double plain = pow(base, -2.0 * i / c->n_rot) / (divide ? divide[i] : 1);
-        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: as it was
+        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
@@ -1440,8 +1440,8 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
 }
 
 // ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
-// powers of one ratio: 2^(-max_bias * (h + 1) / n). Other numbers of heads: the first 2^k as if
-// they were all, the rest from the sequence of twice as many, of which they take every other one.
+// powers of one ratio: 2^(-max_bias * (h + 1) / n). Of any other number, the first 2^k heads have
+// these slopes, and the rest every other one of the sequence for 2^(k+1) heads.
 static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int whole = 1;
     while (2 * whole <= n_head) whole *= 2;
@@ -1476,7 +1476,7 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
-// What matmul and attention take at most: forward runs dry, for one token and for a chunk.
+// The most scratch that matmul and attention take: forward counts it for one token and for a chunk.
 static size_t plan_calls(Session *s) {
     s->calls = (Arena){0};
     for (int n = 1, k = 0; k < 2; k++, n = s->o.chunk) {
@@ -1611,12 +1611,12 @@ static bool rows_resident(const Session *s, int p) {
     return true;
 }
 
-// Cuts the caches back to the longest beginning of ids [n] that they can serve, and returns its
-// length: `from` at most, as the rows from there on are asked for.
+// Cuts the caches back to the longest prefix of ids [n] that can be reused, and returns its length,
+// which is `from` at most: the caller wants the rows of the tokens from there on.
 //
-//   decode          ids is the history and one more token: nothing is to be done
-//   prefix reuse    they begin alike: the history is cut back to where they part
-//   full prefill    nothing is alike, or rows that would be needed were overwritten
+//   decode          ids is the history and one more token: there is nothing to cut
+//   prefix reuse    both begin alike: the history is cut back to where they differ
+//   full prefill    nothing is alike, or rows that are still needed were overwritten
 //
 // A recurrent state cannot be cut back, only replaced by its snapshot. What an encoder made of a
 // token depends on those behind it, and cannot be reused at all.
@@ -1634,7 +1634,7 @@ static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
 
 typedef bool OnRow(void *ctx, int i, const float *row);   // of token i; false stops
 
-static bool all_nan(const float *x, int n) {   // where nothing can be chosen or pooled
+static bool all_nan(const float *x, int n) {   // then nothing can be chosen or pooled
     while (n > 0 && isnan(x[n - 1])) n--;
     return n == 0;
 }
@@ -1655,8 +1655,8 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     return true;
 }
 
-// Evaluates ids [n], reusing what the cache holds, and hands out the logits (or, hidden, the normed
-// residual stream) of the tokens from .. n-1, in order.
+// Evaluates ids [n], reusing what the caches hold, and calls fn with the logits (if `hidden`, with
+// the normed residual stream) of the tokens from .. n-1, in order.
 static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hidden, OnRow *fn,
                         void *ctx, Error *e) {
     const Config *c = &s->m->config;
@@ -1667,7 +1667,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
     int reused = session_reuse(s, ids, n, from), count;
     bool save = s->n_recurrent && n - reused > 1;
     for (int p = reused; p < n; p += count) {
-        int left = n - p, first = from > p ? from - p : 0;   // row of this chunk
+        int left = n - p, first = from > p ? from - p : 0;   // the first row that fn gets
         count = left < s->o.chunk ? left : s->o.chunk;
         if (save && left > 1 && count == left) count--;      // stop once before the last token
         if (save && left == 1) {
@@ -1678,9 +1678,9 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
         if (first > count) first = count;
         bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
         if (!gpu) forward(s, ids + p, count, p);
-        memmove(s->history.id + p, ids + p, count * sizeof *ids);   // or to itself
+        memmove(s->history.id + p, ids + p, count * sizeof *ids);   // ids may be the history itself
         s->history.n = p + count;
-        for (int i = first; i < count; i++) {   // logits are made of LOGIT_ROWS rows at once
+        for (int i = first; i < count; i++) {   // LOGIT_ROWS rows of logits at a time
             int at = (i - first) % LOGIT_ROWS;
             int rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
             if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
@@ -1716,8 +1716,8 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
 }
 
-// Brings the k best of n to the front, in order. Whatever is not worse than the k-th best so far is
-// gathered behind it; when there are k of these, all 2k are sorted, and the k best stay.
+// Brings the k best of n to the front, in order. Candidates not worse than the k-th best so far are
+// gathered behind the first k; when there are k of them, all 2k are sorted, and the k best stay.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
@@ -1734,8 +1734,8 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
 }
 
 // Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
-// ones multiplied. An id counts once, however often it stands there: what is done is marked by a
-// negative id until the end. c[i].id == i on entry.
+// ones multiplied. An id counts once, however often it occurs: a candidate that is done has the id
+// -1 until the end. On entry c[i].id == i.
 static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
     for (int i = 0; i < n_last; i++) {
         if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
@@ -1746,12 +1746,12 @@ static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_la
         if ((size_t)last[i] < n) c[last[i]].id = last[i];
 }
 
-// below 1 the weights become sharper, above 1 flatter
+// a temperature below 1 makes the distribution sharper, one above 1 flatter
 static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-// the k best; each of these three returns how many are left
+// keeps the k best; this and the next two return how many are left
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k >= n) return n;
     sort_top(c, n, k);
@@ -1774,7 +1774,7 @@ static size_t weigh(const Candidate *c, size_t n, double enough, double *sum) {
     return i;
 }
 
-// the fewest best candidates that hold a share p of the probability
+// keeps the fewest of the best that together have a share p of the probability
 static size_t sample_top_p(Candidate *c, size_t n, float p) {
     if (p >= 1) return n;
     double total, sum;
@@ -1819,7 +1819,7 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
     n = sample_top_k(c, n, o->top_k);
     n = sample_top_p(c, n, o->top_p);
     n = sample_min_p(c, n, o->min_p);
-    weigh(c, n, INFINITY, &total);   // where a random part of all weight is reached
+    weigh(c, n, INFINITY, &total);   // then draws a point below that total
     return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
@@ -1845,7 +1845,7 @@ void model_close(Model *m) {
     *m = (Model){0};
 }
 
-// the file, its tokenizer and, unless they are not wanted, its weights
+// opens the file, its tokenizer and, if wanted, its weights
 static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){0};
@@ -1856,9 +1856,9 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
 
 bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
-// Generates up to n_predict ids (-1: no limit) after ids [n]; on_token gets each, returning false
-// to stop. An end-of-generation id ends it and is not handed out. A generated id is put behind the
-// session's history, and evaluated with it to get the next one.
+// Generates up to n_predict ids (-1: no limit) after ids [n]; on_token gets each, and returns false
+// to stop. An end-of-generation id ends it and is not handed out. A generated id is stored behind
+// the session's history, and evaluated with it to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
     for (; n_predict != 0; n_predict -= n_predict > 0) {
@@ -1874,13 +1874,13 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 
 // ==== Part II: more mixers =======================================================================
 //
-// What else may stand between a norm and the residual: a gate on attention, experts in the place of
-// the FFN, the gated delta rule in the place of attention.
+// What else may stand between a norm and the residual: a gate on attention, experts instead of the
+// FFN, the gated delta rule instead of attention.
 
 // ---- 12. gated attention ----
 //
-// What a head found is multiplied by sigmoid(gate), one gate a value. The rows of the projection
-// are query and gate of the first head, of the second, ...: here they come apart.
+// A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
+// projection are query and gate of the first head, of the second, ...; split_gate_row parts them.
 
 static void split_gate_row(Task t) {
     Session *s = t.ctx;
@@ -1962,8 +1962,8 @@ static void choose_experts(Task t) {
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
-// order = the numbers of all choices, those of the first expert first (a counting sort). Stable, so
-// that a token's sum does not depend on its neighbours.
+// order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
+// token's sum does not depend on its neighbours.
 static void sort_choices(const Session *s, int n) {
     int start[4097] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
@@ -1971,7 +1971,7 @@ static void sort_choices(const Session *s, int n) {
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
 }
 
-static void gather_row(Task t) {   // of the chosen tokens, in the experts' order
+static void gather_row(Task t) {   // h of each choice's token, in the experts' order
     Session *s = t.ctx;
     const int32_t *order = t.of;
     size_t dim = s->m->config.dim, token = order[t.i] / s->m->config.n_used;
@@ -2006,7 +2006,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     return rows;
 }
 
-// the expert that sees every token, with a weight of its own where there is a router for it
+// adds the shared expert's result, weighted where there is a router for it
 static void add_shared_row(Task t) {
     Session *s = t.ctx;
     const Layer *w = t.of;
@@ -2015,11 +2015,11 @@ static void add_shared_row(Task t) {
     add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
 }
 
-// As many experts as a call can have, where calls only count. How tokens spread over experts is not
-// known. Two cases bound it: one has all, the others one token each, or two, which wastes most of a
-// tile.
+// Counts the scratch of the worst call. How tokens will spread over experts is not known, but two
+// cases bound it: one expert has all tokens, and the others have one each, or two each, which
+// wastes most of a tile.
 static void plan_experts(Session *s, const Layer *w) {
-    static const float places[MAX_EXPERTS];   // as many different x: each is packed
+    static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
     int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
     for (int each = 1; each <= 2; each++) {
@@ -2053,8 +2053,8 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// Compilers' vectors of LANES numbers, as many as the CPU takes at once. Part IV has more for them,
-// and is told by CODE_BIAS, PAIRS and INT8_TILE which products of bytes this CPU has.
+// Compiler vectors of LANES numbers, as wide as the CPU's registers. Part IV adds operations on
+// them; CODE_BIAS, PAIRS and INT8_TILE tell it which products of bytes this CPU has.
 #define INLINE QUANT_INLINE
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
@@ -2086,7 +2086,7 @@ INLINE vf load_f32(const void *p) {
     return v;
 }
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
-INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
+INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped addresses
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
 
@@ -2128,7 +2128,7 @@ static void load_delta(Loader *ld, Layer *w) {
 }
 
 // A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
-// side, so that one instruction does the same for many of them.
+// side, so that one instruction works on many of them.
 enum { DELTA_ROWS = 64, CONV_BLOCK = 64 };
 
 static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
@@ -2156,7 +2156,7 @@ static void delta_conv(Task t) {
     for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
     for (int k = 0; k < n; k++) {
         float y[CONV_BLOCK] = {0}, *x = mix + k * channels;
-        for (int i = 0; i < CONV_BLOCK; i += 16)   // rows are too far apart for the CPU to foresee
+        for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
             __builtin_prefetch(x + (past + 8) * channels + i);
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
@@ -2165,7 +2165,7 @@ static void delta_conv(Task t) {
     for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
 
-// one token's q and k to unit length, q also by 1/sqrt(dk); and for each value head
+// scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
 //   g = exp(a * softplus(alpha + dt))      b = sigmoid(beta)
 static void delta_gates_row(Task t) {
     Session *s = t.ctx;
@@ -2181,7 +2181,7 @@ static void delta_gates_row(Task t) {
         for (int j = 0; j < c->dk; j++) x[j] *= scale;
     }
     for (int h = 0; h < c->n_value; h++) {
-        const float *both = ba + h / share * 2 * share + h % share;   // of each key head: b.., a..
+        const float *both = ba + h / share * 2 * share + h % share;   // per key head: b's, a's
         float a = (w->beta_alpha.data ? both[share] : decay[h]) + w->dt_bias[h];
         float b = w->beta_alpha.data ? both[0] : write[h];
         decay[h] = expf(w->a[h] * (a > 20 ? a : log1pf(expf(a))));
@@ -2277,9 +2277,9 @@ static void delta_net(Session *s) {
 //   BPE, gemma4           lines            a space is U+2581                 earliest merge
 //   WordPiece, bert       by a rule        lower case, no accents            (longest token)
 
-// The appendix knows UTF-8 and Unicode. A bad byte reads as UTF8_BAD, overlong forms and surrogates
-// pass; utf8_valid tells whether c, decoded from `used` bytes, was proper. A set of classes has a
-// bit for each letter of the rules below; unicode_fold gives 0 for a character that BERT drops.
+// UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
+// forms and surrogates pass; utf8_valid rejects all of these. A set of classes has a bit for each
+// letter of the rules below; unicode_fold returns 0 for a character that BERT drops.
 enum { UTF8_BAD = 0xFFFD };
 #define CLASS(letter) (1ull << ((letter) & 63))
 static size_t utf8_length(char first);
@@ -2294,16 +2294,16 @@ static uint32_t byte_to_char(uint8_t b) {
     return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
 }
 
-// A dictionary of the file's own strings: a hash table over their numbers. Of equal strings the
-// first counts. The merges of BPE are such strings, too: "left right".
+// A dictionary of the file's own strings: a hash table of their indices. Of equal strings the first
+// counts. The merges of BPE are such strings, too: "left right".
 typedef struct {
-    uint32_t *slot;   // [mask + 1] 1 + number of a string, 0: empty; at most half are used
+    uint32_t *slot;   // [mask + 1] 1 + index of a string, 0: empty; at most half are used
     Str *str;         // [n] pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
-// the slot of a string, or the empty one that would be its own; NULL: strings made to collide
+// the slot of a string, or the empty one where it would go; NULL: strings made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
     uint64_t h = 0xCBF29CE484222325;   // FNV-1a
     for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
@@ -2319,7 +2319,7 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// The rules: regular expressions, each splits the pieces that the one before left. Alternatives
+// The rules: regular expressions, each splits the pieces left by the one before. Alternatives
 // are tried in order, quantifiers are greedy, what lies between two matches is a piece as well. A
 // letter is a class of characters:
 //
@@ -2373,8 +2373,8 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
-// Beside the type stand flags: generation ends here; the token opens or closes a part of gpt-oss's
-// turns; white space behind it is dropped.
+// Flags beside the type: EOG, generation ends here; TURN, it opens or closes a part of gpt-oss's
+// turns; STRIP, white space behind it is dropped.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
@@ -2383,18 +2383,18 @@ enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of S
 typedef struct Tokenizer {
     int kind;
     int32_t bos, eos, unk, sep;      // -1: there is none
-    bool add_bos, add_eos;           // WordPiece adds sep in the place of eos
+    bool add_bos, add_eos;           // WordPiece adds sep instead of eos
     bool space_prefix;               // text begins with a space
     bool lower_case, strip_accents;  // WordPiece
     int32_t n_vocab;
-    bool no_rules;                   // they are not known: it cannot tokenize
+    bool no_rules;                   // pre-tokenizer unknown: cannot tokenize
     char note[128];                  // what the user should know, or empty
     const PreTokenizer *pre;
     const Meta *scores;              // SentencePiece: [n_vocab]
     Dictionary tokens, merges;
     uint8_t *type;                   // [n_vocab]
-    uint8_t *special_length;         // [tokens.longest + 1] is there a special token so long?
-    bool special_first[256];         // is, and with this byte begins, a token that may be cut out
+    uint8_t *special_length;         // [tokens.longest + 1] has a special token this length?
+    bool special_first[256];         // does a token that may be cut out begin with it?
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
 
@@ -2428,7 +2428,7 @@ typedef struct {
     const char *all;             // the text, and where it is not to be trusted (tokenize)
     const unsigned char *mark;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
-    bool space;       // the next fragment is to begin with one
+    bool space;       // the next fragment begins with a space
 } Work;
 
 static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
@@ -2513,7 +2513,7 @@ static void pair_update(Work *w, uint32_t i) {
     for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
-// joins the parts of a word; each is a token, or its bytes are
+// joins the parts of a word, and adds their ids: a part that is no token is spelled by its bytes
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
@@ -2551,7 +2551,7 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
+// WordPiece: the longest token, again and again; a word that this cannot spell is unknown
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
@@ -2627,7 +2627,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     if (n) fragment_tokenize(w, s, n);
 }
 
-// the buffers for a text of n bytes, of which a word is spelled in m at most
+// places the buffers for a text of n bytes, a word of which is spelled in at most m bytes
 static void work_place(Work *w, Arena *a, size_t n, size_t m) {
     w->ch = arena_take(a, n + 2, sizeof *w->ch);
     w->text = arena_take(a, 2 * m, 1);
@@ -2664,11 +2664,11 @@ static bool token_is_eog(const Tokenizer *t, int32_t id) {
     return token_at(t, id).type & TOKEN_EOG;
 }
 
-// Zero where a text begins; started where it continues another, so that SentencePiece's space in
-// front of the first word stays.
+// All zero at the beginning of a text. `started`: it continues another text, so that the space that
+// SentencePiece puts in front of its first word is kept.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
-// the characters that are whole after one more byte; a byte that is not UTF-8 becomes U+FFFD
+// writes the characters that one more byte completes; a byte that is not UTF-8 becomes U+FFFD
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
     if ((byte & 0xC0) != 0x80)
@@ -2725,7 +2725,7 @@ static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
 };
 
-// what holds where the metadata is silent
+// defaults where the metadata is silent
 static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
     {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
@@ -2734,7 +2734,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
-// an array of strings, or one of n numbers
+// an array of strings (n 0), or of n numbers
 static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
     if (!m) return fail(e, "%s is missing", key), NULL;
@@ -2792,7 +2792,7 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// what the metadata says about special tokens, and what is known of them without
+// special tokens: what the metadata says about them, and what KNOWN_TOKENS says
 static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
                                        "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
@@ -2831,7 +2831,7 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
-    char name[102];   // nothing else tells that white space behind special tokens is dropped
+    char name[102];   // it alone tells that white space behind special tokens is dropped
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
@@ -4258,9 +4258,9 @@ static double now(void) {   // seconds since some moment
 // requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
 // far ahead of the reader, and L2 to fill L1 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, by the measure of a Xeon
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, as measured on a Xeon
 #else
-enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // of a Zen 4: floats come 5 to 20 % faster so
+enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // on a Zen 4: floats come 5 to 20 % faster
 #endif
 
 INLINE void prefetch_l2(const void *p, int bytes) {
@@ -4314,8 +4314,8 @@ static void narrow(const float *x, int n, uint16_t *to) {
 // as each claim of a core makes all others fetch the counter anew, in 100 ns. `running` counts the
 // tasks that are not finished. Only when it has come down to 0 does parallel return, and only then
 // can the next call overwrite fn, task and n: whoever has claimed a task finds them as they were. A
-// worker that wakes up late fails to claim and touches nothing else, so nobody waits for it. Those
-// who do wait spin for 200 us, as waking them would take long, and then sleep.
+// worker that wakes up late finds nothing to claim and touches nothing, so nobody waits for it.
+// Threads that wait spin for 200 us, because waking them takes long, and then sleep.
 
 enum { LINE_PAIR = 128 };        // bytes; so far apart cores do not write to each other's lines
 
@@ -4327,7 +4327,7 @@ struct Pool {
     TaskFn *fn;                  // the call: fn(task) with i from 0 on
     Task task;                   // its i: how many tasks there are
     char before_left[LINE_PAIR];
-    atomic_int left;             // tasks nobody has claimed, or less than none
+    atomic_int left;             // tasks nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
     atomic_int running;          // tasks not finished
     char behind[LINE_PAIR];
@@ -4341,8 +4341,8 @@ struct Pool {
 static bool amx_allow(void);
 static void amx_use(bool on);
 
-// Denormals cost 100 cycles and weigh nothing: workers, and the caller meanwhile, make them zero.
-// cpu_pause in a loop that waits leaves a core's other thread, which may have work, more of it.
+// Denormals cost 100 cycles and weigh nothing: workers, and the caller during a call, flush them to
+// zero. cpu_pause in a waiting loop leaves more of a core to its other thread, which may have work.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
@@ -4461,8 +4461,8 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 //   NEON    sdot, or widening products
 // Where codes are small, AVX2 takes them as unsigned too, with a bias, and adds some pairs before
 // it widens them: dot_pairs(sum, pairs, w, x, first, last), mostly 2 instructions in place of 5.
-// dot_scaled(dot, scale) is a sum that began at the bits of MAGIC, times a scale. MAGIC times the
-// scale of any format is exact: one multiply-add takes it off and rounds once, as two steps would.
+// dot_scaled(dot, scale) scales a sum that began at MAGIC_BITS. MAGIC times the scale of any format
+// is exact, so that one multiply-add takes it off again and rounds once, as two steps would.
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
@@ -4631,13 +4631,13 @@ typedef void MatvecFn(MATVEC_ARGS);
 // Adds the products of 256 weights, decoded from b, or (decode NULL) of the `left` ones that end a
 // row, to the lanes of sum[0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
 // numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
-// products for k = 0..3 are added as integers, then converted and scaled once; where scales stand
-// per 16 (per16), those of k = 0, 1 and those of k = 2, 3 apart, with the scale of the group's
-// first half and with that of its second.
+// products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
+// weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
+// k = 2, 3 with that of its second.
 //
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
 // Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
-// to them, and sum[1] collects d times the activations, to be taken off `bias` times at the end.
+// to them, and sum[1] collects d times the activations, which block_matvec takes off `bias` times.
 INLINE void dot256(DecodeFn *decode, int type, int left, const uint8_t *b, bool per16, int bias,
                    int fit, const TokenActs *x, vf sum[2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -4713,8 +4713,8 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     }
 }
 
-// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 codes. With
-// its bias a code is at most twice that; without, it has no more bits than a weight in the file.
+// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 times the
+// largest code: twice the bias, or, without one, what a weight's bits in the file can hold.
 #define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
 #define FIT(bias, bits)                                                                            \
     (!PAIRS ? 0 : TOP_CODE(bias, bits) <= 16 ? 8 : TOP_CODE(bias, bits) <= 32 ? 4 :                \
@@ -4747,16 +4747,16 @@ static const Format formats[64] = {   // bytes: of 256 weights; block: not float
 #undef QUANT_X
 };
 
-// where weight k of row r is, or that of the last row where there is none
+// where weight k of row r is; for a row past the end, that of the last row
 static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
     return w->data + ((r < w->rows ? r : w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
 }
 
 // ---- 20. tiles: products of many tokens ----
 //
-// out[n][rows] is computed in tiles of some tokens times 16 rows whose sums stay in registers. Rows
-// lie across the lanes and activations are broadcast, so nothing is summed across lanes. A task has
-// up to `task_rows` rows of one matrix. It decodes `depth` weights of each of them to panels, which
+// out[n][rows] is computed in tiles of some tokens times 16 or 32 rows, with sums in registers.
+// Rows lie across the lanes and activations are broadcast: nothing is summed across lanes. A task
+// has up to `task_rows` rows of one matrix. It decodes `depth` weights of each to panels, which
 // stay in the L2 cache while all tokens of the chunk pass by; a tile's activations stay in L1 while
 // the task's rows pass by. Then it goes on with the next `depth` weights, which add to out.
 //
@@ -4841,7 +4841,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 // It serves float weights, and all formats where there is no int8 tile. Attention without AMX
 // uses tile_float for both of its products.
 
-// As many sums as leave registers for operands: a multiply-add takes 4 cycles, and 2 start in each.
+// As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
        PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
 typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
@@ -4956,8 +4956,8 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
         }
 }
 
-// The offsets take off what the bias adds, with dot_pairs; with CODE_BIAS, `start` does. Codes of
-// Q2_K, at most 3, are multiplied by their 4-bit scales, eight in a word; a block keeps one scale.
+// What the bias adds is taken off by the offsets m (dot_pairs) or by Int8Acts.start (CODE_BIAS).
+// Q2_K's codes, at most 3, are multiplied by their 4-bit scales, eight in a word: one scale stays.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
@@ -5063,7 +5063,7 @@ typedef struct {
     size_t act_bytes;                  // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows, most_rows;      // of its tasks; at most
-    int whole;                         // so many blocks of rows are one task, the others two
+    int whole;                         // blocks of rows that are one task; the others are two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -5121,7 +5121,7 @@ static void matmul_task(Task t) {
     while (t.i >= j[1].first_task) j++;
     int i = t.i - j->first_task, n = j->job->n, pair = 2 * j->tile->tokens;
     int middle = (n + pair - 1) / pair * j->tile->tokens;
-    // half blocks first .. last-1; if it is one of them, it has half the rows or half the tokens
+    // half blocks first .. last-1; a lone one is half the rows (one token) or half the tokens
     int first = i < j->whole ? 2 * i : i + j->whole, last = first + (i < j->whole ? 2 : 1);
     int64_t half = j->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
     int64_t end = (n == 1 ? last : (last + 1) / 2 * 2) * half;
@@ -5160,7 +5160,7 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
 }
 
 // Cuts a call's products into tasks of whole cache lines of out, all of about the same bytes of
-// weights: four for each thread, which read all activations again, or three with a single token.
+// weights: four per thread (each of them reads all activations), or three for a single token.
 // Some cores are slower (two threads may share one), so the last blocks of rows are cut into two
 // tasks: of half the rows for a single token, of half the tokens each where there are so many that
 // decoding the weights twice costs less than waiting does.
@@ -5254,8 +5254,8 @@ typedef struct {
 
 static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// Scores s[n][16], whose queries have been scaled, become weights exp(score - top), with the new
-// top, and are added to the sums; what was summed before fades.
+// Turns scores s[n][16], whose queries have been scaled, into weights exp(score - top) with the new
+// top, and adds them to q->sum; what was summed before fades.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -5299,7 +5299,7 @@ static void float_queries(const float *q, int width, void *to) {   // to [width]
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[FLOAT_TILES][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
-    size_t next = FLOAT_TILES > 1 ? q[1].out - q[0].out : 0;   // also that of the queries
+    size_t next = FLOAT_TILES > 1 ? q[1].out - q[0].out : 0;   // the queries lie as far apart
     for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
         tile_float(q->q, FLOAT_TILES, next, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false,
                    s[0] + TILE * j, FLOAT_KEYS * TILE);
@@ -5319,7 +5319,7 @@ static const AttentionTile amx_attention;   // at the end of this part
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
-    int tasks, queries, tiles;         // a task has queries of each head, in so many query tiles
+    int tasks, queries, tiles;         // a task has `queries` of each head, in `tiles` QueryTiles
     char *work;                        // [threads][work_bytes]
     size_t work_bytes;
 } ManyCall;
@@ -5340,7 +5340,7 @@ static QueryTile *many_buffers(const ManyCall *c, Arena *own, KeyBlock *b) {
 }
 
 // Number j of a task is query first + j / group of head h * group + j % group. The last tiles are
-// filled up with copies of the last query. `rows` [16][whole_32(hd)] are to be zeros.
+// filled up with copies of the last query. `rows` [16][whole_32(hd)] must be zeros on entry.
 static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int first, int count) {
     const Attention *a = c->a;
     int group = a->n_head / a->n_kv, wide = whole_32(a->hd);
@@ -5387,8 +5387,8 @@ static void many_task(Task t) {
         }
         if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
-            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // that they see
-            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or -1
+            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // the last position they see
+            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or empty
             c->tile->attend(a, &b, &q[i]);
         }
     }
@@ -5407,7 +5407,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
     ManyCall c = {.a = x, .tile = p->amx ? &amx_attention : &float_attention};
     Arena count = {0};
     int step = TILE * c.tile->tiles, most = c.tile->task_queries;
-    // the more queries a task has, the fewer tasks pack the same keys; but four for each thread
+    // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
     int share = larger(x->n * x->n_head / (4 * p->threads), step);
     c.queries = larger((share < most ? share : most) / group, 1);
     if (c.queries > x->n) c.queries = x->n;
@@ -5423,7 +5423,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
 //
 // Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
 // heads that share it. A block has FEW rows. First its keys are read and then its values, both in
-// the order of memory, and with each row the same row of the next block is asked for, so that
+// the order of memory, and with each row the same row of the next block is prefetched, so that
 // memory never waits for arithmetic. PART_BLOCKS blocks make a split, and threads take splits
 // independently: each leaves a Part per head, with a largest score and sums of its own, and
 // whoever finishes the last split of a head joins its parts.
@@ -5522,7 +5522,7 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
 }
 
 // Adds block b of KV head h to the parts of `heads` of its query heads, from number g on. Only the
-// first of them ask for the block to come: the next of this KV head, or the first of the next one.
+// first ones (g == 0) prefetch a block: this KV head's next one, or the first of the next head.
 INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
     const Attention *a = c->a;
     int r = c->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
@@ -5669,13 +5669,13 @@ INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// 32 floats as sums of so many bf16, stored `next` bytes apart: each is what those before left over
+// 32 floats, each as a sum of `parts` bf16, `next` bytes apart; each part rounds what is left over
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// 16 tokens, half of each of AmxActs [(end - k)/32][parts]
+// packs 16 tokens, which are half of each of the AmxActs [(end - k)/32][parts]
 static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
     int parts = amx_tile(job->w)->act_bytes / (8 * sizeof(AmxActs));
     AmxActs *a = acts;
@@ -5711,7 +5711,7 @@ static void amx_floats(const Matrix *w, int64_t r, int64_t k, int n, char *to) {
     amx_columns(x[0], 256, weight_parts(w), to);
 }
 
-// 16 weights, pairs of 8 rows; of 16 rows' scales and offsets they take those that begin at `from`
+// 16 weights, a pair from each of 8 rows; d and m are of 16 rows, of which these begin at `from`
 INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from) {
     __m512i row = (__m512i)((vi){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7} + from);
     __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
@@ -5830,8 +5830,8 @@ static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
     return &amx_tiles[formats[w->type].block ? 0 : w->type == QUANT_F32 ? 2 : 1];
 }
 
-// Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
-// values, f16, lose nothing; queries and weights keep 17 bits.
+// Attention splits each number into two bf16: three products, and still four times as fast as
+// floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
 
 static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
@@ -5921,7 +5921,7 @@ typedef struct {
     int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
-    bool talks, misused;             // a chat because nothing was asked for; but it cannot be one
+    bool talks, misused;             // a chat because nothing was asked for; no template for it
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
@@ -5929,7 +5929,7 @@ typedef struct {
     Model m;
     Session s;
     char *text;                      // of a file
-    Tokens ids;                      // of the prompt, and what followed
+    Tokens ids;                      // of the prompt; or what --bench runs
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;
     Detokenizer detokenizer;
@@ -5943,11 +5943,11 @@ typedef struct {
     Text said, answer;               // a line of the user's, what the model is writing
 } Cli;
 
-static volatile sig_atomic_t interrupted;   // how often since it was last looked at
+static volatile sig_atomic_t interrupted;   // times, since it was last reset
 
 static void on_interrupt(int sig) { interrupted += sig == SIGINT; }
 
-// What is mapped cannot be read: someone cut the file, or the disk failed.
+// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
 static void on_lost_file(int sig) {
     static const char text[] = "llm: the model's file can no longer be read: was it truncated?\n";
     (void)sig;
@@ -6132,7 +6132,7 @@ static bool text_ends(const Text *t, const char *with) {
 // tokens, not what a user wrote. The answer becomes a message: what the template opened for it,
 // <think> as a rule, and what the model wrote.
 
-// what stands around a model's thoughts
+// what encloses a model's thoughts
 static const struct { const char *open, *close; } THOUGHTS[] = {
     {"<think>", "</think>"}, {"[THINK]", "[/THINK]"}, {"<seed:think>", "</seed:think>"},
     {"<|channel>thought", "<channel|>"}, {"<|channel|>analysis<|message|>", "<|end|>"},
@@ -6201,7 +6201,7 @@ static bool chat_save(const Cli *cli, const char *path) {
     return f && !(ferror(f) | fclose(f));
 }
 
-// the whole conversation as the template writes it
+// renders the whole conversation with the template
 static bool chat_render(Cli *cli, Rendered *r) {
     const Tokenizer *t = cli->m.tokenizer;
     Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template");
@@ -6210,7 +6210,7 @@ static bool chat_render(Cli *cli, Rendered *r) {
                            token_at(t, t->bos).text, token_at(t, t->eos).text, think, r, &cli->e);
 }
 
-// cli->ids of the whole conversation, and what the template opens in the model's answer
+// sets cli->ids to the whole conversation, and cli->answer to what the template opens in it
 static bool chat_ids(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     Tokens *ids = &cli->ids;
@@ -6232,13 +6232,13 @@ static bool chat_ids(Cli *cli) {
              fail(&cli->e, "out of memory");
     }
     rendered_free(&r);
-    // the tokenizer puts a space behind special tokens, which is not of the answer
+    // the tokenizer puts a space behind special tokens that is no part of the answer
     bool special = ids->n && token_is(t, ids->id[ids->n - 1], SPECIAL_TYPES);
     cli->detokenizer = (Detokenizer){.started = !special};
     return ok;
 }
 
-// the messages that the command line gives
+// adds the messages that the command line gives
 static bool chat_open(Cli *cli) {
     char *text = NULL;
     size_t n;
@@ -6256,7 +6256,7 @@ static bool chat_open(Cli *cli) {
 
 // ---- 32. modes ----
 
-// the text that was given, if one was, and its ids
+// loads the text that was given, if any, and makes its ids
 static bool load_prompt(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     const char *file = cli->ppl ? cli->ppl : cli->file;
@@ -6271,7 +6271,7 @@ static bool load_prompt(Cli *cli) {
         !tokenize(t, cli->prompt, cli->n_prompt, NULL, true, cli->special, &cli->ids, &cli->e))
         return false;
     bool complete = !cli->tokenize && !cli->embed && !cli->logits && !cli->ppl;
-    if (complete && t->add_eos) cli->ids.n--;   // what is to go on does not end
+    if (complete && t->add_eos) cli->ids.n--;   // a text to be continued has no end
     if (cli->ids.n || cli->tokenize) return true;
     if (t->bos < 0) return fail(&cli->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
@@ -6287,7 +6287,7 @@ static double token_bytes(const Session *s, int pos) {
         bool layer = t->name.n > 4 && !memcmp(t->name.s, "blk.", 4);
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data;
-        if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it predicts further tokens
+        if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it is not run
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
@@ -6333,7 +6333,7 @@ static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
     cli->progress.shown = false;
 }
 
-// Before each chunk of an evaluation, and at its end. A terminal shows how far a prompt is.
+// Called before each chunk of an evaluation, and at its end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     if (done == n) end_progress(cli);
@@ -6392,7 +6392,7 @@ static void print_statistics(const Cli *cli) {
             s->gpu ? "gpu" : "cpu");
 }
 
-// what goes to stderr in the end, unless something failed
+// prints to stderr what is said at the end, unless something failed
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
@@ -6434,8 +6434,8 @@ static bool chat_command(Cli *cli, char *word) {
     return true;
 }
 
-// What the user says next, as cli->said with a NUL at its end: a line, or several where lines end
-// in a backslash. False where the input ends, and if cli->e says what failed.
+// Reads what the user says next into cli->said, with a NUL at its end: one line, or more as long as
+// they end in a backslash. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
     bool ok = true;
@@ -6462,7 +6462,7 @@ static bool run_chat(Cli *cli) {
     return ok && !cli->e.text[0];
 }
 
-// what the template makes of the conversation, and nothing else
+// prints what the template makes of the conversation, and nothing else
 static bool run_render(Cli *cli) {
     Rendered r;
     if (!chat_render(cli, &r)) return false;
@@ -6523,8 +6523,8 @@ static bool run_ppl(Cli *cli) {
     return true;
 }
 
-// Pooling as the metadata says; not said: the last token of a causal model, an encoder's mean.
-// Prints the result, L2-normalised; without pooling each row is one.
+// Pools as the metadata says; by default a causal model's last token, an encoder's mean. Prints the
+// result, L2-normalised; without pooling, every row.
 static bool pool_row(void *ctx, int i, const float *row) {
     enum { NONE, MEAN, CLS, LAST };
     Cli *cli = ctx;
@@ -6541,7 +6541,7 @@ static bool pool_row(void *ctx, int i, const float *row) {
     return true;
 }
 
-enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // reads a memory of so many slices, in bytes
+enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // RUNS times reads SLICES of SLICE bytes
 
 static void read_slice(Task t) {
     uint64_t *p = (uint64_t *)((char *)t.ctx + (size_t)t.i * SLICE), sum[32] = {0};
@@ -6549,7 +6549,7 @@ static void read_slice(Task t) {
         prefetch_ahead(p + k, 256);   // as products do
         for (int j = 0; j < 32; j++) sum[j] += p[k + j];
     }
-    for (int j = 0; j < 32; j++) p[0] += sum[j];   // so that the sums must be made
+    for (int j = 0; j < 32; j++) p[0] += sum[j];   // or the sums would be optimised away
 }
 
 // bytes a second that all threads read of cli->work

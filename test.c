@@ -5,7 +5,7 @@
 //   ./test NAME...         runs those           ./test --quick    does less of what is slow
 //   ./test llm ARGUMENTS   is the engine itself, so that a sanitizer sees the command line too
 //   ./test model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
-//   ./test scenario ...    is one run of the latter
+//   ./test scenario ...    is one run of `make scenarios`
 //
 // A test compares with outputs recorded from llama.cpp (golden/), with the plain engine of llm.c's
 // Part I, or with a reference in double written here from the formula. Models that no golden file
@@ -37,7 +37,7 @@ static void *resized(void *p, size_t n) {
     return q;
 }
 
-// for the fuzzer: who reads past the end of a copy is caught
+// for the fuzzer, which then catches reads past the end of a file
 __attribute__((unused)) static void *map_copy(size_t n, int fd) {
     void *p = calloc(n, 1);
     return p && (fd < 0 || pread(fd, p, n, 0) == (ssize_t)n) ? p : MAP_FAILED;
@@ -99,7 +99,7 @@ static bool check(bool ok, const char *file, int line, const char *format, ...) 
 }
 
 #define CHECK(ok, ...) check((ok), __FILE__, __LINE__, __VA_ARGS__)
-#define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // or no more
+#define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // else it ends
 
 static void free_memory(void *p) { free(p); }
 static void close_model(void *m) { model_close(m); }
@@ -374,7 +374,7 @@ static void put_tensor(Writer *w, const char *name, const int ne[3], float mean,
     put_weights(w, name, ne, x);
 }
 
-// the whole file; returns the size of what stands before the data
+// writes the whole file; returns the size of what stands before the data
 static size_t write_gguf(Writer *w, const char *path) {
     Bytes b = {0};
     if (w->spoil.how == NEW_KEY) put_key(w, w->spoil.name, 0, NULL, 0);
@@ -397,7 +397,7 @@ static size_t write_gguf(Writer *w, const char *path) {
 
 // ---- models of random weights ----
 //
-// What tensors a model has is told by letters:
+// Letters say what tensors a model has:
 //   f fused QKV  b its biases  o bias of attn_output  B of the FFN  O of the head  n of norms
 //   0 norms without weights  p norms behind attention and FFN only  t there, too  1 no norm before
 //   the FFN, it runs beside attention  2 two norms for that  a it is called post_attention_norm
@@ -512,7 +512,7 @@ static const struct { const char *name, *arch, *keys; } BENCH_SHAPES[] = {
     {"vectors", "nomic-bert", "attention.head_count_kv=16 attention.key_length=64 "
      "attention.value_length=64 attention.layer_norm_epsilon=.000001 attention.causal=0"},
 };
-// Their tensors, written as those above.
+// Their tensors, in the notation above.
 static const char BENCH_PARTS[] =
     "output_norm:1024:^!v token_types:1024,2:^=v token_embd_norm:1024:^v+v attn_norm:1024:!v "
     "ffn_norm:1024:!v!h post_attention_norm:1024:h attn_q_norm:128:!v!l attn_k_norm:128:!v!l "
@@ -527,7 +527,7 @@ static const char BENCH_PARTS[] =
 
 // Weights are bytes of 0 to 31: wherever a format has f16 scales, they are below 1/128. Norms of
 // 2^-22 leave tokens as different as their embeddings are, so that they choose different experts.
-// TYPE FILE [SHAPE]. The sections of RoPE are for llama.cpp, which reads no qwen35 without them.
+// Arguments: TYPE FILE [SHAPE]. RoPE's sections are for llama.cpp, which wants them in qwen35.
 static void write_bench_model(char **arg) {
     const char *path = arg[1], *shape = arg[2] ? arg[2] : "dense";
     size_t k = 0;
@@ -588,7 +588,7 @@ static void run_scenario(char **arg) {
     printf("%.0f\n", usage.ru_maxrss / (double)RSS_PER_MB);
 }
 
-typedef struct { const Session *s; float *to; size_t n; } Rows;   // s: a row is of its logits
+typedef struct { const Session *s; float *to; size_t n; } Rows;   // s: the rows are its logits
 
 static bool keep_row(void *ctx, int i, const float *row) {
     Rows *out = ctx;
@@ -598,7 +598,7 @@ static bool keep_row(void *ctx, int i, const float *row) {
     return true;
 }
 
-// logits of ids[from..n-1], or of an encoder its vectors, into rows[from..n-1]
+// logits of ids[from..n-1], or an encoder's vectors, into rows[from..n-1]
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
     Error e = {""};
     const Config *c = &s->m->config;
@@ -776,7 +776,7 @@ static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols, b
     return (RandomMatrix){{.data = data, .type = type, .rows = rows, .cols = cols}, f};
 }
 
-// makes all blocks of a matrix such a one, with every byte `byte` that can be: codes at their limit
+// makes all blocks of a matrix one block whose bytes are `byte` where they can be: codes at limits
 static void extreme_codes(RandomMatrix *w, uint8_t byte) {
     size_t block = format_block(w->m.type), bytes = quant_row_bytes(w->m.type, block);
     uint8_t *data = (uint8_t *)w->m.data;
@@ -796,7 +796,7 @@ static void extreme_codes(RandomMatrix *w, uint8_t byte) {
 
 static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) & ~(uintptr_t)63); }
 
-// runs matmul or attention in as many bytes as it counts; how many of these it leaves
+// runs matmul or attention in as many bytes as it counts; yields how many of them it never used
 #define RUN_COUNTED(op, p, ...) ({ \
     Arena a_ = {0}; \
     op(p, &a_, __VA_ARGS__); \
@@ -886,8 +886,8 @@ static void test_matmul(void) {
     }
 }
 
-// All weights are one block, so that what is rounded adds up: 256 columns of it. And more columns
-// than a panel is deep or a task packs, of so many tokens that the last tasks have half, or of one.
+// All weights are one block, so that rounding errors add up, over 256 columns. And more columns
+// than a panel is deep or a task packs, for one token or so many that the last tasks have half.
 static void test_matmul_limits(void) {
     for (int i = 0; i < 4; i++)   // types 1 and 2, f16 and Q4_0
         CHECK(check_matmul(1 + i / 2, 99, i % 2 ? 8448 : 2304, i % 2 ? 1 : 300, 0) < 1e-4, "%d", i);
@@ -1051,7 +1051,7 @@ static void test_gguf_hostile(void) {
     printf("  each of %zu bytes changed thrice: %d files still ran\n", head, ran);
 }
 
-// What only some architectures have: refused, or (a norm [8] told as [4,2]) no matter.
+// What only some architectures have: it is refused, or does no harm (a norm [8] given as [4,2]).
 static void test_gguf_shapes(void) {
     static const struct { Shape shape; Spoil spoil; } rows[] = {
         {{"qwen35", 2, "dak", DELTA_KEYS}, {.how = GOOD}},
@@ -1066,7 +1066,7 @@ static void test_gguf_shapes(void) {
          {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 2, NULL}},
         {{"llama", 2, "", ""},
          {"want a number, or one a layer", NO_KEY, "llama.attention.head_count", 0, 1, NULL}},
-    };   // NO_KEY: instead, so many heads
+    };   // NO_KEY: instead, heads[b]
     static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
     const char *path = scratch("shape.gguf");
     float *got[2];
@@ -1086,7 +1086,7 @@ static void test_gguf_shapes(void) {
     CHECK(!memcmp(got[0], got[1], 3 * VOCAB * sizeof(float)), "a folded norm differs");
 }
 
-// an expert of a matrix that is the lower half of its tensor: biases lie as far apart as weights
+// an expert's matrix that is the lower half of its tensor: biases lie as many rows apart as weights
 static void test_gguf_experts(void) {
     static const float data[8], bias[8], scale[2];
     Matrix both = {(const uint8_t *)data, QUANT_F32, 4, 1, bias, scale, 4 * sizeof *data};
@@ -1130,7 +1130,7 @@ static uint16_t *half_noise(size_t n) {
     return x;
 }
 
-// The ring is as it stands after the last of the new tokens, with a hole now and then.
+// The ring is as it is after the last of the new tokens, with an empty row now and then.
 static Attention attention_of(const AttentionCase *t) {
     int32_t *pos = need(t->rows * sizeof *pos);
     Cache c = {.rows = t->rows, .keep = t->keep};
@@ -1287,7 +1287,7 @@ static Golden golden_model(const char *name) {
     return g;
 }
 
-// how far from llama.cpp's logits, or the mean of an encoder's vectors
+// distance from llama.cpp's logits, or from the mean of an encoder's vectors
 static double golden_error(const Model *m, const float *rows, int n, const float *golden) {
     int dim = m->config.dim;
     float *mean = need(dim * sizeof *mean);
@@ -1344,8 +1344,8 @@ static void test_story_greedy(void) {
 
 // ---- every architecture ----
 //
-// No golden says that most of these rows are right. What is tested is that every tensor which such
-// a file has is read, and that prefill, decode and prefix reuse agree.
+// Most of these rows have no golden output. What is tested is that every tensor of such a file is
+// read, and that prefill, decode and prefix reuse agree.
 
 static const Shape SHAPES[] = {
     {"llama", 3, "x", EXPERT_KEYS},
@@ -1390,7 +1390,7 @@ static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB]) {
     get_rows(s, ids, n, n - 1, row - (n - 1) * (encoder ? WIDTH : VOCAB));
 }
 
-// Are all tensors used? The file is mapped: each is changed there, and must change the last row.
+// Are all tensors used? The file is mapped: a change to a tensor in it must change the last row.
 static void check_tensors_used(Session *s, const int32_t *ids, int n, const float *want) {
     const Gguf *g = &s->m->gguf;
     int fd = open(scratch("random.gguf"), O_RDWR);
@@ -1854,7 +1854,7 @@ static void test_tokenizer_special(void) {
     key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
     const char *got = ids_of(written_tokenizer(&phi), "a\n<u> \n\tb<s>\nb", 15, NULL, false, true);
     CHECK(!strcmp(got, "0 4 3 1 2 4 1"), "Phi-3: %s", got);
-    // ids that lie outside, as nobody checks them: a note, and what holds without them
+    // the ids of special tokens lie outside the vocabulary: a note, and defaults
     key_vocab(&far, "gpt2", "gpt-2", "a,b", "a b");
     put_keys(&far, "tokenizer.ggml", "bos_token_id=2 eos_token_id=9");
     t = written_tokenizer(&far);
@@ -2035,8 +2035,8 @@ static void test_chat_templates(void) {
 
 static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
 
-// Each allocation on the way from a file to its first words fails once. Every time that is said in
-// a line, and nothing is left behind.
+// Each allocation on the way from a file to its first words fails once. Each time one line says so,
+// and nothing is left behind.
 static void test_allocations(void) {
     Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
     put_model(&w, &(Shape){"qwen3next", 2, "dDakx", DELTA_KEYS EXPERT_KEYS});
@@ -2106,7 +2106,7 @@ static void check_refusal(int status, const char *arguments, const char *says) {
 }
 
 static void test_cli_refusals(void) {
-    // both words of these must be named
+    // the message must name both words
     static const char *const options[] = {
         "-q", "--temperature", "-n", "-n abc", "-n 99999999999", "-n -2", "-c 0", "-b 0", "-t 0",
         "--temp nan", "--temp ''", "--top-k -1", "--top-p 1.5", "--min-p -0.1",
@@ -2148,7 +2148,7 @@ static void test_cli_refusals(void) {
               "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
     check_llm("llm golden/tok/spm.gguf --info", 1, "^([a-z0-9_.]+ = [^\n]*\n)+\n$",
               "^llm: [^\n]*no tensors[^\n]*\n$");
-    // the model is cut while it is mapped: when a pipe has taken more than fits, someone reads it
+    // the model is cut while it is mapped: once a pipe has taken more than it holds, llm reads it
     check_llm("cp $S $D/cut; (yes | head -n 99999; : >$D/cut) | llm $D/cut -f - -n 1", 1, "^$",
               "^llm: [^\n]*truncated\\?\n$");
 }
@@ -2374,8 +2374,8 @@ static void test_cli_logits(void) {
     CHECK(access(scratch("cut"), F_OK), "a part of the logits was left behind");
 }
 
-// Ctrl-C while it speaks (greedy, it has no end) or, in a chat, waits for the user, after 20 times
-// "hm" and a newline: statistics, exit 130. While it speaks in a chat: this goes on.
+// Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
+// times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
 static void test_cli_interrupt(void) {
     static const struct { const char *arguments, *typed; int status; } runs[] = {
         {"$S Once -n 100000000 -c 64 --temp 0", "", 130},
@@ -5418,8 +5418,8 @@ static int metal_mutants(int argc, char **argv) {
 // ==== fuzzing ====
 //
 // `make fuzz` gives each of these targets to libFuzzer, which changes files that the writer of this
-// file made, and keeps what reaches new code. An input is refused, or it works: what is looked for
-// are crashes, leaks, long runs, and reading or writing where it is not allowed.
+// file made, and keeps what reaches new code. An input is refused or works; the fuzzer looks for
+// crashes, leaks, long runs, and reads or writes where they are not allowed.
 
 #ifdef LLM_FUZZ
 static bool fuzz_tokenize(const Tokenizer *t, const uint8_t *data, size_t size) {
@@ -5470,8 +5470,8 @@ static struct {
     size_t tried, worked;
 } fuzz = {.target = FUZZ_TARGETS};
 
-// A file up to its weights, and how many bytes these have. Of a model six tokens are made; of a
-// vocabulary the file's end is the text, and the ids.
+// The input is a file up to its weights, and how many bytes these have. A model evaluates 6 tokens;
+// a vocabulary gets the end of the input as text, and as ids.
 static bool fuzz_file(const uint8_t *data, size_t size) {
     static const int32_t ids[4] = {0, 1, 1, 0};
     Options o = {.window = 5, .chunk = 3, .keep = 1, .threads = 1, .cpu = true,
@@ -5512,8 +5512,8 @@ static void fuzz_end(void) {
     printf("%s: %zu tried, %zu not refused\n", fuzz.target->name, fuzz.tried, fuzz.worked);
 }
 
-// The last argument is the inputs' directory, named after the target. It gets the first ones: each
-// architecture, and behind them each tokenizer alone.
+// The last argument is the inputs' directory, named after the target. It is given the first inputs:
+// each architecture, and behind them each tokenizer alone.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     if (setjmp(test.end)) abort();
     snprintf(test.dir, sizeof test.dir, "%s", (*argv)[*argc - 1]);
@@ -5543,7 +5543,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         if (i >= COUNT(SHAPES)) fuzz.tokenizer[k] = open_tokenizer(path);
     }
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
-        if (*TEMPLATES[i].want == '!') continue;   // some of these take all steps that there are
+        if (*TEMPLATES[i].want == '!') continue;   // some of these run until the steps are used up
         FILE *f = fopen(scratch(text_of("template-%zu", i)), "w");
         if (!f || fputs(TEMPLATES[i].text, f) < 0 || fclose(f)) abort();
     }
