@@ -2889,79 +2889,67 @@ static void tokenizer_close(Tokenizer *t) {
 //
 // How a model wants a conversation written, its file says in a program: a template in Jinja, the
 // language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
-// loop controls. This interpreter prints the same bytes.
+// loop controls. This interpreter prints the same bytes. It knows what published templates use, and
+// stops at the rest with an error that names it.
 //
-// GRAMMAR is read as it stands: a parser tries its rules on the text and makes a tree of nodes,
-// which `eval` turns into values; that of a statement is the text it prints. BUILTINS, the filters,
-// tests, methods and functions, are Jinja as well, on a few primitives in C that are called as @f.
+// GRAMMAR is read as it stands: a parser tries its rules on the source and makes a tree of nodes.
+// `eval` turns a node into its value, which for a statement is the text that it prints.
 //
-// A string is an array of code points, each with a bit for whether it came from a message that the
-// model did not write: whatever becomes of the string, the mark stays with its character. Values do
-// not change, but for namespaces, so a slice is a view.
+// Texts are UTF-8 and lie in one block of memory. Behind the block lies its shadow, with a byte for
+// each of the block's: FOREIGN if that came from a message that the model did not write. Only
+// `concat` copies text, and it copies the shadow, too: whatever becomes of a text, the mark stays
+// with its bytes. Values do not change, but for namespaces, so a part of a text is a view.
 //
-// An error leaves by longjmp; all memory is of one block that template_render frees. Depth, steps
-// and memory have limits, so every template ends.
+// An error leaves by longjmp; all memory is in the block. Depth, steps and memory have limits, so
+// every template ends.
+#include <ctype.h>
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
-// What a template prints: text[n], with a NUL behind it, and mark[n]: 1 where a byte came from the
-// content of a message whose role is not "assistant". rendered_free frees both.
-typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;
+// What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
+// the content of a message whose role is not "assistant". Both lie in the block, which
+// rendered_free frees.
+typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
-enum { MARK = 1 << 30, CHARACTER = MARK - 1, LONGEST_RANGE = 100000,
+enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
+       LONGEST_RANGE = 100000,
        DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
-enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_DICT,
-       V_NAMESPACE, V_LOOP, V_GENERATOR, V_MACRO };
-static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
-    "list", "tuple", "dict", "namespace", "loop", "generator", "macro"};
-
-// A sequence lies in its home, memory with room behind it. Where one ends at the end of what its
-// home holds, + writes there: a text that grows piece by piece costs what is added.
-typedef struct { size_t used, room; char data[]; } Home;   // bytes
+enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP, V_MACRO };
+static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "str", "list",
+                                          "generator", "dict", "loop", "macro"};
 typedef struct Value Value;
-typedef struct {
-    union { const uint32_t *c; Value *v; const void *at; };   // characters, or values
-    size_t n;
-    Home *home;                             // NULL: elsewhere, such as in the source
-} Seq;
-typedef struct Scope { Seq names; struct Scope *outer; } Scope;   // names: as a dict's seq
+typedef struct Node Node;
+typedef struct { Value *v; size_t n; } List;   // also of a tuple
+typedef struct Dict { List pairs; struct Dict *outer; } Dict;   // key, value, key, ..
+typedef struct { Str name; const Node *params, *body; Dict *scope; } Macro;   // body NULL: builtin
 struct Value {
     int kind;
     union {
         int64_t i;                          // also of a bool
-        double f;
-        Seq seq;                            // of a string or list; of a dict: key, value, key, ..;
-                                            // of what is undefined its name
-        Scope *scope;                       // of a namespace or loop
-        struct Macro *macro;
+        Str s;                              // of what is undefined its name
+        List list;                          // also of a generator, which map and the like return
+        Dict *dict;                         // also of a namespace or loop
+        const Macro *macro;
     };
 };
-// What the parser found at source. word: what the grammar demands there, such as ==; value: a name,
-// number, string or text.
-typedef struct Node {
+struct Node {                               // what the parser found at source
     int rule;
-    Str word;
-    Value value;
-    struct Node *first, *next;              // its children, its neighbour
+    Value v;                                // of a word, name, number, string or text
+    Node *first, *next;                     // its children, its neighbour
     const char *source;
-} Node;
-typedef struct Macro { Seq name; const Node *params, *body; Scope *scope; } Macro;
-typedef struct { Seq list, named; } Args;   // named: as a dict's seq
+};
+typedef struct { List list; Dict named; } Args;
 typedef struct {
-    const char *source, *p, *where, *far;   // read up to p; where: what runs; far: what fits a rule
-    bool own, parts, marked;                // BUILTINS are read; content is a list; marks came out
+    const char *source, *p;                 // read up to p; later what runs
+    const char *tag_end;                    // the last tag ends here, or a text does
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
-    Scope *scope;
-    Macro **builtin;                        // of each of BUILTINS; NULL: nobody used it yet
-    size_t steps, memory;                   // what is left, memory of the block in bytes
+    Dict *scope;                            // the names that are set here; outer: those around it
+    Dict *builtins;
+    size_t steps, memory, size;             // what is left of both; bytes of the block
     char *block;
     Error *e;
     jmp_buf failed;
 } Template;
-
-static const char *find_word(const char *word, const char *words) {
-    return find_str((Str){word, strlen(word)}, words);
-}
 
 // Leaves the interpreter, from wherever it is: the error says why and names the line.
 __attribute__((noreturn, format(printf, 2, 3)))
@@ -2972,7 +2960,7 @@ static void stop(Template *t, const char *format, ...) {
     va_start(args, format);
     vsnprintf(why, sizeof why, format, args);
     va_end(args);
-    for (const char *c = t->source; c < t->where; c++) line += *c == '\n';
+    for (const char *c = t->source; c < t->p; c++) line += *c == '\n';
     fail(t->e, "chat template, line %d: %s", line, why);
     longjmp(t->failed, 1);
 }
@@ -2995,141 +2983,571 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
     return t->block + t->memory;
 }
 
-// ---- its strings and lists
+// ---- its texts
 
-// Adds n elements of so many bytes: in place, if a ends where its home does and there is room.
-static void seq_append(Template *t, Seq *a, const void *more, size_t n, size_t size) {
-    Home *h = a->home;
-    size_t old = a->n * size, add = n * size, room = 2 * (old + add) + 32;
-    if (!n) return;
-    spend(t, add / 64);
-    if (!h || (const char *)a->at + old != h->data + h->used || h->room - h->used < add) {
-        h = obtain(t, sizeof *h + room);
-        *h = (Home){old, room};
-        if (old) memcpy(h->data, a->at, old);
-        *a = (Seq){.at = h->data, .n = a->n, .home = h};
+static const Str NOTHING = {"", 0};
+static Str str(const char *s) { return (Str){s, strlen(s)}; }
+static Str str_from(Str s, size_t n) { return (Str){s.s + n, s.n - n}; }   // less its first n bytes
+static bool is(Str name, const char *words) { return name.n && find_str(name, words); }
+static bool in_name(char c) { return isalnum((uint8_t)c) || c == '_' || c & 0x80; }
+static bool is_space(uint32_t c) { return c < 128 ? isspace(c) : unicode_classes(c) & CLASS('s'); }
+static const char *skip_space(const char *p) { return p + strspn(p, " \t\n\v\f\r"); }
+
+static char *shadow(Template *t, const char *p) {   // NULL: p is not in the block, but C's
+    size_t at = (uintptr_t)p - (uintptr_t)t->block;
+    return at < t->size ? t->block + t->size + at : NULL;
+}
+
+// a and behind it b. Where there is room behind a, b goes there: a text that grows piece by piece
+// costs what is added to it.
+static Str concat(Template *t, Str a, Str b) {
+    size_t room = 0, size = 2 * (a.n + b.n) + 8;
+    char *end = (char *)a.s + a.n, *mark, *marks;
+    if (!b.n) return a;
+    spend(t, b.n / 64);
+    while (room <= b.n && (mark = shadow(t, end + room)) && *mark == ROOM) room++;
+    if (room <= b.n) {
+        Str new = {obtain(t, size), 0};
+        memset(shadow(t, new.s), ROOM, size);
+        return concat(t, concat(t, new, a), b);
     }
-    memcpy(h->data + h->used, more, add);
-    h->used += add;
-    a->n += n;
+    memcpy(end, b.s, b.n);
+    if ((marks = shadow(t, b.s))) memcpy(shadow(t, end), marks, b.n);
+    else memset(shadow(t, end), 0, b.n);
+    return (Str){a.s, a.n + b.n};
 }
 
-// the same for one element of a list, for one character
-static void list_push(Template *t, Seq *list, Value v) { seq_append(t, list, &v, 1, sizeof v); }
-static void put_char(Template *t, Seq *to, uint32_t c) { seq_append(t, to, &c, 1, sizeof c); }
-
-// characters from..to-1 of a string: a view
-static Seq seq_part(Seq s, size_t from, size_t to) {
-    return (Seq){{s.c + from}, to - from, s.home};
-}
-
-// a string, each of its characters with this mark (MARK or 0)
-static Seq from_utf8(Template *t, Str s, uint32_t mark) {
-    uint32_t *c = obtain(t, s.n * sizeof *c);
-    size_t n = 0;
-    for (size_t i = 0, used; i < s.n; i += used)
-        c[n++] = utf8_decode(s.s + i, s.n - i, &used) | mark;
-    return (Seq){{c}, n, NULL};
-}
-
-static Seq from_text(Template *t, const char *s) { return from_utf8(t, (Str){s, strlen(s)}, 0); }
-
-static char *to_utf8(Template *t, Seq s) {   // with a NUL behind it, for C's functions and messages
-    char *out = obtain(t, 4 * s.n + 1), *end = out;
-    for (size_t i = 0; i < s.n; i++) end += utf8_encode(s.c[i] & CHARACTER, end);
+static Str repeat(Template *t, Str s, int64_t n) {
+    Str out = NOTHING;
+    for (; n > 0 && s.n; n--) out = concat(t, out, s);
     return out;
 }
 
-static bool seq_equal(Template *t, Seq a, Seq b) {   // strings, whatever their marks
-    size_t i = 0;
-    while (i < a.n && a.n == b.n && !((a.c[i] ^ b.c[i]) & CHARACTER)) i++;
-    spend(t, i / 8);
-    return i == a.n && a.n == b.n;
+static char *copy(Template *t, Str s) {   // with a NUL behind it; it may be changed
+    return (char *)concat(t, concat(t, NOTHING, s), (Str){"", 1}).s;
 }
 
-static bool among(uint32_t c, const char *set) { return c && c < 128 && strchr(set, c); }
-static bool is_digit(uint32_t c) { return c - '0' < 10; }
-static bool is_letter(uint32_t c) { return (c | 32) - 'a' < 26 || c == '_' || c >= 128; }
-
-static bool is_space(uint32_t c) {
-    c &= CHARACTER;
-    return c < 128 ? among(c, " \t\n\v\f\r\x1c\x1d\x1e\x1f") : unicode_classes(c) & CLASS('s');
+static size_t characters(Template *t, Str s) {
+    size_t n = 0;
+    spend(t, s.n / 64);
+    for (size_t i = 0; i < s.n; i++) n += (s.s[i] & 0xC0) != 0x80;
+    return n;
 }
 
-static size_t seq_find(Template *t, Seq s, Seq what) {   // SIZE_MAX: it is not there
-    size_t i = 0;
-    while (i + what.n <= s.n && !seq_equal(t, seq_part(s, i, i + what.n), what)) i++;
-    spend(t, i / 8);
-    return i + what.n <= s.n ? i : SIZE_MAX;
+static Str behind(Template *t, Str s, size_t n) {   // s without its first n characters
+    spend(t, (n < s.n ? n : s.n) / 64);
+    for (size_t size; n && s.n; n--, s = str_from(s, size < s.n ? size : s.n))
+        size = utf8_length(*s.s);
+    return s;
 }
 
-// s without what is in the set at its sides, set NULL: without white space
+static const char *find(Template *t, Str s, Str what) {   // NULL: it is not there
+    spend(t, (s.n + what.n) / 8);
+    return memmem(s.s, s.n, what.s, what.n);
+}
+
+// s without the white space at its sides, or without what is in set, if that is a string
 enum { LEFT = 1, RIGHT = 2 };
-static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
+static Str strip(Template *t, Str s, Value set, int sides) {
     for (int side = LEFT; side <= RIGHT; side++)
         while (side & sides && s.n) {
-            Seq c = side == LEFT ? seq_part(s, 0, 1) : seq_part(s, s.n - 1, s.n);
-            if (set ? seq_find(t, *set, c) == SIZE_MAX : !is_space(*c.c)) break;
-            s = seq_part(s, side == LEFT, s.n - (side == RIGHT));
+            size_t at = side == LEFT ? 0 : s.n - 1, n;
+            while (at && (s.s[at] & 0xC0) == 0x80) at--;
+            uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
             spend(t, 1);
+            if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
+            s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
         }
     return s;
+}
+
+// s in upper or lower case, or with a capital in front (capitalize), or in front of every word
+// (title), as `how` begins. Letters beyond ASCII stay as they are.
+static Str recased(Template *t, Str s, char how) {
+    char *c = copy(t, s);
+    for (size_t i = 0; i < s.n; i++) {
+        bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", c[i - 1]));
+        bool up = how == 'u' || (how != 'l' && first);
+        c[i] = c[i] & 0x80 ? c[i] : up ? toupper(c[i]) : tolower(c[i]);
+    }
+    return (Str){c, s.n};
+}
+
+// ---- its values, which behave as Python's
+
+static Value string_value(Str s) { return (Value){.kind = V_STRING, .s = s}; }
+static Value word_value(const char *s) { return string_value(str(s)); }
+static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
+static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
+static Value list_value(List l) { return (Value){.kind = V_LIST, .list = l}; }
+static Value dict_value(Dict *d) { return (Value){.kind = V_DICT, .dict = d}; }
+static Value undefined_value(Str name) { return (Value){.kind = V_UNDEFINED, .s = name}; }
+static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
+
+// What `if` makes of v: empty, zero, none and undefined are false. A generator is always true, as
+// jinja2's is, so `if messages|selectattr(..)` is wrong here where it is wrong there.
+static bool truth(Value v) {
+    if (is_int(v)) return v.i != 0;
+    if (v.kind == V_STRING || v.kind == V_LIST) return (v.kind == V_LIST ? v.list.n : v.s.n) > 0;
+    return v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
+}
+
+// v, which must be of this kind
+static Value must_be(Template *t, Value v, int kind) {
+    if (v.kind == kind || (kind == V_INT && v.kind == V_BOOL)) return v;
+    if (v.kind == V_UNDEFINED) stop(t, "'%.*s' is undefined", STR_ARG(v.s));
+    stop(t, "%s instead of %s", VALUE_KINDS[v.kind], VALUE_KINDS[kind]);
+}
+
+__attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, Value b) {
+    if (!a.kind || !b.kind) must_be(t, a.kind ? b : a, V_NONE);   // it stops: 'x' is undefined
+    stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
+}
+
+static void push(Template *t, List *l, Value v) {
+    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
+    l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
+    l->n++;
+}
+
+static void push_all(Template *t, List *l, List more) {
+    for (size_t i = 0; i < more.n; i++) push(t, l, more.v[i]);
+}
+
+// of a list; of a dict key, value, key, ..
+static List elements(Value v) {
+    return v.kind == V_DICT ? v.dict->pairs : v.kind == V_STRING ? (List){0} : v.list;
+}
+
+// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
+enum { UNLIKE = 2 };
+static int order(Template *t, Value a, Value b) {
+    int c = 0;
+    if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
+    if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
+    if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
+    List x = elements(a), y = elements(b);
+    enter(t);
+    for (size_t i = 0; !c && i < x.n && i < y.n; i++) c = order(t, x.v[i], y.v[i]);
+    t->depth--;
+    if (a.kind != V_STRING) return c ? c : (x.n > y.n) - (x.n < y.n);
+    size_t n = a.s.n < b.s.n ? a.s.n : b.s.n;
+    c = memcmp(a.s.s, b.s.s, n);
+    spend(t, n / 64);
+    return c ? (c > 0) - (c < 0) : (a.s.n > b.s.n) - (a.s.n < b.s.n);
+}
+
+// Dicts have few keys and keep their order: they are searched from the front.
+static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is not there
+    spend(t, d->pairs.n / 16);
+    for (size_t i = 0; i < d->pairs.n; i += 2)
+        if (!order(t, d->pairs.v[i], key)) return &d->pairs.v[i + 1];
+    return NULL;
+}
+
+static void set(Template *t, Dict *d, Value key, Value v) {
+    Value *old = entry(t, d, key);
+    if (old) *old = v;
+    else push(t, &d->pairs, key), push(t, &d->pairs, v);
+}
+
+static void set_all(Template *t, Dict *d, List pairs) {
+    for (size_t i = 0; i < pairs.n; i += 2) set(t, d, pairs.v[i], pairs.v[i + 1]);
+}
+
+static Dict *new_dict(Template *t, Dict *outer) {
+    Dict *d = obtain(t, sizeof *d);
+    d->outer = outer;
+    return d;
+}
+
+// what a loop over v sees: elements, a text's characters or a dict's keys
+static List items_of(Template *t, Value v) {
+    List l = {0};
+    if (v.kind == V_LIST || v.kind == V_GENERATOR) return v.list;
+    if (v.kind != V_UNDEFINED && v.kind != V_STRING && v.kind != V_DICT)
+        stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
+    for (size_t i = 0; v.kind == V_DICT && i < v.dict->pairs.n; i += 2)
+        push(t, &l, v.dict->pairs.v[i]);
+    for (Str s = v.s, more; v.kind == V_STRING && s.n; s = more) {
+        more = behind(t, s, 1);
+        push(t, &l, string_value((Str){s.s, s.n - more.n}));
+    }
+    return l;
+}
+
+static int64_t length(Template *t, Value v) {
+    return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
+}
+
+// v[from:to], as Python counts: below 0 from the end, and cut off at the ends; a view
+static Value slice(Template *t, Value v, Value from, Value to) {
+    if (v.kind != V_LIST) must_be(t, v, V_STRING);
+    int64_t n = length(t, v), a = is_int(from) ? from.i : 0, b = is_int(to) ? to.i : n;
+    a = a < -n ? 0 : a < 0 ? a + n : a < n ? a : n;
+    b = b < -n ? 0 : b < 0 ? b + n : b < n ? b : n;
+    if (b < a) b = a;
+    if (v.kind == V_LIST) return list_value((List){v.list.v + a, b - a});
+    Str s = behind(t, v.s, a);
+    return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
+}
+
+// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself, and
+// of a loop, it is an error to ask for it.
+static Value member(Template *t, Value v, Value key) {
+    if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
+    Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
+    if (found) return *found;
+    if (v.kind == V_LOOP) must_be(t, undefined_value(must_be(t, key, V_STRING).s), V_INT);
+    if (is_int(key) && (v.kind == V_LIST || v.kind == V_STRING)) {
+        int64_t n = length(t, v), i = key.i < 0 ? key.i + n : key.i;
+        if (i >= 0 && i < n && v.kind == V_LIST) return v.list.v[i];
+        if (i >= 0 && i < n) return slice(t, v, int_value(i), int_value(i + 1));
+    }
+    return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
+}
+
+static Str to_text(Template *t, Value v) {   // as Python's str writes it, but no list or dict
+    char s[24];
+    if (v.kind == V_STRING) return v.s;
+    if (v.kind == V_UNDEFINED) return NOTHING;
+    if (v.kind == V_NONE) return str("None");
+    if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
+    snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
+    return concat(t, NOTHING, str(s));
+}
+
+// s, and behind it v as JSON: in one line, or with a line, which begins so, for each element
+static Str json(Template *t, Str s, Value v, Str line, Str indent) {
+    static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
+    bool string = v.kind == V_STRING, dict = v.kind == V_DICT, list = v.kind == V_LIST;
+    List l = dict || list ? elements(v) : (List){0};
+    Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
+    enter(t);
+    s = concat(t, s, str(string ? "\"" : dict ? "{" : list ? "[" : ""));
+    for (size_t i = 0; i < l.n; i++) {
+        bool value = dict && i % 2;
+        s = concat(t, s, str(value ? ": " : i == 0 ? "" : line.n ? "," : ", "));
+        s = json(t, value ? s : concat(t, s, inner), l.v[i], inner, indent);
+    }
+    for (size_t i = 0; string && i < v.s.n; i++) {
+        char c = v.s.s[i], code[8] = {'\\'}, *at = c ? strchr(known, c) : NULL;
+        if (at) code[1] = letter[at - known];
+        else if (c >= 0 && c < ' ') sprintf(code, "\\u%04x", c);
+        s = concat(t, s, code[1] ? str(code) : (Str){v.s.s + i, 1});
+    }
+    if (v.kind == V_NONE || v.kind == V_BOOL)
+        s = concat(t, s, str(v.kind == V_NONE ? "null" : v.i ? "true" : "false"));
+    else if (!string && !list && !dict) s = concat(t, s, to_text(t, must_be(t, v, V_INT)));
+    t->depth--;
+    if (l.n) s = concat(t, s, line);
+    return concat(t, s, str(string ? "\"" : dict ? "}" : list ? "]" : ""));
+}
+
+// ---- its operators
+
+// v in `in`: a part of a string, a key of a dict, an element of a list
+static bool contains(Template *t, Value in, Value v) {
+    if (in.kind == V_STRING && v.kind == V_STRING) return find(t, in.s, v.s);
+    if (in.kind == V_STRING) stop_types(t, str("in"), v, in);
+    if (in.kind == V_DICT) return entry(t, in.dict, v);
+    List l = items_of(t, in);
+    size_t i = 0;
+    spend(t, l.n / 8);
+    while (i < l.n && order(t, l.v[i], v)) i++;
+    return i < l.n;
+}
+
+// a op b: + adds numbers, lists and strings, * repeats a string. Numbers are whole, of 53 bits.
+static Value operate(Template *t, Str op, Value a, Value b) {
+    int o = *op.s;
+    if (o == '~') return string_value(concat(t, to_text(t, a), to_text(t, b)));
+    if (o == 'i' || o == 'n') return bool_value(contains(t, b, a) == (o == 'i'));
+    if (o == '=' || o == '!') return bool_value(!order(t, a, b) == (o == '='));
+    if (o == '<' || o == '>') {
+        int c = order(t, a, b);
+        if (c == UNLIKE || a.kind <= V_NONE || a.kind > V_LIST) stop_types(t, op, a, b);
+        return bool_value((op.n == 2 && !c) || c == (o == '<' ? -1 : 1));
+    }
+    if (o == '+' && a.kind == V_STRING && b.kind == V_STRING)
+        return string_value(concat(t, a.s, b.s));
+    if (o == '+' && a.kind == V_LIST && b.kind == V_LIST) {
+        push_all(t, &a.list, b.list);
+        return a;
+    }
+    if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
+    if (!is_int(a) || !is_int(b)) stop_types(t, op, a, b);
+    if (o == '%' && !b.i) stop(t, "division by zero");
+    double x = a.i, y = b.i, left = o == '%' ? fmod(x, y) : 0;
+    if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
+    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : left;
+    if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
+    return int_value((int64_t)z);
+}
+
+static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or v is test(x)
+    static const char *const kinds[] = {"undefined", "none", "boolean", "integer", "string", "", "",
+                                        "mapping"};
+    for (int k = 0; k < (int)COUNT(kinds); k++)
+        if (is(test, kinds[k])) return v.kind == k;
+    bool sequence = !v.kind || v.kind == V_STRING || v.kind == V_LIST || v.kind == V_DICT;
+    if (is(test, "defined")) return v.kind != V_UNDEFINED;
+    if (is(test, "true false")) return v.kind == V_BOOL && v.i == (*test.s == 't');
+    if (is(test, "number")) return is_int(v);
+    if (is(test, "sequence")) return sequence;
+    if (is(test, "iterable")) return sequence || v.kind == V_GENERATOR;
+    if (is(test, "eq equalto")) return !order(t, v, x);
+    stop(t, "there is no test '%.*s'", STR_ARG(test));
+}
+
+// ---- its filters, methods and functions
+
+static Value apply(Template *t, Str filter, Value v, Args more);
+
+static Str join(Template *t, Str by, List l) {
+    Str s = NOTHING;
+    spend(t, l.n);
+    for (size_t i = 0; i < l.n; i++) s = concat(t, i ? concat(t, s, by) : s, to_text(t, l.v[i]));
+    return s;
+}
+
+// the parts of s between separators, at most so many and a rest; below 0: all
+static List split(Template *t, Str s, Str by, int64_t most) {
+    List l = {0};
+    if (!by.n) stop(t, "an empty separator");
+    for (const char *at; most-- != 0 && (at = find(t, s, by)); s = str_from(s, at - s.s + by.n))
+        push(t, &l, string_value((Str){s.s, at - s.s}));
+    push(t, &l, string_value(s));
+    return l;
+}
+
+static Value reversed(Template *t, Value v) {
+    List l = {0};
+    for (List all = items_of(t, v); all.n; all.n--) push(t, &l, all.v[all.n - 1]);
+    return v.kind == V_STRING ? string_value(join(t, NOTHING, l)) : list_value(l);
+}
+
+// x.attribute, which may be such as a.b; x itself, if it is none
+static Value get(Template *t, Value x, Value attribute) {
+    if (attribute.kind != V_STRING) return attribute.kind == V_NONE ? x : member(t, x, attribute);
+    for (List l = split(t, attribute.s, str("."), -1); l.n; l.n--, l.v++) x = member(t, x, *l.v);
+    return x;
+}
+
+// what an element is compared by: case does not count
+static Value key_of(Template *t, Value v, Value attribute) {
+    v = get(t, v, attribute);
+    return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
+}
+
+static List sorted(Template *t, List l, Value attribute, bool reverse) {
+    List out = {0};
+    for (size_t i = 0, k; i < l.n; i++) {
+        Value key = key_of(t, l.v[i], attribute);
+        push(t, &out, l.v[i]);
+        for (k = i; k; k--) {
+            Value before = key_of(t, out.v[k - 1], attribute);
+            if (!operate(t, str(reverse ? ">" : "<"), key, before).i) break;
+            out.v[k] = out.v[k - 1];
+        }
+        out.v[k] = l.v[i];
+    }
+    return out;
+}
+
+static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
+    List l = {0}, pairs = v.kind ? must_be(t, v, V_DICT).dict->pairs : l;
+    for (size_t i = 0; i < pairs.n; i += 2) push(t, &l, list_value((List){pairs.v + i, 2}));
+    return l;
+}
+
+// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
+// can know it.
+static Str date(Template *t, Str format) {
+    const char *epoch = getenv("SOURCE_DATE_EPOCH");
+    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
+    struct tm tm;
+    char s[400] = "";
+    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
+    if (!strftime(s, sizeof s, copy(t, format), &tm) && format.n) stop(t, "a date is too long");
+    return concat(t, NOTHING, str(s));
+}
+
+// A row: names, and parameters, to which `call` gives values. The first is what a filter or method
+// stands behind. To add one, add its name here, and that of a method or function below, too; then
+// what it returns; then a test.
+static const char *const BUILTINS[] = {
+    "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
+    "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
+    "format (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
+    "int (v, default=0)", "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
+    "default d (v, default_value='', boolean=false)", "length list first last (v)",
+    "items keys dictsort (v)",
+    "get (v, key, default=none)", "sort unique min (v, reverse=false, attribute=none)",
+    "map (v, filter, x, y, attribute=none)", "select reject (v, test, x)",
+    "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
+    "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
+};
+static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
+                               "startswith endswith find rfind format join";
+static const char OF_DICTS[] = "get items keys";
+static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
+
+// What a filter or method of a text returns; a: all its arguments.
+static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
+    if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
+    if (is(f, "trim strip")) s = strip(t, s, a[1], LEFT | RIGHT);
+    if (is(f, "lstrip")) s = strip(t, s, a[1], LEFT);
+    if (is(f, "rstrip")) s = strip(t, s, a[1], RIGHT);
+    if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
+    if (is(f, "split"))
+        return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
+    if (is(f, "startswith endswith find rfind")) {
+        Str x = must_be(t, a[1], V_STRING).s;
+        const char *end = s.s + s.n - x.n, *at = find(t, s, x);
+        if (*f.s == 's') return bool_value(x.n <= s.n && !memcmp(s.s, x.s, x.n));
+        if (*f.s == 'e') return bool_value(x.n <= s.n && !memcmp(end, x.s, x.n));
+        for (const char *p = end; at && *f.s == 'r' && p > at; p--, spend(t, 1 + x.n / 64))
+            if (!memcmp(p, x.s, x.n)) at = p;
+        return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
+    }
+    if (is(f, "format")) {   // of {} alone
+        List parts = split(t, s, str("{}"), -1);
+        for (size_t i = 1; i < parts.n; i++) {
+            if (i > 5 || !a[i].kind) stop(t, "a format has more {} than values");
+            parts.v[i].s = concat(t, concat(t, NOTHING, to_text(t, a[i])), parts.v[i].s);
+        }
+        s = join(t, NOTHING, parts);
+    }
+    if (is(f, "indent")) {
+        List lines = split(t, s, str("\n"), -1);
+        Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
+        for (size_t i = 0; i < lines.n; i++)
+            if (i == 0 ? truth(a[2]) : truth(a[3]) || lines.v[i].s.n)
+                lines.v[i].s = concat(t, concat(t, NOTHING, pad), lines.v[i].s);
+        s = join(t, str("\n"), lines);
+    }
+    return string_value(s);
+}
+
+// those elements of v that f lets pass by a test, or what a filter of that name makes of each
+static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, List more) {
+    List l = {0}, all = truth(v) ? items_of(t, v) : l;
+    for (size_t i = 0; i < all.n; i++) {
+        Value x = get(t, all.v[i], attribute);
+        if (name.kind) must_be(t, name, V_STRING);
+        if (is(f, "map")) push(t, &l, name.kind ? apply(t, name.s, x, (Args){.list = more}) : x);
+        else if ((name.kind ? passes(t, name.s, x, *more.v) : truth(x)) == (*f.s == 's'))
+            push(t, &l, all.v[i]);
+    }
+    return (Value){.kind = V_GENERATOR, .list = l};
+}
+
+// What a filter, method or function returns; a: its arguments. It is not inlined, as its buffers
+// would take room on the stack at each of DEEPEST levels.
+__attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
+    Value v = a[0], none = {.kind = V_NONE};
+    List l = {0}, all;
+    if (is(f, "length")) return int_value(length(t, v));
+    if (is(f, "list keys")) return list_value(items_of(t, v));
+    if (is(f, "first")) return member(t, list_value(items_of(t, v)), int_value(0));
+    if (is(f, "last")) return member(t, list_value(items_of(t, v)), int_value(-1));
+    if (is(f, "default d")) return !v.kind || (truth(a[2]) && !truth(v)) ? a[1] : v;
+    if (is(f, "join") && v.kind == V_STRING) return string_value(join(t, v.s, items_of(t, a[1])));
+    if (is(f, "join")) return string_value(join(t, to_text(t, a[1]), items_of(t, v)));
+    if (is(f, "items")) return list_value(pairs_of(t, v));
+    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
+    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
+    if (is(f, "min"))
+        return member(t, list_value(sorted(t, items_of(t, v), a[2], false)), int_value(0));
+    if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
+    if (is(f, "select reject")) return chosen(t, f, v, none, a[1], (List){a + 2, 1});
+    if (is(f, "selectattr rejectattr")) return chosen(t, f, v, a[1], a[2], (List){a + 3, 1});
+    if (is(f, "get")) {
+        Value *found = entry(t, must_be(t, v, V_DICT).dict, a[1]);
+        return found ? *found : a[2];
+    }
+    if (is(f, "unique")) {
+        List keys = {0};
+        for (all = items_of(t, v); all.n; all.n--, all.v++) {
+            Value key = key_of(t, *all.v, a[2]);
+            if (!contains(t, list_value(keys), key)) push(t, &l, *all.v);
+            push(t, &keys, key);
+        }
+        return (Value){.kind = V_GENERATOR, .list = l};
+    }
+    if (is(f, "tojson")) {
+        bool lines = a[2].kind != V_NONE;
+        Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
+        if (truth(a[1])) stop(t, "tojson knows no ensure_ascii");
+        return string_value(json(t, NOTHING, v, str(lines ? "\n" : ""), indent));
+    }
+    if (is(f, "int")) {
+        char *s = copy(t, to_text(t, v)), *end;
+        int64_t i = strtoll(s, &end, 10);
+        return is_int(v) ? int_value(v.i) : end > s && !*end ? int_value(i) : a[1];
+    }
+    if (is(f, "range")) {
+        bool one = a[1].kind == V_NONE;
+        int64_t i = one ? 0 : must_be(t, v, V_INT).i, end = must_be(t, one ? v : a[1], V_INT).i;
+        int64_t step = must_be(t, a[2], V_INT).i;
+        for (; step > 0 ? i < end : step && i > end; i += step) {
+            if (l.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
+            push(t, &l, int_value(i));
+        }
+        return list_value(l);
+    }
+    if (is(f, "raise_exception")) stop(t, "%s", copy(t, to_text(t, v)));
+    if (is(f, "strftime_now")) return string_value(date(t, to_text(t, v)));
+    return text_builtin(t, f, to_text(t, v), a);
 }
 
 // ---- its parser
 //
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. Those from name on are read by functions. A rule up to `atom` that finds but
-// one part is that part, so 1 is a number and not a sum of one product of one power.
+// found as children. Those from name on are read by functions. The first word decides: what begins
+// as a rule says, but goes on otherwise, is an error. A rule up to `atom` that finds but one part
+// is that part, so 1 is a number and not a sum of one product. A block also reads the {% behind it,
+// of the tag that ends it.
 #define GRAMMAR(X) \
-    X(tuple, "value (`,` value)* `,`?")     X(value, "or ('if' or ('else' value)?)?") \
+    X(tuple, "value (`,` value?)*")         X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare")           X(sign, "(`-` | `+`) (sign | postfix)") \
-    X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | notin) sum)*") \
-    X(sum, "join ((`+` | `-`) join)*")      X(join, "product (`~` product)*") \
-    X(product, "power ((`*` | `//` | `/` | `%`) power)*") \
-    X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test)*") \
+    X(not, "`not` not | compare")           X(sum, "join ((`+` | `-`) join)*") \
+    X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
+    X(join, "product (`~` product)*")       X(product, "unary ((`*` | `%`) unary)*") \
+    X(unary, "(sign | postfix) (filter | test)*")           X(sign, "`-` (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
-    X(atom, "string | number | each | list | dict | '(' tuple? ')' | primitive | name") \
-    X(each, "'[' 'for' name 'in' or cond? ':' value ']'")   X(cond, "'if' value") \
-    X(list, "'[' (value (',' value)* ','?)? ']'") \
-    X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
-    X(member, "'.' (name args? | number)")  X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
-    X(args, "'(' (arg (',' arg)* ','?)? ')'")   X(arg, "name '=' value | (`**` | `*`)? value") \
-    X(filter, "'|' name args?")             X(inline, "name args?") \
-    X(test, "'is' `not`? (`in` | name) (args | postfix)?")  X(notin, "'not' 'in'") \
-    X(primitive, "'@' name args")           X(builtin, "params let* value") \
-    X(let, "name ':=' value ','") \
-    X(block, "(text | print | if | for | set | macro | call | pipe | break | continue)*") \
-    X(if, "'{%' 'if' or '%}' block (elif | else)? '{%' 'endif' '%}'") \
-    X(elif, "'{%' 'elif' or '%}' block (elif | else)?")     X(else, "'{%' 'else' '%}' block") \
-    X(for, "'{%' 'for' targets 'in' or cond? '%}' block else? '{%' 'endfor' '%}'") \
-    X(targets, "target (',' target)*")      X(target, "name ('.' name)? | '(' targets ')'") \
-    X(set, "'{%' 'set' targets ('=' tuple '%}' | filter* '%}' block '{%' 'endset' '%}')") \
-    X(macro, "'{%' 'macro' name params '%}' block '{%' 'endmacro' '%}'") \
-    X(params, "'(' (param (',' param)* ','?)? ')'")         X(param, "name ('=' value)?") \
-    X(call, "'{%' 'call' params? atom args '%}' block '{%' 'endcall' '%}'") \
-    X(pipe, "'{%' 'filter' inline filter* '%}' block '{%' 'endfilter' '%}'" \
-        " | '{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
-    X(print, "'{{' tuple '}}'") X(break, "'{%' 'break' '%}'") X(continue, "'{%' 'continue' '%}'") \
+    X(atom, "string | number | list | dict | '(' tuple ')' | name") \
+    X(list, "'[' (value (',' value?)*)? ']'") \
+    X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
+    X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
+    X(member, "'.' (name args? | number)")  X(args, "'(' (arg (',' arg?)*)? ')'") \
+    X(arg, "(`**` | `*`)? value ('=' value)?") \
+    X(filter, "'|' name args?")             X(test, "'is' `not`? name args?") \
+    X(block, "(text | print | '{%' statement?)*")           X(print, "'{{' tuple '}}'") \
+    X(statement, "if | for | set | macro | pipe | generation | break | continue") \
+    X(if, "'if' value '%}' block (elif | else)? 'endif' '%}'") \
+    X(elif, "'elif' value '%}' block (elif | else)?")       X(else, "'else' '%}' block") \
+    X(for, "'for' targets 'in' or cond? '%}' block 'endfor' '%}'") X(cond, "'if' value") \
+    X(targets, "target (',' target)*")      X(target, "'(' targets ')' | name ('.' name)?") \
+    X(set, "'set' targets ('=' tuple '%}' | '%}' block 'endset' '%}')") \
+    X(macro, "'macro' name params '%}' block 'endmacro' '%}'") \
+    X(params, "'(' (param (',' param?)*)? ')'")             X(param, "name ('=' value)?") \
+    X(pipe, "'filter' inline '%}' block 'endfilter' '%}'")  X(inline, "name args?") \
+    X(generation, "'generation' '%}' block 'endgeneration' '%}'") \
+    X(break, "'break' '%}'")  X(continue, "'continue' '%}'")  X(builtin, "name* params") \
     X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0)
 #define X(name, grammar) R_##name,
-enum { GRAMMAR(X) RULE_COUNT };
+enum { GRAMMAR(X) };
 #undef X
 #define X(name, grammar) {#name, grammar},
 static const struct { const char *name, *grammar; } RULES[] = {GRAMMAR(X)};
 #undef X
 
-// values, by what they hold
-static Value string_value(Seq s) { return (Value){.kind = V_STRING, .seq = s}; }
-static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
-static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
-static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
-static Value undefined_value(Seq name) { return (Value){.kind = V_UNDEFINED, .seq = name}; }
-
-static void skip_space(Template *t) {
-    for (size_t n; is_space(utf8_decode(t->p, 4, &n));) t->p += n;
+__attribute__((noreturn)) static void unexpected(Template *t) {
+    Str s = str(*t->p ? t->p : "end");
+    stop(t, "unexpected %.*s", (int)(s.n - behind(t, s, 20).n), s.s);
 }
 
 // Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
@@ -3137,122 +3555,102 @@ static bool read_end(Template *t, char close) {
     const char *p = t->p;
     size_t sign = *p == '-' || (*p == '+' && close != '}');
     if (p[sign] != close || p[sign + 1] != '}') return false;
-    t->p += 2 + sign;
-    if (*p == '-') skip_space(t);
-    else if (!sign && close != '}') t->p += *t->p == '\n';
+    t->p = *p == '-' ? skip_space(p + 3) : p + 2 + sign;
+    if (!sign && close != '}') t->p += *t->p == '\n';
+    t->tag_end = t->p;
     return true;
 }
 
 // Is this word or sign here? Reads it; with the beginning of a tag its sign.
-static bool read_word(Template *t, const char *word, size_t n) {
-    skip_space(t);
-    if (t->p > t->far) t->far = t->p;
-    if (n == 2 && word[1] == '}') return read_end(t, *word);
-    if (strncmp(t->p, word, n)) return false;
-    const char *behind = t->p + n;
-    if (is_letter(*word) && (is_letter(*behind) || is_digit(*behind))) return false;
-    t->p = behind + (n == 2 && *word == '{' && among(*behind, "+-"));
+static bool read_word(Template *t, Str word) {
+    bool tag = word.n == 2 && *word.s == '{';
+    if (tag && t->p != t->tag_end) return false;   // within another one
+    t->p = skip_space(t->p);
+    if (word.n == 2 && word.s[1] == '}') return read_end(t, *word.s);
+    const char *end = t->p + word.n;
+    if (strncmp(t->p, word.s, word.n) || (in_name(*word.s) && in_name(*end))) return false;
+    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // it is of the end: -%}
+    t->p = end + (tag && (*end == '-' || *end == '+'));
     return true;
 }
 
-// Reads a comment, of which nothing is left, what stands between raw and endraw, or else text up to
-// the next tag. That one takes the white space in front of it: with - all, and a statement or
-// comment without + what its line begins with.
+// Reads a comment, of which nothing is left, or text up to the next tag. That one takes the white
+// space in front of it: with - all, and a statement or comment without + what its line begins with.
 static bool read_text(Template *t, Value *v) {
-    const char *start = t->p, *end;
-    if (*start == '{' && read_word(t, "{#", 2)) {
-        while (!read_end(t, '#'))
-            if (!*t->p++) return false;
+    const char *start = t->p, *end = start, *line;
+    if (start != t->tag_end) return false;   // within a tag
+    if (!strncmp(start, "{#", 2)) {
+        for (t->p += 2; !read_end(t, '#'); t->p++)
+            if (!*t->p) t->p = start, unexpected(t);
         return true;
     }
-    bool raw = *start == '{' && read_word(t, "{%", 2) && read_word(t, "raw", 3) &&
-               read_word(t, "%}", 2);
-    // raw keeps the newline behind it, which other tags take
-    if (raw) start = t->p - (t->p[-1] == '\n' && t->p[-2] == '}' && t->p[-4] != '-');
-    for (end = start; *(t->p = end); end++) {
-        if (*end != '{' || !among(end[1], "{%#")) continue;
-        if (!raw || (read_word(t, "{%", 2) && read_word(t, "endraw", 6))) break;
-    }
-    Seq s = from_utf8(t, (Str){start, end - start}, 0);
-    char tag = *end ? end[1] : 0, sign = tag ? end[2] : 0;
-    size_t kept = s.n;
-    while (kept && is_space(s.c[kept - 1]) && (sign == '-' || s.c[kept - 1] != '\n')) kept--;
-    bool line = kept ? s.c[kept - 1] == '\n' : start == t->source || start[-1] == '\n';
-    if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = s.n;
-    *v = string_value(seq_part(s, 0, kept));
-    return raw ? read_word(t, "%}", 2) : end > start;
+    while (*(end += strcspn(end, "{")) && !strchr("{%#", end[1])) end++;
+    char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
+    *v = string_value((Str){start, end - start});
+    for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
+    bool begins = line == t->source || line[-1] == '\n';
+    if (sign == '-') v->s = strip(t, v->s, (Value){0}, RIGHT);
+    else if (begins && sign != '+' && (kind == '%' || kind == '#')) v->s.n = line - start;
+    t->p = t->tag_end = end;
+    return end > start;
 }
 
 // Reads what stands between quotes, also in several strings side by side.
 static bool read_string(Template *t, Value *v) {
-    static const char letters[] = "abfnrtv\\'\"", meant[] = "\a\b\f\n\r\t\v\\'\"";
+    static const char letters[] = "abfnrtv\\'\"\n", *const meant[] = {
+        "\a", "\b", "\f", "\n", "\r", "\t", "\v", "\\", "'", "\"", ""};
     const char *start = t->p;
-    *v = string_value((Seq){0});
-    for (; among(*t->p, "'\""); skip_space(t)) {
-        char quote = *t->p++;
-        for (size_t n; *t->p != quote; t->p += n) {
-            uint32_t c = utf8_decode(t->p, 4, &n);
-            char next = c == '\\' ? t->p[1] : 0;
-            int digits = next == 'x' ? 2 : next == 'u' ? 4 : next == 'U' ? 8 : 0;
-            if (among(next, letters)) c = meant[strchr(letters, next) - letters];
-            if (digits) c = 0;
-            n += digits || next == '\n' || among(next, letters);
-            for (; digits && among(t->p[n] | 32, "0123456789abcdef"); digits--, n++)
-                c = 16 * c + (t->p[n] & 15) + (t->p[n] > '9' ? 9 : 0);
-            if (digits || c > 0x10FFFF) stop(t, "a bad \\ in a string");
-            if (!*t->p) return false;
-            if (next != '\n') put_char(t, &v->seq, c);
+    *v = string_value(NOTHING);
+    for (char quote; (quote = *t->p) == '"' || quote == '\''; t->p = skip_space(t->p + 1))
+        for (t->p++; *t->p != quote;) {
+            size_t n = strcspn(t->p, (char[]){quote, '\\', 0});
+            const char *letter = n || !t->p[1] ? NULL : strchr(letters, t->p[1]);
+            if (!t->p[n] || (!n && (!t->p[1] || strchr("xuUN01234567", t->p[1])))) unexpected(t);
+            if (!n) n = 2;   // \ and what is no escape
+            v->s = concat(t, v->s, letter ? str(meant[letter - letters]) : (Str){t->p, n});
+            t->p += n;
         }
-        t->p++;
-    }
     return t->p > start;
 }
 
-// Reads digits, an int, or with a fraction or exponent a float.
 static bool read_number(Template *t, Value *v) {
-    size_t n = strspn(t->p, "0123456789");
-    char *end;
-    if (!n) return false;   // not such as inf, which strtod reads
-    double f = strtod(t->p, &end);
-    bool whole = !among(t->p[n], ".eE") || end <= t->p + n + 1;
-    if (whole && f > 0x1p63) stop(t, "a number is too large");
-    *v = whole ? int_value(strtoll(t->p, NULL, 10)) : float_value(f);
-    t->p = whole ? t->p + n : end;
+    if (!isdigit((uint8_t)*t->p)) return false;
+    *v = int_value(strtoll(t->p, (char **)&t->p, 10));
+    if (*t->p == '.' || in_name(*t->p) || v->i > 1ll << 53) unexpected(t);
     return true;
 }
 
-// Reads a name, which is none of the words that stand between values.
-static bool read_name(Template *t, Value *v) {
-    const char *start = t->p;
-    while (is_letter(*t->p) || (t->p > start && is_digit(*t->p))) t->p++;
-    *v = string_value(from_utf8(t, (Str){start, t->p - start}, 0));
-    return t->p > start && !find_word(to_utf8(t, v->seq), "and or not if elif else in is");
+static bool read_name(Template *t, Value *v) {   // which is none of the words between values
+    Str s = {t->p, 0};
+    while (in_name(s.s[s.n])) s.n++;
+    *v = string_value(s);
+    bool yes = s.n && !isdigit((uint8_t)*s.s) && !is(s, "and or not if elif else in is");
+    if (yes) t->p += s.n;
+    return yes;
 }
 
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text};
 
-static void add_node(Template *t, Node ***tail, Node node) {
-    Node *n = **tail = obtain(t, sizeof *n);
+// Nodes are added at *at, which is then where the next one goes.
+static void add_node(Template *t, Node ***at, Node node) {
+    Node *n = **at = obtain(t, sizeof node);
     *n = node;
-    *tail = &n->next;
+    *at = &n->next;
 }
 
-static bool read_choice(Template *t, const char *g, Node ***tail);
+static bool read_choice(Template *t, const char *g, Node ***at);
 
-// Reads what a rule says. On success its node is at *tail, and *tail is where the next one goes.
-// Otherwise t->p may stand anywhere: read_item sets it back.
-static bool read_rule(Template *t, int r, Node ***tail) {
+static bool read_rule(Template *t, int r, Node ***at) {   // reads what a rule says
     Node *first = NULL, **last = &first;
     Value v = {0};
-    if (r != R_text && r != R_block) skip_space(t);
+    if (r != R_text && r != R_block) t->p = skip_space(t->p);
     const char *start = t->p;
-    if (start > t->far) t->far = start;
     enter(t);
     bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) : READERS[r - R_name](t, &v);
     t->depth--;
-    if (yes && r <= R_atom && first && !first->next) **tail = first, *tail = last;
-    else if (yes) add_node(t, tail, (Node){r, {0}, v, first, NULL, start});
+    if (yes && r <= R_atom && first && !first->next) **at = first, *at = last;
+    else if (yes) add_node(t, at, (Node){r, v, first, NULL, start});
     return yes;
 }
 
@@ -3264,411 +3662,38 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar; where it is not here, nothing has been read.
-static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
-    const char *start = t->p;
-    Node **last = *tail;
-    bool yes;
+// Reads one item of n characters of grammar; false: it is not here, and nothing has been read.
+static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
+    Str word = {g + 1, n - 2};
     int r = 0;
-    if (*g == '\'' || *g == '`') yes = read_word(t, g + 1, n - 2);
-    else if (*g == '(') yes = read_choice(t, g + 1, tail);
-    else {
-        while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
-        yes = (r != R_primitive || t->own) && read_rule(t, r, tail);
+    if (*g == '(') return read_choice(t, g + 1, at);
+    if (*g == '\'') return read_word(t, word);
+    if (*g == '`') {
+        bool yes = read_word(t, word);
+        if (yes) add_node(t, at, (Node){.rule = R_word, .v = string_value(word), .source = t->p});
+        return yes;
     }
-    if (yes && *g == '`') add_node(t, tail, (Node){R_word, {g + 1, n - 2}, {0}, NULL, NULL, start});
-    if (!yes) spend(t, (t->p - start) / 8), t->p = start, *tail = last, *last = NULL;
-    return yes;
+    while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
+    return read_rule(t, r, at);
 }
 
-// Reads one of the alternatives that stand at g, up to a closing bracket or the end: the first that
-// fits is taken for good. The nodes of one that failed half-way are dropped.
-static bool read_choice(Template *t, const char *g, Node ***tail) {
-    for (const char *start = t->p;; g += 2) {
-        Node **last = *tail;
-        bool fits = true;
+// Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
+static bool read_choice(Template *t, const char *g, Node ***at) {
+    for (;; g += 2) {
+        bool fits = true, begun = false;
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
-            bool found = fits && read_item(t, g, n, tail);
-            while (found && g[n] == '*' && read_item(t, g, n, tail)) {}
+            bool found = fits && read_item(t, g, n, at);
+            begun = begun || found;
+            while (found && g[n] == '*' && read_item(t, g, n, at)) {}
             fits = fits && (found || (g[n] && strchr("*?", g[n])));
+            if (begun && !fits) unexpected(t);
             g += n;
             g += strspn(g, " *?");
         }
         if (fits) return true;
-        spend(t, (t->p - start) / 8);
-        t->p = start, *tail = last, *last = NULL;
         if (*g != '|') return false;
     }
-}
-
-// ---- its values
-//
-// They behave as Python's, with two exceptions: a whole number has 53 bits, and a generator, which
-// is what map and the like return, can be read again. It is always true, as jinja2's is, so that
-// `if messages|selectattr(..)` is wrong here where it is wrong there.
-
-static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
-static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
-static bool is_seq(Value v) { return v.kind >= V_STRING && v.kind <= V_TUPLE; }
-static bool is_mapping(Value v) { return v.kind >= V_DICT && v.kind <= V_LOOP; }
-static Seq pairs_of(Value v) { return v.kind == V_DICT ? v.seq : v.scope->names; }
-static size_t size_in(Value v) { return v.kind == V_STRING ? sizeof *v.seq.c : sizeof *v.seq.v; }
-static double real(Value v) { return v.kind == V_FLOAT ? v.f : (double)v.i; }
-
-// What `if` makes of v: empty, zero, none and undefined are false.
-static bool truth(Value v) {
-    if (is_number(v)) return real(v) != 0;
-    return is_seq(v) || v.kind == V_DICT ? v.seq.n > 0 : v.kind > V_NONE;
-}
-
-static void need_defined(Template *t, Value v) {
-    if (v.kind == V_UNDEFINED) stop(t, "'%s' is undefined", to_utf8(t, v.seq));
-}
-
-// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
-enum { UNLIKE = 2 };
-static int order(Template *t, Value a, Value b) {
-    int c = 0;
-    if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
-    if (is_number(a) && is_number(b)) return (real(a) > real(b)) - (real(a) < real(b));
-    if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
-    if (!is_seq(a) && a.kind != V_DICT) return a.scope == b.scope ? 0 : UNLIKE;
-    enter(t);
-    spend(t, a.seq.n / 16);
-    for (size_t i = 0; !c && i < a.seq.n && i < b.seq.n; i++)
-        if (a.kind != V_STRING) c = order(t, a.seq.v[i], b.seq.v[i]);
-        else c = (int)(a.seq.c[i] & CHARACTER) - (int)(b.seq.c[i] & CHARACTER);
-    t->depth--;
-    if (!c) return (a.seq.n > b.seq.n) - (a.seq.n < b.seq.n);
-    return a.kind == V_STRING ? (c > 0) - (c < 0) : c;
-}
-
-// Dicts have few keys and keep their order: they are searched from the front.
-static Value *dict_find(Template *t, Seq dict, Value key) {   // NULL: it is not there
-    spend(t, 1 + dict.n / 16);
-    for (Value *v = dict.v, *end = v + dict.n; v < end; v += 2) {
-        bool strings = key.kind == V_STRING && v->kind == V_STRING;
-        if (strings ? seq_equal(t, v->seq, key.seq) : !order(t, *v, key)) return v + 1;
-    }
-    return NULL;
-}
-
-static void dict_set(Template *t, Seq *dict, Value key, Value v) {
-    Value *old = dict_find(t, *dict, key), pair[] = {key, v};
-    if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", VALUE_KINDS[key.kind]);
-    if (old) *old = v;
-    else seq_append(t, dict, pair, 2, sizeof v);
-}
-
-static void dict_set_name(Template *t, Seq *dict, const char *name, Value v) {
-    dict_set(t, dict, string_value(from_text(t, name)), v);
-}
-
-static void dict_add(Template *t, Seq *dict, Seq more) {
-    for (size_t i = 0; i < more.n; i += 2) dict_set(t, dict, more.v[i], more.v[i + 1]);
-}
-
-// names that are looked up in outer where this scope does not have them
-static Scope *new_scope(Template *t, Scope *outer) {
-    Scope *s = obtain(t, sizeof *s);
-    s->outer = outer;
-    return s;
-}
-
-static Seq items_of(Template *t, Value v) {   // what a loop over v sees
-    Seq l = {0};
-    if (v.kind == V_LIST || v.kind == V_TUPLE || v.kind == V_GENERATOR) return v.seq;
-    if (v.kind > V_DICT || (v.kind != V_UNDEFINED && v.kind < V_STRING))
-        stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
-    for (size_t i = 0; v.kind == V_DICT && i < v.seq.n; i += 2) list_push(t, &l, v.seq.v[i]);
-    for (size_t i = 0; v.kind == V_STRING && i < v.seq.n; i++)
-        list_push(t, &l, string_value(seq_part(v.seq, i, i + 1)));
-    return l;
-}
-
-static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
-
-// A value as Python's str writes it. Lists and dicts are written by the filter _write.
-static Seq to_text(Template *t, Value v) {
-    char s[40] = "";
-    if (v.kind == V_STRING) return v.seq;
-    if (v.kind > V_STRING) return apply(t, "|", from_text(t, "_write"), v, (Args){0}).seq;
-    if (v.kind == V_NONE) strcpy(s, "None");
-    if (v.kind == V_BOOL) strcpy(s, v.i ? "True" : "False");
-    if (v.kind == V_INT) snprintf(s, sizeof s, "%lld", (long long)v.i);
-    if (v.kind == V_FLOAT) {   // as few digits as read back as the same
-        int digits = 15;
-        do snprintf(s, sizeof s, "%.*g", digits, v.f);
-        while (strtod(s, NULL) != v.f && digits++ < 17);
-        if (!s[strspn(s, "-0123456789")]) strcat(s, ".0");
-    }
-    return from_text(t, s);
-}
-
-// ---- its operators
-
-__attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, Value b) {
-    const char *left = VALUE_KINDS[a.kind], *right = VALUE_KINDS[b.kind];
-    stop(t, "%s %.*s %s is not possible", left, STR_ARG(op), right);
-}
-
-// a op b for + - * / // % ** and ~, which adds both as text; + adds lists and strings, * repeats
-// them, % of a string puts b into its fields. Whole numbers stay whole, but for /, below 2^53.
-static Value operate(Template *t, Str op, Value a, Value b) {
-    spend(t, 20);   // what fmod takes where one number is far larger
-    if (*op.s == '~') {
-        Value text = string_value(to_text(t, a));
-        return operate(t, (Str){"+", 1}, text, string_value(to_text(t, b)));
-    }
-    need_defined(t, a);
-    need_defined(t, b);
-    if (*op.s == '%' && a.kind == V_STRING)
-        return apply(t, "str", from_text(t, "%"), a, (Args){.list = {{.v = &b}, 1, NULL}});
-    if (*op.s == '+' && is_seq(a) && a.kind == b.kind) {
-        seq_append(t, &a.seq, b.seq.at, b.seq.n, size_in(a));
-        return a;
-    }
-    Value s = is_int(a) ? b : a, times = is_int(a) ? a : b, product = {.kind = s.kind};
-    if (str_eq(op, "*") && is_seq(s) && is_int(times)) {
-        for (int64_t n = times.i; n > 0 && s.seq.n; n--)
-            seq_append(t, &product.seq, s.seq.at, s.seq.n, size_in(s));
-        return product;
-    }
-    if (!is_number(a) || !is_number(b)) stop_types(t, op, a, b);
-    int o = op.n == 1 ? *op.s : *op.s == '/' ? 'f' : 'p';   // f for //, p for **
-    double x = real(a), y = real(b), left = y ? fmod(x, y) : 0;
-    if (among(o, "/f%") && !y) stop(t, "division by zero");
-    if (left && (left < 0) != (y < 0)) left += y;   // rounds down, also below 0
-    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '/' ? x / y :
-               o == '%' ? left : o == 'f' ? round((x - left) / y) : pow(x, y);
-    if (!is_int(a) || !is_int(b) || o == '/' || (o == 'p' && y < 0)) return float_value(z);
-    if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
-    return int_value((int64_t)z);
-}
-
-// v in `in`: a part of a string, a key of a dict, an element of a list
-static bool contains(Template *t, Value in, Value v) {
-    if (in.kind == V_STRING && v.kind == V_STRING) return seq_find(t, in.seq, v.seq) != SIZE_MAX;
-    if (in.kind == V_STRING) stop_types(t, (Str){"in", 2}, v, in);
-    if (is_mapping(in)) return dict_find(t, pairs_of(in), v) != NULL;
-    Seq l = items_of(t, in);
-    size_t i = 0;
-    spend(t, l.n / 8);
-    while (i < l.n && order(t, l.v[i], v)) i++;
-    return i < l.n;
-}
-
-// op: == != < <= > >=, in, or empty: not in
-static bool compare(Template *t, Str op, Value a, Value b) {
-    if (!op.n || *op.s == 'i') return contains(t, b, a) == (op.n > 0);
-    int c = order(t, a, b);
-    if (*op.s == '=' || *op.s == '!') return (c == 0) == (*op.s == '=');
-    need_defined(t, a);
-    need_defined(t, b);
-    if (c == UNLIKE || a.kind == V_NONE || a.kind > V_TUPLE) stop_types(t, op, a, b);
-    return *op.s == '<' ? c < (op.n == 2) : c > -(op.n == 2);
-}
-
-// a[from:to:step], as Python counts: below 0 from the end, cut off at the ends, and backwards with
-// a step below 0, for which low, in front of the first element, is -1
-static Value slice(Template *t, Value a, const Value *bound) {
-    int64_t n = a.seq.n, step = is_int(bound[2]) ? bound[2].i : 1, low = step < 0 ? -1 : 0, at[2];
-    Value out = {.kind = a.kind};
-    need_defined(t, a);
-    if (!is_seq(a) || !step) stop(t, "this slice of %s is not possible", VALUE_KINDS[a.kind]);
-    for (int k = 0; k < 2; k++) {
-        int64_t i = is_int(bound[k]) ? bound[k].i + (bound[k].i < 0 ? n : 0) : 0;
-        if (!is_int(bound[k])) i = (k == 0) == (step > 0) ? low : n + low;
-        at[k] = i < low ? low : i > n + low ? n + low : i;
-    }
-    const char *base = a.seq.at;
-    if (step == 1 && at[1] > at[0])   // a view
-        out.seq = (Seq){{.at = base + at[0] * size_in(a)}, at[1] - at[0], a.seq.home};
-    step = step > n ? n + 1 : step < -n ? -n - 1 : step;
-    for (int64_t i = at[0]; step != 1 && (step > 0 ? i < at[1] : i > at[1]); i += step)
-        seq_append(t, &out.seq, base + i * size_in(a), 1, size_in(a));
-    return out;
-}
-
-// ---- its filters, tests, methods and functions
-//
-// A row: its names, |x of a filter, is.x of a test, fn.x of a function, str.x of a string's method;
-// the parameters; names, as in t := @text(s), for what is used several times; and the value of a
-// call. There may stand, beside Jinja, lists made as [for x in list if test: value] and primitives,
-// such as @kind(x). Arguments that no parameter takes are an error, unless the value has varargs or
-// kwargs. A name that begins with _ serves the others.
-//
-// To add one, add a row, then a line to the test.
-static const char *const BUILTINS[] = {
-    "fn.range (a, b=none, step=1) [for i in @range(a): i] if b is none else"
-        " [for i in @range((b - a + step - (1 if step > 0 else -1)) // step): a + i * step]",
-    "fn.namespace (positional={}) @namespace(positional, kwargs)",
-    "fn.dict (positional={}) @dict(positional, kwargs)",
-    "fn.raise_exception (message) @fail(message)", "fn.strftime_now (format) @now(format)",
-    // methods of dicts
-    "dict.keys (d) @list(d)", "dict.values (d) [for k in d: d[k]]",
-    "dict.items (d) [for k in d: (k, d[k])]",
-    "dict.get (d, k, default=none) d[k] if k in d else default",
-    // strings: methods, and filters of what is made a string
-    "str.upper |upper (s) @case(s, true)", "str.lower |lower (s) @case(s, false)",
-    "str.capitalize |capitalize (s) t := @text(s), t[:1]|upper ~ t[1:]|lower",
-    "str.title |title (s) t := @text(s), @join('', [for i in range(t|length):"
-        " t[i]|upper if i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])",
-    "str.strip (s, chars=none) @strip(s, chars, 3)", "|trim (s, chars=none) @strip(s, chars, 3)",
-    "str.lstrip (s, chars=none) @strip(s, chars, 1)",
-    "str.rstrip (s, chars=none) @strip(s, chars, 2)",
-    "str.split (s, sep=none, maxsplit=-1) @split(s, sep, maxsplit)",
-    "str.rsplit (s, sep=none, maxsplit=-1)"
-        " [for x in @split(s[::-1], sep[::-1] if sep else sep, maxsplit)[::-1]: x[::-1]]",
-    "str.replace |replace (s, old, new, count=-1) @join(new, @split(s, @text(old), count))",
-    "str.join (s, list) @join(s, list)",
-    "str.find (s, x) @split(s, x, 1)[0]|length if x in s else -1",
-    "str.rfind (s, x) s|length - x|length - s[::-1].find(x[::-1]) if x in s else -1",
-    "str.count (s, x) @split(s, x, -1)|length - 1",
-    "|_tuple (v) v if @kind(v) == 'tuple' else (v,)",
-    "str.startswith (s, x) true in [for p in x|_tuple: s[:p|length] == p]",
-    "str.endswith (s, x) true in [for p in x|_tuple: s[s|length - p|length:] == p]",
-    "str.removeprefix (s, x) s[x|length:] if s.startswith(x) else s",
-    "str.removesuffix (s, x) s[:s|length - x|length] if s.endswith(x) else s",
-    "str.splitlines (s) l := s.replace('\\r\\n', '\\n').split('\\n'), l if l[-1] else l[:-1]",
-    "str.isdigit (s) s != '' and s.strip('0123456789') == ''",
-    // a format is split at its fields; %% and {{ }} hide behind characters that are none
-    "str.% (s, v) p := s.replace('%%', '\\uffff').split('%'), l := v|_tuple,"
-        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_percent(l[i - 1])])"
-        ".replace('\\uffff', '%') if p|length == l|length + 1 else"
-        " @fail('a format has not as many fields as values')",
-    // x begins with a type such as s or 05.2f, how v is to be written
-    "|_percent (x, v) r := x.lstrip('0123456789.'), n := x[:x|length - r|length].split('.'),"
-        " k := r[:1], t := @fixed(v, n[1]|d(6)|int) if k == 'f' else @text(v|int) if k in 'di' else"
-        " @text(v) if k == 's' else @text([v])[1:-1] if k == 'r' else @fail('an unknown format'),"
-        " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t ~ r[1:]",
-    "str.format (s) s|_format(varargs, kwargs)",
-    "|_format (s, list, named) p := s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{'),"
-        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_braces(i - 1, list, named)])"
-        ".replace('\\uffff', '{').replace('\\ufffe', '}')",
-    "|_braces (x, i, l, named) p := x.split('}', 1), c := p[0].split(':', 1), k := c[0],"
-        " c[1]|d('s')|_percent(l[i] if k == '' else l[k|int] if k.isdigit() else named[k]) + p[1]",
-    "|format (s) @text(s) % varargs",
-    // of any value, or of the elements of what a loop can go over
-    "|join (v, d='', attribute=none) @join(d, v|_all(attribute))", "|string |safe (v) @text(v)",
-    "|length |count (v) @length(v)", "|list (v) @list(v)", "|first (v) @list(v)[0]",
-    "|last (v) @list(v)[-1]", "|_parts (s) [{'type': 'text', 'text': s}]",
-    "|default |d (v, default_value='', boolean=false)"
-        " default_value if v is undefined or boolean and not v else v",
-    "|reverse (v) v[::-1] if v is string else @generator(@list(v)[::-1])",
-    "|items (v) @generator(v.items() if v is defined else [])",
-    // x.attribute, which may be such as a.b; _all: of each element; _keys: to sort and compare by
-    "|_get (v, attribute, default=none) p := attribute.split('.', 1) if attribute is string else"
-        " [attribute], x := v[p[0]], y := default if x is undefined and default is not none else x,"
-        " y if p[1] is undefined else y|_get(p[1], default)",
-    "|_all (v, path, default=none)"
-        " @list(v) if path is none else [for x in v: x|_get(path, default)]",
-    "|_keys (v, path, case) [for x in v|_all(path): x if case or x is not string else x|lower]",
-    "|map (v) @generator([for x in v or []: x|_get(**kwargs) if 'attribute' in kwargs and"
-        " not varargs else @apply('|', x, varargs[0], varargs[1:], kwargs)])",
-    "|_is (x, list, named) @apply('is', x, list[0]|d('_'), list[1:], named)",
-    "|select (v) @generator([for x in v or [] if x|_is(varargs, kwargs): x])",
-    "|reject (v) @generator([for x in v or [] if not x|_is(varargs, kwargs): x])",
-    "|selectattr (v, a) @generator([for x in v or [] if x|_get(a)|_is(varargs, kwargs): x])",
-    "|rejectattr (v, a) @generator([for x in v or [] if not x|_get(a)|_is(varargs, kwargs): x])",
-    "|sum (v, attribute=none, start=0) @sum(v|_all(attribute), start)",
-    // quicksort of pairs, whose first parts are compared
-    "|_sorted (l) m := l[l|length // 2], l if l|length < 2 else [for x in l if x[0] < m[0]: x]|"
-        "_sorted + [for x in l if x[0] == m[0]: x] + [for x in l if x[0] > m[0]: x]|_sorted",
-    "|sort (v, reverse=false, case_sensitive=false, attribute=none) step := -1 if reverse else 1,"
-        " l := @list(v)[::step], k := l|_keys(attribute, case_sensitive),"
-        " [for x in [for i in range(l|length): (k[i], l[i])]|_sorted: x[1]][::step]",
-    "|min (v, case_sensitive=false, attribute=none) (v|sort(false, case_sensitive, attribute))[0]",
-    "|max (v, case_sensitive=false, attribute=none) (v|sort(true, case_sensitive, attribute))[0]",
-    "|dictsort (d, case_sensitive=false, by='key', reverse=false)"
-        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else"
-        " 1 if by == 'value' else @fail('dictsort by ' ~ by))",
-    "|unique (v, case_sensitive=false, attribute=none) l := @list(v),"
-        " k := l|_keys(attribute, case_sensitive),"
-        " @generator([for i in range(l|length) if k[i] not in k[:i]: l[i]])",
-    "|groupby (v, attribute) l := v|sort(attribute=attribute), k := l|_keys(attribute, false),"
-        " [for i in range(l|length) if i == 0 or k[i] != k[i - 1]:"
-        " (l[i]|_get(attribute), [for j in range(i, l|length) if k[j] == k[i]: l[j]])]",
-    "|batch (v, n, fill_with=none) l := @list(v), @generator([for i in range(0, l|length, n):"
-        " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])",
-    // numbers
-    "|abs (x) -x if x < 0 else x",
-    "|round (x, precision=0, method='common') p := 10 ** precision,"
-        " -(-x * p // 1) / p if method == 'ceil' else x * p // 1 / p if method == 'floor' else"
-        " @fail('round ' ~ method) if method != 'common' else x if x is integer else"
-        " @fixed(x, precision)|float",
-    "|int (v, default=0) @number(v, default, true)",
-    "|float (v, default=0.0) @number(v, default, false)",
-    // text for other formats
-    "|indent (s, width=4, first=false, blank=false) l := @text(s).split('\\n'),"
-        " pad := width if width is string else ' ' * width, @join('\\n', [for i in range(l|length):"
-        " (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])",
-    "|escape |e (s) s|replace('&', '&amp;')|replace('>', '&gt;')|replace('<', '&lt;')"
-        "|replace(\"'\", '&#39;')|replace('\"', '&#34;')",
-    "|tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)"
-        " s := separators or (', ' if indent is none else ',', ': '),"
-        " @fail('tojson: ensure_ascii') if ensure_ascii else v|_write({'json': true, 'item': s[0],"
-        " 'key': s[1], 'sort': sort_keys, 'pad': ' ' * (indent or 0)},"
-        " '' if indent is none else '\\n')",
-    // a value as Python prints it, or as JSON; line: what begins a line of its own
-    "|_write (v, style={'item': ', ', 'key': ': '}, line='') kind := @kind(v),"
-        " list := style.json or kind == 'list', inner := line ~ style.pad if line and v else '',"
-        " @quote(v, '\"' if style.json or \"'\" in v and not '\"' in v else \"'\", style.json)"
-        " if v is string else {none: 'null', true: 'true', false: 'false'}[v]"
-        " if style.json and (v is none or v is boolean) else"
-        " @text(v) if v is number or v is none else '{' ~ inner ~"
-        " @join(style.item ~ inner, [for k in style.sort and v|sort(false, true) or v:"
-        " k|_write(style, inner) ~ style.key ~ v[k]|_write(style, inner)]) ~ (line if v) ~ '}'"
-        " if kind == 'dict' else"
-        " ('[' if list else '(') ~ inner ~ @join(style.item ~ inner, [for x in v: x|_write(style,"
-        " inner)]) ~ (line if v) ~ (']' if list else ',)' if v|length == 1 else ')')"
-        " if v is sequence and v is defined else"
-        " @fail(kind ~ ' cannot be written as JSON') if style.json else"
-        " 'Undefined' if v is undefined else '<' ~ kind ~ '>'",
-    // what stands behind `is`
-    "is.defined (x) @kind(x) != 'undefined'", "is.undefined (x) @kind(x) == 'undefined'",
-    "is.none (x) @kind(x) == 'None'", "is.boolean (x) @kind(x) == 'bool'",
-    "is.true (x) x is boolean and x", "is.false (x) x is boolean and not x",
-    "is.integer (x) @kind(x) == 'int'", "is.float (x) @kind(x) == 'float'",
-    "is.string (x) @kind(x) == 'str'", "is.mapping (x) @kind(x) == 'dict'",
-    "is.number (x) @kind(x) in ['int', 'float', 'bool']", "is.callable (x) @kind(x) == 'macro'",
-    "is.sequence (x) @kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']",
-    "is.iterable (x) x is sequence or @kind(x) == 'generator'", "is.in (x, l) x in l",
-    "is.odd (x) x % 2 == 1", "is.even (x) x % 2 == 0", "is.divisibleby (x, n) x % n == 0",
-    "is.eq is.equalto is.== (a, b) a == b", "is.sameas (a, b) @kind(a) == @kind(b) and a == b",
-    "is.ne is.!= (a, b) a != b", "is.lt is.lessthan is.< (a, b) a < b", "is.le is.<= (a, b) a <= b",
-    "is.gt is.greaterthan is.> (a, b) a > b", "is.ge is.>= (a, b) a >= b", "is._ (x) x",
-    // what a loop knows beside index0, length and its _items
-    "loop.index (l) l.index0 + 1", "loop.first (l) l.index0 == 0",
-    "loop.revindex (l) l.length - l.index0", "loop.nextitem (l) l._items[l.index]",
-    "loop.revindex0 (l) l.length - l.index", "loop.last (l) l.index == l.length",
-    "loop.previtem (l) l._items[l.index0 - 1 if l.index0 else l.length]",
-    "loop.cycle (l) varargs[l.index0 % (varargs|length)]",
-};
-
-// The macro of that class and name, undefined: there is none. A row is parsed when it is used for
-// the first time, so that a short template does not pay for all.
-static Value find_builtin(Template *t, const char *class, Seq name) {
-    char key[40];
-    const char *row = NULL, *dot = *class == '|' ? "" : ".";
-    spend(t, 10);
-    size_t i, n = snprintf(key, sizeof key, "%s%s%s ", class, dot, to_utf8(t, name));
-    for (i = 0; i < COUNT(BUILTINS); i++) {
-        for (row = BUILTINS[i]; *row != '(' && strncmp(row, key, n);) row += strcspn(row, " ") + 1;
-        if (*row != '(') break;
-    }
-    if (i == COUNT(BUILTINS)) return undefined_value(name);
-    if (!t->builtin[i]) {
-        Node *node = NULL, **tail = &node;
-        t->p = strchr(BUILTINS[i], '(');
-        t->own = true;
-        bool read = read_rule(t, R_builtin, &tail) && !*t->p;
-        assert(read);
-        t->builtin[i] = obtain(t, sizeof(Macro));
-        *t->builtin[i] = (Macro){name, node->first, node, NULL};
-    }
-    return (Value){.kind = V_MACRO, .macro = t->builtin[i]};
 }
 
 // ---- it runs
@@ -3676,82 +3701,79 @@ static Value find_builtin(Template *t, const char *class, Seq name) {
 // Names live in scopes, one for the template and one for each turn of a loop, each call of a macro
 // and each block whose text is captured; an `if` has none. A name is set in the innermost scope
 // and looked up from there outwards: what a loop sets is gone behind it. A macro sees the scope
-// where it stands, not that of its caller; a builtin sees its parameters alone.
+// where it stands, not that of its caller.
 
 static Value eval(Template *t, const Node *n);
-// not inlined: at each of DEEPEST levels its buffers would take room on the stack
-__attribute__((noinline)) static Value primitive(Template *t, Seq name, const Value *a);
 
 static const Node *child(const Node *n, int rule) {   // NULL: there is none
     for (n = n->first; n && n->rule != rule;) n = n->next;
     return n;
 }
 
-// Adds what v prints. An empty text becomes that of v, without a copy.
-static void print(Template *t, Value *text, Value v) {
-    Seq s = to_text(t, v);
-    if (text->seq.n) seq_append(t, &text->seq, s.c, s.n, sizeof *s.c);
-    else text->seq = s;
+static Value macro_value(Template *t, Str name, const Node *params, const Node *body) {
+    Macro *m = obtain(t, sizeof *m);
+    *m = (Macro){name, params, body, t->scope};
+    return (Value){.kind = V_MACRO, .macro = m};
 }
 
-static bool mentions(Template *t, const Node *n, Seq name) {   // somewhere in n
-    spend(t, 1);
-    bool yes = n->rule == R_name && seq_equal(t, n->value.seq, name);
-    for (n = n->first; n && !yes; n = n->next) yes = mentions(t, n, name);
-    return yes;
+static void read_builtins(Template *t) {
+    for (size_t i = 0; i < COUNT(BUILTINS); i++) {
+        Node *row = NULL, **at = &row;
+        t->p = BUILTINS[i];
+        read_rule(t, R_builtin, &at);
+        for (const Node *k = row->first; k->rule == R_name; k = k->next)
+            set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
+    }
 }
 
-// Calls a macro or builtin. Its names are the parameters, which take what is given by position, or
-// else by name, or else their default; varargs and kwargs, the rest; and caller, the block of a
-// call. A rest or block that it does not mention would be lost in silence: that is an error.
+static Value look_up(Template *t, Value name) {
+    for (Dict *d = t->scope; d; d = d->outer) {
+        Value *v = entry(t, d, name);
+        if (v) return *v;
+    }
+    if (is(name.s, "true True false False")) return bool_value((*name.s.s | 32) == 't');
+    if (is(name.s, "none None")) return (Value){.kind = V_NONE};
+    return is(name.s, FUNCTIONS) ? *entry(t, t->builtins, name) : undefined_value(name.s);
+}
+
+// Calls a macro, whose value is what it prints, or a builtin. The parameters take what is given by
+// place, or else by name, or else their default. A namespace, which has none, keeps all names.
 static Value call(Template *t, Value f, Args a) {
-    need_defined(t, f);
-    if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
-    const Macro *m = f.macro;
-    const Node *p = m->params ? m->params->first : NULL;
-    const char *where = t->where, *who = to_utf8(t, m->name);
-    Scope *caller = t->scope, *scope = t->scope = new_scope(t, m->scope);
-    Value varargs = {.kind = V_TUPLE}, kwargs = {.kind = V_DICT};
-    Value block = string_value(from_text(t, "caller"));
+    const Macro *m = must_be(t, f, V_MACRO).macro;
+    const char *where = t->p;
+    Dict *scope = t->scope, *own = t->scope = new_dict(t, m->scope);
+    Value given[8] = {{0}};
+    size_t n = 0;
     enter(t);
     t->depth += CALL_DEPTH;
-    for (size_t i = 0; i < a.list.n; i++, p = p ? p->next : p)
-        if (p) dict_set(t, &scope->names, p->first->value, a.list.v[i]);
-        else list_push(t, &varargs.seq, a.list.v[i]);
-    for (const Value *v = a.named.v, *end = v + a.named.n; v < end; v += 2) {
-        const Node *k = p;
-        while (k && order(t, k->first->value, *v)) k = k->next;
-        bool takes = k || (!order(t, block, *v) && mentions(t, m->body, block.seq));
-        dict_set(t, takes ? &scope->names : &kwargs.seq, v[0], v[1]);
+    for (const Node *p = m->params->first; p; p = p->next, n++) {
+        Value name = p->first->v, *named = entry(t, &a.named, name), v = undefined_value(name.s);
+        if (n < a.list.n) v = a.list.v[n];
+        else if (named) v = *named;
+        else if (p->first->next) v = eval(t, p->first->next);
+        set(t, own, name, v);
+        if (!m->body) given[n] = v;
     }
-    if (varargs.seq.n && !mentions(t, m->body, from_text(t, "varargs")))
-        stop(t, "'%s' takes not so many arguments", who);
-    if (kwargs.seq.n && !mentions(t, m->body, from_text(t, "kwargs")))
-        stop(t, "'%s' takes no argument '%s'", who, to_utf8(t, to_text(t, *kwargs.seq.v)));
-    for (; p; p = p->next) {
-        const Node *name = p->first;
-        if (dict_find(t, scope->names, name->value)) continue;
-        Value v = name->next ? eval(t, name->next) : undefined_value(name->value.seq);
-        dict_set(t, &scope->names, name->value, v);
-    }
-    dict_set_name(t, &scope->names, "varargs", varargs);
-    dict_set_name(t, &scope->names, "kwargs", kwargs);
-    Value v = eval(t, m->body);
-    t->scope = caller;
-    t->where = where;
+    if (!m->body && !n) own->pairs = a.named.pairs;
+    if (a.list.n > n) stop(t, "'%.*s' takes not so many arguments", STR_ARG(m->name));
+    for (const Value *k = a.named.pairs.v, *end = k + a.named.pairs.n; k < end; k += 2)
+        if (!entry(t, own, *k))
+            stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
+    Value v = m->body ? eval(t, m->body) : n ? builtin(t, m->name, given) : dict_value(own);
+    t->scope = scope;
+    t->p = where;
     t->depth -= CALL_DEPTH + 1;
     return v;
 }
 
-// Calls a method, filter or test of v: v is its first argument.
-static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
-    Value f = find_builtin(t, class, name);
-    Seq list = {0};
-    if (f.kind == V_UNDEFINED)
-        stop(t, "there is no %s '%s'", *class == '|' ? "filter" : "test", to_utf8(t, name));
-    list_push(t, &list, v);
-    seq_append(t, &list, a.list.v, a.list.n, sizeof v);
-    return call(t, f, (Args){list, a.named});
+// calls a filter or a method of v, whose first argument is v
+static Value apply(Template *t, Str name, Value v, Args more) {
+    Value *f = entry(t, t->builtins, string_value(name));
+    List list = {0};
+    if (!f) stop(t, "there is no filter '%.*s'", STR_ARG(name));
+    push(t, &list, v);
+    push_all(t, &list, more.list);
+    return call(t, *f, (Args){list, more.named});
 }
 
 // the values between the brackets of a call, and those given by name
@@ -3759,98 +3781,47 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
     for (const Node *n = args ? args->first : NULL; n; n = n->next) {
         const Node *k = n->first;
+        size_t stars = k->rule == R_word ? k->v.s.n : 0;
         Value v = eval(t, k->next ? k->next : k);
-        bool dict = k->word.n == 2;   // **dict, as *list has one sign
-        Seq items = k->word.n == 1 ? items_of(t, v) : (Seq){{.v = &v}, 1, NULL};
-        if (dict && v.kind != V_DICT) stop(t, "** takes no %s", VALUE_KINDS[v.kind]);
-        if (dict) dict_add(t, &a.named, v.seq);
-        else if (k->next && k->rule == R_name) dict_set(t, &a.named, k->value, v);
-        else seq_append(t, &a.list, items.v, items.n, sizeof v);
+        if (stars == 2) set_all(t, &a.named, must_be(t, v, V_DICT).dict->pairs);
+        else if (stars == 1) push_all(t, &a.list, items_of(t, v));
+        else if (k->next) set(t, &a.named, k->v, v);
+        else push(t, &a.list, v);
     }
     return a;
 }
 
-// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself it is
-// an error to ask for a member.
-static Value member(Template *t, Value v, Value key) {
-    need_defined(t, v);
-    Value *entry = is_mapping(v) ? dict_find(t, pairs_of(v), key) : NULL;
-    if (entry) return *entry;
-    size_t i = is_int(key) ? key.i + (key.i < 0 ? v.seq.n : 0) : SIZE_MAX;
-    if (is_seq(v) && i < v.seq.n)
-        return v.kind == V_STRING ? string_value(seq_part(v.seq, i, i + 1)) : v.seq.v[i];
-    Value f = undefined_value(to_text(t, key));
-    if (v.kind == V_LOOP) need_defined(t, f = find_builtin(t, "loop", f.seq));
-    return f.kind == V_MACRO ? call(t, f, (Args){.list = {{.v = &v}, 1, NULL}}) : f;
-}
-
-// a name's value: in the scopes from the innermost on, else a function of BUILTINS
-static Value look_up(Template *t, Seq name) {
-    Value *v = NULL;
-    for (Scope *s = t->scope; s && !v; s = s->outer) v = dict_find(t, s->names, string_value(name));
-    if (v) return *v;
-    const char *word = to_utf8(t, name);
-    if (find_word(word, "true True")) return bool_value(true);
-    if (find_word(word, "false False")) return bool_value(false);
-    if (find_word(word, "none None")) return (Value){.kind = V_NONE};
-    return find_builtin(t, "fn", name);
-}
-
-// v with what stands behind it: .x .x(y) [1] [1:2] (x) | f or is f
+// v with what stands behind it: .x .x(y) [1] [1:2] [::-1] (x) | f or is f
 static Value suffixed(Template *t, Value v, const Node *n) {
-    const Node *k = n->first, *args = child(n, R_args);
+    const Node *k = n->first, *args = child(n, R_args), *name = child(n, R_name);
+    const Node *to = child(n, R_bound);
+    Value none = {0};
     if (n->rule == R_args) return call(t, v, arguments(t, n));
+    if (n->rule == R_test) {
+        List a = arguments(t, args).list;
+        return bool_value(passes(t, name->v.s, v, a.n ? *a.v : none) == (k == name));
+    }
     if (n->rule == R_item) {
-        Value bound[3] = {0};
-        int colons = 0;
-        for (; k; k = k->next)
-            if (k->rule == R_word) colons++;
-            else bound[colons] = eval(t, k);
-        return colons ? slice(t, v, bound) : member(t, v, bound[0]);
+        Value from = k->rule == R_word ? none : eval(t, k);
+        if (to) return slice(t, v, from, to->first ? eval(t, to->first) : none);
+        return k->rule == R_word ? reversed(t, v) : member(t, v, from);
     }
-    if (n->rule == R_member) {
-        need_defined(t, v);
-        const char *kind = VALUE_KINDS[v.kind];
-        bool method = args && find_builtin(t, kind, k->value.seq).kind == V_MACRO;
-        if (method) return apply(t, kind, k->value.seq, v, arguments(t, args));
-        v = member(t, v, k->value);
-        return args ? call(t, v, arguments(t, args)) : v;
-    }
-    if (n->rule != R_test) return apply(t, "|", k->value.seq, v, arguments(t, args));
-    bool negative = str_eq(k->word, "not");
-    if (negative) k = k->next;
-    Args a = arguments(t, args);
-    if (!args && k->next) list_push(t, &a.list, eval(t, k->next));
-    Seq name = k->rule == R_word ? from_text(t, "in") : k->value.seq;
-    return bool_value(truth(apply(t, "is", name, v, a)) != negative);
-}
-
-// [for x in list if test: value], for BUILTINS
-static Value eval_each(Template *t, const Node *n) {
-    const Node *name = n->first, *list = name->next, *test = child(n, R_cond);
-    const Node *what = test ? test->next : list->next;
-    Seq items = items_of(t, eval(t, list));
-    Value v = {.kind = V_LIST};
-    t->scope = new_scope(t, t->scope);
-    for (size_t i = 0; i < items.n; i++) {
-        dict_set(t, &t->scope->names, name->value, items.v[i]);
-        if (!test || truth(eval(t, test->first))) list_push(t, &v.seq, eval(t, what));
-    }
-    t->scope = t->scope->outer;
-    return v;
+    if (n->rule != R_member) return apply(t, name->v.s, v, arguments(t, args));
+    bool text = v.kind == V_STRING && is(k->v.s, OF_TEXTS);
+    bool method = args && (text || (v.kind == V_DICT && is(k->v.s, OF_DICTS)));
+    if (!method) v = member(t, v, k->v);
+    if (!args) return v;
+    return method ? apply(t, k->v.s, v, arguments(t, args)) : call(t, v, arguments(t, args));
 }
 
 // Operands with operators between them. and, or give the operand that decides and leave the rest
-// alone; so does a comparison such as 1 < x < 3, of which each operand meets its neighbour.
+// alone.
 static Value eval_chain(Template *t, const Node *n) {
-    bool compares = n->rule == R_compare;
-    Value left = eval(t, n->first), v = compares ? bool_value(true) : left;
+    Value v = eval(t, n->first);
     for (const Node *op = n->first->next; op; op = op->next->next) {
-        if (n->rule == R_or ? truth(v) : (n->rule == R_and || compares) && !truth(v)) break;
+        if (n->rule <= R_and && truth(v) == (n->rule == R_or)) break;
         Value right = eval(t, op->next);
-        if (compares) v = bool_value(compare(t, op->word, left, right));
-        else v = n->rule == R_or || n->rule == R_and ? right : operate(t, op->word, v, right);
-        left = right;
+        v = n->rule <= R_and ? right : operate(t, op->v.s, v, right);
     }
     return v;
 }
@@ -3858,130 +3829,105 @@ static Value eval_chain(Template *t, const Node *n) {
 // Sets what targets name, each x, namespace.x or more targets: one to v, several to the items of v,
 // of which there must be as many.
 static void assign(Template *t, const Node *targets, Value v) {
-    Seq items = {{.v = &v}, 1, NULL};
+    List items = {&v, 1};
     size_t i = 0;
     if (targets->first->next) items = items_of(t, v);
     for (const Node *target = targets->first; target; target = target->next, i++) {
-        const Node *name = target->first;
-        if (name->rule == R_targets && i < items.n) assign(t, name, items.v[i]);
-        if (name->rule == R_targets) continue;
-        Value space = {.kind = V_NAMESPACE, .scope = t->scope};
-        if (name->next) space = look_up(t, name->value.seq);
-        if (space.kind != V_NAMESPACE)
-            stop(t, "'%s' is not a namespace", to_utf8(t, name->value.seq));
-        if (name->next) name = name->next;
-        if (i < items.n) dict_set(t, &space.scope->names, name->value, items.v[i]);
+        const Node *name = target->first, *key = name->next;
+        if (i >= items.n) continue;
+        if (name->rule == R_targets) assign(t, name, items.v[i]);
+        else if (!key) set(t, t->scope, name->v, items.v[i]);
+        else set(t, must_be(t, look_up(t, name->v), V_DICT).dict, key->v, items.v[i]);
     }
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-// Sets the names of a turn in an empty scope, in the memory of the turn before.
-static void begin_turn(Template *t, Scope *turn, const Node *targets, Value item) {
-    if (turn->names.home) turn->names.home->used = 0;
-    turn->names.n = 0;
-    t->scope = turn;
-    assign(t, targets, item);
+static void set_loop(Template *t, Dict *loop, List items, size_t i) {   // what it knows in turn i
+    Value none = undefined_value(str("an element"));
+    set(t, loop, word_value("index0"), int_value(i));
+    set(t, loop, word_value("index"), int_value(i + 1));
+    set(t, loop, word_value("first"), bool_value(i == 0));
+    set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
+    set(t, loop, word_value("length"), int_value(items.n));
+    set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
+    set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
 }
 
-// Each turn has its own names. The filter goes first, as the loop knows its length. break and
+// Each turn has its own names. The test goes first, as the loop knows its length. break and
 // continue leave the body by t->flow, which stops every block on the way.
 static Value run_for(Template *t, const Node *n) {
-    const Node *targets = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
-    Seq all = items_of(t, eval(t, targets->next)), items = test ? (Seq){0} : all;
-    Scope *scope = t->scope, *outer = new_scope(t, scope), *turn = new_scope(t, outer);
-    Value loop = {.kind = V_LOOP, .scope = new_scope(t, NULL)}, text = string_value((Seq){0});
-    bool done = false;
+    const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
+    List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
+    Dict *scope = t->scope, *outer = new_dict(t, scope);
+    Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)}, text = string_value(NOTHING);
     for (size_t i = 0; i < all.n && test; i++) {
-        begin_turn(t, turn, targets, all.v[i]);
-        if (truth(eval(t, test->first))) list_push(t, &items, all.v[i]);
+        t->scope = new_dict(t, outer);
+        assign(t, targets, all.v[i]);
+        if (truth(eval(t, test->first))) push(t, &items, all.v[i]);
     }
-    dict_set_name(t, &loop.scope->names, "_items", (Value){.kind = V_LIST, .seq = items});
-    dict_set_name(t, &loop.scope->names, "length", int_value(items.n));
-    dict_set_name(t, &outer->names, "loop", loop);
+    set(t, outer, word_value("loop"), loop);
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
-        dict_set_name(t, &loop.scope->names, "index0", int_value(i));
-        begin_turn(t, turn, targets, items.v[i]);
-        print(t, &text, eval(t, child(n, R_block)));
-        done = done || !t->flow;   // jinja2 runs else also where no turn came to its end
+        t->scope = new_dict(t, outer);
+        set_loop(t, loop.dict, items, i);
+        assign(t, targets, items.v[i]);
+        text.s = concat(t, text.s, eval(t, body).s);
     }
     t->flow = 0;
-    t->scope = outer;
-    if (otherwise && !done) print(t, &text, eval(t, otherwise));
     t->scope = scope;
     return text;
 }
 
-// what a block with names of its own prints, through the filters that stand in front of it
-static Value filtered(Template *t, const Node *filters, const Node *block) {
-    t->scope = new_scope(t, t->scope);
+// what a block with names of its own prints
+static Value captured(Template *t, const Node *block) {
+    t->scope = new_dict(t, t->scope);
     Value v = eval(t, block);
     t->scope = t->scope->outer;
-    for (const Node *k = filters; k != block; k = k->next) v = suffixed(t, v, k);
     return v;
-}
-
-// Makes a macro of a block: sets its name, or lets the one that is called know it as caller.
-static Value run_macro(Template *t, const Node *n, const Node *block) {
-    const Node *params = child(n, R_params);
-    Value v = {.kind = V_MACRO, .macro = obtain(t, sizeof *v.macro)};
-    Seq name = n->rule == R_macro ? n->first->value.seq : from_text(t, "caller");
-    *v.macro = (Macro){name, params, block, t->scope};
-    if (n->rule == R_macro) {
-        dict_set(t, &t->scope->names, n->first->value, v);
-        return n->value;   // undefined: it prints nothing
-    }
-    Value called = eval(t, params ? params->next : n->first);
-    Args a = arguments(t, child(n, R_args));
-    dict_set_name(t, &a.named, "caller", v);
-    return call(t, called, a);
 }
 
 // the value of an expression; of a statement or a block of them the text it prints
 static Value eval(Template *t, const Node *n) {
     const Node *first = n->first, *k = first, *block = child(n, R_block);
-    Value v = n->value;
+    Value v = n->v;
     enter(t);
-    if (n->rule >= R_block && n->rule < R_word) t->where = n->source;
+    t->p = n->source;
     switch (n->rule) {
     case R_number: case R_string: case R_text: break;
-    case R_name: v = look_up(t, v.seq); break;
-    case R_value:
-        k = truth(eval(t, first->next)) ? first : first->next->next;
+    case R_name: v = look_up(t, v); break;
+    case R_value: case R_if: case R_elif:
+        if (n->rule == R_value) k = truth(eval(t, first->next)) ? first : first->next->next;
+        else k = truth(eval(t, first)) ? block : block->next;
         if (k) v = eval(t, k);
         break;
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
-    case R_sign: v = operate(t, first->word, int_value(0), eval(t, first->next)); break;
-    case R_tuple: case R_list: case R_atom:   // an atom with nothing in it is ()
-        for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
-            if (k->rule != R_word) list_push(t, &v.seq, eval(t, k));
+    case R_sign: v = operate(t, first->v.s, int_value(0), eval(t, first->next)); break;
+    case R_tuple: case R_list:
+        for (v = list_value((List){0}); k; k = k->next)
+            if (k->rule != R_word) push(t, &v.list, eval(t, k));
         break;
     case R_dict:
-        for (v = (Value){.kind = V_DICT}; k; k = k->next->next) {
+        for (v = dict_value(new_dict(t, NULL)); k; k = k->next->next) {
             Value key = eval(t, k);
-            dict_set(t, &v.seq, key, eval(t, k->next));
+            set(t, v.dict, key, eval(t, k->next));
         }
         break;
-    case R_each: v = eval_each(t, n); break;
-    case R_primitive: v = primitive(t, first->value.seq, arguments(t, first->next).list.v); break;
     case R_postfix: case R_unary:
         for (v = eval(t, first); (k = k->next);) v = suffixed(t, v, k);
         break;
-    case R_block: case R_else: case R_print:
-        for (v = string_value((Seq){0}); k && !t->flow; k = k->next) print(t, &v, eval(t, k));
-        break;
-    case R_if: case R_elif:
-        k = truth(eval(t, first)) ? block : block->next;
-        if (k) v = eval(t, k);
+    case R_block: case R_else: case R_print: case R_statement:
+        for (v = string_value(NOTHING); k && !t->flow; k = k->next) {
+            Str s = to_text(t, eval(t, k));
+            v.s = v.s.n ? concat(t, v.s, s) : s;
+        }
         break;
     case R_for: v = run_for(t, n); break;
-    case R_set: assign(t, first, block ? filtered(t, first->next, block) : eval(t, first->next));
+    case R_set: assign(t, first, block ? captured(t, block) : eval(t, first->next));
         break;
-    case R_macro: case R_call: v = run_macro(t, n, block); break;
-    case R_let: dict_set(t, &t->scope->names, first->value, eval(t, first->next)); break;
-    case R_builtin: while ((k = k->next)) v = eval(t, k);
+    case R_generation: v = captured(t, block); break;
+    case R_pipe: v = suffixed(t, captured(t, block), first); break;
+    case R_macro: set(t, t->scope, first->v, macro_value(t, first->v.s, first->next, block));
         break;
-    case R_pipe: v = filtered(t, first, block); break;
     case R_break: case R_continue: t->flow = n->rule; break;
     default: v = eval_chain(t, n);
     }
@@ -3989,234 +3935,84 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// ---- its primitives
-//
-// What BUILTINS cannot say in Jinja. They get values as they are: undefined ones too, where a row
-// hands on what its caller gave.
-
-// s in lower or upper case. The appendix knows only the way down: other letters than those of ASCII
-// stay as they are on the way up.
-static Seq recase(Template *t, Seq s, bool upper) {
-    Seq out = {0};
-    for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER, low = unicode_fold(c, true, false);
-        if (upper) c -= c - 'a' < 26 ? 32 : 0;
-        else if (low) c = low;
-        put_char(t, &out, c | (s.c[i] & MARK));
-    }
-    return out;
-}
-
-// s in quotes, as JSON or as Python has it
-static Value quote(Template *t, Seq s, Value quotes, bool json) {
-    static const char known[] = "\n\r\t\b\f", letter[] = "nrtbf";
-    Value out = string_value(quotes.seq);
-    for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER;
-        char code[8] = {'\\', c};
-        if (among(c, json ? known : "\n\r\t")) code[1] = letter[strchr(known, c) - known];
-        else if (c < ' ' || (c == 127 && !json)) sprintf(code, json ? "\\u%04x" : "\\x%02x", c);
-        else if (c != '\\' && c != *quotes.seq.c) *code = 0;
-        print(t, &out, string_value(*code ? from_text(t, code) : seq_part(s, i, i + 1)));
-    }
-    print(t, &out, quotes);
-    return out;
-}
-
-// The parts of s between separators, at most so many and a rest; below 0: all. by: the separator,
-// or none for any white space, of which there is none in the parts then.
-static Value split(Template *t, Seq s, Value by, int64_t most) {
-    Value list = {.kind = V_LIST};
-    bool words = by.kind != V_STRING;
-    size_t i, n = words ? 0 : by.seq.n;
-    if (!words && !n) stop(t, "an empty separator");
-    for (;; s = seq_part(s, i + n, s.n)) {
-        if (words) s = seq_strip(t, s, NULL, LEFT);
-        if (words && !s.n) return list;
-        for (i = 0; words && i < s.n && !is_space(s.c[i]);) i++;
-        spend(t, i / 8);
-        if (!words) i = seq_find(t, s, by.seq);
-        if (i >= s.n || most-- == 0) break;
-        list_push(t, &list.seq, string_value(seq_part(s, 0, i)));
-    }
-    list_push(t, &list.seq, string_value(s));
-    return list;
-}
-
-// the number that v is or, as text, says; otherwise what is given for that; whole: cut to an int
-static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
-    need_defined(t, v);
-    const char *s = v.kind == V_STRING ? to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)) : "";
-    char *end;
-    double f = is_number(v) ? real(v) : strtod(s, &end);
-    if (!is_number(v) && (!*s || *end)) return otherwise;
-    if (!whole) return float_value(f);
-    return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
-}
-
-// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
-// can know it.
-static Value date(Template *t, Seq format) {
-    const char *epoch = getenv("SOURCE_DATE_EPOCH");
-    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
-    struct tm tm;
-    char s[400];
-    uint32_t mark = 0;
-    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
-    size_t n = strftime(s, sizeof s, to_utf8(t, format), &tm);
-    if (!n && format.n) stop(t, "a date is too long");
-    for (size_t i = 0; i < format.n; i++) mark |= format.c[i] & MARK;
-    return string_value(from_utf8(t, (Str){s, n}, mark));
-}
-
-// A row of BUILTINS calls a primitive by name, with as many arguments as that one reads.
-static Value primitive(Template *t, Seq name, const Value *a) {
-    const char *f = to_utf8(t, name);
-    Value v = {.kind = V_STRING};
-    Seq l = {0};
-    if (find_word(f, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
-    if (find_word(f, "list generator"))
-        return (Value){.kind = *f == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
-    if (find_word(f, "split strip") && a[1].kind != V_STRING && a[1].kind != V_NONE)
-        stop(t, "%s by %s is not possible", f, VALUE_KINDS[a[1].kind]);
-    if (find_word(f, "split range fixed") && !is_int(a[*f == 's' ? 2 : *f == 'f']))
-        stop(t, "%s takes whole numbers", f);
-    if (find_word(f, "split")) return split(t, to_text(t, a[0]), a[1], a[2].i);
-    if (find_word(f, "apply")) {
-        if (a[4].kind != V_DICT) stop(t, "the arguments by name are no dict");
-        Args more = {items_of(t, a[3]), a[4].seq};
-        return apply(t, to_utf8(t, a[0].seq), to_text(t, a[2]), a[1], more);
-    }
-    if (find_word(f, "number")) return to_number(t, a[0], a[1], truth(a[2]));
-    if (find_word(f, "now")) return date(t, to_text(t, a[0]));
-    if (find_word(f, "range")) {   // the numbers from 0 up to, but without, this one
-        if (a[0].i > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
-        for (int64_t i = 0; i < a[0].i; i++) list_push(t, &l, int_value(i));
-        return (Value){.kind = V_LIST, .seq = l};
-    }
-    if (find_word(f, "fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
-    if (find_word(f, "length")) return int_value((is_seq(a[0]) ? a[0].seq : items_of(t, a[0])).n);
-    if (find_word(f, "dict namespace")) {   // of what two dicts hold
-        Scope *space = new_scope(t, NULL);
-        if (a[0].kind != V_DICT) stop(t, "%s is not a dict", VALUE_KINDS[a[0].kind]);
-        dict_add(t, &space->names, a[0].seq);
-        dict_add(t, &space->names, a[1].seq);
-        if (*f == 'd') return (Value){.kind = V_DICT, .seq = space->names};
-        return (Value){.kind = V_NAMESPACE, .scope = space};
-    }
-    if (find_word(f, "sum"))
-        for (l = a[0].seq, v = a[1]; l.n; l.n--, l.v++) v = operate(t, (Str){"+", 1}, v, *l.v);
-    if (find_word(f, "join")) {
-        l = items_of(t, a[1]);
-        spend(t, l.n);
-        for (size_t i = 0; i < l.n; i++) {
-            if (i) print(t, &v, a[0]);
-            print(t, &v, l.v[i]);
-        }
-    }
-    if (find_word(f, "text")) v.seq = to_text(t, a[0]);
-    if (find_word(f, "case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
-    if (find_word(f, "strip"))
-        v.seq = seq_strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i);
-    if (find_word(f, "quote")) return quote(t, a[0].seq, a[1], truth(a[2]));
-    if (find_word(f, "fixed")) {   // with so many digits behind the point
-        char s[400];
-        if (!is_number(a[0])) stop(t, "%s is not a number", VALUE_KINDS[a[0].kind]);
-        if (a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
-        snprintf(s, sizeof s, "%.*f", (int)a[1].i, real(a[0]));
-        v.seq = from_text(t, s);
-    }
-    return v;
-}
-
-// Parses the template, sets what it sees and runs it. False: it stopped, and e says why.
+// Sets what the template sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
-                         int think, Rendered *out) {
+                         int think, bool parts, Rendered *out) {
     if (setjmp(t->failed)) return false;
-    Value messages = {.kind = V_LIST};
-    Scope *scope = t->scope = new_scope(t, NULL);
-    Node *root = NULL, **tail = &root;
+    List messages = {0};
+    Node *root = NULL, **at = &root;
     char *to = obtain(t, source.n + 4);   // \r\n and \r are \n here, and the last \n is dropped
-    t->builtin = obtain(t, COUNT(BUILTINS) * sizeof *t->builtin);
-    t->source = t->p = t->where = t->far = to;
+    t->scope = new_dict(t, NULL);
+    t->builtins = new_dict(t, NULL);
+    read_builtins(t);
+    t->source = t->p = t->tag_end = to;
     for (size_t i = 0; i < source.n; i++)
         if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
             *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
     if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_rule(t, R_block, &tail);
-    if (t->p < to) {
-        Seq rest = from_text(t, t->where = t->far);
-        if (rest.n > 20) rest.n = 20;
-        stop(t, "unexpected %s", rest.n ? to_utf8(t, rest) : "end");
-    }
+    read_rule(t, R_block, &at);
+    if (t->p < to || t->p != t->tag_end) unexpected(t);
     for (size_t i = 0; i < n; i++) {
-        uint32_t mark = str_eq(m[i].role, "assistant") ? 0 : MARK;
-        Value v = {.kind = V_DICT}, content = string_value(from_utf8(t, m[i].content, mark));
-        if (t->parts) content = apply(t, "|", from_text(t, "_parts"), content, (Args){0});
-        dict_set_name(t, &v.seq, "role", string_value(from_utf8(t, m[i].role, 0)));
-        dict_set_name(t, &v.seq, "content", content);
-        list_push(t, &messages.seq, v);
+        Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
+        Value content = string_value(concat(t, NOTHING, m[i].content));
+        if (content.s.n && !str_eq(m[i].role, "assistant"))
+            memset(shadow(t, content.s.s), FOREIGN, content.s.n);
+        set(t, part, word_value("type"), word_value("text"));
+        set(t, part, word_value("text"), content);
+        List list = {0};
+        push(t, &list, dict_value(part));
+        set(t, message, word_value("role"), string_value(concat(t, NOTHING, m[i].role)));
+        set(t, message, word_value("content"), parts ? list_value(list) : content);
+        push(t, &messages, dict_value(message));
     }
-    dict_set_name(t, &scope->names, "self", (Value){V_NAMESPACE, .scope = new_scope(t, NULL)});
-    dict_set_name(t, &scope->names, "messages", messages);
-    dict_set_name(t, &scope->names, "add_generation_prompt", bool_value(true));
-    dict_set_name(t, &scope->names, "bos_token", string_value(from_utf8(t, bos, 0)));
-    dict_set_name(t, &scope->names, "eos_token", string_value(from_utf8(t, eos, 0)));
-    if (think >= 0) dict_set_name(t, &scope->names, "enable_thinking", bool_value(think));
-    Seq text = eval(t, root).seq;
+    set(t, t->scope, word_value("self"), dict_value(new_dict(t, NULL)));
+    set(t, t->scope, word_value("messages"), list_value(messages));
+    set(t, t->scope, word_value("add_generation_prompt"), bool_value(true));
+    set(t, t->scope, word_value("bos_token"), string_value(concat(t, NOTHING, bos)));
+    set(t, t->scope, word_value("eos_token"), string_value(concat(t, NOTHING, eos)));
+    if (think >= 0) set(t, t->scope, word_value("enable_thinking"), bool_value(think));
+    Str text = eval(t, root).s;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
-    for (size_t i = 0; i < text.n; i++) t->marked |= (text.c[i] & MARK) != 0;
-    if (!out) return true;   // a trial
-    out->text = malloc(4 * text.n + 1);
-    out->mark = malloc(4 * text.n + 1);
-    if (!out->text || !out->mark) stop(t, "out of memory");
-    for (size_t i = 0, k; i < text.n; i++, out->n += k) {
-        k = utf8_encode(text.c[i] & CHARACTER, out->text + out->n);
-        memset(out->mark + out->n, (text.c[i] & MARK) != 0, k);
-    }
-    out->text[out->n] = 0;
+    text = str_from(concat(t, concat(t, NOTHING, str(" ")), text), 1);   // in the block
+    *out = (Rendered){(char *)text.s, (unsigned char *)shadow(t, text.s), text.n, t->block};
     return true;
 }
 
 static void rendered_free(Rendered *r) {
-    free(r->text);
-    free(r->mark);
+    free(r->block);
     *r = (Rendered){0};
 }
 
-// Does the template print what a user says, where content is a text, or is parts? The mark tells.
-// The trial runs in t's memory and takes of its steps.
-static bool template_shows(Template *t, bool parts, Str source, Str bos, Str eos, int think) {
-    static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
-    Error e;
-    Template trial = *t;
-    trial.parts = parts;
-    trial.e = &e;
-    bool ok = template_run(&trial, source, &said, 1, bos, eos, think, NULL);
-    memset(t->block + trial.memory, 0, t->memory - trial.memory);
-    t->steps = trial.steps;
-    return ok && trial.marked;
+static void clear_memory(Template *t) {   // for another run
+    for (int half = 0; half < 2; half++)
+        memset(t->block + half * t->size + t->memory, 0, t->size - t->memory);
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
-// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. Where a
-// template shows what is said only so, content is a list of parts: {"type": "text", "text": ..}.
+// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. The content
+// of a message is a text. Where a trial shows that the template prints only such, it is a list of
+// parts: {"type": "text", "text": ..}.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
-    Template t = {.e = e};
+    static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
+    bool shows[2] = {false, false};   // with a text, with parts
     size_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)
         size += messages[i].role.n + messages[i].content.n + 100;
-    t.steps = 20000000 + 200 * size;
-    t.memory = (64 << 20) + 400 * size;
-    t.block = calloc(1, t.memory);
+    Template t = {.e = e, .steps = 5000000 + 200 * size};
+    t.size = t.memory = (64 << 20) + 400 * size;
+    t.block = calloc(2, t.size);   // the second half is the shadow
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
-    t.parts = !template_shows(&t, false, template, bos, eos, think) &&
-              template_shows(&t, true, template, bos, eos, think);
-    bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, out);
-    if (!ok) rendered_free(out);
-    free(t.block);
+    for (int parts = 0; parts < 2 && !shows[0]; parts++) {
+        Template trial = t;
+        shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
+                       memchr(out->mark, FOREIGN, out->n);
+        clear_memory(&trial);
+    }
+    *out = (Rendered){0};
+    bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, shows[1], out);
+    if (!ok) free(t.block);
     return ok;
 }
 

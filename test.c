@@ -1916,66 +1916,78 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"trim_blocks, lstrip_blocks", "  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.",
      "  x\ny  1\n."},
     {"signs at tags", "a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
-    {"raw", "{% raw %}{{ x }}{% endraw %}\n{% raw -%} y {%- endraw %}", "{{ x }}y"},
     {"set is local in for, not in if", "{% set x = 1 %}{% for i in [1] %}{% set x = 2 %}{{ x }}"
      "{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
     {"targets", "{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
      "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
-    {"set of a block", "{% set x | upper %}a{{ messages[0].content }}{% endset %}{{ x }}",
+    {"set of a block", "{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}",
      "A«BE BRIEF.»"},
     {"loop", "{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}"
      "{{ loop.previtem.role if not loop.first }} {% endfor %}",
      "1False 2Falseuser 3Trueassistant "},
-    {"break, continue, else", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
-     "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}{% else %}-"
-     "{% endfor %}", "02-"},
-    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.cycle(1, 2) }}{{ x }}"
-     "{% set x = i %}{% endfor %}", "-1a2"},
+    {"break, continue", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+     "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}-{% endfor %}", "02"},
+    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}"
+     "{% set x = i %}{% endfor %}", "-ba"},
     {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
      "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
-    {"blocks", "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}"
-     "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}",
-     "<1>Ab"},
-    {"printing", "{{ [none, true, 1.0, 1e16, 'it\\'s', \"\\n\", ('a',), {'k': 0.1}] }}",
-     "[None, True, 1.0, 1e+16, \"it's\", '\\n', ('a',), {'k': 0.1}]"},
-    {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2)}}"
-     "{{ not 3 in [3] or 1 == 1.0 }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
-     "-423.5 64aaFalseTruec2"},
-    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ [1, 2, 3][::2] }}", "eßörGöß[1, 3]"},
+    {"blocks", "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}"
+     "{% endgeneration %}{{ x }}", "Ab"},
+    {"printing", "{{ none }}{{ true }}{{ -10 }}{{ x }}", "NoneTrue-10"},
+    {"strings", "{{ 'it\\'s' \"\\t\" '\\d' }}", "it's\t\\d"},
+    {"printing a list", "{{ [1] }}", "!list instead of int"},
+    {"operators", "{{ -7 % 3 ~ 7 % -3 }}{{ 2 * 3 - 1 }}{{ 'a' * 2 ~ (1 < 2) ~ ('b' >= 'b') }}"
+     "{{ not 3 in [3] or 1 not in [] }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
+     "2-25aaTrueTrueTruec2"},
+    {"equality", "{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
+     "{{ messages[0] == messages[0] }}{{ messages[1] == messages[3] }}", "TrueTrueFalseTrueFalse"},
+    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}"
+     "{{ [1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}",
+     "eßörGöß2-33212r"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
-    {"false values", "{{ none|selectattr('k')|list ~ 0|map('upper')|list ~ x|select|list }}"
-     "{{ ''|reject|list ~ false|rejectattr('k')|list }}{{ self.x }}", "[][][][][]"},
+    {"false values", "{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}"
+     "{{ x|select|list|length }}{{ (''|reject|list + false|rejectattr('k')|list)|length }}"
+     "{{ self.x }}", "000"},
     {"names like numbers", "{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},
-    {"* and **", "{% macro f(a, b) %}{{ a ~ b }}{{ varargs }}{{ kwargs }}{% endmacro %}"
-     "{{ f(*'xyz', **{'c': 2}) }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}",
-     "xy('z',){'c': 2}21(){}1-2"},
+    {"* and **", "{% macro f(a, b) %}{{ a ~ b }}{% endmacro %}"
+     "{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
     {"targets in brackets", "{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}"
      "{% for (k, v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}",
      "1234567"},
     {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}", "12s"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
-     "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
+     "{{ messages[2].content }}{{ messages[1].content|tojson }}"
+     "{{ '{}'.format(messages[-1].content) }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
     {"content in parts", "{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}"
      "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}",
      "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
     {"content as a text", "{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
-    {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) + 'a\nb\n'.splitlines() +"
-     " ['abc'.removeprefix('a').removesuffix('c')] }}", "['a', 'b', 'a,b', 'c', 'a', 'b', 'b']"},
-    {"rfind", "{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') }}", "40-1"},
-    {"filters of lists", "{{ messages|map(attribute='role')|unique|list }}"
+    {"splitting", "{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
+     "{{ 'abca'.strip('a') ~ 'abca'.lstrip('ab') ~ 'é-é'.rstrip('é') }}", "a+b,c2bccaé-"},
+    {"finding", "{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
+     "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}{{ 'ab'.endswith('b') }}",
+     "40-11TrueFalseTrue"},
+    {"case", "{{ 'aB c-D'|title ~ 'aB'.capitalize() ~ 'aé'|upper ~ 'AÉ'|lower }}",
+     "Ab C-DAbAéaÉ"},
+    {"filters of lists", "{{ messages|map(attribute='role')|unique|join(' ') }}"
      "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
-     "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
-     "['system', 'user', 'assistant']2[3, 2, 1][('a', 2), ('b', 1)]3"},
+     "{{ messages|rejectattr('content.x')|list|length }}{{ [1, none]|select('none')|list|length }}"
+     "{{ [3, 1, 2]|sort(reverse=true)|join }}{{ ['b', 'A']|sort|first ~ ['b', 'A']|min }}"
+     "{{ ['a']|map('replace', 'a', 'b')|last }}{{ {'b': 1, 'A': 2}|dictsort|map('join')|join }}",
+     "system user assistant241321AAbA2b1"},
     {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
-    {"JSON", "{{ {'a': [1, 'é\"\\f\\x1f'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
-     "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
-    {"sorted JSON", "{{ {'b': 1, 'a': {'z': 2, 'Z': []}}|tojson(sort_keys=true) }}",
-     "{\"a\": {\"Z\": [], \"z\": 2}, \"b\": 1}"},
-    {"formats", "{{ '%05.1f|%3s|%i%%'|format(2.25, 'a', 7) }}{{ '{0}{x:.1f}{{'.format('b', x=1) }}",
-     "002.2|  a|7%b1.0{"},
+    {"JSON", "{{ {'a': [1, 'é\"\\f\x1f'], 'b': {}, 'c': [none, true]}|tojson }}"
+     "{{ {'a': [1, 2], 'b': []}|tojson(indent=1) }}",
+     "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}, \"c\": [null, true]}"
+     "{\n \"a\": [\n  1,\n  2\n ],\n \"b\": []\n}"},
+    {"formats", "{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}",
+     "<1|a>a\n\n  b-c"},
+    {"a format's values", "{{ '{}'.format() }}", "!more {} than values"},
+    {"numbers", "{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}"
+     "{{ range(5, 0, -2)|join }}", "1504531"},
     {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
      "<s></s>22 Nov 2026False"},
     {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(50000) %}"
@@ -1985,17 +1997,24 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
     {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% if 0 %}{% get %}", "!unexpected get"},
     {"types of in", "{{ 1 in 'abc' }}", "!int in str"}, {"a comment", "a{# b", "!unexpected {# b"},
+    {"raw", "{% raw %}{% endraw %}", "!unexpected raw"}, {"a float", "{{ 1.5 }}", "!unexpected ."},
+    {"a quotient", "{{ 1 / 2 }}", "!unexpected /"}, {"a power", "{{ 2 ** 3 }}", "!unexpected * 3"},
+    {"else of a loop", "{% for i in x %}{% else %}{% endfor %}", "!unexpected else"},
+    {"an escape", "{{ '\\x41' }}", "!unexpected \\x41"},
+    {"a call", "{% call f() %}{% endcall %}", "!unexpected call"},
+    {"a method", "{{ 'a'.rsplit('b') }}", "!'rsplit' is undefined"},
+    {"a test", "{{ 1 is odd }}", "!no test 'odd'"},
+    {"no namespace", "{% set x.y = 1 %}", "!'x' is undefined"},
+    {"an argument", "{{ {}|tojson(sort_keys=true) }}", "!'tojson' takes no argument 'sort_keys'"},
     {"too many arguments", "{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "!'m' takes not so many"},
     {"an unknown name", "{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "!'m' takes no argument 'b'"},
-    {"a block for none", "{% macro m() %}{% endmacro %}{% call m() %}{% endcall %}", "!'caller'"},
     {"an inner name", "{{ 'a'|title(t='b') }}", "!'title' takes no argument 't'"},
-    {"one argument too many", "{{ 'a\n'.splitlines(true) }}", "!'splitlines' takes not so many"},
+    {"one argument too many", "{{ 'a'|upper(true) }}", "!'upper' takes not so many"},
     {"not in ASCII", "{{ 'é'|tojson(ensure_ascii=true) }}", "!ensure_ascii"},
     {"loop has none", "{% for i in [1] %}{{ loop.depth }}{% endfor %}", "!'depth' is undefined"},
-    {"a separator", "{{ 'a'.split(5) }}", "!split by int"},
-    {"a count", "{{ 'a'.split('b', 'c') }}", "!split takes whole numbers"},
-    {"no such order", "{{ {}|dictsort(by='k') }}", "!dictsort by k"},
-    {"no such rounding", "{{ 1|round(0, 'up') }}", "!round up"},
+    {"a separator", "{{ 'a'.split(5) }}", "!int instead of str"},
+    {"a count", "{{ 'a'.split('b', 'c') }}", "!str instead of int"},
+    {"no such order", "{{ {}|dictsort(by='k') }}", "!'dictsort' takes no argument 'by'"},
     {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
     {"too long", "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}"
      "{% endfor %}", "!too"},
@@ -5448,12 +5467,11 @@ static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) 
     Str text = {(const char *)data, size}, bos = {"<s>", 3}, eos = {"", 0};
     Rendered r = {0};
     Error e;
-    Template run = {.e = &e, .steps = 50000, .memory = sizeof block, .block = block,
-                    .depth = DEEPEST - 1000};
+    Template run = {.e = &e, .steps = 50000, .memory = sizeof block / 2, .size = sizeof block / 2,
+                    .block = block, .depth = DEEPEST - 1000};
     (void)t;
-    bool ok = template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, &r);
-    memset(block + run.memory, 0, sizeof block - run.memory);
-    rendered_free(&r);
+    bool ok = template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, size % 2, &r);
+    clear_memory(&run);
     return ok;
 }
 
