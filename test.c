@@ -4061,7 +4061,7 @@ static void lab_experts(Gpu *g, int type, int n) {
 
 static void kernel_experts(Gpu *g, int type) {
     lab_experts(g, type, 1);
-    lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 4);
+    lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 2);
 }
 
 typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; } DeltaCase;
@@ -4178,7 +4178,7 @@ static bool count_chunk(void *ctx, int reused, int done, int n) {
 // command buffer, and a chunk several if there are many layers. No buffer was made.
 static void check_pass(const Session *s, Pass pass) {
     const Config *c = &s->m->config;
-    bool token = pass.tokens == 1, deep = c->n_layer > SPLIT_LAYERS + c->n_layer / MAX_COMMANDS;
+    bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_COMMANDS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
     bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
     CHECK(times_run("embed") == pass.chunks, "%s: not each chunk ran on the GPU", c->name);
