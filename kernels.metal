@@ -22,7 +22,6 @@
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
 //       delta_rule        delta_gates_row, delta_rule
-//    9. argmax            sample, at temperature 0
 //
 // Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
 // thread in that; `shared` is the threadgroup's memory. g is a group of 32 weights, t a token, r a
@@ -98,7 +97,7 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
     UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: each by itself
-    NORM_THREADS = 256, ARGMAX_THREADS = 1024,        // at most
+    NORM_THREADS = 256,                               // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
@@ -117,7 +116,6 @@ enum {
     FLASH_SIMDGROUPS = FLASH_QUERIES / 8, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     // floats of threadgroup memory
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // a sum from each SIMD-group
-    ARGMAX_FLOATS = 2 * ARGMAX_THREADS / SIMD_LANES,  // a maximum and its index from each
     SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; a block of memory
     FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
@@ -171,7 +169,6 @@ struct delta_args {
     int32_t share, step;                   // of alpha and beta: heads side by side, floats a token
     float eps;
 };
-struct argmax_args { int32_t n; };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
@@ -1615,33 +1612,6 @@ kernel void delta_rule(device float *state [[buffer(0)]], device const float *mi
         if (first == 0 && row < a->dv) out[(ulong)t * a->n_value * a->dv + value] = o;
     }
     for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) state[(ulong)j * DELTA_LAYOUT] = s[i];
-}
-
-// ---- 9. argmax ----
-
-// *out = the index of the largest of x[n], the lowest if there are several, or 0 if all are NaN.
-// One threadgroup: each lane keeps its best, then each SIMD-group, then the first of them.
-kernel void argmax(device const float *x [[buffer(0)]], device int *out [[buffer(1)]],
-        constant struct argmax_args *a [[buffer(2)]], PLACE) {
-    threadgroup int *where = (threadgroup int *)(shared + nsg);
-    float best = UNSEEN;
-    int at = a->n;
-    for (int i = tid; i < a->n; i += nsg * SIMD_LANES)
-        if (x[i] > best) {
-            best = x[i];
-            at = i;
-        }
-    float top = simd_max(best);
-    at = simd_min(best == top ? at : a->n);
-    if (lane == 0) shared[sg] = top;
-    if (lane == 0) where[sg] = at;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's best is there
-    if (sg > 0) return;
-    best = lane < nsg ? shared[lane] : UNSEEN;
-    at = lane < nsg ? where[lane] : a->n;
-    top = simd_max(best);
-    at = simd_min(best == top ? at : a->n);
-    if (lane == 0) *out = at < a->n ? at : 0;
 }
 
 #endif

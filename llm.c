@@ -1090,13 +1090,12 @@ static bool tokenizer_load(Model *m, Error *e);    // m->tokenizer, which needs 
 static void tokenizer_close(struct Tokenizer *t);
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
-// A GPU (metal.c) runs the whole model on these buffers; false or -1: use the CPU. gpu_forward also
+// A GPU (metal.c) runs the whole model on these buffers; false: use the CPU. gpu_forward also
 // makes the logits of up to LOGIT_ROWS rows, from row `first` on; gpu_logits makes further ones.
 static void gpu_open(Session *s);
 static void gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
-static int32_t gpu_argmax(const Session *s, const float *logits);
 
 // ---- 7. ops ----
 //
@@ -1812,8 +1811,9 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp < 1e-30f) {   // 0, or logits / temp would overflow
-        sort_top(c, n, 1);
-        return c[0].id;
+        size_t best = 0;
+        for (size_t i = 1; i < n; i++) best = c[i].logit > c[best].logit ? i : best;
+        return best;
     }
     sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, o->top_k);
@@ -1826,8 +1826,6 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
 int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
     int n = o->repeat_last_n;
-    int32_t id = o->temp <= 0 && o->repeat_penalty == 1 ? gpu_argmax(s, logits) : -1;
-    if (id >= 0) return id;
     if (n < 0 || n > (int)s->history.n) n = s->history.n;
     return sample(o, logits, s->m->config.n_vocab, s->history.id + s->history.n - n, n, &s->rng,
                   s->candidates);
@@ -5424,7 +5422,6 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
 }
 static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
-static int32_t gpu_argmax(const Session *s, const float *y) { return (void)s, (void)y, -1; }
 #endif
 
 // ---- 29. AMX ----

@@ -6,11 +6,10 @@
 //   gpu_forward(s, ids, n, pos, first)   instead of forward, and of output_logits for the rows from
 //                                        `first` on (n: for none), all in one command buffer
 //   gpu_logits(s, first, n)              instead of output_logits, for further rows of the chunk
-//   gpu_argmax(s, logits)                for the id of the largest of these logits
 //
-// When one of them returns false, or gpu_argmax -1, the CPU does the work: there is no GPU, or it
-// cannot hold the model (gpu_lacks), or a call of Metal has failed. The CPU can take over in the
-// middle of a text, because both use the same pages of weights, KV cache and scratch.
+// When one of them returns false, the CPU does the work: there is no GPU, or it cannot hold the
+// model (gpu_lacks), or a call of Metal has failed. The CPU can take over in the middle of a text,
+// because both use the same pages of weights, KV cache and scratch.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -111,13 +110,12 @@ typedef struct {
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines, n_commands;   // n_commands: of this forward
-    int32_t *ids, *best;        // [chunk] tokens; [1] argmax of the last logits
+    int32_t *ids;               // [chunk] tokens
     float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
     const float *coded;         // the input that they are of, or NULL
-    const float *best_of;       // the logits whose argmax `best` is, or NULL
     bool dry;                   // what is encoded will not run
     char why[200];              // what went wrong first, or empty
 } Gpu;
@@ -692,20 +690,14 @@ static void run_layer(Session *s, const Layer *w, int n) {
     run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
 }
 
-// s->logits[n][n_vocab] for n rows of x from `first` on; of a single row also the argmax
+// s->logits[n][n_vocab] for n rows of x from `first` on
 static void run_output(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     const Matrix *w = &s->m->output;
-    Gpu *g = s->gpu;
     size_t at = (size_t)first * c->dim;
-    struct argmax_args a = {c->n_vocab};
-    Dispatch d = {"argmax", {s->logits, g->best}, 2, 1, threads_for(a.n, ARGMAX_THREADS),
-                  ARGMAX_FLOATS, {0}};
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->h + at, n);
     run_products(s, &w, 1, in, &s->logits, n,
                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
-    if (n == 1) gpu_dispatch(g, &d, &a, sizeof a);
-    g->best_of = n == 1 ? s->logits : NULL;
 }
 
 // Embedding and all layers. The rows of the cache get their positions, except in the warm-up, which
@@ -715,7 +707,6 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
     int split = c->n_layer / MAX_COMMANDS + SPLIT_LAYERS;
     s->pos = pos;
-    g->best_of = NULL;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
     parallel(s->pool, angles_row, s, NULL, n);
     run_embed(s, n);
@@ -759,11 +750,6 @@ static bool gpu_logits(Session *s, int first, int n) {
     return gpu_end(s);
 }
 
-static int32_t gpu_argmax(const Session *s, const float *logits) {
-    const Gpu *g = s->gpu;
-    return g && logits && g->best_of == logits ? *g->best : -1;
-}
-
 // ---- open ----
 
 // what the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
@@ -791,7 +777,6 @@ static void plan_gpu(Session *s, Arena *a) {
         parts = larger(parts, (size_t)w->n_head * slices);
         if (w->router.data) ff = larger(ff, w->ff);
     }
-    g->best = arena_take(a, 1, sizeof *g->best);
     g->ids = arena_take(a, n, sizeof *g->ids);
     g->parts = arena_take(a, parts, (c->vd + 2) * sizeof *g->parts);
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);

@@ -201,17 +201,17 @@ static char *scratch(const char *name) { return text_of("%s/%s", test.dir, name)
 
 // ---- references, in double ----
 
-// each group of values by itself; w NULL: x itself
-static void reference_norm(double *out, const float *x, int n, const Norm *w, int kind, float eps) {
-    int width = w && w->group ? w->group : n;
+// each group of values by itself
+static void reference_norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
+    int width = w->group ? w->group : n;
     for (int g = 0; g < n; g += width) {
         double mean = 0, var = 0;
         for (int i = g; i < g + width && kind != RMS; i++) mean += x[i] / (double)width;
         for (int i = g; i < g + width; i++) var += (x[i] - mean) * (x[i] - mean) / width;
         for (int i = g; i < g + width; i++) {
-            out[i] = w ? (x[i] - mean) / sqrt(var + eps) : x[i];
-            if (w && w->w) out[i] *= w->w[i % w->n];
-            if (w && w->b) out[i] += w->b[i % w->n];
+            double y = (x[i] - mean) / sqrt(var + eps);
+            if (w->w) y *= w->w[i % w->n];
+            out[i] = w->b ? y + w->b[i % w->n] : y;
         }
     }
 }
@@ -633,45 +633,16 @@ static int format_block(int type) {   // weights per block
     return n;
 }
 
-// f32 has no file: bf16's floats are its blocks
-static void golden_blocks(int type, uint8_t **blocks, float **floats) {
-    const char *name = quant_name(type == QUANT_F32 ? QUANT_BF16 : type);
-    size_t n, m;
-    *floats = read_all(text_of("golden/quants/%s.f32", name), &m);
-    *blocks = read_all(text_of("golden/quants/%s.%s", name, type ? "blocks" : "f32"), &n);
-    REQUIRE(m == 4 * GOLDEN && n == quant_row_bytes(type, GOLDEN), "%s: sizes", name);
-}
-
-static void decode(int type, const uint8_t *b, int g, int n, int8_t *q, float *d, float *m) {
-    switch (type) {
-#define QUANT_X(id, name, weights, bytes, per16, bias) \
-    case id: decode_##name((const block_##name *)b, g, n, q, d, m); break;
-    QUANT_TYPES(QUANT_X)
-#undef QUANT_X
-    }
-}
-
-// a GPU lane asks for one group, the CPU for all eight: the same answers, codes in their order
-static void check_groups(int type, const uint8_t *b) {
-    float d[16], m[16], d1[2], m1[2];
-    int8_t q[256], q1[32];
-    decode(type, b, 0, 8, q, d, m);
-    for (int g = 0; g < 8; g++) {
-        decode(type, b, g, 1, q1, d1, m1);
-        bool same = !memcmp(d1, d + 2 * g, 8) && !memcmp(m1, m + 2 * g, 8);
-        for (int i = 0; i < 32; i++) same = same && q1[i] == q[i / 8 * 64 + g * 8 + i % 8];
-        CHECK(same, "%s: group %d", quant_name(type), g);
-    }
-}
-
 static void test_formats(void) {
     for (int f = 0; f < N_FORMATS; f++) {
         int type = FORMATS[f], differ = 0;
         const char *name = quant_name(type);
-        uint8_t *blocks;
-        float *want, *got = need(4 * GOLDEN);
-        golden_blocks(type, &blocks, &want);
-        size_t bytes = quant_row_bytes(type, GOLDEN), one = format_block(type);
+        const char *file = quant_name(type ? type : QUANT_BF16);   // whose floats are f32's blocks
+        size_t bytes = quant_row_bytes(type, GOLDEN), one = format_block(type), n, m;
+        float *want = read_all(text_of("golden/quants/%s.f32", file), &m), *got = need(4 * GOLDEN);
+        const char *kind = type ? "blocks" : "f32";
+        uint8_t *blocks = read_all(text_of("golden/quants/%s.%s", file, kind), &n);
+        REQUIRE(m == 4 * GOLDEN && n == bytes, "%s: sizes", name);
         for (int shift = 0; shift < 4; shift++) {   // any address will do
             uint8_t *copy = need(bytes + shift);
             memcpy(copy + shift, blocks, bytes);
@@ -682,8 +653,6 @@ static void test_formats(void) {
         got[one] = 77;
         CHECK(quant_dequantize(type, blocks, got, one) && got[one] == 77, "%s: one block", name);
         CHECK(one == 1 || !quant_dequantize(type, blocks, got, one + 1), "%s: %zu", name, one + 1);
-        for (size_t at = 0; one > 1 && at < bytes; at += quant_row_bytes(type, 256))
-            check_groups(type, blocks + at);
     }
 }
 
@@ -758,18 +727,16 @@ static void random_block(int type, uint8_t *bytes, float *f) {
     }
 }
 
-// A matrix at data: the quantised Gaussian numbers of golden/quants in random order, with ggml's
-// floats, or 64 different blocks of random bytes.
-static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols, bool golden) {
-    int block = format_block(type), different = golden ? GOLDEN / 2 / block : 64;
+// a matrix at data, of 64 different blocks of random bytes
+static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols) {
+    enum { DIFFERENT = 64 };
+    int block = format_block(type);
     size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
-    uint8_t *pool = need(different * bytes);
-    float *pool_f = need(different * block * sizeof(float)), *f = need(n * block * sizeof *f);
-    if (golden) golden_blocks(type, &pool, &pool_f);
-    for (int i = 0; i < different && !golden; i++)
-        random_block(type, pool + i * bytes, pool_f + i * block);
+    uint8_t *pool = need(DIFFERENT * bytes);
+    float *pool_f = need(DIFFERENT * block * sizeof(float)), *f = need(n * block * sizeof *f);
+    for (int i = 0; i < DIFFERENT; i++) random_block(type, pool + i * bytes, pool_f + i * block);
     for (size_t i = 0; i < n; i++) {
-        int k = random_bits() % different;
+        int k = random_bits() % DIFFERENT;
         memcpy(data + i * bytes, pool + k * bytes, bytes);
         memcpy(f + i * block, pool_f + k * block, block * sizeof *f);
     }
@@ -823,7 +790,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exac
         x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
     for (int k = 0; k < 2; k++) {
         int r = k ? 1 + rows / 2 : rows;
-        w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols, type > 0);
+        w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols);
         if (exact > 1) extreme_codes(&w[k], exact > 2 ? 0 : 0xff);
         if (k == 0) w[k].m.bias = noise_array(rows, 1);
         if (k == 0) w[k].m.scale = &scale;
@@ -874,31 +841,23 @@ static void test_matmul(void) {
             double exact = check_matmul(type, 2 * rows, 256, counts[i], 1);
             CHECK(noisy < limit, "%s, n = %d: NMSE %.2g", name, counts[i], noisy);
             CHECK(exact < MATMUL_EXACT, "%s, n = %d: exact %.2g", name, counts[i], exact);
-            if (i == 2) printf("  %-8s NMSE %.1e, where int8 is exact %.1e\n", name, noisy, exact);
+        }
+        for (int i = 0; i < 4 && !floats; i++) {   // one block, so that what is rounded adds up
+            double error = check_matmul(type, 19, 256, i / 2 ? 33 : 1, 2 + i % 2);
+            CHECK(error < 256 * MATMUL_EXACT, "%s, codes at limit: NMSE %.2g", name, error);
         }
         float x[512], y[2];   // NaN in, NaN out, and nothing that overflows
         for (int i = 0; i < 512; i++) x[i] = NAN;
-        RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256, true);
+        RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
         Pool *pool = pool_open(1);
         for (int n = 1; n <= 2; n++) run_matmul(pool, &(Matmul){&w.m, x, y, n}, 1);
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "%s: NaN becomes %g, %g", name, y[0], y[1]);
     }
-}
-
-// All weights are one block, so that rounding errors add up, over 256 columns. And more columns
-// than a panel is deep or a task packs, for one token or so many that the last tasks have half.
-static void test_matmul_limits(void) {
-    for (int i = 0; i < 4; i++)   // types 1 and 2, f16 and Q4_0
+    // f16 and Q4_0: more columns than a panel is deep, of so many tokens that the last tasks have
+    // half, or than a task packs, of one token
+    for (int i = 0; i < 4; i++)
         CHECK(check_matmul(1 + i / 2, 99, i % 2 ? 8448 : 2304, i % 2 ? 1 : 300, 0) < 1e-4, "%d", i);
-    for (int f = 0; f < N_FORMATS; f++)
-        for (int i = 0; i < 4; i++) {
-            int n = i / 2 ? 33 : 1, exact = 2 + i % 2;
-            if (format_block(FORMATS[f]) == 1) continue;
-            double error = check_matmul(FORMATS[f], 19, 256, n, exact);
-            CHECK(error < 256 * MATMUL_EXACT, "%s, n = %d: NMSE %.2g", quant_name(FORMATS[f]), n,
-                  error);
-        }
 }
 
 // ==== GGUF ====
@@ -1007,16 +966,11 @@ static const Spoil BROKEN[] = {
 };
 
 static void test_gguf_broken(void) {
-    int rows = COUNT(BROKEN);
-    for (int i = 0; i < rows; i++) {
+    for (size_t i = 0; i < COUNT(BROKEN); i++) {
         Writer w = {.spoil = BROKEN[i]};
         write_tiny(&w, scratch("broken.gguf"));
         refused(scratch("broken.gguf"), BROKEN[i].expect);
-        for (int k = 0; k < i; k++)
-            CHECK(strcmp(BROKEN[i].expect, BROKEN[k].expect), "row %d is row %d", i, k);
     }
-    printf("  %d distinct messages, of which %d did not come\n", rows, test.failures);
-    CHECK(rows - test.failures >= 40, "fewer than 40 messages");
 }
 
 // cut anywhere, and with any byte of the head changed: refused, or it runs; never a crash
@@ -1027,7 +981,7 @@ static void test_gguf_hostile(void) {
     Writer w = {0};
     size_t head = write_tiny(&w, path);
     uint8_t *whole = read_all(path, &size);
-    int ran = 0, step = test.quick ? 5 : 1, fd = open(path, O_RDWR);
+    int step = test.quick ? 5 : 1, fd = open(path, O_RDWR);
     for (size_t i = 0; i < 3 * head; i += step) {
         uint8_t byte = i % 3 == 0 ? whole[i / 3] ^ 1 : i % 3 == 1 ? 0xff : 0;
         Model m = {0};
@@ -1038,7 +992,6 @@ static void test_gguf_hostile(void) {
         bool ok = model_open(&m, path, &e) && session_open(&s, &m, o, &e) &&
                   session_eval(&s, ids, 3, &e);
         CHECK(ok || e.text[0], "byte %zu: no message", i / 3);
-        ran += ok;
         session_close(&s);
         model_close(&m);
         REQUIRE(pwrite(fd, whole + i / 3, 1, i / 3) == 1, "pwrite");
@@ -1048,7 +1001,6 @@ static void test_gguf_hostile(void) {
         refused(path, "");
     }
     close(fd);
-    printf("  each of %zu bytes changed thrice: %d files still ran\n", head, ran);
 }
 
 // What only some architectures have: it is refused, or does no harm (a norm [8] given as [4,2]).
@@ -1086,42 +1038,61 @@ static void test_gguf_shapes(void) {
     CHECK(!memcmp(got[0], got[1], 3 * VOCAB * sizeof(float)), "a folded norm differs");
 }
 
-// an expert's matrix that is the lower half of its tensor: biases lie as many rows apart as weights
-static void test_gguf_experts(void) {
-    static const float data[8], bias[8], scale[2];
-    Matrix both = {(const uint8_t *)data, QUANT_F32, 4, 1, bias, scale, 4 * sizeof *data};
-    Matrix up = matrix_rows(both, 2, 2), one = matrix_expert(&up, 1);
-    CHECK(one.data == (const uint8_t *)(data + 6) && one.bias == bias + 6, "not the second's up");
-    CHECK(one.scale == scale + 1, "not the second's scale");
-}
-
 // ==== ops ====
 
 // ---- attention ----
 
 typedef struct {
-    const char *what;
+    const char *what;     // letters, for the GPU
     int n_head, n_kv, hd, vd, pos, n, rows, window, keep;
     bool causal, sinks, slopes;
     float softcap;
-    int n_rot, pairing;   // of what the GPU does at once
+    int n_rot, pairing;   // of what the GPU does at once; 0: too much for one in software
 } AttentionCase;
 
-static const AttentionCase ATTENTION[] = {
-    {"plain", 4, 4, 32, 32, 0, 20, 40, 40, 0, true, .softcap = 0},
-    {"one query, grouped heads", 8, 2, 64, 64, 90, 1, 100, 100, 0, true, .softcap = 0},
-    {"all heads share one", 6, 1, 128, 128, 33, 7, 64, 64, 0, true, .softcap = 0},
-    {"odd widths", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, .softcap = 0},
-    {"window, wrapped ring", 4, 2, 16, 16, 75, 5, 17, 12, 0, true, .softcap = 0},
-    {"window and pinned rows", 4, 2, 16, 16, 75, 5, 22, 12, 5, true, .softcap = 0},
-    {"soft cap", 4, 2, 32, 32, 50, 3, 64, 64, 0, true, .softcap = 5},
-    {"sinks", 8, 2, 32, 32, 50, 3, 64, 20, 0, true, .sinks = true},
-    {"ALiBi", 6, 3, 32, 32, 50, 4, 64, 64, 0, true, .slopes = true},
-    {"whole text", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .softcap = 0},
-    {"whole text, ALiBi, cap", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
-    {"long", 6, 3, 64, 64, 700, 2, 800, 800, 0, true, .sinks = true},
-    {"wide heads", 2, 1, 256, 256, 90, 150, 300, 300, 0, true, .softcap = 0},
-    {"seven heads share one", 14, 2, 80, 48, 300, 1, 310, 200, 0, true, .softcap = 0},
+// A ring as it stands after the last of the new tokens. On the GPU these go through rope and
+// attention, or (n >= 8) flash_attention, or (n = 1) the fused kernel; rows that are empty hold NaN
+// there. Letters: q k norm of the heads of Q, of K  w of all at once  o each head its own  b with
+// bias  c LayerNorm  l after RoPE  g gated  t temperature  m limited to -1 .. 1
+static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window keep
+    {"", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, .n_rot = 0},
+    {"", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
+    {"", 6, 3, 64, 64, 700, 2, 800, 800, 0, true, .sinks = true},
+    {"", 2, 1, 256, 256, 90, 150, 300, 300, 0, true, .n_rot = 0},
+    {"", 14, 2, 80, 48, 300, 1, 310, 200, 0, true, .n_rot = 0},
+    {"qk", 4, 2, 128, 128, 0, 1, 20, 16, 0, true, .n_rot = 128, ROPE_HALVES},
+    {"", 4, 2, 32, 32, 77, 1, 30, 21, 3, true, .n_rot = 32, ROPE_PAIRS},
+    {"qk", 2, 1, 64, 64, 150, 1, 160, 140, 0, true, true, false, 5, 32, ROPE_HALVES},
+    {"", 1, 1, 256, 256, 5, 1, 16, 16, 0, true, false, false, 20, 256, ROPE_NONE},
+    {"qk", 4, 2, 96, 96, 31, 5, 29, 20, 4, true, true, .n_rot = 48, ROPE_PAIRS},
+    {"", 4, 2, 32, 32, 0, 37, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
+    {"qk", 2, 1, 64, 64, 100, 37, 103, 50, 6, true, true, false, 5, 64, ROPE_HALVES},
+    {"", 2, 1, 32, 32, 0, 19, 30, 8, 0, false, .n_rot = 32, ROPE_NONE},
+    {"", 1, 1, 256, 256, 10, 8, 40, 64, 0, true, .n_rot = 256, ROPE_HALVES},
+    {"", 2, 1, 32, 32, 5, 1, 16, 0, 0, true, .n_rot = 32, ROPE_PAIRS},   // sees nothing
+    {"", 2, 1, 32, 32, 5, 9, 16, 0, 0, true, .n_rot = 32, ROPE_PAIRS},
+    // the first of rows 0..31, and the first of rows 32..63
+    {"", 2, 1, 32, 32, 130, 9, 80, 5, 1, true, .n_rot = 32, ROPE_PAIRS},
+    {"", 2, 1, 32, 32, 24, 9, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
+    // wide groups, other sizes, and what is rare
+    {"", 8, 2, 80, 48, 40, 1, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
+    {"", 8, 2, 80, 48, 40, 9, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
+    {"gm", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"gm", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"qklct", 14, 2, 12, 8, 33, 1, 40, 40, 0, true, true, .n_rot = 12, ROPE_HALVES},
+    {"qklct", 14, 2, 12, 8, 33, 9, 50, 50, 0, true, true, .n_rot = 12, ROPE_HALVES},
+    {"", 32, 2, 4, 20, 33, 1, 40, 40, 0, true, false, true, .n_rot = 4, ROPE_HALVES},
+    {"", 32, 2, 4, 20, 33, 9, 50, 50, 0, true, false, true, 5, .n_rot = 4, ROPE_HALVES},
+    {"", 142, 2, 4, 4, 20, 1, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
+    {"", 142, 2, 4, 4, 20, 8, 28, 30, 0, true, .n_rot = 4, ROPE_HALVES},
+    {"qwmb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
+    {"kwgbc", 4, 2, 20, 20, 33, 5, 40, 40, 0, true, .n_rot = 12, ROPE_HALVES},
+    {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
+    {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
+    {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
+    // long rings, in slices
+    {"g", 2, 1, 16, 16, 900, 1, 620, 700, 2, true, true, .n_rot = 16, ROPE_HALVES},
+    {"t", 5, 1, 64, 4, 600, 1, 900, 90, 0, true, false, true, .n_rot = 16, ROPE_PAIRS},
 };
 
 static uint16_t *half_noise(size_t n) {
@@ -1152,7 +1123,7 @@ static Attention attention_of(const AttentionCase *t) {
 }
 
 // all queries, and then the last alone
-static double check_attention(const AttentionCase *t) {
+static double check_attention(const AttentionCase *t, const char *name) {
     size_t one = (size_t)t->n_head * t->vd, n_out = t->n * one;
     float *first = NULL, *want = need(n_out * sizeof *want);
     double worst = 0;
@@ -1172,7 +1143,7 @@ static double check_attention(const AttentionCase *t) {
         RUN_COUNTED(attention, pool, &last);
         pool_close(pool);
         bool same = !memcmp(first, a.out, (n_out + one) * sizeof *first);
-        CHECK(same, "%s: %d threads differ", t->what, threads);
+        CHECK(same, "%s: %d threads differ", name, threads);
         double error = nmse(a.out, want, n_out) + nmse(last.out, want + n_out - one, one);
         worst = error <= worst ? worst : error;   // a NaN stays
     }
@@ -1181,10 +1152,9 @@ static double check_attention(const AttentionCase *t) {
 
 static void test_attention(void) {
     for (size_t i = 0; i < COUNT(ATTENTION); i++) {
-        double error = check_attention(&ATTENTION[i]);
+        double error = check_attention(&ATTENTION[i], text_of("case %zu", i));
         // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
-        CHECK(error < 1e-7, "%s: NMSE %.2g", ATTENTION[i].what, error);
-        printf("  %-26s NMSE %.1e\n", ATTENTION[i].what, error);
+        CHECK(error < 1e-7, "case %zu: NMSE %.2g", i, error);
     }
 }
 
@@ -1195,14 +1165,13 @@ static void test_norms(void) {
     for (int k = 0; k < 6; k++) {   // three kinds; over all values, or in groups of 25
         int kind = k % 3, group = k / 3 * 25;
         float *x = noise_array(N, 2), out[N], want[N];
-        double precise[N];   // weights for each group, or for all its own:
+        // weights for each group, or for all its own
         Norm n = {noise_array(N, 1), noise_array(N, 1), kind == RMS && group ? group : N, group};
         if (kind == BARE) n.w = NULL;
         if (kind != LAYERNORM) n.b = NULL;
         for (int i = 0; i < N; i++) x[i] += 0.5f;
         norm(out, x, N, &n, kind, 1e-3f);
-        reference_norm(precise, x, N, &n, kind, 1e-3f);
-        for (int i = 0; i < N; i++) want[i] = precise[i];
+        reference_norm(want, x, N, &n, kind, 1e-3f);
         double error = nmse(out, want, N);
         CHECK(error < 1e-12, "kind %d, group %d: NMSE %.2g", kind, group, error);
     }
@@ -1227,15 +1196,9 @@ static void test_alibi_and_alpha(void) {
     for (int i = 0; i < 2; i++) {   // the base in gemma3's windows is 10,000, or as a key says
         Shape shape = {"gemma3", 5, "tk", i ? WINDOW_KEYS "rope.freq_base_swa=500." :
                        WINDOW_KEYS "rope.freq_base=500."};
-        Model *m = (Model *)random_model(&shape);
-        int32_t ids[] = {1, 2, 3};
         double freq[HEAD / 2], local = i ? 500 : 10000;
-        float *before = logits_of(m, ids, 3, (Options){.threads = 1});
-        rope_frequencies(m, true, 0, freq);
+        rope_frequencies(random_model(&shape), true, 0, freq);
         CHECK(fabs(freq[1] / pow(local, -2.0 / HEAD) - 1) < 1e-6, "base %g: %g", local, freq[1]);
-        *(i ? &m->config.rope_base_local : &m->config.rope_base) = 400;
-        float *after = logits_of(m, ids, 3, (Options){.threads = 1});
-        CHECK(!memcmp(before, after, 3 * VOCAB * sizeof *after) == !i, "windows, base %d", i);
     }
 }
 
@@ -1255,7 +1218,6 @@ static void test_activations(void) {
         worst = fmax(worst, fabs(exp_fast(x) / exp((float)x) - 1));
     CHECK(worst < 1e-6, "exp_fast is off by %.2g", worst);
     CHECK(exp_fast(-1000) < 1e-37f && exp_fast(-INFINITY) < 1e-37f && exp_fast(0) == 1, "its ends");
-    printf("  exp_fast: relative error %.1e\n", worst);
 }
 
 // ==== models ====
@@ -1296,51 +1258,33 @@ static double golden_error(const Model *m, const float *rows, int n, const float
     return nmse(mean, golden, dim);
 }
 
-static void test_golden_models(void) {   // *-heads: six value heads on two, h % 2 and h / 3
-    static const int chunks[] = {48, 1, 7, 5};
+// calls fn with the name of each
+static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
     CHECK(found.gl_pathc == 28, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
-        char *name = text_of("%.*s", (int)(strrchr(file, '.') - file), file);
-        Golden g = golden_model(name);
-        double worst = 0;   // an encoder takes a text in one chunk
-        for (int k = 0; k < (!g.m->config.causal ? 1 : test.quick ? 3 : 4); k++) {
-            Options o = {.chunk = chunks[k], .threads = 1 + k % 2};
-            double error = golden_error(g.m, logits_of(g.m, g.ids, g.n, o), g.n, g.want);
-            CHECK(error <= g.limit, "%s -b %d: NMSE %.2g > %.2g", name, o.chunk, error, g.limit);
-            worst = fmax(worst, error);
-        }
-        printf("  %-16s NMSE %.1e, limit %.1e\n", name, worst, g.limit);
+        fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
+        clean_up();
     }
     globfree(&found);
 }
 
-// ---- the storyteller ----
-
-static void test_story_greedy(void) {
-    int32_t ids[128], next[128];
-    double margin[128];
-    int n = 0, differ = 0;
-    const Model *m = open_model("golden/story.gguf");
-    const char *line = strchr(read_all("golden/story.greedy.tsv", NULL), '\n');
-    for (; line && line[1]; line = strchr(line + 1, '\n'), n++)
-        if (sscanf(line, "%*d %d %d %*f %lf", &ids[n], &next[n], &margin[n]) != 3) break;
-    REQUIRE(n == 65, "%d positions", n);
-    if (test.quick) n = 20;
-    for (int chunk = 1; chunk <= 512; chunk += 511) {
-        float *row = logits_of(m, ids, n, (Options){.chunk = chunk, .window = 128});
-        for (int i = 0; i < n; i++, row += m->config.n_vocab) {
-            int best = 0;
-            for (int k = 1; k < m->config.n_vocab; k++) best = row[k] > row[best] ? k : best;
-            differ += best != next[i];
-            bool fine = best == next[i] || margin[i] <= 0.3;
-            CHECK(fine, "position %d: %d, llama.cpp %d by %.2f", i, best, next[i], margin[i]);
-        }
+static void check_golden(const char *name) {   // *-heads: six value heads on two, h % 2 and h / 3
+    static const int chunks[] = {48, 1, 7, 5};
+    Golden g = golden_model(name);
+    double worst = 0;   // an encoder takes a text in one chunk
+    for (int k = 0; k < (!g.m->config.causal ? 1 : test.quick ? 3 : 4); k++) {
+        Options o = {.chunk = chunks[k], .threads = 1 + k % 2};
+        double error = golden_error(g.m, logits_of(g.m, g.ids, g.n, o), g.n, g.want);
+        CHECK(error <= g.limit, "%s -b %d: NMSE %.2g > %.2g", name, o.chunk, error, g.limit);
+        worst = fmax(worst, error);
     }
-    printf("  %d positions twice, %d differ where the margin is below 0.3\n", n, differ);
+    printf("  %-16s NMSE %.1e, limit %.1e\n", name, worst, g.limit);
 }
+
+static void test_golden_models(void) { each_golden_model(check_golden); }
 
 // ---- every architecture ----
 //
@@ -1803,18 +1747,6 @@ static void test_unicode_tables(void) {
             sum = fnv_1a(sum, range_value(tables[t].line, tables[t].n, c, INT32_MIN), 4);
         CHECK(sum == tables[t].sum, "%s: %08x, want %08x", tables[t].name, sum, tables[t].sum);
     }
-    // letters, an accent, a Hangul syllable, an ideograph, a wide space, a private character
-    static const struct { uint32_t c; char class; uint32_t lower, base; } chars[] = {
-        {'A', 'u', 'a', 'A'}, {0xC9, 'c', 0xE9, 'E'}, {0x301, 'M', 0x301, 0},
-        {0xD55C, 'x', 0xD55C, 0x1112}, {0x4E00, 'x', 0x4E00, 0x4E00}, {0x3000, 's', 0x3000, 0x3000},
-        {0xE000, 'C', 0, 0}};
-    for (size_t i = 0; i < COUNT(chars); i++) {
-        uint32_t c = chars[i].c, lower = unicode_fold(c, true, false);
-        uint32_t base = unicode_fold(c, false, true);
-        char class = "ulcxNMPSsCO"[range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10)];
-        CHECK(class == chars[i].class && lower == chars[i].lower && base == chars[i].base,
-            "U+%04X: class %c, lower case U+%04X, base U+%04X", c, class, lower, base);
-    }
 }
 
 static void test_tokenizer_special(void) {
@@ -2189,8 +2121,6 @@ static void test_cli_output(void) {
         {"llm $S 'Once upon' -n 0", "^Once upon\n$"},
         {"llm $S 'Once upon' -n 3 -n 0", "^Once upon\n$"},
         {"llm $G/llama.gguf --tokens 1,2,3 -n 5 --temp 0", "^[0-9]+( [0-9]+){4}\n$"},
-        {"llm $S --ppl golden/story.txt -c 128",
-         "^ppl 6\\.[56][0-9]{3} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$"},
         {"llm $S --bench 16,8", "^prefill 16 tokens " TENTHS " tok/s\ndecode 8 tokens " TENTHS
          " tok/s " TENTHS " GB/s " TENTHS " % of " TENTHS " GB/s\n$"},
         {"llm $S --info", "^([a-z0-9_.]+ = [^\n]*\n){10}\nformat .*q4_K.*\narchitecture qwen3.*2048"
@@ -2233,7 +2163,8 @@ static void test_cli_completion(void) {
 static void test_cli_numbers(void) {
     static const struct { int n; double want; } known[] = {{128, 6.5600}, {256, 6.1828}};
     for (int k = 0; k < (test.quick ? 1 : 2); k++) {
-        shell(text_of("llm $S --ppl golden/story.txt -c %d", known[k].n));
+        check_llm(text_of("llm $S --ppl golden/story.txt -c %d", known[k].n), 0,
+                  "^ppl 6\\.[0-9]{4} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$", "");
         double ppl = atof(cli.out + 4), want = known[k].want;
         CHECK(fabs(ppl / want - 1) < 0.005, "-c %d: %.4f, want %.4f", known[k].n, ppl, want);
         printf("  -c %d: perplexity %.4f, llama.cpp %.4f, limit 0.5 %%\n", known[k].n, ppl, want);
@@ -2840,7 +2771,6 @@ static struct {
     struct { SoftObject *pipeline; void *bound[16]; } run[RECORDS];   // the recorder
     const char *broken;                          // the method that is to fail, or NULL,
     int after;                                   // this many calls from now, and from then on
-    int hasty;                                   // stop at the first failure; 2: few formats
     size_t longest;                              // that a buffer may be, or 0
     int resident;                                // buffers in residency sets of queues
     bool cuda;                                   // an NVIDIA GPU runs the kernels, by these:
@@ -3678,9 +3608,8 @@ static void cuda_rehearse(void (*fn)(void)) {
 
 // ==== tests of kernels.metal and metal.c ====
 //
-// Kernels, each against a reference in double written from the formula, over all formats, ragged
-// sizes and three schedules; whole models through metal.c against the CPU; failures of the host;
-// and mutants: all of this again on broken copies, to see that it notices.
+// Kernels, each against the CPU or a reference written from the formula, over all formats, ragged
+// sizes and three schedules; whole models through metal.c against the CPU; failures of the host.
 
 #ifdef __APPLE__
 // The real device: threads run in an order of its own, nothing is recorded, no call fails.
@@ -3691,7 +3620,7 @@ typedef struct SoftObject {
     struct { int value; } constant[N_CONSTANTS];
 } SoftObject;
 static struct {
-    int live, faults, pools, buffers, commits, n_run, after, hasty;
+    int live, faults, pools, buffers, commits, n_run, after;
     struct { SoftObject *pipeline; void *bound[16]; } run[1];
     const char *broken;
     bool cuda;
@@ -3704,18 +3633,18 @@ enum { RECORDER = 1 };
 
 // ---- kernels ----
 
-// row r of factor * (w's scale * (w . x) + w's bias); size, or NULL: the sum of the absolute
-// products
-static double reference_row(const RandomMatrix *w, int r, const double *x, double factor,
-                            double *size) {
-    const float *f = w->f + r * w->m.cols;
-    double sum = 0, all = 0;
-    for (int i = 0; i < w->m.cols; i++) {
-        sum += f[i] * x[i];
-        all += fabs(f[i] * x[i]);
-    }
-    if (size) *size = all;
-    return factor * ((w->m.scale ? *w->m.scale : 1) * sum + (w->m.bias ? w->m.bias[r] : 0));
+// w x for n tokens, by the plain engine, of the weights as floats
+static float *reference_product(const RandomMatrix *w, const float *x, int n) {
+    float *out = need(n * w->m.rows * sizeof *out);
+    Matrix m = w->m;
+    m.type = QUANT_F32;
+    m.data = (const uint8_t *)w->f;
+    plain_matmul(&(Matmul){&m, x, out, n}, need(m.cols * sizeof(float)));
+    return out;
+}
+
+static void round_weights(const RandomMatrix *w) {   // to halves, as a tile of gemm has them
+    for (int64_t i = 0; i < w->m.rows * w->m.cols; i++) w->f[i] = (float)(_Float16)w->f[i];
 }
 
 // Each test fills its own Model and Layer, and calls the function of metal.c that a model would.
@@ -3735,8 +3664,7 @@ static Gpu *lab_open(void) {
 }
 
 static Lab lab(Gpu *g) {
-    return (Lab){.g = g, .arch = {.act = SILU},
-                 .m = {.config = {.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1}}};
+    return (Lab){.g = g, .m.config = {.eps = 1e-5f, .residual_scale = 1}};
 }
 
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
@@ -3744,14 +3672,37 @@ static Session *lab_begin(Lab *x) {
     x->m.config.arch = &x->arch;
     x->s.m = &x->m;
     x->s.gpu = x->g;
+    soft.n_run = 0;
     gpu_begin(x->g);
     return &x->s;
 }
+
+static int times_run(const char *kernel) {   // since the recorder was reset
+    int times = 0;
+    for (int r = 0; r < soft.n_run; r++) times += !strcmp(soft.run[r].pipeline->a->name, kernel);
+    return times;
+}
+
+static char kernels_run[1000];   // names of those that a Lab has run, each between blanks
 
 static void lab_end(Lab *x, const char *what) {
     bool ok = gpu_wait(x->g);
     LAB_CHECK(ok, "%s: %s", what, x->g->why);
     x->g->why[0] = 0;
+    for (int r = 0; r < soft.n_run; r++) {
+        const char *name = text_of(" %s ", soft.run[r].pipeline->a->name);
+        if (!strstr(kernels_run, name)) strcat(kernels_run, name);
+    }
+}
+
+// how many tokens are in a tile of gemm
+static void lab_tile(const char *what, int tile, bool int8, bool experts) {
+    for (int r = 0; r < soft.n_run; r++) {
+        const SoftObject *f = soft.run[r].pipeline->a;
+        if (strcmp(f->name, "gemm") || experts != !!f->constant[C_EXPERTS].value) continue;
+        bool right = f->constant[C_TILE_TOKENS].value == tile && f->constant[C_INT8].value == int8;
+        LAB_CHECK(right, "%s: another tile", what);
+    }
 }
 
 static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped behind
@@ -3773,16 +3724,14 @@ static void lab_drop(Gpu *g) {   // frees all buffers and variants
     while (g->n_pipelines) send(g, release, g->pipeline[--g->n_pipelines].state);
 }
 
-// got against want, errors relative to size (NULL: 1): the sum of the absolute products
-static void lab_compare(const char *name, int type, const float *got, const double *want,
-                        const double *size, size_t n, double limit) {
-    double worst = 0;
-    for (size_t i = 0; i < n && worst == worst; i++) {   // a NaN sticks
-        double e = fabs(got[i] - want[i]) / (size ? size[i] + 1e-3 : 1);
-        if (!(e <= worst)) worst = e;
-    }
-    LAB_CHECK(worst <= limit, "%s %s: error %.2g, limit %.0e", name,
-              type < 0 ? "" : quant_name(type), worst, limit);
+// the error on average, as a share of what is wanted on average; a single one may be three times
+// that; type -1: none
+static void lab_compare(const char *name, int type, const float *got, const float *want, size_t n,
+                        double limit) {
+    double size = sqrt(squares(want, n) / n) + 1e-30, average = sqrt(nmse(got, want, n)), most = 0;
+    for (size_t i = 0; i < n; i++) most = fmax(most, fabs((double)got[i] - want[i]) / size);
+    LAB_CHECK(average <= limit && most <= 3 * limit, "%s %s: error %.2g, at most %.2g, limit %.0e",
+              name, type < 0 ? "" : quant_name(type), average, most, limit);
 }
 
 // columns that a format allows and a tiling does not like
@@ -3805,7 +3754,7 @@ static int other_format(int type) {   // for the same columns
 static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
     int skew = format_block(type) == 1 ? 0 : quant_row_bytes(type, 256) % 4 ? 6 : 4;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
-    return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols, false);
+    return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols);
 }
 
 static void kernel_embed(Gpu *g, int type) {
@@ -3814,154 +3763,109 @@ static void kernel_embed(Gpu *g, int type) {
     int cols = format_cols(type, true);
     RandomMatrix w = lab_matrix(g, type, V, cols), p = lab_matrix(g, other_format(type), V, cols);
     RandomMatrix first = lab_matrix(g, type, 2, cols);
-    double *want = need(N * cols * sizeof *want);
-    x.m.embd = w.m;
-    x.m.pos_embd = p.m;
-    x.m.type_embd = first.m;
-    x.m.config.embd_scale = 3;
-    x.s.pos = POS;
-    x.s.x = lab_floats(g, N * cols, 1);
+    float *want = need(N * cols * sizeof *want);
+    x.m = (Model){.embd = w.m, .pos_embd = p.m, .type_embd = first.m, .config.embd_scale = 3};
+    x.s = (Session){.pos = POS, .x = lab_floats(g, N * cols, 1)};
     g->ids = memcpy(lab_bytes(g, N * sizeof *g->ids), (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
     for (int i = 0; i < N * cols; i++)
         want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols] + p.f[POS * cols + i] +
                   first.f[i % cols];
     run_embed(lab_begin(&x), N);
     lab_end(&x, "embed");
-    lab_compare("embed", type, x.s.x, want, NULL, N * cols, 4e-6);
+    lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
 
-// three matrices of one input with norm and biases; one with residual and soft cap; gate and up;
-// one with an activation
-static void lab_gemv(Gpu *g, int type, int cols) {
-    static const int rows[3] = {13, 13, 3};
-    static const char *const names[] = {"gemv", "gemv add", "gemv glu", "gemv act"};
-    Lab x = lab(g);
-    int act = type % 4;
-    RandomMatrix w[3];
-    float *in = lab_floats(g, cols, 1), *y[3], *other = lab_floats(g, rows[0], 9), scale = 1.5f;
+enum { CODES = -1 };   // a tile of gemm, of integers
+
+// The product of n tokens, in such tiles: three matrices with bias and scale; one with residual and
+// soft cap; gate and up, of which gemm gets the gate as it is; one with an activation. gemv norms
+// its input.
+static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
+    bool int8 = tile == CODES, one = n == 1, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
+    const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
+    int k = way == EPILOGUE_STORE ? 3 : 1 + (glu && one), act = type % 4;
+    float scale = 1.5f, cap = add ? 2 : 0, factor = glu ? 1 : 2;
     float wide = act == SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
-    double xs[1280], want[13], size[13];
+    float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
+    const char *name = one ? "gemv" : text_of("gemm of %d, tile %d", n, tile);
+    const float *normed = in;
     const Matrix *m[3];
+    RandomMatrix w[3];
     Norm norm = lab_norm(g, cols, 0);
+    Lab x = lab(g);
     x.arch.act = act;
     x.arch.norm = type % 3;
     if (type % 2) norm.b = lab_floats(g, cols, 1);
     if (x.arch.norm == BARE) norm.w = NULL;
-    for (int i = 0; i < 3; i++) {   // the second is of another format
-        w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
-        w[i].m.bias = i == 1 ? NULL : lab_floats(g, rows[i], wide);
-        w[i].m.scale = i == 1 ? NULL : &scale;
-        y[i] = lab_floats(g, rows[i], 9);
-        m[i] = &w[i].m;
-    }
-    for (int k = EPILOGUE_STORE; k <= EPILOGUE_ACT; k++) {
-        bool add = k == EPILOGUE_ADD, glu = k == EPILOGUE_GLU;
-        float cap = add ? 2 : 0, factor = glu ? 1 : 2;
-        if (glu) w[1].m.bias = lab_floats(g, rows[1], wide);
-        reference_norm(xs, in, cols, add ? NULL : &norm, x.arch.norm, 1e-5);
-        run_gemv(lab_begin(&x), m, k == EPILOGUE_STORE ? 3 : 1 + glu,
-                 (Input){in, add ? NULL : &norm}, y, 1, (Epilogue){k, other, factor, cap},
-                 EXPERTS_NONE);
-        lab_end(&x, names[k]);
-        for (int i = 0; i < (k ? 1 : 3); i++) {
-            for (int r = 0; r < rows[i]; r++) {
-                double a, b = 0, v = reference_row(&w[i], r, xs, factor, &a), u = 1;
-                if (glu) u = reference_row(&w[1], r, xs, 1, &b);
-                want[r] = k >= EPILOGUE_GLU ? reference_activation(act, v, u, glu)
-                          : add ? other[r] + cap * tanh(v / cap) : v;
-                size[r] = k >= EPILOGUE_GLU ? (3 * a + 3) * (b + 1) * (act == RELU2 ? 3 * a + 3 : 1)
-                          : 3 * a + 10;
-            }
-            lab_compare(names[k], type, y[i], want, size, rows[i], 1e-6);
-        }
-    }
-}
-
-static void kernel_gemv(Gpu *g, int type) {
-    lab_gemv(g, type, format_cols(type, true));
-    if (format_block(type) == 1) lab_gemv(g, type, 1056);
-}
-
-// n tokens: 67 take tiles of 64, 20 of 32, 6 of 8. Epilogues in turn: bias, with three matrices;
-// residual and cap; GLU; activation.
-static void lab_gemm(Gpu *g, int type, int cols, int n, bool int8, const char *name) {
-    static const int rows[3] = {71, 5, 66};
-    Lab x = lab(g);
-    int way = (type + n) % (EPILOGUE_ACT + 1), k = way == EPILOGUE_STORE ? 3 : 1;
-    RandomMatrix w[3];
-    const Matrix *m[3];
-    float *in = lab_floats(g, n * cols, 1), *gate = lab_floats(g, n * rows[0], 2), *y[3];
-    float cap = way == EPILOGUE_ADD ? 3 : 0;
-    double *want[3], *size[3], xs[256];
+    if (one && !add)
+        reference_norm((float *)(normed = need(4 * cols)), in, cols, &norm, x.arch.norm, 1e-5f);
     for (int i = 0; int8 && i < n * cols; i++)   // inputs that their codes represent exactly
         in[i] = i % 32 == 5 ? 127 / 64.0f : rintf(127 * in[i]) / 64;
-    for (int i = 0; i < k; i++) {   // the others are of another format
-        w[i] = lab_matrix(g, i > 0 ? other_format(type) : type, rows[i], cols);
-        w[i].m.bias = k == 3 && i != 1 ? lab_floats(g, rows[i], 1) : NULL;
+    for (int i = 0; i < k; i++) {   // the second is of another format
+        w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
+        w[i].m.bias = i == 1 && !glu ? NULL : lab_floats(g, rows[i], wide);
+        w[i].m.scale = i == 1 ? NULL : &scale;
         m[i] = &w[i].m;
-        y[i] = lab_floats(g, n * rows[i], 1);
-        want[i] = need(2 * n * rows[i] * sizeof *want[i]);
-        size[i] = want[i] + n * rows[i];
-        for (int j = 0; !int8 && j < rows[i] * cols; j++) w[i].f[j] = (float)(_Float16)w[i].f[j];
-        for (int j = 0; j < n * rows[i]; j++) {
-            reference_norm(xs, in + j / rows[i] * cols, cols, NULL, RMS, 0);
-            double v = reference_row(&w[i], j % rows[i], xs, 2, &size[i][j]);
-            want[i][j] = way == EPILOGUE_STORE ? v
-                         : way == EPILOGUE_ADD ? gate[j] + cap * tanh(v / cap)
-                         : way == EPILOGUE_ACT ? reference_activation(SILU, v, 1, false)
-                         : reference_activation(SILU, gate[j], v, true);
-            size[i][j] = 3 * size[i][j] + 10;
-        }
+        y[i] = lab_floats(g, n * rows[i], 9);
+        if (!one && !int8) round_weights(&w[i]);
+        v[i] = reference_product(&w[i], normed, n);
+        for (int j = 0; j < n * rows[i]; j++) v[i][j] *= factor;
     }
+    for (int j = 0; j < n * rows[0] && way != EPILOGUE_STORE; j++)
+        v[0][j] = add ? other[j] + cap * tanh(v[0][j] / cap)
+                  : reference_activation(act, glu && !one ? other[j] : v[0][j],
+                                         glu && one ? v[1][j] : v[0][j], glu);
+    lab_begin(&x);
     g->codes = int8 ? lab_floats(g, n * (cols / 32) * CODE_GROUP, 1) : NULL;
-    run_quantize(lab_begin(&x), m, k, in, n);
-    run_gemm(&x.s, m, k, in, y, n, (Epilogue){way, gate, 2, cap}, EXPERTS_NONE);
+    Epilogue e = {way, other, factor, cap};
+    if (one) run_gemv(&x.s, m, k, (Input){in, add ? NULL : &norm}, y, 1, e, EXPERTS_NONE);
+    else run_products(&x.s, m, k, (Input){in, NULL}, y, n, e);
     lab_end(&x, name);
-    for (int i = 0; i < k; i++)
-        lab_compare(name, type, y[i], want[i], size[i], n * rows[i], 1e-6);
+    lab_tile(name, int8 ? GEMM_SOME : tile, int8, false);
+    for (int i = 0; i < (glu ? 1 : k); i++)
+        lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
     g->codes = NULL;
     g->coded = NULL;
 }
 
+static void kernel_gemv(Gpu *g, int type) {
+    for (int way = EPILOGUE_STORE; way <= EPILOGUE_ACT; way++) {
+        lab_product(g, type, format_cols(type, true), 1, way, 0);
+        if (format_block(type) == 1) lab_product(g, type, 1056, 1, way, 0);
+    }
+}
+
+// 67 tokens take two tiles of 64, 40 take one; int8 has tiles of 32
 static void kernel_gemm(Gpu *g, int type) {
-    int cols = format_cols(type, false);
-    lab_gemm(g, type, cols, 67, false, "gemm");
-    lab_gemm(g, type, cols, 20, false, "gemm some");
-    lab_gemm(g, type, cols, 6, false, "gemm few");
-    if (format_block(type) == 1) lab_gemm(g, type, 160, 6, false, "gemm few");
-    if (format_block(type) > 1) lab_gemm(g, type, cols, 33, true, "gemm int8");
+    int cols = format_cols(type, false), way = type % 4, block = format_block(type);
+    lab_product(g, type, cols, block < 256 ? 67 : 40, way, 64);
+    lab_product(g, type, cols, 20, (way + 1) % 4, 32);
+    lab_product(g, type, cols, 6, (way + 2) % 4, 8);
+    if (block == 1) lab_product(g, type, 160, 6, way, 8);
+    if (block > 1) lab_product(g, type, cols, block < 256 ? 33 : 9, (way + 3) % 4, CODES);
 }
 
 static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     Lab x = lab(g);
-    RandomMatrix wo = lab_matrix(g, type, dim, inner), gate = lab_matrix(g, type, ff, dim);
+    RandomMatrix o = lab_matrix(g, type, dim, inner), gate = lab_matrix(g, type, ff, dim);
     RandomMatrix up = lab_matrix(g, other_format(type), ff, dim);
     RandomMatrix down = lab_matrix(g, type, dim, ff);
-    double *att = need((inner + 3 * dim + 2 * ff) * sizeof *att), *n = att + inner, *want = n + dim;
-    double *size = want + dim, *h = size + dim, *h_size = h + ff;
-    float *sum = need(dim * sizeof *sum);
+    float *normed = need(dim * sizeof *normed), *h = need(ff * sizeof *h);
     x.m.config.dim = dim;
-    x.w = (Layer){.ff = ff, .o = wo.m, .gate = gate.m, .up = up.m, .down = down.m,
+    x.w = (Layer){.ff = ff, .o = o.m, .gate = gate.m, .up = up.m, .down = down.m,
                   .ffn_norm = lab_norm(g, dim, 0)};
     x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
                     .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff, 1)};
-    reference_norm(att, x.s.att, inner, NULL, RMS, 0);
-    for (int r = 0; r < dim; r++) sum[r] = x.s.x[r] + reference_row(&wo, r, att, 1, NULL);
-    reference_norm(n, sum, dim, &x.w.ffn_norm, RMS, 1e-5);
-    for (int r = 0; r < ff; r++) {
-        double a, b, v = reference_row(&gate, r, n, 1, &a), u = reference_row(&up, r, n, 1, &b);
-        h[r] = reference_activation(SILU, v, u, true);
-        h_size[r] = a * b;
-    }
-    for (int r = 0; r < dim; r++) {
-        want[r] = sum[r] + reference_row(&down, r, h, 1, NULL);
-        reference_row(&down, r, h_size, 1, &size[r]);
-        size[r] += 10;
-    }
+    float *sum = reference_product(&o, x.s.att, 1);
+    add(sum, x.s.x, dim, 1);
+    norm(normed, sum, dim, &x.w.ffn_norm, RMS, 1e-5f);
+    activate(h, reference_product(&gate, normed, 1), reference_product(&up, normed, 1), ff, SILU);
+    float *want = reference_product(&down, h, 1);
+    add(want, sum, dim, 1);
     bool fits = run_block(lab_begin(&x), &x.w);
     LAB_CHECK(fits, "ffn_block does not take dim %d", dim);
     lab_end(&x, "ffn_block");
-    lab_compare("ffn_block", type, x.s.x, want, size, dim, 1e-6);
+    lab_compare("ffn_block", type, x.s.x, want, dim, 1e-5);
 }
 
 static void kernel_block(Gpu *g, int type) {
@@ -3973,66 +3877,17 @@ static void kernel_block(Gpu *g, int type) {
     if (type == 12) lab_ffn_block(g, type, 256, 1024, 1280);   // q4_K
 }
 
-// Attention: rows of an old ring, then n new tokens through rope and attention, or (n >= 8)
-// flash_attention, or (n = 1) the fused kernel. Rows that are empty hold NaN. Letters: q k norm of
-// the heads of Q, of K  w of all at once  o each head its own  b with bias  c LayerNorm  l after
-// RoPE  g gated  t temperature  m limited to -1 .. 1
-static const AttentionCase GPU_ATTENTION[] = {   // heads kv hd vd pos n rows window keep
-    {"qk", 4, 2, 128, 128, 0, 1, 20, 16, 0, true, .n_rot = 128, ROPE_HALVES},
-    {"", 4, 2, 32, 32, 77, 1, 30, 21, 3, true, .n_rot = 32, ROPE_PAIRS},
-    {"qk", 2, 1, 64, 64, 150, 1, 160, 140, 0, true, true, false, 5, 32, ROPE_HALVES},
-    {"", 2, 2, 96, 96, 9, 1, 40, 5, 2, true, true, .n_rot = 96, ROPE_HALVES},
-    {"", 1, 1, 256, 256, 5, 1, 16, 16, 0, true, false, false, 20, 256, ROPE_NONE},
-    {"qk", 4, 2, 96, 96, 31, 5, 29, 20, 4, true, true, .n_rot = 48, ROPE_PAIRS},
-    {"", 4, 2, 32, 32, 0, 37, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
-    {"qk", 2, 1, 64, 64, 100, 37, 103, 50, 6, true, true, false, 5, 64, ROPE_HALVES},
-    {"qk", 2, 2, 128, 128, 40, 9, 50, 24, 0, true, .n_rot = 96, ROPE_HALVES},
-    {"", 2, 1, 32, 32, 0, 19, 30, 8, 0, false, .n_rot = 32, ROPE_NONE},
-    {"", 1, 1, 256, 256, 10, 8, 40, 64, 0, true, .n_rot = 256, ROPE_HALVES},
-    {"", 2, 1, 32, 32, 5, 1, 16, 0, 0, true, .n_rot = 32, ROPE_PAIRS},   // sees nothing
-    {"", 2, 1, 32, 32, 5, 9, 16, 0, 0, true, .n_rot = 32, ROPE_PAIRS},
-    // the first of rows 0..31, and the first of rows 32..63
-    {"", 2, 1, 32, 32, 130, 9, 80, 5, 1, true, .n_rot = 32, ROPE_PAIRS},
-    {"", 2, 1, 32, 32, 24, 9, 80, 40, 0, true, .n_rot = 32, ROPE_PAIRS},
-    // wide groups, other sizes, and what is rare
-    {"", 8, 2, 80, 48, 40, 1, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
-    {"", 8, 2, 80, 48, 40, 9, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
-    {"gm", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
-    {"gm", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
-    {"qklct", 14, 2, 12, 8, 33, 1, 40, 40, 0, true, true, .n_rot = 12, ROPE_HALVES},
-    {"qklct", 14, 2, 12, 8, 33, 9, 50, 50, 0, true, true, .n_rot = 12, ROPE_HALVES},
-    {"", 32, 2, 4, 20, 33, 1, 40, 40, 0, true, false, true, .n_rot = 4, ROPE_HALVES},
-    {"", 32, 2, 4, 20, 33, 9, 50, 50, 0, true, false, true, 5, .n_rot = 4, ROPE_HALVES},
-    {"", 142, 2, 4, 4, 20, 1, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
-    {"", 142, 2, 4, 4, 20, 8, 28, 30, 0, true, .n_rot = 4, ROPE_HALVES},
-    {"qwmb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
-    {"kwgbc", 4, 2, 20, 20, 33, 5, 40, 40, 0, true, .n_rot = 12, ROPE_HALVES},
-    {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
-    {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
-    {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
-    // long rings, in slices
-    {"g", 2, 1, 16, 16, 900, 1, 620, 700, 2, true, true, .n_rot = 16, ROPE_HALVES},
-    {"t", 5, 1, 64, 4, 600, 1, 900, 90, 0, true, false, true, .n_rot = 16, ROPE_PAIRS},
-};
-
 static float *lab_copy(Gpu *g, const float *x, size_t n) {
     return memcpy(lab_bytes(g, n * sizeof *x), x, n * sizeof *x);
 }
 
-static void lab_compare_floats(const char *name, const float *got, const float *want, size_t n,
-                               double limit) {
-    double *all = need(n * sizeof *all);
-    for (size_t i = 0; i < n; i++) all[i] = want[i];
-    lab_compare(name, -1, got, all, NULL, n, limit);
-}
-
 static void lab_compare_ring(const char *name, const uint16_t *got, const uint16_t *want,
                              const Cache *c, int n_kv, int dim) {
-    double e = 0;
+    int wrong = 0;
     for (int i = 0; i < n_kv * c->rows * dim; i++)
         if (c->pos[i / dim % c->rows] >= 0)
-            e = fmax(e, fabs(half_value(got[i]) - half_value(want[i])));
-    LAB_CHECK(e < 4e-3, "%s: its cache is off by %g", name, e);
+            wrong += !(fabs(half_value(got[i]) - half_value(want[i])) < 4e-3);
+    LAB_CHECK(!wrong, "%s: its cache is off at %d places", name, wrong);
 }
 
 // a model of one layer, and its activations
@@ -4040,20 +3895,14 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     Gpu *g = x->g;
     int hd = t->hd, vd = t->vd, H = t->n_head, KV = t->n_kv, n = t->n;
     bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
-    Config *c = &x->m.config;
     x->arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
     x->arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
-    c->arch = &x->arch;
-    c->rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing;   // the layer has none
-    c->hd = hd;
-    c->vd = vd;
-    c->n_rot = t->n_rot;
-    c->attn_cap = t->softcap;
-    c->causal = t->causal;
-    c->alibi = t->slopes;
-    c->clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0;
-    c->temp_scale = strchr(t->what, 't') ? 0.7f : 0;
-    c->n_ctx_orig = 8;
+    x->m.config = (Config){
+        .arch = &x->arch, .eps = 1e-5f, .hd = hd, .vd = vd, .n_rot = t->n_rot, .attn_scale = 0.2f,
+        .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
+        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .n_ctx_orig = 8,
+        .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
+        .temp_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE,
                    .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd,
                    .sinks = t->sinks ? lab_floats(g, H, 3) : NULL};
@@ -4103,19 +3952,18 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     }
     plain_attention(&a, need(a.rows * sizeof(float)));
     for (int i = 0; gated && i < n; i++) gate_row((Task){.ctx = &cpu, .i = i});
-    const char *name = text_of("%s, case %d", n >= FLASH_MIN ? "flash_attention" : "attention",
-                               (int)(t - GPU_ATTENTION));
+    const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
-    lab_compare_floats(name, x.s.att, cpu.att, n * H * vd, n >= FLASH_MIN ? 2e-3 : 3e-4);
-    if (n > 1 && !gated) lab_compare_floats("rope", x.s.q, cpu.q, n * H * hd, 1e-5);
+    lab_compare(name, -1, x.s.att, cpu.att, n * H * vd, n >= FLASH_MIN ? 7e-4 : 1e-4);
+    if (n > 1 && !gated) lab_compare("rope", -1, x.s.q, cpu.q, n * H * hd, 3e-6);
     lab_compare_ring(name, c.k, want.k, &c, KV, hd);
     lab_compare_ring(name, c.v, want.v, &c, KV, vd);
 }
 
 static void kernel_attention(Gpu *g, int unused) {
-    for (size_t i = 0; i < COUNT(GPU_ATTENTION); i++)
-        lab_attention(g, &GPU_ATTENTION[i]);
+    for (size_t i = 0; i < COUNT(ATTENTION); i++)
+        if (ATTENTION[i].n_rot) lab_attention(g, &ATTENTION[i]);
 }
 
 // of each kind, with and without weights and bias, by way of each epilogue
@@ -4128,7 +3976,7 @@ static void kernel_norms(Gpu *g, int unused) {
         float *in = lab_floats(g, N * n, 2), *y = lab_floats(g, N * n, 1);
         float *other = lab_floats(g, N * n, 1), factor = way ? 0.5f : 1;
         Norm w = {k % 4 ? lab_floats(g, n, 1) : NULL, k % 5 ? lab_floats(g, n, 1) : NULL, n, n};
-        double *want = need(N * n * sizeof *want);
+        float *want = need(N * n * sizeof *want);
         for (int i = 0; i < N * n && kind; i++) in[i] += 30;   // a mean larger than the deviation
         reference_norm(want, in, N * n, &w, kind, 1e-5);
         for (int i = 0; i < N * n; i++) {
@@ -4138,11 +3986,13 @@ static void kernel_norms(Gpu *g, int unused) {
         }
         run_norm(lab_begin(&x), in, &w, kind, n, y, N, (Epilogue){way, other, factor, 0});
         lab_end(&x, "norm");
-        lab_compare("norm", -1, y, want, NULL, N * n, 3e-5);
+        lab_compare("norm", -1, y, want, N * n, 1e-5);
     }
 }
 
-// runs an op of llm.c on buffers of a Lab; the pool stays open, without threads
+static void close_pool(void *p) { pool_close(p); }
+
+// runs an op of llm.c on buffers of a Lab, without threads
 static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     Model *m = memcpy(need(sizeof *m), &x->m, sizeof *m);
     Arch *arch = memcpy(need(sizeof *arch), &x->arch, sizeof *arch);
@@ -4150,15 +4000,15 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     m->config.arch = arch;
     s.m = m;
     s.pool = pool_open(1);
+    at_end(close_pool, s.pool);
     s.calls = (Arena){.base = aligned(1 << 24), .size = 1 << 24};
     return s;
 }
 
-static void lab_close_cpu(const char *name, int type, Session *cpu, const float *got,
-                          const float *want, size_t n) {
-    double error = nmse(got, want, n);
-    LAB_CHECK(error < 1e-10, "%s %s: NMSE %.1e", name, type < 0 ? "" : quant_name(type), error);
-    pool_close(cpu->pool);
+// gate, up, down, and those of the shared expert
+static Matrix *expert_matrix(Layer *w, int i) {
+    Matrix *all[] = {&w->gate, &w->up, &w->down, &w->shared_gate, &w->shared_up, &w->shared_down};
+    return all[i];
 }
 
 // E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
@@ -4185,19 +4035,15 @@ static void lab_experts(Gpu *g, int type, int n) {
     x.w = floats = (Layer){.ff = ff, .router = matrix_rows(router.m, 0, E),
                            .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
     if (shared && weighed) x.w.shared_router = floats.shared_router = matrix_rows(router.m, E, 1);
-    for (int i = 0; i < 3 + 3 * shared; i++) {   // gate, up, down, and those of the shared expert
+    for (int i = 0; i < 3 + 3 * shared; i++) {
         int many = i < 2 ? E * both : i == 2 ? E : 1;
-        Matrix *to[2][6] = {{&x.w.gate, &x.w.up, &x.w.down, &x.w.shared_gate, &x.w.shared_up,
-                             &x.w.shared_down},
-                            {&floats.gate, &floats.up, &floats.down, &floats.shared_gate,
-                             &floats.shared_up, &floats.shared_down}};
         w[i] = i == 1 && both > 1 ? w[0]
                : lab_matrix(g, (i < 3) == (i % 3 != 1) ? type : other_format(type), many * ff,
                             dim);
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
-        for (int k = 0; k < many * ff * dim && n > 1; k++) w[i].f[k] = (float)(_Float16)w[i].f[k];
+        if (n > 1) round_weights(&w[i]);
         for (int k = 0; k < 2; k++) {
-            Matrix *m = to[k][i];
+            Matrix *m = expert_matrix(k ? &floats : &x.w, i);
             *m = w[i].m;
             if (k) m->type = QUANT_F32, m->data = (uint8_t *)w[i].f;
             m->step = (i < 2 ? both : 1) * ff * quant_row_bytes(m->type, dim);
@@ -4224,7 +4070,9 @@ static void lab_experts(Gpu *g, int type, int n) {
     run_choice(lab_begin(&x), &x.w, (Input){in, n > 1 ? NULL : &weights}, n);
     run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
     lab_end(&x, "experts");
-    lab_close_cpu(n > 1 ? "gemm experts" : "experts", type, &cpu, y, cpu.out, n * dim);
+    lab_tile("experts", n < 50 ? GEMM_FEW : GEMM_SOME, false, true);
+    lab_compare(n > 1 ? "gemm experts" : "experts", type, y, cpu.out, n * dim, 1e-5);
+    if (type > FORMAT_F16) return;
     in[0] = NAN;   // some expert is chosen, whatever the scores
     run_choice(lab_begin(&x), &x.w, (Input){in, NULL}, n);
     lab_end(&x, "experts of NaN");
@@ -4232,7 +4080,7 @@ static void lab_experts(Gpu *g, int type, int n) {
 
 static void kernel_experts(Gpu *g, int type) {
     lab_experts(g, type, 1);
-    lab_experts(g, type, type == FORMAT_F32 ? 50 : 9);
+    lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 2);
 }
 
 typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; } DeltaCase;
@@ -4283,9 +4131,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     for (size_t i = 0; i < n_state; i++)   // rows that no head has may hold anything
         if (i / DELTA_ROWS / d->dk % delta_blocks(c) * DELTA_ROWS + i % DELTA_ROWS >= (size_t)d->dv)
             state[n_conv + i] = old[n_conv + i];
-    double error = nmse(state, old, all);
-    LAB_CHECK(error < 1e-10, "delta_rule: NMSE of its states %.1e", error);
-    lab_close_cpu("delta_rule", -1, &cpu, got, want, N * values);
+    lab_compare("the states of delta_rule", -1, state, old, all, 1e-5);
+    lab_compare("delta_rule", -1, got, want, N * values, 1e-5);
 }
 
 static void kernel_delta(Gpu *g, int unused) {
@@ -4295,66 +4142,11 @@ static void kernel_delta(Gpu *g, int unused) {
     }
 }
 
-static void kernel_argmax(Gpu *g, int unused) {
-    for (int n = 700; n < 6000; n += 4303)
-        for (int nan = 0; nan < 2; nan++) {
-            Lab x = lab(g);
-            struct argmax_args a = {n};
-            float *in = lab_floats(g, n, 1);
-            int32_t *best = lab_bytes(g, 4);
-            Dispatch d = {"argmax", {in, best}, 2, 1, threads_for(n, ARGMAX_THREADS),
-                          ARGMAX_FLOATS, {0}};
-            for (int i = 0; i < n; i++) in[i] -= 5;
-            in[n - 2] = in[n / 2 + 1] = in[n - 1] = in[(n / 2 + 1025) % n] = -2;
-            for (int i = 0; nan && i < n; i++) in[i] = NAN;
-            gpu_dispatch(lab_begin(&x)->gpu, &d, &a, sizeof a);
-            lab_end(&x, "argmax");
-            LAB_CHECK(*best == (nan ? 0 : n / 2 + 1), "argmax of %d: %d", n, *best);
-        }
-}
-
-// What must have run, as the recorder saw it: variants of kernels, and how many formats of each.
-static const struct { const char *name; int formats; } VARIANTS[] = {
-    {"embed", 28}, {"gemv", 28}, {"gemv glu", 28}, {"gemm", 28}, {"gemm some", 28},
-    {"gemm few", 28}, {"gemm int8", 25}, {"quantize", 1}, {"ffn_block", 28}, {"norm", 1},
-    {"norm centred", 1}, {"rope", 1}, {"qk_norm", 1}, {"attention", 1}, {"attention_merge", 1},
-    {"flash_attention", 1}, {"argmax", 1}, {"choose_experts", 1}, {"gemv experts glu", 28},
-    {"experts_down", 28}, {"gemm some experts", 2}, {"gemm few experts", 27}, {"sort_choices", 1},
-    {"weigh_experts", 1}, {"delta_conv", 1}, {"delta_rule", 1},
-};
-enum { N_VARIANTS = COUNT(VARIANTS) };
-
-// marks what was dispatched since the test reset the recorder
-static void note_variants(bool ran[N_VARIANTS][N_FORMATS]) {
-    for (int r = 0; r < soft.n_run; r++) {
-        const SoftObject *f = soft.run[r].pipeline->a;
-        bool glu = !strcmp(f->name, "gemv") && f->constant[C_EPILOGUE].value == EPILOGUE_GLU;
-        int tile = f->constant[C_TILE_TOKENS].value, int8 = f->constant[C_INT8].value;
-        char name[64];
-        bool experts = !strncmp(f->name, "gem", 3) && f->constant[C_EXPERTS].value;
-        bool centred = !strcmp(f->name, "norm") && f->constant[C_CENTRED].value;
-        snprintf(name, sizeof name, "%s%s%s%s%s%s", f->name, int8 ? " int8" : "",
-                 tile == GEMM_FEW ? " few" : tile == GEMM_SOME && !int8 ? " some" : "",
-                 experts ? " experts" : "", glu ? " glu" : "", centred ? " centred" : "");
-        for (int v = 0; v < N_VARIANTS; v++)
-            for (int t = 0; t < N_FORMATS && !strcmp(VARIANTS[v].name, name); t++)
-                ran[v][t] |= f->constant[C_FORMAT_0].value == FORMATS[t];
-    }
-}
-
-static void check_variants(bool ran[N_VARIANTS][N_FORMATS]) {
+static void check_all_ran(void) {
     char name[40];
     for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
-        bool known = false;
         sscanf(s, "\nkernel void %39[a-z_0-9]", name);
-        for (int v = 0; v < N_VARIANTS; v++) known |= !strcmp(VARIANTS[v].name, name);
-        CHECK(known, "kernel %s has no row in VARIANTS", name);
-    }
-    for (int v = 0; v < N_VARIANTS; v++) {
-        int count = 0, want = VARIANTS[v].formats;
-        for (int t = 0; t < N_FORMATS; t++) count += ran[v][t];
-        printf("  %-16s %2d of %2d formats\n", VARIANTS[v].name, count, want);
-        CHECK(count == want, "%s: %d formats of %d", VARIANTS[v].name, count, want);
+        CHECK(strstr(kernels_run, text_of(" %s ", name)), "kernel %s is not tested", name);
     }
 }
 
@@ -4364,143 +4156,72 @@ static void check_counters(void) {
     CHECK(soft.faults == 0, "%d misuses of the API", soft.faults);
 }
 
-// In order to add a kernel: its test, and a row here and in VARIANTS.
+// In order to add a kernel: its test, and a row here.
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
     {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
-    {kernel_argmax, false}, {kernel_delta, false},
+    {kernel_delta, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
 static void test_metal_kernels(void) {
-    bool ran[N_VARIANTS][N_FORMATS] = {{0}};
     Gpu *g = lab_open();
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
-        int type = FORMATS[i / ORDERS];
-        bool few = type < 2 || type == 7 || type == 8 || type == 12;
         emu.order = i % ORDERS;
         if (soft.cuda && emu.order) continue;   // it has its own
         for (size_t k = 0; g->library && k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
-            if (soft.hasty && (test.failures || (soft.hasty == 2 && !few))) continue;
-            soft.n_run = 0;
-            KERNEL_TESTS[k].fn(g, type);
-            note_variants(ran);
+            KERNEL_TESTS[k].fn(g, FORMATS[i / ORDERS]);
             lab_drop(g);
             clean_up();
         }
     }
     emu.order = FORWARD;
     gpu_close(&(Session){.gpu = g});
-    if (RECORDER && soft.hasty < 2) check_variants(ran);
+    if (RECORDER) check_all_ran();
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
     check_counters();
 }
 
 // ---- whole models ----
 
-// Dispatches of each part of a model, for one token and for a chunk.
-enum { EMBEDDING, OUTPUT, BEFORE, ATTENTION_BLOCK, ALL_HEADS, LONG_RING, DELTA_BLOCK, APART,
-       GATED_FFN, UNGATED_FFN, EXPERT_BLOCK, SHARED_EXPERT, AFTER };
-static const struct { int token, chunk; } DISPATCHES[] = {
-    [EMBEDDING] = {1, 1},
-    [OUTPUT] = {2, 1},                // product and argmax; of up to 16 rows the product
-    [BEFORE] = {0, 1},                // the norm before a block or the output
-    [ATTENTION_BLOCK] = {3, 4},       // q, k, v | (RoPE |) attention | o
-    [ALL_HEADS] = {1, 1},             // a QK norm over a whole projection
-    [LONG_RING] = {1, 0},             // the merge of its slices
-    [DELTA_BLOCK] = {5, 5},           // products | convolution | rule | norm | out
-    [APART] = {1, 1},                 // alpha and beta in two tensors
-    [GATED_FFN] = {2, 3}, [UNGATED_FFN] = {2, 2},
-    [EXPERT_BLOCK] = {4, 7},          // router | choice | (sorting |) gate, up | down (| the sum)
-    [SHARED_EXPERT] = {1, 3},
-    [AFTER] = {1, 1},                 // each post-norm, and that of the embedding
-};
+typedef struct { int chunks, tokens; } Pass;
 
-static int dispatches(int part, int n, bool there) {
-    return !there ? 0 : n > 1 ? DISPATCHES[part].chunk : DISPATCHES[part].token;
+static bool count_chunk(void *ctx, int reused, int done, int n) {
+    *(Pass *)ctx = (Pass){((Pass *)ctx)->chunks + (done < n), n - reused};
+    return true;
 }
 
-// Products in integers take one more for their input, except those of experts and routers.
-static int codes_dispatches(const Session *s, int n, const Matrix *a, const Matrix *b,
-                            const Matrix *c) {
-    bool codes = s->o.gpu_int8 && n > GEMM_FEW && a->data && has_codes(a);
-    return codes && (!b->data || has_codes(b)) && (!c->data || has_codes(c));
+// The GPU has done all of a pass: each chunk and each product of its options. A token is one
+// command buffer, and a chunk several if there are many layers. No buffer was made.
+static void check_pass(const Session *s, Pass pass) {
+    const Config *c = &s->m->config;
+    bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_COMMANDS;
+    bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
+    bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
+    CHECK(times_run("embed") == pass.chunks, "%s: not each chunk ran on the GPU", c->name);
+    CHECK(token ? soft.commits == 1 : !deep || soft.commits > pass.chunks, "%s: %d commits",
+          c->name, soft.commits);
+    CHECK(times_run("ffn_block") == block * c->n_layer, "%s: --gpu block", c->name);
+    CHECK(codes == !!times_run("quantize"), "%s: --gpu int8", c->name);
+    CHECK(!soft.buffers, "%d buffers made in forward", soft.buffers);
 }
 
-static int layer_codes(const Session *s, int n, const Layer *w) {
-    static const Matrix none;
-    bool mix = w->router.data;
-    const Matrix *gate = mix ? &w->shared_gate : &w->gate, *up = mix ? &w->shared_up : &w->up;
-    return codes_dispatches(s, n, &w->q, &w->k, &w->v) + codes_dispatches(s, n, &w->o, &none, &none)
-         + codes_dispatches(s, n, &w->conv_in, &w->z, &w->beta_alpha)
-         + codes_dispatches(s, n, &w->alpha, &w->beta, &none)
-         + codes_dispatches(s, n, &w->delta_out, &none, &none)
-         + codes_dispatches(s, n, up, gate, &none)
-         + codes_dispatches(s, n, mix ? &w->shared_down : &w->down, &none, &none);
-}
-
-static int layer_dispatches(const Session *s, int l, int n, int pos) {
-    const Layer *w = &s->m->layers[l];
-    const Cache *c = &s->cache[l];
-    bool bare = s->m->config.arch->norm == BARE, delta = w->conv_in.data, mix = w->router.data;
-    bool second = w->ffn_norm.w || (bare && !w->parallel), plain = w->gate.data && !w->parallel;
-    int used = pos + n < c->rows ? pos + n : c->rows, total = 0;
-    if (n == 1 && s->o.gpu_block && plain && !mix && !delta && !w->attn_post_norm.w) return 3;
-    int parts = attention_parts(w->n_head, w->n_kv);
-    total += layer_codes(s, n, w);
-    total += dispatches(BEFORE, n, w->attn_norm.w || bare) + dispatches(BEFORE, n, second);
-    total += dispatches(ATTENTION_BLOCK, n, !delta);
-    total += dispatches(ALL_HEADS, n, (w->q_norm.w && !w->q_norm.group) ||
-                                      (w->k_norm.w && !w->k_norm.group));
-    total += dispatches(LONG_RING, n, !delta && attention_slices(used, parts) > 1);
-    total += dispatches(DELTA_BLOCK, n, delta) + dispatches(APART, n, w->alpha.data);
-    total += dispatches(GATED_FFN, n, !mix && w->gate.data);
-    total += dispatches(UNGATED_FFN, n, !mix && !w->gate.data);
-    total += dispatches(EXPERT_BLOCK, n, mix) + dispatches(SHARED_EXPERT, n, w->shared_up.data);
-    total += dispatches(AFTER, n, w->attn_post_norm.w);
-    return total + dispatches(AFTER, n, w->ffn_post_norm.w);
-}
-
-// all dispatches of n tokens, of which `rows` want logits
-static int expected_dispatches(const Session *s, int n, int pos, int rows) {
-    static const Matrix none;
-    const Model *m = s->m;
-    int total = dispatches(EMBEDDING, n, true) + dispatches(AFTER, n, m->embd_norm.w);
-    bool norm = m->out_norm.w || m->config.arch->norm == BARE;
-    for (int l = 0; l < m->config.n_layer; l++) total += layer_dispatches(s, l, n, pos);
-    for (int r = rows; r > 0; r -= LOGIT_ROWS)
-        total += dispatches(OUTPUT, r, true) + dispatches(BEFORE, r, norm) +
-                 codes_dispatches(s, r, &m->output, &none, &none);
-    return total;
-}
-
-// Logits of ids[from .. n-1], or an encoder's vectors, into `to`. The GPU's recorder must have seen
-// exactly the dispatches of the chunks after position p (a fall-back to the CPU is a failure), in
-// so many command buffers, and nothing is allocated but the history of tokens.
-static void eval_rows(Session *s, const int32_t *ids, int n, int from, int p, float *to) {
-    int want = 0, commits = 0, buffers = soft.buffers, layers = s->m->config.n_layer;
-    bool gpu = !s->o.cpu && RECORDER, encoder = !s->m->config.causal;
-    bool save = s->n_recurrent && n - p > 1;
+// logits of ids[from .. n-1], or an encoder's vectors, into `to`; nothing is allocated but the
+// history of tokens
+static void eval_rows(Session *s, const int32_t *ids, int n, int from, float *to) {
+    Pass pass = {0};
     size_t allowed = allocations + (n + 1 > (int)s->history.room);
-    for (int left; p < n; p += left) {
-        left = n - p < s->o.chunk ? n - p : s->o.chunk;
-        if (save && left > 1 && left == n - p) left--;   // a snapshot before the last token
-        int rows = encoder || p + left <= from ? 0 : p < from ? p + left - from : left;
-        want += expected_dispatches(s, left, p, rows);
-        commits += 1 + (left > 1) * layers / (layers / MAX_COMMANDS + SPLIT_LAYERS);
-        commits += rows > 0 ? (rows - 1) / LOGIT_ROWS : 0;
-    }
-    soft.n_run = soft.commits = 0;
-    get_rows(s, ids, n, from, to - from * (encoder ? s->m->config.dim : s->m->config.n_vocab));
+    s->on_chunk = count_chunk;
+    s->ctx = &pass;
+    soft.n_run = soft.commits = soft.buffers = 0;
+    get_rows(s, ids, n, from, to - from * (s->m->config.causal ? s->m->config.n_vocab
+                                                               : s->m->config.dim));
     CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
-    CHECK(!gpu || (s->gpu && soft.n_run == want), "%s: %d dispatches, expected %d",
-          s->m->config.name, soft.n_run, want);
-    CHECK(!gpu || soft.commits == commits, "%d commits, expected %d", soft.commits, commits);
-    CHECK(!gpu || soft.buffers == buffers, "%d buffers made in forward", soft.buffers - buffers);
+    if (!s->o.cpu && RECORDER) check_pass(s, pass);
     CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
-    for (int l = 0; l < layers; l++)
+    for (int l = 0; l < s->m->config.n_layer; l++)
         for (int r = 0; r < s->cache[l].rows; r++)
             CHECK(s->cache[l].pos[r] < n, "layer %d: a row of the future", l);
 }
@@ -4570,13 +4291,6 @@ static bool open_gpu(Session *s, const Model *m, Options o) {
     return s->gpu != NULL;
 }
 
-// what session_reuse can keep of `p` tokens that are in the cache, fewer than it holds
-static int kept(const Session *s, int p) {
-    if (!s->m->config.causal) return 0;
-    if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
-    return rows_resident(s, p) ? p : 0;
-}
-
 // A prompt in chunks, then token by token; then cut back and on again. An encoder: its whole text
 // again and again, and a text of one token. `far`: how far from the golden output (NULL: none) both
 // may be; `near`: how far GPU and CPU may be from each other. False if the GPU does not take the
@@ -4588,33 +4302,27 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     size_t V = encoder ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
     float *logits = need(2 * (n + 1) * V * sizeof *logits), *of[2] = {logits, logits + (n + 1) * V};
-    int prompt = encoder ? n : n * 5 / 6, best = 0, cut = n - 4;
+    int prompt = encoder ? n : n * 5 / 6, cut = n - 4;
     o.threads = 1;
     if (encoder) o.chunk = n;
     bool opened = open_gpu(&s[0], m, o);
     o.cpu = true;
     open_gpu(&s[1], m, o);
     for (int cpu = 0; opened && cpu < 2; cpu++) {
-        eval_rows(&s[cpu], ids, prompt, 0, 0, of[cpu]);
-        for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, i, of[cpu] + i * V);
-        if (encoder) eval_rows(&s[cpu], ids, 1, 0, 0, of[cpu] + n * V);
+        eval_rows(&s[cpu], ids, prompt, 0, of[cpu]);
+        for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, of[cpu] + i * V);
+        if (encoder) eval_rows(&s[cpu], ids, 1, 0, of[cpu] + n * V);
         if (!cpu && s[0].gpu && !o.gpu_block && RECORDER) check_reads(&s[0]);
     }
-    for (size_t i = 1; i < V && !encoder; i++)
-        best = s[0].logits[i] > s[0].logits[best] ? (int)i : best;
-    CHECK(!opened || gpu_argmax(&s[0], s[0].logits) == (encoder ? -1 : best), "%s: argmax", name);
-    CHECK(gpu_argmax(&s[0], s[0].logits + V) == -1, "%s: the argmax of other logits", name);
     double d = nmse(of[0], of[1], (n + 1) * V);
     double g = golden && opened ? golden_error(m, of[0], n, golden) : 0;
     CHECK(d <= near, "%s: GPU and CPU differ by %.1e, limit %.0e", name, d, near);
     CHECK(g <= far, "%s: %.1e from golden, limit %.0e", name, g, far);
     for (int cpu = 0; opened && cpu < 2; cpu++) {
-        eval_rows(&s[cpu], ids, cut, cut - 1, kept(&s[cpu], cut - 1), of[cpu]);
-        eval_rows(&s[cpu], ids, n, n - 2, encoder ? 0 : cut, of[cpu] + V);
-        bool none = gpu_argmax(&s[cpu], s[cpu].logits) == -1 || s[cpu].n_recurrent;   // one by one
-        CHECK(none, "%s: the argmax of two rows", name);
+        eval_rows(&s[cpu], ids, cut, cut - 1, of[cpu]);
+        eval_rows(&s[cpu], ids, n, n - 2, of[cpu] + V);
         session_truncate(&s[cpu], 0);
-        eval_rows(&s[cpu], ids, prompt, prompt - 1, 0, of[cpu] + 3 * V);
+        eval_rows(&s[cpu], ids, prompt, prompt - 1, of[cpu] + 3 * V);
     }
     d = nmse(of[0], of[1], 4 * V);
     CHECK(d <= 4 * near, "%s: with a prefix reused, they differ by %.1e", name, d);
@@ -4647,47 +4355,32 @@ static int before_tie(const Model *m, Options o, const int32_t *ids, int n) {
     return n;
 }
 
-static const char *const GPU_MODELS[] = {   // the first five with --quick
-    "llama", "gemma2", "gemma3.iq4_nl", "glm4moe", "qwen35", "gemma3", "phi3", "llama256.q4_K_M",
-    "mistral3", "qwen2", "qwen3", "gemma", "llama3-freqs", "llama-linear", "qwen2-yarn",
-    "phi3-long", "phi3-short", "llama.q4_0", "qwen2.q5_1", "qwen2-256.q2_K", "llama-moe",
-    "qwen3moe", "gpt-oss", "gpt-oss.mxfp4", "qwen35-heads", "qwen3next-heads", "bert",
-    "nomic-bert"};
+static void check_golden_gpu(const char *name) {
+    static const char quick[] = " llama gemma2 gemma3.iq4_nl glm4moe qwen35 ";
+    static int order;
+    if (test.quick && !strstr(quick, text_of(" %s ", name))) return;
+    Golden g = golden_model(name);
+    int n = test.quick ? 18 : g.n;
+    double near = strchr(name, '.') ? g.limit : 1e-5;
+    Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
+    // experts chosen by codes are far from those by floats, which only golden logits can judge
+    bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
+    emu.order = order++ % ORDERS;
+    if (ringed) n = before_tie(g.m, ring, g.ids, before_tie(g.m, whole, g.ids, n));
+    bool ok = compare_model(g.m, whole, g.ids, n, g.want, g.limit, near);
+    if (ringed) ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
+    // the second has post-norms, which rule a block out
+    whole.gpu_block = !strcmp(name, "llama") || !strcmp(name, "gemma2");
+    whole.gpu_int8 = strchr(name, '.');
+    if (whole.gpu_block || whole.gpu_int8)
+        ok = ok && compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
+    CHECK(ok, "the GPU does not take %s", name);
+    if (n < g.n) printf("  %s: %d tokens\n", name, n);
+    emu.order = FORWARD;
+}
 
 static void test_metal_models(void) {
-    int models = test.quick ? 5 : (int)COUNT(GPU_MODELS);
-    for (int i = 0; i < models; i++) {
-        const char *name = GPU_MODELS[i];
-        Golden g = golden_model(name);
-        int n = test.quick ? 18 : g.n;
-        double near = strchr(name, '.') ? g.limit : 1e-5;
-        Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
-        // experts chosen by codes are far from those by floats, which only golden logits can judge
-        bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
-        emu.order = i % ORDERS;
-        if (ringed) n = before_tie(g.m, ring, g.ids, before_tie(g.m, whole, g.ids, n));
-        bool ok = compare_model(g.m, whole, g.ids, n, g.want, g.limit, near);
-        if (ringed) ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
-        whole.gpu_block = i < 2;   // the second has post-norms, which rule it out
-        whole.gpu_int8 = strchr(name, '.');
-        if (whole.gpu_block || whole.gpu_int8)
-            ok = ok && compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
-        CHECK(ok, "the GPU does not take %s", name);
-        printf(n < g.n ? "  %s (%d tokens)" : "  %s", name, n);
-        clean_up();
-        if (soft.hasty && test.failures) break;
-    }
-    putchar('\n');
-    emu.order = FORWARD;
-    if (test.quick) return check_counters();
-    const Model *story = open_model("golden/story.gguf");
-    int32_t ids[12];
-    for (int i = 0; i < 12; i++) ids[i] = 7 * i + 1;
-    soft.longest = 3 << 19;   // in three buffers
-    Options o = {.chunk = 9, .window = 64, .threads = 2};
-    bool ok = compare_model(story, o, ids, 12, NULL, 0, 1e-4);
-    soft.longest = 0;
-    CHECK(ok, "the GPU does not take the story");
+    each_golden_model(check_golden_gpu);
     check_counters();
 }
 
@@ -4695,25 +4388,17 @@ static void test_metal_models(void) {
 // command buffers.
 static void test_metal_shapes(void) {
     enum { N = 20 };
-    int taken = 0, tried = 0;
     for (size_t i = 0; i < COUNT(SHAPES); i++) {
         int32_t ids[N];
-        bool another = false;
         if (SHAPES[i].n_layer > 40 ? test.quick : SHAPES[i].n_layer > 8) continue;
-        for (size_t k = 0; k < i; k++) another |= !strcmp(SHAPES[k].arch, SHAPES[i].arch);
         const Model *m = random_model(&SHAPES[i]);
         Options o = {.chunk = 9, .window = 64};
         do for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
         while (before_tie(m, o, ids, N) < N);
         bool ok = compare_model(m, o, ids, N, NULL, 0, 2e-6);
         CHECK(ok, "the GPU does not take %s with '%s'", SHAPES[i].arch, SHAPES[i].letters);
-        taken += ok && !another;
-        tried += !another;
         clean_up();
-        if (soft.hasty && test.failures) return;
     }
-    check_names();
-    printf("  %d of %d architectures run on the GPU\n", taken, tried);
     check_counters();
 }
 
@@ -4740,32 +4425,31 @@ static const struct { const char *method, *says; bool later; } FAILURES[] = {
     {"status", "the GPU stopped: it did not run", true},   // after it has written states
 };
 
+enum { FAILING = 40 };   // tokens
+
 // The GPU fails at open (later < 0) or after so many calls in the text, chunks and tokens of it.
-static void lab_failure(const Model *m, int which, int later, const float *want) {
-    enum { N = 40 };
+static void lab_failure(const Model *m, int which, int later, const int32_t *ids,
+                        const float *want) {
     const char *method = FAILURES[which].method, *says = FAILURES[which].says;
-    int32_t ids[N];
     size_t V = m->config.n_vocab;
-    float *got = need(N * V * sizeof *got);
+    float *got = need(FAILING * V * sizeof *got);
     Session s;
     Error e = {{0}};
     Rows c = {&s, got, V};
-    for (int i = 0; i < N; i++) ids[i] = 5 * i % V;
     int old = mute();
     soft.broken = later < 0 ? method : NULL;
     soft.after = 0;
     bool ok = session_open(&s, m, (Options){.threads = 1, .chunk = 18}, &e);
-    soft.broken = method;
+    soft.broken = says && later < 0 ? NULL : method;
     soft.after = later;
-    if (says && later < 0) soft.broken = NULL;
-    ok = ok && session_run(&s, ids, N - 1, 0, false, keep_row, &c, &e);
-    ok = ok && session_run(&s, ids, N, N - 1, false, keep_row, &c, &e);
+    ok = ok && session_run(&s, ids, FAILING - 1, 0, false, keep_row, &c, &e);
+    ok = ok && session_run(&s, ids, FAILING, FAILING - 1, false, keep_row, &c, &e);
     bool failed = !s.gpu;
     session_close(&s);
     soft.broken = NULL;
     const char *said = unmute(old), *note = says ? "note: running on the CPU: " : "";
     bool told = says ? one_line(said) && strstr(said, says) : !*said;
-    double error = want ? nmse(got, want, N * V) : 0;
+    double error = nmse(got, want, FAILING * V);
     CHECK(ok && failed == !!says, "%s, %d: %s", method, later, e.text);
     CHECK(told && !strncmp(said, note, strlen(note)), "%s, %d, says '%s'", method, later, said);
     CHECK(error <= 1e-5, "%s, %d: %.1e from what comes of no failure", method, later, error);
@@ -4773,10 +4457,12 @@ static void lab_failure(const Model *m, int which, int later, const float *want)
 
 // A file that is longer than a buffer may be: each tensor lies whole in one of several buffers.
 static void check_cut(const Model *m) {
+    static const int32_t ids[12] = {1, 8, 15, 22, 29, 36, 43, 50, 57, 64, 71, 78};
+    Options o = {.chunk = 9, .window = 64, .threads = 1};
     Session s;
     int buffers = soft.resident = 0;
     soft.longest = 3 << 19;
-    open_gpu(&s, m, (Options){.chunk = 9, .window = 64, .threads = 1});
+    open_gpu(&s, m, o);
     for (size_t i = 0; s.gpu && i < m->gguf.n_tensors; i++) {
         const Tensor *t = &m->gguf.tensors[i];
         const Shared *in = gpu_find(s.gpu, t->data);
@@ -4786,22 +4472,8 @@ static void check_cut(const Model *m) {
     if (s.gpu) buffers = ((Gpu *)s.gpu)->n_shared;
     CHECK(buffers == 6 && soft.resident == 6, "%d buffers, %d resident", buffers, soft.resident);
     session_close(&s);
+    if (!test.quick) compare_model(m, o, ids, 12, NULL, 0, 1e-4);
     soft.longest = 0;
-}
-
-// a map is cut before the first tensor that ends too late
-static void check_next_tensor(void) {
-    static const int at[] = {0, 16, 20, 44, 52};   // where four tensors begin, and the last ends
-    uint8_t data[52];
-    Tensor t[5] = {{.n_dims = 0}};
-    Gguf file = {.tensors = t, .n_tensors = 4};
-    for (int i = 0; i < 4; i++)
-        t[i] = (Tensor){.ne = {(at[i + 1] - at[i]) / 4, 1, 1, 1}, .data = data + at[i]};
-    for (int end = 0, i = 0; end < 52; end++) {
-        i += end == at[i + 1];
-        int next = next_tensor(&file, data, data + 52, data + end) - data;
-        CHECK(next == at[i], "of %d bytes the last tensor begins at %d, not %d", end, next, at[i]);
-    }
 }
 
 // scratch for the slices of a long ring, that of the only layer
@@ -4821,40 +4493,35 @@ static void check_parts(const Model *m) {
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
     static const float some_weight[1] = {1};
-    int32_t ids[40];
-    for (int i = 0; i < 40; i++) ids[i] = 5 * i % m->config.n_vocab;
+    // sizes of heads and of the delta rule's keys; which of two layers (2: none) has a QK norm over
+    // all heads after RoPE
+    static const struct { int hd, dk, late; const char *says; } lacks[] = {
+        {80, 128, 2, NULL}, {256, 256, 2, NULL}, {82, 128, 2, "head size"},
+        {260, 128, 2, "head size"}, {80, 257, 2, "head size"}, {80, 128, 0, "QK norm"},
+        {80, 128, 1, "QK norm"}};
+    int32_t ids[FAILING];
+    for (int i = 0; i < FAILING; i++) ids[i] = 5 * i % m->config.n_vocab;
     for (int k = 0; k < 2; k++) {
-        float *want = logits_of(models[k], ids, 40, (Options){.threads = 1});
+        float *want = logits_of(models[k], ids, FAILING, (Options){.threads = 1});
         for (size_t i = k ? COUNT(FAILURES) - 1 : 0; RECORDER && i < COUNT(FAILURES); i++)
             for (int later = -1; later < (FAILURES[i].later ? 4 : 0); later++)
-                lab_failure(models[k], i, later, want);
+                lab_failure(models[k], i, later, ids, want);
     }
     if (RECORDER) check_cut(open_model("golden/story.gguf"));
-    check_next_tensor();
     check_parts(m);
-    Model other;
-    for (int hd = 80; hd < 280; hd += 6) {
-        other = *m;
-        other.config.hd = other.config.vd = hd;
-        bool refused = !strcmp(gpu_lacks(&other) ? gpu_lacks(&other) : "", "head size");
-        CHECK(refused == (hd % 4 || hd > 256), "heads of %d", hd);
-    }
-    // wider keys of the delta rule, and a QK norm over all heads after RoPE, in one of two layers
-    for (int dk = 256; dk < 258; dk++) {
-        other = *m;
-        other.config.dk = dk;
-        CHECK(!gpu_lacks(&other) == (dk == 256), "keys of %d", dk);
-    }
-    for (int at = 0; at < 3; at++) {
+    for (size_t i = 0; i < COUNT(lacks); i++) {
+        Model other = *m;
         Arch late = *m->config.arch;
         Layer layers[3] = {{0}};
         late.flags |= QK_NORM_LATE;
-        layers[at].q_norm.w = some_weight;
-        other = *m;
+        layers[lacks[i].late].q_norm.w = some_weight;
         other.config.arch = &late;
+        other.config.hd = other.config.vd = lacks[i].hd;
+        other.config.dk = lacks[i].dk;
         other.config.n_layer = 2;
         other.layers = layers;
-        CHECK(!gpu_lacks(&other) == (at == 2), "a late QK norm in layer %d of 2", at);
+        const char *says = gpu_lacks(&other), *want = lacks[i].says;
+        CHECK(want ? says && !strcmp(says, want) : !says, "row %zu: %s", i, says ? says : "none");
     }
     check_counters();
 }
@@ -4897,7 +4564,7 @@ static float *bench_floats(Gpu *g, size_t n) {
 
 static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     size_t bytes = quant_row_bytes(type, cols);
-    Matrix m = random_matrix(need(8 * bytes), type, 8, cols, false).m;
+    Matrix m = random_matrix(need(8 * bytes), type, 8, cols).m;
     m.data = bench_fill(g, rows * bytes, m.data, 8 * bytes);
     m.rows = rows;
     return m;
@@ -5059,15 +4726,13 @@ template <class T> struct simdgroup_matrix {
 };
 typedef simdgroup_matrix<half> simdgroup_half8x8;
 typedef simdgroup_matrix<float> simdgroup_float8x8;
-#define IN(space)                                                                                  \
-    template <class T>                                                                             \
-    void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, ulong = 8, ulong2 = 0,    \
-                        bool = false);                                                             \
-    template <class T>                                                                             \
-    void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, ulong = 8, ulong2 = 0,   \
-                         bool = false);
-IN(device)
-IN(threadgroup) template <class D, class A, class B>
+#define IN(space) \
+    template <class T> void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, \
+                                           ulong = 8, ulong2 = 0, bool = false); \
+    template <class T> void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, \
+                                            ulong = 8, ulong2 = 0, bool = false);
+IN(device) IN(threadgroup)
+template <class D, class A, class B>
 void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &,
                                    const volatile simdgroup_matrix<A> &,
                                    const volatile simdgroup_matrix<B> &,
@@ -5075,363 +4740,8 @@ void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &,
 template <class D, class A, class B>
 void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
                         const volatile simdgroup_matrix<B> &);
-#pragma GCC poison vertex fragment                                                                 \
-    object_data double goto register new delete virtual throw try catch
-#pragma GCC poison typeid dynamic_cast printf
-#endif
-
-// ==== mutants ====
-//
-// Do the tests notice? `make mutants` compiles copies of kernels.metal and metal.c that hold every
-// mistake at once, each asleep until its number is in `mutant`, and runs the tests of the GPU once
-// a mistake: each barrier and simdgroup call left out, each bound moved by one (and each min left
-// out), each index and wide offset one further, each simd_* function giving a lane its own value;
-// of metal.c also each message that is sent for its effect, and the table below. A mutant that no
-// test notices is a failure, unless it is listed as equivalent, with the reason.
-#ifdef LLM_METAL
-
-typedef struct {
-    const char *kind;
-    size_t at, cut, end;   // where it begins, what it replaces there, where it ends
-    char before[200];      // text for what is cut; behind the end stands `after`
-    const char *after;
-    bool equivalent;       // as the table says
-} Mutant;
-
-// The line holds the first text; the mutant begins with the second.
-static const struct { const char *line, *at, *why; } EQUIVALENT[] = {
-    {"return n < most ?", "most ?", "both give `most`"},
-    {"return n <= GEMM_FEW ?", "GEMM_FEW ? G", "8 tokens fit either tile"},
-    {"n <= GEMM_SOME ?", "GEMM_SOME ? GEMM_SOME", "32 tokens fit either tile"},
-    {"return n_expert < n ?", "n ?", "at equality there is more room than needed"},
-    {"if (nsg > ATTENTION_SIMDGROUPS)", "ATTENTION", "at equality both are the same"},
-    {"for (int r = 0; r < R", "R;", "past the caller's array: AddressSanitizer sees it"},
-    {"i0 < cols; i0 +=", "cols; i0", "past the last column there are zeros"},
-    {"g0 * 32 < cols; g0 +=", "cols; g0", "past the last column there are zeros"},
-    {"k0 < a->cols; k0 +=", "a->cols; k0", "past the last column there are zeros"},
-    {"i < TILE_TOKENS * 2 * quads;", "TILE_TOKENS", "a row past the last is not read"},
-    {"if (row >= a->each", "a->each", "a unit past the end reads the last row, writes nothing"},
-    {"row < a->w[0].rows; row +=", "a->w[0].rows; row", "the same"},
-    {"unit_rows(FORMAT_1) < a->ffn", "a->ffn", "the same"},
-    {"unit_rows(FORMAT_1) < a->ffn", "0].rows", "gate and up have as many rows"},
-    {"e < a->n_expert; e += threads", "a->n_expert;", "an expert more has no choices"},
-    {"min(row, a->dv - 1)", "min(", "rows of a state that no head has may hold anything"},
-    {"return x > 20.0f ?", "20.0f ?", "at the bound both are the same"},
-    {"return pos < a->keep ?", "a->keep ?", "at pos = keep both are row keep"},
-    {"if (sg > 0) return;", "0)", "then all SIMD-groups write the same"},
-    {"return group < ATTENTION_HEADS ?", "ATT", "at equality both are the same"},
-    {"if (slices > used /", "used", "at equality both are the same"},
-    {"return slices > 1 ?", "1 ?", "both give 1"},
-    {"flash_row(head > value ?", "value ?", "at equality both are the same"},
-    {"r < a->used; r += a->slices", "a->used", "attention_rows looks again"},
-    {"h < QUERY_HEADS; h++)", "QUERY", "an unused head; of 2 AddressSanitizer sees it"},
-    {"e = 0; e < 8; e++)", "8; e++)\n            if", "no lane has a third quad"},
-    {"i < QUERY_HEADS + (slice == 0)", "QUERY_HEADS", "it goes where results will be"},
-    {"m = max(m, parts[", "s *", "any m serves that is not too far off"},
-    {"for (int i = 0; i < 16; i++) {", "16", "past the thread's array: AddressSanitizer sees it"},
-    {"(shrink < 1.0f)) > 0", "1.0f", "a diagonal of ones changes nothing"},
-    {"(shrink < 1.0f)) > 0", "0,", "the same"},
-    {"while (r0 < a->used && !seen)", "a->used", "nothing is seen in a tile past the end"},
-    {"(r0 < a->used)", "a->used", "nothing is seen in a tile past the end"},
-    {"simd_max((int)seen) > 0;", "0;", "then tiles pass by that no query sees"},
-    {"j < count; j++)", "count", "a quad that is not staged; at 256 AddressSanitizer sees it"},
-    {"if (i < across * FLASH_KEYS)", "across", "the float behind the tile is a score to be made"},
-    {"i < FLASH_QUERIES * flash_cols(", "FLASH_Q", "the same"},
-    {"d < flash_cols(HEAD_DIM)", "flash_cols(HEAD_DIM) / 8; d++)\n        simdgroup_load(q",
-     "an unused matrix; at 256 AddressSanitizer sees it"},
-    {"d < flash_cols(VALUE_DIM)", "flash", "the same"},
-    {"i = 0; i < 2; i++) {", "2; i++) {\n            int e", "what it writes is written anew"},
-    {"min(t0 + FLASH_QUERIES, a->n)", "min(", "a tile too many is masked"},
-    {"// scores are there", "simdgroup_barrier", "shuffles follow here; `make tsan` sees it"},
-    {"g->why[0]", "0]", "a message is longer than a letter"},
-    {"*c < ' '", "' '", "a blank becomes a blank"},
-    {"(const char *)p < at->base + at->size", "at->base +", "nothing begins at the end of memory"},
-    {"i < g->n_pipelines; i++) send", "g->n_pipelines", "what comes next is NULL"},
-    {"i < d->n; i++", "d->n", "the arguments take that place afterwards"},
-    {"if (whole > send(", "send(", "no memory is of just that length"},
-    {"n > GEMM_FEW ? x", "GEMM_FEW ?", "9 tokens take either product"},
-    {"c->hd > HEAD_MAX", "HEAD_MAX || c", "the next multiple of 4 is refused all the same"},
-    {"s->o.chunk ? pos", "s->o.chunk ?", "at equality both are the same"},
-    {"p >= from && p < stop", "from && p < ", "a tensor longer than a buffer fails either way"},
-    {"p >= from && p < stop", "stop && p", "at equality both are the same"},
-    {"n[i] < s->o.chunk ?", "s->o.chunk ?", "at equality both are the same"},
-    {"(stop - base) <= most", "most;", "at equality no tensor ends later"},
-    {"!m->layers[l].q_norm.group", "l].q_norm.g", "all layers have the same kind of norm"},
-    {"i < file->n_tensors", "file->n_tens", "behind the last is room, and no tensor"},
-    {"i < n; i++) g->ids[i]", "n; i++) g->i", "an id more than any kernel reads"},
-    {": g->shared[0].base", "0]", "any memory stands for what is ignored"},
-    {"s->pos + n < kv->rows ?", "kv->rows ?", "at equality both are the same"},
-    {"if (n >= FLASH_MIN)", "FLASH_MIN)", "either kernel serves 8 tokens"},
-    {"n - first < LOGIT_ROWS ?", "LOGIT_ROWS ?", "at equality both are the same"},
-    {"i < s->m->gguf.n_tensors", "s->m->gguf", "a tensor more is there, all zeros"},
-    {"tensors[i].ne[0]", "i]", "the widest tensor is not the first"},
-    {"tensors[i].ne[0]", "0]", "rows for columns: more room than needed"},
-};
-
-// mistakes of metal.c: an expression, the text behind it, and what stands in its place
-static const char *const MISTAKES[][3] = {
-    {"one ? NULL : MTLCopyAllDevices()", "", "NULL"}, {"MTLCommandBufferStatusCompleted", ")", "5"},
-    {"from - at->base", "", "0"}, {"(sizeof(float) * floats + 15) / 16 * 16", "", "16"},
-    {"(uintptr_t)w->data % 16", ", quant", "0"}, {"w->scale ? *w->scale : 1", "", "1"},
-    {"m->config.embd_scale", ";", "1"}, {"a.cols % 32 != 0", "}};", "0"},
-    {"w[0]->cols % 32 != 0", "", "0"}, {"norm_bits(in.norm)", "", "0"},
-    {"in.norm && c->arch->norm != RMS", "", "0"}, {"kind != RMS", ",", "0"},
-    {"(w[i]->bias != NULL)", "", "0"}, {"(experts && w[i]->scale)", "", "0"},
-    {"div_up(a.units * a.tokens, GEMV_SIMDGROUPS)", "", "a.units * a.tokens / GEMV_SIMDGROUPS"},
-    {"div_up(w[i]->rows, GEMM_ROWS)", "", "w[i]->rows / GEMM_ROWS"},
-    {"div_up(n, tile)", "", "n / tile"}, {"gemm_floats(tile)", "", "4"},
-    {"m[i]->cols % 32 != 0", ";", "0"},
-    {"w->sinks != NULL", "", "0"}, {"kv->window", ",\n", "kv->rows"},
-    {"kv->keep", ", slices", "0"}, {"c->rope", " : PAIRING_NONE", "PAIRING_NEIGHBOURS"},
-    {"w->rotated", " ? c->rope", "true"}, {"norm->group ? 1 : 4", "", "1"},
-    {"n == 1", ",\n                     [C_CAUSAL]", "0"}, {"c->causal", "}};", "1"},
-    {"qn->n > c->hd ? c->hd : 0", "", "0"}, {"kn->n > c->hd ? c->hd : 0", "", "0"},
-    {"c->clamp_qkv", "", "0"}, {"c->temp_scale", "", "0"}, {"c->n_ctx_orig", "}", "9"},
-    {"(c->arch->flags & QK_NORM_LATE) != 0", "", "0"}, {"c->arch->norm != RMS", ",", "0"},
-    {"(qn->b != NULL)", "", "0"}, {"(kn->b != NULL)", "", "0"}, {"q != s->q", "", "0"},
-    {"c->alibi", " > 0, [C_FUSED]", "0"}, {"slices", " > 1 ? g->parts", "0"},
-    {"c->arch->act", "}};\n    bind", "0"}, {"c->arch->act", ", [C_EPILOGUE] = E", "1"},
-    {"post->w && c->arch->flags & ENCODER", "", "0"}, {"post->w && !after", "", "0"},
-    {"c->residual_scale", ", 0}, e", "1"}, {"w->parallel ? s->out : s->x", "", "s->x"},
-    {"!w->parallel || w->ffn_norm.w", "", "true"}, {"!w->w && c->arch->norm != BARE", "", "!w->w"},
-    {"c->logit_cap", "}", "0"}, {"c->logit_scale", ", c->logit_cap", "1"},
-    {"n == 1", " ? s->logits : NULL", "1"}, {"ids", " && cache->rows", "true"},
-    {"g->best_of == logits", "", "1"}, {"c->n_layer / MAX_COMMANDS", " + SPLIT", "100"},
-    {"s->o.gpu_block", " &&", "1"}, {"!w->attn_post_norm.w && !w->ffn_post_norm.w", "", "true"},
-    {"w->step / m.row_bytes", "", "w->rows"}, {"experts ? c->n_used : n", "", "1"},
-    {"c->gating == 2", "", "0"}, {"w->router_bias != NULL", "}", "0"},
-    {"1 + (w->shared_router.data != NULL)", "", "1"}, {"down->scale != NULL", "}", "0"},
-    {"(down->bias != NULL)", "", "0"}, {"(shared->bias != NULL)", "", "0"},
-    {"w->shared_router.data != NULL", ", e.factor", "0"},
-    {"s->n_recurrent", ") forward_again", "0"},
-    {"w->ff % 32 || shared->cols % 32", "", "0"}, {"fused ? share : c->n_value", "", "share"},
-    {"(fused + 1) * c->n_value", "", "c->n_value"}, {"!!(c->arch->flags & DELTA_TILED)", "", "0"},
-};
-
-// the same of kernels.metal; the first three read wrong KV heads for groups above 2
-static const char *const KERNEL_MISTAKES[][3] = {
-    {"unit / parts % a->n_kv", "", "unit % a->n_kv"},
-    {"head / group", ") * a->rows * HEAD_DIM", "min(head / 2, a->n_kv - 1)"},
-    {"head / group", ") * a->rows * VALUE_DIM", "min(head / 2, a->n_kv - 1)"},
-    {"QK_NORMED >> which & 4 ? 0.0f : a->limit", "", "a->limit"}, {"exp(-*gate)", "", "0.0f"},
-    {"slope * (float)far", "", "0.0f"}, {"floor((float)pos / a->n_ctx)", "", "pos / a->n_ctx"},
-    {"temperature(pos, a)", "", "1.0f"}, {"temperature(a->pos + t, a)", "", "1.0f"},
-    {"sigmoid(*route)", " : 1.0f", "1.0f"}, {"sigmoid(route[tg])", " : 1.0f", "1.0f"},
-    {"(BIASES & 1 ? bias[e] : 0.0f)", "", "0.0f"}, {"order[row] / a->n_used", "", "order[row]"},
-    {"h / (a->n_value / a->n_key)", "", "h % a->n_key"},
-    {"clamp(v, -7.0f, 7.0f)", "", "v"}, {"rsqrt(row_sum(kk) + a->eps)", "", "1.0f"},
-    {"expert * m->bias_step", "", "0"},
-};
-
-// What the copies include. A bound is the next number, of integers or of floats.
-static const char MUTANTS_H[] =
-    "static int mutant = -1;\n"
-    "static inline float mutant_float(float x, int by) {\n"
-    "    return __builtin_nextafterf(x, by * __builtin_inff());\n}\n"
-    "static inline long mutant_int(long x, int by) { return x + by; }\n"
-    "#define MUTANT(k) (mutant == (k))\n"
-    "#define MUTANT_SET(k) (mutant = (k))\n"
-    "#define MUTANT_CALL(k, f, x, ...) (MUTANT(k) ? (x) : f(x, ##__VA_ARGS__))\n"
-    "#define MUTANT_BOUND(k, x, by) (MUTANT(k) ? (__typeof__((x) + 0))_Generic((x), \\\n"
-    "    float: mutant_float, default: mutant_int)(x, by) : (x))\n";
-
-// an array being declared: the line begins with a type, the name has no owner, and no variable is
-// in the brackets
-static bool is_declaration(const char *line, const char *open) {
-    static const char *const types[] = {"float ", "int", "simdgroup_", "struct ", "const ", "id ",
-        "size_t ", "char ", "static ", "void ", "typedef ", "SEL ", "Variant ", "uint ", "float4 ",
-        "half4 "};
-    bool typed = false;
-    const char *name = open;
-    for (const char *c = open; *c != ']'; c++)
-        if (islower((unsigned char)*c)) return false;
-    while (isalnum((unsigned char)name[-1]) || name[-1] == '_') name--;
-    line += strspn(line, " ");
-    for (int i = 0; i < 16; i++) typed |= !strncmp(line, types[i], strlen(types[i]));
-    return typed && name[-1] != '>' && name[-1] != '.';
-}
-
-// where the index or operand that begins at s ends
-static const char *operand_end(const char *s, const char *ends) {
-    for (int depth = 0;; s++) {
-        bool both = !strncmp(s, "&&", 2) || !strncmp(s, "||", 2);
-        if (depth == 0 && (strchr(ends, *s) || (both && ends[1]))) return s;
-        depth += (*s == '(' || *s == '[') - (*s == ')' || *s == ']');
-    }
-}
-
-static void add_mutant(Mutant *all, int *n, const char *kind, size_t at, const char *name,
-                       const char *before) {
-    Mutant *m = &all[*n];
-    *m = (Mutant){kind, at, strlen(name), 0, "", "", false};
-    snprintf(m->before, sizeof m->before, before, *n, (int)strlen(name) - 1, name);
-    ++*n;
-}
-
-// Adds the mutants that begin at s[i] of the line.
-static void mutants_at(const char *s, size_t i, const char *line, Mutant *all, int *n) {
-    static const char *const bounds[] = {" < ", " <= ", " > ", " >= "};
-    static const char *const calls[] = {"min(", "simd_sum(", "simd_max(", "simd_min(",
-                                        "simd_shuffle(", "simd_shuffle_xor("};
-    static const char *const statements[] = {"threadgroup_barrier(", "simdgroup_barrier(",
-        "simdgroup_load(", "simdgroup_store(", "simdgroup_multiply", "send(g, "};
-    const char *back = s + i;
-    while (back > line && back[-1] == ' ') back--;
-    bool word = isalnum((unsigned char)s[i - 1]) || s[i - 1] == '_';
-    bool statement = back == line || back[-1] == ')';
-    for (int k = 0; statement && k < 6; k++)
-        if (!strncmp(s + i, statements[k], strlen(statements[k])))
-            add_mutant(all, n, "call", i, "", "if (!MUTANT(%d)) ");
-    bool index = s[i] == '[' && (word || strchr(")]", s[i - 1])) && s[i + 1] != ']';
-    if (index && !is_declaration(line, s + i)) {
-        add_mutant(all, n, "index", i + 1, "", "MUTANT(%d) + (");
-        all[*n - 1].end = operand_end(s + i + 1, "]") - s;
-        all[*n - 1].after = ")";
-    }
-    if (!strncmp(s + i, "(ulong)", 7) && s[i - 1] != '[')
-        add_mutant(all, n, "offset", i, "", "MUTANT(%d) + ");
-    for (int k = 0; !word && k < 6; k++)
-        if (!strncmp(s + i, calls[k], strlen(calls[k])))
-            add_mutant(all, n, "simd or min", i, calls[k], "MUTANT_CALL(%d, %.*s, ");
-    for (int k = 0; k < 4; k++) {
-        size_t length = strlen(bounds[k]);
-        if (strncmp(s + i, bounds[k], length)) continue;
-        add_mutant(all, n, "bound", i + length, "", "MUTANT_BOUND(%d, ");
-        all[*n - 1].end = operand_end(s + i + length, ",;?:])}") - s;
-        all[*n - 1].after = k == 0 || k == 3 ? ", 1)" : ", -1)";
-    }
-}
-
-// all mutants of a text, from a line on; the numbers go on from n
-static int find_mutants(const char *s, const char *from, bool host, Mutant *all, int n) {
-    const char *line = strstr(s, from);
-    for (size_t i = line - s; s[i]; i++) {
-        if (s[i] == '\n') line = s + i + 1;
-        if (s[i] == '"') while (s[++i] != '"') ;
-        if (s[i] == '#' || (s[i] == '/' && s[i + 1] == '/'))
-            while (s[i + 1] && s[i + 1] != '\n') i++;
-        else mutants_at(s, i, line, all, &n);
-    }
-    const char *const (*table)[3] = host ? MISTAKES : KERNEL_MISTAKES;
-    for (size_t k = 0; k < (host ? COUNT(MISTAKES) : COUNT(KERNEL_MISTAKES)); k++) {
-        char text[200];
-        snprintf(text, sizeof text, "%s%s", table[k][0], table[k][1]);
-        const char *at = strstr(s, text);
-        if (!CHECK(at, "%s has no %s", host ? "metal.c" : "kernels.metal", text)) continue;
-        add_mutant(all, &n, "table", at - s, "", "(MUTANT(%d) ? ");
-        snprintf(strchr(all[n - 1].before, 0), 100, "%s : ", table[k][2]);
-        all[n - 1].end = at - s + strlen(table[k][0]);
-        all[n - 1].after = ")";
-    }
-    return n;
-}
-
-// the copy; of mutants that end at one place, the last to begin ends first
-static void write_mutants(const char *path, const char *s, const Mutant *m, int n) {
-    FILE *f = fopen(path, "w");
-    REQUIRE(f, "%s: cannot be written", path);
-    for (size_t i = 0; s[i]; i++) {
-        size_t cut = 0;
-        for (int k = n - 1; k >= 0; k--)
-            if (m[k].end == i) fputs(m[k].after, f);
-        for (int k = 0; k < n; k++)
-            if (m[k].at == i) fputs(m[k].before, f), cut += m[k].cut;
-        if (cut) i += cut - 1;
-        else fputc(s[i], f);
-    }
-    fclose(f);
-}
-
-static const char *line_of(const char *s, size_t at) {   // where it begins
-    while (at && s[at - 1] != '\n') at--;
-    return s + at;
-}
-
-static void show_mutant(const char *s, const Mutant *m, int number, const char *what) {
-    const char *start = line_of(s, m->at);
-    int line = 1;
-    for (const char *c = s; c < start; c++) line += *c == '\n';
-    printf("%s: %d, line %d, %s at '%.12s':\n    %.*s\n", what, number, line, m->kind, s + m->at,
-           (int)strcspn(start, "\n"), start);
-    fflush(stdout);
-}
-
-static bool is_equivalent(const char *s, const Mutant *m) {
-    const char *start = line_of(s, m->at), *end = strchr(start, '\n');
-    for (size_t i = 0; i < COUNT(EQUIVALENT); i++) {
-        const char *at = strstr(start, EQUIVALENT[i].line);
-        bool here = at && at < end;
-        if (here && !strncmp(s + m->at, EQUIVALENT[i].at, strlen(EQUIVALENT[i].at))) return true;
-    }
-    return false;
-}
-
-#ifndef MUTANT_SET
-#define MUTANT_SET(number) (void)(number)   // the program itself has no mutants
-#endif
-
-// In a child of its own: exits with 0 if no test notices. Number -1: no mistake.
-static pid_t run_mutant(int number, int slot) {
-    fflush(stdout);
-    pid_t pid = fork();
-    if (pid) return pid;
-    MUTANT_SET(number);
-    test.quick = true;
-    snprintf(test.dir, sizeof test.dir, "test_mutants.d/%d", slot);
-    mkdir(test.dir, 0700);
-    setrlimit(RLIMIT_CPU, &(struct rlimit){120, 120});   // it may hang
-    int out = open(scratch("out"), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-    dup2(out, 1);
-    dup2(out, 2);
-    for (soft.hasty = 2; soft.hasty && !setjmp(test.end); soft.hasty--) {
-        if (!test.failures) test_metal_kernels();
-        if (!test.failures) test_metal_models();
-        if (!test.failures && soft.hasty == 2) test_metal_failures();
-        if (!test.failures && soft.hasty == 1) test_metal_shapes();
-    }
-    fflush(stdout);
-    _exit(test.failures > 0);
-}
-
-// `./test mutants DIR` writes the copies to DIR; without DIR, in the program built there, runs all,
-// one for each CPU at a time, or those numbered from .. to - 1, listed as equivalent or not
-static int metal_mutants(int argc, char **argv) {
-    static Mutant all[1500];
-    char *kernels = read_all("kernels.metal", NULL), *host = read_all("metal.c", NULL);
-    int k = find_mutants(kernels, "// ---- 1. ", false, all, 0);
-    int n = find_mutants(host, "// ---- device", true, all, k), status = 1;
-    if (argc == 1) {
-        FILE *f = fopen(text_of("%s/mutants.h", argv[0]), "w");
-        if (!f || fputs(MUTANTS_H, f) < 0 || fclose(f)) return 1;
-        write_mutants(text_of("%s/kernels.metal", argv[0]), kernels, all, k);
-        write_mutants(text_of("%s/metal.c", argv[0]), host, all + k, n - k);
-        return test.failures > 0;
-    }
-    if (waitpid(run_mutant(-1, 0), &status, 0) < 0 || status)
-        return printf("not well, see test_mutants.d/0/out\n"), 1;
-    int from = argc > 1 ? atoi(argv[0]) : 0, to = argc > 1 ? atoi(argv[1]) : n, survived = 0;
-    int same = 0, cpus = sysconf(_SC_NPROCESSORS_ONLN);
-    for (int i = from; i < to; i++) {
-        all[i].equivalent = argc == 0 && is_equivalent(i < k ? kernels : host, &all[i]);
-        same += all[i].equivalent;
-    }
-    for (int cpu = 0; cpu < cpus; cpu++) {   // a process each, for every cpus-th mutant
-        int unnoticed = 0;
-        if (fork()) continue;
-        for (int i = from + cpu; i < to; i += cpus) {
-            if (!all[i].equivalent) waitpid(run_mutant(i, cpu), &status, 0);
-            if (all[i].equivalent || status) continue;
-            show_mutant(i < k ? kernels : host, &all[i], i, "SURVIVED");
-            unnoticed++;
-        }
-        _exit(unnoticed < 255 ? unnoticed : 255);
-    }
-    while (wait(&status) > 0) survived += WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-    printf("%d mutants: %d noticed, %d equivalent, %d survived\n", to - from,
-           to - from - same - survived, same, survived);
-    return survived > 0;
-}
-
+#pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try
+#pragma GCC poison catch typeid dynamic_cast printf
 #endif
 
 // ==== fuzzing ====
@@ -5586,9 +4896,9 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 #define T(name) {#name, test_##name},
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
-    T(matmul_limits) T(attention) T(norms) T(alibi_and_alpha) T(activations)
-    T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_experts)
-    T(golden_models) T(story_greedy) T(every_architecture) T(ring) T(regenerate)
+    T(attention) T(norms) T(alibi_and_alpha) T(activations)
+    T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes)
+    T(golden_models) T(every_architecture) T(ring) T(regenerate)
     T(session_refusals) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_linear) T(chat_templates) T(allocations)
@@ -5628,9 +4938,6 @@ int main(int argc, char **argv) {
     if (!strcmp(mode, "llm")) return llm_main(argc - 1, argv + 1);
     if (!strcmp(mode, "model") && argc > 3) return run_alone(write_bench_model, argv + 2);
     if (!strcmp(mode, "scenario") && argc == 9) return run_alone(run_scenario, argv + 2);
-#ifdef LLM_METAL
-    if (!strcmp(mode, "mutants")) return metal_mutants(argc - 2, argv + 2);
-#endif
     if (!strcmp(mode, "--bench-cuda")) return cuda_bench(argc > 2 ? argv[2] : "");
     bool on_cuda = !strcmp(mode, "--cuda");
     if (on_cuda && !cuda_open()) return puts("0 passed, 0 failed, 1 skipped"), 0;
