@@ -817,7 +817,7 @@ static void run_matmul(Pool *p, const Matmul *jobs, int k) {
 static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exact) {
     static const int threads[] = {1, 2, 3, 8};
     float *x = noise_array(n * cols, 1), *out[2], *first[2], *want[2], scale = 0.75f;
-    double power[2] = {0}, worst = 0;
+    double power[2], worst = 0;
     RandomMatrix w[2];
     for (int64_t i = 0; i < n * cols && exact; i++)
         x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
@@ -831,8 +831,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exac
         first[k] = need(n * r * sizeof(float));
         want[k] = need(n * r * sizeof(float));
         plain_matmul(&(Matmul){&w[k].m, x, want[k], n}, need(cols * sizeof(float)));
-        for (int i = 0; i < n * r; i++)
-            power[k] += squares(w[k].f + i % r * cols, cols) * squares(x + i / r * cols, cols);
+        power[k] = squares(w[k].f, r * cols) * squares(x, n * cols);   // of each row with each
     }
     for (int t = 0; t < 4; t += 1 + test.quick) {
         Matmul jobs[2] = {{&w[0].m, x, out[0], n}, {&w[1].m, x, out[1], n}};
@@ -2017,6 +2016,7 @@ static void test_chat_templates(void) {
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
         Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
         const char *want = TEMPLATES[i].want;
+        if (test.quick && !strcmp(want, "!too many steps")) continue;   // the row "too long" stays
         Rendered r;
         Error e = {""};
         bool ok = template_render(text, TALK, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
@@ -2170,8 +2170,6 @@ static void test_cli_output(void) {
         {"llm $S 'Once upon' -n 0", "^Once upon\n$"},
         {"llm $S 'Once upon' -n 3 -n 0", "^Once upon\n$"},
         {"llm $G/llama.gguf --tokens 1,2,3 -n 5 --temp 0", "^[0-9]+( [0-9]+){4}\n$"},
-        {"llm $S --ppl golden/story.txt -c 128",
-         "^ppl 6\\.[56][0-9]{3} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$"},
         {"llm $S --bench 16,8", "^prefill 16 tokens " TENTHS " tok/s\ndecode 8 tokens " TENTHS
          " tok/s " TENTHS " GB/s " TENTHS " % of " TENTHS " GB/s\n$"},
         {"llm $S --info", "^([a-z0-9_.]+ = [^\n]*\n){10}\nformat .*q4_K.*\narchitecture qwen3.*2048"
@@ -2214,7 +2212,8 @@ static void test_cli_completion(void) {
 static void test_cli_numbers(void) {
     static const struct { int n; double want; } known[] = {{128, 6.5600}, {256, 6.1828}};
     for (int k = 0; k < (test.quick ? 1 : 2); k++) {
-        shell(text_of("llm $S --ppl golden/story.txt -c %d", known[k].n));
+        check_llm(text_of("llm $S --ppl golden/story.txt -c %d", known[k].n), 0,
+                  "^ppl 6\\.[0-9]{4} \\+- 0\\.[0-9]{4} tokens [0-9]+ windows [0-9]+\n$", "");
         double ppl = atof(cli.out + 4), want = known[k].want;
         CHECK(fabs(ppl / want - 1) < 0.005, "-c %d: %.4f, want %.4f", known[k].n, ppl, want);
         printf("  -c %d: perplexity %.4f, llama.cpp %.4f, limit 0.5 %%\n", known[k].n, ppl, want);
@@ -2339,8 +2338,8 @@ static void test_cli_terminal(void) {
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
         {"$D/chat.gguf a -n 1", "", "note: --chat answers"},
         {"$S", "", "^llm: no PROMPT given; see --help\r\n$"},
-        {"$S -f golden/story.txt -b 32 -n 1 -t 1", "",
-         "\rprefill 32 of [0-9]+ tokens, [0-9]+ tok/s\r.*\r\033\\[K"}};
+        {"$S 'Once upon a time' -b 2 -n 1 -t 1", "",
+         "\rprefill 2 of 5 tokens, [0-9]+ tok/s\rprefill 4 of .*\r\033\\[K"}};
     write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
     write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
