@@ -2081,6 +2081,7 @@ static struct { int status; const char *out, *err; } cli;
 static void shell(const char *command) {
     const char *within = "llm() { $LLM \"$@\"; }; (%s) </dev/null >$D/out 2>$D/err";
     int status = system(text_of(within, command));
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGINT) raise(SIGINT);   // Ctrl-C ends us, too
     cli.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
     cli.out = read_all(scratch("out"), NULL);
     cli.err = read_all(scratch("err"), NULL);
