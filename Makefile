@@ -45,7 +45,8 @@ run: llm
 
 # Each build of the tests covers other code: this CPU's SIMD, the same in plain C, quant.h with four
 # codes in a word as on a GPU, the plain engine of Part I alone; the first also under sanitizers, and
-# AVX2 under valgrind.
+# AVX2 under valgrind, both with the lines that these name; what they do not read, the rest of -g,
+# takes half of the time to compile.
 test_native: test.c $(ENGINE)
 	$(CC) $(WARN) -O3 $(NATIVE) test.c -o $@ $(TEST_LIBS)
 test_plain: test.c $(ENGINE)
@@ -55,15 +56,19 @@ test_words: test.c $(ENGINE)
 test_book: test.c $(ENGINE)
 	$(CC) $(WARN) -O2 -DLLM_PLAIN test.c -o $@ $(LIBS)
 test_avx2: test.c $(ENGINE)
-	$(CC) $(WARN) -g -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) -g1 -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
 test_asan: test.c $(ENGINE)
-	$(CC) $(WARN) -g -O1 $(NATIVE) $(SANITIZE) test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) -g1 -O1 $(NATIVE) $(SANITIZE) test.c -o $@ $(TEST_LIBS)
 
-# runs a command and notes in test.log what it said
-RUN = run() { echo "== $$1"; shift; { "$$@"; echo "exit status $$?"; } 2>&1 | tee -a test.log; }; run
-# adds up the logs: a run without its count, or one that failed without saying which, is a failure
-SUM = awk '/^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$$/ { p += $$1; f += $$3; s += $$5; said = 1; bad = $$3 } \
-    /^exit status/ { if (!said || ($$3 != 0 && !bad)) f++; said = bad = 0 } \
+# runs a command, says when it begins and how it ends; the rest is in its log
+RUN = run() { name=$$1; shift; echo "$$name ..."; start=$$(date +%s); \
+    { echo "== $$name"; "$$@"; echo "exit status $$?"; } > $@ 2>&1; \
+    echo "$$name:" $$(tail -n 2 $@), $$(($$(date +%s) - start)) s; }; run
+# adds up the logs, and names what failed: also a run without its count, or one that failed silently
+SUM = awk '/^== / { name = substr($$0, 4) } \
+    /^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$$/ { p += $$1; f += $$3; s += $$5; said = 1; bad = $$3 } \
+    /^exit status/ { if (!said || ($$3 != 0 && !bad)) f += bad = 1; if (bad) print "FAILED: " name; \
+        said = bad = 0 } \
     END { printf "%d passed, %d failed, %d skipped\n", p, f, s; exit f > 0 || p == 0 }' test.log
 VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect
 
@@ -72,23 +77,32 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
 MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 
-# you changed something: everything that can be checked on this machine (about 4 minutes)
+# you changed something: everything that can be checked on this machine (about 4 minutes), two builds
+# or runs at a time, the longest first; what they said is shown when all have ended
+RUNS = $(if $(shell command -v valgrind 2>&1),valgrind) asan native plain words book lines
 test:
-	@rm -f test.log
-	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_words test_book test_avx2 \
-	    test_asan
+	@rm -f test*.log
+	@$(MAKE) --no-print-directory -j2 $(RUNS:%=test_%.log)
+	@cat $(RUNS:%=test_%.log) > test.log; cat test.log
+	@$(if $(filter valgrind,$(RUNS)),,echo "valgrind is not installed: the tests under it were left out";) \
+	    $(SUM)
+
+test_native.log: llm test_native
 	@$(RUN) "optimised build" env LLM="./llm --cpu" ./test_native
+test_plain.log: test_plain
 	@$(RUN) "plain C" ./test_plain --quick
+test_words.log: test_words
 	@$(RUN) "quant.h as on a GPU" ./test_words --quick formats formats_grids \
 	    $(filter metal_kernels, $(ALL))
+test_book.log: test_book
 	@$(RUN) "the plain engine" ./test_book --quick $(filter-out metal_% cli_output cli_numbers, $(ALL))
+test_asan.log: test_asan
 	@$(RUN) "address and undefined behaviour sanitizers" ./test_asan --quick \
 	    $(filter-out metal_models, $(MEMORY))
-	@if command -v valgrind > test.tmp; then $(RUN) "valgrind" $(VALGRIND) \
-	    ./test_avx2 --quick $(filter-out cli_%, $(MEMORY)); fi
+test_valgrind.log: test_avx2
+	@$(RUN) "valgrind" $(VALGRIND) ./test_avx2 --quick $(filter-out cli_%, $(MEMORY))
+test_lines.log:
 	@$(RUN) "line budgets" $(MAKE) --no-print-directory lines
-	@[ -s test.tmp ] || echo "valgrind is not installed: the tests under it were left out"
-	@rm -f test.tmp; $(SUM)
 
 # you have an NVIDIA GPU: the kernels on it (NAME=metal_kernels: that test alone), and how fast they
 # are (NAME=q4_0: the rows with that in their names)

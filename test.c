@@ -784,7 +784,7 @@ static void run_matmul(Pool *p, const Matmul *jobs, int k) {
 static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exact) {
     static const int threads[] = {1, 2, 3, 8};
     float *x = noise_array(n * cols, 1), *out[2], *first[2], *want[2], scale = 0.75f;
-    double power[2] = {0}, worst = 0;
+    double power[2], worst = 0;
     RandomMatrix w[2];
     for (int64_t i = 0; i < n * cols && exact; i++)
         x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
@@ -798,8 +798,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exac
         first[k] = need(n * r * sizeof(float));
         want[k] = need(n * r * sizeof(float));
         plain_matmul(&(Matmul){&w[k].m, x, want[k], n}, need(cols * sizeof(float)));
-        for (int i = 0; i < n * r; i++)
-            power[k] += squares(w[k].f + i % r * cols, cols) * squares(x + i / r * cols, cols);
+        power[k] = squares(w[k].f, r * cols) * squares(x, n * cols);   // of each row with each
     }
     for (int t = 0; t < 4; t += 1 + test.quick) {
         Matmul jobs[2] = {{&w[0].m, x, out[0], n}, {&w[1].m, x, out[1], n}};
@@ -1968,6 +1967,7 @@ static void test_chat_templates(void) {
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
         Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
         const char *want = TEMPLATES[i].want;
+        if (test.quick && !strcmp(want, "!too many steps")) continue;   // the row "too long" stays
         Rendered r;
         Error e = {""};
         bool ok = template_render(text, TALK, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
@@ -2032,6 +2032,7 @@ static struct { int status; const char *out, *err; } cli;
 static void shell(const char *command) {
     const char *within = "llm() { $LLM \"$@\"; }; (%s) </dev/null >$D/out 2>$D/err";
     int status = system(text_of(within, command));
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGINT) raise(SIGINT);   // Ctrl-C ends us, too
     cli.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
     cli.out = read_all(scratch("out"), NULL);
     cli.err = read_all(scratch("err"), NULL);
@@ -2289,8 +2290,8 @@ static void test_cli_terminal(void) {
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
         {"$D/chat.gguf a -n 1", "", "note: --chat answers"},
         {"$S", "", "^llm: no PROMPT given; see --help\r\n$"},
-        {"$S -f golden/story.txt -b 32 -n 1 -t 1", "",
-         "\rprefill 32 of [0-9]+ tokens, [0-9]+ tok/s\r.*\r\033\\[K"}};
+        {"$S 'Once upon a time' -b 2 -n 1 -t 1", "",
+         "\rprefill 2 of 5 tokens, [0-9]+ tok/s\rprefill 4 of .*\r\033\\[K"}};
     write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
     write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
