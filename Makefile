@@ -2,11 +2,11 @@
 
 CC ?= cc
 CFLAGS ?= -O3
-# the CPU this is built on: SIMD is most of the speed, and of AVX-512 compilers use a half if not told
+# the CPU this is built on: SIMD is most of the speed; compilers use half of AVX-512 unless told so
 NATIVE := $(shell for f in "-march=native -mprefer-vector-width=512" -march=native -mcpu=native; do \
     echo 'int x;' | $(CC) $$f -x c -c -o /dev/null - 2>/dev/null && echo $$f && break; done)
-# without trapping math, which changes no result, loops that clamp become vector code; a hot loop that
-# begins within a cache line can be 5 % slower
+# -fno-trapping-math changes no result and lets loops that clamp become vector code; a hot loop that
+# does not begin with a cache line can be 5 % slower
 WARN = -std=gnu11 -Wall -Wextra -fno-trapping-math -falign-loops=64
 LIBS = -lm -lpthread
 ENGINE = llm.c quant.h metal.c kernels.metal
@@ -18,8 +18,8 @@ GPU = $(METAL)
 else ifeq ($(shell uname),Linux)
 GPU = -DLLM_CUDA -ldl
 endif
-# the tests have a GPU in software, on Apple the real one; it takes a compiler that knows half floats
-# and, in C, [[attributes]]
+# the tests use a GPU in software, on Apple the real one: the compiler must know half floats and, for
+# the one in software, [[attributes]] in C
 PROBE = _Float16 x; $(if $(METAL),,void f(int y [[x]]);)
 ifeq ($(shell echo '$(PROBE)' | $(CC) -std=gnu11 -x c -c -o /dev/null - 2>/dev/null && echo yes),yes)
 TEST_LIBS = $(or $(METAL),-DLLM_METAL -rdynamic -ldl) $(LIBS)
@@ -46,9 +46,10 @@ run: llm
 
 # ---- tests ----
 
-# Each build of the tests meets other code: this CPU's SIMD, the same in plain C, quant.h with four
+# Each build of the tests covers other code: this CPU's SIMD, the same in plain C, quant.h with four
 # codes in a word as on a GPU, the plain engine of Part I alone; the first also under sanitizers, and
-# AVX2 under valgrind.
+# AVX2 under valgrind, both with the lines that these name; what they do not read, the rest of -g,
+# takes half of the time to compile.
 test_native: test.c $(ENGINE)
 	$(CC) $(WARN) -O3 $(NATIVE) test.c -o $@ $(TEST_LIBS)
 test_plain: test.c $(ENGINE)
@@ -58,15 +59,19 @@ test_words: test.c $(ENGINE)
 test_book: test.c $(ENGINE)
 	$(CC) $(WARN) -O2 -DLLM_PLAIN test.c -o $@ $(LIBS)
 test_avx2: test.c $(ENGINE)
-	$(CC) $(WARN) -g -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) -g1 -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
 test_asan: test.c $(ENGINE)
-	$(CC) $(WARN) -g -O1 $(NATIVE) $(SANITIZE) test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) -g1 -O1 $(NATIVE) $(SANITIZE) test.c -o $@ $(TEST_LIBS)
 
-# runs a command and notes in test.log what it said
-RUN = run() { echo "== $$1"; shift; { "$$@"; echo "exit status $$?"; } 2>&1 | tee -a test.log; }; run
-# adds up the logs: a run without its count, or one that failed without saying which, is a failure
-SUM = awk '/^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$$/ { p += $$1; f += $$3; s += $$5; said = 1; bad = $$3 } \
-    /^exit status/ { if (!said || ($$3 != 0 && !bad)) f++; said = bad = 0 } \
+# runs a command, says when it begins and how it ends; the rest is in its log
+RUN = run() { name=$$1; shift; echo "$$name ..."; start=$$(date +%s); \
+    { echo "== $$name"; "$$@"; echo "exit status $$?"; } > $@ 2>&1; \
+    echo "$$name:" $$(tail -n 2 $@), $$(($$(date +%s) - start)) s; }; run
+# adds up the logs, and names what failed: also a run without its count, or one that failed silently
+SUM = awk '/^== / { name = substr($$0, 4) } \
+    /^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$$/ { p += $$1; f += $$3; s += $$5; said = 1; bad = $$3 } \
+    /^exit status/ { if (!said || ($$3 != 0 && !bad)) f += bad = 1; if (bad) print "FAILED: " name; \
+        said = bad = 0 } \
     END { printf "%d passed, %d failed, %d skipped\n", p, f, s; exit f > 0 || p == 0 }' test.log
 VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect
 
@@ -75,23 +80,32 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
 MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 
-# you changed something: everything that can be checked on this machine (about 5 minutes)
+# you changed something: everything that can be checked on this machine (about 4 minutes), two builds
+# or runs at a time, the longest first; what they said is shown when all have ended
+RUNS = $(if $(shell command -v valgrind 2>&1),valgrind) asan native plain words book lines
 test:
-	@rm -f test.log
-	@$(MAKE) --no-print-directory -j2 llm test_native test_plain test_words test_book test_avx2 \
-	    test_asan
+	@rm -f test*.log
+	@$(MAKE) --no-print-directory -j2 $(RUNS:%=test_%.log)
+	@cat $(RUNS:%=test_%.log) > test.log; cat test.log
+	@$(if $(filter valgrind,$(RUNS)),,echo "valgrind is not installed: the tests under it were left out";) \
+	    $(SUM)
+
+test_native.log: llm test_native
 	@$(RUN) "optimised build" env LLM="./llm --cpu" ./test_native
+test_plain.log: test_plain
 	@$(RUN) "plain C" ./test_plain --quick
+test_words.log: test_words
 	@$(RUN) "quant.h as on a GPU" ./test_words --quick formats formats_grids \
 	    $(filter metal_kernels, $(ALL))
+test_book.log: test_book
 	@$(RUN) "the plain engine" ./test_book --quick $(filter-out metal_% cli_output cli_numbers, $(ALL))
+test_asan.log: test_asan
 	@$(RUN) "address and undefined behaviour sanitizers" ./test_asan --quick \
 	    $(filter-out metal_models, $(MEMORY))
-	@if command -v valgrind > test.tmp; then $(RUN) "valgrind" $(VALGRIND) \
-	    ./test_avx2 --quick $(filter-out cli_%, $(MEMORY)); fi
+test_valgrind.log: test_avx2
+	@$(RUN) "valgrind" $(VALGRIND) ./test_avx2 --quick $(filter-out cli_%, $(MEMORY))
+test_lines.log:
 	@$(RUN) "line budgets" $(MAKE) --no-print-directory lines
-	@[ -s test.tmp ] || echo "valgrind is not installed: the tests under it were left out"
-	@rm -f test.tmp; $(SUM)
 
 # you have an NVIDIA GPU: the kernels on it (NAME=metal_kernels: that test alone), and how fast they
 # are (NAME=q4_0: the rows with that in their names)
@@ -120,9 +134,9 @@ test-arm:
 tsan:
 	$(CC) $(WARN) -O1 -g -fsanitize=thread test.c -o test_tsan $(TEST_LIBS)
 	./test_tsan metal_kernels
-# you changed what reads files or text: RUNS of hostile ones for each target (apt-get install clang).
-# Decoders stay functions here, and inner loops unobserved, or clang would work on this for long;
-# NULL + 0, the end of an empty list, is let pass.
+# you changed what reads files or text: RUNS hostile inputs for each target (apt-get install clang).
+# Decoders are not inlined here, nor inner loops observed, or clang would take long to compile this;
+# NULL + 0, the end of an empty list, is allowed.
 FUZZ ?= loader vocabulary tokenize detokenize template
 UNSEEN = src:*quant.h fun:transpose fun:float_* fun:*matvec* fun:tile_* fun:int8_* fun:one_* fun:norm \
     fun:read_item fun:read_choice fun:item_length
@@ -239,7 +253,7 @@ scenarios: test_native test_plain
 	    done || exit 1; rm -f $(BENCH_DIR)/llm-bench-*.gguf bench.log; \
 	done; $(PEER_BUILD)
 
-# you wrote much: the budgets of each file, columns, comments, and lines that are packed
+# you wrote a lot: the budgets of each file, columns, comments, and lines that are packed
 define LINES
 function budget(name, n, most) {
     printf "%-52s %5d of %5d%s\n", name, n, most, (n > most ? "  TOO MANY" : "")

@@ -221,7 +221,7 @@ using namespace metal;
 #define shared_memory threadgroup(0)          // elsewhere the word threadgroup is an empty macro
 #endif
 
-// what each kernel is told, behind its buffers, of where a thread is
+// the last arguments of each kernel: where the thread is
 #define PLACE \
     threadgroup float *shared [[shared_memory]], uint tg [[threadgroup_position_in_grid]], \
     uint tid [[thread_index_in_threadgroup]], uint nsg [[simdgroups_per_threadgroup]], \
@@ -252,13 +252,13 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(NORMED)        /* NORM bits, of norm, and of what gemv does to its input first */ \
     X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
     X(BIASES)        /* bit i: matrix i has a bias */ \
-    X(SCALES)        /* bit i: so has each expert's matrix i, as a factor of its own */ \
+    X(SCALES)        /* bit i: each expert's matrix i has a factor of its own */ \
     X(EXPERTS)       /* matrices are those of the experts that were chosen */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* of the gate */ \
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
-    X(VALUE_DIM)     /* of V, too */ \
+    X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(QUERY_HEADS)   /* attention: query heads of a threadgroup */ \
     X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
@@ -492,10 +492,10 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     QUANT_UNROLL for (int i = 0; i < 32; i++) w[i] = d[i / 16] * group_code(q, i) + m[i / 16];
 }
 
-// What a SIMD-group's product takes in: x[cols], maybe by way of xs[X_FLOATS], and of a norm:
-// (x - mean) * scale * w + bias. Of a plain RMSNorm the scale is 1 here, because the sum of squares
-// comes with the product, and the caller divides by its root. Others, norm_first, need mean and
-// scale beforehand.
+// The input of a SIMD-group's product: x[cols], perhaps staged in xs[X_FLOATS], and perhaps normed
+// to (x - mean) * scale * w + bias. For a plain RMSNorm the scale is 1 here, because the product
+// sums the squares as well, and the caller divides by their root. Other norms, for which norm_first
+// is true, need mean and scale beforehand.
 struct row_input {
     device const float *x, *w, *bias;
     int norm, cols;                                       // NORM bits, or 0
@@ -516,7 +516,7 @@ static inline float limited(float x, float limit) {
     return limit > 0.0f ? clamp(x, -limit, limit) : x;
 }
 
-// where number i of a row is: a row may consist of heads, from one to the next `step`
+// where number i of a row is; with a step, the row consists of heads that lie `step` apart
 static inline int row_index(int i, int step) {
     return step > 0 ? i / HEAD_DIM * step + i % HEAD_DIM : i;
 }
@@ -637,7 +637,7 @@ static inline float activation(float x) {
     return r * r;
 }
 
-// stores v in y by way of the soft cap and the epilogue
+// stores v in y, after soft cap and epilogue
 static inline void finish(device float *y, float v, float cap, float other) {
     v = softcap(v, cap);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
@@ -647,7 +647,7 @@ static inline void finish(device float *y, float v, float cap, float other) {
     *y = v;
 }
 
-// do those two take the number in `other`, which the host binds?
+// does the epilogue read `other`, which the host binds?
 static inline bool takes_other(void) {
     return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU;
 }
@@ -723,7 +723,7 @@ kernel void quantize(device const float *x [[buffer(0)]], device float *codes [[
 // 16) from the cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would
 // cost more.
 
-// rows of a unit; with the GLU, those of up are gate's; experts have those of the first matrix
+// rows in a unit; with the GLU or experts, all matrices have as many as the first
 static inline int unit_rows(int format) {
     return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format);
 }
@@ -748,7 +748,7 @@ static inline void gemv_product(int format, int part, int unit, int expert, devi
     }
 }
 
-// y = that, with the epilogue: gate[R] is the GLU's other factor, other[rows] what is added to
+// y = gemv_product's rows, with the epilogue: gate[R] holds the GLU's factors, other[rows] summands
 static inline void gemv_unit(int format, int part, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
@@ -831,7 +831,7 @@ static inline void head_norm(int which, int head, device const float *w, device 
 
 // QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
 // into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
-// cosine and sine of each pair's angle, in double. What qk_norm has seen is within limits.
+// cosine and sine of each pair's angle, in double. qk_norm has already applied the limit.
 static inline void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
@@ -929,8 +929,8 @@ static inline bool lane_has(int e, int dim, uint lane) {
     return 4 * ((int)lane % ROW_LANES + e * ROW_LANES) < dim;
 }
 
-// Adds n rows, of which the lane has two quads each: k[n][2], v[n][2]. A row that is not `seen`
-// counts nothing. As there are several, their products overlap, and o is rescaled only once.
+// Adds n rows, of which the lane has two quads each: k[n][2], v[n][2]. A row that is not `seen` is
+// ignored. As there are several, their products overlap, and o is rescaled only once.
 static inline void softmax_add(int n, thread const half4 *k, thread const half4 *v,
         thread const int *seen, thread const int *far, float slope,
         constant struct attention_args *a, thread struct softmax_state *state) {
@@ -957,8 +957,8 @@ static inline void softmax_add(int n, thread const half4 *k, thread const half4 
 
 // One step through the ring, the rows from r0 on, for all of the threadgroup's queries. Positions
 // come first and tell which rows are seen; then all keys and values are on the way together. What
-// stands in a row that is not seen may be anything, even NaN: some row that is takes its place. Row
-// `slot` is written by this dispatch, perhaps at this moment, and left out.
+// stands in a row that is not seen may be anything, even NaN: a visible row is read in its place.
+// Row `slot` is written by this dispatch, perhaps at this moment, and left out.
 static inline void attention_rows(device const half *k, device const half *v,
         device const int *pos_k, int pos, int slot, int r0, thread const float *slopes,
         constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
@@ -998,7 +998,7 @@ static inline void attention_newest(threadgroup const float *k, device const flo
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
 }
 
-// Merges, through threadgroup memory, the parts of lanes that had other rows, in all SIMD-groups.
+// Merges, through threadgroup memory, the parts of all lanes and SIMD-groups that had other rows.
 // The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and sum of each
 // head to out[n_head][slices][VALUE_DIM + 2].
 static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
@@ -1220,8 +1220,8 @@ static inline void stage_codes(device const float *codes, int token, int k0,
     }
 }
 
-// Where a SIMD-group's 8 x 8 blocks begin: 2 or 4 x 4 (tokens x rows) in a tile, 1 x 2 in a small
-// one
+// Where a SIMD-group's 8 x 8 blocks begin. It has 2 x 4 or 4 x 4 (tokens x rows) of them; in a tile
+// of GEMM_FEW tokens, 1 x 2.
 static inline int tile_down(void) { return TILE_TOKENS > GEMM_FEW ? TILE_TOKENS / 16 : 1; }
 static inline int tile_across(void) { return TILE_TOKENS > GEMM_FEW ? 4 : 2; }
 static inline int tile_token(int i, uint sg) {
@@ -1296,7 +1296,7 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
 }
 
 // y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
-// for which other[tokens][rows] is, and y1 and y2 likewise if there are matrices W1 and W2 of the
+// which may read other[tokens][rows]; likewise y1 and y2, if there are matrices W1 and W2 for the
 // same x (Q, K and V).
 // Grid: tiles of TILE_TOKENS x GEMM_ROWS outputs; those of the same rows are neighbours, so that
 // weights come from memory about once per chunk. In each step all threads decode two groups of 64
@@ -1304,9 +1304,9 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
 // of x and 4 to 9 KB of W, some 25 FLOP a byte from the cache.
 // INT8 takes codes of activations from quantize, and tiles of GEMM_SOME tokens. Neither Metal nor
 // CUDA's common words have a dot product of bytes: four products take four multiplications and the
-// unpacking, where a matrix of half does 16 or more in that time. So it is off unless asked for.
+// unpacking, where a matrix of half does 16 or more in that time. So it is off by default.
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
-// and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: so is x in that of y.
+// and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
 kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
@@ -1391,7 +1391,7 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
 }
 
 // The first tile after r0 of which any query sees a key; `key` becomes the position in its row
-// `lane`, and `ahead` that in the tile behind it, asked for before it is needed.
+// `lane`, and `ahead` that in the tile behind it, which is loaded before it is needed.
 static inline int flash_next(device const int *pos_k, int r0, int first, int last, uint lane,
         constant struct attention_args *a, thread int *key, thread int *ahead) {
     bool seen = false;
@@ -1630,7 +1630,7 @@ kernel void choose_experts(device float *route [[buffer(0)]],
 }
 
 // y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
-// is a shared expert, its product is added, `weighed`: times the sigmoid of what its router said.
+// is a shared expert, its product is added, times the sigmoid of its router's product if `weighed`.
 // Grid: a SIMD-group for each unit of rows, so that nobody else adds to them.
 kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const uchar *shared_down [[buffer(1)]], device const float *bias0 [[buffer(2)]],
@@ -1721,7 +1721,7 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
 //   norm (of each head, times silu(z)) | gemv (added to x)
 
 // The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which come
-// from the state, and then the chunk's; what comes of token t takes the place of row t. The taps
+// from the state, and then the chunk's; the result of token t takes the place of row t. The taps
 // are [channels][past + 1]. Grid: a thread for each channel, so that neighbours read neighbours and
 // nobody else needs what it writes.
 kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],

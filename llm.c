@@ -4,8 +4,8 @@
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
 // Part I is the engine and the first sitting: a token's whole way, from the file to the next word,
-// in plain C. What the other parts add or make fast stands there as a prototype, and the two large
-// ones in a plain version: `cc -DLLM_PLAIN llm.c -lm` runs every model on these alone.
+// in plain C. It declares what other parts add or speed up, and has plain code for the two large
+// ones, matrix product and attention: `cc -DLLM_PLAIN llm.c -lm` runs every model on that code.
 //
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
@@ -16,9 +16,9 @@
 //   V    main          30 the command line, 31 conversations, 32 modes; an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
-// of the residual stream, hd = width of a head, ff = width of the feed-forward layer; m the Model,
-// c its Config, w its weights at hand, s the Session, e the Error. Shapes are written outermost
-// first: x [n][dim] is n rows of dim floats.
+// of the residual stream (the vector per token that all layers add to), hd = width of a head, ff =
+// width of the feed-forward layer (FFN); m Model, c its Config, w weights (a Layer or a Matrix),
+// s Session, e Error. Shapes are written outermost first: x [n][dim] is n rows of dim floats.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c". What a program calls is
 //
@@ -26,15 +26,15 @@
 //   void model_close(Model *)                    is read-only afterwards: sessions may share it
 //   bool session_open(Session *, const Model *, Options, Error *)
 //   void session_close(Session *)                a Session owns its threads, KV cache and scratch
-//   const float *session_eval(Session *, ids, n, Error *)    logits after ids[n-1]; NULL: error.
-//                                                ids is the whole history: what the cache holds
-//                                                of it is reused. Valid until the next call
+//   const float *session_eval(Session *, ids, n, Error *)    logits, a score for each id that may
+//                                                come next, valid until the next call; NULL: error.
+//                                                ids: the whole history; its cached part is reused
 //   int32_t session_sample(Session *, logits)    draws the next id as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, on_token, ctx, Error *)
 //   tokenize, detokenize, template_render        see Part III
 //
-// close accepts zeroed and half-opened structs. Nothing before Part V exits or prints, but for the
-// one note of a GPU that leaves the work to the CPU.
+// close accepts zeroed and half-opened structs. Only Part V exits or prints, except for the one
+// note that says the GPU has left the work to the CPU.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #include <assert.h>
 #include <errno.h>
@@ -83,8 +83,8 @@ typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, 
 
 static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.s, b, a.n); }
 
-// Looks for a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a
-// star. Returns what stands behind the word: a star, a blank or the end; NULL if it is not there.
+// Finds a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a star.
+// Returns a pointer behind it, to a star, a blank or the end; NULL if the list lacks the word.
 static const char *find_str(Str word, const char *words) {
     for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
@@ -119,8 +119,8 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // free(id) when done
 //   padding, and the data of all tensors
 //
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
-// at the end of a step is enough; each count is bounded by the bytes that could hold so many; each
-// tensor must lie inside the file. Nothing is copied: strings and weights are pointers into it.
+// at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
+// must lie inside the file. Nothing is copied: strings and weights are pointers into it.
 
 enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STR,
        GGUF_ARR, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
@@ -142,7 +142,7 @@ typedef struct {
 
 typedef struct { const uint8_t *p, *end; bool bad; } Cursor;
 
-// the next n bytes; NULL where the file ends before them, and from then on
+// the next n bytes; NULL if fewer are left, and for every call after that
 static const void *take(Cursor *c, uint64_t n) {
     if (n > (uint64_t)(c->end - c->p)) c->bad = true;
     if (c->bad) return NULL;
@@ -217,7 +217,7 @@ static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile
     return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
 }
 
-// finds the tensor's bytes, all in the map; offsets count from `start`
+// points t->data at the tensor's bytes, which must lie in the map; offsets count from `start`
 static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, Error *e) {
     size_t at = t->offset;
     double size = tensor_bytes(t), room = (double)map->size - start - at;
@@ -264,7 +264,7 @@ static double meta_float(const Meta *m, uint64_t i) {
     }
 }
 
-static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped: counts are checked by their users
+static int64_t meta_int(const Meta *m, uint64_t i) {   // clamped; callers check the range
     return fmin(fmax(meta_float(m, i), -1e15), 1e15);
 }
 
@@ -303,7 +303,7 @@ static void gguf_close(Gguf *g) {
     *g = (Gguf){0};
 }
 
-// Reads part i of a model: the tensors of all parts are collected, the metadata of part 0 alone.
+// Reads part i of a model and adds its tensors; metadata is kept from part 0 alone.
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
     Cursor c = {map->base, map->base + map->size, false};
@@ -364,7 +364,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
         maps[g->n_maps++] = (Map){0};
         if (!map_file(&maps[i], name, &why) || !gguf_read(g, &maps[i], i, &why))
             return fail(e, "%s: %s", name, why.text);
-        count = larger(gguf_int(g, "split.count", 1), 1);   // 0 remains where parts were merged
+        count = larger(gguf_int(g, "split.count", 1), 1);   // merged parts leave a 0
         if (count < 1 || count > 99999) return fail(e, "%s: split.count is out of range", path);
         snprintf(tail, sizeof tail, "-00001-of-%05d.gguf", (int)count);
         stem = larger(strlen(path), strlen(tail)) - strlen(tail);
@@ -377,17 +377,17 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 
 // ---- 3. model ----
 //
-// Two tables and a file's tensors say what a model is. A row of ARCHS tells how architectures
-// differ from a plain Llama; KEYS, which numbers a file gives and who reads them; the tensors, the
-// rest (biases, QK norms, post-norms, fused QKV or gate-up, experts, sinks, tied output). To add an
-// architecture: read the values off its reference implementation, add its name to the row that has
-// them, or a row, and run `./llm model.gguf --info`. A number under a new key gets a row in KEYS, a
-// tensor under a new name a line in the load_ function of its block. Then add one line to test.c.
-// RoPE pairing is the usual mistake, and position 0 cannot show it.
-// Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models: the logits
-// agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
+// Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
+// differs from a plain Llama. KEYS lists the numbers that a file gives and who reads them. Which
+// tensors there are says the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts,
+// sinks, tied output). To add an architecture: read the values off its reference implementation,
+// add its name to a row that has them, or a new row, and run `./llm model.gguf --info`. A number
+// under a new key gets a row in KEYS, a tensor under a new name a line in its block's load_
+// function. Then add one line to test.c. RoPE pairing is the usual mistake, and position 0 cannot
+// show it. Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models:
+// logits agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
 
-enum { RMS, LAYERNORM, BARE };                // norm: RMSNorm, LayerNorm, and that without weights
+enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
 enum {
@@ -403,7 +403,7 @@ enum {
     MUP = 512,             // scales follow from width and depth where the file does not say
     SCALE_BY_DIM = 1024,   // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
     ALIBI_8 = 2048,        // ALiBi with a largest bias of 8
-    ENCODER = 4096,        // sees the whole text; norms stand after the residual
+    ENCODER = 4096,        // sees the whole text; norms follow the residual sum
     DELTA_TILED = 8192,    // value head h reads key head h % n_key, not h / (n_value / n_key)
     GATES_NORMED = 16384,  // weights of the chosen experts are divided by their sum
     GATES_SIGMOID = 32768, // the router's logits pass a sigmoid where the file does not say
@@ -417,7 +417,7 @@ typedef struct {
     uint16_t flags;
     uint8_t local;                // every local-th layer sees all, others a window; 0: no windows
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
-    uint8_t n_layer;              // the row is for the size with so many layers; 0: any other
+    uint8_t n_layer;              // the row is for models of this many layers; 0: for any
 } Arch;
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
@@ -464,18 +464,18 @@ typedef struct {
     char name[32];                             // of the architecture
     const Arch *arch;                          // its row
     bool verified;                             // it has a star
-    int n_layer, n_predict;                    // layers that run; for multi-token prediction
-    int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: of layer 0; hd, vd: width of its q and v
+    int n_layer, n_predict;                    // layers; those to predict further tokens do not run
+    int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: in layer 0; hd, vd: width of a head's q, v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
-    float temp_scale;                          // of queries beyond n_ctx_orig (Ministral 3)
+    float temp_scale;                          // scales queries beyond n_ctx_orig (Ministral 3)
     int window;                                // of layers that have one
     int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
     float rope_base, rope_base_local, rope_alpha, rope_factor, rope_attn;
     bool yarn;
     float yarn_fast, yarn_slow, yarn_log;
     int n_ctx_orig;                            // context length before RoPE scaling
-    int n_expert, n_used, n_group;             // of n_expert a token uses n_used
+    int n_expert, n_used, n_group;             // a token uses n_used of n_expert experts
     int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
     float gates_scale;
     int parallel;                              // attention and FFN read the same stream
@@ -489,7 +489,7 @@ typedef struct {
     int type;                                  // ggml's number of the format
     int64_t rows, cols;
     const float *bias;                         // [rows], of all experts, or NULL
-    const float *scale;                        // a factor for the product, one an expert, or NULL
+    const float *scale;                        // factor of the product, one per expert, or NULL
     size_t step;                               // bytes from one expert's matrix to the next
 } Matrix;
 
@@ -507,18 +507,18 @@ typedef struct {
     const float *sinks, *router_bias;          // [n_head]; [n_expert], for the choice only
     Matrix gate, up, down;                     // dense FFN, or all experts' with step
     Matrix router, shared_gate, shared_up, shared_down, shared_router;
-    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, if conv_in (q, k, v) is
+    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, where there is a conv_in
     const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
     Norm delta_norm;
 } Layer;
 
-// What a file says in numbers, under its architecture's name: "llama.block_count".
+// A number that a file gives under its architecture's name, such as "llama.block_count".
 typedef struct {
     const char *key;
-    enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, maybe one a layer
-    size_t at;               // the field of Config, or of Layer
+    enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, or one per layer
+    size_t at;               // offset of the field in Config, or in Layer
     double low, high;        // the range; a key whose default lies below `low` must be in the file
-    const char *archs;       // who reads it (NULL: all do); those with a star must find it
+    const char *archs;       // that read it (NULL: all); those with a star require it
 } Key;
 
 #define INT(field) KEY_INT, offsetof(Config, field)
@@ -587,7 +587,7 @@ typedef struct {
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
     Norm embd_norm, out_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
-    Map *owned;                                // [n_owned] copies: f32 vectors, rows reordered
+    Map *owned;                                // [n_owned] vectors that were converted to f32
     size_t n_owned;
     struct Tokenizer *tokenizer;
 } Model;
@@ -595,7 +595,7 @@ typedef struct {
 // ---- 4. loading ----
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
-// cannot fail. Only the first error counts; later lookups return nothing: check once, at the end.
+// cannot fail. After the first error all lookups find nothing, so one check at the end is enough.
 
 typedef struct {
     Model *m;
@@ -639,7 +639,7 @@ static void load_keys(Loader *ld, void *to, bool layer) {
             refuse(ld, "key %.*s.%s is %.15g, expected %.15g to %.15g", STR_ARG(arch), k->key, x,
                    k->low, k->high);
         else if (k->kind != KEY_REAL) *whole = x;
-        else if (x != 0) *real = x;   // 0 is as good as no key
+        else if (x != 0) *real = x;   // 0 counts as no key
     }
 }
 
@@ -654,7 +654,7 @@ static void need_data(Loader *ld, const void *data, const char *name, const char
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-static void *own(Loader *ld, size_t size) {   // as long as the model lives; a GPU can share it
+static void *own(Loader *ld, size_t size) {   // pages that live with the model, for a GPU to share
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
@@ -664,7 +664,7 @@ static void *own(Loader *ld, size_t size) {   // as long as the model lives; a G
     return v;
 }
 
-// n floats; 0: however many there are
+// a vector of n values (0: of any length), in the file or converted to f32; NULL: there is none
 static const float *load_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
     const Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
@@ -678,7 +678,7 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-// n weights: for all heads one vector [n], one each [heads][n], or one over all [heads * n]
+// weights [n] shared by all heads, [heads][n] with each its own, or [heads * n] over all at once
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     const Tensor *t = find_tensor(ld, name, ".weight");
     bool by_head = t && t->ne[0] == n;
@@ -711,7 +711,7 @@ static Matrix need_matrix(Loader *ld, const char *name, int cols, int rows, int 
     return w;
 }
 
-// rows first .. first+rows-1 of w; of each expert, if w has several
+// rows first .. first+rows-1 of w, or of each expert's matrix in it
 static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     if (w.data) w.data += first * quant_row_bytes(w.type, w.cols);
     if (w.bias) w.bias += first;
@@ -721,7 +721,7 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// n matrices over the residual stream: one below the other in one tensor, or each in its own
+// n matrices whose input is the residual stream: stacked in one tensor, or each in its own
 static void load_fused(Loader *ld, const char *name, int n_expert, const Slice *part, int n) {
     int cols = ld->m->config.dim, rows = 0, at = 0;
     for (int i = 0; i < n; i++) rows += part[i].rows;
@@ -799,8 +799,8 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
     else load_ffn(ld, w);
-    // Which layers see a window only: the pattern is a period, of which the last layer sees all, or
-    // a yes or no for each layer. Some models rotate only there; others leave out every n-th layer.
+    // Which layers see only a window: the key is a period, whose last layer sees all, or an array
+    // of yes and no. Some models use RoPE in windowed layers only, some not in every n-th layer.
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
     bool each = key && key->type == GGUF_ARR, every = !each && !w->pattern;
     bool local = windows && (each ? w->pattern : every || ld->l % w->pattern < w->pattern - 1);
@@ -830,7 +830,7 @@ static bool load_arch(Loader *ld) {
     return ld->ok;
 }
 
-// What the architecture's row implies, where sizes are known; the file may say otherwise.
+// Sets what the architecture's row implies, given the sizes; the file may still override it.
 static void imply_config(Config *c) {
     int flags = c->arch->flags;
     bool mup = flags & MUP;
@@ -875,7 +875,7 @@ static void derive_config(Loader *ld) {
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
-    if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slower angles, the lowest ones most
+    if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
     if (c->n_rot % 2 || c->n_rot > c->hd || !(c->rope_base > 0 && c->rope_base_local > 0))
         refuse(ld, "RoPE: %d dimensions of %d at base %g", c->n_rot, c->hd, c->rope_base);
@@ -884,13 +884,13 @@ static void derive_config(Loader *ld) {
 static void load_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->pooling = -1;
-    *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no guess would be right
+    *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no default: the file must have it
     c->rope_base = 10000;
     c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
     c->yarn_fast = 32;
-    load_keys(ld, c, false);       // the sizes, from which
-    if (ld->ok) imply_config(c);   // the row implies more,
-    load_keys(ld, c, false);       // and again: what the file says counts
+    load_keys(ld, c, false);       // first the sizes
+    if (ld->ok) imply_config(c);   // then what the row implies
+    load_keys(ld, c, false);       // then the file again, which overrides the row
     if (ld->ok) derive_config(ld);
 }
 
@@ -932,13 +932,13 @@ typedef struct {
 } Sampling;
 
 typedef struct {
-    int window, chunk, threads, keep;   // 0: default
+    int window, chunk, threads, keep;   // 0: default. -c, -b, -t, --keep
     bool cpu, gpu_block, gpu_int8;      // no GPU; on it: a layer in one dispatch, int8 prefill
     Sampling sampling;                  // no defaults; all 0 is greedy
 } Options;
 
-// What one layer remembers of the tokens before: attention its keys and values, in a ring of rows;
-// the delta rule a state of fixed size.
+// What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
+// rows; for the delta rule a state of fixed size.
 typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
@@ -954,18 +954,18 @@ typedef struct Session {
     void *kv_base, *scratch_base;   // two mappings
     size_t kv_bytes, scratch_bytes;
     Cache *cache;               // [n_layer]
-    float *recurrent, *saved;   // all conv and state buffers; a copy from before saved_pos
+    float *recurrent, *saved;   // all layers' conv and state; a copy made at saved_pos
     size_t n_recurrent;
     int saved_pos;
-    Tokens history;             // in the caches; session_generate may store one more at [n]
+    Tokens history;             // whose rows the caches hold; [n]: room for one more
     uint64_t rng;
-    // or NULL: before each chunk and at the end; done of n are there, some reused; false interrupts
+    // NULL, or called before each chunk and at the end: `done` of n tokens are cached; false stops
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx, *gpu;            // for on_chunk; the GPU's own
-    // what forward is at
+    // what forward is working on
     const int32_t *ids;         // [n] tokens of this chunk
     int n, pos, l;              // how many, position of the first, layer
-    // buffers: n = up to chunk rows
+    // buffers; n: at most a chunk
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
     float *angles[2];           // [n][n_rot] cos, sin pairs: whole context, windowed layers
@@ -976,32 +976,32 @@ typedef struct Session {
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
-    int32_t *chosen, *order;    // [n][n_used] experts; numbers of these choices, by expert
+    int32_t *chosen, *order;    // [n][n_used] experts; indices of these, sorted by expert
     float *weight;              // [n][n_used] of the chosen experts
     float *logits;              // [LOGIT_ROWS][n_vocab]
     struct Candidate *candidates;   // [n_vocab] for the sampler
     float *slopes;              // [n_head] ALiBi
-    Arena calls;                // for matmul and attention, during a call
+    Arena calls;                // scratch of matmul and attention
 } Session;
 
 // ---- 6. what the other parts provide ----
 //
-// Part I knows the others by these prototypes, and by load_delta and load_experts above. What the
-// two large ones compute, plain_matmul and plain_attention say; Part IV computes the same, fast.
+// Part I knows the others by these prototypes, and by load_delta and load_experts above.
+// plain_matmul and plain_attention define what the two large ones compute; Part IV does it fast.
 
-// Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, with the same ctx and `of`,
-// which say what to work on, in any order; `thread` tells which buffers are the task's own.
+// Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, in any order, on several
+// threads. ctx and `of` say what to work on, `thread` which thread's buffers the task may use.
 typedef struct { void *ctx; const void *of; int i, thread; } Task;
 typedef void TaskFn(Task t);
 
-static int count_cpus(void);           // that this process should use
+static int count_cpus(void);           // how many this process should use
 static Pool *pool_open(int threads);   // NULL: so many threads cannot be started
 static void pool_close(Pool *p);       // NULL is fine
 static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   // waits for all
 
-// Products (Part IV), up to MAX_JOBS in one call.
+// Matrix products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
-enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // of gate and up in one call
+enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // an expert: gate and up
 
 static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
     quant_dequantize(w->type, w->data + r * quant_row_bytes(w->type, w->cols), out, w->cols);
@@ -1022,8 +1022,8 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     }
 }
 
-// All jobs of a call at once: they may share x. Scratch is taken from the arena and returned; an
-// arena that only counts gets the count, and nothing is computed.
+// Runs k jobs together; they may share x. Scratch is taken from the arena and given back. With an
+// arena that only counts, the scratch is counted and nothing is computed.
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
 // Attention (Part IV).
@@ -1039,8 +1039,8 @@ typedef struct {
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 
-// Does a query see a key? Of the past a window of tokens, its own among them, and the first `keep`,
-// which are pinned. There is no branch, so that loops over it become vector code.
+// Does a query see a key (both are positions; key -1: an empty row)? It sees a window that ends
+// with itself, and the first `keep` keys, which are pinned. No branch: loops become vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int past = (key <= query) & ((query - key < a->window) | (key < a->keep));
     return (key >= 0) & (past | (a->causal == false));
@@ -1076,7 +1076,7 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
     }
 }
 
-static void attention(Pool *p, Arena *a, const Attention *x);   // memory: as matmul
+static void attention(Pool *p, Arena *a, const Attention *x);   // scratch: as matmul
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
 // More mixers (Part II) read s->h and leave their result in s->out.
@@ -1090,8 +1090,8 @@ static bool tokenizer_load(Model *m, Error *e);    // m->tokenizer, which needs 
 static void tokenizer_close(struct Tokenizer *t);
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
-// A GPU (metal.c) takes a whole model, on the same buffers; false: the CPU is to do it.
-// gpu_forward makes logits, too, of up to LOGIT_ROWS rows from `first` on; gpu_logits of more.
+// A GPU (metal.c) runs the whole model on these buffers; false: use the CPU. gpu_forward also
+// makes the logits of up to LOGIT_ROWS rows, from row `first` on; gpu_logits makes further ones.
 static void gpu_open(Session *s);
 static void gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
@@ -1103,8 +1103,8 @@ static void gpu_store(Session *s);   // positions and recurrent states have chan
 //
 // What happens between the matrix products, on one token's row at a time.
 
-static const float MAGIC = 12582912.0f;   // 1.5 * 2^23. The bits of x + MAGIC are
-enum { MAGIC_BITS = 0x4b400000 };         // these plus x, rounded to an integer
+static const float MAGIC = 12582912.0f;   // 1.5 * 2^23. A sum x + MAGIC has the bits
+enum { MAGIC_BITS = 0x4b400000 };         // MAGIC_BITS + x, where x is rounded to an integer
 
 // exp to 1e-7: 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. 0 below -87.7,
 // infinite above 88.4. No call and no branch, so that loops over it become vector code.
@@ -1137,9 +1137,9 @@ static float sum16(const float *x, int n, float mean, bool squares) {
     return sum;
 }
 
-// RMSNorm (arXiv 1910.07467), x / sqrt(mean(x^2) + eps) * w, or LayerNorm, which takes the mean off
-// first and adds a bias; of each group of `group` values of x [n] by itself. The weights w [w->n]
-// serve every group, or each its own part.
+// RMSNorm (arXiv 1910.07467), x / sqrt(mean(x^2) + eps) * w, or LayerNorm, which subtracts the mean
+// first and adds a bias. Each w->group values of x [n] (0: all n) are normed by themselves. There
+// are w->n weights: as many as a group has, which all groups share, or n.
 static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
     int group = w->group ? w->group : n;
     for (int g = 0; g < n; g += group, x += group, out += group) {
@@ -1163,7 +1163,7 @@ QUANT_INLINE void rope(float *x, const float *turn, int n_rot, int pairing) {
     }
 }
 
-// out = act(gate) * up over n values; act(up) where there is no gate
+// out = act(gate) * up, or act(up) without a gate. QUANT_INLINE: a constant act gets its own loop
 QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
@@ -1180,7 +1180,7 @@ QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, in
 }
 
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == SILU) activate_as(out, gate, up, n, SILU);   // a constant: a loop of its own
+    if (act == SILU) activate_as(out, gate, up, n, SILU);   // four constants, four loops
     else if (act == GELU) activate_as(out, gate, up, n, GELU);
     else if (act == RELU2) activate_as(out, gate, up, n, RELU2);
     else activate_as(out, gate, up, n, SWIGLU_OAI);
@@ -1196,11 +1196,11 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 
 // ---- 8. forward ----
 //
-// Prefill and decode are this one function: n tokens at positions pos .. pos+n-1 through all
-// layers, leaving the residual stream in s->x. Each block reads a normed copy of the stream, s->h,
-// and leaves in s->out what is to be added to the stream. With n = 1 the products are matrix x
-// vector. Other steps go row by row, a task for each token; none runs where products and attention
-// only count the memory that they take.
+// Prefill (a chunk of the prompt) and decode (one new token, matrix times vector) are one function:
+// n tokens at positions pos .. pos+n-1 pass all layers, and the residual stream is left in s->x.
+// Each block reads a normed copy of the stream, s->h, and leaves in s->out what is added to the
+// stream. Besides products and attention all steps go row by row, a task for each token. While
+// s->calls only counts scratch (see plan_calls), each_row does nothing.
 
 static void each_row(Session *s, TaskFn *fn, const void *of, int n) {
     if (s->calls.base) parallel(s->pool, fn, s, of, n);
@@ -1246,8 +1246,8 @@ static void norm_row(Task t) {
     else memcpy(h, x, c->dim * sizeof *h);
 }
 
-// Between two blocks: x += post_norm(out) of the one (an encoder has x = post_norm(x + out)), then
-// h = norm(x) for the other. Parallel layers' two blocks read the same x: there the norm is first.
+// After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
+// the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
 typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // norm NULL: h stays
 static void between_row(Task t) {
     Session *s = t.ctx;
@@ -1267,7 +1267,7 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-// norms and rotates a token's q and k, caches its k and v: of all heads, or one of *t.of parts
+// norms and rotates a token's q and k, caches its k and v; all heads, or one of *t.of equal parts
 static void qkv_part(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
@@ -1309,7 +1309,7 @@ static void attention_block(Session *s) {
     const Cache *kv = &s->cache[s->l];
     int n = s->n;
     bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
-    // one token has a task for each KV head, unless a norm spans heads or has weights for each
+    // one token is split into a task per KV head, unless a norm spans heads or differs between them
     bool apart = (!w->q_norm.w || w->q_norm.n == c->hd) && (!w->k_norm.w || w->k_norm.n == c->hd);
     int parts = n == 1 && apart ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
@@ -1399,7 +1399,7 @@ static void output_logits(Session *s, int first, int n) {
 // and that alone decides who sees it. Keys were rotated by it, so nothing moves when the ring
 // wraps, and generation goes on past any limit but that of learned positions.
 
-static bool tokens_room(Tokens *t, size_t n) {   // for n in all
+static bool tokens_room(Tokens *t, size_t n) {   // for n tokens in all
     if (n <= t->room) return true;
     size_t room = larger(n, 2 * t->room);
     int32_t *id = realloc(t->id, room * sizeof *id);
@@ -1415,7 +1415,7 @@ bool tokens_add(Tokens *t, int32_t id) {
     return true;
 }
 
-// Radians per position of each pair, freq [n_rot/2]; returns a factor on the cosines and sines.
+// Sets freq [n_rot/2], radians per position of each pair; returns a factor for cosines and sines.
 // Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
 // factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
 // 2309.00071). In double: at position 100,000 a float angle is off by 0.005.
@@ -1427,13 +1427,13 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
     const float *divide = m->freqs                 ? m->freqs
                           : window > c->n_ctx_orig ? m->freqs_long
                                                    : m->freqs_short;
-    double ends[2] = {c->yarn_fast, c->yarn_slow};   // in turns; then the pairs that turn so often
+    double ends[2] = {c->yarn_fast, c->yarn_slow};   // turns; then the pairs that make them
     for (int i = 0; i < 2; i++)
         ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
     double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
     for (int i = 0; i < c->n_rot / 2; i++) {
         double plain = pow(base, -2.0 * i / c->n_rot) / (divide ? divide[i] : 1);
-        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: as it was
+        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
@@ -1441,8 +1441,8 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
 }
 
 // ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
-// powers of one ratio: 2^(-max_bias * (h + 1) / n). Other numbers of heads: the first 2^k as if
-// they were all, the rest from the sequence of twice as many, of which they take every other one.
+// powers of one ratio: 2^(-max_bias * (h + 1) / n). Of any other number, the first 2^k heads have
+// these slopes, and the rest every other one of the sequence for 2^(k+1) heads.
 static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int whole = 1;
     while (2 * whole <= n_head) whole *= 2;
@@ -1477,7 +1477,7 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
-// What matmul and attention take at most: forward runs dry, for one token and for a chunk.
+// The most scratch that matmul and attention take: forward counts it for one token and for a chunk.
 static size_t plan_calls(Session *s) {
     s->calls = (Arena){0};
     for (int n = 1, k = 0; k < 2; k++, n = s->o.chunk) {
@@ -1613,12 +1613,12 @@ static bool rows_resident(const Session *s, int p) {
     return true;
 }
 
-// Cuts the caches back to the longest beginning of ids [n] that they can serve, and returns its
-// length: `from` at most, as the rows from there on are asked for.
+// Cuts the caches back to the longest prefix of ids [n] that can be reused, and returns its length,
+// which is `from` at most: the caller wants the rows of the tokens from there on.
 //
-//   decode          ids is the history and one more token: nothing is to be done
-//   prefix reuse    they begin alike: the history is cut back to where they part
-//   full prefill    nothing is alike, or rows that would be needed were overwritten
+//   decode          ids is the history and one more token: there is nothing to cut
+//   prefix reuse    both begin alike: the history is cut back to where they differ
+//   full prefill    nothing is alike, or rows that are still needed were overwritten
 //
 // A recurrent state cannot be cut back, only replaced by its snapshot. What an encoder made of a
 // token depends on those behind it, and cannot be reused at all.
@@ -1636,7 +1636,7 @@ static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
 
 typedef bool OnRow(void *ctx, int i, const float *row);   // of token i; false stops
 
-static bool all_nan(const float *x, int n) {   // where nothing can be chosen or pooled
+static bool all_nan(const float *x, int n) {   // then nothing can be chosen or pooled
     while (n > 0 && isnan(x[n - 1])) n--;
     return n == 0;
 }
@@ -1657,8 +1657,8 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     return true;
 }
 
-// Evaluates ids [n], reusing what the cache holds, and hands out the logits (or, hidden, the normed
-// residual stream) of the tokens from .. n-1, in order.
+// Evaluates ids [n], reusing what the caches hold, and calls fn with the logits (if `hidden`, with
+// the normed residual stream) of the tokens from .. n-1, in order.
 static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hidden, OnRow *fn,
                         void *ctx, Error *e) {
     const Config *c = &s->m->config;
@@ -1669,7 +1669,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
     int reused = session_reuse(s, ids, n, from), count;
     bool save = s->n_recurrent && n - reused > 1;
     for (int p = reused; p < n; p += count) {
-        int left = n - p, first = from > p ? from - p : 0;   // row of this chunk
+        int left = n - p, first = from > p ? from - p : 0;   // the first row that fn gets
         count = left < s->o.chunk ? left : s->o.chunk;
         if (save && left > 1 && count == left) count--;      // stop once before the last token
         if (save && left == 1) {
@@ -1682,9 +1682,9 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
         bool gpu = gpu_forward(s, ids + p, count, p, hidden ? count : first);
         if (!gpu) forward(s, ids + p, count, p);
         if (gpu && hidden) gpu_fetch(s, s->x, (size_t)count * c->dim * sizeof *s->x);
-        memmove(s->history.id + p, ids + p, count * sizeof *ids);   // or to itself
+        memmove(s->history.id + p, ids + p, count * sizeof *ids);   // ids may be the history itself
         s->history.n = p + count;
-        for (int i = first; i < count; i++) {   // logits are made of LOGIT_ROWS rows at once
+        for (int i = first; i < count; i++) {   // LOGIT_ROWS rows of logits at a time
             int at = (i - first) % LOGIT_ROWS;
             int rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
             if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
@@ -1720,8 +1720,8 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return x->logit == y->logit ? (x->id > y->id) - (x->id < y->id) : x->logit < y->logit ? 1 : -1;
 }
 
-// Brings the k best of n to the front, in order. Whatever is not worse than the k-th best so far is
-// gathered behind it; when there are k of these, all 2k are sorted, and the k best stay.
+// Brings the k best of n to the front, in order. Candidates not worse than the k-th best so far are
+// gathered behind the first k; when there are k of them, all 2k are sorted, and the k best stay.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
@@ -1738,8 +1738,8 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
 }
 
 // Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
-// ones multiplied. An id counts once, however often it stands there: what is done is marked by a
-// negative id until the end. c[i].id == i on entry.
+// ones multiplied. An id counts once, however often it occurs: a candidate that is done has the id
+// -1 until the end. On entry c[i].id == i.
 static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
     for (int i = 0; i < n_last; i++) {
         if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
@@ -1750,12 +1750,12 @@ static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_la
         if ((size_t)last[i] < n) c[last[i]].id = last[i];
 }
 
-// below 1 the weights become sharper, above 1 flatter
+// a temperature below 1 makes the distribution sharper, one above 1 flatter
 static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-// the k best; each of these three returns how many are left
+// keeps the k best; this and the next two return how many are left
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k >= n) return n;
     sort_top(c, n, k);
@@ -1778,7 +1778,7 @@ static size_t weigh(const Candidate *c, size_t n, double enough, double *sum) {
     return i;
 }
 
-// the fewest best candidates that hold a share p of the probability
+// keeps the fewest of the best that together have a share p of the probability
 static size_t sample_top_p(Candidate *c, size_t n, float p) {
     if (p >= 1) return n;
     double total, sum;
@@ -1824,7 +1824,7 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
     n = sample_top_k(c, n, o->top_k);
     n = sample_top_p(c, n, o->top_p);
     n = sample_min_p(c, n, o->min_p);
-    weigh(c, n, INFINITY, &total);   // where a random part of all weight is reached
+    weigh(c, n, INFINITY, &total);   // then draws a point below that total
     return c[weigh(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
@@ -1848,7 +1848,7 @@ void model_close(Model *m) {
     *m = (Model){0};
 }
 
-// the file, its tokenizer and, unless they are not wanted, its weights
+// opens the file, its tokenizer and, if wanted, its weights
 static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){0};
@@ -1859,9 +1859,9 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
 
 bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
-// Generates up to n_predict ids (-1: no limit) after ids [n]; on_token gets each, returning false
-// to stop. An end-of-generation id ends it and is not handed out. A generated id is put behind the
-// session's history, and evaluated with it to get the next one.
+// Generates up to n_predict ids (-1: no limit) after ids [n]; on_token gets each, and returns false
+// to stop. An end-of-generation id ends it and is not handed out. A generated id is stored behind
+// the session's history, and evaluated with it to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
     for (; n_predict != 0; n_predict -= n_predict > 0) {
@@ -1877,13 +1877,13 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 
 // ==== Part II: more mixers =======================================================================
 //
-// What else may stand between a norm and the residual: a gate on attention, experts in the place of
-// the FFN, the gated delta rule in the place of attention.
+// What else may stand between a norm and the residual: a gate on attention, experts instead of the
+// FFN, the gated delta rule instead of attention.
 
 // ---- 12. gated attention ----
 //
-// What a head found is multiplied by sigmoid(gate), one gate a value. The rows of the projection
-// are query and gate of the first head, of the second, ...: here they come apart.
+// A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
+// projection are query and gate of the first head, of the second, ...; split_gate_row parts them.
 
 static void split_gate_row(Task t) {
     Session *s = t.ctx;
@@ -1965,8 +1965,8 @@ static void choose_experts(Task t) {
     for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
 }
 
-// order = the numbers of all choices, those of the first expert first (a counting sort). Stable, so
-// that a token's sum does not depend on its neighbours.
+// order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
+// token's sum does not depend on its neighbours.
 static void sort_choices(const Session *s, int n) {
     int start[4097] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
@@ -1974,7 +1974,7 @@ static void sort_choices(const Session *s, int n) {
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
 }
 
-static void gather_row(Task t) {   // of the chosen tokens, in the experts' order
+static void gather_row(Task t) {   // h of each choice's token, in the experts' order
     Session *s = t.ctx;
     const int32_t *order = t.of;
     size_t dim = s->m->config.dim, token = order[t.i] / s->m->config.n_used;
@@ -2009,7 +2009,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     return rows;
 }
 
-// the expert that sees every token, with a weight of its own where there is a router for it
+// adds the shared expert's result, weighted where there is a router for it
 static void add_shared_row(Task t) {
     Session *s = t.ctx;
     const Layer *w = t.of;
@@ -2018,11 +2018,11 @@ static void add_shared_row(Task t) {
     add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
 }
 
-// As many experts as a call can have, where calls only count. How tokens spread over experts is not
-// known. Two cases bound it: one has all, the others one token each, or two, which wastes most of a
-// tile.
+// Counts the scratch of the worst call. How tokens will spread over experts is not known, but two
+// cases bound it: one expert has all tokens, and the others have one each, or two each, which
+// wastes most of a tile.
 static void plan_experts(Session *s, const Layer *w) {
-    static const float places[MAX_EXPERTS];   // as many different x: each is packed
+    static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
     int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
     for (int each = 1; each <= 2; each++) {
@@ -2056,8 +2056,8 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// Compilers' vectors of LANES numbers, as many as the CPU takes at once. Part IV has more for them,
-// and is told by CODE_BIAS, PAIRS and INT8_TILE which products of bytes this CPU has.
+// Compiler vectors of LANES numbers, as wide as the CPU's registers. Part IV adds operations on
+// them; CODE_BIAS, PAIRS and INT8_TILE tell it which products of bytes this CPU has.
 #define INLINE QUANT_INLINE
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
@@ -2089,7 +2089,7 @@ INLINE vf load_f32(const void *p) {
     return v;
 }
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
-INLINE void prefetch_l1(const void *p, int bytes) {   // where nothing is mapped it does nothing
+INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped addresses
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
 
@@ -2131,7 +2131,7 @@ static void load_delta(Loader *ld, Layer *w) {
 }
 
 // A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
-// side, so that one instruction does the same for many of them.
+// side, so that one instruction works on many of them.
 enum { DELTA_ROWS = 64, CONV_BLOCK = 64 };
 
 static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
@@ -2159,7 +2159,7 @@ static void delta_conv(Task t) {
     for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
     for (int k = 0; k < n; k++) {
         float y[CONV_BLOCK] = {0}, *x = mix + k * channels;
-        for (int i = 0; i < CONV_BLOCK; i += 16)   // rows are too far apart for the CPU to foresee
+        for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
             __builtin_prefetch(x + (past + 8) * channels + i);
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
@@ -2168,7 +2168,7 @@ static void delta_conv(Task t) {
     for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
 
-// one token's q and k to unit length, q also by 1/sqrt(dk); and for each value head
+// scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
 //   g = exp(a * softplus(alpha + dt))      b = sigmoid(beta)
 static void delta_gates_row(Task t) {
     Session *s = t.ctx;
@@ -2184,7 +2184,7 @@ static void delta_gates_row(Task t) {
         for (int j = 0; j < c->dk; j++) x[j] *= scale;
     }
     for (int h = 0; h < c->n_value; h++) {
-        const float *both = ba + h / share * 2 * share + h % share;   // of each key head: b.., a..
+        const float *both = ba + h / share * 2 * share + h % share;   // per key head: b's, a's
         float a = (w->beta_alpha.data ? both[share] : decay[h]) + w->dt_bias[h];
         float b = w->beta_alpha.data ? both[0] : write[h];
         decay[h] = expf(w->a[h] * (a > 20 ? a : log1pf(expf(a))));
@@ -2280,9 +2280,9 @@ static void delta_net(Session *s) {
 //   BPE, gemma4           lines            a space is U+2581                 earliest merge
 //   WordPiece, bert       by a rule        lower case, no accents            (longest token)
 
-// The appendix knows UTF-8 and Unicode. A bad byte reads as UTF8_BAD, overlong forms and surrogates
-// pass; utf8_valid tells whether c, decoded from `used` bytes, was proper. A set of classes has a
-// bit for each letter of the rules below; unicode_fold gives 0 for a character that BERT drops.
+// UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
+// forms and surrogates pass; utf8_valid rejects all of these. A set of classes has a bit for each
+// letter of the rules below; unicode_fold returns 0 for a character that BERT drops.
 enum { UTF8_BAD = 0xFFFD };
 #define CLASS(letter) (1ull << ((letter) & 63))
 static size_t utf8_length(char first);
@@ -2297,16 +2297,16 @@ static uint32_t byte_to_char(uint8_t b) {
     return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
 }
 
-// A dictionary of the file's own strings: a hash table over their numbers. Of equal strings the
-// first counts. The merges of BPE are such strings, too: "left right".
+// A dictionary of the file's own strings: a hash table of their indices. Of equal strings the first
+// counts. The merges of BPE are such strings, too: "left right".
 typedef struct {
-    uint32_t *slot;   // [mask + 1] 1 + number of a string, 0: empty; at most half are used
+    uint32_t *slot;   // [mask + 1] 1 + index of a string, 0: empty; at most half are used
     Str *str;         // [n] pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
-// the slot of a string, or the empty one that would be its own; NULL: strings made to collide
+// the slot of a string, or the empty one where it would go; NULL: strings made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
     uint64_t h = 0xCBF29CE484222325;   // FNV-1a
     for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
@@ -2322,7 +2322,7 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// The rules: regular expressions, each splits the pieces that the one before left. Alternatives
+// The rules: regular expressions, each splits the pieces left by the one before. Alternatives
 // are tried in order, quantifiers are greedy, what lies between two matches is a piece as well. A
 // letter is a class of characters:
 //
@@ -2376,8 +2376,8 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
-// Beside the type stand flags: generation ends here; the token opens or closes a part of gpt-oss's
-// turns; white space behind it is dropped.
+// Flags beside the type: EOG, generation ends here; TURN, it opens or closes a part of gpt-oss's
+// turns; STRIP, white space behind it is dropped.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
@@ -2386,18 +2386,18 @@ enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of S
 typedef struct Tokenizer {
     int kind;
     int32_t bos, eos, unk, sep;      // -1: there is none
-    bool add_bos, add_eos;           // WordPiece adds sep in the place of eos
+    bool add_bos, add_eos;           // WordPiece adds sep instead of eos
     bool space_prefix;               // text begins with a space
     bool lower_case, strip_accents;  // WordPiece
     int32_t n_vocab;
-    bool no_rules;                   // they are not known: it cannot tokenize
+    bool no_rules;                   // pre-tokenizer unknown: cannot tokenize
     char note[128];                  // what the user should know, or empty
     const PreTokenizer *pre;
     const Meta *scores;              // SentencePiece: [n_vocab]
     Dictionary tokens, merges;
     uint8_t *type;                   // [n_vocab]
-    uint8_t *special_length;         // [tokens.longest + 1] is there a special token so long?
-    bool special_first[256];         // is, and with this byte begins, a token that may be cut out
+    uint8_t *special_length;         // [tokens.longest + 1] has a special token this length?
+    bool special_first[256];         // does a token that may be cut out begin with it?
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
 
@@ -2431,7 +2431,7 @@ typedef struct {
     const char *all;             // the text, and where it is not to be trusted (tokenize)
     const unsigned char *mark;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
-    bool space;       // the next fragment is to begin with one
+    bool space;       // the next fragment begins with a space
 } Work;
 
 static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
@@ -2516,7 +2516,7 @@ static void pair_update(Work *w, uint32_t i) {
     for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
-// joins the parts of a word; each is a token, or its bytes are
+// joins the parts of a word, and adds their ids: a part that is no token is spelled by its bytes
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
@@ -2554,7 +2554,7 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece: the longest token, again and again; a word that cannot be spelled so is unknown
+// WordPiece: the longest token, again and again; a word that this cannot spell is unknown
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
@@ -2630,7 +2630,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     if (n) fragment_tokenize(w, s, n);
 }
 
-// the buffers for a text of n bytes, of which a word is spelled in m at most
+// places the buffers for a text of n bytes, a word of which is spelled in at most m bytes
 static void work_place(Work *w, Arena *a, size_t n, size_t m) {
     w->ch = arena_take(a, n + 2, sizeof *w->ch);
     w->text = arena_take(a, 2 * m, 1);
@@ -2667,11 +2667,11 @@ static bool token_is_eog(const Tokenizer *t, int32_t id) {
     return token_at(t, id).type & TOKEN_EOG;
 }
 
-// Zero where a text begins; started where it continues another, so that SentencePiece's space in
-// front of the first word stays.
+// All zero at the beginning of a text. `started`: it continues another text, so that the space that
+// SentencePiece puts in front of its first word is kept.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
-// the characters that are whole after one more byte; a byte that is not UTF-8 becomes U+FFFD
+// writes the characters that one more byte completes; a byte that is not UTF-8 becomes U+FFFD
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
     if ((byte & 0xC0) != 0x80)
@@ -2728,7 +2728,7 @@ static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
 };
 
-// what holds where the metadata is silent
+// defaults where the metadata is silent
 static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
     {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
@@ -2737,7 +2737,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
-// an array of strings, or one of n numbers
+// an array of strings (n 0), or of n numbers
 static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
     if (!m) return fail(e, "%s is missing", key), NULL;
@@ -2795,7 +2795,7 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// what the metadata says about special tokens, and what is known of them without
+// special tokens: what the metadata says about them, and what KNOWN_TOKENS says
 static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
                                        "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
@@ -2834,7 +2834,7 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
-    char name[102];   // nothing else tells that white space behind special tokens is dropped
+    char name[102];   // it alone tells that white space behind special tokens is dropped
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
@@ -2892,79 +2892,67 @@ static void tokenizer_close(Tokenizer *t) {
 //
 // How a model wants a conversation written, its file says in a program: a template in Jinja, the
 // language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
-// loop controls. This interpreter prints the same bytes.
+// loop controls. This interpreter prints the same bytes. It knows what published templates use, and
+// stops at the rest with an error that names it.
 //
-// GRAMMAR is read as it stands: a parser tries its rules on the text and makes a tree of nodes,
-// which `eval` turns into values; that of a statement is the text it prints. BUILTINS, the filters,
-// tests, methods and functions, are Jinja as well, on a few primitives in C that are called as @f.
+// GRAMMAR is read as it stands: a parser tries its rules on the source and makes a tree of nodes.
+// `eval` turns a node into its value, which for a statement is the text that it prints.
 //
-// A string is an array of code points, each with a bit for whether it came from a message that the
-// model did not write: whatever becomes of the string, the mark stays with its character. Values do
-// not change, but for namespaces, so a slice is a view.
+// Texts are UTF-8 and lie in one block of memory. Behind the block lies its shadow, with a byte for
+// each of the block's: FOREIGN if that came from a message that the model did not write. Only
+// `concat` copies text, and it copies the shadow, too: whatever becomes of a text, the mark stays
+// with its bytes. Values do not change, but for namespaces, so a part of a text is a view.
 //
-// An error leaves by longjmp; all memory is of one block that template_render frees. Depth, steps
-// and memory have limits, so every template ends.
+// An error leaves by longjmp; all memory is in the block. Depth, steps and memory have limits, so
+// every template ends.
+#include <ctype.h>
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
-// What a template prints: text[n], with a NUL behind it, and mark[n]: 1 where a byte came from the
-// content of a message whose role is not "assistant". rendered_free frees both.
-typedef struct { char *text; unsigned char *mark; size_t n; } Rendered;
+// What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
+// the content of a message whose role is not "assistant". Both lie in the block, which
+// rendered_free frees.
+typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
-enum { MARK = 1 << 30, CHARACTER = MARK - 1, LONGEST_RANGE = 100000,
+enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
+       LONGEST_RANGE = 100000,
        DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
-enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_TUPLE, V_DICT,
-       V_NAMESPACE, V_LOOP, V_GENERATOR, V_MACRO };
-static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
-    "list", "tuple", "dict", "namespace", "loop", "generator", "macro"};
-
-// A sequence lies in its home, memory with room behind it. Where one ends at the end of what its
-// home holds, + writes there: a text that grows piece by piece costs what is added.
-typedef struct { size_t used, room; char data[]; } Home;   // bytes
+enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP, V_MACRO };
+static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "str", "list",
+                                          "generator", "dict", "loop", "macro"};
 typedef struct Value Value;
-typedef struct {
-    union { const uint32_t *c; Value *v; const void *at; };   // characters, or values
-    size_t n;
-    Home *home;                             // NULL: elsewhere, such as in the source
-} Seq;
-typedef struct Scope { Seq names; struct Scope *outer; } Scope;   // names: as a dict's seq
+typedef struct Node Node;
+typedef struct { Value *v; size_t n; } List;   // also of a tuple
+typedef struct Dict { List pairs; struct Dict *outer; } Dict;   // key, value, key, ..
+typedef struct { Str name; const Node *params, *body; Dict *scope; } Macro;   // body NULL: builtin
 struct Value {
     int kind;
     union {
         int64_t i;                          // also of a bool
-        double f;
-        Seq seq;                            // of a string or list; of a dict: key, value, key, ..;
-                                            // of what is undefined its name
-        Scope *scope;                       // of a namespace or loop
-        struct Macro *macro;
+        Str s;                              // of what is undefined its name
+        List list;                          // also of a generator, which map and the like return
+        Dict *dict;                         // also of a namespace or loop
+        const Macro *macro;
     };
 };
-// What the parser found at source. word: what the grammar demands there, such as ==; value: a name,
-// number, string or text.
-typedef struct Node {
+struct Node {                               // what the parser found at source
     int rule;
-    Str word;
-    Value value;
-    struct Node *first, *next;              // its children, its neighbour
+    Value v;                                // of a word, name, number, string or text
+    Node *first, *next;                     // its children, its neighbour
     const char *source;
-} Node;
-typedef struct Macro { Seq name; const Node *params, *body; Scope *scope; } Macro;
-typedef struct { Seq list, named; } Args;   // named: as a dict's seq
+};
+typedef struct { List list; Dict named; } Args;
 typedef struct {
-    const char *source, *p, *where, *far;   // read up to p; where: what runs; far: what fits a rule
-    bool own, parts, marked;                // BUILTINS are read; content is a list; marks came out
+    const char *source, *p;                 // read up to p; later what runs
+    const char *tag_end;                    // the last tag ends here, or a text does
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
-    Scope *scope;
-    Macro **builtin;                        // of each of BUILTINS; NULL: nobody used it yet
-    size_t steps, memory;                   // what is left, memory of the block in bytes
+    Dict *scope;                            // the names that are set here; outer: those around it
+    Dict *builtins;
+    size_t steps, memory, size;             // what is left of both; bytes of the block
     char *block;
     Error *e;
     jmp_buf failed;
 } Template;
-
-static const char *find_word(const char *word, const char *words) {
-    return find_str((Str){word, strlen(word)}, words);
-}
 
 // Leaves the interpreter, from wherever it is: the error says why and names the line.
 __attribute__((noreturn, format(printf, 2, 3)))
@@ -2975,7 +2963,7 @@ static void stop(Template *t, const char *format, ...) {
     va_start(args, format);
     vsnprintf(why, sizeof why, format, args);
     va_end(args);
-    for (const char *c = t->source; c < t->where; c++) line += *c == '\n';
+    for (const char *c = t->source; c < t->p; c++) line += *c == '\n';
     fail(t->e, "chat template, line %d: %s", line, why);
     longjmp(t->failed, 1);
 }
@@ -2998,141 +2986,571 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
     return t->block + t->memory;
 }
 
-// ---- its strings and lists
+// ---- its texts
 
-// Adds n elements of so many bytes: in place, if a ends where its home does and there is room.
-static void seq_append(Template *t, Seq *a, const void *more, size_t n, size_t size) {
-    Home *h = a->home;
-    size_t old = a->n * size, add = n * size, room = 2 * (old + add) + 32;
-    if (!n) return;
-    spend(t, add / 64);
-    if (!h || (const char *)a->at + old != h->data + h->used || h->room - h->used < add) {
-        h = obtain(t, sizeof *h + room);
-        *h = (Home){old, room};
-        if (old) memcpy(h->data, a->at, old);
-        *a = (Seq){.at = h->data, .n = a->n, .home = h};
+static const Str NOTHING = {"", 0};
+static Str str(const char *s) { return (Str){s, strlen(s)}; }
+static Str str_from(Str s, size_t n) { return (Str){s.s + n, s.n - n}; }   // less its first n bytes
+static bool is(Str name, const char *words) { return name.n && find_str(name, words); }
+static bool in_name(char c) { return isalnum((uint8_t)c) || c == '_' || c & 0x80; }
+static bool is_space(uint32_t c) { return c < 128 ? isspace(c) : unicode_classes(c) & CLASS('s'); }
+static const char *skip_space(const char *p) { return p + strspn(p, " \t\n\v\f\r"); }
+
+static char *shadow(Template *t, const char *p) {   // NULL: p is not in the block, but C's
+    size_t at = (uintptr_t)p - (uintptr_t)t->block;
+    return at < t->size ? t->block + t->size + at : NULL;
+}
+
+// a and behind it b. Where there is room behind a, b goes there: a text that grows piece by piece
+// costs what is added to it.
+static Str concat(Template *t, Str a, Str b) {
+    size_t room = 0, size = 2 * (a.n + b.n) + 8;
+    char *end = (char *)a.s + a.n, *mark, *marks;
+    if (!b.n) return a;
+    spend(t, b.n / 64);
+    while (room <= b.n && (mark = shadow(t, end + room)) && *mark == ROOM) room++;
+    if (room <= b.n) {
+        Str new = {obtain(t, size), 0};
+        memset(shadow(t, new.s), ROOM, size);
+        return concat(t, concat(t, new, a), b);
     }
-    memcpy(h->data + h->used, more, add);
-    h->used += add;
-    a->n += n;
+    memcpy(end, b.s, b.n);
+    if ((marks = shadow(t, b.s))) memcpy(shadow(t, end), marks, b.n);
+    else memset(shadow(t, end), 0, b.n);
+    return (Str){a.s, a.n + b.n};
 }
 
-// the same for one element of a list, for one character
-static void list_push(Template *t, Seq *list, Value v) { seq_append(t, list, &v, 1, sizeof v); }
-static void put_char(Template *t, Seq *to, uint32_t c) { seq_append(t, to, &c, 1, sizeof c); }
-
-// characters from..to-1 of a string: a view
-static Seq seq_part(Seq s, size_t from, size_t to) {
-    return (Seq){{s.c + from}, to - from, s.home};
-}
-
-// a string, each of its characters with this mark (MARK or 0)
-static Seq from_utf8(Template *t, Str s, uint32_t mark) {
-    uint32_t *c = obtain(t, s.n * sizeof *c);
-    size_t n = 0;
-    for (size_t i = 0, used; i < s.n; i += used)
-        c[n++] = utf8_decode(s.s + i, s.n - i, &used) | mark;
-    return (Seq){{c}, n, NULL};
-}
-
-static Seq from_text(Template *t, const char *s) { return from_utf8(t, (Str){s, strlen(s)}, 0); }
-
-static char *to_utf8(Template *t, Seq s) {   // with a NUL behind it, for C's functions and messages
-    char *out = obtain(t, 4 * s.n + 1), *end = out;
-    for (size_t i = 0; i < s.n; i++) end += utf8_encode(s.c[i] & CHARACTER, end);
+static Str repeat(Template *t, Str s, int64_t n) {
+    Str out = NOTHING;
+    for (; n > 0 && s.n; n--) out = concat(t, out, s);
     return out;
 }
 
-static bool seq_equal(Template *t, Seq a, Seq b) {   // strings, whatever their marks
-    size_t i = 0;
-    while (i < a.n && a.n == b.n && !((a.c[i] ^ b.c[i]) & CHARACTER)) i++;
-    spend(t, i / 8);
-    return i == a.n && a.n == b.n;
+static char *copy(Template *t, Str s) {   // with a NUL behind it; it may be changed
+    return (char *)concat(t, concat(t, NOTHING, s), (Str){"", 1}).s;
 }
 
-static bool among(uint32_t c, const char *set) { return c && c < 128 && strchr(set, c); }
-static bool is_digit(uint32_t c) { return c - '0' < 10; }
-static bool is_letter(uint32_t c) { return (c | 32) - 'a' < 26 || c == '_' || c >= 128; }
-
-static bool is_space(uint32_t c) {
-    c &= CHARACTER;
-    return c < 128 ? among(c, " \t\n\v\f\r\x1c\x1d\x1e\x1f") : unicode_classes(c) & CLASS('s');
+static size_t characters(Template *t, Str s) {
+    size_t n = 0;
+    spend(t, s.n / 64);
+    for (size_t i = 0; i < s.n; i++) n += (s.s[i] & 0xC0) != 0x80;
+    return n;
 }
 
-static size_t seq_find(Template *t, Seq s, Seq what) {   // SIZE_MAX: it is not there
-    size_t i = 0;
-    while (i + what.n <= s.n && !seq_equal(t, seq_part(s, i, i + what.n), what)) i++;
-    spend(t, i / 8);
-    return i + what.n <= s.n ? i : SIZE_MAX;
+static Str behind(Template *t, Str s, size_t n) {   // s without its first n characters
+    spend(t, (n < s.n ? n : s.n) / 64);
+    for (size_t size; n && s.n; n--, s = str_from(s, size < s.n ? size : s.n))
+        size = utf8_length(*s.s);
+    return s;
 }
 
-// s without what is in the set at its sides, set NULL: without white space
+static const char *find(Template *t, Str s, Str what) {   // NULL: it is not there
+    spend(t, (s.n + what.n) / 8);
+    return memmem(s.s, s.n, what.s, what.n);
+}
+
+// s without the white space at its sides, or without what is in set, if that is a string
 enum { LEFT = 1, RIGHT = 2 };
-static Seq seq_strip(Template *t, Seq s, const Seq *set, int sides) {
+static Str strip(Template *t, Str s, Value set, int sides) {
     for (int side = LEFT; side <= RIGHT; side++)
         while (side & sides && s.n) {
-            Seq c = side == LEFT ? seq_part(s, 0, 1) : seq_part(s, s.n - 1, s.n);
-            if (set ? seq_find(t, *set, c) == SIZE_MAX : !is_space(*c.c)) break;
-            s = seq_part(s, side == LEFT, s.n - (side == RIGHT));
+            size_t at = side == LEFT ? 0 : s.n - 1, n;
+            while (at && (s.s[at] & 0xC0) == 0x80) at--;
+            uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
             spend(t, 1);
+            if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
+            s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
         }
     return s;
+}
+
+// s in upper or lower case, or with a capital in front (capitalize), or in front of every word
+// (title), as `how` begins. Letters beyond ASCII stay as they are.
+static Str recased(Template *t, Str s, char how) {
+    char *c = copy(t, s);
+    for (size_t i = 0; i < s.n; i++) {
+        bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", c[i - 1]));
+        bool up = how == 'u' || (how != 'l' && first);
+        c[i] = c[i] & 0x80 ? c[i] : up ? toupper(c[i]) : tolower(c[i]);
+    }
+    return (Str){c, s.n};
+}
+
+// ---- its values, which behave as Python's
+
+static Value string_value(Str s) { return (Value){.kind = V_STRING, .s = s}; }
+static Value word_value(const char *s) { return string_value(str(s)); }
+static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
+static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
+static Value list_value(List l) { return (Value){.kind = V_LIST, .list = l}; }
+static Value dict_value(Dict *d) { return (Value){.kind = V_DICT, .dict = d}; }
+static Value undefined_value(Str name) { return (Value){.kind = V_UNDEFINED, .s = name}; }
+static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
+
+// What `if` makes of v: empty, zero, none and undefined are false. A generator is always true, as
+// jinja2's is, so `if messages|selectattr(..)` is wrong here where it is wrong there.
+static bool truth(Value v) {
+    if (is_int(v)) return v.i != 0;
+    if (v.kind == V_STRING || v.kind == V_LIST) return (v.kind == V_LIST ? v.list.n : v.s.n) > 0;
+    return v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
+}
+
+// v, which must be of this kind
+static Value must_be(Template *t, Value v, int kind) {
+    if (v.kind == kind || (kind == V_INT && v.kind == V_BOOL)) return v;
+    if (v.kind == V_UNDEFINED) stop(t, "'%.*s' is undefined", STR_ARG(v.s));
+    stop(t, "%s instead of %s", VALUE_KINDS[v.kind], VALUE_KINDS[kind]);
+}
+
+__attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, Value b) {
+    if (!a.kind || !b.kind) must_be(t, a.kind ? b : a, V_NONE);   // it stops: 'x' is undefined
+    stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
+}
+
+static void push(Template *t, List *l, Value v) {
+    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
+    l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
+    l->n++;
+}
+
+static void push_all(Template *t, List *l, List more) {
+    for (size_t i = 0; i < more.n; i++) push(t, l, more.v[i]);
+}
+
+// of a list; of a dict key, value, key, ..
+static List elements(Value v) {
+    return v.kind == V_DICT ? v.dict->pairs : v.kind == V_STRING ? (List){0} : v.list;
+}
+
+// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
+enum { UNLIKE = 2 };
+static int order(Template *t, Value a, Value b) {
+    int c = 0;
+    if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
+    if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
+    if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
+    List x = elements(a), y = elements(b);
+    enter(t);
+    for (size_t i = 0; !c && i < x.n && i < y.n; i++) c = order(t, x.v[i], y.v[i]);
+    t->depth--;
+    if (a.kind != V_STRING) return c ? c : (x.n > y.n) - (x.n < y.n);
+    size_t n = a.s.n < b.s.n ? a.s.n : b.s.n;
+    c = memcmp(a.s.s, b.s.s, n);
+    spend(t, n / 64);
+    return c ? (c > 0) - (c < 0) : (a.s.n > b.s.n) - (a.s.n < b.s.n);
+}
+
+// Dicts have few keys and keep their order: they are searched from the front.
+static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is not there
+    spend(t, d->pairs.n / 16);
+    for (size_t i = 0; i < d->pairs.n; i += 2)
+        if (!order(t, d->pairs.v[i], key)) return &d->pairs.v[i + 1];
+    return NULL;
+}
+
+static void set(Template *t, Dict *d, Value key, Value v) {
+    Value *old = entry(t, d, key);
+    if (old) *old = v;
+    else push(t, &d->pairs, key), push(t, &d->pairs, v);
+}
+
+static void set_all(Template *t, Dict *d, List pairs) {
+    for (size_t i = 0; i < pairs.n; i += 2) set(t, d, pairs.v[i], pairs.v[i + 1]);
+}
+
+static Dict *new_dict(Template *t, Dict *outer) {
+    Dict *d = obtain(t, sizeof *d);
+    d->outer = outer;
+    return d;
+}
+
+// what a loop over v sees: elements, a text's characters or a dict's keys
+static List items_of(Template *t, Value v) {
+    List l = {0};
+    if (v.kind == V_LIST || v.kind == V_GENERATOR) return v.list;
+    if (v.kind != V_UNDEFINED && v.kind != V_STRING && v.kind != V_DICT)
+        stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
+    for (size_t i = 0; v.kind == V_DICT && i < v.dict->pairs.n; i += 2)
+        push(t, &l, v.dict->pairs.v[i]);
+    for (Str s = v.s, more; v.kind == V_STRING && s.n; s = more) {
+        more = behind(t, s, 1);
+        push(t, &l, string_value((Str){s.s, s.n - more.n}));
+    }
+    return l;
+}
+
+static int64_t length(Template *t, Value v) {
+    return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
+}
+
+// v[from:to], as Python counts: below 0 from the end, and cut off at the ends; a view
+static Value slice(Template *t, Value v, Value from, Value to) {
+    if (v.kind != V_LIST) must_be(t, v, V_STRING);
+    int64_t n = length(t, v), a = is_int(from) ? from.i : 0, b = is_int(to) ? to.i : n;
+    a = a < -n ? 0 : a < 0 ? a + n : a < n ? a : n;
+    b = b < -n ? 0 : b < 0 ? b + n : b < n ? b : n;
+    if (b < a) b = a;
+    if (v.kind == V_LIST) return list_value((List){v.list.v + a, b - a});
+    Str s = behind(t, v.s, a);
+    return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
+}
+
+// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself, and
+// of a loop, it is an error to ask for it.
+static Value member(Template *t, Value v, Value key) {
+    if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
+    Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
+    if (found) return *found;
+    if (v.kind == V_LOOP) must_be(t, undefined_value(must_be(t, key, V_STRING).s), V_INT);
+    if (is_int(key) && (v.kind == V_LIST || v.kind == V_STRING)) {
+        int64_t n = length(t, v), i = key.i < 0 ? key.i + n : key.i;
+        if (i >= 0 && i < n && v.kind == V_LIST) return v.list.v[i];
+        if (i >= 0 && i < n) return slice(t, v, int_value(i), int_value(i + 1));
+    }
+    return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
+}
+
+static Str to_text(Template *t, Value v) {   // as Python's str writes it, but no list or dict
+    char s[24];
+    if (v.kind == V_STRING) return v.s;
+    if (v.kind == V_UNDEFINED) return NOTHING;
+    if (v.kind == V_NONE) return str("None");
+    if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
+    snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
+    return concat(t, NOTHING, str(s));
+}
+
+// s, and behind it v as JSON: in one line, or with a line, which begins so, for each element
+static Str json(Template *t, Str s, Value v, Str line, Str indent) {
+    static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
+    bool string = v.kind == V_STRING, dict = v.kind == V_DICT, list = v.kind == V_LIST;
+    List l = dict || list ? elements(v) : (List){0};
+    Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
+    enter(t);
+    s = concat(t, s, str(string ? "\"" : dict ? "{" : list ? "[" : ""));
+    for (size_t i = 0; i < l.n; i++) {
+        bool value = dict && i % 2;
+        s = concat(t, s, str(value ? ": " : i == 0 ? "" : line.n ? "," : ", "));
+        s = json(t, value ? s : concat(t, s, inner), l.v[i], inner, indent);
+    }
+    for (size_t i = 0; string && i < v.s.n; i++) {
+        char c = v.s.s[i], code[8] = {'\\'}, *at = c ? strchr(known, c) : NULL;
+        if (at) code[1] = letter[at - known];
+        else if (c >= 0 && c < ' ') sprintf(code, "\\u%04x", c);
+        s = concat(t, s, code[1] ? str(code) : (Str){v.s.s + i, 1});
+    }
+    if (v.kind == V_NONE || v.kind == V_BOOL)
+        s = concat(t, s, str(v.kind == V_NONE ? "null" : v.i ? "true" : "false"));
+    else if (!string && !list && !dict) s = concat(t, s, to_text(t, must_be(t, v, V_INT)));
+    t->depth--;
+    if (l.n) s = concat(t, s, line);
+    return concat(t, s, str(string ? "\"" : dict ? "}" : list ? "]" : ""));
+}
+
+// ---- its operators
+
+// v in `in`: a part of a string, a key of a dict, an element of a list
+static bool contains(Template *t, Value in, Value v) {
+    if (in.kind == V_STRING && v.kind == V_STRING) return find(t, in.s, v.s);
+    if (in.kind == V_STRING) stop_types(t, str("in"), v, in);
+    if (in.kind == V_DICT) return entry(t, in.dict, v);
+    List l = items_of(t, in);
+    size_t i = 0;
+    spend(t, l.n / 8);
+    while (i < l.n && order(t, l.v[i], v)) i++;
+    return i < l.n;
+}
+
+// a op b: + adds numbers, lists and strings, * repeats a string. Numbers are whole, of 53 bits.
+static Value operate(Template *t, Str op, Value a, Value b) {
+    int o = *op.s;
+    if (o == '~') return string_value(concat(t, to_text(t, a), to_text(t, b)));
+    if (o == 'i' || o == 'n') return bool_value(contains(t, b, a) == (o == 'i'));
+    if (o == '=' || o == '!') return bool_value(!order(t, a, b) == (o == '='));
+    if (o == '<' || o == '>') {
+        int c = order(t, a, b);
+        if (c == UNLIKE || a.kind <= V_NONE || a.kind > V_LIST) stop_types(t, op, a, b);
+        return bool_value((op.n == 2 && !c) || c == (o == '<' ? -1 : 1));
+    }
+    if (o == '+' && a.kind == V_STRING && b.kind == V_STRING)
+        return string_value(concat(t, a.s, b.s));
+    if (o == '+' && a.kind == V_LIST && b.kind == V_LIST) {
+        push_all(t, &a.list, b.list);
+        return a;
+    }
+    if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
+    if (!is_int(a) || !is_int(b)) stop_types(t, op, a, b);
+    if (o == '%' && !b.i) stop(t, "division by zero");
+    double x = a.i, y = b.i, left = o == '%' ? fmod(x, y) : 0;
+    if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
+    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : left;
+    if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
+    return int_value((int64_t)z);
+}
+
+static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or v is test(x)
+    static const char *const kinds[] = {"undefined", "none", "boolean", "integer", "string", "", "",
+                                        "mapping"};
+    for (int k = 0; k < (int)COUNT(kinds); k++)
+        if (is(test, kinds[k])) return v.kind == k;
+    bool sequence = !v.kind || v.kind == V_STRING || v.kind == V_LIST || v.kind == V_DICT;
+    if (is(test, "defined")) return v.kind != V_UNDEFINED;
+    if (is(test, "true false")) return v.kind == V_BOOL && v.i == (*test.s == 't');
+    if (is(test, "number")) return is_int(v);
+    if (is(test, "sequence")) return sequence;
+    if (is(test, "iterable")) return sequence || v.kind == V_GENERATOR;
+    if (is(test, "eq equalto")) return !order(t, v, x);
+    stop(t, "there is no test '%.*s'", STR_ARG(test));
+}
+
+// ---- its filters, methods and functions
+
+static Value apply(Template *t, Str filter, Value v, Args more);
+
+static Str join(Template *t, Str by, List l) {
+    Str s = NOTHING;
+    spend(t, l.n);
+    for (size_t i = 0; i < l.n; i++) s = concat(t, i ? concat(t, s, by) : s, to_text(t, l.v[i]));
+    return s;
+}
+
+// the parts of s between separators, at most so many and a rest; below 0: all
+static List split(Template *t, Str s, Str by, int64_t most) {
+    List l = {0};
+    if (!by.n) stop(t, "an empty separator");
+    for (const char *at; most-- != 0 && (at = find(t, s, by)); s = str_from(s, at - s.s + by.n))
+        push(t, &l, string_value((Str){s.s, at - s.s}));
+    push(t, &l, string_value(s));
+    return l;
+}
+
+static Value reversed(Template *t, Value v) {
+    List l = {0};
+    for (List all = items_of(t, v); all.n; all.n--) push(t, &l, all.v[all.n - 1]);
+    return v.kind == V_STRING ? string_value(join(t, NOTHING, l)) : list_value(l);
+}
+
+// x.attribute, which may be such as a.b; x itself, if it is none
+static Value get(Template *t, Value x, Value attribute) {
+    if (attribute.kind != V_STRING) return attribute.kind == V_NONE ? x : member(t, x, attribute);
+    for (List l = split(t, attribute.s, str("."), -1); l.n; l.n--, l.v++) x = member(t, x, *l.v);
+    return x;
+}
+
+// what an element is compared by: case does not count
+static Value key_of(Template *t, Value v, Value attribute) {
+    v = get(t, v, attribute);
+    return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
+}
+
+static List sorted(Template *t, List l, Value attribute, bool reverse) {
+    List out = {0};
+    for (size_t i = 0, k; i < l.n; i++) {
+        Value key = key_of(t, l.v[i], attribute);
+        push(t, &out, l.v[i]);
+        for (k = i; k; k--) {
+            Value before = key_of(t, out.v[k - 1], attribute);
+            if (!operate(t, str(reverse ? ">" : "<"), key, before).i) break;
+            out.v[k] = out.v[k - 1];
+        }
+        out.v[k] = l.v[i];
+    }
+    return out;
+}
+
+static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
+    List l = {0}, pairs = v.kind ? must_be(t, v, V_DICT).dict->pairs : l;
+    for (size_t i = 0; i < pairs.n; i += 2) push(t, &l, list_value((List){pairs.v + i, 2}));
+    return l;
+}
+
+// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
+// can know it.
+static Str date(Template *t, Str format) {
+    const char *epoch = getenv("SOURCE_DATE_EPOCH");
+    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
+    struct tm tm;
+    char s[400] = "";
+    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
+    if (!strftime(s, sizeof s, copy(t, format), &tm) && format.n) stop(t, "a date is too long");
+    return concat(t, NOTHING, str(s));
+}
+
+// A row: names, and parameters, to which `call` gives values. The first is what a filter or method
+// stands behind. To add one, add its name here, and that of a method or function below, too; then
+// what it returns; then a test.
+static const char *const BUILTINS[] = {
+    "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
+    "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
+    "format (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
+    "int (v, default=0)", "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
+    "default d (v, default_value='', boolean=false)", "length list first last (v)",
+    "items keys dictsort (v)",
+    "get (v, key, default=none)", "sort unique min (v, reverse=false, attribute=none)",
+    "map (v, filter, x, y, attribute=none)", "select reject (v, test, x)",
+    "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
+    "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
+};
+static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
+                               "startswith endswith find rfind format join";
+static const char OF_DICTS[] = "get items keys";
+static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
+
+// What a filter or method of a text returns; a: all its arguments.
+static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
+    if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
+    if (is(f, "trim strip")) s = strip(t, s, a[1], LEFT | RIGHT);
+    if (is(f, "lstrip")) s = strip(t, s, a[1], LEFT);
+    if (is(f, "rstrip")) s = strip(t, s, a[1], RIGHT);
+    if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
+    if (is(f, "split"))
+        return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
+    if (is(f, "startswith endswith find rfind")) {
+        Str x = must_be(t, a[1], V_STRING).s;
+        const char *end = s.s + s.n - x.n, *at = find(t, s, x);
+        if (*f.s == 's') return bool_value(x.n <= s.n && !memcmp(s.s, x.s, x.n));
+        if (*f.s == 'e') return bool_value(x.n <= s.n && !memcmp(end, x.s, x.n));
+        for (const char *p = end; at && *f.s == 'r' && p > at; p--, spend(t, 1 + x.n / 64))
+            if (!memcmp(p, x.s, x.n)) at = p;
+        return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
+    }
+    if (is(f, "format")) {   // of {} alone
+        List parts = split(t, s, str("{}"), -1);
+        for (size_t i = 1; i < parts.n; i++) {
+            if (i > 5 || !a[i].kind) stop(t, "a format has more {} than values");
+            parts.v[i].s = concat(t, concat(t, NOTHING, to_text(t, a[i])), parts.v[i].s);
+        }
+        s = join(t, NOTHING, parts);
+    }
+    if (is(f, "indent")) {
+        List lines = split(t, s, str("\n"), -1);
+        Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
+        for (size_t i = 0; i < lines.n; i++)
+            if (i == 0 ? truth(a[2]) : truth(a[3]) || lines.v[i].s.n)
+                lines.v[i].s = concat(t, concat(t, NOTHING, pad), lines.v[i].s);
+        s = join(t, str("\n"), lines);
+    }
+    return string_value(s);
+}
+
+// those elements of v that f lets pass by a test, or what a filter of that name makes of each
+static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, List more) {
+    List l = {0}, all = truth(v) ? items_of(t, v) : l;
+    for (size_t i = 0; i < all.n; i++) {
+        Value x = get(t, all.v[i], attribute);
+        if (name.kind) must_be(t, name, V_STRING);
+        if (is(f, "map")) push(t, &l, name.kind ? apply(t, name.s, x, (Args){.list = more}) : x);
+        else if ((name.kind ? passes(t, name.s, x, *more.v) : truth(x)) == (*f.s == 's'))
+            push(t, &l, all.v[i]);
+    }
+    return (Value){.kind = V_GENERATOR, .list = l};
+}
+
+// What a filter, method or function returns; a: its arguments. It is not inlined, as its buffers
+// would take room on the stack at each of DEEPEST levels.
+__attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
+    Value v = a[0], none = {.kind = V_NONE};
+    List l = {0}, all;
+    if (is(f, "length")) return int_value(length(t, v));
+    if (is(f, "list keys")) return list_value(items_of(t, v));
+    if (is(f, "first")) return member(t, list_value(items_of(t, v)), int_value(0));
+    if (is(f, "last")) return member(t, list_value(items_of(t, v)), int_value(-1));
+    if (is(f, "default d")) return !v.kind || (truth(a[2]) && !truth(v)) ? a[1] : v;
+    if (is(f, "join") && v.kind == V_STRING) return string_value(join(t, v.s, items_of(t, a[1])));
+    if (is(f, "join")) return string_value(join(t, to_text(t, a[1]), items_of(t, v)));
+    if (is(f, "items")) return list_value(pairs_of(t, v));
+    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
+    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
+    if (is(f, "min"))
+        return member(t, list_value(sorted(t, items_of(t, v), a[2], false)), int_value(0));
+    if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
+    if (is(f, "select reject")) return chosen(t, f, v, none, a[1], (List){a + 2, 1});
+    if (is(f, "selectattr rejectattr")) return chosen(t, f, v, a[1], a[2], (List){a + 3, 1});
+    if (is(f, "get")) {
+        Value *found = entry(t, must_be(t, v, V_DICT).dict, a[1]);
+        return found ? *found : a[2];
+    }
+    if (is(f, "unique")) {
+        List keys = {0};
+        for (all = items_of(t, v); all.n; all.n--, all.v++) {
+            Value key = key_of(t, *all.v, a[2]);
+            if (!contains(t, list_value(keys), key)) push(t, &l, *all.v);
+            push(t, &keys, key);
+        }
+        return (Value){.kind = V_GENERATOR, .list = l};
+    }
+    if (is(f, "tojson")) {
+        bool lines = a[2].kind != V_NONE;
+        Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
+        if (truth(a[1])) stop(t, "tojson knows no ensure_ascii");
+        return string_value(json(t, NOTHING, v, str(lines ? "\n" : ""), indent));
+    }
+    if (is(f, "int")) {
+        char *s = copy(t, to_text(t, v)), *end;
+        int64_t i = strtoll(s, &end, 10);
+        return is_int(v) ? int_value(v.i) : end > s && !*end ? int_value(i) : a[1];
+    }
+    if (is(f, "range")) {
+        bool one = a[1].kind == V_NONE;
+        int64_t i = one ? 0 : must_be(t, v, V_INT).i, end = must_be(t, one ? v : a[1], V_INT).i;
+        int64_t step = must_be(t, a[2], V_INT).i;
+        for (; step > 0 ? i < end : step && i > end; i += step) {
+            if (l.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
+            push(t, &l, int_value(i));
+        }
+        return list_value(l);
+    }
+    if (is(f, "raise_exception")) stop(t, "%s", copy(t, to_text(t, v)));
+    if (is(f, "strftime_now")) return string_value(date(t, to_text(t, v)));
+    return text_builtin(t, f, to_text(t, v), a);
 }
 
 // ---- its parser
 //
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. Those from name on are read by functions. A rule up to `atom` that finds but
-// one part is that part, so 1 is a number and not a sum of one product of one power.
+// found as children. Those from name on are read by functions. The first word decides: what begins
+// as a rule says, but goes on otherwise, is an error. A rule up to `atom` that finds but one part
+// is that part, so 1 is a number and not a sum of one product. A block also reads the {% behind it,
+// of the tag that ends it.
 #define GRAMMAR(X) \
-    X(tuple, "value (`,` value)* `,`?")     X(value, "or ('if' or ('else' value)?)?") \
+    X(tuple, "value (`,` value?)*")         X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare")           X(sign, "(`-` | `+`) (sign | postfix)") \
-    X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | notin) sum)*") \
-    X(sum, "join ((`+` | `-`) join)*")      X(join, "product (`~` product)*") \
-    X(product, "power ((`*` | `//` | `/` | `%`) power)*") \
-    X(power, "unary (`**` unary)*")         X(unary, "(sign | postfix) (filter | test)*") \
+    X(not, "`not` not | compare")           X(sum, "join ((`+` | `-`) join)*") \
+    X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
+    X(join, "product (`~` product)*")       X(product, "unary ((`*` | `%`) unary)*") \
+    X(unary, "(sign | postfix) (filter | test)*")           X(sign, "`-` (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
-    X(atom, "string | number | each | list | dict | '(' tuple? ')' | primitive | name") \
-    X(each, "'[' 'for' name 'in' or cond? ':' value ']'")   X(cond, "'if' value") \
-    X(list, "'[' (value (',' value)* ','?)? ']'") \
-    X(dict, "'{' (value ':' value (',' value ':' value)* ','?)? '}'") \
-    X(member, "'.' (name args? | number)")  X(item, "'[' value? (`:` value? (`:` value?)?)? ']'") \
-    X(args, "'(' (arg (',' arg)* ','?)? ')'")   X(arg, "name '=' value | (`**` | `*`)? value") \
-    X(filter, "'|' name args?")             X(inline, "name args?") \
-    X(test, "'is' `not`? (`in` | name) (args | postfix)?")  X(notin, "'not' 'in'") \
-    X(primitive, "'@' name args")           X(builtin, "params let* value") \
-    X(let, "name ':=' value ','") \
-    X(block, "(text | print | if | for | set | macro | call | pipe | break | continue)*") \
-    X(if, "'{%' 'if' or '%}' block (elif | else)? '{%' 'endif' '%}'") \
-    X(elif, "'{%' 'elif' or '%}' block (elif | else)?")     X(else, "'{%' 'else' '%}' block") \
-    X(for, "'{%' 'for' targets 'in' or cond? '%}' block else? '{%' 'endfor' '%}'") \
-    X(targets, "target (',' target)*")      X(target, "name ('.' name)? | '(' targets ')'") \
-    X(set, "'{%' 'set' targets ('=' tuple '%}' | filter* '%}' block '{%' 'endset' '%}')") \
-    X(macro, "'{%' 'macro' name params '%}' block '{%' 'endmacro' '%}'") \
-    X(params, "'(' (param (',' param)* ','?)? ')'")         X(param, "name ('=' value)?") \
-    X(call, "'{%' 'call' params? atom args '%}' block '{%' 'endcall' '%}'") \
-    X(pipe, "'{%' 'filter' inline filter* '%}' block '{%' 'endfilter' '%}'" \
-        " | '{%' 'generation' '%}' block '{%' 'endgeneration' '%}'") \
-    X(print, "'{{' tuple '}}'") X(break, "'{%' 'break' '%}'") X(continue, "'{%' 'continue' '%}'") \
+    X(atom, "string | number | list | dict | '(' tuple ')' | name") \
+    X(list, "'[' (value (',' value?)*)? ']'") \
+    X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
+    X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
+    X(member, "'.' (name args? | number)")  X(args, "'(' (arg (',' arg?)*)? ')'") \
+    X(arg, "(`**` | `*`)? value ('=' value)?") \
+    X(filter, "'|' name args?")             X(test, "'is' `not`? name args?") \
+    X(block, "(text | print | '{%' statement?)*")           X(print, "'{{' tuple '}}'") \
+    X(statement, "if | for | set | macro | pipe | generation | break | continue") \
+    X(if, "'if' value '%}' block (elif | else)? 'endif' '%}'") \
+    X(elif, "'elif' value '%}' block (elif | else)?")       X(else, "'else' '%}' block") \
+    X(for, "'for' targets 'in' or cond? '%}' block 'endfor' '%}'") X(cond, "'if' value") \
+    X(targets, "target (',' target)*")      X(target, "'(' targets ')' | name ('.' name)?") \
+    X(set, "'set' targets ('=' tuple '%}' | '%}' block 'endset' '%}')") \
+    X(macro, "'macro' name params '%}' block 'endmacro' '%}'") \
+    X(params, "'(' (param (',' param?)*)? ')'")             X(param, "name ('=' value)?") \
+    X(pipe, "'filter' inline '%}' block 'endfilter' '%}'")  X(inline, "name args?") \
+    X(generation, "'generation' '%}' block 'endgeneration' '%}'") \
+    X(break, "'break' '%}'")  X(continue, "'continue' '%}'")  X(builtin, "name* params") \
     X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0)
 #define X(name, grammar) R_##name,
-enum { GRAMMAR(X) RULE_COUNT };
+enum { GRAMMAR(X) };
 #undef X
 #define X(name, grammar) {#name, grammar},
 static const struct { const char *name, *grammar; } RULES[] = {GRAMMAR(X)};
 #undef X
 
-// values, by what they hold
-static Value string_value(Seq s) { return (Value){.kind = V_STRING, .seq = s}; }
-static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
-static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
-static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
-static Value undefined_value(Seq name) { return (Value){.kind = V_UNDEFINED, .seq = name}; }
-
-static void skip_space(Template *t) {
-    for (size_t n; is_space(utf8_decode(t->p, 4, &n));) t->p += n;
+__attribute__((noreturn)) static void unexpected(Template *t) {
+    Str s = str(*t->p ? t->p : "end");
+    stop(t, "unexpected %.*s", (int)(s.n - behind(t, s, 20).n), s.s);
 }
 
 // Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
@@ -3140,122 +3558,102 @@ static bool read_end(Template *t, char close) {
     const char *p = t->p;
     size_t sign = *p == '-' || (*p == '+' && close != '}');
     if (p[sign] != close || p[sign + 1] != '}') return false;
-    t->p += 2 + sign;
-    if (*p == '-') skip_space(t);
-    else if (!sign && close != '}') t->p += *t->p == '\n';
+    t->p = *p == '-' ? skip_space(p + 3) : p + 2 + sign;
+    if (!sign && close != '}') t->p += *t->p == '\n';
+    t->tag_end = t->p;
     return true;
 }
 
 // Is this word or sign here? Reads it; with the beginning of a tag its sign.
-static bool read_word(Template *t, const char *word, size_t n) {
-    skip_space(t);
-    if (t->p > t->far) t->far = t->p;
-    if (n == 2 && word[1] == '}') return read_end(t, *word);
-    if (strncmp(t->p, word, n)) return false;
-    const char *behind = t->p + n;
-    if (is_letter(*word) && (is_letter(*behind) || is_digit(*behind))) return false;
-    t->p = behind + (n == 2 && *word == '{' && among(*behind, "+-"));
+static bool read_word(Template *t, Str word) {
+    bool tag = word.n == 2 && *word.s == '{';
+    if (tag && t->p != t->tag_end) return false;   // within another one
+    t->p = skip_space(t->p);
+    if (word.n == 2 && word.s[1] == '}') return read_end(t, *word.s);
+    const char *end = t->p + word.n;
+    if (strncmp(t->p, word.s, word.n) || (in_name(*word.s) && in_name(*end))) return false;
+    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // it is of the end: -%}
+    t->p = end + (tag && (*end == '-' || *end == '+'));
     return true;
 }
 
-// Reads a comment, of which nothing is left, what stands between raw and endraw, or else text up to
-// the next tag. That one takes the white space in front of it: with - all, and a statement or
-// comment without + what its line begins with.
+// Reads a comment, of which nothing is left, or text up to the next tag. That one takes the white
+// space in front of it: with - all, and a statement or comment without + what its line begins with.
 static bool read_text(Template *t, Value *v) {
-    const char *start = t->p, *end;
-    if (*start == '{' && read_word(t, "{#", 2)) {
-        while (!read_end(t, '#'))
-            if (!*t->p++) return false;
+    const char *start = t->p, *end = start, *line;
+    if (start != t->tag_end) return false;   // within a tag
+    if (!strncmp(start, "{#", 2)) {
+        for (t->p += 2; !read_end(t, '#'); t->p++)
+            if (!*t->p) t->p = start, unexpected(t);
         return true;
     }
-    bool raw = *start == '{' && read_word(t, "{%", 2) && read_word(t, "raw", 3) &&
-               read_word(t, "%}", 2);
-    // raw keeps the newline behind it, which other tags take
-    if (raw) start = t->p - (t->p[-1] == '\n' && t->p[-2] == '}' && t->p[-4] != '-');
-    for (end = start; *(t->p = end); end++) {
-        if (*end != '{' || !among(end[1], "{%#")) continue;
-        if (!raw || (read_word(t, "{%", 2) && read_word(t, "endraw", 6))) break;
-    }
-    Seq s = from_utf8(t, (Str){start, end - start}, 0);
-    char tag = *end ? end[1] : 0, sign = tag ? end[2] : 0;
-    size_t kept = s.n;
-    while (kept && is_space(s.c[kept - 1]) && (sign == '-' || s.c[kept - 1] != '\n')) kept--;
-    bool line = kept ? s.c[kept - 1] == '\n' : start == t->source || start[-1] == '\n';
-    if (sign != '-' && (!line || sign == '+' || !among(tag, "%#"))) kept = s.n;
-    *v = string_value(seq_part(s, 0, kept));
-    return raw ? read_word(t, "%}", 2) : end > start;
+    while (*(end += strcspn(end, "{")) && !strchr("{%#", end[1])) end++;
+    char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
+    *v = string_value((Str){start, end - start});
+    for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
+    bool begins = line == t->source || line[-1] == '\n';
+    if (sign == '-') v->s = strip(t, v->s, (Value){0}, RIGHT);
+    else if (begins && sign != '+' && (kind == '%' || kind == '#')) v->s.n = line - start;
+    t->p = t->tag_end = end;
+    return end > start;
 }
 
 // Reads what stands between quotes, also in several strings side by side.
 static bool read_string(Template *t, Value *v) {
-    static const char letters[] = "abfnrtv\\'\"", meant[] = "\a\b\f\n\r\t\v\\'\"";
+    static const char letters[] = "abfnrtv\\'\"\n", *const meant[] = {
+        "\a", "\b", "\f", "\n", "\r", "\t", "\v", "\\", "'", "\"", ""};
     const char *start = t->p;
-    *v = string_value((Seq){0});
-    for (; among(*t->p, "'\""); skip_space(t)) {
-        char quote = *t->p++;
-        for (size_t n; *t->p != quote; t->p += n) {
-            uint32_t c = utf8_decode(t->p, 4, &n);
-            char next = c == '\\' ? t->p[1] : 0;
-            int digits = next == 'x' ? 2 : next == 'u' ? 4 : next == 'U' ? 8 : 0;
-            if (among(next, letters)) c = meant[strchr(letters, next) - letters];
-            if (digits) c = 0;
-            n += digits || next == '\n' || among(next, letters);
-            for (; digits && among(t->p[n] | 32, "0123456789abcdef"); digits--, n++)
-                c = 16 * c + (t->p[n] & 15) + (t->p[n] > '9' ? 9 : 0);
-            if (digits || c > 0x10FFFF) stop(t, "a bad \\ in a string");
-            if (!*t->p) return false;
-            if (next != '\n') put_char(t, &v->seq, c);
+    *v = string_value(NOTHING);
+    for (char quote; (quote = *t->p) == '"' || quote == '\''; t->p = skip_space(t->p + 1))
+        for (t->p++; *t->p != quote;) {
+            size_t n = strcspn(t->p, (char[]){quote, '\\', 0});
+            const char *letter = n || !t->p[1] ? NULL : strchr(letters, t->p[1]);
+            if (!t->p[n] || (!n && (!t->p[1] || strchr("xuUN01234567", t->p[1])))) unexpected(t);
+            if (!n) n = 2;   // \ and what is no escape
+            v->s = concat(t, v->s, letter ? str(meant[letter - letters]) : (Str){t->p, n});
+            t->p += n;
         }
-        t->p++;
-    }
     return t->p > start;
 }
 
-// Reads digits, an int, or with a fraction or exponent a float.
 static bool read_number(Template *t, Value *v) {
-    size_t n = strspn(t->p, "0123456789");
-    char *end;
-    if (!n) return false;   // not such as inf, which strtod reads
-    double f = strtod(t->p, &end);
-    bool whole = !among(t->p[n], ".eE") || end <= t->p + n + 1;
-    if (whole && f > 0x1p63) stop(t, "a number is too large");
-    *v = whole ? int_value(strtoll(t->p, NULL, 10)) : float_value(f);
-    t->p = whole ? t->p + n : end;
+    if (!isdigit((uint8_t)*t->p)) return false;
+    *v = int_value(strtoll(t->p, (char **)&t->p, 10));
+    if (*t->p == '.' || in_name(*t->p) || v->i > 1ll << 53) unexpected(t);
     return true;
 }
 
-// Reads a name, which is none of the words that stand between values.
-static bool read_name(Template *t, Value *v) {
-    const char *start = t->p;
-    while (is_letter(*t->p) || (t->p > start && is_digit(*t->p))) t->p++;
-    *v = string_value(from_utf8(t, (Str){start, t->p - start}, 0));
-    return t->p > start && !find_word(to_utf8(t, v->seq), "and or not if elif else in is");
+static bool read_name(Template *t, Value *v) {   // which is none of the words between values
+    Str s = {t->p, 0};
+    while (in_name(s.s[s.n])) s.n++;
+    *v = string_value(s);
+    bool yes = s.n && !isdigit((uint8_t)*s.s) && !is(s, "and or not if elif else in is");
+    if (yes) t->p += s.n;
+    return yes;
 }
 
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text};
 
-static void add_node(Template *t, Node ***tail, Node node) {
-    Node *n = **tail = obtain(t, sizeof *n);
+// Nodes are added at *at, which is then where the next one goes.
+static void add_node(Template *t, Node ***at, Node node) {
+    Node *n = **at = obtain(t, sizeof node);
     *n = node;
-    *tail = &n->next;
+    *at = &n->next;
 }
 
-static bool read_choice(Template *t, const char *g, Node ***tail);
+static bool read_choice(Template *t, const char *g, Node ***at);
 
-// Reads what a rule says. On success its node is at *tail, and *tail is where the next one goes.
-// Otherwise t->p may stand anywhere: read_item sets it back.
-static bool read_rule(Template *t, int r, Node ***tail) {
+static bool read_rule(Template *t, int r, Node ***at) {   // reads what a rule says
     Node *first = NULL, **last = &first;
     Value v = {0};
-    if (r != R_text && r != R_block) skip_space(t);
+    if (r != R_text && r != R_block) t->p = skip_space(t->p);
     const char *start = t->p;
-    if (start > t->far) t->far = start;
     enter(t);
     bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) : READERS[r - R_name](t, &v);
     t->depth--;
-    if (yes && r <= R_atom && first && !first->next) **tail = first, *tail = last;
-    else if (yes) add_node(t, tail, (Node){r, {0}, v, first, NULL, start});
+    if (yes && r <= R_atom && first && !first->next) **at = first, *at = last;
+    else if (yes) add_node(t, at, (Node){r, v, first, NULL, start});
     return yes;
 }
 
@@ -3267,411 +3665,38 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar; where it is not here, nothing has been read.
-static bool read_item(Template *t, const char *g, size_t n, Node ***tail) {
-    const char *start = t->p;
-    Node **last = *tail;
-    bool yes;
+// Reads one item of n characters of grammar; false: it is not here, and nothing has been read.
+static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
+    Str word = {g + 1, n - 2};
     int r = 0;
-    if (*g == '\'' || *g == '`') yes = read_word(t, g + 1, n - 2);
-    else if (*g == '(') yes = read_choice(t, g + 1, tail);
-    else {
-        while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
-        yes = (r != R_primitive || t->own) && read_rule(t, r, tail);
+    if (*g == '(') return read_choice(t, g + 1, at);
+    if (*g == '\'') return read_word(t, word);
+    if (*g == '`') {
+        bool yes = read_word(t, word);
+        if (yes) add_node(t, at, (Node){.rule = R_word, .v = string_value(word), .source = t->p});
+        return yes;
     }
-    if (yes && *g == '`') add_node(t, tail, (Node){R_word, {g + 1, n - 2}, {0}, NULL, NULL, start});
-    if (!yes) spend(t, (t->p - start) / 8), t->p = start, *tail = last, *last = NULL;
-    return yes;
+    while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
+    return read_rule(t, r, at);
 }
 
-// Reads one of the alternatives that stand at g, up to a closing bracket or the end: the first that
-// fits is taken for good. The nodes of one that failed half-way are dropped.
-static bool read_choice(Template *t, const char *g, Node ***tail) {
-    for (const char *start = t->p;; g += 2) {
-        Node **last = *tail;
-        bool fits = true;
+// Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
+static bool read_choice(Template *t, const char *g, Node ***at) {
+    for (;; g += 2) {
+        bool fits = true, begun = false;
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
-            bool found = fits && read_item(t, g, n, tail);
-            while (found && g[n] == '*' && read_item(t, g, n, tail)) {}
+            bool found = fits && read_item(t, g, n, at);
+            begun = begun || found;
+            while (found && g[n] == '*' && read_item(t, g, n, at)) {}
             fits = fits && (found || (g[n] && strchr("*?", g[n])));
+            if (begun && !fits) unexpected(t);
             g += n;
             g += strspn(g, " *?");
         }
         if (fits) return true;
-        spend(t, (t->p - start) / 8);
-        t->p = start, *tail = last, *last = NULL;
         if (*g != '|') return false;
     }
-}
-
-// ---- its values
-//
-// They behave as Python's, with two exceptions: a whole number has 53 bits, and a generator, which
-// is what map and the like return, can be read again. It is always true, as jinja2's is, so that
-// `if messages|selectattr(..)` is wrong here where it is wrong there.
-
-static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
-static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
-static bool is_seq(Value v) { return v.kind >= V_STRING && v.kind <= V_TUPLE; }
-static bool is_mapping(Value v) { return v.kind >= V_DICT && v.kind <= V_LOOP; }
-static Seq pairs_of(Value v) { return v.kind == V_DICT ? v.seq : v.scope->names; }
-static size_t size_in(Value v) { return v.kind == V_STRING ? sizeof *v.seq.c : sizeof *v.seq.v; }
-static double real(Value v) { return v.kind == V_FLOAT ? v.f : (double)v.i; }
-
-// What `if` makes of v: empty, zero, none and undefined are false.
-static bool truth(Value v) {
-    if (is_number(v)) return real(v) != 0;
-    return is_seq(v) || v.kind == V_DICT ? v.seq.n > 0 : v.kind > V_NONE;
-}
-
-static void need_defined(Template *t, Value v) {
-    if (v.kind == V_UNDEFINED) stop(t, "'%s' is undefined", to_utf8(t, v.seq));
-}
-
-// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
-enum { UNLIKE = 2 };
-static int order(Template *t, Value a, Value b) {
-    int c = 0;
-    if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
-    if (is_number(a) && is_number(b)) return (real(a) > real(b)) - (real(a) < real(b));
-    if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
-    if (!is_seq(a) && a.kind != V_DICT) return a.scope == b.scope ? 0 : UNLIKE;
-    enter(t);
-    spend(t, a.seq.n / 16);
-    for (size_t i = 0; !c && i < a.seq.n && i < b.seq.n; i++)
-        if (a.kind != V_STRING) c = order(t, a.seq.v[i], b.seq.v[i]);
-        else c = (int)(a.seq.c[i] & CHARACTER) - (int)(b.seq.c[i] & CHARACTER);
-    t->depth--;
-    if (!c) return (a.seq.n > b.seq.n) - (a.seq.n < b.seq.n);
-    return a.kind == V_STRING ? (c > 0) - (c < 0) : c;
-}
-
-// Dicts have few keys and keep their order: they are searched from the front.
-static Value *dict_find(Template *t, Seq dict, Value key) {   // NULL: it is not there
-    spend(t, 1 + dict.n / 16);
-    for (Value *v = dict.v, *end = v + dict.n; v < end; v += 2) {
-        bool strings = key.kind == V_STRING && v->kind == V_STRING;
-        if (strings ? seq_equal(t, v->seq, key.seq) : !order(t, *v, key)) return v + 1;
-    }
-    return NULL;
-}
-
-static void dict_set(Template *t, Seq *dict, Value key, Value v) {
-    Value *old = dict_find(t, *dict, key), pair[] = {key, v};
-    if (key.kind > V_STRING && key.kind != V_TUPLE) stop(t, "%s as a key", VALUE_KINDS[key.kind]);
-    if (old) *old = v;
-    else seq_append(t, dict, pair, 2, sizeof v);
-}
-
-static void dict_set_name(Template *t, Seq *dict, const char *name, Value v) {
-    dict_set(t, dict, string_value(from_text(t, name)), v);
-}
-
-static void dict_add(Template *t, Seq *dict, Seq more) {
-    for (size_t i = 0; i < more.n; i += 2) dict_set(t, dict, more.v[i], more.v[i + 1]);
-}
-
-// names that are looked up in outer where this scope does not have them
-static Scope *new_scope(Template *t, Scope *outer) {
-    Scope *s = obtain(t, sizeof *s);
-    s->outer = outer;
-    return s;
-}
-
-static Seq items_of(Template *t, Value v) {   // what a loop over v sees
-    Seq l = {0};
-    if (v.kind == V_LIST || v.kind == V_TUPLE || v.kind == V_GENERATOR) return v.seq;
-    if (v.kind > V_DICT || (v.kind != V_UNDEFINED && v.kind < V_STRING))
-        stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
-    for (size_t i = 0; v.kind == V_DICT && i < v.seq.n; i += 2) list_push(t, &l, v.seq.v[i]);
-    for (size_t i = 0; v.kind == V_STRING && i < v.seq.n; i++)
-        list_push(t, &l, string_value(seq_part(v.seq, i, i + 1)));
-    return l;
-}
-
-static Value apply(Template *t, const char *class, Seq name, Value v, Args a);
-
-// A value as Python's str writes it. Lists and dicts are written by the filter _write.
-static Seq to_text(Template *t, Value v) {
-    char s[40] = "";
-    if (v.kind == V_STRING) return v.seq;
-    if (v.kind > V_STRING) return apply(t, "|", from_text(t, "_write"), v, (Args){0}).seq;
-    if (v.kind == V_NONE) strcpy(s, "None");
-    if (v.kind == V_BOOL) strcpy(s, v.i ? "True" : "False");
-    if (v.kind == V_INT) snprintf(s, sizeof s, "%lld", (long long)v.i);
-    if (v.kind == V_FLOAT) {   // as few digits as read back as the same
-        int digits = 15;
-        do snprintf(s, sizeof s, "%.*g", digits, v.f);
-        while (strtod(s, NULL) != v.f && digits++ < 17);
-        if (!s[strspn(s, "-0123456789")]) strcat(s, ".0");
-    }
-    return from_text(t, s);
-}
-
-// ---- its operators
-
-__attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, Value b) {
-    const char *left = VALUE_KINDS[a.kind], *right = VALUE_KINDS[b.kind];
-    stop(t, "%s %.*s %s is not possible", left, STR_ARG(op), right);
-}
-
-// a op b for + - * / // % ** and ~, which adds both as text; + adds lists and strings, * repeats
-// them, % of a string puts b into its fields. Whole numbers stay whole, but for /, below 2^53.
-static Value operate(Template *t, Str op, Value a, Value b) {
-    spend(t, 20);   // what fmod takes where one number is far larger
-    if (*op.s == '~') {
-        Value text = string_value(to_text(t, a));
-        return operate(t, (Str){"+", 1}, text, string_value(to_text(t, b)));
-    }
-    need_defined(t, a);
-    need_defined(t, b);
-    if (*op.s == '%' && a.kind == V_STRING)
-        return apply(t, "str", from_text(t, "%"), a, (Args){.list = {{.v = &b}, 1, NULL}});
-    if (*op.s == '+' && is_seq(a) && a.kind == b.kind) {
-        seq_append(t, &a.seq, b.seq.at, b.seq.n, size_in(a));
-        return a;
-    }
-    Value s = is_int(a) ? b : a, times = is_int(a) ? a : b, product = {.kind = s.kind};
-    if (str_eq(op, "*") && is_seq(s) && is_int(times)) {
-        for (int64_t n = times.i; n > 0 && s.seq.n; n--)
-            seq_append(t, &product.seq, s.seq.at, s.seq.n, size_in(s));
-        return product;
-    }
-    if (!is_number(a) || !is_number(b)) stop_types(t, op, a, b);
-    int o = op.n == 1 ? *op.s : *op.s == '/' ? 'f' : 'p';   // f for //, p for **
-    double x = real(a), y = real(b), left = y ? fmod(x, y) : 0;
-    if (among(o, "/f%") && !y) stop(t, "division by zero");
-    if (left && (left < 0) != (y < 0)) left += y;   // rounds down, also below 0
-    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '/' ? x / y :
-               o == '%' ? left : o == 'f' ? round((x - left) / y) : pow(x, y);
-    if (!is_int(a) || !is_int(b) || o == '/' || (o == 'p' && y < 0)) return float_value(z);
-    if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
-    return int_value((int64_t)z);
-}
-
-// v in `in`: a part of a string, a key of a dict, an element of a list
-static bool contains(Template *t, Value in, Value v) {
-    if (in.kind == V_STRING && v.kind == V_STRING) return seq_find(t, in.seq, v.seq) != SIZE_MAX;
-    if (in.kind == V_STRING) stop_types(t, (Str){"in", 2}, v, in);
-    if (is_mapping(in)) return dict_find(t, pairs_of(in), v) != NULL;
-    Seq l = items_of(t, in);
-    size_t i = 0;
-    spend(t, l.n / 8);
-    while (i < l.n && order(t, l.v[i], v)) i++;
-    return i < l.n;
-}
-
-// op: == != < <= > >=, in, or empty: not in
-static bool compare(Template *t, Str op, Value a, Value b) {
-    if (!op.n || *op.s == 'i') return contains(t, b, a) == (op.n > 0);
-    int c = order(t, a, b);
-    if (*op.s == '=' || *op.s == '!') return (c == 0) == (*op.s == '=');
-    need_defined(t, a);
-    need_defined(t, b);
-    if (c == UNLIKE || a.kind == V_NONE || a.kind > V_TUPLE) stop_types(t, op, a, b);
-    return *op.s == '<' ? c < (op.n == 2) : c > -(op.n == 2);
-}
-
-// a[from:to:step], as Python counts: below 0 from the end, cut off at the ends, and backwards with
-// a step below 0, for which low, in front of the first element, is -1
-static Value slice(Template *t, Value a, const Value *bound) {
-    int64_t n = a.seq.n, step = is_int(bound[2]) ? bound[2].i : 1, low = step < 0 ? -1 : 0, at[2];
-    Value out = {.kind = a.kind};
-    need_defined(t, a);
-    if (!is_seq(a) || !step) stop(t, "this slice of %s is not possible", VALUE_KINDS[a.kind]);
-    for (int k = 0; k < 2; k++) {
-        int64_t i = is_int(bound[k]) ? bound[k].i + (bound[k].i < 0 ? n : 0) : 0;
-        if (!is_int(bound[k])) i = (k == 0) == (step > 0) ? low : n + low;
-        at[k] = i < low ? low : i > n + low ? n + low : i;
-    }
-    const char *base = a.seq.at;
-    if (step == 1 && at[1] > at[0])   // a view
-        out.seq = (Seq){{.at = base + at[0] * size_in(a)}, at[1] - at[0], a.seq.home};
-    step = step > n ? n + 1 : step < -n ? -n - 1 : step;
-    for (int64_t i = at[0]; step != 1 && (step > 0 ? i < at[1] : i > at[1]); i += step)
-        seq_append(t, &out.seq, base + i * size_in(a), 1, size_in(a));
-    return out;
-}
-
-// ---- its filters, tests, methods and functions
-//
-// A row: its names, |x of a filter, is.x of a test, fn.x of a function, str.x of a string's method;
-// the parameters; names, as in t := @text(s), for what is used several times; and the value of a
-// call. There may stand, beside Jinja, lists made as [for x in list if test: value] and primitives,
-// such as @kind(x). Arguments that no parameter takes are an error, unless the value has varargs or
-// kwargs. A name that begins with _ serves the others.
-//
-// To add one, add a row, then a line to the test.
-static const char *const BUILTINS[] = {
-    "fn.range (a, b=none, step=1) [for i in @range(a): i] if b is none else"
-        " [for i in @range((b - a + step - (1 if step > 0 else -1)) // step): a + i * step]",
-    "fn.namespace (positional={}) @namespace(positional, kwargs)",
-    "fn.dict (positional={}) @dict(positional, kwargs)",
-    "fn.raise_exception (message) @fail(message)", "fn.strftime_now (format) @now(format)",
-    // methods of dicts
-    "dict.keys (d) @list(d)", "dict.values (d) [for k in d: d[k]]",
-    "dict.items (d) [for k in d: (k, d[k])]",
-    "dict.get (d, k, default=none) d[k] if k in d else default",
-    // strings: methods, and filters of what is made a string
-    "str.upper |upper (s) @case(s, true)", "str.lower |lower (s) @case(s, false)",
-    "str.capitalize |capitalize (s) t := @text(s), t[:1]|upper ~ t[1:]|lower",
-    "str.title |title (s) t := @text(s), @join('', [for i in range(t|length):"
-        " t[i]|upper if i == 0 or t[i - 1] in '-([{<' or t[i - 1].strip() == '' else t[i]|lower])",
-    "str.strip (s, chars=none) @strip(s, chars, 3)", "|trim (s, chars=none) @strip(s, chars, 3)",
-    "str.lstrip (s, chars=none) @strip(s, chars, 1)",
-    "str.rstrip (s, chars=none) @strip(s, chars, 2)",
-    "str.split (s, sep=none, maxsplit=-1) @split(s, sep, maxsplit)",
-    "str.rsplit (s, sep=none, maxsplit=-1)"
-        " [for x in @split(s[::-1], sep[::-1] if sep else sep, maxsplit)[::-1]: x[::-1]]",
-    "str.replace |replace (s, old, new, count=-1) @join(new, @split(s, @text(old), count))",
-    "str.join (s, list) @join(s, list)",
-    "str.find (s, x) @split(s, x, 1)[0]|length if x in s else -1",
-    "str.rfind (s, x) s|length - x|length - s[::-1].find(x[::-1]) if x in s else -1",
-    "str.count (s, x) @split(s, x, -1)|length - 1",
-    "|_tuple (v) v if @kind(v) == 'tuple' else (v,)",
-    "str.startswith (s, x) true in [for p in x|_tuple: s[:p|length] == p]",
-    "str.endswith (s, x) true in [for p in x|_tuple: s[s|length - p|length:] == p]",
-    "str.removeprefix (s, x) s[x|length:] if s.startswith(x) else s",
-    "str.removesuffix (s, x) s[:s|length - x|length] if s.endswith(x) else s",
-    "str.splitlines (s) l := s.replace('\\r\\n', '\\n').split('\\n'), l if l[-1] else l[:-1]",
-    "str.isdigit (s) s != '' and s.strip('0123456789') == ''",
-    // a format is split at its fields; %% and {{ }} hide behind characters that are none
-    "str.% (s, v) p := s.replace('%%', '\\uffff').split('%'), l := v|_tuple,"
-        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_percent(l[i - 1])])"
-        ".replace('\\uffff', '%') if p|length == l|length + 1 else"
-        " @fail('a format has not as many fields as values')",
-    // x begins with a type such as s or 05.2f, how v is to be written
-    "|_percent (x, v) r := x.lstrip('0123456789.'), n := x[:x|length - r|length].split('.'),"
-        " k := r[:1], t := @fixed(v, n[1]|d(6)|int) if k == 'f' else @text(v|int) if k in 'di' else"
-        " @text(v) if k == 's' else @text([v])[1:-1] if k == 'r' else @fail('an unknown format'),"
-        " ('0' if x[:1] == '0' else ' ') * (n[0]|int - t|length) ~ t ~ r[1:]",
-    "str.format (s) s|_format(varargs, kwargs)",
-    "|_format (s, list, named) p := s.replace('{{', '\\uffff').replace('}}', '\\ufffe').split('{'),"
-        " @join('', p[:1] + [for i in range(1, p|length): p[i]|_braces(i - 1, list, named)])"
-        ".replace('\\uffff', '{').replace('\\ufffe', '}')",
-    "|_braces (x, i, l, named) p := x.split('}', 1), c := p[0].split(':', 1), k := c[0],"
-        " c[1]|d('s')|_percent(l[i] if k == '' else l[k|int] if k.isdigit() else named[k]) + p[1]",
-    "|format (s) @text(s) % varargs",
-    // of any value, or of the elements of what a loop can go over
-    "|join (v, d='', attribute=none) @join(d, v|_all(attribute))", "|string |safe (v) @text(v)",
-    "|length |count (v) @length(v)", "|list (v) @list(v)", "|first (v) @list(v)[0]",
-    "|last (v) @list(v)[-1]", "|_parts (s) [{'type': 'text', 'text': s}]",
-    "|default |d (v, default_value='', boolean=false)"
-        " default_value if v is undefined or boolean and not v else v",
-    "|reverse (v) v[::-1] if v is string else @generator(@list(v)[::-1])",
-    "|items (v) @generator(v.items() if v is defined else [])",
-    // x.attribute, which may be such as a.b; _all: of each element; _keys: to sort and compare by
-    "|_get (v, attribute, default=none) p := attribute.split('.', 1) if attribute is string else"
-        " [attribute], x := v[p[0]], y := default if x is undefined and default is not none else x,"
-        " y if p[1] is undefined else y|_get(p[1], default)",
-    "|_all (v, path, default=none)"
-        " @list(v) if path is none else [for x in v: x|_get(path, default)]",
-    "|_keys (v, path, case) [for x in v|_all(path): x if case or x is not string else x|lower]",
-    "|map (v) @generator([for x in v or []: x|_get(**kwargs) if 'attribute' in kwargs and"
-        " not varargs else @apply('|', x, varargs[0], varargs[1:], kwargs)])",
-    "|_is (x, list, named) @apply('is', x, list[0]|d('_'), list[1:], named)",
-    "|select (v) @generator([for x in v or [] if x|_is(varargs, kwargs): x])",
-    "|reject (v) @generator([for x in v or [] if not x|_is(varargs, kwargs): x])",
-    "|selectattr (v, a) @generator([for x in v or [] if x|_get(a)|_is(varargs, kwargs): x])",
-    "|rejectattr (v, a) @generator([for x in v or [] if not x|_get(a)|_is(varargs, kwargs): x])",
-    "|sum (v, attribute=none, start=0) @sum(v|_all(attribute), start)",
-    // quicksort of pairs, whose first parts are compared
-    "|_sorted (l) m := l[l|length // 2], l if l|length < 2 else [for x in l if x[0] < m[0]: x]|"
-        "_sorted + [for x in l if x[0] == m[0]: x] + [for x in l if x[0] > m[0]: x]|_sorted",
-    "|sort (v, reverse=false, case_sensitive=false, attribute=none) step := -1 if reverse else 1,"
-        " l := @list(v)[::step], k := l|_keys(attribute, case_sensitive),"
-        " [for x in [for i in range(l|length): (k[i], l[i])]|_sorted: x[1]][::step]",
-    "|min (v, case_sensitive=false, attribute=none) (v|sort(false, case_sensitive, attribute))[0]",
-    "|max (v, case_sensitive=false, attribute=none) (v|sort(true, case_sensitive, attribute))[0]",
-    "|dictsort (d, case_sensitive=false, by='key', reverse=false)"
-        " d.items()|sort(reverse, case_sensitive, 0 if by == 'key' else"
-        " 1 if by == 'value' else @fail('dictsort by ' ~ by))",
-    "|unique (v, case_sensitive=false, attribute=none) l := @list(v),"
-        " k := l|_keys(attribute, case_sensitive),"
-        " @generator([for i in range(l|length) if k[i] not in k[:i]: l[i]])",
-    "|groupby (v, attribute) l := v|sort(attribute=attribute), k := l|_keys(attribute, false),"
-        " [for i in range(l|length) if i == 0 or k[i] != k[i - 1]:"
-        " (l[i]|_get(attribute), [for j in range(i, l|length) if k[j] == k[i]: l[j]])]",
-    "|batch (v, n, fill_with=none) l := @list(v), @generator([for i in range(0, l|length, n):"
-        " l[i:i + n] + [fill_with] * (0 if fill_with is none else i + n - l|length)])",
-    // numbers
-    "|abs (x) -x if x < 0 else x",
-    "|round (x, precision=0, method='common') p := 10 ** precision,"
-        " -(-x * p // 1) / p if method == 'ceil' else x * p // 1 / p if method == 'floor' else"
-        " @fail('round ' ~ method) if method != 'common' else x if x is integer else"
-        " @fixed(x, precision)|float",
-    "|int (v, default=0) @number(v, default, true)",
-    "|float (v, default=0.0) @number(v, default, false)",
-    // text for other formats
-    "|indent (s, width=4, first=false, blank=false) l := @text(s).split('\\n'),"
-        " pad := width if width is string else ' ' * width, @join('\\n', [for i in range(l|length):"
-        " (pad if (first if i == 0 else blank or l[i]) else '') + l[i]])",
-    "|escape |e (s) s|replace('&', '&amp;')|replace('>', '&gt;')|replace('<', '&lt;')"
-        "|replace(\"'\", '&#39;')|replace('\"', '&#34;')",
-    "|tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)"
-        " s := separators or (', ' if indent is none else ',', ': '),"
-        " @fail('tojson: ensure_ascii') if ensure_ascii else v|_write({'json': true, 'item': s[0],"
-        " 'key': s[1], 'sort': sort_keys, 'pad': ' ' * (indent or 0)},"
-        " '' if indent is none else '\\n')",
-    // a value as Python prints it, or as JSON; line: what begins a line of its own
-    "|_write (v, style={'item': ', ', 'key': ': '}, line='') kind := @kind(v),"
-        " list := style.json or kind == 'list', inner := line ~ style.pad if line and v else '',"
-        " @quote(v, '\"' if style.json or \"'\" in v and not '\"' in v else \"'\", style.json)"
-        " if v is string else {none: 'null', true: 'true', false: 'false'}[v]"
-        " if style.json and (v is none or v is boolean) else"
-        " @text(v) if v is number or v is none else '{' ~ inner ~"
-        " @join(style.item ~ inner, [for k in style.sort and v|sort(false, true) or v:"
-        " k|_write(style, inner) ~ style.key ~ v[k]|_write(style, inner)]) ~ (line if v) ~ '}'"
-        " if kind == 'dict' else"
-        " ('[' if list else '(') ~ inner ~ @join(style.item ~ inner, [for x in v: x|_write(style,"
-        " inner)]) ~ (line if v) ~ (']' if list else ',)' if v|length == 1 else ')')"
-        " if v is sequence and v is defined else"
-        " @fail(kind ~ ' cannot be written as JSON') if style.json else"
-        " 'Undefined' if v is undefined else '<' ~ kind ~ '>'",
-    // what stands behind `is`
-    "is.defined (x) @kind(x) != 'undefined'", "is.undefined (x) @kind(x) == 'undefined'",
-    "is.none (x) @kind(x) == 'None'", "is.boolean (x) @kind(x) == 'bool'",
-    "is.true (x) x is boolean and x", "is.false (x) x is boolean and not x",
-    "is.integer (x) @kind(x) == 'int'", "is.float (x) @kind(x) == 'float'",
-    "is.string (x) @kind(x) == 'str'", "is.mapping (x) @kind(x) == 'dict'",
-    "is.number (x) @kind(x) in ['int', 'float', 'bool']", "is.callable (x) @kind(x) == 'macro'",
-    "is.sequence (x) @kind(x) in ['str', 'list', 'tuple', 'dict', 'undefined']",
-    "is.iterable (x) x is sequence or @kind(x) == 'generator'", "is.in (x, l) x in l",
-    "is.odd (x) x % 2 == 1", "is.even (x) x % 2 == 0", "is.divisibleby (x, n) x % n == 0",
-    "is.eq is.equalto is.== (a, b) a == b", "is.sameas (a, b) @kind(a) == @kind(b) and a == b",
-    "is.ne is.!= (a, b) a != b", "is.lt is.lessthan is.< (a, b) a < b", "is.le is.<= (a, b) a <= b",
-    "is.gt is.greaterthan is.> (a, b) a > b", "is.ge is.>= (a, b) a >= b", "is._ (x) x",
-    // what a loop knows beside index0, length and its _items
-    "loop.index (l) l.index0 + 1", "loop.first (l) l.index0 == 0",
-    "loop.revindex (l) l.length - l.index0", "loop.nextitem (l) l._items[l.index]",
-    "loop.revindex0 (l) l.length - l.index", "loop.last (l) l.index == l.length",
-    "loop.previtem (l) l._items[l.index0 - 1 if l.index0 else l.length]",
-    "loop.cycle (l) varargs[l.index0 % (varargs|length)]",
-};
-
-// The macro of that class and name, undefined: there is none. A row is parsed when it is used for
-// the first time, so that a short template does not pay for all.
-static Value find_builtin(Template *t, const char *class, Seq name) {
-    char key[40];
-    const char *row = NULL, *dot = *class == '|' ? "" : ".";
-    spend(t, 10);
-    size_t i, n = snprintf(key, sizeof key, "%s%s%s ", class, dot, to_utf8(t, name));
-    for (i = 0; i < COUNT(BUILTINS); i++) {
-        for (row = BUILTINS[i]; *row != '(' && strncmp(row, key, n);) row += strcspn(row, " ") + 1;
-        if (*row != '(') break;
-    }
-    if (i == COUNT(BUILTINS)) return undefined_value(name);
-    if (!t->builtin[i]) {
-        Node *node = NULL, **tail = &node;
-        t->p = strchr(BUILTINS[i], '(');
-        t->own = true;
-        bool read = read_rule(t, R_builtin, &tail) && !*t->p;
-        assert(read);
-        t->builtin[i] = obtain(t, sizeof(Macro));
-        *t->builtin[i] = (Macro){name, node->first, node, NULL};
-    }
-    return (Value){.kind = V_MACRO, .macro = t->builtin[i]};
 }
 
 // ---- it runs
@@ -3679,82 +3704,79 @@ static Value find_builtin(Template *t, const char *class, Seq name) {
 // Names live in scopes, one for the template and one for each turn of a loop, each call of a macro
 // and each block whose text is captured; an `if` has none. A name is set in the innermost scope
 // and looked up from there outwards: what a loop sets is gone behind it. A macro sees the scope
-// where it stands, not that of its caller; a builtin sees its parameters alone.
+// where it stands, not that of its caller.
 
 static Value eval(Template *t, const Node *n);
-// not inlined: at each of DEEPEST levels its buffers would take room on the stack
-__attribute__((noinline)) static Value primitive(Template *t, Seq name, const Value *a);
 
 static const Node *child(const Node *n, int rule) {   // NULL: there is none
     for (n = n->first; n && n->rule != rule;) n = n->next;
     return n;
 }
 
-// Adds what v prints. An empty text becomes that of v, without a copy.
-static void print(Template *t, Value *text, Value v) {
-    Seq s = to_text(t, v);
-    if (text->seq.n) seq_append(t, &text->seq, s.c, s.n, sizeof *s.c);
-    else text->seq = s;
+static Value macro_value(Template *t, Str name, const Node *params, const Node *body) {
+    Macro *m = obtain(t, sizeof *m);
+    *m = (Macro){name, params, body, t->scope};
+    return (Value){.kind = V_MACRO, .macro = m};
 }
 
-static bool mentions(Template *t, const Node *n, Seq name) {   // somewhere in n
-    spend(t, 1);
-    bool yes = n->rule == R_name && seq_equal(t, n->value.seq, name);
-    for (n = n->first; n && !yes; n = n->next) yes = mentions(t, n, name);
-    return yes;
+static void read_builtins(Template *t) {
+    for (size_t i = 0; i < COUNT(BUILTINS); i++) {
+        Node *row = NULL, **at = &row;
+        t->p = BUILTINS[i];
+        read_rule(t, R_builtin, &at);
+        for (const Node *k = row->first; k->rule == R_name; k = k->next)
+            set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
+    }
 }
 
-// Calls a macro or builtin. Its names are the parameters, which take what is given by position, or
-// else by name, or else their default; varargs and kwargs, the rest; and caller, the block of a
-// call. A rest or block that it does not mention would be lost in silence: that is an error.
+static Value look_up(Template *t, Value name) {
+    for (Dict *d = t->scope; d; d = d->outer) {
+        Value *v = entry(t, d, name);
+        if (v) return *v;
+    }
+    if (is(name.s, "true True false False")) return bool_value((*name.s.s | 32) == 't');
+    if (is(name.s, "none None")) return (Value){.kind = V_NONE};
+    return is(name.s, FUNCTIONS) ? *entry(t, t->builtins, name) : undefined_value(name.s);
+}
+
+// Calls a macro, whose value is what it prints, or a builtin. The parameters take what is given by
+// place, or else by name, or else their default. A namespace, which has none, keeps all names.
 static Value call(Template *t, Value f, Args a) {
-    need_defined(t, f);
-    if (f.kind != V_MACRO) stop(t, "%s cannot be called", VALUE_KINDS[f.kind]);
-    const Macro *m = f.macro;
-    const Node *p = m->params ? m->params->first : NULL;
-    const char *where = t->where, *who = to_utf8(t, m->name);
-    Scope *caller = t->scope, *scope = t->scope = new_scope(t, m->scope);
-    Value varargs = {.kind = V_TUPLE}, kwargs = {.kind = V_DICT};
-    Value block = string_value(from_text(t, "caller"));
+    const Macro *m = must_be(t, f, V_MACRO).macro;
+    const char *where = t->p;
+    Dict *scope = t->scope, *own = t->scope = new_dict(t, m->scope);
+    Value given[8] = {{0}};
+    size_t n = 0;
     enter(t);
     t->depth += CALL_DEPTH;
-    for (size_t i = 0; i < a.list.n; i++, p = p ? p->next : p)
-        if (p) dict_set(t, &scope->names, p->first->value, a.list.v[i]);
-        else list_push(t, &varargs.seq, a.list.v[i]);
-    for (const Value *v = a.named.v, *end = v + a.named.n; v < end; v += 2) {
-        const Node *k = p;
-        while (k && order(t, k->first->value, *v)) k = k->next;
-        bool takes = k || (!order(t, block, *v) && mentions(t, m->body, block.seq));
-        dict_set(t, takes ? &scope->names : &kwargs.seq, v[0], v[1]);
+    for (const Node *p = m->params->first; p; p = p->next, n++) {
+        Value name = p->first->v, *named = entry(t, &a.named, name), v = undefined_value(name.s);
+        if (n < a.list.n) v = a.list.v[n];
+        else if (named) v = *named;
+        else if (p->first->next) v = eval(t, p->first->next);
+        set(t, own, name, v);
+        if (!m->body) given[n] = v;
     }
-    if (varargs.seq.n && !mentions(t, m->body, from_text(t, "varargs")))
-        stop(t, "'%s' takes not so many arguments", who);
-    if (kwargs.seq.n && !mentions(t, m->body, from_text(t, "kwargs")))
-        stop(t, "'%s' takes no argument '%s'", who, to_utf8(t, to_text(t, *kwargs.seq.v)));
-    for (; p; p = p->next) {
-        const Node *name = p->first;
-        if (dict_find(t, scope->names, name->value)) continue;
-        Value v = name->next ? eval(t, name->next) : undefined_value(name->value.seq);
-        dict_set(t, &scope->names, name->value, v);
-    }
-    dict_set_name(t, &scope->names, "varargs", varargs);
-    dict_set_name(t, &scope->names, "kwargs", kwargs);
-    Value v = eval(t, m->body);
-    t->scope = caller;
-    t->where = where;
+    if (!m->body && !n) own->pairs = a.named.pairs;
+    if (a.list.n > n) stop(t, "'%.*s' takes not so many arguments", STR_ARG(m->name));
+    for (const Value *k = a.named.pairs.v, *end = k + a.named.pairs.n; k < end; k += 2)
+        if (!entry(t, own, *k))
+            stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
+    Value v = m->body ? eval(t, m->body) : n ? builtin(t, m->name, given) : dict_value(own);
+    t->scope = scope;
+    t->p = where;
     t->depth -= CALL_DEPTH + 1;
     return v;
 }
 
-// Calls a method, filter or test of v: v is its first argument.
-static Value apply(Template *t, const char *class, Seq name, Value v, Args a) {
-    Value f = find_builtin(t, class, name);
-    Seq list = {0};
-    if (f.kind == V_UNDEFINED)
-        stop(t, "there is no %s '%s'", *class == '|' ? "filter" : "test", to_utf8(t, name));
-    list_push(t, &list, v);
-    seq_append(t, &list, a.list.v, a.list.n, sizeof v);
-    return call(t, f, (Args){list, a.named});
+// calls a filter or a method of v, whose first argument is v
+static Value apply(Template *t, Str name, Value v, Args more) {
+    Value *f = entry(t, t->builtins, string_value(name));
+    List list = {0};
+    if (!f) stop(t, "there is no filter '%.*s'", STR_ARG(name));
+    push(t, &list, v);
+    push_all(t, &list, more.list);
+    return call(t, *f, (Args){list, more.named});
 }
 
 // the values between the brackets of a call, and those given by name
@@ -3762,98 +3784,47 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
     for (const Node *n = args ? args->first : NULL; n; n = n->next) {
         const Node *k = n->first;
+        size_t stars = k->rule == R_word ? k->v.s.n : 0;
         Value v = eval(t, k->next ? k->next : k);
-        bool dict = k->word.n == 2;   // **dict, as *list has one sign
-        Seq items = k->word.n == 1 ? items_of(t, v) : (Seq){{.v = &v}, 1, NULL};
-        if (dict && v.kind != V_DICT) stop(t, "** takes no %s", VALUE_KINDS[v.kind]);
-        if (dict) dict_add(t, &a.named, v.seq);
-        else if (k->next && k->rule == R_name) dict_set(t, &a.named, k->value, v);
-        else seq_append(t, &a.list, items.v, items.n, sizeof v);
+        if (stars == 2) set_all(t, &a.named, must_be(t, v, V_DICT).dict->pairs);
+        else if (stars == 1) push_all(t, &a.list, items_of(t, v));
+        else if (k->next) set(t, &a.named, k->v, v);
+        else push(t, &a.list, v);
     }
     return a;
 }
 
-// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself it is
-// an error to ask for a member.
-static Value member(Template *t, Value v, Value key) {
-    need_defined(t, v);
-    Value *entry = is_mapping(v) ? dict_find(t, pairs_of(v), key) : NULL;
-    if (entry) return *entry;
-    size_t i = is_int(key) ? key.i + (key.i < 0 ? v.seq.n : 0) : SIZE_MAX;
-    if (is_seq(v) && i < v.seq.n)
-        return v.kind == V_STRING ? string_value(seq_part(v.seq, i, i + 1)) : v.seq.v[i];
-    Value f = undefined_value(to_text(t, key));
-    if (v.kind == V_LOOP) need_defined(t, f = find_builtin(t, "loop", f.seq));
-    return f.kind == V_MACRO ? call(t, f, (Args){.list = {{.v = &v}, 1, NULL}}) : f;
-}
-
-// a name's value: in the scopes from the innermost on, else a function of BUILTINS
-static Value look_up(Template *t, Seq name) {
-    Value *v = NULL;
-    for (Scope *s = t->scope; s && !v; s = s->outer) v = dict_find(t, s->names, string_value(name));
-    if (v) return *v;
-    const char *word = to_utf8(t, name);
-    if (find_word(word, "true True")) return bool_value(true);
-    if (find_word(word, "false False")) return bool_value(false);
-    if (find_word(word, "none None")) return (Value){.kind = V_NONE};
-    return find_builtin(t, "fn", name);
-}
-
-// v with what stands behind it: .x .x(y) [1] [1:2] (x) | f or is f
+// v with what stands behind it: .x .x(y) [1] [1:2] [::-1] (x) | f or is f
 static Value suffixed(Template *t, Value v, const Node *n) {
-    const Node *k = n->first, *args = child(n, R_args);
+    const Node *k = n->first, *args = child(n, R_args), *name = child(n, R_name);
+    const Node *to = child(n, R_bound);
+    Value none = {0};
     if (n->rule == R_args) return call(t, v, arguments(t, n));
+    if (n->rule == R_test) {
+        List a = arguments(t, args).list;
+        return bool_value(passes(t, name->v.s, v, a.n ? *a.v : none) == (k == name));
+    }
     if (n->rule == R_item) {
-        Value bound[3] = {0};
-        int colons = 0;
-        for (; k; k = k->next)
-            if (k->rule == R_word) colons++;
-            else bound[colons] = eval(t, k);
-        return colons ? slice(t, v, bound) : member(t, v, bound[0]);
+        Value from = k->rule == R_word ? none : eval(t, k);
+        if (to) return slice(t, v, from, to->first ? eval(t, to->first) : none);
+        return k->rule == R_word ? reversed(t, v) : member(t, v, from);
     }
-    if (n->rule == R_member) {
-        need_defined(t, v);
-        const char *kind = VALUE_KINDS[v.kind];
-        bool method = args && find_builtin(t, kind, k->value.seq).kind == V_MACRO;
-        if (method) return apply(t, kind, k->value.seq, v, arguments(t, args));
-        v = member(t, v, k->value);
-        return args ? call(t, v, arguments(t, args)) : v;
-    }
-    if (n->rule != R_test) return apply(t, "|", k->value.seq, v, arguments(t, args));
-    bool negative = str_eq(k->word, "not");
-    if (negative) k = k->next;
-    Args a = arguments(t, args);
-    if (!args && k->next) list_push(t, &a.list, eval(t, k->next));
-    Seq name = k->rule == R_word ? from_text(t, "in") : k->value.seq;
-    return bool_value(truth(apply(t, "is", name, v, a)) != negative);
-}
-
-// [for x in list if test: value], for BUILTINS
-static Value eval_each(Template *t, const Node *n) {
-    const Node *name = n->first, *list = name->next, *test = child(n, R_cond);
-    const Node *what = test ? test->next : list->next;
-    Seq items = items_of(t, eval(t, list));
-    Value v = {.kind = V_LIST};
-    t->scope = new_scope(t, t->scope);
-    for (size_t i = 0; i < items.n; i++) {
-        dict_set(t, &t->scope->names, name->value, items.v[i]);
-        if (!test || truth(eval(t, test->first))) list_push(t, &v.seq, eval(t, what));
-    }
-    t->scope = t->scope->outer;
-    return v;
+    if (n->rule != R_member) return apply(t, name->v.s, v, arguments(t, args));
+    bool text = v.kind == V_STRING && is(k->v.s, OF_TEXTS);
+    bool method = args && (text || (v.kind == V_DICT && is(k->v.s, OF_DICTS)));
+    if (!method) v = member(t, v, k->v);
+    if (!args) return v;
+    return method ? apply(t, k->v.s, v, arguments(t, args)) : call(t, v, arguments(t, args));
 }
 
 // Operands with operators between them. and, or give the operand that decides and leave the rest
-// alone; so does a comparison such as 1 < x < 3, of which each operand meets its neighbour.
+// alone.
 static Value eval_chain(Template *t, const Node *n) {
-    bool compares = n->rule == R_compare;
-    Value left = eval(t, n->first), v = compares ? bool_value(true) : left;
+    Value v = eval(t, n->first);
     for (const Node *op = n->first->next; op; op = op->next->next) {
-        if (n->rule == R_or ? truth(v) : (n->rule == R_and || compares) && !truth(v)) break;
+        if (n->rule <= R_and && truth(v) == (n->rule == R_or)) break;
         Value right = eval(t, op->next);
-        if (compares) v = bool_value(compare(t, op->word, left, right));
-        else v = n->rule == R_or || n->rule == R_and ? right : operate(t, op->word, v, right);
-        left = right;
+        v = n->rule <= R_and ? right : operate(t, op->v.s, v, right);
     }
     return v;
 }
@@ -3861,130 +3832,105 @@ static Value eval_chain(Template *t, const Node *n) {
 // Sets what targets name, each x, namespace.x or more targets: one to v, several to the items of v,
 // of which there must be as many.
 static void assign(Template *t, const Node *targets, Value v) {
-    Seq items = {{.v = &v}, 1, NULL};
+    List items = {&v, 1};
     size_t i = 0;
     if (targets->first->next) items = items_of(t, v);
     for (const Node *target = targets->first; target; target = target->next, i++) {
-        const Node *name = target->first;
-        if (name->rule == R_targets && i < items.n) assign(t, name, items.v[i]);
-        if (name->rule == R_targets) continue;
-        Value space = {.kind = V_NAMESPACE, .scope = t->scope};
-        if (name->next) space = look_up(t, name->value.seq);
-        if (space.kind != V_NAMESPACE)
-            stop(t, "'%s' is not a namespace", to_utf8(t, name->value.seq));
-        if (name->next) name = name->next;
-        if (i < items.n) dict_set(t, &space.scope->names, name->value, items.v[i]);
+        const Node *name = target->first, *key = name->next;
+        if (i >= items.n) continue;
+        if (name->rule == R_targets) assign(t, name, items.v[i]);
+        else if (!key) set(t, t->scope, name->v, items.v[i]);
+        else set(t, must_be(t, look_up(t, name->v), V_DICT).dict, key->v, items.v[i]);
     }
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-// Sets the names of a turn in an empty scope, in the memory of the turn before.
-static void begin_turn(Template *t, Scope *turn, const Node *targets, Value item) {
-    if (turn->names.home) turn->names.home->used = 0;
-    turn->names.n = 0;
-    t->scope = turn;
-    assign(t, targets, item);
+static void set_loop(Template *t, Dict *loop, List items, size_t i) {   // what it knows in turn i
+    Value none = undefined_value(str("an element"));
+    set(t, loop, word_value("index0"), int_value(i));
+    set(t, loop, word_value("index"), int_value(i + 1));
+    set(t, loop, word_value("first"), bool_value(i == 0));
+    set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
+    set(t, loop, word_value("length"), int_value(items.n));
+    set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
+    set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
 }
 
-// Each turn has its own names. The filter goes first, as the loop knows its length. break and
+// Each turn has its own names. The test goes first, as the loop knows its length. break and
 // continue leave the body by t->flow, which stops every block on the way.
 static Value run_for(Template *t, const Node *n) {
-    const Node *targets = n->first, *test = child(n, R_cond), *otherwise = child(n, R_else);
-    Seq all = items_of(t, eval(t, targets->next)), items = test ? (Seq){0} : all;
-    Scope *scope = t->scope, *outer = new_scope(t, scope), *turn = new_scope(t, outer);
-    Value loop = {.kind = V_LOOP, .scope = new_scope(t, NULL)}, text = string_value((Seq){0});
-    bool done = false;
+    const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
+    List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
+    Dict *scope = t->scope, *outer = new_dict(t, scope);
+    Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)}, text = string_value(NOTHING);
     for (size_t i = 0; i < all.n && test; i++) {
-        begin_turn(t, turn, targets, all.v[i]);
-        if (truth(eval(t, test->first))) list_push(t, &items, all.v[i]);
+        t->scope = new_dict(t, outer);
+        assign(t, targets, all.v[i]);
+        if (truth(eval(t, test->first))) push(t, &items, all.v[i]);
     }
-    dict_set_name(t, &loop.scope->names, "_items", (Value){.kind = V_LIST, .seq = items});
-    dict_set_name(t, &loop.scope->names, "length", int_value(items.n));
-    dict_set_name(t, &outer->names, "loop", loop);
+    set(t, outer, word_value("loop"), loop);
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
-        dict_set_name(t, &loop.scope->names, "index0", int_value(i));
-        begin_turn(t, turn, targets, items.v[i]);
-        print(t, &text, eval(t, child(n, R_block)));
-        done = done || !t->flow;   // jinja2 runs else also where no turn came to its end
+        t->scope = new_dict(t, outer);
+        set_loop(t, loop.dict, items, i);
+        assign(t, targets, items.v[i]);
+        text.s = concat(t, text.s, eval(t, body).s);
     }
     t->flow = 0;
-    t->scope = outer;
-    if (otherwise && !done) print(t, &text, eval(t, otherwise));
     t->scope = scope;
     return text;
 }
 
-// what a block with names of its own prints, through the filters that stand in front of it
-static Value filtered(Template *t, const Node *filters, const Node *block) {
-    t->scope = new_scope(t, t->scope);
+// what a block with names of its own prints
+static Value captured(Template *t, const Node *block) {
+    t->scope = new_dict(t, t->scope);
     Value v = eval(t, block);
     t->scope = t->scope->outer;
-    for (const Node *k = filters; k != block; k = k->next) v = suffixed(t, v, k);
     return v;
-}
-
-// Makes a macro of a block: sets its name, or lets the one that is called know it as caller.
-static Value run_macro(Template *t, const Node *n, const Node *block) {
-    const Node *params = child(n, R_params);
-    Value v = {.kind = V_MACRO, .macro = obtain(t, sizeof *v.macro)};
-    Seq name = n->rule == R_macro ? n->first->value.seq : from_text(t, "caller");
-    *v.macro = (Macro){name, params, block, t->scope};
-    if (n->rule == R_macro) {
-        dict_set(t, &t->scope->names, n->first->value, v);
-        return n->value;   // undefined: it prints nothing
-    }
-    Value called = eval(t, params ? params->next : n->first);
-    Args a = arguments(t, child(n, R_args));
-    dict_set_name(t, &a.named, "caller", v);
-    return call(t, called, a);
 }
 
 // the value of an expression; of a statement or a block of them the text it prints
 static Value eval(Template *t, const Node *n) {
     const Node *first = n->first, *k = first, *block = child(n, R_block);
-    Value v = n->value;
+    Value v = n->v;
     enter(t);
-    if (n->rule >= R_block && n->rule < R_word) t->where = n->source;
+    t->p = n->source;
     switch (n->rule) {
     case R_number: case R_string: case R_text: break;
-    case R_name: v = look_up(t, v.seq); break;
-    case R_value:
-        k = truth(eval(t, first->next)) ? first : first->next->next;
+    case R_name: v = look_up(t, v); break;
+    case R_value: case R_if: case R_elif:
+        if (n->rule == R_value) k = truth(eval(t, first->next)) ? first : first->next->next;
+        else k = truth(eval(t, first)) ? block : block->next;
         if (k) v = eval(t, k);
         break;
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
-    case R_sign: v = operate(t, first->word, int_value(0), eval(t, first->next)); break;
-    case R_tuple: case R_list: case R_atom:   // an atom with nothing in it is ()
-        for (v = (Value){.kind = n->rule == R_list ? V_LIST : V_TUPLE}; k; k = k->next)
-            if (k->rule != R_word) list_push(t, &v.seq, eval(t, k));
+    case R_sign: v = operate(t, first->v.s, int_value(0), eval(t, first->next)); break;
+    case R_tuple: case R_list:
+        for (v = list_value((List){0}); k; k = k->next)
+            if (k->rule != R_word) push(t, &v.list, eval(t, k));
         break;
     case R_dict:
-        for (v = (Value){.kind = V_DICT}; k; k = k->next->next) {
+        for (v = dict_value(new_dict(t, NULL)); k; k = k->next->next) {
             Value key = eval(t, k);
-            dict_set(t, &v.seq, key, eval(t, k->next));
+            set(t, v.dict, key, eval(t, k->next));
         }
         break;
-    case R_each: v = eval_each(t, n); break;
-    case R_primitive: v = primitive(t, first->value.seq, arguments(t, first->next).list.v); break;
     case R_postfix: case R_unary:
         for (v = eval(t, first); (k = k->next);) v = suffixed(t, v, k);
         break;
-    case R_block: case R_else: case R_print:
-        for (v = string_value((Seq){0}); k && !t->flow; k = k->next) print(t, &v, eval(t, k));
-        break;
-    case R_if: case R_elif:
-        k = truth(eval(t, first)) ? block : block->next;
-        if (k) v = eval(t, k);
+    case R_block: case R_else: case R_print: case R_statement:
+        for (v = string_value(NOTHING); k && !t->flow; k = k->next) {
+            Str s = to_text(t, eval(t, k));
+            v.s = v.s.n ? concat(t, v.s, s) : s;
+        }
         break;
     case R_for: v = run_for(t, n); break;
-    case R_set: assign(t, first, block ? filtered(t, first->next, block) : eval(t, first->next));
+    case R_set: assign(t, first, block ? captured(t, block) : eval(t, first->next));
         break;
-    case R_macro: case R_call: v = run_macro(t, n, block); break;
-    case R_let: dict_set(t, &t->scope->names, first->value, eval(t, first->next)); break;
-    case R_builtin: while ((k = k->next)) v = eval(t, k);
+    case R_generation: v = captured(t, block); break;
+    case R_pipe: v = suffixed(t, captured(t, block), first); break;
+    case R_macro: set(t, t->scope, first->v, macro_value(t, first->v.s, first->next, block));
         break;
-    case R_pipe: v = filtered(t, first, block); break;
     case R_break: case R_continue: t->flow = n->rule; break;
     default: v = eval_chain(t, n);
     }
@@ -3992,234 +3938,84 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// ---- its primitives
-//
-// What BUILTINS cannot say in Jinja. They get values as they are: undefined ones too, where a row
-// hands on what its caller gave.
-
-// s in lower or upper case. The appendix knows only the way down: other letters than those of ASCII
-// stay as they are on the way up.
-static Seq recase(Template *t, Seq s, bool upper) {
-    Seq out = {0};
-    for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER, low = unicode_fold(c, true, false);
-        if (upper) c -= c - 'a' < 26 ? 32 : 0;
-        else if (low) c = low;
-        put_char(t, &out, c | (s.c[i] & MARK));
-    }
-    return out;
-}
-
-// s in quotes, as JSON or as Python has it
-static Value quote(Template *t, Seq s, Value quotes, bool json) {
-    static const char known[] = "\n\r\t\b\f", letter[] = "nrtbf";
-    Value out = string_value(quotes.seq);
-    for (size_t i = 0; i < s.n; i++) {
-        uint32_t c = s.c[i] & CHARACTER;
-        char code[8] = {'\\', c};
-        if (among(c, json ? known : "\n\r\t")) code[1] = letter[strchr(known, c) - known];
-        else if (c < ' ' || (c == 127 && !json)) sprintf(code, json ? "\\u%04x" : "\\x%02x", c);
-        else if (c != '\\' && c != *quotes.seq.c) *code = 0;
-        print(t, &out, string_value(*code ? from_text(t, code) : seq_part(s, i, i + 1)));
-    }
-    print(t, &out, quotes);
-    return out;
-}
-
-// The parts of s between separators, at most so many and a rest; below 0: all. by: the separator,
-// or none for any white space, of which there is none in the parts then.
-static Value split(Template *t, Seq s, Value by, int64_t most) {
-    Value list = {.kind = V_LIST};
-    bool words = by.kind != V_STRING;
-    size_t i, n = words ? 0 : by.seq.n;
-    if (!words && !n) stop(t, "an empty separator");
-    for (;; s = seq_part(s, i + n, s.n)) {
-        if (words) s = seq_strip(t, s, NULL, LEFT);
-        if (words && !s.n) return list;
-        for (i = 0; words && i < s.n && !is_space(s.c[i]);) i++;
-        spend(t, i / 8);
-        if (!words) i = seq_find(t, s, by.seq);
-        if (i >= s.n || most-- == 0) break;
-        list_push(t, &list.seq, string_value(seq_part(s, 0, i)));
-    }
-    list_push(t, &list.seq, string_value(s));
-    return list;
-}
-
-// the number that v is or, as text, says; otherwise what is given for that; whole: cut to an int
-static Value to_number(Template *t, Value v, Value otherwise, bool whole) {
-    need_defined(t, v);
-    const char *s = v.kind == V_STRING ? to_utf8(t, seq_strip(t, v.seq, NULL, LEFT | RIGHT)) : "";
-    char *end;
-    double f = is_number(v) ? real(v) : strtod(s, &end);
-    if (!is_number(v) && (!*s || *end)) return otherwise;
-    if (!whole) return float_value(f);
-    return fabs(f) < 9e15 ? int_value((int64_t)f) : otherwise;
-}
-
-// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
-// can know it.
-static Value date(Template *t, Seq format) {
-    const char *epoch = getenv("SOURCE_DATE_EPOCH");
-    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
-    struct tm tm;
-    char s[400];
-    uint32_t mark = 0;
-    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
-    size_t n = strftime(s, sizeof s, to_utf8(t, format), &tm);
-    if (!n && format.n) stop(t, "a date is too long");
-    for (size_t i = 0; i < format.n; i++) mark |= format.c[i] & MARK;
-    return string_value(from_utf8(t, (Str){s, n}, mark));
-}
-
-// A row of BUILTINS calls a primitive by name, with as many arguments as that one reads.
-static Value primitive(Template *t, Seq name, const Value *a) {
-    const char *f = to_utf8(t, name);
-    Value v = {.kind = V_STRING};
-    Seq l = {0};
-    if (find_word(f, "kind")) return string_value(from_text(t, VALUE_KINDS[a[0].kind]));
-    if (find_word(f, "list generator"))
-        return (Value){.kind = *f == 'l' ? V_LIST : V_GENERATOR, .seq = items_of(t, a[0])};
-    if (find_word(f, "split strip") && a[1].kind != V_STRING && a[1].kind != V_NONE)
-        stop(t, "%s by %s is not possible", f, VALUE_KINDS[a[1].kind]);
-    if (find_word(f, "split range fixed") && !is_int(a[*f == 's' ? 2 : *f == 'f']))
-        stop(t, "%s takes whole numbers", f);
-    if (find_word(f, "split")) return split(t, to_text(t, a[0]), a[1], a[2].i);
-    if (find_word(f, "apply")) {
-        if (a[4].kind != V_DICT) stop(t, "the arguments by name are no dict");
-        Args more = {items_of(t, a[3]), a[4].seq};
-        return apply(t, to_utf8(t, a[0].seq), to_text(t, a[2]), a[1], more);
-    }
-    if (find_word(f, "number")) return to_number(t, a[0], a[1], truth(a[2]));
-    if (find_word(f, "now")) return date(t, to_text(t, a[0]));
-    if (find_word(f, "range")) {   // the numbers from 0 up to, but without, this one
-        if (a[0].i > LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
-        for (int64_t i = 0; i < a[0].i; i++) list_push(t, &l, int_value(i));
-        return (Value){.kind = V_LIST, .seq = l};
-    }
-    if (find_word(f, "fail")) stop(t, "%s", to_utf8(t, to_text(t, a[0])));
-    if (find_word(f, "length")) return int_value((is_seq(a[0]) ? a[0].seq : items_of(t, a[0])).n);
-    if (find_word(f, "dict namespace")) {   // of what two dicts hold
-        Scope *space = new_scope(t, NULL);
-        if (a[0].kind != V_DICT) stop(t, "%s is not a dict", VALUE_KINDS[a[0].kind]);
-        dict_add(t, &space->names, a[0].seq);
-        dict_add(t, &space->names, a[1].seq);
-        if (*f == 'd') return (Value){.kind = V_DICT, .seq = space->names};
-        return (Value){.kind = V_NAMESPACE, .scope = space};
-    }
-    if (find_word(f, "sum"))
-        for (l = a[0].seq, v = a[1]; l.n; l.n--, l.v++) v = operate(t, (Str){"+", 1}, v, *l.v);
-    if (find_word(f, "join")) {
-        l = items_of(t, a[1]);
-        spend(t, l.n);
-        for (size_t i = 0; i < l.n; i++) {
-            if (i) print(t, &v, a[0]);
-            print(t, &v, l.v[i]);
-        }
-    }
-    if (find_word(f, "text")) v.seq = to_text(t, a[0]);
-    if (find_word(f, "case")) v.seq = recase(t, to_text(t, a[0]), truth(a[1]));
-    if (find_word(f, "strip"))
-        v.seq = seq_strip(t, to_text(t, a[0]), a[1].kind == V_STRING ? &a[1].seq : NULL, a[2].i);
-    if (find_word(f, "quote")) return quote(t, a[0].seq, a[1], truth(a[2]));
-    if (find_word(f, "fixed")) {   // with so many digits behind the point
-        char s[400];
-        if (!is_number(a[0])) stop(t, "%s is not a number", VALUE_KINDS[a[0].kind]);
-        if (a[1].i < 0 || a[1].i > 99) stop(t, "a number has no such digits");
-        snprintf(s, sizeof s, "%.*f", (int)a[1].i, real(a[0]));
-        v.seq = from_text(t, s);
-    }
-    return v;
-}
-
-// Parses the template, sets what it sees and runs it. False: it stopped, and e says why.
+// Sets what the template sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
-                         int think, Rendered *out) {
+                         int think, bool parts, Rendered *out) {
     if (setjmp(t->failed)) return false;
-    Value messages = {.kind = V_LIST};
-    Scope *scope = t->scope = new_scope(t, NULL);
-    Node *root = NULL, **tail = &root;
+    List messages = {0};
+    Node *root = NULL, **at = &root;
     char *to = obtain(t, source.n + 4);   // \r\n and \r are \n here, and the last \n is dropped
-    t->builtin = obtain(t, COUNT(BUILTINS) * sizeof *t->builtin);
-    t->source = t->p = t->where = t->far = to;
+    t->scope = new_dict(t, NULL);
+    t->builtins = new_dict(t, NULL);
+    read_builtins(t);
+    t->source = t->p = t->tag_end = to;
     for (size_t i = 0; i < source.n; i++)
         if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
             *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
     if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_rule(t, R_block, &tail);
-    if (t->p < to) {
-        Seq rest = from_text(t, t->where = t->far);
-        if (rest.n > 20) rest.n = 20;
-        stop(t, "unexpected %s", rest.n ? to_utf8(t, rest) : "end");
-    }
+    read_rule(t, R_block, &at);
+    if (t->p < to || t->p != t->tag_end) unexpected(t);
     for (size_t i = 0; i < n; i++) {
-        uint32_t mark = str_eq(m[i].role, "assistant") ? 0 : MARK;
-        Value v = {.kind = V_DICT}, content = string_value(from_utf8(t, m[i].content, mark));
-        if (t->parts) content = apply(t, "|", from_text(t, "_parts"), content, (Args){0});
-        dict_set_name(t, &v.seq, "role", string_value(from_utf8(t, m[i].role, 0)));
-        dict_set_name(t, &v.seq, "content", content);
-        list_push(t, &messages.seq, v);
+        Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
+        Value content = string_value(concat(t, NOTHING, m[i].content));
+        if (content.s.n && !str_eq(m[i].role, "assistant"))
+            memset(shadow(t, content.s.s), FOREIGN, content.s.n);
+        set(t, part, word_value("type"), word_value("text"));
+        set(t, part, word_value("text"), content);
+        List list = {0};
+        push(t, &list, dict_value(part));
+        set(t, message, word_value("role"), string_value(concat(t, NOTHING, m[i].role)));
+        set(t, message, word_value("content"), parts ? list_value(list) : content);
+        push(t, &messages, dict_value(message));
     }
-    dict_set_name(t, &scope->names, "self", (Value){V_NAMESPACE, .scope = new_scope(t, NULL)});
-    dict_set_name(t, &scope->names, "messages", messages);
-    dict_set_name(t, &scope->names, "add_generation_prompt", bool_value(true));
-    dict_set_name(t, &scope->names, "bos_token", string_value(from_utf8(t, bos, 0)));
-    dict_set_name(t, &scope->names, "eos_token", string_value(from_utf8(t, eos, 0)));
-    if (think >= 0) dict_set_name(t, &scope->names, "enable_thinking", bool_value(think));
-    Seq text = eval(t, root).seq;
+    set(t, t->scope, word_value("self"), dict_value(new_dict(t, NULL)));
+    set(t, t->scope, word_value("messages"), list_value(messages));
+    set(t, t->scope, word_value("add_generation_prompt"), bool_value(true));
+    set(t, t->scope, word_value("bos_token"), string_value(concat(t, NOTHING, bos)));
+    set(t, t->scope, word_value("eos_token"), string_value(concat(t, NOTHING, eos)));
+    if (think >= 0) set(t, t->scope, word_value("enable_thinking"), bool_value(think));
+    Str text = eval(t, root).s;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
-    for (size_t i = 0; i < text.n; i++) t->marked |= (text.c[i] & MARK) != 0;
-    if (!out) return true;   // a trial
-    out->text = malloc(4 * text.n + 1);
-    out->mark = malloc(4 * text.n + 1);
-    if (!out->text || !out->mark) stop(t, "out of memory");
-    for (size_t i = 0, k; i < text.n; i++, out->n += k) {
-        k = utf8_encode(text.c[i] & CHARACTER, out->text + out->n);
-        memset(out->mark + out->n, (text.c[i] & MARK) != 0, k);
-    }
-    out->text[out->n] = 0;
+    text = str_from(concat(t, concat(t, NOTHING, str(" ")), text), 1);   // in the block
+    *out = (Rendered){(char *)text.s, (unsigned char *)shadow(t, text.s), text.n, t->block};
     return true;
 }
 
 static void rendered_free(Rendered *r) {
-    free(r->text);
-    free(r->mark);
+    free(r->block);
     *r = (Rendered){0};
 }
 
-// Does the template print what a user says, where content is a text, or is parts? The mark tells.
-// The trial runs in t's memory and takes of its steps.
-static bool template_shows(Template *t, bool parts, Str source, Str bos, Str eos, int think) {
-    static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
-    Error e;
-    Template trial = *t;
-    trial.parts = parts;
-    trial.e = &e;
-    bool ok = template_run(&trial, source, &said, 1, bos, eos, think, NULL);
-    memset(t->block + trial.memory, 0, t->memory - trial.memory);
-    t->steps = trial.steps;
-    return ok && trial.marked;
+static void clear_memory(Template *t) {   // for another run
+    for (int half = 0; half < 2; half++)
+        memset(t->block + half * t->size + t->memory, 0, t->size - t->memory);
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
-// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. Where a
-// template shows what is said only so, content is a list of parts: {"type": "text", "text": ..}.
+// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. The content
+// of a message is a text. Where a trial shows that the template prints only such, it is a list of
+// parts: {"type": "text", "text": ..}.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
-    Template t = {.e = e};
+    static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
+    bool shows[2] = {false, false};   // with a text, with parts
     size_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)
         size += messages[i].role.n + messages[i].content.n + 100;
-    t.steps = 20000000 + 200 * size;
-    t.memory = (64 << 20) + 400 * size;
-    t.block = calloc(1, t.memory);
+    Template t = {.e = e, .steps = 5000000 + 200 * size};
+    t.size = t.memory = (64 << 20) + 400 * size;
+    t.block = calloc(2, t.size);   // the second half is the shadow
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
-    t.parts = !template_shows(&t, false, template, bos, eos, think) &&
-              template_shows(&t, true, template, bos, eos, think);
-    bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, out);
-    if (!ok) rendered_free(out);
-    free(t.block);
+    for (int parts = 0; parts < 2 && !shows[0]; parts++) {
+        Template trial = t;
+        shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
+                       memchr(out->mark, FOREIGN, out->n);
+        clear_memory(&trial);
+    }
+    *out = (Rendered){0};
+    bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, shows[1], out);
+    if (!ok) free(t.block);
     return ok;
 }
 
@@ -4261,9 +4057,9 @@ static double now(void) {   // seconds since some moment
 // requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
 // far ahead of the reader, and L2 to fill L1 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, by the measure of a Xeon
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, as measured on a Xeon
 #else
-enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // of a Zen 4: floats come 5 to 20 % faster so
+enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // on a Zen 4: floats come 5 to 20 % faster
 #endif
 
 INLINE void prefetch_l2(const void *p, int bytes) {
@@ -4317,8 +4113,8 @@ static void narrow(const float *x, int n, uint16_t *to) {
 // as each claim of a core makes all others fetch the counter anew, in 100 ns. `running` counts the
 // tasks that are not finished. Only when it has come down to 0 does parallel return, and only then
 // can the next call overwrite fn, task and n: whoever has claimed a task finds them as they were. A
-// worker that wakes up late fails to claim and touches nothing else, so nobody waits for it. Those
-// who do wait spin for 200 us, as waking them would take long, and then sleep.
+// worker that wakes up late finds nothing to claim and touches nothing, so nobody waits for it.
+// Threads that wait spin for 200 us, because waking them takes long, and then sleep.
 
 enum { LINE_PAIR = 128 };        // bytes; so far apart cores do not write to each other's lines
 
@@ -4330,7 +4126,7 @@ struct Pool {
     TaskFn *fn;                  // the call: fn(task) with i from 0 on
     Task task;                   // its i: how many tasks there are
     char before_left[LINE_PAIR];
-    atomic_int left;             // tasks nobody has claimed, or less than none
+    atomic_int left;             // tasks nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
     atomic_int running;          // tasks not finished
     char behind[LINE_PAIR];
@@ -4344,8 +4140,8 @@ struct Pool {
 static bool amx_allow(void);
 static void amx_use(bool on);
 
-// Denormals cost 100 cycles and weigh nothing: workers, and the caller meanwhile, make them zero.
-// cpu_pause in a loop that waits leaves a core's other thread, which may have work, more of it.
+// Denormals cost 100 cycles and weigh nothing: workers, and the caller during a call, flush them to
+// zero. cpu_pause in a waiting loop leaves more of a core to its other thread, which may have work.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
@@ -4464,8 +4260,8 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 //   NEON    sdot, or widening products
 // Where codes are small, AVX2 takes them as unsigned too, with a bias, and adds some pairs before
 // it widens them: dot_pairs(sum, pairs, w, x, first, last), mostly 2 instructions in place of 5.
-// dot_scaled(dot, scale) is a sum that began at the bits of MAGIC, times a scale. MAGIC times the
-// scale of any format is exact: one multiply-add takes it off and rounds once, as two steps would.
+// dot_scaled(dot, scale) scales a sum that began at MAGIC_BITS. MAGIC times the scale of any format
+// is exact, so that one multiply-add takes it off again and rounds once, as two steps would.
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
 // sums of a's pairs, then of b's.
 
@@ -4634,13 +4430,13 @@ typedef void MatvecFn(MATVEC_ARGS);
 // Adds the products of 256 weights, decoded from b, or (decode NULL) of the `left` ones that end a
 // row, to the lanes of sum[0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
 // numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
-// products for k = 0..3 are added as integers, then converted and scaled once; where scales stand
-// per 16 (per16), those of k = 0, 1 and those of k = 2, 3 apart, with the scale of the group's
-// first half and with that of its second.
+// products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
+// weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
+// k = 2, 3 with that of its second.
 //
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
 // Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
-// to them, and sum[1] collects d times the activations, to be taken off `bias` times at the end.
+// to them, and sum[1] collects d times the activations, which block_matvec takes off `bias` times.
 INLINE void dot256(DecodeFn *decode, int type, int left, const uint8_t *b, bool per16, int bias,
                    int fit, const TokenActs *x, vf sum[2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -4716,8 +4512,8 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     }
 }
 
-// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 codes. With
-// its bias a code is at most twice that; without, it has no more bits than a weight in the file.
+// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 times the
+// largest code: twice the bias, or, without one, what a weight's bits in the file can hold.
 #define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
 #define FIT(bias, bits)                                                                            \
     (!PAIRS ? 0 : TOP_CODE(bias, bits) <= 16 ? 8 : TOP_CODE(bias, bits) <= 32 ? 4 :                \
@@ -4750,16 +4546,16 @@ static const Format formats[64] = {   // bytes: of 256 weights; block: not float
 #undef QUANT_X
 };
 
-// where weight k of row r is, or that of the last row where there is none
+// where weight k of row r is; for a row past the end, that of the last row
 static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
     return w->data + ((r < w->rows ? r : w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
 }
 
 // ---- 20. tiles: products of many tokens ----
 //
-// out[n][rows] is computed in tiles of some tokens times 16 rows whose sums stay in registers. Rows
-// lie across the lanes and activations are broadcast, so nothing is summed across lanes. A task has
-// up to `task_rows` rows of one matrix. It decodes `depth` weights of each of them to panels, which
+// out[n][rows] is computed in tiles of some tokens times 16 or 32 rows, with sums in registers.
+// Rows lie across the lanes and activations are broadcast: nothing is summed across lanes. A task
+// has up to `task_rows` rows of one matrix. It decodes `depth` weights of each to panels, which
 // stay in the L2 cache while all tokens of the chunk pass by; a tile's activations stay in L1 while
 // the task's rows pass by. Then it goes on with the next `depth` weights, which add to out.
 //
@@ -4844,7 +4640,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 // It serves float weights, and all formats where there is no int8 tile. Attention without AMX
 // uses tile_float for both of its products.
 
-// As many sums as leave registers for operands: a multiply-add takes 4 cycles, and 2 start in each.
+// As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
        PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
 typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
@@ -4959,8 +4755,8 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
         }
 }
 
-// The offsets take off what the bias adds, with dot_pairs; with CODE_BIAS, `start` does. Codes of
-// Q2_K, at most 3, are multiplied by their 4-bit scales, eight in a word; a block keeps one scale.
+// What the bias adds is taken off by the offsets m (dot_pairs) or by Int8Acts.start (CODE_BIAS).
+// Q2_K's codes, at most 3, are multiplied by their 4-bit scales, eight in a word: one scale stays.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
@@ -5066,7 +4862,7 @@ typedef struct {
     size_t act_bytes;                  // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows, most_rows;      // of its tasks; at most
-    int whole;                         // so many blocks of rows are one task, the others two
+    int whole;                         // blocks of rows that are one task; the others are two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -5124,7 +4920,7 @@ static void matmul_task(Task t) {
     while (t.i >= j[1].first_task) j++;
     int i = t.i - j->first_task, n = j->job->n, pair = 2 * j->tile->tokens;
     int middle = (n + pair - 1) / pair * j->tile->tokens;
-    // half blocks first .. last-1; if it is one of them, it has half the rows or half the tokens
+    // half blocks first .. last-1; a lone one is half the rows (one token) or half the tokens
     int first = i < j->whole ? 2 * i : i + j->whole, last = first + (i < j->whole ? 2 : 1);
     int64_t half = j->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
     int64_t end = (n == 1 ? last : (last + 1) / 2 * 2) * half;
@@ -5163,7 +4959,7 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
 }
 
 // Cuts a call's products into tasks of whole cache lines of out, all of about the same bytes of
-// weights: four for each thread, which read all activations again, or three with a single token.
+// weights: four per thread (each of them reads all activations), or three for a single token.
 // Some cores are slower (two threads may share one), so the last blocks of rows are cut into two
 // tasks: of half the rows for a single token, of half the tokens each where there are so many that
 // decoding the weights twice costs less than waiting does.
@@ -5257,8 +5053,8 @@ typedef struct {
 
 static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// Scores s[n][16], whose queries have been scaled, become weights exp(score - top), with the new
-// top, and are added to the sums; what was summed before fades.
+// Turns scores s[n][16], whose queries have been scaled, into weights exp(score - top) with the new
+// top, and adds them to q->sum; what was summed before fades.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -5302,7 +5098,7 @@ static void float_queries(const float *q, int width, void *to) {   // to [width]
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[FLOAT_TILES][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
-    size_t next = FLOAT_TILES > 1 ? q[1].out - q[0].out : 0;   // also that of the queries
+    size_t next = FLOAT_TILES > 1 ? q[1].out - q[0].out : 0;   // the queries lie as far apart
     for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
         tile_float(q->q, FLOAT_TILES, next, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false,
                    s[0] + TILE * j, FLOAT_KEYS * TILE);
@@ -5322,7 +5118,7 @@ static const AttentionTile amx_attention;   // at the end of this part
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
-    int tasks, queries, tiles;         // a task has queries of each head, in so many query tiles
+    int tasks, queries, tiles;         // a task has `queries` of each head, in `tiles` QueryTiles
     char *work;                        // [threads][work_bytes]
     size_t work_bytes;
 } ManyCall;
@@ -5343,7 +5139,7 @@ static QueryTile *many_buffers(const ManyCall *c, Arena *own, KeyBlock *b) {
 }
 
 // Number j of a task is query first + j / group of head h * group + j % group. The last tiles are
-// filled up with copies of the last query. `rows` [16][whole_32(hd)] are to be zeros.
+// filled up with copies of the last query. `rows` [16][whole_32(hd)] must be zeros on entry.
 static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int first, int count) {
     const Attention *a = c->a;
     int group = a->n_head / a->n_kv, wide = whole_32(a->hd);
@@ -5390,8 +5186,8 @@ static void many_task(Task t) {
         }
         if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
-            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // that they see
-            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or -1
+            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // the last position they see
+            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or empty
             c->tile->attend(a, &b, &q[i]);
         }
     }
@@ -5410,7 +5206,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
     ManyCall c = {.a = x, .tile = p->amx ? &amx_attention : &float_attention};
     Arena count = {0};
     int step = TILE * c.tile->tiles, most = c.tile->task_queries;
-    // the more queries a task has, the fewer tasks pack the same keys; but four for each thread
+    // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
     int share = larger(x->n * x->n_head / (4 * p->threads), step);
     c.queries = larger((share < most ? share : most) / group, 1);
     if (c.queries > x->n) c.queries = x->n;
@@ -5426,7 +5222,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
 //
 // Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
 // heads that share it. A block has FEW rows. First its keys are read and then its values, both in
-// the order of memory, and with each row the same row of the next block is asked for, so that
+// the order of memory, and with each row the same row of the next block is prefetched, so that
 // memory never waits for arithmetic. PART_BLOCKS blocks make a split, and threads take splits
 // independently: each leaves a Part per head, with a largest score and sums of its own, and
 // whoever finishes the last split of a head joins its parts.
@@ -5525,7 +5321,7 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
 }
 
 // Adds block b of KV head h to the parts of `heads` of its query heads, from number g on. Only the
-// first of them ask for the block to come: the next of this KV head, or the first of the next one.
+// first ones (g == 0) prefetch a block: this KV head's next one, or the first of the next head.
 INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
     const Attention *a = c->a;
     int r = c->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
@@ -5676,13 +5472,13 @@ INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// 32 floats as sums of so many bf16, stored `next` bytes apart: each is what those before left over
+// 32 floats, each as a sum of `parts` bf16, `next` bytes apart; each part rounds what is left over
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// 16 tokens, half of each of AmxActs [(end - k)/32][parts]
+// packs 16 tokens, which are half of each of the AmxActs [(end - k)/32][parts]
 static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
     int parts = amx_tile(job->w)->act_bytes / (8 * sizeof(AmxActs));
     AmxActs *a = acts;
@@ -5718,7 +5514,7 @@ static void amx_floats(const Matrix *w, int64_t r, int64_t k, int n, char *to) {
     amx_columns(x[0], 256, weight_parts(w), to);
 }
 
-// 16 weights, pairs of 8 rows; of 16 rows' scales and offsets they take those that begin at `from`
+// 16 weights, a pair from each of 8 rows; d and m are of 16 rows, of which these begin at `from`
 INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from) {
     __m512i row = (__m512i)((vi){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7} + from);
     __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
@@ -5837,8 +5633,8 @@ static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
     return &amx_tiles[formats[w->type].block ? 0 : w->type == QUANT_F32 ? 2 : 1];
 }
 
-// Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
-// values, f16, lose nothing; queries and weights keep 17 bits.
+// Attention splits each number into two bf16: three products, and still four times as fast as
+// floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
 
 static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
@@ -5928,7 +5724,7 @@ typedef struct {
     int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
-    bool talks, misused;             // a chat because nothing was asked for; but it cannot be one
+    bool talks, misused;             // a chat because nothing was asked for; no template for it
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
@@ -5936,7 +5732,7 @@ typedef struct {
     Model m;
     Session s;
     char *text;                      // of a file
-    Tokens ids;                      // of the prompt, and what followed
+    Tokens ids;                      // of the prompt; or what --bench runs
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;
     Detokenizer detokenizer;
@@ -5950,11 +5746,11 @@ typedef struct {
     Text said, answer;               // a line of the user's, what the model is writing
 } Cli;
 
-static volatile sig_atomic_t interrupted;   // how often since it was last looked at
+static volatile sig_atomic_t interrupted;   // times, since it was last reset
 
 static void on_interrupt(int sig) { interrupted += sig == SIGINT; }
 
-// What is mapped cannot be read: someone cut the file, or the disk failed.
+// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
 static void on_lost_file(int sig) {
     static const char text[] = "llm: the model's file can no longer be read: was it truncated?\n";
     (void)sig;
@@ -6139,7 +5935,7 @@ static bool text_ends(const Text *t, const char *with) {
 // tokens, not what a user wrote. The answer becomes a message: what the template opened for it,
 // <think> as a rule, and what the model wrote.
 
-// what stands around a model's thoughts
+// what encloses a model's thoughts
 static const struct { const char *open, *close; } THOUGHTS[] = {
     {"<think>", "</think>"}, {"[THINK]", "[/THINK]"}, {"<seed:think>", "</seed:think>"},
     {"<|channel>thought", "<channel|>"}, {"<|channel|>analysis<|message|>", "<|end|>"},
@@ -6208,7 +6004,7 @@ static bool chat_save(const Cli *cli, const char *path) {
     return f && !(ferror(f) | fclose(f));
 }
 
-// the whole conversation as the template writes it
+// renders the whole conversation with the template
 static bool chat_render(Cli *cli, Rendered *r) {
     const Tokenizer *t = cli->m.tokenizer;
     Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template");
@@ -6217,7 +6013,7 @@ static bool chat_render(Cli *cli, Rendered *r) {
                            token_at(t, t->bos).text, token_at(t, t->eos).text, think, r, &cli->e);
 }
 
-// cli->ids of the whole conversation, and what the template opens in the model's answer
+// sets cli->ids to the whole conversation, and cli->answer to what the template opens in it
 static bool chat_ids(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     Tokens *ids = &cli->ids;
@@ -6239,13 +6035,13 @@ static bool chat_ids(Cli *cli) {
              fail(&cli->e, "out of memory");
     }
     rendered_free(&r);
-    // the tokenizer puts a space behind special tokens, which is not of the answer
+    // the tokenizer puts a space behind special tokens that is no part of the answer
     bool special = ids->n && token_is(t, ids->id[ids->n - 1], SPECIAL_TYPES);
     cli->detokenizer = (Detokenizer){.started = !special};
     return ok;
 }
 
-// the messages that the command line gives
+// adds the messages that the command line gives
 static bool chat_open(Cli *cli) {
     char *text = NULL;
     size_t n;
@@ -6263,7 +6059,7 @@ static bool chat_open(Cli *cli) {
 
 // ---- 32. modes ----
 
-// the text that was given, if one was, and its ids
+// loads the text that was given, if any, and makes its ids
 static bool load_prompt(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     const char *file = cli->ppl ? cli->ppl : cli->file;
@@ -6278,7 +6074,7 @@ static bool load_prompt(Cli *cli) {
         !tokenize(t, cli->prompt, cli->n_prompt, NULL, true, cli->special, &cli->ids, &cli->e))
         return false;
     bool complete = !cli->tokenize && !cli->embed && !cli->logits && !cli->ppl;
-    if (complete && t->add_eos) cli->ids.n--;   // what is to go on does not end
+    if (complete && t->add_eos) cli->ids.n--;   // a text to be continued has no end
     if (cli->ids.n || cli->tokenize) return true;
     if (t->bos < 0) return fail(&cli->e, "the prompt is empty and the model has no BOS token");
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
@@ -6294,7 +6090,7 @@ static double token_bytes(const Session *s, int pos) {
         bool layer = t->name.n > 4 && !memcmp(t->name.s, "blk.", 4);
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data;
-        if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it predicts further tokens
+        if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it is not run
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
@@ -6340,7 +6136,7 @@ static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
     cli->progress.shown = false;
 }
 
-// Before each chunk of an evaluation, and at its end. A terminal shows how far a prompt is.
+// Called before each chunk of an evaluation, and at its end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     if (done == n) end_progress(cli);
@@ -6399,7 +6195,7 @@ static void print_statistics(const Cli *cli) {
             s->gpu ? GPU_NAME : "cpu");
 }
 
-// what goes to stderr in the end, unless something failed
+// prints to stderr what is said at the end, unless something failed
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
@@ -6441,8 +6237,8 @@ static bool chat_command(Cli *cli, char *word) {
     return true;
 }
 
-// What the user says next, as cli->said with a NUL at its end: a line, or several where lines end
-// in a backslash. False where the input ends, and if cli->e says what failed.
+// Reads what the user says next into cli->said, with a NUL at its end: one line, or more as long as
+// they end in a backslash. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
     bool ok = true;
@@ -6469,7 +6265,7 @@ static bool run_chat(Cli *cli) {
     return ok && !cli->e.text[0];
 }
 
-// what the template makes of the conversation, and nothing else
+// prints what the template makes of the conversation, and nothing else
 static bool run_render(Cli *cli) {
     Rendered r;
     if (!chat_render(cli, &r)) return false;
@@ -6530,8 +6326,8 @@ static bool run_ppl(Cli *cli) {
     return true;
 }
 
-// Pooling as the metadata says; not said: the last token of a causal model, an encoder's mean.
-// Prints the result, L2-normalised; without pooling each row is one.
+// Pools as the metadata says; by default a causal model's last token, an encoder's mean. Prints the
+// result, L2-normalised; without pooling, every row.
 static bool pool_row(void *ctx, int i, const float *row) {
     enum { NONE, MEAN, CLS, LAST };
     Cli *cli = ctx;
@@ -6548,7 +6344,7 @@ static bool pool_row(void *ctx, int i, const float *row) {
     return true;
 }
 
-enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // reads a memory of so many slices, in bytes
+enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // RUNS times reads SLICES of SLICE bytes
 
 static void read_slice(Task t) {
     uint64_t *p = (uint64_t *)((char *)t.ctx + (size_t)t.i * SLICE), sum[32] = {0};
@@ -6556,7 +6352,7 @@ static void read_slice(Task t) {
         prefetch_ahead(p + k, 256);   // as products do
         for (int j = 0; j < 32; j++) sum[j] += p[k + j];
     }
-    for (int j = 0; j < 32; j++) p[0] += sum[j];   // so that the sums must be made
+    for (int j = 0; j < 32; j++) p[0] += sum[j];   // or the sums would be optimised away
 }
 
 // bytes a second that all threads read of cli->work

@@ -694,8 +694,8 @@ static int gemm_tokens(int n) {   // in a tile
     return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
 }
 
-// attention: query heads of a threadgroup, of the `group` that has a KV head; how many threadgroups
-// a token takes; and how many of each share a ring, if it is long and there are only few otherwise
+// attention: query heads in a threadgroup, of the `group` that shares a KV head; threadgroups for a
+// token; and slices of a long ring, a threadgroup each, where there would be too few otherwise
 static int attention_heads(int group) { return group < ATTENTION_HEADS ? group : ATTENTION_HEADS; }
 static int attention_parts(int n_head, int n_kv) {
     return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
@@ -706,11 +706,11 @@ static int attention_slices(int used, int parts) {
     return slices > 1 ? slices : 1;
 }
 
-// what becomes of a product with its bias, or of a norm: see finish
+// what is done with a product and its bias, or with a norm's result: see finish
 typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
 static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
 
-// rows of dim floats, and the norm that they are still to pass through, or NULL
+// rows of floats, and the norm that is still to be applied to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
 
 // A matrix may begin at any byte. What is bound is the multiple of 16 before it.
@@ -730,8 +730,8 @@ static struct kernel_matrix experts_matrix(const Matrix *w) {
 
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-// the arguments of up to three matrices with the same input, and what gemv and gemm want bound and
-// set for them
+// sets the arguments, buffers and constants that gemv and gemm need for up to three matrices with
+// the same input
 static void bind_matrices(Dispatch *d, struct kernel_matrix *to, const Matrix *const *w, int k,
                           int experts) {
     for (int i = 0; i < k; i++) {
@@ -778,8 +778,8 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// y[i][n] = w[i] x for up to three matrices (of several tokens two); or (EPILOGUE_GLU)
-// y[0] = activation(w[0] x) * (w[1] x); experts: that of one token for each of its choices
+// y[i][n] = w[i] x for up to three matrices (two, if n > 1); or (EPILOGUE_GLU)
+// y[0] = activation(w[0] x) * (w[1] x); experts: the latter for each choice of one token
 static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
                      Epilogue e, int experts) {
     const Config *c = &s->m->config;
@@ -807,9 +807,9 @@ static int experts_tile(const Config *c, int n) { return gemm_tokens(n * c->n_us
 
 static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
 
-// g->codes of x[n][cols] for the next products of x, with the matrices w[k], if they can be of
-// integers: that takes more than a few tokens and formats with codes, which have no row of a
-// single weight
+// Quantises x[n][cols] to g->codes, if its next products, with the matrices w[k], can be of
+// integers: that takes more than a few tokens, and formats with codes (only float formats have rows
+// of a single weight).
 static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
     Gpu *g = s->gpu;
     struct quantize_args a = {n * (w[0]->cols / 32)};
@@ -853,7 +853,7 @@ static void run_products(Session *s, const Matrix *const *w, int k, Input in, fl
     run_gemm(s, w, k, in.x, y, n, e, EXPERTS_NONE);
 }
 
-// norm(x), where the model has this norm: of one token left to gemv, of a chunk a dispatch, into h
+// norm(x), if the model has this norm: left to gemv for one token, a dispatch into h for a chunk
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->arch->norm != BARE) return (Input){x, NULL};
@@ -872,7 +872,7 @@ static int qk_bits(const Norm *norm, int which) {
 }
 
 // QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
-// dispatch for one token, else two; one more for such a norm, and to merge a long ring's slices
+// dispatch for one token, else two; one more each for such a norm and to merge a long ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
@@ -935,8 +935,8 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     run_gemm(s, &up, 1, in.x, &y, n, glu, experts);
 }
 
-// The router's choice, and all of the chosen experts but the product that ends them; the shared
-// expert's product goes to s->up, its router's to s->gathered.
+// The router's choice, and all of the chosen experts but their last product; what the shared expert
+// has by then goes to s->up, its router's product to s->gathered.
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -960,7 +960,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     run_ffn(s, &w->gate, &w->up, in, g->gate, g->up, n, EXPERTS_GATHER);
 }
 
-// y[n][dim] = what the experts found, weighed and added up, with the epilogue: one dispatch for one
+// y[n][dim] = the weighted sum of the experts' results, with the epilogue: one dispatch for one
 // token, two for a chunk, and one more if there is a shared expert
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     Gpu *g = s->gpu;
@@ -1022,7 +1022,7 @@ static void run_delta(Session *s, const Layer *w, Input in, int n) {
              (Epilogue){EPILOGUE_GLU, s->z, 1, 0});
 }
 
-// The rest of a layer after attention in one dispatch, if it is asked for and ffn_block can do it
+// The rest of a layer after attention in one dispatch, with --gpu block and if ffn_block can do it
 static bool run_block(Session *s, const Layer *w) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
@@ -1051,8 +1051,8 @@ static bool run_block(Session *s, const Layer *w) {
 
 // ---- forward ----
 
-// The end of a block: y[n][dim] = base + post(w in), or of an encoder post(base + w in); w NULL:
-// what experts found. tmp[n][dim] holds what waits for the norm.
+// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); w NULL:
+// the experts' sum instead of w in. tmp[n][dim] holds the input of `post`.
 static void run_residual(Session *s, const Layer *l, const Matrix *w, const float *in,
                          const Norm *post, const float *base, float *tmp, float *y, int n) {
     const Config *c = &s->m->config;
@@ -1064,8 +1064,8 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     if (post->w) run_norm(s, to, post, c->arch->norm, c->dim, y, n, before ? add : STORE);
 }
 
-// What forward says of a layer. In a parallel one the FFN reads the stream that attention read, so
-// the sum with attention's result waits in s->out.
+// One layer, as in forward. In a parallel one the FFN reads the stream that attention read, so the
+// sum with attention's result waits in s->out.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
     float *to[3] = {is_gated(&s->m->config, w) ? s->mix : s->q, s->k, s->v};
@@ -1094,8 +1094,8 @@ static void run_output(Session *s, int first, int n) {
                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
 }
 
-// Embedding and all layers. The rows of the cache get their positions, but those of the warm-up,
-// which has no ids, do not, so that no query ever sees them.
+// Embedding and all layers. The rows of the cache get their positions, except in the warm-up, which
+// has no ids, so that no query ever sees its rows.
 static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -1173,8 +1173,8 @@ static void gpu_store(Session *s) {
 
 // ---- open ----
 
-// what is wrong with this model, or NULL: heads that registers have no room for, numbers at odd
-// addresses, and a norm in a place where no architecture has it
+// what the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
+// tensors not aligned to 16 bytes, a QK norm over all heads that comes after RoPE
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     if (c->hd % 4 || c->vd % 4 || c->hd > HEAD_MAX || c->vd > HEAD_MAX || c->dk > HEAD_MAX)
@@ -1233,8 +1233,8 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
-// Shares all that kernels read or write: a buffer of our own, the files of the model, vectors that
-// were copied out of them, KV cache and scratch.
+// Shares all that kernels read or write: a buffer of our own, the model's files, the vectors that
+// were converted to f32, KV cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;

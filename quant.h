@@ -119,8 +119,8 @@ QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
 QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
     return quant_u16(p) | quant_u16(p + 2) << 16;
 }
-// The word i bytes (a multiple of four) behind p in a block of `size`, made of aligned words: of
-// two if it lies in two; where more of the block follows, always of two, which neighbours share.
+// The word at p + i (i a multiple of 4) in a block of `size` bytes, from one aligned word or two.
+// `inside`, where more of the block follows: always from two, so that neighbours share loads.
 QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
     if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)(p + i);
     if (size % 2 == 0 && !inside) return quant_u32(p + i);
@@ -141,7 +141,7 @@ QUANT_INLINE uint32_t quant_word(const uint8_t *p, int i, int size, bool inside)
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
 }
-// the first (i = 0) or last (i = 8) eight of 16 bytes, two a group, or of them those of group g
+// of 16 bytes at p, two per group, the eight from i (0 or 8) on; n = 1: group g's alone, in place
 QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, int n) {
     return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
@@ -187,9 +187,9 @@ QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
     return quant_f16_to_f32(quant_u16(p));
 }
 
-// Eight fields of 1 to 4 bits, side by side, to the eight bytes of a word: the upper four move
-// to the upper half, then in each half the upper two, then in each quarter the upper one. A macro,
-// as x may be a vector of words.
+// Spreads eight adjacent fields of 1 to 4 bits to the eight bytes of a word: the upper four move
+// to the upper half, then in each half the upper two, then in each quarter the upper one. It is a
+// macro because x may be a vector of words.
 #define QUANT_SPREAD(x, bits)                                                                      \
     (x = (x | x << (32 - 4 * bits)) & 0x0000000100000001 * ((1u << 4 * bits) - 1),                 \
      x = (x | x << (16 - 2 * bits)) & 0x0001000100010001 * ((1u << 2 * bits) - 1),                 \
@@ -213,7 +213,7 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 // with n = 8, eights 0 to 7 begin the eight groups, eights 8 to 15 continue them, and so on; with
 // n = 1 the four eights of one group follow each other.
 
-// first weight of the t-th eight, from that of group g; a vector longer than q repeats some
+// first weight of the t-th eight, counted from that of group g; a vector longer than q repeats some
 QUANT_INLINE int quant_eight(int t, int n) { return t % n * 32 + t / n % 4 * 8; }
 
 #pragma GCC diagnostic push
@@ -226,7 +226,7 @@ QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) { *q = (in
 QUANT_INLINE quant_v quant_each(int c) { return c; }
 QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) { return a + b; }
 QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) { return minus ? -v : v; }
-// of a block of `size` bytes, where `field` of them are for 256 weights
+// blocks have `size` bytes, `field` of them this field's (0: in blocks of less than 256 weights)
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
     return p[*block + *byte];
@@ -275,7 +275,7 @@ QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j,
 #if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
 enum { QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
 typedef int32_t quant_i;                                            // scales
-// bits to .. to+bits-1, after a shift to the right, or to the left by a negative count
+// bits to .. to+bits-1, after a shift to the right by *s, or to the left if *s is negative
 QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
     return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
 }
@@ -294,7 +294,7 @@ QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, int size, quant
     return t;
 }
 #endif
-// the byte of 16 weights i, of 16 or 8 bytes that are for `per` weights each
+// the byte for the i-th 16 weights, from 16 or 8 bytes that serve `per` weights each
 QUANT_INLINE void quant_widen(QUANT_THREAD quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
     int k = i * 16 / per;
     *v = (int32_t)((k < 8 ? lo : hi) >> k % 8 * 8 & 255);
@@ -423,8 +423,8 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
 }
 #endif
 
-// Dot products of unsigned bytes want the table's values less its least one: where the caller takes
-// that off again, the compiler drops both.
+// The lookup is in the table plus a bias that makes it unsigned, which is then taken off. A caller
+// that adds the same bias, for dot products of unsigned bytes, lets the compiler drop both.
 QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
     uint8_t bias = 0;
     quant_v t;
@@ -489,8 +489,8 @@ QUANT_INLINE quant_b quant_twice(uint64_t s) {
     return quant_pick(quant_join(s, 0), twice);
 }
 #endif
-// Scales, not codes, are what a decoder costs: 16 at once, from two words by one conversion. If n
-// is 1 those of group g are chosen.
+// Scales, not codes, are what makes a decoder slow: 16 are converted at once, from two words. If n
+// is 1, those of group g are picked.
 QUANT_INLINE void quant_widen(quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
     quant_widen16(v, per == 16 ? quant_join(lo, hi) : quant_twice(lo));
 }
@@ -517,8 +517,8 @@ QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
 #endif
 #pragma GCC diagnostic pop
 
-// Codes: fields of `bits` bits (8: bytes) from runs of bytes, put into q from bit `to` up; 0 starts
-// a code. A block has `weights` weights, and the next begins `size` bytes further.
+// Codes: fields of `bits` bits (8: bytes), from runs of `run` bytes, go to bit `to` of q: 0 begins
+// the codes, more adds bits to them. A block has `weights` weights and `size` bytes.
 QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_t *p, int size,
                                int weights, int run, int bits, int to, int g, int n) {
     int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
@@ -581,7 +581,7 @@ QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float
 #define QUANT_ARGS(X)                                                                              \
     QUANT_DEVICE const block_##X *b, int g, int n, QUANT_THREAD int8_t *q, QUANT_THREAD float *d
 #define QUANT_DECODER(X) QUANT_INLINE void decode_##X(QUANT_ARGS(X), QUANT_THREAD float *m)
-// one that need not mention m, as the format has no offsets
+// a decoder that need not mention m, because the format has no offsets
 #define QUANT_SCALED(X)                                                                            \
     QUANT_INLINE void quant_codes_##X(QUANT_ARGS(X));                                              \
     QUANT_DECODER(X) {                                                                             \
@@ -617,7 +617,7 @@ QUANT_SCALED(q4_0) {
 //     bytes 4-7   | 2 top bits of mn[4+j] | 6 bits of mn[j]            |
 //     bytes 8-11  | 4 low bits of mn[4+j] | 4 low bits of sc[4+j]      |
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
-// (Q5_K has the same, d to scales: 16 bytes from p on)
+// the scales and offsets of Q4_K and Q5_K; p: the 16 bytes d, dmin and scales
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
                                  QUANT_DEVICE const uint8_t *p, int g, int n) {
     uint64_t x = quant_word(p, 4, 4, true) | (uint64_t)quant_word(p, 8, 4, true) << 32;
@@ -656,7 +656,7 @@ QUANT_INLINE void quant_negate(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
         quant_put(q + j, n, quant_turn(quant_get(q + j, n), quant_where(w, j, n)));
 }
-// E8M0 (MXFP4), halved: 2^(byte - 128) by the 8 bytes of s; 0 and 1 are denormal floats
+// d = 2^(byte - 128) for the 8 bytes of s: MXFP4's E8M0, halved; 0 and 1 give denormal floats
 QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
     for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
         quant_i e;
@@ -666,7 +666,7 @@ QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
         quant_put_bits(d + i, &e, 0, n);
     }
 }
-// UE4M3 (NVFP4), halved: by the 16 bytes of lo and hi; bit 7 is ignored, 0x7f is zero
+// d = half of the UE4M3 (NVFP4) in each byte of lo and hi; bit 7 is ignored, 0x7f is zero
 QUANT_INLINE void quant_e4m3(QUANT_THREAD float *d, uint64_t lo, uint64_t hi, int n) {
     for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
         quant_i x;
@@ -1195,8 +1195,8 @@ QUANT_TABLE int8_t quant_iq3_xxs[16] = {4, 12, 20, 28, 36, 44, 52, 62};
 QUANT_TABLE int8_t quant_iq3_s[16] = {1, 3, 5, 7, 9, 11, 13, 15};
 QUANT_TABLE int8_t quant_iq1[16] = {-7, 1, 9, 0, -9, -1, 7};
 
-// count / 2 words of two entries: an index has 8 bits of p and above them those of h that are in
-// the mask, first as they are, then `step` bits further
+// w = count / 2 words of two grid entries. Index k is the byte p[k] and, above it, the bits that
+// `mask` selects from h << 8 >> step * k.
 QUANT_INLINE void quant_entries(QUANT_THREAD uint32_t *w, QUANT_CONSTANT uint16_t *grid, int count,
                                 QUANT_DEVICE const uint8_t *p, uint32_t h, int step, int mask) {
     QUANT_UNROLL for (int k = 0; k < count; k += 2)
@@ -1424,7 +1424,7 @@ QUANT_API int quant_type_from_name(const char *name) {
     return -1;
 }
 
-// an eight of codes, or of halves, to floats
+// eight codes, or eight halves, to floats
 QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
     for (int i = 0; i < 8; i++) dst[i] = d * q[i] + m;
 }

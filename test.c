@@ -5,7 +5,7 @@
 //   ./test NAME...         runs those           ./test --quick    does less of what is slow
 //   ./test llm ARGUMENTS   is the engine itself, so that a sanitizer sees the command line too
 //   ./test model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
-//   ./test scenario ...    is one run of the latter
+//   ./test scenario ...    is one run of `make scenarios`
 //
 // A test compares with outputs recorded from llama.cpp (golden/), with the plain engine of llm.c's
 // Part I, or with a reference in double written here from the formula. Models that no golden file
@@ -37,7 +37,7 @@ static void *resized(void *p, size_t n) {
     return q;
 }
 
-// for the fuzzer: who reads past the end of a copy is caught
+// for the fuzzer, which then catches reads past the end of a file
 __attribute__((unused)) static void *map_copy(size_t n, int fd) {
     void *p = calloc(n, 1);
     return p && (fd < 0 || pread(fd, p, n, 0) == (ssize_t)n) ? p : MAP_FAILED;
@@ -99,7 +99,7 @@ static bool check(bool ok, const char *file, int line, const char *format, ...) 
 }
 
 #define CHECK(ok, ...) check((ok), __FILE__, __LINE__, __VA_ARGS__)
-#define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // or no more
+#define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // else it ends
 
 static void free_memory(void *p) { free(p); }
 static void close_model(void *m) { model_close(m); }
@@ -374,7 +374,7 @@ static void put_tensor(Writer *w, const char *name, const int ne[3], float mean,
     put_weights(w, name, ne, x);
 }
 
-// the whole file; returns the size of what stands before the data
+// writes the whole file; returns the size of what stands before the data
 static size_t write_gguf(Writer *w, const char *path) {
     Bytes b = {0};
     if (w->spoil.how == NEW_KEY) put_key(w, w->spoil.name, 0, NULL, 0);
@@ -397,7 +397,7 @@ static size_t write_gguf(Writer *w, const char *path) {
 
 // ---- models of random weights ----
 //
-// What tensors a model has is told by letters:
+// Letters say what tensors a model has:
 //   f fused QKV  b its biases  o bias of attn_output  B of the FFN  O of the head  n of norms
 //   0 norms without weights  p norms behind attention and FFN only  t there, too  1 no norm before
 //   the FFN, it runs beside attention  2 two norms for that  a it is called post_attention_norm
@@ -512,7 +512,7 @@ static const struct { const char *name, *arch, *keys; } BENCH_SHAPES[] = {
     {"vectors", "nomic-bert", "attention.head_count_kv=16 attention.key_length=64 "
      "attention.value_length=64 attention.layer_norm_epsilon=.000001 attention.causal=0"},
 };
-// Their tensors, written as those above.
+// Their tensors, in the notation above.
 static const char BENCH_PARTS[] =
     "output_norm:1024:^!v token_types:1024,2:^=v token_embd_norm:1024:^v+v attn_norm:1024:!v "
     "ffn_norm:1024:!v!h post_attention_norm:1024:h attn_q_norm:128:!v!l attn_k_norm:128:!v!l "
@@ -527,7 +527,7 @@ static const char BENCH_PARTS[] =
 
 // Weights are bytes of 0 to 31: wherever a format has f16 scales, they are below 1/128. Norms of
 // 2^-22 leave tokens as different as their embeddings are, so that they choose different experts.
-// TYPE FILE [SHAPE]. The sections of RoPE are for llama.cpp, which reads no qwen35 without them.
+// Arguments: TYPE FILE [SHAPE]. RoPE's sections are for llama.cpp, which wants them in qwen35.
 static void write_bench_model(char **arg) {
     const char *path = arg[1], *shape = arg[2] ? arg[2] : "dense";
     size_t k = 0;
@@ -588,7 +588,7 @@ static void run_scenario(char **arg) {
     printf("%.0f\n", usage.ru_maxrss / (double)RSS_PER_MB);
 }
 
-typedef struct { const Session *s; float *to; size_t n; } Rows;   // s: a row is of its logits
+typedef struct { const Session *s; float *to; size_t n; } Rows;   // s: the rows are its logits
 
 static bool keep_row(void *ctx, int i, const float *row) {
     Rows *out = ctx;
@@ -598,7 +598,7 @@ static bool keep_row(void *ctx, int i, const float *row) {
     return true;
 }
 
-// logits of ids[from..n-1], or of an encoder its vectors, into rows[from..n-1]
+// logits of ids[from..n-1], or an encoder's vectors, into rows[from..n-1]
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
     Error e = {""};
     const Config *c = &s->m->config;
@@ -743,7 +743,7 @@ static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols) {
     return (RandomMatrix){{.data = data, .type = type, .rows = rows, .cols = cols}, f};
 }
 
-// makes all blocks of a matrix such a one, with every byte `byte` that can be: codes at their limit
+// makes all blocks of a matrix one block whose bytes are `byte` where they can be: codes at limits
 static void extreme_codes(RandomMatrix *w, uint8_t byte) {
     size_t block = format_block(w->m.type), bytes = quant_row_bytes(w->m.type, block);
     uint8_t *data = (uint8_t *)w->m.data;
@@ -763,7 +763,7 @@ static void extreme_codes(RandomMatrix *w, uint8_t byte) {
 
 static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) & ~(uintptr_t)63); }
 
-// runs matmul or attention in as many bytes as it counts; how many of these it leaves
+// runs matmul or attention in as many bytes as it counts; yields how many of them it never used
 #define RUN_COUNTED(op, p, ...) ({ \
     Arena a_ = {0}; \
     op(p, &a_, __VA_ARGS__); \
@@ -784,7 +784,7 @@ static void run_matmul(Pool *p, const Matmul *jobs, int k) {
 static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exact) {
     static const int threads[] = {1, 2, 3, 8};
     float *x = noise_array(n * cols, 1), *out[2], *first[2], *want[2], scale = 0.75f;
-    double power[2] = {0}, worst = 0;
+    double power[2], worst = 0;
     RandomMatrix w[2];
     for (int64_t i = 0; i < n * cols && exact; i++)
         x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
@@ -798,8 +798,7 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exac
         first[k] = need(n * r * sizeof(float));
         want[k] = need(n * r * sizeof(float));
         plain_matmul(&(Matmul){&w[k].m, x, want[k], n}, need(cols * sizeof(float)));
-        for (int i = 0; i < n * r; i++)
-            power[k] += squares(w[k].f + i % r * cols, cols) * squares(x + i / r * cols, cols);
+        power[k] = squares(w[k].f, r * cols) * squares(x, n * cols);   // of each row with each
     }
     for (int t = 0; t < 4; t += 1 + test.quick) {
         Matmul jobs[2] = {{&w[0].m, x, out[0], n}, {&w[1].m, x, out[1], n}};
@@ -1003,7 +1002,7 @@ static void test_gguf_hostile(void) {
     close(fd);
 }
 
-// What only some architectures have: refused, or (a norm [8] told as [4,2]) no matter.
+// What only some architectures have: it is refused, or does no harm (a norm [8] given as [4,2]).
 static void test_gguf_shapes(void) {
     static const struct { Shape shape; Spoil spoil; } rows[] = {
         {{"qwen35", 2, "dak", DELTA_KEYS}, {.how = GOOD}},
@@ -1018,7 +1017,7 @@ static void test_gguf_shapes(void) {
          {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 2, NULL}},
         {{"llama", 2, "", ""},
          {"want a number, or one a layer", NO_KEY, "llama.attention.head_count", 0, 1, NULL}},
-    };   // NO_KEY: instead, so many heads
+    };   // NO_KEY: instead, heads[b]
     static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
     const char *path = scratch("shape.gguf");
     float *got[2];
@@ -1101,7 +1100,7 @@ static uint16_t *half_noise(size_t n) {
     return x;
 }
 
-// the ring has a hole now and then
+// The ring is as it is after the last of the new tokens, with an empty row now and then.
 static Attention attention_of(const AttentionCase *t) {
     int32_t *pos = need(t->rows * sizeof *pos);
     Cache c = {.rows = t->rows, .keep = t->keep};
@@ -1249,7 +1248,7 @@ static Golden golden_model(const char *name) {
     return g;
 }
 
-// how far from llama.cpp's logits, or the mean of an encoder's vectors
+// distance from llama.cpp's logits, or from the mean of an encoder's vectors
 static double golden_error(const Model *m, const float *rows, int n, const float *golden) {
     int dim = m->config.dim;
     float *mean = need(dim * sizeof *mean);
@@ -1288,8 +1287,8 @@ static void test_golden_models(void) { each_golden_model(check_golden); }
 
 // ---- every architecture ----
 //
-// No golden says that most of these rows are right. What is tested is that every tensor which such
-// a file has is read, and that prefill, decode and prefix reuse agree.
+// Most of these rows have no golden output. What is tested is that every tensor of such a file is
+// read, and that prefill, decode and prefix reuse agree.
 
 static const Shape SHAPES[] = {
     {"llama", 3, "x", EXPERT_KEYS},
@@ -1334,7 +1333,7 @@ static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB]) {
     get_rows(s, ids, n, n - 1, row - (n - 1) * (encoder ? WIDTH : VOCAB));
 }
 
-// Are all tensors used? The file is mapped: each is changed there, and must change the last row.
+// Are all tensors used? The file is mapped: a change to a tensor in it must change the last row.
 static void check_tensors_used(Session *s, const int32_t *ids, int n, const float *want) {
     const Gguf *g = &s->m->gguf;
     int fd = open(scratch("random.gguf"), O_RDWR);
@@ -1786,7 +1785,7 @@ static void test_tokenizer_special(void) {
     key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
     const char *got = ids_of(written_tokenizer(&phi), "a\n<u> \n\tb<s>\nb", 15, NULL, false, true);
     CHECK(!strcmp(got, "0 4 3 1 2 4 1"), "Phi-3: %s", got);
-    // ids that lie outside, as nobody checks them: a note, and what holds without them
+    // the ids of special tokens lie outside the vocabulary: a note, and defaults
     key_vocab(&far, "gpt2", "gpt-2", "a,b", "a b");
     put_keys(&far, "tokenizer.ggml", "bos_token_id=2 eos_token_id=9");
     t = written_tokenizer(&far);
@@ -1848,66 +1847,78 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"trim_blocks, lstrip_blocks", "  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.",
      "  x\ny  1\n."},
     {"signs at tags", "a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
-    {"raw", "{% raw %}{{ x }}{% endraw %}\n{% raw -%} y {%- endraw %}", "{{ x }}y"},
     {"set is local in for, not in if", "{% set x = 1 %}{% for i in [1] %}{% set x = 2 %}{{ x }}"
      "{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
     {"targets", "{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
      "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
-    {"set of a block", "{% set x | upper %}a{{ messages[0].content }}{% endset %}{{ x }}",
+    {"set of a block", "{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}",
      "A«BE BRIEF.»"},
     {"loop", "{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}"
      "{{ loop.previtem.role if not loop.first }} {% endfor %}",
      "1False 2Falseuser 3Trueassistant "},
-    {"break, continue, else", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
-     "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}{% else %}-"
-     "{% endfor %}", "02-"},
-    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.cycle(1, 2) }}{{ x }}"
-     "{% set x = i %}{% endfor %}", "-1a2"},
+    {"break, continue", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+     "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}-{% endfor %}", "02"},
+    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}"
+     "{% set x = i %}{% endfor %}", "-ba"},
     {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
      "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
-    {"blocks", "{% macro f() %}<{{ caller(1) }}>{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}"
-     "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}",
-     "<1>Ab"},
-    {"printing", "{{ [none, true, 1.0, 1e16, 'it\\'s', \"\\n\", ('a',), {'k': 0.1}] }}",
-     "[None, True, 1.0, 1e+16, \"it's\", '\\n', ('a',), {'k': 0.1}]"},
-    {"operators", "{{ -7 // 2 }}{{ -7 % 3 }}{{ 7 / 2 }} {{ 2 ** 3 ** 2 }}{{ 'a' * 2 ~ (1 < 2 < 2)}}"
-     "{{ not 3 in [3] or 1 == 1.0 }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
-     "-423.5 64aaFalseTruec2"},
-    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ [1, 2, 3][::2] }}", "eßörGöß[1, 3]"},
+    {"blocks", "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}"
+     "{% endgeneration %}{{ x }}", "Ab"},
+    {"printing", "{{ none }}{{ true }}{{ -10 }}{{ x }}", "NoneTrue-10"},
+    {"strings", "{{ 'it\\'s' \"\\t\" '\\d' }}", "it's\t\\d"},
+    {"printing a list", "{{ [1] }}", "!list instead of int"},
+    {"operators", "{{ -7 % 3 ~ 7 % -3 }}{{ 2 * 3 - 1 }}{{ 'a' * 2 ~ (1 < 2) ~ ('b' >= 'b') }}"
+     "{{ not 3 in [3] or 1 not in [] }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
+     "2-25aaTrueTrueTruec2"},
+    {"equality", "{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
+     "{{ messages[0] == messages[0] }}{{ messages[1] == messages[3] }}", "TrueTrueFalseTrueFalse"},
+    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}"
+     "{{ [1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}",
+     "eßörGöß2-33212r"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
-    {"false values", "{{ none|selectattr('k')|list ~ 0|map('upper')|list ~ x|select|list }}"
-     "{{ ''|reject|list ~ false|rejectattr('k')|list }}{{ self.x }}", "[][][][][]"},
+    {"false values", "{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}"
+     "{{ x|select|list|length }}{{ (''|reject|list + false|rejectattr('k')|list)|length }}"
+     "{{ self.x }}", "000"},
     {"names like numbers", "{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},
-    {"* and **", "{% macro f(a, b) %}{{ a ~ b }}{{ varargs }}{{ kwargs }}{% endmacro %}"
-     "{{ f(*'xyz', **{'c': 2}) }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}",
-     "xy('z',){'c': 2}21(){}1-2"},
+    {"* and **", "{% macro f(a, b) %}{{ a ~ b }}{% endmacro %}"
+     "{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
     {"targets in brackets", "{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}"
      "{% for (k, v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}",
      "1234567"},
     {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}", "12s"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
-     "{{ messages[2].content }}{{ messages[1].content|tojson }}{{ '%s' % messages[3].content }}",
+     "{{ messages[2].content }}{{ messages[1].content|tojson }}"
+     "{{ '{}'.format(messages[-1].content) }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
     {"content in parts", "{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}"
      "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}",
      "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
     {"content as a text", "{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
-    {"splitting", "{{ ' a  b '.split() + 'a,b,c'.rsplit(',', 1) + 'a\nb\n'.splitlines() +"
-     " ['abc'.removeprefix('a').removesuffix('c')] }}", "['a', 'b', 'a,b', 'c', 'a', 'b', 'b']"},
-    {"rfind", "{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') }}", "40-1"},
-    {"filters of lists", "{{ messages|map(attribute='role')|unique|list }}"
+    {"splitting", "{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
+     "{{ 'abca'.strip('a') ~ 'abca'.lstrip('ab') ~ 'é-é'.rstrip('é') }}", "a+b,c2bccaé-"},
+    {"finding", "{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
+     "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}{{ 'ab'.endswith('b') }}",
+     "40-11TrueFalseTrue"},
+    {"case", "{{ 'aB c-D'|title ~ 'aB'.capitalize() ~ 'aé'|upper ~ 'AÉ'|lower }}",
+     "Ab C-DAbAéaÉ"},
+    {"filters of lists", "{{ messages|map(attribute='role')|unique|join(' ') }}"
      "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
-     "{{ [3, 1, 2]|sort(reverse=true) }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [1, 2]|sum }}",
-     "['system', 'user', 'assistant']2[3, 2, 1][('a', 2), ('b', 1)]3"},
+     "{{ messages|rejectattr('content.x')|list|length }}{{ [1, none]|select('none')|list|length }}"
+     "{{ [3, 1, 2]|sort(reverse=true)|join }}{{ ['b', 'A']|sort|first ~ ['b', 'A']|min }}"
+     "{{ ['a']|map('replace', 'a', 'b')|last }}{{ {'b': 1, 'A': 2}|dictsort|map('join')|join }}",
+     "system user assistant241321AAbA2b1"},
     {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
-    {"JSON", "{{ {'a': [1, 'é\"\\f\\x1f'], 'b': {}}|tojson }}{{ {'a': [1]}|tojson(indent=1) }}",
-     "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}}{\n \"a\": [\n  1\n ]\n}"},
-    {"sorted JSON", "{{ {'b': 1, 'a': {'z': 2, 'Z': []}}|tojson(sort_keys=true) }}",
-     "{\"a\": {\"Z\": [], \"z\": 2}, \"b\": 1}"},
-    {"formats", "{{ '%05.1f|%3s|%i%%'|format(2.25, 'a', 7) }}{{ '{0}{x:.1f}{{'.format('b', x=1) }}",
-     "002.2|  a|7%b1.0{"},
+    {"JSON", "{{ {'a': [1, 'é\"\\f\x1f'], 'b': {}, 'c': [none, true]}|tojson }}"
+     "{{ {'a': [1, 2], 'b': []}|tojson(indent=1) }}",
+     "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}, \"c\": [null, true]}"
+     "{\n \"a\": [\n  1,\n  2\n ],\n \"b\": []\n}"},
+    {"formats", "{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}",
+     "<1|a>a\n\n  b-c"},
+    {"a format's values", "{{ '{}'.format() }}", "!more {} than values"},
+    {"numbers", "{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}"
+     "{{ range(5, 0, -2)|join }}", "1504531"},
     {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
      "<s></s>22 Nov 2026False"},
     {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(50000) %}"
@@ -1917,17 +1928,24 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
     {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% if 0 %}{% get %}", "!unexpected get"},
     {"types of in", "{{ 1 in 'abc' }}", "!int in str"}, {"a comment", "a{# b", "!unexpected {# b"},
+    {"raw", "{% raw %}{% endraw %}", "!unexpected raw"}, {"a float", "{{ 1.5 }}", "!unexpected ."},
+    {"a quotient", "{{ 1 / 2 }}", "!unexpected /"}, {"a power", "{{ 2 ** 3 }}", "!unexpected * 3"},
+    {"else of a loop", "{% for i in x %}{% else %}{% endfor %}", "!unexpected else"},
+    {"an escape", "{{ '\\x41' }}", "!unexpected \\x41"},
+    {"a call", "{% call f() %}{% endcall %}", "!unexpected call"},
+    {"a method", "{{ 'a'.rsplit('b') }}", "!'rsplit' is undefined"},
+    {"a test", "{{ 1 is odd }}", "!no test 'odd'"},
+    {"no namespace", "{% set x.y = 1 %}", "!'x' is undefined"},
+    {"an argument", "{{ {}|tojson(sort_keys=true) }}", "!'tojson' takes no argument 'sort_keys'"},
     {"too many arguments", "{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "!'m' takes not so many"},
     {"an unknown name", "{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "!'m' takes no argument 'b'"},
-    {"a block for none", "{% macro m() %}{% endmacro %}{% call m() %}{% endcall %}", "!'caller'"},
     {"an inner name", "{{ 'a'|title(t='b') }}", "!'title' takes no argument 't'"},
-    {"one argument too many", "{{ 'a\n'.splitlines(true) }}", "!'splitlines' takes not so many"},
+    {"one argument too many", "{{ 'a'|upper(true) }}", "!'upper' takes not so many"},
     {"not in ASCII", "{{ 'é'|tojson(ensure_ascii=true) }}", "!ensure_ascii"},
     {"loop has none", "{% for i in [1] %}{{ loop.depth }}{% endfor %}", "!'depth' is undefined"},
-    {"a separator", "{{ 'a'.split(5) }}", "!split by int"},
-    {"a count", "{{ 'a'.split('b', 'c') }}", "!split takes whole numbers"},
-    {"no such order", "{{ {}|dictsort(by='k') }}", "!dictsort by k"},
-    {"no such rounding", "{{ 1|round(0, 'up') }}", "!round up"},
+    {"a separator", "{{ 'a'.split(5) }}", "!int instead of str"},
+    {"a count", "{{ 'a'.split('b', 'c') }}", "!str instead of int"},
+    {"no such order", "{{ {}|dictsort(by='k') }}", "!'dictsort' takes no argument 'by'"},
     {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
     {"too long", "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}"
      "{% endfor %}", "!too"},
@@ -1949,6 +1967,7 @@ static void test_chat_templates(void) {
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
         Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
         const char *want = TEMPLATES[i].want;
+        if (test.quick && !strcmp(want, "!too many steps")) continue;   // the row "too long" stays
         Rendered r;
         Error e = {""};
         bool ok = template_render(text, TALK, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
@@ -1967,8 +1986,8 @@ static void test_chat_templates(void) {
 
 static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
 
-// Each allocation on the way from a file to its first words fails once. Every time that is said in
-// a line, and nothing is left behind.
+// Each allocation on the way from a file to its first words fails once. Each time one line says so,
+// and nothing is left behind.
 static void test_allocations(void) {
     Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
     put_model(&w, &(Shape){"qwen3next", 2, "dDakx", DELTA_KEYS EXPERT_KEYS});
@@ -2013,6 +2032,7 @@ static struct { int status; const char *out, *err; } cli;
 static void shell(const char *command) {
     const char *within = "llm() { $LLM \"$@\"; }; (%s) </dev/null >$D/out 2>$D/err";
     int status = system(text_of(within, command));
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGINT) raise(SIGINT);   // Ctrl-C ends us, too
     cli.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
     cli.out = read_all(scratch("out"), NULL);
     cli.err = read_all(scratch("err"), NULL);
@@ -2038,7 +2058,7 @@ static void check_refusal(int status, const char *arguments, const char *says) {
 }
 
 static void test_cli_refusals(void) {
-    // both words of these must be named
+    // the message must name both words
     static const char *const options[] = {
         "-q", "--temperature", "-n", "-n abc", "-n 99999999999", "-n -2", "-c 0", "-b 0", "-t 0",
         "--temp nan", "--temp ''", "--top-k -1", "--top-p 1.5", "--min-p -0.1",
@@ -2080,7 +2100,7 @@ static void test_cli_refusals(void) {
               "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
     check_llm("llm golden/tok/spm.gguf --info", 1, "^([a-z0-9_.]+ = [^\n]*\n)+\n$",
               "^llm: [^\n]*no tensors[^\n]*\n$");
-    // the model is cut while it is mapped: when a pipe has taken more than fits, someone reads it
+    // the model is cut while it is mapped: once a pipe has taken more than it holds, llm reads it
     check_llm("cp $S $D/cut; (yes | head -n 99999; : >$D/cut) | llm $D/cut -f - -n 1", 1, "^$",
               "^llm: [^\n]*truncated\\?\n$");
 }
@@ -2270,8 +2290,8 @@ static void test_cli_terminal(void) {
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
         {"$D/chat.gguf a -n 1", "", "note: --chat answers"},
         {"$S", "", "^llm: no PROMPT given; see --help\r\n$"},
-        {"$S -f golden/story.txt -b 32 -n 1 -t 1", "",
-         "\rprefill 32 of [0-9]+ tokens, [0-9]+ tok/s\r.*\r\033\\[K"}};
+        {"$S 'Once upon a time' -b 2 -n 1 -t 1", "",
+         "\rprefill 2 of 5 tokens, [0-9]+ tok/s\rprefill 4 of .*\r\033\\[K"}};
     write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
     write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
@@ -2305,8 +2325,8 @@ static void test_cli_logits(void) {
     CHECK(access(scratch("cut"), F_OK), "a part of the logits was left behind");
 }
 
-// Ctrl-C while it speaks (greedy, it has no end) or, in a chat, waits for the user, after 20 times
-// "hm" and a newline: statistics, exit 130. While it speaks in a chat: this goes on.
+// Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
+// times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
 static void test_cli_interrupt(void) {
     static const struct { const char *arguments, *typed; int status; } runs[] = {
         {"$S Once -n 100000000 -c 64 --temp 0", "", 130},
@@ -3653,7 +3673,7 @@ static void lab_experts(Gpu *g, int type, int n) {
 
 static void kernel_experts(Gpu *g, int type) {
     lab_experts(g, type, 1);
-    lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 4);
+    lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 2);
 }
 
 typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; } DeltaCase;
@@ -3779,7 +3799,7 @@ static bool count_chunk(void *ctx, int reused, int done, int n) {
 // command buffer, and a chunk several if there are many layers. No buffer was made.
 static void check_pass(const Session *s, Pass pass) {
     const Config *c = &s->m->config;
-    bool token = pass.tokens == 1, deep = c->n_layer > SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
+    bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
     bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
     CHECK(times_run("embed") == pass.chunks, "%s: not each chunk ran on the GPU", c->name);
@@ -4319,8 +4339,8 @@ void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup
 // ==== fuzzing ====
 //
 // `make fuzz` gives each of these targets to libFuzzer, which changes files that the writer of this
-// file made, and keeps what reaches new code. An input is refused, or it works: what is looked for
-// are crashes, leaks, long runs, and reading or writing where it is not allowed.
+// file made, and keeps what reaches new code. An input is refused or works; the fuzzer looks for
+// crashes, leaks, long runs, and reads or writes where they are not allowed.
 
 #ifdef LLM_FUZZ
 static bool fuzz_tokenize(const Tokenizer *t, const uint8_t *data, size_t size) {
@@ -4349,12 +4369,11 @@ static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) 
     Str text = {(const char *)data, size}, bos = {"<s>", 3}, eos = {"", 0};
     Rendered r = {0};
     Error e;
-    Template run = {.e = &e, .steps = 50000, .memory = sizeof block, .block = block,
-                    .depth = DEEPEST - 1000};
+    Template run = {.e = &e, .steps = 50000, .memory = sizeof block / 2, .size = sizeof block / 2,
+                    .block = block, .depth = DEEPEST - 1000};
     (void)t;
-    bool ok = template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, &r);
-    memset(block + run.memory, 0, sizeof block - run.memory);
-    rendered_free(&r);
+    bool ok = template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, size % 2, &r);
+    clear_memory(&run);
     return ok;
 }
 
@@ -4371,8 +4390,8 @@ static struct {
     size_t tried, worked;
 } fuzz = {.target = FUZZ_TARGETS};
 
-// A file up to its weights, and how many bytes these have. Of a model six tokens are made; of a
-// vocabulary the file's end is the text, and the ids.
+// The input is a file up to its weights, and how many bytes these have. A model evaluates 6 tokens;
+// a vocabulary gets the end of the input as text, and as ids.
 static bool fuzz_file(const uint8_t *data, size_t size) {
     static const int32_t ids[4] = {0, 1, 1, 0};
     Options o = {.window = 5, .chunk = 3, .keep = 1, .threads = 1, .cpu = true,
@@ -4413,8 +4432,8 @@ static void fuzz_end(void) {
     printf("%s: %zu tried, %zu not refused\n", fuzz.target->name, fuzz.tried, fuzz.worked);
 }
 
-// The last argument is the inputs' directory, named after the target. It gets the first ones: each
-// architecture, and behind them each tokenizer alone.
+// The last argument is the inputs' directory, named after the target. It is given the first inputs:
+// each architecture, and behind them each tokenizer alone.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     if (setjmp(test.end)) abort();
     snprintf(test.dir, sizeof test.dir, "%s", (*argv)[*argc - 1]);
@@ -4444,7 +4463,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         if (i >= COUNT(SHAPES)) fuzz.tokenizer[k] = open_tokenizer(path);
     }
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
-        if (*TEMPLATES[i].want == '!') continue;   // some of these take all steps that there are
+        if (*TEMPLATES[i].want == '!') continue;   // some of these run until the steps are used up
         FILE *f = fopen(scratch(text_of("template-%zu", i)), "w");
         if (!f || fputs(TEMPLATES[i].text, f) < 0 || fclose(f)) abort();
     }
