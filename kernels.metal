@@ -317,7 +317,7 @@ struct kernel_matrix {
     uint32_t step;
     int32_t bias_step;
 };
-struct embed_args { struct kernel_matrix w[3]; int32_t cols, pos; };
+struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args { int32_t cols; float eps, factor; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
 struct gemv_args {
@@ -332,13 +332,12 @@ struct gemm_args {
     int32_t tiles, n_used;                 // of experts: tiles at most, choices of a token
 };
 struct attention_args {
-    int32_t n, pos;                        // queries, and the position of the first
+    int32_t n;                             // queries
     int32_t n_head, n_kv, n_rot, sinks;    // sinks: 1 if each head has an attention sink
-    int32_t rows, used, window, keep;      // rows of the ring, and of those used; see visible
+    int32_t rows, window, keep;            // of the ring; see visible
     int32_t slices, q_step, k_step;        // from a head's QK norm to the next: 0, they share it
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx;                     // see temperature; temp 0: none
-    int32_t placed;                        // 1: the rows of the queries get their positions
 };
 struct block_args { struct gemv_args o, ffn, down; };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
@@ -351,6 +350,10 @@ struct delta_args {
     int32_t share, step;                   // of alpha and beta: heads side by side, floats a token
     float eps;
 };
+
+// What changes from token to token, so that the rest can be recorded: the position of the first, and
+// 1 if the rows of the ring get their positions, 0 in a warm-up.
+enum { NOW_POS, NOW_PLACED, NOW_SIZE };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
@@ -674,9 +677,10 @@ static inline void embed_part(int format, device const uchar *w, constant struct
 // has them. Grid: a SIMD-group for each token, whose lanes keep to their own groups.
 kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
         device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
-        device float *x [[buffer(4)]], constant struct embed_args *a [[buffer(5)]], PLACE) {
+        device const int *now [[buffer(4)]], device float *x [[buffer(5)]],
+        constant struct embed_args *a [[buffer(6)]], PLACE) {
     device float *to = x + (ulong)tg * a->cols;
-    int pos = a->pos + tg;
+    int pos = now[NOW_POS] + tg;
     embed_part(FORMAT_0, w, &a->w[0], ids[tg], a->cols, false, to, lane);
     if (a->w[1].rows) embed_part(FORMAT_1, positions, &a->w[1], pos, a->cols, true, to, lane);
     if (a->w[2].rows) embed_part(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
@@ -890,6 +894,11 @@ static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
+// rows of the ring that are used, with those of the new tokens, of which the first is at pos
+static inline int used_rows(int pos, constant struct attention_args *a) {
+    return min(pos + a->n, a->rows);
+}
+
 // a factor for the query at a position: some models sharpen attention far out
 static inline float temperature(int pos, constant struct attention_args *a) {
     if (a->temp == 0.0f) return 1.0f;
@@ -960,10 +969,10 @@ static inline void softmax_add(int n, thread const half4 *k, thread const half4 
 // stands in a row that is not seen may be anything, even NaN: a visible row is read in its place.
 // Row `slot` is written by this dispatch, perhaps at this moment, and left out.
 static inline void attention_rows(device const half *k, device const half *v,
-        device const int *pos_k, int pos, int slot, int r0, thread const float *slopes,
+        device const int *pos_k, int pos, int slot, int r0, int used, thread const float *slopes,
         constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
     int r = r0 + (int)lane % attention_step(ROW_LANES), seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
-    int at = r < a->used && r != slot ? pos_k[r] : -1;
+    int at = r < used && r != slot ? pos_k[r] : -1;
     int row = visible(at, pos, a) ? r : -1, some = simd_max(row);
     half4 ks[2 * ATTENTION_ROWS], vs[2 * ATTENTION_ROWS];
     if (some < 0) return;                                 // so do all lanes
@@ -1048,11 +1057,13 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
         device const float *q_bias [[buffer(8)]], device const float *k_bias [[buffer(9)]],
         device const float *angles [[buffer(10)]],                             // [n_rot / 2][2]
         device const float *slopes [[buffer(11)]], device const float *sinks [[buffer(12)]],
-        device float *out [[buffer(13)]], constant struct attention_args *a [[buffer(14)]], PLACE) {
+        device const int *now [[buffer(13)]], device float *out [[buffer(14)]],
+        constant struct attention_args *a [[buffer(15)]], PLACE) {
     int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
     int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
     int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
-    int pos = a->pos + t, slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    int pos = now[NOW_POS] + t, used = used_rows(now[NOW_POS], a);
+    int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     float slope[ATTENTION_HEADS];
@@ -1088,11 +1099,11 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
     for (int i = tid; writes && i < VALUE_DIM; i += all)
         v[(ulong)slot * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
-    if (writes && kv == 0 && tid == 0 && a->placed) pos_k[slot] = pos;   // which nobody reads
+    if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // which nobody reads
 
     if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
-    for (int r = (slice * nsg + sg) * rows; r < a->used; r += a->slices * nsg * rows)
-        attention_rows(k, v, pos_k, pos, slot, r, slope, a, lane, state);
+    for (int r = (slice * nsg + sg) * rows; r < used; r += a->slices * nsg * rows)
+        attention_rows(k, v, pos_k, pos, slot, r, used, slope, a, lane, state);
     attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head, out,
                      t * a->n_head + head, min(QUERY_HEADS, last + 1 - head), slice, nsg, sg, lane,
                      a);
@@ -1365,18 +1376,20 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
         device half *v [[buffer(4)]], device const float *q_norm [[buffer(5)]],
         device const float *k_norm [[buffer(6)]], device const float *q_bias [[buffer(7)]],
         device const float *k_bias [[buffer(8)]], device const float *angles [[buffer(9)]],
-        device int *pos_k [[buffer(10)]], constant struct attention_args *a [[buffer(11)]], PLACE) {
+        device int *pos_k [[buffer(10)]], device const int *now [[buffer(11)]],
+        constant struct attention_args *a [[buffer(12)]], PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
+    int pos = now[NOW_POS] + t;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
     int kv = query ? 0 : (h - a->n_head) % a->n_kv;
-    ulong row = (ulong)kv * a->rows + ring_row(a->pos + t, a);
+    ulong row = (ulong)kv * a->rows + ring_row(pos, a);
     v_new += ((ulong)t * a->n_kv + kv) * VALUE_DIM;
     for (int i = lane; value && i < VALUE_DIM; i += SIMD_LANES)
         v[row * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
     if (value) return;
-    if (h == a->n_head && lane == 0 && a->placed) pos_k[ring_row(a->pos + t, a)] = a->pos + t;
-    float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(a->pos + t, a) : 1.0f;
+    if (h == a->n_head && lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
+    float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(pos, a) : 1.0f;
     q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
     k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
@@ -1392,14 +1405,14 @@ kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buff
 
 // The first tile after r0 of which any query sees a key; `key` becomes the position in its row
 // `lane`, and `ahead` that in the tile behind it, which is loaded before it is needed.
-static inline int flash_next(device const int *pos_k, int r0, int first, int last, uint lane,
-        constant struct attention_args *a, thread int *key, thread int *ahead) {
+static inline int flash_next(device const int *pos_k, int r0, int used, int first, int last,
+        uint lane, constant struct attention_args *a, thread int *key, thread int *ahead) {
     bool seen = false;
-    while (r0 < a->used && !seen) {
+    while (r0 < used && !seen) {
         r0 += FLASH_KEYS;
         int r = r0 + FLASH_KEYS + (int)lane, pos = *ahead;
         *key = pos;
-        *ahead = r < a->used ? pos_k[r] : -1;
+        *ahead = r < used ? pos_k[r] : -1;
         seen = pos >= 0 && (!CAUSAL || (pos <= last && visible(pos, max(first, pos), a)));
         seen = simd_max((int)seen) > 0;                   // the same for all SIMD-groups
     }
@@ -1535,15 +1548,17 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
 kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
         device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
         device const float *slopes [[buffer(4)]], device const float *sinks [[buffer(5)]],
-        device float *out [[buffer(6)]], constant struct attention_args *a [[buffer(7)]], PLACE) {
+        device const int *now [[buffer(6)]], device float *out [[buffer(7)]],
+        constant struct attention_args *a [[buffer(8)]], PLACE) {
     threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
     threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
     threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
     threadgroup half *probabilities = (threadgroup half *)(diagonal + 8 * 8);
     int head = tg % a->n_head, tiles = div_up(a->n, FLASH_QUERIES);
     int t0 = (tiles - 1 - (int)tg / a->n_head) * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
-    int first = a->pos + t0, last = a->pos + min(t0 + FLASH_QUERIES, a->n) - 1;    // positions
-    int group = a->n_head / a->n_kv, key = -1, ahead = (int)lane < a->used ? pos_k[lane] : -1;
+    int pos = now[NOW_POS], first = pos + t0, last = pos + min(t0 + FLASH_QUERIES, a->n) - 1;
+    int used = used_rows(pos, a), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
+    int group = a->n_head / a->n_kv;
     simdgroup_half8x8 mq[HEAD_MAX / 8];
     simdgroup_float8x8 o[HEAD_MAX / 8];
     half4 quads[HEAD_MAX / 16];
@@ -1555,21 +1570,21 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
     for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
 
     // what is staged next is fetched before each product
-    int r0 = flash_next(pos_k, -FLASH_KEYS, first, last, lane, a, &key, &ahead);
-    if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
-    while (r0 < a->used) {
+    int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key, &ahead);
+    if (r0 < used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
+    while (r0 < used) {
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is free
         flash_stage(quads, HEAD_DIM, tid, tile);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are staged
         flash_fetch(v, VALUE_DIM, r0, key, tid, quads);
         flash_scores(mq, tile, scores);
         simdgroup_barrier(mem_flags::mem_threadgroup);    // scores are there
-        float shrink = flash_softmax(scores, probabilities, diagonal, key, a->pos + t, slope, lane,
+        float shrink = flash_softmax(scores, probabilities, diagonal, key, pos + t, slope, lane,
                                      a, &m, &sum);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // probabilities are there, keys used
         flash_stage(quads, VALUE_DIM, tid, tile);
-        r0 = flash_next(pos_k, r0, first, last, lane, a, &key, &ahead);
-        if (r0 < a->used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
+        r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key, &ahead);
+        if (r0 < used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
         threadgroup_barrier(mem_flags::mem_threadgroup);  // values are staged
         flash_values(probabilities, diagonal, tile, simd_max((int)(shrink < 1.0f)) > 0, o);
     }

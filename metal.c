@@ -49,7 +49,7 @@ typedef struct {
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
-    int32_t *ids;               // [chunk] tokens
+    int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
     float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
@@ -751,8 +751,8 @@ static void run_embed(Session *s, int n) {
     const Model *m = s->m;
     const Matrix *w[3] = {&m->embd, &m->pos_embd, &m->type_embd};
     Gpu *g = s->gpu;
-    struct embed_args a = {.cols = m->embd.cols, .pos = s->pos};
-    Dispatch d = {"embed", {[3] = g->ids, s->x}, 5, n, SIMD_LANES, 0,
+    struct embed_args a = {.cols = m->embd.cols};
+    Dispatch d = {"embed", {[3] = g->ids, g->now, s->x}, 6, n, SIMD_LANES, 0,
                   {[C_RAGGED] = a.cols % 32 != 0}};
     for (int i = 0; i < 3; i++) {
         if (!w[i]->data) continue;
@@ -885,9 +885,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int bits = qk_bits(qn, 0) | qk_bits(kn, 1);
     if (nsg > ATTENTION_SIMDGROUPS) nsg = ATTENTION_SIMDGROUPS;
     struct attention_args a = {
-        n, s->pos, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, used, kv->window,
-        kv->keep, slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
-        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig, s->ids != NULL};
+        n, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
+        slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig};
     float *q = is_gated(c, w) ? s->mix : s->q;
     const float *angles = s->angles[w->window > 0];
     Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
@@ -901,18 +901,18 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = n == 1,
                      [C_CAUSAL] = c->causal}};
     Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles,
-                           kv->pos}, 11,
+                           kv->pos, g->now}, 12,
                   div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
-                                angles, s->slopes, w->sinks, slices > 1 ? g->parts : s->att}, 14,
+                                angles, s->slopes, w->sinks, g->now, slices > 1 ? g->parts : s->att}, 15,
                   (size_t)n * parts * slices, nsg * SIMD_LANES,
                   attention_floats(heads, c->hd, c->vd, nsg, lanes), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
-        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, s->att},
-                       7, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now, s->att},
+                       8, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
                        flash_floats(c->hd, c->vd), {0}};
     for (int i = 0; i < N_CONSTANTS; i++)
         r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
@@ -1101,9 +1101,11 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     s->pos = pos;
-    s->ids = ids;
+    g->now[NOW_POS] = pos;
+    g->now[NOW_PLACED] = ids != NULL;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
     parallel(s->pool, angles_row, s, NULL, n);
+    device_send(g, g->now, NOW_SIZE * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     for (int i = 0; i < 2; i++)
         device_send(g, s->angles[i], (size_t)n * c->n_rot * sizeof *s->angles[i]);
@@ -1199,6 +1201,7 @@ static void plan_gpu(Session *s, Arena *a) {
         if (w->router.data) ff = larger(ff, w->ff);
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
+    g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
     g->parts = arena_take(a, parts, (c->vd + 2) * sizeof *g->parts);
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;

@@ -3230,12 +3230,19 @@ static Lab lab(Gpu *g) {
     return (Lab){.g = g, .m.config = {.eps = 1e-5f, .residual_scale = 1}};
 }
 
+static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped behind
+    return (char *)gpu_share(g, NULL, (n + 15) / 16 * 16, false) + -n % 16;
+}
+
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
 static Session *lab_begin(Lab *x) {
     x->m.config.arch = &x->arch;
     x->s.m = &x->m;
     x->s.gpu = x->g;
     soft.n_run = 0;
+    x->g->now = lab_bytes(x->g, NOW_SIZE * sizeof *x->g->now);
+    x->g->now[NOW_POS] = x->s.pos;
+    x->g->now[NOW_PLACED] = 1;
     device_begin(x->g);
     for (int i = 0; i < x->g->n_shared; i++)
         device_send(x->g, x->g->shared[i].base, x->g->shared[i].size);
@@ -3270,10 +3277,6 @@ static void lab_tile(const char *what, int tile, bool int8, bool experts) {
         bool right = f->constant[C_TILE_TOKENS].value == tile && f->constant[C_INT8].value == int8;
         LAB_CHECK(right, "%s: another tile", what);
     }
-}
-
-static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped behind
-    return (char *)gpu_share(g, NULL, (n + 15) / 16 * 16, false) + -n % 16;
 }
 
 static float *lab_floats(Gpu *g, size_t n, float scale) {
