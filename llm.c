@@ -4786,16 +4786,17 @@ typedef struct {
 
 enum { TILE = 16, VECTORS = TILE / LANES };
 
-// n words of 32 bits of 16 rows, `stride` words apart, to n columns of 16
+// n words of 32 bits (floats, or four codes) of 16 rows, `stride` words apart, to n columns of 16
 #if defined(SIMD_VNNI)
 // Four words at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, one row in
 // each 128 bits. Transposing the 4 x 4 words that four vectors have in the same 128 bits, which
 // takes two steps of unpacking, then yields four whole columns.
-static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
+static void transpose(const void *rows, int stride, int n, void *to) {
     for (int k = 0; k < n; k += 4) {
+        float *column = (float *)to + TILE * k;
         __m512i v[4];
         UNROLL for (int i = 0; i < 4; i++) {
-            const uint32_t *p = rows + stride * i + k;
+            const float *p = (const float *)rows + stride * i + k;
             v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)p));
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 4 * stride)), 1);
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 8 * stride)), 2);
@@ -4803,17 +4804,17 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
         }
         __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
         __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-        _mm512_storeu_si512(to + TILE * k, _mm512_unpacklo_epi64(a, b));
-        _mm512_storeu_si512(to + TILE * (k + 1), _mm512_unpackhi_epi64(a, b));
-        _mm512_storeu_si512(to + TILE * (k + 2), _mm512_unpacklo_epi64(c, d));
-        _mm512_storeu_si512(to + TILE * (k + 3), _mm512_unpackhi_epi64(c, d));
+        _mm512_storeu_si512(column, _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(column + TILE, _mm512_unpackhi_epi64(a, b));
+        _mm512_storeu_si512(column + 2 * TILE, _mm512_unpacklo_epi64(c, d));
+        _mm512_storeu_si512(column + 3 * TILE, _mm512_unpackhi_epi64(c, d));
     }
 }
 #else
-typedef uint32_t word __attribute__((may_alias));   // floats, or four codes
-static void transpose(const word *rows, int stride, int n, word *to) {
+static void transpose(const void *rows, int stride, int n, void *to) {
     for (int i = 0; i < n; i++)
-        for (int r = 0; r < TILE; r++) to[TILE * i + r] = rows[stride * r + i];
+        for (int r = 0; r < TILE; r++)
+            memcpy((float *)to + TILE * i + r, (const float *)rows + stride * r + i, 4);
 }
 #endif
 
@@ -4883,8 +4884,7 @@ static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void 
         prefetch_l2(weight_at(w, r + PACKED_ROWS + j, k), depth * formats[w->type].bytes / 256);
         quant_dequantize(w->type, weight_at(w, r + j, k), rows[j % TILE], depth);
         if (j % TILE == TILE - 1)
-            transpose((uint32_t *)rows, FLOAT_DEPTH, depth,
-                      (uint32_t *)((FloatPanel *)panel)[j / TILE].rows);
+            transpose(rows, FLOAT_DEPTH, depth, (FloatPanel *)panel + j / TILE);
     }
 }
 
@@ -4977,9 +4977,9 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
                     for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
                 for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
             }
-            transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / 4]);
-            transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
-            if (f->offsets || f->fit) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
+            transpose(q, 64, 64, p->q[i / 4]);
+            transpose(d, 16, 16, p->d[i / 16]);
+            if (f->offsets || f->fit) transpose(m, 16, 16, p->m[i / 16]);
         }
 }
 
@@ -5293,7 +5293,7 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 enum { FLOAT_KEYS = 64, FLOAT_TILES = PACKED_ROWS / TILE };
 
 static void float_queries(const float *q, int width, void *to) {   // to [width][16]
-    transpose((const uint32_t *)q, width, width, to);
+    transpose(q, width, width, to);
 }
 
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
@@ -5696,7 +5696,7 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
             store_parts(rows[0][k], sizeof *rows, parts, load_f32(x + k * width + i),
                         load_f32(x + k * width + i + 16));
         for (int p = 0; p < parts; p++, to += TILE_BYTES)
-            transpose((uint32_t *)rows[p], 16, 16, (uint32_t *)to);
+            transpose(rows[p], 16, 16, to);
     }
 }
 
@@ -5731,7 +5731,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
         prefetch_l2(b + TILE * next, f->bytes);   // a row of the tile below
         quant_decode(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
     }
-    transpose((uint32_t *)rows, 32, f->offsets ? 32 : 16, (uint32_t *)scales);
+    transpose(rows, 32, f->offsets ? 32 : 16, scales);
     for (int n = 0; n < 8; n++) {
         __m512i v[4][8];
         UNROLL for (int i = 0; i < 8; i++) v[0][i] = _mm512_loadu_si512(q[n / 4][i] + n % 4 * 64);
@@ -5839,7 +5839,7 @@ static void amx_queries(const float *q, int width, void *to) { amx_columns(q, wi
 // AmxActs [vd/32][AMX_KEYS/32][2]
 static void amx_keys(const Attention *a, const KeyBlock *b) {
     int deep = whole_32(a->hd), wide = whole_32(a->vd), keys = whole_32(b->n);
-    uint32_t lo[32][TILE], hi[32][TILE];
+    float lo[32][TILE], hi[32][TILE];
     AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * deep / 32 * 2;
     for (int j = 0; j < keys; j += 32)
         for (int e = 0; e < deep; e += 32, to += 2)
@@ -5849,9 +5849,8 @@ static void amx_keys(const Attention *a, const KeyBlock *b) {
             }
     for (int e = 0; e < wide; e += 32, values += AMX_KEYS / 32 * 2)
         for (int j = 0; j < keys; j += 32) {
-            const uint32_t *x = (const uint32_t *)b->v + j * wide + e;
-            transpose(x, wide, 32, lo[0]);
-            transpose(x + 16 * wide, wide, 32, hi[0]);
+            transpose(b->v + j * wide + e, wide, 32, lo);
+            transpose(b->v + (j + 16) * wide + e, wide, 32, hi);
             to = values + j / 32 * 2;
             for (int i = 0; i < 32; i++)
                 store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
