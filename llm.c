@@ -4772,11 +4772,11 @@ typedef struct {
 
 typedef struct {
     int tokens, rows;              // of one product; beyond the job's there may be fewer
-    int packed, step;              // tokens and columns that a task packs; step: of whole 256
+    int step;                      // columns that a task packs, of `tokens` tokens; whole 256
     int depth, task_rows;          // weights decoded at a time; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
     size_t panel_bytes;            // of `depth` weights of `rows` rows
-    // packs activations k .. end-1 of tokens t .. t+packed-1; NULL: job->x serves as it is
+    // packs activations k .. end-1 of tokens t .. t+tokens-1; NULL: job->x serves as it is
     void (*pack)(const Matmul *job, int t, int64_t k, int64_t end, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+rows-1
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
@@ -4897,8 +4897,8 @@ static void float_multiply(const Product *p) {
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .packed = PACKED_TOKENS, .step = 1024, .rows = PACKED_ROWS,
-    .depth = FLOAT_DEPTH, .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
+    .tokens = PACKED_TOKENS, .step = 1024, .rows = PACKED_ROWS, .depth = FLOAT_DEPTH,
+    .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
     .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
@@ -5041,8 +5041,8 @@ static void int8_multiply(const Product *p) {
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .packed = INT8_TOKENS, .step = 1024, .rows = INT8_ROWS,
-    .depth = INT8_DEPTH, .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
+    .tokens = INT8_TOKENS, .step = 1024, .rows = INT8_ROWS, .depth = INT8_DEPTH,
+    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
     .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
@@ -5052,9 +5052,9 @@ static const Tile int8_tile = {
 static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
 // one token is no tile, but its activations are packed in the same way
-static const Tile float_token = {.tokens = 1, .packed = 1, .rows = 1},
-    block_token = {.tokens = 1, .packed = 1, .step = 8192, .rows = 1,
-                   .act_bytes = sizeof(TokenActs), .pack = token_pack};
+static const Tile float_token = {.tokens = 1, .rows = 1},
+    block_token = {.tokens = 1, .rows = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
+                   .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
@@ -5076,11 +5076,10 @@ static void pack_task(Task t) {
     const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
     while (t.i >= j[1].first_pack) j++;
     const Tile *tile = j->tile;
-    int groups = (j->job->n + tile->packed - 1) / tile->packed, i = t.i - j->first_pack;
-    int from = i % groups * tile->packed;
+    int groups = (j->job->n + tile->tokens - 1) / tile->tokens, i = t.i - j->first_pack;
     int64_t k = i / groups * tile->step, end = k + tile->step, cols = j->job->w->cols;
-    tile->pack(j->job, from, k, end < cols ? end : cols, (char *)j->acts +
-               from / tile->tokens * j->act_bytes + k / 256 * tile->act_bytes);
+    tile->pack(j->job, i % groups * tile->tokens, k, end < cols ? end : cols,
+               (char *)j->acts + i % groups * j->act_bytes + k / 256 * tile->act_bytes);
 }
 
 // rows r .. end-1 for one token
@@ -5149,9 +5148,9 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
                         same->job->w->cols != w->cols || same->tile != tile)) same++;
     if (same < j) j->acts = same->acts;
     else if (tile->pack) {
-        size_t tiles = (job->n + tile->tokens - 1) / tile->tokens;
-        packs = (job->n + tile->packed - 1) / tile->packed * ((w->cols - 1) / tile->step + 1);
-        j->acts = arena_take(a, tiles, j->act_bytes);
+        size_t groups = (job->n + tile->tokens - 1) / tile->tokens;
+        packs = groups * ((w->cols - 1) / tile->step + 1);
+        j->acts = arena_take(a, groups, j->act_bytes);
     }
     // one token: long runs of memory (512 KB are the fastest)
     j->most_rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / j->row_bytes);
@@ -5655,11 +5654,12 @@ static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
 
-typedef struct { uint16_t x[2][16][32]; } AmxActs;   // one part of 32 activations of 2 x 16 tokens
+typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of each
 
 static int weight_parts(const Matrix *w) {
     return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
 }
+static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
 
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
@@ -5675,16 +5675,16 @@ INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// 16 tokens, half of each of AmxActs [(end - k)/32][parts]
+// to AmxActs [(end - k)/32][parts]
 static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    int parts = amx_tile(job->w)->act_bytes / (8 * sizeof(AmxActs));
+    int parts = act_parts(job->w);
     AmxActs *a = acts;
     for (int64_t i = k; i < end; i += 32, a += parts)
-        for (int c = 0; c < TILE; c++) {
+        for (int c = 0; c < AMX_TOKENS; c++) {
             const float *x = job->x + (t + c < job->n ? t + c : t) * job->w->cols + i;
             float edge[32] = {0};
             if (end - i < 32) x = memcpy(edge, x, (end - i) * sizeof *x);
-            store_parts(a->x[t / TILE % 2][c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
+            store_parts(a->x[c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
         }
 }
 
@@ -5761,7 +5761,7 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
     }
 }
 
-// out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows a[..].x[i] times the
+// out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows 16 i .. of a times the
 // columns of b + j * next, n tiles deep, each of so many parts; or they are added to what it has.
 // Part i of a is about 2^-(8 i) of it: its product with part j of b matters where i + j < order.
 // With out[2] NULL the second 16 rows of a are left out.
@@ -5785,13 +5785,13 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
                 const char *y = columns + j * TILE_BYTES;
                 int i = j % 2 ? m : c - 1 - m;   // in turns, so the tile loaded last is reused
                 bool loads = m > 0 || j % 2 == 0;
-                if (loads) _tile_loadd(4, a[i].x[0], 64);
+                if (loads) _tile_loadd(4, a[i].x, 64);
                 if (m == 0) _tile_loadd(6, y, 64);
                 _tile_dpbf16ps(0, 4, 6);
                 if (m == 0) _tile_loadd(7, y + next, 64);
                 _tile_dpbf16ps(1, 4, 7);
                 if (!out[2]) continue;
-                if (loads) _tile_loadd(5, a[i].x[1], 64);
+                if (loads) _tile_loadd(5, a[i].x[TILE], 64);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
@@ -5812,22 +5812,21 @@ static void amx_multiply(const Product *p) {
     size_t pitch = whole ? w->rows : TILE, right = whole ? TILE : AMX_TOKENS * TILE;   // floats
     float *lower = p->t + TILE < p->job->n ? to + 16 * pitch : NULL;
     float *out[] = {to, to + right, lower, to + 16 * pitch + right};
-    int act_parts = amx_tile(w)->act_bytes / (8 * sizeof(AmxActs));
-    amx_product(p->acts, act_parts, p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
+    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
                 (p->depth + 31) / 32, 3, whole && p->k > 0, out, pitch * sizeof(float));
     if (whole) return;
     tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
     tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
 }
 
-#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .packed = TILE, .step = 512, \
-    .rows = 2 * TILE, .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
+#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .step = 256, .rows = 2 * TILE, \
+    .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
     .panel_bytes = 2 * deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
     .multiply = amx_multiply}
 static const Tile amx_tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
                                  AMX_TILE(AMX_FLOATS, 3, 3)};
 static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
-    return &amx_tiles[formats[w->type].block ? 0 : w->type == QUANT_F32 ? 2 : 1];
+    return &amx_tiles[act_parts(w) - 1];
 }
 
 // Attention takes all in two bf16: three products, and still four times as fast as floats. Keys and
@@ -5845,7 +5844,7 @@ static void amx_keys(const Attention *a, const KeyBlock *b) {
         for (int e = 0; e < deep; e += 32, to += 2)
             for (int i = 0; i < 32; i++) {
                 const float *x = b->k + (j + i) * deep + e;
-                store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(x), load_f32(x + 16));
+                store_parts(to->x[i], sizeof *to, 2, load_f32(x), load_f32(x + 16));
             }
     for (int e = 0; e < wide; e += 32, values += AMX_KEYS / 32 * 2)
         for (int j = 0; j < keys; j += 32) {
@@ -5853,7 +5852,7 @@ static void amx_keys(const Attention *a, const KeyBlock *b) {
             transpose(b->v + (j + 16) * wide + e, wide, 32, hi);
             to = values + j / 32 * 2;
             for (int i = 0; i < 32; i++)
-                store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
+                store_parts(to->x[i], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
         }
 }
 
