@@ -5761,18 +5761,18 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
     }
 }
 
-// out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows 16 i .. of a times the
-// columns of b + j * next, n tiles deep, each of so many parts; or they are added to what it has.
+// out[2 * i + j] gets the 16 x 16 sums of rows 16 i .. of a times the columns of b + j * next, n
+// tiles deep, each of so many parts; or they are added to what it has.
 // Part i of a is about 2^-(8 i) of it: its product with part j of b matters where i + j < order.
 // With out[2] NULL the second 16 rows of a are left out.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
-                        int n, int order, bool adds, float *const out[4], size_t pitch) {
+                        int n, int order, bool adds, float *const out[4]) {
     const char *columns = b;
     if (adds) {
-        _tile_loadd(0, out[0], pitch);
-        _tile_loadd(1, out[1], pitch);
-        _tile_loadd(2, out[2], pitch);
-        _tile_loadd(3, out[3], pitch);
+        _tile_loadd(0, out[0], 64);
+        _tile_loadd(1, out[1], 64);
+        _tile_loadd(2, out[2], 64);
+        _tile_loadd(3, out[3], 64);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -5795,26 +5795,21 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-    _tile_stored(0, out[0], pitch);
-    _tile_stored(1, out[1], pitch);
+    _tile_stored(0, out[0], 64);
+    _tile_stored(1, out[1], 64);
     if (!out[2]) return;
-    _tile_stored(2, out[2], pitch);
-    _tile_stored(3, out[3], pitch);
+    _tile_stored(2, out[2], 64);
+    _tile_stored(3, out[3], 64);
 }
 
-// straight to out, if all of the tile lies there and nothing is left to do, otherwise by tile_out
 static void amx_multiply(const Product *p) {
     const Matrix *w = p->job->w;
     vf sum[2][AMX_TOKENS][VECTORS];
-    bool last = p->k + p->depth == w->cols, whole = p->t + AMX_TOKENS <= p->job->n &&
-        p->r + 2 * TILE <= w->rows && !(last && (w->scale || w->bias));
-    float *to = whole ? p->job->out + p->t * w->rows + p->r : (float *)sum;
-    size_t pitch = whole ? w->rows : TILE, right = whole ? TILE : AMX_TOKENS * TILE;   // floats
-    float *lower = p->t + TILE < p->job->n ? to + 16 * pitch : NULL;
-    float *out[] = {to, to + right, lower, to + 16 * pitch + right};
+    float *first = (float *)sum[0], *second = (float *)sum[1];   // of rows
+    bool more = p->t + TILE < p->job->n;                         // than half of the tokens
+    float *out[] = {first, second, more ? first + TILE * TILE : NULL, second + TILE * TILE};
     amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
-                (p->depth + 31) / 32, 3, whole && p->k > 0, out, pitch * sizeof(float));
-    if (whole) return;
+                (p->depth + 31) / 32, 3, false, out);
     tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
     tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
 }
@@ -5875,7 +5870,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     const AmxActs *x = b->packed, *values = x + AMX_KEYS / 32 * deep * 2;
     for (int j = 0; j < keys; j += 32, x += deep * 2) {
         float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
-        amx_product(x, 2, q[0].q, 2, next, deep, 2, false, out, 64);
+        amx_product(x, 2, q[0].q, 2, next, deep, 2, false, out);
     }
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
@@ -5887,7 +5882,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     for (int e = 0; e < a->vd; e += 32, values += AMX_KEYS / 32 * 2) {
         float *a_out = q[0].out + e * TILE, *b_out = q[1].out + e * TILE;
         float *out[] = {a_out, b_out, a_out + TILE * TILE, b_out + TILE * TILE};
-        amx_product(values, 2, weights[0], 2, sizeof weights[0], keys / 32, 2, true, out, 64);
+        amx_product(values, 2, weights[0], 2, sizeof weights[0], keys / 32, 2, true, out);
     }
 }
 
