@@ -4271,41 +4271,6 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
     prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
-#ifdef LLM_PLAIN
-// The same interface without threads and SIMD, with the sums as Part I defines them: a slow engine
-// that needs none of the rest of this part, `cc -DLLM_PLAIN llm.c -lm`.
-struct Pool { int unused; };
-
-static Pool *pool_open(int threads) { return (void)threads, calloc(1, sizeof(Pool)); }
-static void pool_close(Pool *p) { free(p); }
-
-static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
-    (void)p;
-    for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
-}
-
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
-    (void)p;
-    for (int j = 0; j < k; j++) {
-        size_t mark = a->used;
-        float *row = arena_take(a, jobs[j].w->cols, sizeof *row);
-        if (a->base) plain_matmul(&jobs[j], row);
-        a->used = mark;
-    }
-}
-
-static void attention(Pool *p, Arena *a, const Attention *x) {
-    size_t mark = a->used;
-    float *score = arena_take(a, x->rows, sizeof *score);
-    (void)p;
-    if (a->base) plain_attention(x, score);
-    a->used = mark;
-}
-
-static void narrow(const float *x, int n, uint16_t *to) {
-    for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
-}
-#else
 // ---- 17. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
@@ -4451,6 +4416,31 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     fp_set(mode);
 }
 
+#ifdef LLM_PLAIN
+// Products and attention as Part I defines them: with these two, and threads for the rest, the
+// engine is slow, but needs none of what follows, `cc -DLLM_PLAIN llm.c -lm`.
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
+    (void)p;
+    for (int j = 0; j < k; j++) {
+        size_t mark = a->used;
+        float *row = arena_take(a, jobs[j].w->cols, sizeof *row);
+        if (a->base) plain_matmul(&jobs[j], row);
+        a->used = mark;
+    }
+}
+
+static void attention(Pool *p, Arena *a, const Attention *x) {
+    size_t mark = a->used;
+    float *score = arena_take(a, x->rows, sizeof *score);
+    (void)p;
+    if (a->base) plain_attention(x, score);
+    a->used = mark;
+}
+
+static void narrow(const float *x, int n, uint16_t *to) {
+    for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
+}
+#else
 // ---- 18. vectors ----
 //
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
@@ -5890,10 +5880,12 @@ static const AttentionTile amx_attention = {
     .keys = AMX_KEYS, .tiles = 2, .task_queries = 512,
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
-#elif !defined(LLM_PLAIN)
+#else
 static bool amx_allow(void) { return false; }
 static void amx_use(bool on) { (void)on; }
+#ifndef LLM_PLAIN
 static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
+#endif
 #endif
 
 // ==== Part V: main ===============================================================================
