@@ -1602,11 +1602,8 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
 static bool rows_resident(const Session *s, int p) {
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Cache *c = &s->cache[l];
-        int first = p - c->window + 1 > 0 ? p - c->window + 1 : 0;
-        for (int i = first; c->rows && i < p; i++)
-            if (c->pos[cache_row(c, i)] != i) return false;
-        for (int i = 0; i < c->keep && i < first; i++)
-            if (c->pos[i] != i) return false;
+        for (int i = 0; c->rows && i < p; i++)
+            if ((p - i < c->window || i < c->keep) && c->pos[cache_row(c, i)] != i) return false;
     }
     return true;
 }
