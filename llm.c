@@ -2013,22 +2013,19 @@ static void add_shared_row(Task t) {
 }
 
 // As many experts as a call can have, where calls only count. How tokens spread over experts is not
-// known. Two cases bound it: one has all, the others one token each, or two, which wastes most of a
-// tile.
+// known. One case bounds it: one has all, the others two each, which wastes most of a tile.
 static void plan_experts(Session *s, const Layer *w) {
     static const float places[MAX_EXPERTS];   // as many different x: each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
     int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
-    for (int each = 1; each <= 2; each++) {
-        for (int i = 0; i < experts; i++) {
-            int n = i < experts - 1 ? each : all;
-            in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
-            in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
-            back[i] = (Matmul){&w->down, &places[i], NULL, n};
-        }
-        matmul(s->pool, &s->calls, in, 2 * experts);
-        matmul(s->pool, &s->calls, back, experts);
+    for (int i = 0; i < experts; i++) {
+        int n = i < experts - 1 ? 2 : all;
+        in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
+        in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
+        back[i] = (Matmul){&w->down, &places[i], NULL, n};
     }
+    matmul(s->pool, &s->calls, in, 2 * experts);
+    matmul(s->pool, &s->calls, back, experts);
 }
 
 static void experts(Session *s) {
