@@ -1853,14 +1853,14 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
 
 bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
-// Generates up to n_predict ids (-1: no limit) after ids [n]; on_token gets each, returning false
-// to stop. An end-of-generation id ends it and is not handed out. A generated id is put behind the
+// Generates up to n_predict ids (-1: no limit; 0: evaluates only) after ids [n]; on_token gets each,
+// returning false to stop. An end-of-generation id ends it and is not handed out. A generated id is put behind the
 // session's history, and evaluated with it to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
-    for (; n_predict != 0; n_predict -= n_predict > 0) {
+    for (int made = 0; made == 0 || made != n_predict; made++) {
         const float *logits = session_eval(s, ids, n, e);
-        if (!logits) return false;
+        if (!logits || n_predict == 0) return logits;
         int32_t id = session_sample(s, logits);
         if (token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
         ids = s->history.id;
@@ -6336,10 +6336,7 @@ static bool reply(Cli *cli) {
     cli->first = 0;
     if (dim) fputs("\033[2m", stdout);
     fflush(stdout);
-    bool ok = cli->n_predict
-                  ? session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli,
-                                     &cli->e)
-                  : session_eval(&cli->s, cli->ids.id, n, &cli->e) != NULL;
+    bool ok = session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli, &cli->e);
     double end = now();
     size_t seen = cli->s.history.n;
     end_progress(cli);
