@@ -127,8 +127,8 @@ enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_
 
 static const uint8_t gguf_size[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};   // bytes
 
-// A metadata entry: n values of type elem at v; type is GGUF_ARR for an array, else elem.
-typedef struct { Str key; uint32_t type, elem; uint64_t n; const uint8_t *v; } Meta;
+// A metadata entry: n values of type elem, from v to end; type is GGUF_ARR for an array, else elem.
+typedef struct { Str key; uint32_t type, elem; uint64_t n; const uint8_t *v, *end; } Meta;
 // ne: elements in each dimension, the innermost first; a matrix is ne[1] rows of ne[0]
 typedef struct { Str name; int type, n_dims, ne[4]; uint64_t offset; const uint8_t *data; } Tensor;
 typedef struct { uint8_t *base; size_t size; } Map;
@@ -163,15 +163,6 @@ static Str read_str(Cursor *c) {
     return s ? (Str){s, n} : (Str){"", 0};
 }
 
-// the next string of an array that was checked when the file was opened
-static Str str_next(const uint8_t **p) {
-    uint64_t n;
-    memcpy(&n, *p, 8);
-    Str s = {(const char *)*p + 8, n};
-    *p += 8 + n;
-    return s;
-}
-
 static bool read_meta(Cursor *c, Meta *m, Error *e) {
     m->key = read_str(c);
     m->type = m->elem = read_bytes(c, 4);
@@ -189,6 +180,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
         return fail(e, "%zu values do not fit into the file", (size_t)m->n);
     take(c, m->n * gguf_size[m->elem]);     // nothing for strings, whose size is 0 in the table
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
+    m->end = c->p;
     return !c->bad || fail(e, "its value runs past the end of the file");
 }
 
@@ -274,8 +266,7 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
 }
 
 static Str meta_str(const Meta *m) {   // {NULL, 0} if it is no string
-    const uint8_t *p = m && m->type == GGUF_STR ? m->v : NULL;
-    return p ? str_next(&p) : (Str){NULL, 0};
+    return m && m->type == GGUF_STR ? read_str(&(Cursor){m->v, m->end, false}) : (Str){NULL, 0};
 }
 
 static Str gguf_str(const Gguf *g, const char *key) { return meta_str(gguf_find(g, key)); }
@@ -2749,9 +2740,9 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
     d->slot = calloc(size, sizeof *d->slot);
     d->str = malloc(m->n * sizeof *d->str);
     if (!d->slot || !d->str) return fail(e, "out of memory");
-    const uint8_t *p = m->v;
+    Cursor c = {m->v, m->end, false};
     for (uint32_t i = 0; i < d->n; i++) {
-        Str s = d->str[i] = str_next(&p);
+        Str s = d->str[i] = read_str(&c);
         uint32_t *slot = dictionary_slot(d, s);
         if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
@@ -6576,12 +6567,12 @@ static void print_str(Str s, size_t most) {
 }
 
 static void print_meta(const Meta *m) {
-    const uint8_t *p = m->v;
+    Cursor c = {m->v, m->end, false};
     print_str(m->key, 100);
     printf(m->type == GGUF_ARR ? " = [%llu]" : " =", (unsigned long long)m->n);
     for (uint64_t i = 0; i < m->n && i < 4; i++) {
         putchar(' ');
-        if (m->elem == GGUF_STR) print_str(str_next(&p), 60);
+        if (m->elem == GGUF_STR) print_str(read_str(&c), 60);
         else printf(m->elem == GGUF_F32 || m->elem == GGUF_F64 ? "%.9g" : "%.20g",
                     meta_float(m, i));
     }
