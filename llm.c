@@ -942,8 +942,7 @@ typedef struct Session {
     const Model *m;
     Options o;
     Pool *pool;
-    void *kv_base, *scratch_base;   // two mappings
-    size_t kv_bytes, scratch_bytes;
+    Map kv, scratch;
     Cache *cache;               // [n_layer]
     float *recurrent, *saved;   // all conv and state buffers; a copy from before saved_pos
     size_t n_recurrent;
@@ -1541,15 +1540,16 @@ static void session_truncate(Session *s, int p) {
 
 // Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
 // share), which the system hands out zeroed when they are first touched.
-static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
-                       const char *what, Error *e) {
+static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
+                       Error *e) {
     Arena a = {0};
     plan(s, &a);
-    *bytes = larger(a.peak, 1);
-    void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
-              : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
-    a = (Arena){.base = *base = p, .size = a.peak};
+    size_t size = larger(a.peak, 1);
+    void *p = size > (size_t)1 << 46 ? MAP_FAILED
+              : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", size >> 20, what);
+    *map = (Map){p, size};
+    a = (Arena){.base = p, .size = size};
     plan(s, &a);
     return true;
 }
@@ -1557,8 +1557,8 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base
 void session_close(Session *s) {
     gpu_close(s);
     pool_close(s->pool);
-    if (s->kv_base) munmap(s->kv_base, s->kv_bytes);
-    if (s->scratch_base) munmap(s->scratch_base, s->scratch_bytes);
+    if (s->kv.base) munmap(s->kv.base, s->kv.size);
+    if (s->scratch.base) munmap(s->scratch.base, s->scratch.size);
     free(s->cache);
     free(s->history.id);
     *s = (Session){0};
@@ -1578,9 +1578,8 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
                     s->o.window, s->o.chunk, s->o.keep);
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
-    if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
-        !place_plan(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
-                    "scratch; try a smaller -b", e))
+    if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
+        !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
     session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
@@ -6651,7 +6650,7 @@ static bool print_info(Cli *cli) {
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
-           weights / 1048576, s->kv_bytes / 1048576.0, s->o.window, s->scratch_bytes / 1048576.0);
+           weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
     memset(cli->work, 1, (size_t)SLICES * SLICE);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; %d threads read %.1f GB/s here, so at most %.1f tok/s\n",
