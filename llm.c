@@ -6624,19 +6624,14 @@ static void print_formats(const Gguf *g) {
 
 // what is in the file, whether or not it can run
 static void print_file(const Cli *cli) {
-    static const char *const keys[] = {   // behind general. or the architecture's name and a dot
-        "architecture", "name", "size_label", "file_type", "context_length", "embedding_length",
-        "block_count", "attention.head_count", "model", "pre"};
+    static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
+        "architecture name size_label file_type context_length embedding_length block_count "
+        "attention.head_count ggml.model ggml.pre";
     const Gguf *g = &cli->m.gguf;
-    for (size_t i = 0; i < g->n_meta; i++) {
-        bool matters = cli->verbose;
-        for (size_t k = 0; k < COUNT(keys); k++) {
-            size_t n = strlen(keys[k]);
-            Str key = g->meta[i].key;
-            const char *end = key.s + key.n - n;
-            matters |= key.n > n && end[-1] == '.' && !memcmp(end, keys[k], n);
-        }
-        if (matters) print_meta(&g->meta[i]);
+    for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
+        const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
+        Str rest = {key, m->key.s + m->key.n - key};
+        if (cli->verbose || (rest.n && find_str(rest, keys))) print_meta(m);
     }
     putchar('\n');
     print_formats(g);
