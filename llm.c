@@ -6615,10 +6615,9 @@ static void print_formats(const Gguf *g) {
     }
     for (int type = 0; type < 64; type++) {
         if (!count[type]) continue;
-        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  ", quant_name(type), count[type],
-               size[type] / 1048576, 100 * size[type] / all);
-        for (int i = 0; i < ceil(40 * size[type] / all); i++) putchar('#');
-        putchar('\n');
+        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(type), count[type],
+               size[type] / 1048576, 100 * size[type] / all, (int)ceil(40 * size[type] / all),
+               "########################################");
     }
 }
 
