@@ -1841,9 +1841,9 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
 
 bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
-// Generates up to n_predict ids (-1: no limit; 0: evaluates only) after ids [n]; on_token gets each,
-// returning false to stop. An end-of-generation id ends it and is not handed out. A generated id is put behind the
-// session's history, and evaluated with it to get the next one.
+// Generates up to n_predict ids (-1: no limit; 0: it only evaluates) after ids [n]; on_token gets
+// each, returning false to stop. An end-of-generation id ends it and is not handed out. A generated
+// id is put behind the session's history, and evaluated with it to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
     for (int made = 0; made == 0 || made != n_predict; made++) {
@@ -6628,7 +6628,7 @@ static void print_file(const Cli *cli) {
     for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
         const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
         Str rest = {key, m->key.s + m->key.n - key};
-        if (cli->verbose || (rest.n && find_str(rest, keys))) print_meta(m);
+        if (cli->verbose || find_str(rest, keys)) print_meta(m);
     }
     putchar('\n');
     print_formats(g);
