@@ -5034,7 +5034,7 @@ typedef struct {
     const void *acts;                  // packed by this job or an earlier one, or job->x
     size_t act_bytes;                  // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
-    int64_t task_rows, most_rows;      // of its tasks; at most
+    int64_t task_rows;                 // of its tasks
     int whole;                         // so many blocks of rows are one task, the others two
     size_t row_bytes;                  // of weights
 } JobPlan;
@@ -5124,8 +5124,6 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
         packs = groups * ((w->cols - 1) / tile->step + 1);
         j->acts = arena_take(a, groups, j->act_bytes);
     }
-    // one token: long runs of memory (512 KB are the fastest)
-    j->most_rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / j->row_bytes);
     c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
     j[1].first_pack = j->first_pack + packs;
 }
@@ -5139,11 +5137,13 @@ static void plan_tasks(const Pool *p, JobPlan *j, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += j[i].row_bytes * j[i].job->w->rows;
     for (; k--; j++) {
-        size_t share = bytes / (p->threads * (j->job->n > 1 ? 4 : 3)), most = j->most_rows;
-        size_t rows = share / j->row_bytes < most ? share / j->row_bytes : most;
+        bool one = j->job->n == 1;   // reads long runs of memory: 512 KB are the fastest
+        size_t share = bytes / (p->threads * (one ? 3 : 4)) / j->row_bytes;
+        size_t most = one ? (512 << 10) / j->row_bytes : (size_t)j->tile->task_rows;
+        size_t rows = share < most ? share : most;
         j->task_rows = larger(rows / 32, 1) * 32;
         int blocks = (j->job->w->rows + j->task_rows - 1) / j->task_rows;
-        int halved = k ? 0 : j->job->n == 1 ? p->threads : j->job->n >= 256 ? p->threads / 2 : 0;
+        int halved = k ? 0 : one ? p->threads : j->job->n >= 256 ? p->threads / 2 : 0;
         j->whole = blocks > halved ? blocks - halved : 0;
         j[1].first_task = j->first_task + 2 * blocks - j->whole;
     }
