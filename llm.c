@@ -5217,8 +5217,9 @@ typedef struct {
     int keys;                          // rows in a block
     int tiles;                         // query tiles that `attend` takes at once
     int task_queries;                  // of all heads of a KV head, at most: they stay in L2
+    // NULL: floats will do, of queries in columns
     void (*pack_queries)(const float *q, int width, void *to);         // from [16][width]
-    void (*pack_keys)(const Attention *a, const KeyBlock *b);          // NULL: floats will do
+    void (*pack_keys)(const Attention *a, const KeyBlock *b);
     // scores, tile_softmax, and what the block adds to the results
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
@@ -5263,10 +5264,6 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 // broadcast number: 16 multiply-adds for 10 loads, where one tile's 8 would wait for 9.
 enum { FLOAT_KEYS = 64, FLOAT_TILES = PACKED_ROWS / TILE };
 
-static void float_queries(const float *q, int width, void *to) {   // to [width][16]
-    transpose(q, width, width, to);
-}
-
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[FLOAT_TILES][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
@@ -5281,8 +5278,7 @@ static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
 }
 
 static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = FLOAT_TILES, .task_queries = 256,
-    .pack_queries = float_queries, .attend = float_attend,
+    .keys = FLOAT_KEYS, .tiles = FLOAT_TILES, .task_queries = 256, .attend = float_attend,
 };
 
 static const AttentionTile amx_attention;   // at the end of this part
@@ -5325,7 +5321,8 @@ static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int 
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
         tile->pos[lane] = a->pos + query;
         if (lane < TILE - 1) continue;
-        c->tile->pack_queries(rows, wide, tile->q);
+        if (c->tile->pack_queries) c->tile->pack_queries(rows, wide, tile->q);
+        else transpose(rows, wide, wide, tile->q);
         memset(tile->out, 0, TILE * whole_32(a->vd) * sizeof(float));
     }
 }
