@@ -513,7 +513,6 @@ typedef struct {
 #define INT(field) KEY_INT, offsetof(Config, field)
 #define REAL(field) KEY_REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
 #define OF_LAYER(field) KEY_LAYER, offsetof(Layer, field)
-#define SCALED "granite granitemoe minicpm"
 
 static const Key KEYS[] = {
     {"block_count", INT(n_layer), 1, 1 << 14, NULL},
@@ -523,8 +522,8 @@ static const Key KEYS[] = {
     {"pooling_type", INT(pooling), -1, 3, NULL},
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
-    {"embedding_scale", REAL(embd_scale), SCALED},
-    {"residual_scale", REAL(residual_scale), SCALED},
+    {"embedding_scale", REAL(embd_scale), "granite granitemoe minicpm"},
+    {"residual_scale", REAL(residual_scale), "granite granitemoe minicpm"},
     {"logit_scale", REAL(logit_scale), "granite* granitemoe* minicpm command-r* cohere2*"},
     {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3"},
     {"attention.head_count", INT(n_head), 1, 1 << 14, NULL},
