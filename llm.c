@@ -1618,11 +1618,6 @@ static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
 
 typedef bool OnRow(void *ctx, int i, const float *row);   // of token i; false stops
 
-static bool all_nan(const float *x, int n) {   // where nothing can be chosen or pooled
-    while (n > 0 && isnan(x[n - 1])) n--;
-    return n == 0;
-}
-
 static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     const Model *m = s->m;
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
@@ -1670,9 +1665,10 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
             else if (at == 0 && !(gpu && i == first) && !gpu_logits(s, i, rows))
                 output_logits(s, i, rows);
-            const float *row = hidden ? s->h + (size_t)i * c->dim
-                                      : s->logits + (size_t)at * c->n_vocab;
-            if (all_nan(row, hidden ? c->dim : c->n_vocab))
+            size_t width = hidden ? c->dim : c->n_vocab, nan = 0;
+            const float *row = hidden ? s->h + i * width : s->logits + at * width;
+            while (nan < width && isnan(row[nan])) nan++;
+            if (nan == width)   // nothing can be chosen or pooled
                 return fail(e, "at token %d the model yields nothing but NaN: its weights may be "
                             "damaged", p + i);
             if (fn && !fn(ctx, p + i, row)) return fail(e, "stopped");
