@@ -825,8 +825,8 @@ static bool share_all(Session *s) {
     for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
     for (size_t i = 0; ok && i < m->n_owned; i++)
         ok = gpu_share(g, m->owned[i].base, m->owned[i].size);
-    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes);
-    ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes);
+    ok = ok && gpu_share(g, s->kv.base, s->kv.size);
+    ok = ok && gpu_share(g, s->scratch.base, s->scratch.size);
     return ok ? true : gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
