@@ -36,8 +36,8 @@
 // section 1 and its dispatch in metal.c, then add one line to KERNEL_TESTS in test.c.
 #ifdef __CUDACC__
 // The words of Metal in CUDA C++. A SIMD-group is a warp. Of an 8 x 8 matrix lane l holds two
-// neighbours, columns l % 4 * 2 and the next of row l / 4; of a turned one it holds these two rows of
-// column l / 4.
+// neighbours, columns l % 4 * 2 and the next of row l / 4; of a turned one it holds these two rows
+// of column l / 4.
 typedef signed char int8_t;
 typedef unsigned char uchar, uint8_t;
 typedef unsigned short ushort, uint16_t;
@@ -351,8 +351,8 @@ struct delta_args {
     float eps;
 };
 
-// What changes from token to token, so that the rest can be recorded: the position of the first, and
-// 1 if the rows of the ring get their positions, 0 in a warm-up.
+// What changes from token to token, in a buffer of its own: the position of the first, and 1 if the
+// rows of the ring get their positions, 0 in a warm-up.
 enum { NOW_POS, NOW_PLACED, NOW_SIZE };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }

@@ -127,8 +127,8 @@ enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_
 
 static const uint8_t gguf_size[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};   // bytes
 
-// A metadata entry: n values of type elem at v; type is GGUF_ARR for an array, else elem.
-typedef struct { Str key; uint32_t type, elem; uint64_t n; const uint8_t *v; } Meta;
+// A metadata entry: n values of type elem, from v to end; type is GGUF_ARR for an array, else elem.
+typedef struct { Str key; uint32_t type, elem; uint64_t n; const uint8_t *v, *end; } Meta;
 // ne: elements in each dimension, the innermost first; a matrix is ne[1] rows of ne[0]
 typedef struct { Str name; int type, n_dims, ne[4]; uint64_t offset; const uint8_t *data; } Tensor;
 typedef struct { uint8_t *base; size_t size; } Map;
@@ -163,15 +163,6 @@ static Str read_str(Cursor *c) {
     return s ? (Str){s, n} : (Str){"", 0};
 }
 
-// the next string of an array that was checked when the file was opened
-static Str str_next(const uint8_t **p) {
-    uint64_t n;
-    memcpy(&n, *p, 8);
-    Str s = {(const char *)*p + 8, n};
-    *p += 8 + n;
-    return s;
-}
-
 static bool read_meta(Cursor *c, Meta *m, Error *e) {
     m->key = read_str(c);
     m->type = m->elem = read_bytes(c, 4);
@@ -189,6 +180,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
         return fail(e, "%zu values do not fit into the file", (size_t)m->n);
     take(c, m->n * gguf_size[m->elem]);     // nothing for strings, whose size is 0 in the table
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
+    m->end = c->p;
     return !c->bad || fail(e, "its value runs past the end of the file");
 }
 
@@ -274,8 +266,7 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
 }
 
 static Str meta_str(const Meta *m) {   // {NULL, 0} if it is no string
-    const uint8_t *p = m && m->type == GGUF_STR ? m->v : NULL;
-    return p ? str_next(&p) : (Str){NULL, 0};
+    return m && m->type == GGUF_STR ? read_str(&(Cursor){m->v, m->end, false}) : (Str){NULL, 0};
 }
 
 static Str gguf_str(const Gguf *g, const char *key) { return meta_str(gguf_find(g, key)); }
@@ -439,10 +430,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
     {"qwen3moe* qwen3next*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
-    {"qwen35*", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED},
-    {"qwen35moe", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED | GATES_NORMED},
-    {"hunyuan-dense", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE},
-    {"hunyuan-moe", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE | GATES_NORMED},
+    {"qwen35* qwen35moe", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED | GATES_NORMED},
+    {"hunyuan-dense hunyuan-moe", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE | GATES_NORMED},
     {"olmo2", RMS, SILU, ROPE_HALVES, .flags = LOCAL_UNSCALED, .local = 4},
     {"gpt-oss*", RMS, SWIGLU_OAI, ROPE_HALVES, .flags = GATES_NORMED, .local = 2},
     {"gemma*", RMS, GELU, ROPE_HALVES, .flags = EMBD_SQRT},
@@ -524,7 +513,6 @@ typedef struct {
 #define INT(field) KEY_INT, offsetof(Config, field)
 #define REAL(field) KEY_REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
 #define OF_LAYER(field) KEY_LAYER, offsetof(Layer, field)
-#define SCALED "granite granitemoe minicpm"
 
 static const Key KEYS[] = {
     {"block_count", INT(n_layer), 1, 1 << 14, NULL},
@@ -534,8 +522,8 @@ static const Key KEYS[] = {
     {"pooling_type", INT(pooling), -1, 3, NULL},
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
-    {"embedding_scale", REAL(embd_scale), SCALED},
-    {"residual_scale", REAL(residual_scale), SCALED},
+    {"embedding_scale", REAL(embd_scale), "granite granitemoe minicpm"},
+    {"residual_scale", REAL(residual_scale), "granite granitemoe minicpm"},
     {"logit_scale", REAL(logit_scale), "granite* granitemoe* minicpm command-r* cohere2*"},
     {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3"},
     {"attention.head_count", INT(n_head), 1, 1 << 14, NULL},
@@ -951,8 +939,7 @@ typedef struct Session {
     const Model *m;
     Options o;
     Pool *pool;
-    void *kv_base, *scratch_base;   // two mappings
-    size_t kv_bytes, scratch_bytes;
+    Map kv, scratch;
     Cache *cache;               // [n_layer]
     float *recurrent, *saved;   // all layers' conv and state; a copy made at saved_pos
     size_t n_recurrent;
@@ -1552,15 +1539,16 @@ static void session_truncate(Session *s, int p) {
 
 // Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
 // share), which the system hands out zeroed when they are first touched.
-static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base, size_t *bytes,
-                       const char *what, Error *e) {
+static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
+                       Error *e) {
     Arena a = {0};
     plan(s, &a);
-    *bytes = larger(a.peak, 1);
-    void *p = a.peak > (size_t)1 << 46 ? MAP_FAILED
-              : mmap(NULL, *bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", a.peak >> 20, what);
-    a = (Arena){.base = *base = p, .size = a.peak};
+    size_t size = larger(a.peak, 1);
+    void *p = size > (size_t)1 << 46 ? MAP_FAILED
+              : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", size >> 20, what);
+    *map = (Map){p, size};
+    a = (Arena){.base = p, .size = size};
     plan(s, &a);
     return true;
 }
@@ -1568,8 +1556,8 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), void **base
 void session_close(Session *s) {
     gpu_close(s);
     pool_close(s->pool);
-    if (s->kv_base) munmap(s->kv_base, s->kv_bytes);
-    if (s->scratch_base) munmap(s->scratch_base, s->scratch_bytes);
+    if (s->kv.base) munmap(s->kv.base, s->kv.size);
+    if (s->scratch.base) munmap(s->scratch.base, s->scratch.size);
     free(s->cache);
     free(s->history.id);
     *s = (Session){0};
@@ -1589,9 +1577,8 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
                     s->o.window, s->o.chunk, s->o.keep);
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
-    if (!place_plan(s, plan_caches, &s->kv_base, &s->kv_bytes, "KV cache; try a smaller -c", e) ||
-        !place_plan(s, plan_scratch, &s->scratch_base, &s->scratch_bytes,
-                    "scratch; try a smaller -b", e))
+    if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
+        !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
     session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
@@ -1604,11 +1591,8 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
 static bool rows_resident(const Session *s, int p) {
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Cache *c = &s->cache[l];
-        int first = p - c->window + 1 > 0 ? p - c->window + 1 : 0;
-        for (int i = first; c->rows && i < p; i++)
-            if (c->pos[cache_row(c, i)] != i) return false;
-        for (int i = 0; i < c->keep && i < first; i++)
-            if (c->pos[i] != i) return false;
+        for (int i = 0; c->rows && i < p; i++)
+            if ((p - i < c->window || i < c->keep) && c->pos[cache_row(c, i)] != i) return false;
     }
     return true;
 }
@@ -1635,11 +1619,6 @@ static int session_reuse(Session *s, const int32_t *ids, int n, int from) {
 }
 
 typedef bool OnRow(void *ctx, int i, const float *row);   // of token i; false stops
-
-static bool all_nan(const float *x, int n) {   // then nothing can be chosen or pooled
-    while (n > 0 && isnan(x[n - 1])) n--;
-    return n == 0;
-}
 
 static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     const Model *m = s->m;
@@ -1690,9 +1669,10 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
             if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
             else if (at == 0 && !(gpu && i == first) && !gpu_logits(s, i, rows))
                 output_logits(s, i, rows);
-            const float *row = hidden ? s->h + (size_t)i * c->dim
-                                      : s->logits + (size_t)at * c->n_vocab;
-            if (all_nan(row, hidden ? c->dim : c->n_vocab))
+            size_t width = hidden ? c->dim : c->n_vocab, nan = 0;
+            const float *row = hidden ? s->h + i * width : s->logits + at * width;
+            while (nan < width && isnan(row[nan])) nan++;
+            if (nan == width)   // nothing can be chosen or pooled
                 return fail(e, "at token %d the model yields nothing but NaN: its weights may be "
                             "damaged", p + i);
             if (fn && !fn(ctx, p + i, row)) return fail(e, "stopped");
@@ -1859,14 +1839,14 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
 
 bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
-// Generates up to n_predict ids (-1: no limit) after ids [n]; on_token gets each, and returns false
-// to stop. An end-of-generation id ends it and is not handed out. A generated id is stored behind
-// the session's history, and evaluated with it to get the next one.
+// Generates up to n_predict ids (-1: no limit; 0: it only evaluates) after ids [n]; on_token gets
+// each, and returns false to stop. An end-of-generation id ends it and is not handed out. A
+// generated id is stored behind the session's history, and evaluated with it to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
                       bool (*on_token)(void *ctx, int32_t id), void *ctx, Error *e) {
-    for (; n_predict != 0; n_predict -= n_predict > 0) {
+    for (int made = 0; made == 0 || made != n_predict; made++) {
         const float *logits = session_eval(s, ids, n, e);
-        if (!logits) return false;
+        if (!logits || n_predict == 0) return logits;
         int32_t id = session_sample(s, logits);
         if (token_is_eog(s->m->tokenizer, id) || !on_token(ctx, id)) break;
         ids = s->history.id;
@@ -2018,23 +1998,20 @@ static void add_shared_row(Task t) {
     add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
 }
 
-// Counts the scratch of the worst call. How tokens will spread over experts is not known, but two
-// cases bound it: one expert has all tokens, and the others have one each, or two each, which
-// wastes most of a tile.
+// Counts the scratch of the worst call. How tokens will spread over experts is not known, but one
+// case bounds it: one expert has all tokens, the others two each, which wastes most of a tile.
 static void plan_experts(Session *s, const Layer *w) {
     static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
     int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
-    for (int each = 1; each <= 2; each++) {
-        for (int i = 0; i < experts; i++) {
-            int n = i < experts - 1 ? each : all;
-            in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
-            in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
-            back[i] = (Matmul){&w->down, &places[i], NULL, n};
-        }
-        matmul(s->pool, &s->calls, in, 2 * experts);
-        matmul(s->pool, &s->calls, back, experts);
+    for (int i = 0; i < experts; i++) {
+        int n = i < experts - 1 ? 2 : all;
+        in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
+        in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
+        back[i] = (Matmul){&w->down, &places[i], NULL, n};
     }
+    matmul(s->pool, &s->calls, in, 2 * experts);
+    matmul(s->pool, &s->calls, back, experts);
 }
 
 static void experts(Session *s) {
@@ -2758,9 +2735,9 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
     d->slot = calloc(size, sizeof *d->slot);
     d->str = malloc(m->n * sizeof *d->str);
     if (!d->slot || !d->str) return fail(e, "out of memory");
-    const uint8_t *p = m->v;
+    Cursor c = {m->v, m->end, false};
     for (uint32_t i = 0; i < d->n; i++) {
-        Str s = d->str[i] = str_next(&p);
+        Str s = d->str[i] = read_str(&c);
         uint32_t *slot = dictionary_slot(d, s);
         if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
@@ -4070,41 +4047,6 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
     prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
-#ifdef LLM_PLAIN
-// The same interface without threads and SIMD, with the sums as Part I defines them: a slow engine
-// that needs none of the rest of this part, `cc -DLLM_PLAIN llm.c -lm`.
-struct Pool { int unused; };
-
-static Pool *pool_open(int threads) { return (void)threads, calloc(1, sizeof(Pool)); }
-static void pool_close(Pool *p) { free(p); }
-
-static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
-    (void)p;
-    for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
-}
-
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
-    (void)p;
-    for (int j = 0; j < k; j++) {
-        size_t mark = a->used;
-        float *row = arena_take(a, jobs[j].w->cols, sizeof *row);
-        if (a->base) plain_matmul(&jobs[j], row);
-        a->used = mark;
-    }
-}
-
-static void attention(Pool *p, Arena *a, const Attention *x) {
-    size_t mark = a->used;
-    float *score = arena_take(a, x->rows, sizeof *score);
-    (void)p;
-    if (a->base) plain_attention(x, score);
-    a->used = mark;
-}
-
-static void narrow(const float *x, int n, uint16_t *to) {
-    for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
-}
-#else
 // ---- 17. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
@@ -4250,6 +4192,31 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
     fp_set(mode);
 }
 
+#ifdef LLM_PLAIN
+// Products and attention as Part I defines them: with these two, and threads for the rest, the
+// engine is slow, but needs none of what follows, `cc -DLLM_PLAIN llm.c -lm`.
+static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
+    (void)p;
+    for (int j = 0; j < k; j++) {
+        size_t mark = a->used;
+        float *row = arena_take(a, jobs[j].w->cols, sizeof *row);
+        if (a->base) plain_matmul(&jobs[j], row);
+        a->used = mark;
+    }
+}
+
+static void attention(Pool *p, Arena *a, const Attention *x) {
+    size_t mark = a->used;
+    float *score = arena_take(a, x->rows, sizeof *score);
+    (void)p;
+    if (a->base) plain_attention(x, score);
+    a->used = mark;
+}
+
+static void narrow(const float *x, int n, uint16_t *to) {
+    for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
+}
+#else
 // ---- 18. vectors ----
 //
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
@@ -4571,11 +4538,11 @@ typedef struct {
 
 typedef struct {
     int tokens, rows;              // of one product; beyond the job's there may be fewer
-    int packed, step;              // tokens and columns that a task packs; step: of whole 256
+    int step;                      // columns that a task packs, of `tokens` tokens; whole 256
     int depth, task_rows;          // weights decoded at a time; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
     size_t panel_bytes;            // of `depth` weights of `rows` rows
-    // packs activations k .. end-1 of tokens t .. t+packed-1; NULL: job->x serves as it is
+    // packs activations k .. end-1 of tokens t .. t+tokens-1; NULL: job->x serves as it is
     void (*pack)(const Matmul *job, int t, int64_t k, int64_t end, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+rows-1
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
@@ -4585,16 +4552,17 @@ typedef struct {
 
 enum { TILE = 16, VECTORS = TILE / LANES };
 
-// n words of 32 bits of 16 rows, `stride` words apart, to n columns of 16
+// n words of 32 bits (floats, or four codes) of 16 rows, `stride` words apart, to n columns of 16
 #if defined(SIMD_VNNI)
 // Four words at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, one row in
 // each 128 bits. Transposing the 4 x 4 words that four vectors have in the same 128 bits, which
 // takes two steps of unpacking, then yields four whole columns.
-static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
+static void transpose(const void *rows, int stride, int n, void *to) {
     for (int k = 0; k < n; k += 4) {
+        float *column = (float *)to + TILE * k;
         __m512i v[4];
         UNROLL for (int i = 0; i < 4; i++) {
-            const uint32_t *p = rows + stride * i + k;
+            const float *p = (const float *)rows + stride * i + k;
             v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)p));
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 4 * stride)), 1);
             v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(p + 8 * stride)), 2);
@@ -4602,17 +4570,17 @@ static void transpose(const uint32_t *rows, int stride, int n, uint32_t *to) {
         }
         __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
         __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-        _mm512_storeu_si512(to + TILE * k, _mm512_unpacklo_epi64(a, b));
-        _mm512_storeu_si512(to + TILE * (k + 1), _mm512_unpackhi_epi64(a, b));
-        _mm512_storeu_si512(to + TILE * (k + 2), _mm512_unpacklo_epi64(c, d));
-        _mm512_storeu_si512(to + TILE * (k + 3), _mm512_unpackhi_epi64(c, d));
+        _mm512_storeu_si512(column, _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(column + TILE, _mm512_unpackhi_epi64(a, b));
+        _mm512_storeu_si512(column + 2 * TILE, _mm512_unpacklo_epi64(c, d));
+        _mm512_storeu_si512(column + 3 * TILE, _mm512_unpackhi_epi64(c, d));
     }
 }
 #else
-typedef uint32_t word __attribute__((may_alias));   // floats, or four codes
-static void transpose(const word *rows, int stride, int n, word *to) {
+static void transpose(const void *rows, int stride, int n, void *to) {
     for (int i = 0; i < n; i++)
-        for (int r = 0; r < TILE; r++) to[TILE * i + r] = rows[stride * r + i];
+        for (int r = 0; r < TILE; r++)
+            memcpy((float *)to + TILE * i + r, (const float *)rows + stride * r + i, 4);
 }
 #endif
 
@@ -4682,8 +4650,7 @@ static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void 
         prefetch_l2(weight_at(w, r + PACKED_ROWS + j, k), depth * formats[w->type].bytes / 256);
         quant_dequantize(w->type, weight_at(w, r + j, k), rows[j % TILE], depth);
         if (j % TILE == TILE - 1)
-            transpose((uint32_t *)rows, FLOAT_DEPTH, depth,
-                      (uint32_t *)((FloatPanel *)panel)[j / TILE].rows);
+            transpose(rows, FLOAT_DEPTH, depth, (FloatPanel *)panel + j / TILE);
     }
 }
 
@@ -4696,8 +4663,8 @@ static void float_multiply(const Product *p) {
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .packed = PACKED_TOKENS, .step = 1024, .rows = PACKED_ROWS,
-    .depth = FLOAT_DEPTH, .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
+    .tokens = PACKED_TOKENS, .step = 1024, .rows = PACKED_ROWS, .depth = FLOAT_DEPTH,
+    .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
     .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
@@ -4776,9 +4743,9 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
                     for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
                 for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
             }
-            transpose((uint32_t *)q, 64, 64, (uint32_t *)p->q[i / 4]);
-            transpose((uint32_t *)d, 16, 16, (uint32_t *)p->d[i / 16]);
-            if (f->offsets || f->fit) transpose((uint32_t *)m, 16, 16, (uint32_t *)p->m[i / 16]);
+            transpose(q, 64, 64, p->q[i / 4]);
+            transpose(d, 16, 16, p->d[i / 16]);
+            if (f->offsets || f->fit) transpose(m, 16, 16, p->m[i / 16]);
         }
 }
 
@@ -4840,8 +4807,8 @@ static void int8_multiply(const Product *p) {
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .packed = INT8_TOKENS, .step = 1024, .rows = INT8_ROWS,
-    .depth = INT8_DEPTH, .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
+    .tokens = INT8_TOKENS, .step = 1024, .rows = INT8_ROWS, .depth = INT8_DEPTH,
+    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
     .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
@@ -4851,9 +4818,9 @@ static const Tile int8_tile = {
 static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
 // one token is no tile, but its activations are packed in the same way
-static const Tile float_token = {.tokens = 1, .packed = 1, .rows = 1},
-    block_token = {.tokens = 1, .packed = 1, .step = 8192, .rows = 1,
-                   .act_bytes = sizeof(TokenActs), .pack = token_pack};
+static const Tile float_token = {.tokens = 1, .rows = 1},
+    block_token = {.tokens = 1, .rows = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
+                   .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
@@ -4861,8 +4828,8 @@ typedef struct {
     const void *acts;                  // packed by this job or an earlier one, or job->x
     size_t act_bytes;                  // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
-    int64_t task_rows, most_rows;      // of its tasks; at most
-    int whole;                         // blocks of rows that are one task; the others are two
+    int64_t task_rows;                 // of its tasks
+    int whole;                         // so many blocks of rows are one task, the others two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -4875,11 +4842,10 @@ static void pack_task(Task t) {
     const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
     while (t.i >= j[1].first_pack) j++;
     const Tile *tile = j->tile;
-    int groups = (j->job->n + tile->packed - 1) / tile->packed, i = t.i - j->first_pack;
-    int from = i % groups * tile->packed;
+    int groups = (j->job->n + tile->tokens - 1) / tile->tokens, i = t.i - j->first_pack;
     int64_t k = i / groups * tile->step, end = k + tile->step, cols = j->job->w->cols;
-    tile->pack(j->job, from, k, end < cols ? end : cols, (char *)j->acts +
-               from / tile->tokens * j->act_bytes + k / 256 * tile->act_bytes);
+    tile->pack(j->job, i % groups * tile->tokens, k, end < cols ? end : cols,
+               (char *)j->acts + i % groups * j->act_bytes + k / 256 * tile->act_bytes);
 }
 
 // rows r .. end-1 for one token
@@ -4948,12 +4914,10 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
                         same->job->w->cols != w->cols || same->tile != tile)) same++;
     if (same < j) j->acts = same->acts;
     else if (tile->pack) {
-        size_t tiles = (job->n + tile->tokens - 1) / tile->tokens;
-        packs = (job->n + tile->packed - 1) / tile->packed * ((w->cols - 1) / tile->step + 1);
-        j->acts = arena_take(a, tiles, j->act_bytes);
+        size_t groups = (job->n + tile->tokens - 1) / tile->tokens;
+        packs = groups * ((w->cols - 1) / tile->step + 1);
+        j->acts = arena_take(a, groups, j->act_bytes);
     }
-    // one token: long runs of memory (512 KB are the fastest)
-    j->most_rows = job->n > 1 ? tile->task_rows : (int64_t)((512 << 10) / j->row_bytes);
     c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
     j[1].first_pack = j->first_pack + packs;
 }
@@ -4967,11 +4931,13 @@ static void plan_tasks(const Pool *p, JobPlan *j, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += j[i].row_bytes * j[i].job->w->rows;
     for (; k--; j++) {
-        size_t share = bytes / (p->threads * (j->job->n > 1 ? 4 : 3)), most = j->most_rows;
-        size_t rows = share / j->row_bytes < most ? share / j->row_bytes : most;
+        bool one = j->job->n == 1;   // reads long runs of memory: 512 KB are the fastest
+        size_t share = bytes / (p->threads * (one ? 3 : 4)) / j->row_bytes;
+        size_t most = one ? (512 << 10) / j->row_bytes : (size_t)j->tile->task_rows;
+        size_t rows = share < most ? share : most;
         j->task_rows = larger(rows / 32, 1) * 32;
         int blocks = (j->job->w->rows + j->task_rows - 1) / j->task_rows;
-        int halved = k ? 0 : j->job->n == 1 ? p->threads : j->job->n >= 256 ? p->threads / 2 : 0;
+        int halved = k ? 0 : one ? p->threads : j->job->n >= 256 ? p->threads / 2 : 0;
         j->whole = blocks > halved ? blocks - halved : 0;
         j[1].first_task = j->first_task + 2 * blocks - j->whole;
     }
@@ -5045,8 +5011,9 @@ typedef struct {
     int keys;                          // rows in a block
     int tiles;                         // query tiles that `attend` takes at once
     int task_queries;                  // of all heads of a KV head, at most: they stay in L2
+    // NULL: floats will do, of queries in columns
     void (*pack_queries)(const float *q, int width, void *to);         // from [16][width]
-    void (*pack_keys)(const Attention *a, const KeyBlock *b);          // NULL: floats will do
+    void (*pack_keys)(const Attention *a, const KeyBlock *b);
     // scores, tile_softmax, and what the block adds to the results
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
@@ -5091,10 +5058,6 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 // broadcast number: 16 multiply-adds for 10 loads, where one tile's 8 would wait for 9.
 enum { FLOAT_KEYS = 64, FLOAT_TILES = PACKED_ROWS / TILE };
 
-static void float_queries(const float *q, int width, void *to) {   // to [width][16]
-    transpose((const uint32_t *)q, width, width, to);
-}
-
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[FLOAT_TILES][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
@@ -5109,8 +5072,7 @@ static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
 }
 
 static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = FLOAT_TILES, .task_queries = 256,
-    .pack_queries = float_queries, .attend = float_attend,
+    .keys = FLOAT_KEYS, .tiles = FLOAT_TILES, .task_queries = 256, .attend = float_attend,
 };
 
 static const AttentionTile amx_attention;   // at the end of this part
@@ -5153,7 +5115,8 @@ static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int 
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
         tile->pos[lane] = a->pos + query;
         if (lane < TILE - 1) continue;
-        c->tile->pack_queries(rows, wide, tile->q);
+        if (c->tile->pack_queries) c->tile->pack_queries(rows, wide, tile->q);
+        else transpose(rows, wide, wide, tile->q);
         memset(tile->out, 0, TILE * whole_32(a->vd) * sizeof(float));
     }
 }
@@ -5458,11 +5421,12 @@ static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
 
-typedef struct { uint16_t x[2][16][32]; } AmxActs;   // one part of 32 activations of 2 x 16 tokens
+typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of each
 
 static int weight_parts(const Matrix *w) {
     return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
 }
+static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
 
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
@@ -5478,16 +5442,16 @@ INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// packs 16 tokens, which are half of each of the AmxActs [(end - k)/32][parts]
+// to AmxActs [(end - k)/32][parts]
 static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    int parts = amx_tile(job->w)->act_bytes / (8 * sizeof(AmxActs));
+    int parts = act_parts(job->w);
     AmxActs *a = acts;
     for (int64_t i = k; i < end; i += 32, a += parts)
-        for (int c = 0; c < TILE; c++) {
+        for (int c = 0; c < AMX_TOKENS; c++) {
             const float *x = job->x + (t + c < job->n ? t + c : t) * job->w->cols + i;
             float edge[32] = {0};
             if (end - i < 32) x = memcpy(edge, x, (end - i) * sizeof *x);
-            store_parts(a->x[t / TILE % 2][c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
+            store_parts(a->x[c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
         }
 }
 
@@ -5499,7 +5463,7 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
             store_parts(rows[0][k], sizeof *rows, parts, load_f32(x + k * width + i),
                         load_f32(x + k * width + i + 16));
         for (int p = 0; p < parts; p++, to += TILE_BYTES)
-            transpose((uint32_t *)rows[p], 16, 16, (uint32_t *)to);
+            transpose(rows[p], 16, 16, to);
     }
 }
 
@@ -5534,7 +5498,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
         prefetch_l2(b + TILE * next, f->bytes);   // a row of the tile below
         quant_decode(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
     }
-    transpose((uint32_t *)rows, 32, f->offsets ? 32 : 16, (uint32_t *)scales);
+    transpose(rows, 32, f->offsets ? 32 : 16, scales);
     for (int n = 0; n < 8; n++) {
         __m512i v[4][8];
         UNROLL for (int i = 0; i < 8; i++) v[0][i] = _mm512_loadu_si512(q[n / 4][i] + n % 4 * 64);
@@ -5564,18 +5528,18 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
     }
 }
 
-// out[2 * i + j], 16 rows `pitch` bytes apart, gets the 16 x 16 sums of rows a[..].x[i] times the
-// columns of b + j * next, n tiles deep, each of so many parts; or they are added to what it has.
+// out[2 * i + j] gets the 16 x 16 sums of rows 16 i .. of a times the columns of b + j * next, n
+// tiles deep, each of so many parts; or they are added to what it has.
 // Part i of a is about 2^-(8 i) of it: its product with part j of b matters where i + j < order.
 // With out[2] NULL the second 16 rows of a are left out.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
-                        int n, int order, bool adds, float *const out[4], size_t pitch) {
+                        int n, int order, bool adds, float *const out[4]) {
     const char *columns = b;
     if (adds) {
-        _tile_loadd(0, out[0], pitch);
-        _tile_loadd(1, out[1], pitch);
-        _tile_loadd(2, out[2], pitch);
-        _tile_loadd(3, out[3], pitch);
+        _tile_loadd(0, out[0], 64);
+        _tile_loadd(1, out[1], 64);
+        _tile_loadd(2, out[2], 64);
+        _tile_loadd(3, out[3], 64);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -5588,49 +5552,43 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
                 const char *y = columns + j * TILE_BYTES;
                 int i = j % 2 ? m : c - 1 - m;   // in turns, so the tile loaded last is reused
                 bool loads = m > 0 || j % 2 == 0;
-                if (loads) _tile_loadd(4, a[i].x[0], 64);
+                if (loads) _tile_loadd(4, a[i].x, 64);
                 if (m == 0) _tile_loadd(6, y, 64);
                 _tile_dpbf16ps(0, 4, 6);
                 if (m == 0) _tile_loadd(7, y + next, 64);
                 _tile_dpbf16ps(1, 4, 7);
                 if (!out[2]) continue;
-                if (loads) _tile_loadd(5, a[i].x[1], 64);
+                if (loads) _tile_loadd(5, a[i].x[TILE], 64);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-    _tile_stored(0, out[0], pitch);
-    _tile_stored(1, out[1], pitch);
+    _tile_stored(0, out[0], 64);
+    _tile_stored(1, out[1], 64);
     if (!out[2]) return;
-    _tile_stored(2, out[2], pitch);
-    _tile_stored(3, out[3], pitch);
+    _tile_stored(2, out[2], 64);
+    _tile_stored(3, out[3], 64);
 }
 
-// straight to out, if all of the tile lies there and nothing is left to do, otherwise by tile_out
 static void amx_multiply(const Product *p) {
     const Matrix *w = p->job->w;
     vf sum[2][AMX_TOKENS][VECTORS];
-    bool last = p->k + p->depth == w->cols, whole = p->t + AMX_TOKENS <= p->job->n &&
-        p->r + 2 * TILE <= w->rows && !(last && (w->scale || w->bias));
-    float *to = whole ? p->job->out + p->t * w->rows + p->r : (float *)sum;
-    size_t pitch = whole ? w->rows : TILE, right = whole ? TILE : AMX_TOKENS * TILE;   // floats
-    float *lower = p->t + TILE < p->job->n ? to + 16 * pitch : NULL;
-    float *out[] = {to, to + right, lower, to + 16 * pitch + right};
-    int act_parts = amx_tile(w)->act_bytes / (8 * sizeof(AmxActs));
-    amx_product(p->acts, act_parts, p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
-                (p->depth + 31) / 32, 3, whole && p->k > 0, out, pitch * sizeof(float));
-    if (whole) return;
+    float *first = (float *)sum[0], *second = (float *)sum[1];   // of rows
+    bool more = p->t + TILE < p->job->n;                         // than half of the tokens
+    float *out[] = {first, second, more ? first + TILE * TILE : NULL, second + TILE * TILE};
+    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
+                (p->depth + 31) / 32, 3, false, out);
     tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
     tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
 }
 
-#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .packed = TILE, .step = 512, \
-    .rows = 2 * TILE, .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
+#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .step = 256, .rows = 2 * TILE, \
+    .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
     .panel_bytes = 2 * deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
     .multiply = amx_multiply}
 static const Tile amx_tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
                                  AMX_TILE(AMX_FLOATS, 3, 3)};
 static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
-    return &amx_tiles[formats[w->type].block ? 0 : w->type == QUANT_F32 ? 2 : 1];
+    return &amx_tiles[act_parts(w) - 1];
 }
 
 // Attention splits each number into two bf16: three products, and still four times as fast as
@@ -5642,22 +5600,21 @@ static void amx_queries(const float *q, int width, void *to) { amx_columns(q, wi
 // AmxActs [vd/32][AMX_KEYS/32][2]
 static void amx_keys(const Attention *a, const KeyBlock *b) {
     int deep = whole_32(a->hd), wide = whole_32(a->vd), keys = whole_32(b->n);
-    uint32_t lo[32][TILE], hi[32][TILE];
+    float lo[32][TILE], hi[32][TILE];
     AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * deep / 32 * 2;
     for (int j = 0; j < keys; j += 32)
         for (int e = 0; e < deep; e += 32, to += 2)
             for (int i = 0; i < 32; i++) {
                 const float *x = b->k + (j + i) * deep + e;
-                store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(x), load_f32(x + 16));
+                store_parts(to->x[i], sizeof *to, 2, load_f32(x), load_f32(x + 16));
             }
     for (int e = 0; e < wide; e += 32, values += AMX_KEYS / 32 * 2)
         for (int j = 0; j < keys; j += 32) {
-            const uint32_t *x = (const uint32_t *)b->v + j * wide + e;
-            transpose(x, wide, 32, lo[0]);
-            transpose(x + 16 * wide, wide, 32, hi[0]);
+            transpose(b->v + j * wide + e, wide, 32, lo);
+            transpose(b->v + (j + 16) * wide + e, wide, 32, hi);
             to = values + j / 32 * 2;
             for (int i = 0; i < 32; i++)
-                store_parts(to->x[i / 16][i % 16], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
+                store_parts(to->x[i], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
         }
 }
 
@@ -5680,7 +5637,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     const AmxActs *x = b->packed, *values = x + AMX_KEYS / 32 * deep * 2;
     for (int j = 0; j < keys; j += 32, x += deep * 2) {
         float *out[] = {s[0][j], s[1][j], s[0][j + 16], s[1][j + 16]};
-        amx_product(x, 2, q[0].q, 2, next, deep, 2, false, out, 64);
+        amx_product(x, 2, q[0].q, 2, next, deep, 2, false, out);
     }
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
@@ -5692,7 +5649,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     for (int e = 0; e < a->vd; e += 32, values += AMX_KEYS / 32 * 2) {
         float *a_out = q[0].out + e * TILE, *b_out = q[1].out + e * TILE;
         float *out[] = {a_out, b_out, a_out + TILE * TILE, b_out + TILE * TILE};
-        amx_product(values, 2, weights[0], 2, sizeof weights[0], keys / 32, 2, true, out, 64);
+        amx_product(values, 2, weights[0], 2, sizeof weights[0], keys / 32, 2, true, out);
     }
 }
 
@@ -5700,10 +5657,12 @@ static const AttentionTile amx_attention = {
     .keys = AMX_KEYS, .tiles = 2, .task_queries = 512,
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
-#elif !defined(LLM_PLAIN)
+#else
 static bool amx_allow(void) { return false; }
 static void amx_use(bool on) { (void)on; }
+#ifndef LLM_PLAIN
 static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
+#endif
 #endif
 
 // ==== Part V: main ===============================================================================
@@ -6160,10 +6119,7 @@ static bool reply(Cli *cli) {
     cli->first = 0;
     if (dim) fputs("\033[2m", stdout);
     fflush(stdout);
-    bool ok = cli->n_predict
-                  ? session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli,
-                                     &cli->e)
-                  : session_eval(&cli->s, cli->ids.id, n, &cli->e) != NULL;
+    bool ok = session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli, &cli->e);
     double end = now();
     size_t seen = cli->s.history.n;
     end_progress(cli);
@@ -6403,12 +6359,12 @@ static void print_str(Str s, size_t most) {
 }
 
 static void print_meta(const Meta *m) {
-    const uint8_t *p = m->v;
+    Cursor c = {m->v, m->end, false};
     print_str(m->key, 100);
     printf(m->type == GGUF_ARR ? " = [%llu]" : " =", (unsigned long long)m->n);
     for (uint64_t i = 0; i < m->n && i < 4; i++) {
         putchar(' ');
-        if (m->elem == GGUF_STR) print_str(str_next(&p), 60);
+        if (m->elem == GGUF_STR) print_str(read_str(&c), 60);
         else printf(m->elem == GGUF_F32 || m->elem == GGUF_F64 ? "%.9g" : "%.20g",
                     meta_float(m, i));
     }
@@ -6452,28 +6408,22 @@ static void print_formats(const Gguf *g) {
     }
     for (int type = 0; type < 64; type++) {
         if (!count[type]) continue;
-        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  ", quant_name(type), count[type],
-               size[type] / 1048576, 100 * size[type] / all);
-        for (int i = 0; i < ceil(40 * size[type] / all); i++) putchar('#');
-        putchar('\n');
+        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(type), count[type],
+               size[type] / 1048576, 100 * size[type] / all, (int)ceil(40 * size[type] / all),
+               "########################################");
     }
 }
 
 // what is in the file, whether or not it can run
 static void print_file(const Cli *cli) {
-    static const char *const keys[] = {   // behind general. or the architecture's name and a dot
-        "architecture", "name", "size_label", "file_type", "context_length", "embedding_length",
-        "block_count", "attention.head_count", "model", "pre"};
+    static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
+        "architecture name size_label file_type context_length embedding_length block_count "
+        "attention.head_count ggml.model ggml.pre";
     const Gguf *g = &cli->m.gguf;
-    for (size_t i = 0; i < g->n_meta; i++) {
-        bool matters = cli->verbose;
-        for (size_t k = 0; k < COUNT(keys); k++) {
-            size_t n = strlen(keys[k]);
-            Str key = g->meta[i].key;
-            const char *end = key.s + key.n - n;
-            matters |= key.n > n && end[-1] == '.' && !memcmp(end, keys[k], n);
-        }
-        if (matters) print_meta(&g->meta[i]);
+    for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
+        const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
+        Str rest = {key, m->key.s + m->key.n - key};
+        if (cli->verbose || find_str(rest, keys)) print_meta(m);
     }
     putchar('\n');
     print_formats(g);
@@ -6487,7 +6437,7 @@ static bool print_info(Cli *cli) {
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
-           weights / 1048576, s->kv_bytes / 1048576.0, s->o.window, s->scratch_bytes / 1048576.0);
+           weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
     memset(cli->work, 1, (size_t)SLICES * SLICE);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; %d threads read %.1f GB/s here, so at most %.1f tok/s\n",

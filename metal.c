@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// metal.c: llm.c's forward pass on a GPU, in plain C: with LLM_METAL on Apple's, with LLM_CUDA on one
-// of NVIDIA; llm.c includes it. It has never run on Apple hardware: the tests run it on a device made
-// of software. llm.c calls
+// metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
+// GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on a
+// device made of software. llm.c calls
 //
 //   gpu_open(s), gpu_close(s)            when a session begins and ends
 //   gpu_forward(s, ids, n, pos, first)   instead of forward, and of output_logits for the rows from
@@ -10,8 +10,8 @@
 //   gpu_fetch(s, p, bytes)               before it reads what the GPU may have written
 //   gpu_store(s)                         when it has changed positions or recurrent states
 //
-// When gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it cannot
-// hold the model (gpu_lacks), or a call of its system has failed.
+// When gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it
+// cannot hold the model (gpu_lacks), or a call of its system has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -32,7 +32,12 @@ enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what the device has for it: its buffer, or the address of a copy
 typedef struct { char *base; size_t size; void *buffer; bool own; } Shared;   // own: free(base)
 // a kernel with function constants; n buffers, threads of a threadgroup at most
-typedef struct { const char *kernel; int constant[N_CONSTANTS], n; size_t threads; void *state; } Variant;
+typedef struct {
+    const char *kernel;
+    int constant[N_CONSTANTS], n;
+    size_t threads;
+    void *state;
+} Variant;
 
 // one dispatch: buffers 0 to n - 1, NULL where the variant ignores one; then come the arguments
 typedef struct {
@@ -79,10 +84,10 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
 #ifdef LLM_CUDA
 // ---- NVIDIA ----
 //
-// The driver of CUDA and its compiler are found at run time. Buffers are copies in the GPU's memory,
-// so what one side writes, the other one sees when device_send or device_fetch has copied it.
-// A program is compiled for each variant of a kernel, and kept in ~/.cache/llm, named by a hash of
-// all that it is made of.
+// The driver of CUDA and its compiler are found at run time. Buffers are copies in the GPU's
+// memory: what one side writes, the other sees when device_send or device_fetch has copied it. A
+// program is compiled for each variant of a kernel, and kept in ~/.cache/llm, named by a hash of all
+// that it is made of.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -190,7 +195,7 @@ static void device_close(Gpu *g) {
 
 static size_t device_longest(Gpu *g) { return (void)g, SIZE_MAX / 2; }   // bytes of a buffer
 
-// Copies what stands in the host's memory, if it is worth that, and says on a terminal how far it is.
+// Copies what stands in the host's memory, if it is filled, and says on a terminal how far it is.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
     size_t room, all;
     if (!s->base) s->own = (s->base = calloc(1, s->size)) != NULL;
@@ -210,8 +215,8 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
         if (!cuda(g, cuMemcpyHtoDAsync_v2, (char *)s->buffer + at, s->base + at, n, NULL))
             return false;
         if (talks)
-            fprintf(stderr, "\rto the GPU: %zu of %zu MB, %.1f GB/s ", (at + n) >> 20, s->size >> 20,
-                    (at + n) / 1e9 / (now() - start));
+            fprintf(stderr, "\rto the GPU: %zu of %zu MB, %.1f GB/s ", (at + n) >> 20,
+                    s->size >> 20, (at + n) / 1e9 / (now() - start));
     }
     if (talks) fprintf(stderr, "\r\x1b[K");
     return true;
@@ -233,8 +238,8 @@ static void cuda_source(const Variant *p, char *s) {
     };
     for (int i = 0; i < N_CONSTANTS; i++)
         s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], p->constant[i]);
-    s += sprintf(s, "#include \"kernels.metal\"\nextern \"C\" __global__ void __launch_bounds__(%zu)\n"
-                 "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
+    s += sprintf(s, "#include \"kernels.metal\"\n"
+                 "extern \"C\" __global__ void __launch_bounds__(%zu)\nentry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
                  p->threads, p->kernel);
     for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
@@ -905,14 +910,15 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
-                                angles, s->slopes, w->sinks, g->now, slices > 1 ? g->parts : s->att}, 15,
+                                angles, s->slopes, w->sinks, g->now,
+                                slices > 1 ? g->parts : s->att}, 15,
                   (size_t)n * parts * slices, nsg * SIMD_LANES,
                   attention_floats(heads, c->hd, c->vd, nsg, lanes), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
-        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now, s->att},
-                       8, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now,
+                                           s->att}, 8, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
                        flash_floats(c->hd, c->vd), {0}};
     for (int i = 0; i < N_CONSTANTS; i++)
         r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
@@ -1122,8 +1128,8 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
     }
 }
 
-// The CPU evaluates all of the history before pos, if what the GPU has left is of no use to it: that
-// lies in the GPU's memory, or a recurrent state is half-way.
+// The CPU evaluates all of the history before pos, if what the GPU has left is of no use to it:
+// because it lies in the GPU's memory, or a recurrent state is half-way.
 static void forward_again(Session *s, int pos) {
     if (!DEVICE_COPIES && !s->n_recurrent) return;
     session_truncate(s, 0);
@@ -1141,7 +1147,8 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     device_begin(g);
     run_layers(s, ids, n, pos);
     if (rows > 0) run_output(s, first, rows);
-    if (rows > 0) device_fetch(g, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
+    if (rows > 0)
+        device_fetch(g, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = gpu_end(s);
     if (!ok) forward_again(s, pos);
     return ok;
@@ -1249,13 +1256,13 @@ static bool share_all(Session *s) {
     for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
     for (size_t i = 0; ok && i < m->n_owned; i++)
         ok = gpu_share(g, m->owned[i].base, m->owned[i].size, true);
-    ok = ok && gpu_share(g, s->kv_base, s->kv_bytes, false);
-    ok = ok && gpu_share(g, s->scratch_base, s->scratch_bytes, false);
+    ok = ok && gpu_share(g, s->kv.base, s->kv.size, false);
+    ok = ok && gpu_share(g, s->scratch.base, s->scratch.size, false);
     return ok ? true : gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
-// Makes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs; then
-// runs a token, which brings weights into memory, in a row that no query sees.
+// Makes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs;
+// then runs a token, which brings weights into memory, in a row that no query sees.
 static void warm_up(Session *s) {
     Gpu *g = s->gpu;
     int n[5] = {s->o.chunk, GEMM_SOME, 2, 1, 1};

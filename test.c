@@ -3116,7 +3116,8 @@ SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
     METHOD("endEncoding", void, (id, SEL), end_encoding))
 
 static const SoftClass *const soft_classes[] = {
-    &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &SoftDevice, &Buffer,
+    &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &SoftDevice,
+    &Buffer,
     &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder, &Residency,
     &ResidencyDescriptor};
 enum { CLASSES = COUNT(soft_classes) };
@@ -3770,7 +3771,8 @@ static void test_metal_kernels(void) {
         Pool *pool = pool_open(count_cpus());
         if (emu.order) continue;   // it has its own
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++)
-            if (KERNEL_TESTS[k].formats || !i) lab_rehearse(g, KERNEL_TESTS[k].fn, FORMATS[i / ORDERS]);
+            if (KERNEL_TESTS[k].formats || !i)
+                lab_rehearse(g, KERNEL_TESTS[k].fn, FORMATS[i / ORDERS]);
         if (g) device_ready(g, pool);
         pool_close(pool);
 #endif
@@ -4143,7 +4145,8 @@ static const char *bench_only;   // rows with that in their names
 // a buffer that holds n bytes again and again
 static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
     char *p = gpu_share(g, NULL, (bytes + 15) / 16 * 16, false);
-    for (size_t at = 0; at < bytes; at += n) memcpy(p + at, pattern, n < bytes - at ? n : bytes - at);
+    for (size_t at = 0; at < bytes; at += n)
+        memcpy(p + at, pattern, n < bytes - at ? n : bytes - at);
     device_send(g, p, bytes);
     return p;
 }
@@ -4199,7 +4202,8 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int 
                NULL, n, false};
     g->codes = int8 ? bench_floats(g, n * (COLS / 32) * CODE_GROUP) : NULL;
     for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, COLS);
-    bench_run(&x, name, run_bench_product, &b, copies, n > 1, n > 1 ? 2.0 * n * rows * COLS : bytes);
+    bench_run(&x, name, run_bench_product, &b, copies, n > 1,
+              n > 1 ? 2.0 * n * rows * COLS : bytes);
 }
 
 static void run_bench_attention(Session *s, const Bench *b, int i) {
@@ -4241,8 +4245,8 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
                        .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
     }
     if (type >= 0) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
-    bench_run(&x, name, run_bench_attention, &(Bench){m, NULL, NULL, c, n, type >= 0}, COPIES, n > 1,
-              n > 1 ? flop : bytes);
+    Bench b = {m, NULL, NULL, c, n, type >= 0};
+    bench_run(&x, name, run_bench_attention, &b, COPIES, n > 1, n > 1 ? flop : bytes);
 }
 
 static void bench_all(void) {
