@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
-// GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on a
-// device made of software. llm.c calls
+// GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on
+// a device made of software. llm.c calls
 //
 //   gpu_open(s), gpu_close(s)            when a session begins and ends
 //   gpu_forward(s, ids, n, pos, first)   instead of forward, and of output_logits for the rows from
@@ -86,8 +86,8 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
 //
 // The driver of CUDA and its compiler are found at run time. Buffers are copies in the GPU's
 // memory: what one side writes, the other sees when device_send or device_fetch has copied it. A
-// program is compiled for each variant of a kernel, and kept in ~/.cache/llm, named by a hash of all
-// that it is made of.
+// program is compiled for each variant of a kernel, and kept in ~/.cache/llm, named by a hash of
+// all that it is made of.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -239,7 +239,8 @@ static void cuda_source(const Variant *p, char *s) {
     for (int i = 0; i < N_CONSTANTS; i++)
         s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], p->constant[i]);
     s += sprintf(s, "#include \"kernels.metal\"\n"
-                 "extern \"C\" __global__ void __launch_bounds__(%zu)\nentry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
+                 "extern \"C\" __global__ void __launch_bounds__(%zu)\n"
+                 "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
                  p->threads, p->kernel);
     for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
@@ -918,7 +919,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
         d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now,
-                                           s->att}, 8, (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+                                           s->att}, 8,
+                       (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
                        flash_floats(c->hd, c->vd), {0}};
     for (int i = 0; i < N_CONSTANTS; i++)
         r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
