@@ -25,8 +25,7 @@ _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE
 
 // ---- the device ----
 //
-// What a device can, its functions device_* say. They stand here twice: for NVIDIA's GPUs, and for
-// Apple's. All else in this file knows neither.
+// The functions device_* stand here twice, for NVIDIA and for Apple; nothing else knows either.
 
 enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what the device has for it: its buffer, or the address of a copy
@@ -85,9 +84,8 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
 // ---- NVIDIA ----
 //
 // The driver of CUDA and its compiler are found at run time. Buffers are copies in the GPU's
-// memory: what one side writes, the other sees when device_send or device_fetch has copied it. A
-// program is compiled for each variant of a kernel, and kept in ~/.cache/llm, named by a hash of
-// all that it is made of.
+// memory: what one side writes, the other sees after device_send or device_fetch. Each variant of a
+// kernel is a program of its own, kept in ~/.cache/llm, named by a hash of all that it is made of.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -151,23 +149,23 @@ static bool device_open(Gpu *g) {
     if (!driver || !d) return false;
     for (size_t i = 0; i < COUNT(compilers) && !compiler; i++)
         compiler = dlopen(compilers[i], RTLD_NOW);
-#define X(name, types) *(void **)&d->name = dlsym(driver, #name); missing = missing || !d->name;
+    void *from = driver;
     bool missing = false;
+#define X(name, types) missing |= !(*(void **)&d->name = dlsym(from, #name));
     DRIVER(X)
     if (missing || d->cuInit(0) || d->cuDeviceGetCount(&devices) || !devices) return false;
     if (!compiler)
         return gpu_fail(g, "there is an NVIDIA GPU, but no libnvrtc, which compiles for it", NULL);
-#undef X
-#define X(name, types) *(void **)&d->name = dlsym(compiler, #name); missing = missing || !d->name;
+    from = compiler;
     COMPILER(X)
 #undef X
     if (missing) return gpu_fail(g, "libnvrtc is too old", NULL);
-    if (!cuda(g, cuDevicePrimaryCtxRetain, &d->context, 0)) return false;
-    if (!cuda(g, cuCtxSetCurrent, d->context)) return false;
-    if (!cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0)) return false;
-    if (!cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0)) return false;
-    snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
-    return true;
+    bool ok = cuda(g, cuDevicePrimaryCtxRetain, &d->context, 0) &&
+              cuda(g, cuCtxSetCurrent, d->context) &&
+              cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
+              cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
+    if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
+    return ok;
 }
 
 static void device_release(Gpu *g) {   // variants and buffers
@@ -372,8 +370,7 @@ static void device_fetch(Gpu *g, void *p, size_t bytes) {   // waits for what wa
     if (bytes && !g->dry && !g->why[0]) cuda(g, cuMemcpyDtoH_v2, p, device_address(g, p), bytes);
 }
 
-// logits come each token
-static void device_often(Gpu *g, void *p, size_t bytes) {
+static void device_often(Gpu *g, void *p, size_t bytes) {   // will be fetched each token
     if (!g->device->cuMemHostRegister_v2(p, bytes, 0)) g->device->pinned = p;
 }
 #else
@@ -1285,10 +1282,9 @@ static void gpu_open(Session *s) {
     const char *lacks = gpu_lacks(s->m);
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return;
-    bool ok = device_open(g);
-    if (ok && lacks)
-        ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
-    if (!ok || !share_all(s)) return gpu_close(s);
+    if (!device_open(g) ||
+        (lacks && !gpu_fail(g, "the GPU path does not know this model's", lacks)) || !share_all(s))
+        return gpu_close(s);
     device_often(g, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);
 }
