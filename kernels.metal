@@ -140,7 +140,7 @@ void turn(float *e) {
 
 // A tensor core multiplies floats of 11 bits, so a float is taken apart into three of them, and a
 // half is one: all products are exact. Its left operand has 16 rows; two parts of the same 8 rows
-// are in there, whose products add up to the result.
+// are in there, whose products add up to the result. It cuts off what it adds up, which c is spared.
 float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
 void multiply_parts(float *d, const float *high, const float *low, const float *b) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
@@ -155,7 +155,7 @@ void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_matrix<A> a,
                                    simdgroup_matrix<B> b, simdgroup_float8x8 c) {
     if (a.turned) turn(a.e);
     if (!b.turned) turn(b.e);
-    float sum[4] = {c.e[0], c.e[1], 0.0f, 0.0f}, part[3][2], with[2];
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, part[3][2], with[2];
     float rest_a[2] = {a.e[0], a.e[1]}, rest_b[2] = {b.e[0], b.e[1]};
     for (int k = 0; k < 3; k++)
         for (int i = 0; i < 2; i++) {
@@ -170,7 +170,7 @@ void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_matrix<A> a,
         if (sizeof(A) == 4) multiply_parts(sum, part[2], rest_a, with);   // rest_a is 0
         multiply_parts(sum, part[0], part[1], with);
     }
-    for (int i = 0; i < 2; i++) d.e[i] = sum[i] + sum[2 + i];
+    for (int i = 0; i < 2; i++) d.e[i] = c.e[i] + (sum[i] + sum[2 + i]);
     d.turned = false;
 }
 void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_half8x8 a, simdgroup_half8x8 b,
@@ -197,13 +197,8 @@ struct Any {
 struct Bound {
     Any buffer[16];
     alignas(16) char bytes[512];
-    int words;   // of threadgroup memory, to be filled with NaN
 };
 extern __shared__ float4 shared_bytes[];
-void begin(int words) {
-    for (int i = threadIdx.x; i < words; i += blockDim.x) ((uint *)shared_bytes)[i] = 0x7fc0dead;
-    if (words) __syncthreads();
-}
 
 // `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`
 #define function_constant(i) ]] = VALUE_##i; [[
@@ -268,6 +263,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
+    X(UNIT_ROWS)     /* gemv: rows of a unit at most */ \
     X(TILE_TOKENS)   /* gemm: tokens in a tile */ \
     X(INT8)          /* gemm: products of int8 codes */
 #define X(name) C_##name,
@@ -280,6 +276,7 @@ enum {
     UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: each by itself
     NORM_THREADS = 256,                               // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
+    GEMV_FILL = 2048,                                 // SIMD-groups fill a GPU
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at a time
@@ -358,12 +355,19 @@ enum { NOW_POS, NOW_PLACED, NOW_SIZE };
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
 // Rows that a SIMD-group of gemv computes together, its unit. They share each load of x, at the
-// price of registers; the more bytes a weight has, the fewer rows keep the memory busy.
-static inline int gemv_rows(int format) {
-    if (format == FORMAT_F32) return 1;
-    return format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
+// price of registers; the more bytes a weight has, the fewer rows keep the memory busy. Of `all`
+// rows of a product a unit has fewer, if there would be too few units otherwise.
+static inline int gemv_most(int all) {
+    return all >= 4 * GEMV_FILL ? 4 : all >= 2 * GEMV_FILL ? 2 : 1;
 }
-static inline int gemv_units(int format, int rows) { return div_up(rows, gemv_rows(format)); }
+static inline int gemv_rows(int format, int most) {
+    bool wide = format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0;
+    int rows = format == FORMAT_F32 ? 1 : wide ? 2 : GEMV_ROWS;
+    return rows < most ? rows : most;
+}
+static inline int gemv_units(int format, int rows, int most) {
+    return div_up(rows, gemv_rows(format, most));
+}
 
 // floats of threadgroup memory for gemm: a tile of x, and one of W as half
 static inline int gemm_floats(int tile) { return (tile + GEMM_ROWS / 2) * GEMM_STRIDE; }
@@ -729,7 +733,7 @@ kernel void quantize(device const float *x [[buffer(0)]], device float *codes [[
 
 // rows in a unit; with the GLU or experts, all matrices have as many as the first
 static inline int unit_rows(int format) {
-    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format);
+    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS);
 }
 
 // v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
@@ -782,24 +786,33 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device const float *scale0 [[buffer(14)]], device const float *scale1 [[buffer(15)]],
         constant struct gemv_args *a [[buffer(16)]], PLACE) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int u = tg * nsg + sg, t = u / a->units, n0 = gemv_units(FORMAT_0, a->w[0].rows);
-    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows);
+    int u = tg * nsg + sg, t = u / a->units;
+    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS);
+    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS);
     if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
     int e = EXPERTS ? chosen[t] : 0;
     u %= a->units;
     if (!EXPERTS) x += (ulong)t * a->cols;
-    y0 += (ulong)t * a->w[0].rows;
-    y1 += (ulong)t * a->w[1].rows;
     struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, lane,
                            shared + sg * X_FLOATS};
     if (norm_first())
         in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (EPILOGUE == EPILOGUE_GLU) {
         gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, &in, a, gate);
-        gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, &in, gate, other, y0, a);
-    } else if (u < n0) gemv_unit(FORMAT_0, 0, u, 0, w0, bias0, 0, &in, gate, other, y0, a);
-    else if (u < n1) gemv_unit(FORMAT_1, 1, u - n0, 0, w1, bias1, 0, &in, gate, other, y1, a);
-    else gemv_unit(FORMAT_2, 2, u - n1, 0, w2, bias2, 0, &in, gate, other, y2, a);
+        gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, &in, gate, other,
+                  y0 + (ulong)t * a->w[0].rows, a);
+        return;
+    }
+    // matrices of one format share their code: a small program starts sooner
+    int part = u < n0 ? 0 : u < n1 ? 1 : 2, format = part == 1 ? FORMAT_1 : FORMAT_2;
+    device const uchar *w = part == 0 ? w0 : part == 1 ? w1 : w2;
+    device const float *bias = part == 0 ? bias0 : part == 1 ? bias1 : bias2;
+    device float *y = (part == 0 ? y0 : part == 1 ? y1 : y2) + (ulong)t * a->w[part].rows;
+    u -= part == 0 ? 0 : part == 1 ? n0 : n1;
+    if (part == 0 || format == FORMAT_0)
+        gemv_unit(FORMAT_0, part, u, 0, w, bias, 0, &in, gate, other, y, a);
+    else if (part == 1) gemv_unit(FORMAT_1, part, u, 0, w, bias, 0, &in, gate, other, y, a);
+    else gemv_unit(FORMAT_2, part, u, 0, w, bias, 0, &in, gate, other, y, a);
 }
 
 // Where a head's pair p has its first (which = 0) or second number. After the n_rot numbers that
@@ -1075,10 +1088,10 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
     for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
-        int h = min(head + i, last);
-        device const float *from = q + h * query_step();
-        if (i == QUERY_HEADS) head_stage(1, kv, k_new, k_norm, k_bias, angles, a, lane, ks);
-        else head_stage(0, h, from, q_norm, q_bias, angles, a, lane, qs + i * HEAD_DIM);
+        bool key = i == QUERY_HEADS;
+        int h = key ? kv : min(head + i, last);
+        head_stage(key, h, key ? k_new : q + h * query_step(), key ? k_norm : q_norm,
+                   key ? k_bias : q_bias, angles, a, lane, qs + i * HEAD_DIM);   // ks is behind qs
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);

@@ -92,14 +92,18 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
 #define DRIVER(X) \
     X(cuInit, (unsigned)) X(cuDeviceGetCount, (int *)) X(cuDeviceGetAttribute, (int *, int, int)) \
     X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuDevicePrimaryCtxRelease_v2, (int)) \
-    X(cuCtxSetCurrent, (void *)) X(cuCtxSynchronize, (void)) \
+    X(cuCtxSetCurrent, (void *)) X(cuStreamCreate, (void **, unsigned)) \
+    X(cuStreamDestroy_v2, (void *)) X(cuStreamSynchronize, (void *)) \
+    X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **)) \
+    X(cuGraphInstantiateWithFlags, (void **, void *, unsigned long long)) \
+    X(cuGraphLaunch, (void *, void *)) X(cuGraphExecDestroy, (void *)) X(cuGraphDestroy, (void *)) \
     X(cuGetErrorString, (int, const char **)) X(cuModuleLoadData, (void **, const void *)) \
     X(cuModuleUnload, (void *)) X(cuModuleGetFunction, (void **, void *, const char *)) \
     X(cuFuncGetModule, (void **, void *)) X(cuMemGetInfo_v2, (size_t *, size_t *)) \
     X(cuMemAlloc_v2, (char **, size_t)) X(cuMemFree_v2, (char *)) \
-    X(cuMemsetD8_v2, (char *, unsigned char, size_t)) \
+    X(cuMemsetD8Async, (char *, unsigned char, size_t, void *)) \
     X(cuMemcpyHtoDAsync_v2, (char *, const void *, size_t, void *)) \
-    X(cuMemcpyDtoH_v2, (void *, const char *, size_t)) \
+    X(cuMemcpyDtoHAsync_v2, (void *, const char *, size_t, void *)) \
     X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *)) \
     X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
                        unsigned, void *, void **, void **))
@@ -110,17 +114,21 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
     X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **))
-enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20 };
+enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20,
+       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2 };
 
 // what a launch binds, as in kernels.metal
-typedef struct { char *buffer[MAX_BOUND], bytes[512]; int words[4]; } Bound;
+typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
 typedef struct { size_t n; char *bytes; } Code;   // malloc'ed; n 0: what the compiler says instead
 
 struct Device {
 #define X(name, types) int (*name) types;
     DRIVER(X) COMPILER(X)
 #undef X
-    void *context;
+    void *context, *stream;
+    void *graph;                // the launches of a token with this key, or NULL
+    uint64_t key;
+    bool records;               // launches go to the graph
     char arch[32];
     Code code[MAX_PIPELINES];   // compiled, but not loaded yet
     void *pinned;               // pages of logits, which come faster so
@@ -162,10 +170,12 @@ static bool device_open(Gpu *g) {
     if (missing) return gpu_fail(g, "libnvrtc is too old", NULL);
     bool ok = cuda(g, cuDevicePrimaryCtxRetain, &d->context, 0) &&
               cuda(g, cuCtxSetCurrent, d->context) &&
+              cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
               cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
-    if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
-    return ok;
+    if (!ok) return false;
+    snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
+    return true;
 }
 
 static void device_release(Gpu *g) {   // variants and buffers
@@ -182,10 +192,14 @@ static void device_release(Gpu *g) {   // variants and buffers
 
 static void device_close(Gpu *g) {
     Device *d = g->device;
-    if (d && d->context) {
-        d->cuCtxSynchronize();
+    if (d && d->stream) {
+        d->cuStreamSynchronize(d->stream);
         device_release(g);
         if (d->pinned) d->cuMemHostUnregister(d->pinned);
+        if (d->graph) d->cuGraphExecDestroy(d->graph);
+        d->cuStreamDestroy_v2(d->stream);
+    }
+    if (d && d->context) {
         d->cuDevicePrimaryCtxRelease_v2(0);
     }
     free(d);
@@ -205,12 +219,13 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
         return gpu_fail(g, "the GPU has too little memory", both);
     }
     if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size)) return false;
-    if (!filled) return cuda(g, cuMemsetD8_v2, s->buffer, 0, s->size);
+    if (!filled) return cuda(g, cuMemsetD8Async, s->buffer, 0, s->size, g->device->stream);
     bool talks = isatty(2) && s->size > 2 * COPY_BYTES;
     double start = now();
     for (size_t at = 0, n; at < s->size; at += n) {
         n = s->size - at < COPY_BYTES ? s->size - at : COPY_BYTES;
-        if (!cuda(g, cuMemcpyHtoDAsync_v2, (char *)s->buffer + at, s->base + at, n, NULL))
+        if (!cuda(g, cuMemcpyHtoDAsync_v2, (char *)s->buffer + at, s->base + at, n,
+                  g->device->stream))
             return false;
         if (talks)
             fprintf(stderr, "\rto the GPU: %zu of %zu MB, %.1f GB/s ", (at + n) >> 20,
@@ -227,7 +242,8 @@ static char *device_address(const Gpu *g, const void *p) {
 }
 
 // What a variant is compiled from: constants, and a function that calls the kernel. At most 256
-// threads leave each as many registers as it may use.
+// threads leave each as many registers as it may use; of gemv 8 or 12 threadgroups shall fit, or it
+// would wait for memory in vain.
 static void cuda_source(const Variant *p, char *s) {
     static const char *const names[] = {
 #define X(name) #name,
@@ -236,10 +252,11 @@ static void cuda_source(const Variant *p, char *s) {
     };
     for (int i = 0; i < N_CONSTANTS; i++)
         s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], p->constant[i]);
+    int fit = gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 8 : 12;
     s += sprintf(s, "#include \"kernels.metal\"\n"
-                 "extern \"C\" __global__ void __launch_bounds__(%zu)\n"
-                 "entry(const __grid_constant__ Bound x) {\n    begin(x.words);\n    %s(",
-                 p->threads, p->kernel);
+                 "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
+                 "entry(const __grid_constant__ Bound x) {\n    %s(",
+                 p->threads, p->threads < 256 ? fit : 1, p->kernel);
     for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
@@ -334,7 +351,7 @@ static bool cuda_load(Gpu *g, int i) {
 // In a dry run variants are only noted; device_ready compiles them together.
 static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
     p->n = d->n;
-    p->threads = d->threads > 256 ? 1024 : 256;
+    p->threads = d->threads > 256 ? 1024 : p->constant[C_UNIT_ROWS] ? d->threads : 256;
     if (g->dry) return true;
     cuda_compile((Task){g, NULL, p - g->pipeline, 0});
     return cuda_load(g, p - g->pipeline);
@@ -347,27 +364,59 @@ static void device_ready(Gpu *g, Pool *pool) {
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 static void device_split(Gpu *g) { (void)g; }   // it has begun already
-static bool device_wait(Gpu *g) { return (g->dry || cuda(g, cuCtxSynchronize)) && !g->why[0]; }
+
+// The launches of a token are captured as a graph, which begins each of them sooner than a call
+// could, and is launched again as long as the key is the same.
+static bool device_again(Gpu *g, uint64_t key) {
+    Device *d = g->device;
+    if (!key || g->dry || g->why[0]) return false;
+    if (d->graph && d->key == key) return cuda(g, cuGraphLaunch, d->graph, d->stream);
+    d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
+    d->key = key;
+    return false;
+}
+
+static void cuda_recorded(Gpu *g) {   // makes the graph, and launches it
+    Device *d = g->device;
+    void *graph = NULL;
+    if (!d->records) return;
+    d->records = false;
+    if (d->graph) d->cuGraphExecDestroy(d->graph);
+    d->graph = NULL;
+    bool ok = cuda(g, cuStreamEndCapture, d->stream, &graph) &&
+              cuda(g, cuGraphInstantiateWithFlags, &d->graph, graph, 0) && !g->why[0] &&
+              cuda(g, cuGraphLaunch, d->graph, d->stream);
+    if (graph) d->cuGraphDestroy(graph);
+    (void)ok;
+}
+
+static bool device_wait(Gpu *g) {
+    cuda_recorded(g);
+    return (g->dry || cuda(g, cuStreamSynchronize, g->device->stream)) && !g->why[0];
+}
 
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
                             size_t size) {
-    Bound x = {.words = {0}};
+    Bound x;
     void *arguments[] = {&x};
     if (g->dry) return;
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
     memcpy(x.bytes, args, size);
-    cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, 4 * d->shared, NULL,
-         arguments, NULL);
+    cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, 4 * d->shared,
+         g->device->stream, arguments, NULL);
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
     if (bytes && !g->dry && !g->why[0])
-        cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, NULL);
+        cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
 }
 
-static void device_fetch(Gpu *g, void *p, size_t bytes) {   // waits for what was launched before
-    if (bytes && !g->dry && !g->why[0]) cuda(g, cuMemcpyDtoH_v2, p, device_address(g, p), bytes);
+static void device_fetch(Gpu *g, void *p, size_t bytes) {   // and waits for it
+    cuda_recorded(g);
+    if (bytes && !g->dry && !g->why[0] &&
+        cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, g->device->stream))
+        cuda(g, cuStreamSynchronize, g->device->stream);
 }
 
 static void device_often(Gpu *g, void *p, size_t bytes) {   // will be fetched each token
@@ -596,6 +645,8 @@ static void device_split(Gpu *g) {
     metal_commands(g);
 }
 
+static bool device_again(Gpu *g, uint64_t key) { return (void)g, (void)key, false; }
+
 static bool device_wait(Gpu *g) {
     Device *d = g->device;
     metal_commit(g);
@@ -741,7 +792,7 @@ static void bind_matrices(Dispatch *d, struct kernel_matrix *to, const Matrix *c
         to[i] = experts ? experts_matrix(w[i]) : matrix_args(w[i]);
         d->bound[i] = matrix_base(w[i]);
         d->bound[3 + i] = w[i]->bias;
-        d->constant[C_FORMAT_0 + i] = w[i]->type;
+        for (int j = i; j < 3; j++) d->constant[C_FORMAT_0 + j] = w[i]->type;   // without more
         d->constant[C_BIASES] |= (w[i]->bias != NULL) << i;
         d->constant[C_SCALES] |= (experts && w[i]->scale) << i;
     }
@@ -795,9 +846,12 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
                   {[C_NORMED] = norm_bits(in.norm), [C_CENTRED] = in.norm && c->arch->norm != RMS,
                    [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
                    [C_ACTIVATION] = c->arch->act}};
+    int parts = glu ? 1 : k, all = 0;
+    for (int i = 0; i < k; i++) all += w[i]->rows * a.tokens;
+    d.constant[C_UNIT_ROWS] = gemv_most(all);
     bind_matrices(&d, a.w, w, k, experts);
-    for (int i = 0; i < (glu ? 1 : k); i++) {
-        a.units += gemv_units(w[i]->type, w[i]->rows);
+    for (int i = 0; i < parts; i++) {
+        a.units += gemv_units(w[i]->type, w[i]->rows, gemv_most(all));
         d.bound[8 + i] = y[i];
     }
     if (experts) memcpy(d.bound + 13, (const void *[]){s->chosen, w[0]->scale, w[1]->scale}, 24);
@@ -874,6 +928,16 @@ static int qk_bits(const Norm *norm, int which) {
     return !norm->w ? 0 : (norm->group ? 1 : 4) << which;
 }
 
+// The slices of a layer's ring after n tokens more, and SIMD-groups for each, one for each step.
+static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
+    const Config *c = &s->m->config;
+    int used = s->pos + n < rows ? s->pos + n : rows;
+    int slices = n > 1 ? 1 : attention_slices(used, attention_parts(w->n_head, w->n_kv));
+    *nsg = div_up(div_up(used, slices), attention_step(attention_lanes(c->hd, c->vd)));
+    if (*nsg > ATTENTION_SIMDGROUPS) *nsg = ATTENTION_SIMDGROUPS;
+    return slices;
+}
+
 // QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
 // dispatch for one token, else two; one more each for such a norm and to merge a long ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
@@ -881,12 +945,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm;
-    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
-    int slices = n > 1 ? 1 : attention_slices(used, parts);
-    int nsg = div_up(div_up(used, slices), attention_step(lanes));   // one for each step
-    int bits = qk_bits(qn, 0) | qk_bits(kn, 1);
-    if (nsg > ATTENTION_SIMDGROUPS) nsg = ATTENTION_SIMDGROUPS;
+    int lanes = attention_lanes(c->hd, c->vd), bits = qk_bits(qn, 0) | qk_bits(kn, 1), nsg;
+    int slices = attention_spread(s, w, kv->rows, n, &nsg);
     struct attention_args a = {
         n, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
         slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
@@ -986,10 +1047,11 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
                                    down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
                                    e.other, y}, 12,
-                  div_up(gemv_units(down->type, c->dim), GEMV_SIMDGROUPS),
+                  div_up(gemv_units(down->type, c->dim, gemv_most(c->dim)), GEMV_SIMDGROUPS),
                   GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_FORMAT_0] = down->type, shared->type, [C_EPILOGUE] = e.kind,
                    [C_RAGGED] = w->ff % 32 || shared->cols % 32, [C_EXPERTS] = EXPERTS_SORTED,
+                   [C_UNIT_ROWS] = gemv_most(c->dim),
                    [C_BIASES] = (down->bias != NULL) | (shared->bias != NULL) << 1,
                    [C_SCALES] = down->scale != NULL}};
     if (shared->data) {
@@ -1036,7 +1098,7 @@ static bool run_block(Session *s, const Layer *w) {
     struct gemv_args *args[4] = {&a.o, &a.ffn, &a.ffn, &a.down};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_THREADS,
                   0, {[C_ACTIVATION] = c->arch->act, [C_EPILOGUE] = EPILOGUE_GLU,
-                      [C_NORMED] = norm_bits(&w->ffn_norm)}};
+                      [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
                 !w->conv_in.data && c->arch->norm == RMS && c->residual_scale == 1;
@@ -1099,32 +1161,48 @@ static void run_output(Session *s, int first, int n) {
                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
 }
 
-// Embedding and all layers. The rows of the cache get their positions, except in the warm-up, which
-// has no ids, so that no query ever sees its rows.
-static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
+// Sends what the passes of n tokens read besides weights and caches. The rows of the cache get their
+// positions, except in the warm-up, which has no ids, so that no query ever sees its rows.
+static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     s->pos = pos;
     g->now[NOW_POS] = pos;
     g->now[NOW_PLACED] = ids != NULL;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
+    for (int l = 0; ids && l < c->n_layer; l++)
+        for (int i = 0; s->cache[l].rows && i < n; i++)
+            s->cache[l].pos[cache_row(&s->cache[l], pos + i)] = pos + i;
     parallel(s->pool, angles_row, s, NULL, n);
     device_send(g, g->now, NOW_SIZE * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     for (int i = 0; i < 2; i++)
         device_send(g, s->angles[i], (size_t)n * c->n_rot * sizeof *s->angles[i]);
+}
+
+// embedding and all layers
+static void run_layers(Session *s, int n) {
+    const Config *c = &s->m->config;
+    int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, n);
     if (s->m->embd_norm.w)
         run_norm(s, s->x, &s->m->embd_norm, c->arch->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
-        Cache *cache = &s->cache[s->l];
-        for (int i = 0; ids && cache->rows && i < n; i++)
-            cache->pos[cache_row(cache, pos + i)] = pos + i;
         run_layer(s, &s->m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
-        if (n > 1 && (s->l + 1) % split == 0) device_split(g);
+        if (n > 1 && (s->l + 1) % split == 0) device_split(s->gpu);
     }
+}
+
+// what the dispatches of a token depend on, besides the session: equal keys, equal dispatches
+static uint64_t token_key(const Session *s, int rows) {
+    uint64_t key = rows + 1;
+    for (int l = 0, nsg = 0; l < s->m->config.n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        int slices = w->q.data ? attention_spread(s, w, s->cache[l].rows, 1, &nsg) : 0;
+        key = (key ^ (slices << 8 | nsg)) * 0x100000001b3;
+    }
+    return key;
 }
 
 // The CPU evaluates all of the history before pos, if what the GPU has left is of no use to it:
@@ -1144,8 +1222,11 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
     if (!g) return false;
     device_begin(g);
-    run_layers(s, ids, n, pos);
-    if (rows > 0) run_output(s, first, rows);
+    send_tokens(s, ids, n, pos);
+    if (!device_again(g, n == 1 ? token_key(s, rows) : 0)) {
+        run_layers(s, n);
+        if (rows > 0) run_output(s, first, rows);
+    }
     if (rows > 0)
         device_fetch(g, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = gpu_end(s);
@@ -1270,7 +1351,8 @@ static void warm_up(Session *s) {
         g->dry = i < 4;
         if (!g->dry) device_ready(g, s->pool);
         device_begin(g);
-        run_layers(s, NULL, rows, i == 3 ? s->o.window : 0);
+        send_tokens(s, NULL, rows, i == 3 ? s->o.window : 0);
+        run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
         gpu_end(s);
     }
@@ -1285,6 +1367,7 @@ static void gpu_open(Session *s) {
     if (!device_open(g) ||
         (lacks && !gpu_fail(g, "the GPU path does not know this model's", lacks)) || !share_all(s))
         return gpu_close(s);
+    device_send(g, s->slopes, s->m->layers[0].n_head * sizeof *s->slopes);
     device_often(g, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);
 }

@@ -58,6 +58,11 @@ __attribute__((unused)) static void *map_copy(size_t n, int fd) {
 #define aligned_alloc(align, n) born(granted() ? aligned_alloc(align, n) : NULL)
 #define free(p) freed(p)
 #define main llm_main
+#ifdef LLM_CUDA
+#include <dlfcn.h>
+static void *lab_symbol(void *from, const char *name);   // finds metal.c the driver's functions
+#define dlsym lab_symbol
+#endif
 #include "llm.c"
 #undef main
 #undef mmap
@@ -2771,8 +2776,7 @@ static struct {
     int buffers, commits, n_run;                 // made since the test reset them
     SoftObject *pool[1000];                      // NULL marks where a pool begins
     struct { SoftObject *pipeline; void *bound[16]; } run[RECORDS];   // the recorder
-    const char *broken;                          // the method that is to fail, or NULL,
-    int after;                                   // this many calls from now, and from then on
+    const char *broken;                          // the method that fails, or NULL
     size_t longest;                              // that a buffer may be, or 0
     int resident;                                // buffers in residency sets of queues
 } soft;
@@ -2788,7 +2792,7 @@ __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format,
 }
 
 static bool soft_breaks(const char *method) {
-    return soft.broken && !strcmp(soft.broken, method) && soft.after-- <= 0;
+    return soft.broken && !strcmp(soft.broken, method);
 }
 
 static SoftObject *soft_new(const SoftClass *c) {
@@ -3185,7 +3189,7 @@ typedef struct SoftObject {
     struct { int value; } constant[N_CONSTANTS];
 } SoftObject;
 static struct {
-    int live, faults, pools, buffers, commits, n_run, after, resident;
+    int live, faults, pools, buffers, commits, n_run, resident;
     size_t longest;
     struct { SoftObject *pipeline; void *bound[16]; } run[1];
     const char *broken;
@@ -3193,8 +3197,32 @@ static struct {
 static struct { int order; } emu;
 static int soft_prototypes(void) { return 0; }
 static void check_all_ran(void) {}
+
+#ifdef LLM_CUDA
+// what a broken function of the driver or the compiler does
+static int lab_broken(void) { return 719; }   // a kernel has failed
+static int lab_little(size_t *room, size_t *all) { return *room = 1 << 10, *all = 8 << 20, 0; }
+
+#undef dlsym
+static void *lab_symbol(void *from, const char *name) {
+    if (!soft.broken || strcmp(name, soft.broken)) return dlsym(from, name);
+    return strcmp(name, "cuMemGetInfo_v2") ? (void *)lab_broken : (void *)lab_little;
+}
+
+static void lab_break(Session *s, const char *name) {   // of a session that is open
+    struct Device *d = s->gpu ? ((Gpu *)s->gpu)->device : NULL;
+#define X(function, types) if (d && !strcmp(name, #function)) d->function = (void *)lab_broken;
+    DRIVER(X)
+#undef X
+}
+enum { BREAKS = 1 };
 #else
-enum { RECORDER = 1 };
+static void lab_break(Session *unused, const char *method) {}
+enum { BREAKS = 0 };
+#endif
+#else
+enum { RECORDER = 1, BREAKS = 1 };
+static void lab_break(Session *unused, const char *method) { soft.broken = method; }
 #endif
 
 // ---- kernels ----
@@ -4011,32 +4039,51 @@ static void test_metal_shapes(void) {
 
 // ---- failures ----
 
-// A method that fails, at open or later, and what the one line says; NULL: all goes well.
-static const struct { const char *method, *says; bool later; } FAILURES[] = {
-    {"MTLCreateSystemDefaultDevice", NULL, false},   // there still is MTLCopyAllDevices
-    {"MTLCopyAllDevices", "no Metal device", false},
-    {"newCommandQueue", "no command queue", false},
-    {"newLibraryWithSource:options:error:", "kernels.metal", false},
-    {"newFunctionWithName:constantValues:error:", "note", false},   // at open all are made
-    {"newComputePipelineStateWithFunction:error:", "note", false},
-    {"threadExecutionWidth", "SIMD-groups are not 32 wide", false},
-    {"maxTotalThreadsPerThreadgroup", "too few threads", false},
-    {"MTLResidencySetDescriptor", NULL, false},      // an older system
-    {"newResidencySetWithDescriptor:error:", NULL, false},
-    {"newBufferWithLength:options:", "memory", false},
-    {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", false},
-    {"maxBufferLength", "memory", false},
-    {"commandBuffer", "no command encoder", true},
-    {"computeCommandEncoder", "no command encoder", true},
-    {"waitUntilCompleted", "the GPU stopped: it did not run", true},
-    {"status", "the GPU stopped: it did not run", true},   // after it has written states
+// A function of the GPU's system that fails, when, and what the one line says (NULL: all goes well;
+// empty: nothing is said, and the CPU runs).
+enum { OPENING, ALWAYS, TOKEN };   // at open; there or later; with the last token
+static const struct { const char *method, *says; int when; } FAILURES[] = {
+#ifdef LLM_CUDA
+    {"cuInit", "", OPENING}, {"cuDeviceGetCount", "", OPENING},
+    {"cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRetain", OPENING},
+    {"cuMemGetInfo_v2", "MB more, where 0 of 8 MB are free", OPENING},
+    {"cuMemAlloc_v2", "cuMemAlloc_v2", OPENING},
+    {"cuModuleLoadData", "cuModuleLoadData", OPENING},
+    {"cuStreamBeginCapture_v2", "cuStreamBeginCapture_v2", TOKEN},
+    {"cuStreamEndCapture", "cuStreamEndCapture", TOKEN},
+    {"cuGraphInstantiateWithFlags", "cuGraphInstantiateWithFlags", TOKEN},
+    {"cuGraphLaunch", "cuGraphLaunch", TOKEN},
+    {"cuMemcpyHtoDAsync_v2", "cuMemcpyHtoDAsync_v2", ALWAYS},
+    {"cuMemcpyDtoHAsync_v2", "cuMemcpyDtoHAsync_v2", ALWAYS},
+    {"cuLaunchKernel", "cuLaunchKernel", ALWAYS},
+    {"cuStreamSynchronize", "cuStreamSynchronize", ALWAYS},   // after states were written
+#else
+    {"MTLCreateSystemDefaultDevice", NULL, OPENING},   // there still is MTLCopyAllDevices
+    {"MTLCopyAllDevices", "no Metal device", OPENING},
+    {"newCommandQueue", "no command queue", OPENING},
+    {"newLibraryWithSource:options:error:", "kernels.metal", OPENING},
+    {"newFunctionWithName:constantValues:error:", "note", OPENING},   // at open all are made
+    {"newComputePipelineStateWithFunction:error:", "note", OPENING},
+    {"threadExecutionWidth", "SIMD-groups are not 32 wide", OPENING},
+    {"maxTotalThreadsPerThreadgroup", "too few threads", OPENING},
+    {"MTLResidencySetDescriptor", NULL, OPENING},      // an older system
+    {"newResidencySetWithDescriptor:error:", NULL, OPENING},
+    {"newBufferWithLength:options:", "memory", OPENING},
+    {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", OPENING},
+    {"maxBufferLength", "memory", OPENING},
+    {"commandBuffer", "no command encoder", ALWAYS},
+    {"computeCommandEncoder", "no command encoder", ALWAYS},
+    {"waitUntilCompleted", "the GPU stopped: it did not run", ALWAYS},
+    {"status", "the GPU stopped: it did not run", ALWAYS},   // after states were written
+#endif
 };
 
 enum { FAILING = 40 };   // tokens
 
-// The GPU fails at open (later < 0) or after so many calls in the text, chunks and tokens of it.
+// The GPU fails at open (later < 0), or from one of these chunks and tokens of a text on.
 static void lab_failure(const Model *m, int which, int later, const int32_t *ids,
                         const float *want) {
+    static const int ends[] = {18, 36, FAILING - 1, FAILING};
     const char *method = FAILURES[which].method, *says = FAILURES[which].says;
     size_t V = m->config.n_vocab;
     float *got = need(FAILING * V * sizeof *got);
@@ -4045,17 +4092,17 @@ static void lab_failure(const Model *m, int which, int later, const int32_t *ids
     Rows c = {&s, got, V};
     int old = mute();
     soft.broken = later < 0 ? method : NULL;
-    soft.after = 0;
     bool ok = session_open(&s, m, (Options){.threads = 1, .chunk = 18}, &e);
-    soft.broken = says && later < 0 ? NULL : method;
-    soft.after = later;
-    ok = ok && session_run(&s, ids, FAILING - 1, 0, false, keep_row, &c, &e);
-    ok = ok && session_run(&s, ids, FAILING, FAILING - 1, false, keep_row, &c, &e);
+    if (says) soft.broken = NULL;
+    for (int k = 0; k < 4; k++) {
+        if (k == later) lab_break(&s, method);
+        ok = ok && session_run(&s, ids, ends[k], k ? ends[k - 1] : 0, false, keep_row, &c, &e);
+    }
     bool failed = !s.gpu;
     session_close(&s);
     soft.broken = NULL;
-    const char *said = unmute(old), *note = says ? "note: running on the CPU: " : "";
-    bool told = says ? one_line(said) && strstr(said, says) : !*said;
+    const char *said = unmute(old), *note = says && *says ? "note: running on the CPU: " : "";
+    bool told = *note ? one_line(said) && strstr(said, says) : !*said;
     double error = nmse(got, want, FAILING * V);
     CHECK(ok && failed == !!says, "%s, %d: %s", method, later, e.text);
     CHECK(told && !strncmp(said, note, strlen(note)), "%s, %d, says '%s'", method, later, said);
@@ -4110,9 +4157,11 @@ static void test_metal_failures(void) {
     for (int i = 0; i < FAILING; i++) ids[i] = 5 * i % m->config.n_vocab;
     for (int k = 0; k < 2; k++) {
         float *want = logits_of(models[k], ids, FAILING, (Options){.threads = 1});
-        for (size_t i = k ? COUNT(FAILURES) - 1 : 0; RECORDER && i < COUNT(FAILURES); i++)
-            for (int later = -1; later < (FAILURES[i].later ? 4 : 0); later++)
+        for (size_t i = k ? COUNT(FAILURES) - 1 : 0; BREAKS && i < COUNT(FAILURES); i++) {
+            int when = FAILURES[i].when;
+            for (int later = when == TOKEN ? 3 : -1; later < (when == OPENING ? 0 : 4); later++)
                 lab_failure(models[k], i, later, ids, want);
+        }
     }
     if (RECORDER) check_cut(open_model("golden/story.gguf"));
     check_parts(m);
@@ -4220,7 +4269,7 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
                             int type) {
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * n_head * n * (rows - (n - 1) / 2.0);
-    int32_t *pos = need(rows * sizeof *pos);
+    int32_t *pos = need(rows * sizeof *pos), now[NOW_SIZE] = {[NOW_POS] = rows - n};
     Cache c[COPIES];
     Matrix m[7 * COPIES];
     Lab x = lab(g);
@@ -4236,6 +4285,7 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
                     .att = bench_floats(g, n * n_head * hd), .x = bench_floats(g, D),
                     .up = bench_floats(g, FF), .angles = {bench_floats(g, n * hd)}};
     g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
+    g->now = bench_fill(g, sizeof now, now, sizeof now);
     for (int i = 0; i < COPIES; i++) {
         for (int k = 0; type >= 0 && k < 7; k++)
             m[7 * i + k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
