@@ -140,7 +140,7 @@ void turn(float *e) {
 
 // A tensor core multiplies floats of 11 bits, so a float is taken apart into three of them, and a
 // half is one: all products are exact. Its left operand has 16 rows; two parts of the same 8 rows
-// are in there, whose products add up to the result. It cuts off what it adds up, which c is spared.
+// are in there, whose products add up to the result. Its sums are cut off, so c is added outside.
 float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
 void multiply_parts(float *d, const float *high, const float *low, const float *b) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "

@@ -5751,7 +5751,7 @@ static const Option OPTIONS[] = {
     {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
-    {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU"},
+    {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU (NVIDIA with libnvrtc, or Metal)"},
     {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default), block or int8: see the README"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
     {"--tokens A,B,C", LIST, AT(ids), 0, INT_MAX, "token ids instead of PROMPT, as they are"},

@@ -91,22 +91,21 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
 #include <sys/stat.h>
 #define DRIVER(X) \
     X(cuInit, (unsigned)) X(cuDeviceGetCount, (int *)) X(cuDeviceGetAttribute, (int *, int, int)) \
-    X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuDevicePrimaryCtxRelease_v2, (int)) \
-    X(cuCtxSetCurrent, (void *)) X(cuStreamCreate, (void **, unsigned)) \
-    X(cuStreamDestroy_v2, (void *)) X(cuStreamSynchronize, (void *)) \
-    X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **)) \
-    X(cuGraphInstantiateWithFlags, (void **, void *, unsigned long long)) \
-    X(cuGraphLaunch, (void *, void *)) X(cuGraphExecDestroy, (void *)) X(cuGraphDestroy, (void *)) \
-    X(cuGetErrorString, (int, const char **)) X(cuModuleLoadData, (void **, const void *)) \
-    X(cuModuleUnload, (void *)) X(cuModuleGetFunction, (void **, void *, const char *)) \
-    X(cuFuncGetModule, (void **, void *)) X(cuMemGetInfo_v2, (size_t *, size_t *)) \
-    X(cuMemAlloc_v2, (char **, size_t)) X(cuMemFree_v2, (char *)) \
+    X(cuCtxCreate_v2, (void **, unsigned, int)) X(cuCtxDestroy_v2, (void *)) \
+    X(cuCtxSetCurrent, (void *)) X(cuGetErrorString, (int, const char **)) \
+    X(cuMemGetInfo_v2, (size_t *, size_t *)) X(cuMemAlloc_v2, (char **, size_t)) \
+    X(cuMemFree_v2, (char *)) X(cuMemHostRegister_v2, (void *, size_t, unsigned)) \
+    X(cuStreamCreate, (void **, unsigned)) X(cuStreamSynchronize, (void *)) \
     X(cuMemsetD8Async, (char *, unsigned char, size_t, void *)) \
     X(cuMemcpyHtoDAsync_v2, (char *, const void *, size_t, void *)) \
     X(cuMemcpyDtoHAsync_v2, (void *, const char *, size_t, void *)) \
-    X(cuMemHostRegister_v2, (void *, size_t, unsigned)) X(cuMemHostUnregister, (void *)) \
+    X(cuModuleLoadData, (void **, const void *)) \
+    X(cuModuleGetFunction, (void **, void *, const char *)) \
     X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
-                       unsigned, void *, void **, void **))
+                       unsigned, void *, void **, void **)) \
+    X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **)) \
+    X(cuGraphInstantiateWithFlags, (void **, void *, unsigned long long)) \
+    X(cuGraphLaunch, (void *, void *)) X(cuGraphExecDestroy, (void *)) X(cuGraphDestroy, (void *))
 #define COMPILER(X) \
     X(nvrtcCreateProgram, (void **, const char *, const char *, int, const char *const *, \
                            const char *const *)) \
@@ -131,7 +130,6 @@ struct Device {
     bool records;               // launches go to the graph
     char arch[32];
     Code code[MAX_PIPELINES];   // compiled, but not loaded yet
-    void *pinned;               // pages of logits, which come faster so
 };
 
 // kernels.metal and quant.h as texts inside this program
@@ -168,39 +166,26 @@ static bool device_open(Gpu *g) {
     COMPILER(X)
 #undef X
     if (missing) return gpu_fail(g, "libnvrtc is too old", NULL);
-    bool ok = cuda(g, cuDevicePrimaryCtxRetain, &d->context, 0) &&
-              cuda(g, cuCtxSetCurrent, d->context) &&
+    bool ok = cuda(g, cuCtxCreate_v2, &d->context, 0, 0) &&
               cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
               cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
-    if (!ok) return false;
-    snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
-    return true;
+    if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
+    return ok;
 }
 
-static void device_release(Gpu *g) {   // variants and buffers
-    Device *d = g->device;
-    void *module;
-    for (int i = 0; i < g->n_pipelines; i++)
-        if (g->pipeline[i].state && !d->cuFuncGetModule(&module, g->pipeline[i].state))
-            d->cuModuleUnload(module);
+static void device_release(Gpu *g) {   // buffers; the rest goes with the context
     for (int i = 0; i < g->n_shared; i++) {
-        d->cuMemFree_v2(g->shared[i].buffer);
+        g->device->cuMemFree_v2(g->shared[i].buffer);
         if (g->shared[i].own) free(g->shared[i].base);
     }
 }
 
 static void device_close(Gpu *g) {
     Device *d = g->device;
-    if (d && d->stream) {
-        d->cuStreamSynchronize(d->stream);
-        device_release(g);
-        if (d->pinned) d->cuMemHostUnregister(d->pinned);
-        if (d->graph) d->cuGraphExecDestroy(d->graph);
-        d->cuStreamDestroy_v2(d->stream);
-    }
     if (d && d->context) {
-        d->cuDevicePrimaryCtxRelease_v2(0);
+        device_release(g);
+        d->cuCtxDestroy_v2(d->context);
     }
     free(d);
 }
@@ -378,16 +363,15 @@ static bool device_again(Gpu *g, uint64_t key) {
 
 static void cuda_recorded(Gpu *g) {   // makes the graph, and launches it
     Device *d = g->device;
-    void *graph = NULL;
+    void *launches = NULL;
     if (!d->records) return;
     d->records = false;
     if (d->graph) d->cuGraphExecDestroy(d->graph);
     d->graph = NULL;
-    bool ok = cuda(g, cuStreamEndCapture, d->stream, &graph) &&
-              cuda(g, cuGraphInstantiateWithFlags, &d->graph, graph, 0) && !g->why[0] &&
-              cuda(g, cuGraphLaunch, d->graph, d->stream);
-    if (graph) d->cuGraphDestroy(graph);
-    (void)ok;
+    if (cuda(g, cuStreamEndCapture, d->stream, &launches) && !g->why[0] &&
+        cuda(g, cuGraphInstantiateWithFlags, &d->graph, launches, 0))
+        cuda(g, cuGraphLaunch, d->graph, d->stream);
+    if (launches) d->cuGraphDestroy(launches);
 }
 
 static bool device_wait(Gpu *g) {
@@ -419,8 +403,8 @@ static void device_fetch(Gpu *g, void *p, size_t bytes) {   // and waits for it
         cuda(g, cuStreamSynchronize, g->device->stream);
 }
 
-static void device_often(Gpu *g, void *p, size_t bytes) {   // will be fetched each token
-    if (!g->device->cuMemHostRegister_v2(p, bytes, 0)) g->device->pinned = p;
+static void device_often(Gpu *g, void *p, size_t bytes) {   // fetched so it comes faster
+    g->device->cuMemHostRegister_v2(p, bytes, 0);
 }
 #else
 // ---- Apple: Objective-C, by hand ----
@@ -1161,7 +1145,7 @@ static void run_output(Session *s, int first, int n) {
                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
 }
 
-// Sends what the passes of n tokens read besides weights and caches. The rows of the cache get their
+// Sends what the pass of n tokens reads besides weights and caches. Rows of the caches get their
 // positions, except in the warm-up, which has no ids, so that no query ever sees its rows.
 static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;

@@ -4045,7 +4045,7 @@ enum { OPENING, ALWAYS, TOKEN };   // at open; there or later; with the last tok
 static const struct { const char *method, *says; int when; } FAILURES[] = {
 #ifdef LLM_CUDA
     {"cuInit", "", OPENING}, {"cuDeviceGetCount", "", OPENING},
-    {"cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRetain", OPENING},
+    {"cuCtxCreate_v2", "cuCtxCreate_v2", OPENING},
     {"cuMemGetInfo_v2", "MB more, where 0 of 8 MB are free", OPENING},
     {"cuMemAlloc_v2", "cuMemAlloc_v2", OPENING},
     {"cuModuleLoadData", "cuModuleLoadData", OPENING},
