@@ -456,11 +456,7 @@ void objc_autoreleasePoolPop(void *);
     X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
     X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
     X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
-    X(error, "error", id, (id, SEL)) \
-    X(new_residency, "newResidencySetWithDescriptor:error:", id, (id, SEL, id, id *)) \
-    X(add_allocation, "addAllocation:", void, (id, SEL, id)) \
-    X(request_residency, "requestResidency", void, (id, SEL)) \
-    X(add_residency, "addResidencySet:", void, (id, SEL, id))
+    X(error, "error", id, (id, SEL))
 
 #define X(name, selector, R, types) typedef R send_##name types;
 METHODS(X)
@@ -488,7 +484,7 @@ extern const char metal_source[] __asm__("metal_source");
 enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
 struct Device {
     SEL sel[N_METHODS];
-    id device, queue, library, resident, encoder, commands[MAX_COMMANDS];
+    id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // of this forward
     void *pool;                 // of the objects that a forward autoreleases
 };
@@ -541,7 +537,6 @@ static void device_close(Gpu *g) {
     Device *d = g->device;
     if (!d) return;
     device_release(g);
-    send(g, release, d->resident);
     send(g, release, d->library);
     send(g, release, d->queue);
     send(g, release, d->device);
@@ -579,29 +574,7 @@ static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
     return true;
 }
 
-// Systems that have residency sets (macOS 15) keep all that is shared at hand, so that no command
-// buffer has to look after its own memory.
-static void metal_resident(Gpu *g) {
-    Device *d = g->device;
-    id class = objc_getClass("MTLResidencySetDescriptor"), error = NULL;
-    if (!class) return;
-    id descriptor = send(g, make, class);
-    d->resident = send(g, new_residency, d->device, descriptor, &error);
-    send(g, release, descriptor);
-    if (!d->resident) return;   // it is a help, no need
-    for (int i = 0; i < g->n_shared; i++)
-        send(g, add_allocation, d->resident, g->shared[i].buffer);
-    send(g, commit, d->resident);
-    send(g, request_residency, d->resident);
-    send(g, add_residency, d->queue, d->resident);
-}
-
-static void device_ready(Gpu *g, Pool *unused) {
-    void *pool = objc_autoreleasePoolPush();
-    (void)unused;
-    metal_resident(g);
-    objc_autoreleasePoolPop(pool);
-}
+static void device_ready(Gpu *g, Pool *pool) { (void)g, (void)pool; }
 
 static void metal_commands(Gpu *g) {   // begins one more command buffer
     Device *d = g->device;

@@ -2778,7 +2778,6 @@ static struct {
     struct { SoftObject *pipeline; void *bound[16]; } run[RECORDS];   // the recorder
     const char *broken;                          // the method that fails, or NULL
     size_t longest;                              // that a buffer may be, or 0
-    int resident;                                // buffers in residency sets of queues
 } soft;
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
@@ -2842,8 +2841,7 @@ void objc_autoreleasePoolPop(void *pool) {
 }
 
 static const SoftClass NSString, NSError, NSArray, MTLCompileOptions, MTLFunctionConstantValues,
-    SoftDevice, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder, Residency,
-    ResidencyDescriptor;
+    SoftDevice, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder;
 
 static id soft_child(const SoftClass *c, id parent) {   // keeps its parent alive
     SoftObject *o = soft_new(c);
@@ -2978,15 +2976,6 @@ static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, si
 
 M(void, set_buffer, id b, size_t at, size_t i) { soft_bind(self, soft_retain(b), at, i); }
 
-M(id, new_residency, id descriptor, id *error) { return soft_child(&Residency, self); }
-M(void, add_allocation, id buffer) { SELF->n += ((SoftObject *)buffer)->isa == &Buffer; }
-M(void, commit_residency) { SELF->status = 1; }
-M(void, request_residency) { SELF->status += SELF->status == 1; }
-M(void, add_residency, id set) {
-    if (((SoftObject *)set)->status != 2) soft_fault("a residency set not committed or requested");
-    soft.resident += ((SoftObject *)set)->n;
-}
-
 M(void, set_bytes, const void *p, size_t n, size_t i) {
     SoftObject *o = soft_buffer(n, 4);           // exactly so many, to catch a longer struct
     if (n > 4096) soft_fault("setBytes: %zu bytes", n);
@@ -3085,15 +3074,8 @@ SOFT_CLASS(SoftDevice, "MTLDevice",
     METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library)
     METHOD("newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *), new_pipeline)
     METHOD("newBufferWithLength:options:", id, (id, SEL, size_t, size_t), new_buffer)
-    METHOD("newResidencySetWithDescriptor:error:", id, (id, SEL, id, id *), new_residency)
     METHOD("newBufferWithBytesNoCopy:length:options:deallocator:", id,
            (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy))
-SOFT_CLASS(ResidencyDescriptor, "MTLResidencySetDescriptor",
-    METHOD("new", id, (id, SEL), class_new))
-SOFT_CLASS(Residency, "MTLResidencySet",
-    METHOD("addAllocation:", void, (id, SEL, id), add_allocation)
-    METHOD("commit", void, (id, SEL), commit_residency)
-    METHOD("requestResidency", void, (id, SEL), request_residency))
 SOFT_CLASS(Buffer, "MTLBuffer", METHOD("contents", void *, (id, SEL), contents))
 SOFT_CLASS(Library, "MTLLibrary",
     METHOD("newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *), new_function))
@@ -3102,8 +3084,7 @@ SOFT_CLASS(PipelineState, "MTLComputePipelineState",
     METHOD("threadExecutionWidth", size_t, (id, SEL), width)
     METHOD("maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads))
 SOFT_CLASS(Queue, "MTLCommandQueue",
-    METHOD("commandBuffer", id, (id, SEL), new_commands)
-    METHOD("addResidencySet:", void, (id, SEL, id), add_residency))
+    METHOD("commandBuffer", id, (id, SEL), new_commands))
 SOFT_CLASS(Commands, "MTLCommandBuffer",
     METHOD("computeCommandEncoder", id, (id, SEL), new_encoder)
     METHOD("commit", void, (id, SEL), commit)
@@ -3121,9 +3102,7 @@ SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
 
 static const SoftClass *const soft_classes[] = {
     &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &SoftDevice,
-    &Buffer,
-    &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder, &Residency,
-    &ResidencyDescriptor};
+    &Buffer, &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder};
 enum { CLASSES = COUNT(soft_classes) };
 
 id MTLCreateSystemDefaultDevice(void) {
@@ -3189,7 +3168,7 @@ typedef struct SoftObject {
     struct { int value; } constant[N_CONSTANTS];
 } SoftObject;
 static struct {
-    int live, faults, pools, buffers, commits, n_run, resident;
+    int live, faults, pools, buffers, commits, n_run;
     size_t longest;
     struct { SoftObject *pipeline; void *bound[16]; } run[1];
     const char *broken;
@@ -4066,8 +4045,6 @@ static const struct { const char *method, *says; int when; } FAILURES[] = {
     {"newComputePipelineStateWithFunction:error:", "note", OPENING},
     {"threadExecutionWidth", "SIMD-groups are not 32 wide", OPENING},
     {"maxTotalThreadsPerThreadgroup", "too few threads", OPENING},
-    {"MTLResidencySetDescriptor", NULL, OPENING},      // an older system
-    {"newResidencySetWithDescriptor:error:", NULL, OPENING},
     {"newBufferWithLength:options:", "memory", OPENING},
     {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", OPENING},
     {"maxBufferLength", "memory", OPENING},
@@ -4114,7 +4091,7 @@ static void check_cut(const Model *m) {
     static const int32_t ids[12] = {1, 8, 15, 22, 29, 36, 43, 50, 57, 64, 71, 78};
     Options o = {.chunk = 9, .window = 64, .threads = 1};
     Session s;
-    int buffers = soft.resident = 0;
+    int buffers = 0;
     soft.longest = 3 << 19;
     open_gpu(&s, m, o);
     for (size_t i = 0; s.gpu && i < m->gguf.n_tensors; i++) {
@@ -4124,7 +4101,7 @@ static void check_cut(const Model *m) {
         CHECK(whole && in->size <= soft.longest, "%.*s is cut", STR_ARG(t->name));
     }
     if (s.gpu) buffers = ((Gpu *)s.gpu)->n_shared;
-    CHECK(buffers == 6 && soft.resident == 6, "%d buffers, %d resident", buffers, soft.resident);
+    CHECK(buffers == 6, "%d buffers", buffers);
     session_close(&s);
     if (!test.quick) compare_model(m, o, ids, 12, NULL, 0, 1e-4);
     soft.longest = 0;
