@@ -9,7 +9,8 @@
 //
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
-//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule
+//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule, 14b state spaces,
+//                      14c short convolutions
 //   III  text          15 tokenizer, 16 chat templates
 //   IV   speed         17 threads, 18 vectors, 19 one token, 20-22 tiles, 23 matmul,
 //                      24-26 attention, 27 narrow, 28 the GPU, 29 AMX
@@ -381,6 +382,8 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
+enum { ALL_LOCAL = 255 };                     // Arch.local: all layers see a window
+enum { MIX_DELTA = 1, MIX_SPACE, MIX_CONV };  // recurrent mixers, sections 14, 14b, 14c
 enum {
     EMBD_SQRT = 1,         // embeddings are multiplied by sqrt(dim)
     WINDOW_4096 = 2,       // sliding window where the file does not say
@@ -418,7 +421,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = 0},
     {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, .rope = ROPE_PAIRS},
     {"smollm3", RMS, SILU, ROPE_PAIRS, .no_rope = 4},
-    {"granite", RMS, SILU, ROPE_PAIRS, .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
+    {"granite granitehybrid*", RMS, SILU, ROPE_PAIRS,
+     .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
     {"granitemoe", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
     {"minicpm", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
     {"arcee", RMS, RELU2, ROPE_PAIRS, .flags = 0},
@@ -442,6 +446,11 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
     {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
     {"nemotron", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
+    {"mamba2*", RMS, SILU, ROPE_NONE, .flags = 0},
+    {"nemotron_h* nemotron_h_moe*", RMS, RELU2, ROPE_NONE, .flags = GATES_SIGMOID},
+    {"falcon-h1*", RMS, SILU, ROPE_HALVES, .flags = 0},
+    {"lfm2*", RMS, SILU, ROPE_HALVES, .local = ALL_LOCAL},
+    {"lfm2moe*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
     {"gpt2 starcoder", LAYERNORM, GELU, ROPE_NONE, .flags = 0},
     {"bloom", LAYERNORM, GELU, ROPE_NONE, .flags = ALIBI_8},
     {"bert*", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER},
@@ -468,7 +477,7 @@ typedef struct {
     int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
     float gates_scale;
     int parallel;                              // attention and FFN read the same stream
-    int conv, n_key, n_value, dk, dv;          // delta-net: convolution, heads, widths
+    int conv, n_key, n_value, dk, dv;          // recurrent mixers: convolution, heads, widths
     int causal, pooling;                       // pooling: -1 unsaid, 0 none, 1 mean, 2 CLS, 3 last
 } Config;
 
@@ -486,7 +495,8 @@ typedef struct {
 typedef struct { const float *w, *b; int n, group; } Norm;
 
 typedef struct {
-    int n_head, n_kv, ff;
+    int n_head, n_kv, ff;                      // 0: no attention, no FFN
+    int mixer;                                 // the recurrent one, 0: none
     int pattern;                               // how windows are spread over the layers
     int window;                                // 0: the session's
     bool rotated, parallel;                    // parallel: attention and FFN read the same stream
@@ -495,9 +505,10 @@ typedef struct {
     Matrix q, k, v, o;                         // q has 2 x hd rows a head where attention is gated
     const float *sinks, *router_bias;          // [n_head]; [n_expert], for the choice only
     Matrix gate, up, down;                     // dense FFN, or all experts' with step
-    Matrix router, shared_gate, shared_up, shared_down, shared_router;
-    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, where there is a conv_in
-    const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
+    Matrix router, shared_gate, shared_up, shared_down, shared_router, latent_down, latent_up;
+    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // of the recurrent mixer
+    const float *conv, *conv_bias;             // [channels][conv], [channels]
+    const float *dt_bias, *a, *skip;           // [n_value]
     Norm delta_norm;
 } Layer;
 
@@ -521,21 +532,24 @@ static const Key KEYS[] = {
     {"context_length", INT(n_ctx), 1, INT_MAX, NULL},
     {"pooling_type", INT(pooling), -1, 3, NULL},
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
+    {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1,
+     "nemotron_h nemotron_h_moe"},                                      // unless there is the next
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
-    {"embedding_scale", REAL(embd_scale), "granite granitemoe minicpm"},
-    {"residual_scale", REAL(residual_scale), "granite granitemoe minicpm"},
-    {"logit_scale", REAL(logit_scale), "granite* granitemoe* minicpm command-r* cohere2*"},
+    {"embedding_scale", REAL(embd_scale), "granite granitehybrid granitemoe minicpm"},
+    {"residual_scale", REAL(residual_scale), "granite granitehybrid granitemoe minicpm"},
+    {"logit_scale", REAL(logit_scale),
+     "granite* granitehybrid granitemoe* minicpm command-r* cohere2*"},
     {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3"},
-    {"attention.head_count", INT(n_head), 1, 1 << 14, NULL},
-    {"attention.head_count", OF_LAYER(n_head), 1, 1 << 14, NULL},
-    {"attention.head_count_kv", OF_LAYER(n_kv), 0, 1 << 14, NULL},      // 0: as many as n_head
+    {"attention.head_count", INT(n_head), 0, 1 << 14, NULL},
+    {"attention.head_count", OF_LAYER(n_head), 0, 1 << 14, NULL},
+    {"attention.head_count_kv", OF_LAYER(n_kv), 0, 1 << 14, NULL},      // 0: see load_layer
     {"attention.key_length", INT(hd), 0, 4096, NULL},
     {"attention.value_length", INT(vd), 0, 4096, NULL},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
     {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gpt-oss*"},
     {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
     {"attention.causal", INT(causal), 0, 1, NULL},
-    {"attention.scale", REAL(attn_scale), "granite granitemoe"},
+    {"attention.scale", REAL(attn_scale), "granite granitehybrid granitemoe"},
     {"attn_logit_softcapping", REAL(attn_cap), "gemma2"},
     {"attention.clamp_kqv", REAL(clamp_qkv), "olmo"},
     {"attention.temperature_scale", REAL(temp_scale), "mistral3"},
@@ -557,14 +571,15 @@ static const Key KEYS[] = {
     {"expert_count", INT(n_expert), 0, 4096, NULL},
     {"expert_used_count", INT(n_used), 0, 4096, NULL},
     {"expert_group_count", INT(n_group), 0, 1, NULL},                   // more: not supported
-    {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2"},
-    {"expert_weights_norm", INT(gates_normed), 0, 1, "bailingmoe dots1 glm4moe"},
-    {"expert_weights_scale", REAL(gates_scale), "bailingmoe deepseek dots1 glm4moe"},
+    {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2 lfm2moe*"},
+    {"expert_weights_norm", INT(gates_normed), 0, 1, "bailingmoe dots1 glm4moe nemotron_h_moe"},
+    {"expert_weights_scale", REAL(gates_scale), "bailingmoe deepseek dots1 glm4moe nemotron_h_moe"},
     {"ssm.conv_kernel", INT(conv), 0, 64, NULL},
     {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
     {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
     {"ssm.state_size", INT(dk), 0, 4096, NULL},
     {"ssm.inner_size", INT(dv), 0, 1 << 20, NULL},                      // of all value heads
+    {"shortconv.l_cache", INT(conv), 1, 64, "lfm2* lfm2moe*"},
 };
 
 typedef struct {
@@ -666,12 +681,19 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
+static const float *need_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
+    const float *v = load_vector(ld, name, suffix, n);
+    need_data(ld, v, name, suffix);
+    return v;
+}
+
 // weights [n] shared by all heads, [heads][n] with each its own, or [heads * n] over all at once
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
-    const Tensor *t = find_tensor(ld, name, ".weight");
+    const char *suffix = find_tensor(ld, name, "") ? "" : ".weight";   // Falcon-H1 has one without
+    const Tensor *t = find_tensor(ld, name, suffix);
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
-    const float *w = load_vector(ld, name, ".weight", size);
+    const float *w = load_vector(ld, name, suffix, size);
     return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head || heads == 1 ? n : 0};
 }
 
@@ -724,6 +746,10 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
+    if (c->hd < 1 || c->vd < 1) refuse(ld, "heads of %d and %d values", c->hd, c->vd);
+    if (ld->ok && w->n_head % w->n_kv)
+        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+    if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
     if (first && c->hd == c->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
     load_fused(ld, "attn_qkv", 1,
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
@@ -769,24 +795,28 @@ static void load_norms(Loader *ld, Layer *w) {
     w->parallel = second.w || c->parallel || no_ffn_norm;
 }
 
-static void load_delta(Loader *ld, Layer *w);     // Part II has these two
-static void load_experts(Loader *ld, Layer *w);
+static void load_experts(Loader *ld, Layer *w);   // Part II has these two
+static bool load_recurrent(Loader *ld, Layer *w);
 
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = c->arch;
     bool windows = a->local && c->window;
-    w->pattern = a->local;
+    w->pattern = a->local % ALL_LOCAL;
     load_keys(ld, w, true);
-    if (!w->n_kv) w->n_kv = w->n_head;
-    if (ld->ok && w->n_head % w->n_kv)
-        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
-    if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
+    const Meta *kv = arch_meta(ld, "attention.head_count_kv");
+    bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
+    if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
     load_norms(ld, w);
-    if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
-    else load_attention(ld, w);
+    bool attends = !load_recurrent(ld, w) || (w->mixer == MIX_SPACE &&
+        (find_tensor(ld, "attn_q", ".weight") || find_tensor(ld, "attn_qkv", ".weight")));
+    if (!w->n_kv && !w->mixer && !each_kv)
+        refuse(ld, "key %s.attention.head_count is missing", c->name);
+    if (attends && w->n_kv) load_attention(ld, w);
+    else w->n_head = w->n_kv = 0;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else load_ffn(ld, w);
+    else if (w->ff || !(w->n_kv || w->mixer) || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
+    w->parallel = w->parallel && (w->n_kv || w->mixer) && w->up.data;
     // Which layers see only a window: the key is a period, whose last layer sees all, or an array
     // of yes and no. Some models use RoPE in windowed layers only, some not in every n-th layer.
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
@@ -822,8 +852,8 @@ static bool load_arch(Loader *ld) {
 static void imply_config(Config *c) {
     int flags = c->arch->flags;
     bool mup = flags & MUP;
-    if (!c->hd) c->hd = c->dim / c->n_head;
-    if (!c->vd) c->vd = c->dim / c->n_head;
+    if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
+    if (!c->vd && c->n_head) c->vd = c->dim / c->n_head;
     c->n_rot = c->hd;
     c->n_ctx_orig = c->n_ctx;
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
@@ -850,7 +880,6 @@ static void derive_config(Loader *ld) {
     c->dv /= c->n_value ? c->n_value : 1;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf.n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf.n_tensors);
-    if (c->hd < 1 || c->vd < 1) refuse(ld, "heads of %d and %d values", c->hd, c->vd);
     if (c->n_expert && (c->n_used < 1 || c->n_used > c->n_expert))
         refuse(ld, "a token uses %d of %d experts", c->n_used, c->n_expert);
     // RoPE
@@ -862,6 +891,7 @@ static void derive_config(Loader *ld) {
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
+    if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
@@ -900,6 +930,10 @@ static bool weights_load(Model *m, Error *e) {
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
     m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);
     m->out_norm = load_norm(&ld, "output_norm", 1, c->dim);
+    if (!m->out_norm.w && !(c->arch->flags & ENCODER)) {   // LFM2 calls its output norm so
+        m->out_norm = m->embd_norm;
+        m->embd_norm = (Norm){0};
+    }
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
@@ -926,12 +960,12 @@ typedef struct {
 } Options;
 
 // What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
-// rows; for the delta rule a state of fixed size.
+// rows; for a recurrent mixer the last inputs of its convolution and a state of fixed size.
 typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
-    float *conv, *state;        // delta-net: [conv-1][channels]; delta_state_size floats
+    float *conv, *state;        // [conv-1][channels]; delta_state_size floats
 } Cache;
 
 typedef struct Pool Pool;       // threads
@@ -959,10 +993,11 @@ typedef struct Session {
     double *freq[2];            // [n_rot/2] radians per position
     float rope_mag[2];          // a factor on the cosines and sines
     float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z, *ba;        // delta-net, see delta_net; mix, z: also gated attention's q, gate
+    float *mix, *z, *ba;        // recurrent mixers; mix, z: also gated attention's q, gate
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
+    float *latent, *latent_sum; // [n][latent], if experts have a width of their own
     int32_t *chosen, *order;    // [n][n_used] experts; indices of these, sorted by expert
     float *weight;              // [n][n_used] of the chosen experts
     float *logits;              // [LOGIT_ROWS][n_vocab]
@@ -973,7 +1008,7 @@ typedef struct Session {
 
 // ---- 6. what the other parts provide ----
 //
-// Part I knows the others by these prototypes, and by load_delta and load_experts above.
+// Part I knows the others by these prototypes, and by load_experts and load_recurrent above.
 // plain_matmul and plain_attention define what the two large ones compute; Part IV does it fast.
 
 // Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, in any order, on several
@@ -1068,7 +1103,7 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
 // More mixers (Part II) read s->h and leave their result in s->out.
 static void experts(Session *s);
-static void delta_net(Session *s);
+static void recurrent(Session *s);
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
 static TaskFn split_gate_row, gate_row;            // of gated attention
 
@@ -1348,15 +1383,17 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         bool same_h = w->parallel && !w->ffn_norm.w, last = s->l + 1 == c->n_layer;
         Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel};
         Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false};
+        Between sum = {&(Norm){0}, NULL, false};
 
-        // tokens look at each other: attention, or the delta rule's memory
-        if (w->conv_in.data) delta_net(s);
-        else attention_block(s);
-        each_row(s, between_row, &blocks, n);
+        // tokens look at each other: attention, a memory of fixed size, or both read the same h
+        if (w->n_kv) attention_block(s);
+        if (w->n_kv && w->mixer) each_row(s, between_row, &sum, n);
+        if (w->mixer) recurrent(s);
+        if ((w->n_kv || w->mixer) && w->up.data) each_row(s, between_row, &blocks, n);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
         if (w->router.data) experts(s);
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
+        else if (w->up.data) ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
         each_row(s, between_row, &layers, n);
     }
 }
@@ -1440,20 +1477,20 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
 // Places every cache, or counts. Recurrent layers lie together, so that a snapshot is one copy.
 static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
     size_t start = a->used, f = sizeof(float), half = sizeof(uint16_t);
     s->recurrent = arena_take(a, 0, 0);
     for (int l = 0; l < c->n_layer; l++) {
-        if (!s->m->layers[l].conv_in.data) continue;
-        s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, f);
-        s->cache[l].state = arena_take(a, delta_state_size(c), f);
+        const Layer *w = &s->m->layers[l];
+        if (!w->mixer) continue;
+        s->cache[l].conv = arena_take(a, (c->conv - 1) * w->conv_in.rows, f);
+        s->cache[l].state = arena_take(a, w->mixer == MIX_CONV ? 0 : delta_state_size(c), f);
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
-        if (w->conv_in.data) continue;
+        if (!w->n_kv) continue;
         bool whole = !w->window || w->window >= s->o.window;
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
@@ -1480,10 +1517,10 @@ static size_t plan_calls(Session *s) {
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
-    size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0;
+    size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, latent = 0;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
+        size_t values = w->z.rows;
         size_t heads = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
         q = larger(q, heads);
         k = larger(k, w->k.rows);
@@ -1492,6 +1529,7 @@ static void plan_scratch(Session *s, Arena *a) {
         mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
         z = larger(z, larger(values, gated));
         ff = larger(ff, larger(w->ff, w->shared_up.rows));
+        latent = larger(latent, w->latent_down.rows);
     }
     s->calls.base = arena_take(a, 1, calls);
     s->calls.size = calls;
@@ -1515,8 +1553,10 @@ static void plan_scratch(Session *s, Arena *a) {
     s->gate = arena_take(a, rows * ff, f);
     s->up = arena_take(a, rows * ff, f);
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
-    s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
+    s->gathered = arena_take(a, c->n_expert ? rows * larger(c->dim, latent) : 0, f);
+    s->expert_out = arena_take(a, c->n_expert ? rows * larger(c->dim, latent) : 0, f);
+    s->latent = arena_take(a, n * latent, f);
+    s->latent_sum = arena_take(a, n * latent, f);
     s->chosen = arena_take(a, n * c->n_used, sizeof(int32_t));
     s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
     s->weight = arena_take(a, n * c->n_used, f);
@@ -1858,7 +1898,8 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 // ==== Part II: more mixers =======================================================================
 //
 // What else may stand between a norm and the residual: a gate on attention, experts instead of the
-// FFN, the gated delta rule instead of attention.
+// FFN, and a recurrent mixer (the gated delta rule, a state space, a short convolution) instead of
+// attention.
 
 // ---- 12. gated attention ----
 //
@@ -1886,7 +1927,8 @@ static void gate_row(Task t) {
 //
 // A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
 // results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
-// weights are read, and decoded, once for all its tokens. A shared expert sees every token.
+// weights are read, and decoded, once for all its tokens. A shared expert sees every token. Experts
+// may work on a narrower copy of the stream, `latent`: one product before them, one behind their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
@@ -1895,13 +1937,21 @@ static void load_experts(Loader *ld, Layer *w) {
     int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
     w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
-    load_fused(ld, "ffn_gate_up_exps", n,
-               (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
-    w->down = need_matrix(ld, "ffn_down_exps", ff, c->dim, n);
+    bool fused = find_tensor(ld, "ffn_gate_up_exps", ".weight");
+    bool gated = fused || find_tensor(ld, "ffn_gate_exps", ".weight");
+    w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
+    int wide = w->latent_down.data ? w->latent_down.rows : c->dim;
+    if (w->latent_down.data) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
+    if (gated && wide != c->dim)
+        refuse(ld, "layer %d: experts with a gate and an input of %d values", ld->l, wide);
+    if (gated) load_fused(ld, "ffn_gate_up_exps", n, (Slice[]){{"ffn_gate_exps", ff, &w->gate},
+                                                               {"ffn_up_exps", ff, &w->up}}, 2);
+    else w->up = need_matrix(ld, "ffn_up_exps", wide, ff, n);
+    w->down = need_matrix(ld, "ffn_down_exps", ff, wide, n);
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
     if (!w->shared_up.data) return;
     ff = w->shared_up.rows;
-    w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
+    w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
     w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
 }
@@ -1957,8 +2007,10 @@ static void sort_choices(const Session *s, int n) {
 static void gather_row(Task t) {   // h of each choice's token, in the experts' order
     Session *s = t.ctx;
     const int32_t *order = t.of;
-    size_t dim = s->m->config.dim, token = order[t.i] / s->m->config.n_used;
-    memcpy(s->gathered + t.i * dim, s->h + token * dim, dim * sizeof *s->h);
+    const Layer *w = &s->m->layers[s->l];
+    size_t dim = w->down.rows, token = order[t.i] / s->m->config.n_used;
+    const float *from = w->latent_down.data ? s->latent : s->h;
+    memcpy(s->gathered + t.i * dim, from + token * dim, dim * sizeof *from);
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
@@ -1967,8 +2019,9 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     const Config *c = &s->m->config;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
-    size_t dim = c->dim, ff = w->ff;
-    int jobs = 0, rows = 0;
+    size_t dim = w->down.rows, ff = w->ff;
+    float *sum = w->latent_down.data ? s->latent_sum : s->out;
+    int jobs = 0, rows = 0, k = 0;
     for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
         int r = rows, e = s->chosen[order[r]];
         for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
@@ -1976,16 +2029,17 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
-        in[2 * jobs] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
-        in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
+        const float *x = s->gathered + r * dim;
+        if (w->gate.data) in[k++] = (Matmul){&gate[jobs], x, s->gate + r * ff, n};
+        in[k++] = (Matmul){&up[jobs], x, s->up + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
     each_row(s, gather_row, order, rows);
-    matmul(s->pool, &s->calls, in, 2 * jobs);
+    matmul(s->pool, &s->calls, in, k);
     each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
     matmul(s->pool, &s->calls, back, jobs);
     for (int r = 0; r < rows; r++)
-        add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
+        add(sum + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
 }
 
@@ -2004,13 +2058,14 @@ static void plan_experts(Session *s, const Layer *w) {
     static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
     int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
+    int k = 0;
     for (int i = 0; i < experts; i++) {
         int n = i < experts - 1 ? 2 : all;
-        in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
-        in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
+        if (w->gate.data) in[k++] = (Matmul){&w->gate, &places[i], NULL, n};
+        in[k++] = (Matmul){&w->up, &places[i], NULL, n};
         back[i] = (Matmul){&w->down, &places[i], NULL, n};
     }
-    matmul(s->pool, &s->calls, in, 2 * experts);
+    matmul(s->pool, &s->calls, in, k);
     matmul(s->pool, &s->calls, back, experts);
 }
 
@@ -2020,13 +2075,17 @@ static void experts(Session *s) {
     int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
     Matmul router = {&w->router, s->h, s->route, n};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
+    Matmul latent[] = {{&w->latent_down, s->h, s->latent, n}, {&w->latent_up, s->latent_sum, s->out, n}};
     matmul(s->pool, &s->calls, &router, 1);
+    if (w->latent_down.data) matmul(s->pool, &s->calls, latent, 1);
     each_row(s, choose_experts, NULL, n);
     if (s->calls.base) {
+        float *sum = w->latent_down.data ? s->latent_sum : s->out;
         sort_choices(s, rows);
-        memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
+        memset(sum, 0, (size_t)n * w->down.rows * sizeof *sum);
         for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     } else plan_experts(s, w);
+    if (w->latent_down.data) matmul(s->pool, &s->calls, latent + 1, 1);
     if (!w->shared_up.data) return;
     if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
@@ -2081,15 +2140,22 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
 
-static void load_delta(Loader *ld, Layer *w) {
+// the widths of q, k and v together, after a check of what says them
+static int load_widths(Loader *ld) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
+    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
         refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
                ld->l, c->n_value, c->n_key, c->dv, c->dk);
     if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
         refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
                delta_state_size(c));
+    return qkv;
+}
+
+static void load_delta(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    int values = c->n_value * c->dv, qkv = load_widths(ld);
     w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
     w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
@@ -2098,12 +2164,9 @@ static void load_delta(Loader *ld, Layer *w) {
         w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
     }
     w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
-    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
-    w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
-    w->a = load_vector(ld, "ssm_a", "", c->n_value);
+    w->dt_bias = need_vector(ld, "ssm_dt", ".bias", c->n_value);
+    w->a = need_vector(ld, "ssm_a", "", c->n_value);
     w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
-    need_data(ld, w->dt_bias, "ssm_dt", ".bias");
-    need_data(ld, w->a, "ssm_a", "");
     need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
 }
 
@@ -2117,9 +2180,10 @@ static size_t delta_state_size(const Config *c) {
     return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
-// Causal convolution over time of one block of channels, then SiLU:
+// Causal convolution over time of one block of channels, then SiLU; or, for the short convolution,
+// no SiLU, but gates b of what goes in and c of what comes out:
 //
-//   y[t] = silu(sum over j of tap[j] * x[t - past + j])      j = 0 .. past
+//   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
 //
 // s->mix holds the last `past` rows before the chunk, from the cache, and behind them the chunk's.
 // So the inputs of token t are rows t .. t + past, and its result can take the place of row t,
@@ -2131,6 +2195,7 @@ static void delta_conv(Task t) {
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
     float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
+    float *b = s->att + first, *c = s->z + first;
     for (int j = 0; j <= past; j++)
         for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
     for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
@@ -2138,9 +2203,13 @@ static void delta_conv(Task t) {
         float y[CONV_BLOCK] = {0}, *x = mix + k * channels;
         for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
             __builtin_prefetch(x + (past + 8) * channels + i);
+        if (w->conv_bias) memcpy(y, w->conv_bias + first, 4 * width);
+        for (int i = 0; w->mixer == MIX_CONV && i < width; i++)
+            x[past * channels + i] *= b[k * channels + i];
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
-        activate(x, NULL, y, width, SILU);
+        if (w->mixer != MIX_CONV) activate(x, NULL, y, width, SILU);
+        else for (int i = 0; i < width; i++) b[k * channels + i] = y[i] * c[k * channels + i];
     }
     for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
@@ -2184,21 +2253,22 @@ static void delta_out_row(Task t) {   // norm(o) * silu(z)
 // the columns of S does it all: as soon as token t is written to a column, the column adds to the
 // result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
 // to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form
-// takes 70,000 with chunks of 64, and a triangular inverse.
-static void delta_block(Task t) {
+// takes 70,000 with chunks of 64, and a triangular inverse. A state space does not ask.
+INLINE void memory_block(Task t, bool asks) {
     enum { V = 4 };
     Session *s = t.ctx;
     const Config *c = &s->m->config;
     int blocks = delta_blocks(c), h = t.i / blocks, r = t.i % blocks * DELTA_ROWS, dk = c->dk;
+    int keys = c->n_key * dk, values = c->n_value * c->dv;   // a token has q, k, v; or v, k, q
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
     size_t step = s->m->layers[s->l].conv_in.rows;   // from a token's q, k, v to the next one's
     float *state = s->cache[s->l].state + (size_t)t.i * dk * DELTA_ROWS;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
         size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
-        const float *q = s->mix + key * dk, *k = q + c->n_key * dk;
-        const float *value = s->mix + 2 * c->n_key * dk + h * c->dv + r;
+        const float *k = s->mix + (asks ? keys : values) + key * dk, *q = asks ? k - keys : k + keys;
+        const float *value = s->mix + (asks ? 2 * keys : 0) + h * c->dv + r;
         vf asked[V] = {{0}};
-        for (int j = 0; j < dk; j++)
+        for (int j = 0; asks && j < dk; j++)
             UNROLL for (int v = 0; v < V; v++)
                 asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
         for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
@@ -2208,8 +2278,10 @@ static void delta_block(Task t) {
             prefetch_l1(q + 2 * step, dk * sizeof *q);
             prefetch_l1(k + 2 * step, dk * sizeof *k);
             memcpy(write, value, bytes);
-            UNROLL for (int v = 0; v < V; v++)
+            UNROLL for (int v = 0; v < V; v++) {
+                if (!asks) out[v] = write[v] * s->m->layers[s->l].skip[h];
                 write[v] = (write[v] - asked[v] * s->decay[at]) * s->write[at];
+            }
             float g = s->decay[at];
             for (int j = 0; j < dk; j++)
                 UNROLL for (int v = 0; v < V; v++) {
@@ -2217,13 +2289,15 @@ static void delta_block(Task t) {
                     vf row = load_f32(place) * g + write[v] * k[j];
                     store(place, row);
                     out[v] += row * q[j];
-                    ask[v] += row * next[j];
+                    if (asks) ask[v] += row * next[j];
                 }
             memcpy(asked, ask, sizeof ask);
             memcpy(s->att + at * c->dv + r, out, bytes);
         }
     }
 }
+
+static void delta_block(Task t) { memory_block(t, true); }
 
 static void delta_net(Session *s) {
     const Config *c = &s->m->config;
@@ -2241,6 +2315,117 @@ static void delta_net(Session *s) {
     each_row(s, delta_block, NULL, c->n_value * delta_blocks(c));
     each_row(s, delta_out_row, NULL, n);
     matmul(s->pool, &s->calls, &back, 1);
+}
+
+// ---- 14b. the state space (Mamba-2, arXiv 2405.21060) ----
+//
+// The same memory, which writes without asking what it holds. A head's value x is written under the
+// key b as strongly as t says, which also says how much decays, and c reads; x itself is added:
+//
+//   S *= exp(t a)        S += (t x) b'        y = S c + d x        t = softplus(dt + bias)
+//
+// A projection has z, x [n_value][dv], b and c [n_key][dk], and dt [n_value]; x, b and c pass the
+// convolution. Heads share b and c in groups, whose outputs y * silu(z) are normed together.
+
+static void load_space(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    int values = c->n_value * c->dv, xbc = load_widths(ld);
+    if (!ld->ok) return;
+    load_fused(ld, "ssm_in", 1, (Slice[]){{"", values, &w->z}, {"", xbc, &w->conv_in},
+                                          {"", c->n_value, &w->alpha}}, 3);
+    w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
+    w->dt_bias = need_vector(ld, "ssm_dt", ".bias", c->n_value);
+    w->a = need_vector(ld, "ssm_a", "", c->n_value);
+    w->skip = need_vector(ld, "ssm_d", "", c->n_value);
+    w->delta_norm = load_norm(ld, "ssm_norm", c->n_key, values / c->n_key);
+}
+
+static void space_gates_row(Task t) {   // s->write holds dt; then t, and s->decay exp(t a)
+    Session *s = t.ctx;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->m->config.n_value;
+    float *decay = s->decay + (size_t)t.i * n, *write = s->write + (size_t)t.i * n;
+    for (int h = 0; h < n; h++) {
+        float dt = write[h] + w->dt_bias[h];
+        write[h] = dt > 20 ? dt : log1pf(expf(dt));
+        decay[h] = expf(write[h] * w->a[h]);
+    }
+}
+
+static void space_out_row(Task t) {   // norm(y * silu(z))
+    Session *s = t.ctx;
+    const Norm *w = &s->m->layers[s->l].delta_norm;
+    int n = s->m->config.n_value * s->m->config.dv;
+    float *y = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
+    activate(y, z, y, n, SILU);
+    if (w->w) norm(y, y, n, w, RMS, s->m->config.eps);
+}
+
+static void space_block(Task t) { memory_block(t, false); }
+
+static void state_space(Session *s) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
+    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
+    Matmul in[] = {{&w->z, s->h, s->z, n}, {&w->conv_in, s->h, mix, n}, {&w->alpha, s->h, s->write, n}};
+    Matmul back = {&w->delta_out, s->att, s->out, n};
+    matmul(s->pool, &s->calls, in, 3);
+    each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
+    each_row(s, space_gates_row, NULL, n);
+    each_row(s, space_block, NULL, c->n_value * delta_blocks(c));
+    each_row(s, space_out_row, NULL, n);
+    matmul(s->pool, &s->calls, &back, 1);
+}
+
+// ---- 14c. the short convolution (LFM2, arXiv 2511.23404) ----
+//
+// A mixer that remembers the last few tokens alone: a convolution over time of each channel, whose
+// input and output are gated. out = W (c * conv(b * u)), with b, c and u [dim] of one projection.
+
+static void load_conv(Loader *ld, Layer *w) {
+    int dim = ld->m->config.dim;
+    load_fused(ld, "shortconv.in_proj", 1,
+               (Slice[]){{"", dim, &w->beta}, {"", dim, &w->z}, {"", dim, &w->conv_in}}, 3);
+    w->delta_out = need_matrix(ld, "shortconv.out_proj", dim, dim, 1);
+}
+
+static void short_conv(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
+    float *mix = s->mix + (s->m->config.conv - 1) * w->conv_in.rows;
+    Matmul in[] = {{&w->beta, s->h, s->att, n}, {&w->z, s->h, s->z, n}, {&w->conv_in, s->h, mix, n}};
+    Matmul back = {&w->delta_out, s->att, s->out, n};
+    matmul(s->pool, &s->calls, in, 3);
+    each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
+    matmul(s->pool, &s->calls, &back, 1);
+}
+
+// ---- the three together ----
+
+static bool load_recurrent(Loader *ld, Layer *w) {   // false: the layer has none
+    const Config *c = &ld->m->config;
+    if (find_tensor(ld, "ssm_in", ".weight")) w->mixer = MIX_SPACE;
+    else if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
+    else if (find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
+    else return false;
+    if (!c->causal || !c->conv)
+        refuse(ld, "layer %d: a convolution of %d values that is %scausal", ld->l, c->conv,
+               c->causal ? "" : "not ");
+    if (w->mixer == MIX_SPACE) load_space(ld, w);
+    else if (w->mixer == MIX_DELTA) load_delta(ld, w);
+    else load_conv(ld, w);
+    const char *conv = w->mixer == MIX_CONV ? "shortconv.conv" : "ssm_conv1d";
+    w->conv = need_vector(ld, conv, ".weight", (size_t)w->conv_in.rows * c->conv);
+    w->conv_bias = load_vector(ld, conv, ".bias", w->conv_in.rows);
+    return true;
+}
+
+static void recurrent(Session *s) {
+    int mixer = s->m->layers[s->l].mixer;
+    if (mixer == MIX_SPACE) state_space(s);
+    else if (mixer == MIX_DELTA) delta_net(s);
+    else short_conv(s);
 }
 
 // ==== Part III: text =============================================================================
@@ -6376,15 +6561,16 @@ static void print_layers(const Model *m) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    enum { ATTENTION, WINDOWED, DELTA, DENSE, EXPERTS, KINDS };
-    static const char *const kinds[] = {"attention", "attention in a window",
-                                        "gated delta net", "dense FFN", "experts"};
+    enum { ATTENTION, WINDOWED, DENSE = WINDOWED + MIX_CONV + 1, EXPERTS, KINDS };
+    static const char *const kinds[] = {"attention", "attention in a window", "gated delta net",
+                                        "state space", "short convolution", "dense FFN", "experts"};
     const Config *c = &m->config;
     int count[KINDS] = {0};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        count[w->conv_in.data ? DELTA : w->window > 0 ? WINDOWED : ATTENTION]++;
-        count[w->router.data ? EXPERTS : DENSE]++;
+        if (w->n_kv) count[w->window > 0 ? WINDOWED : ATTENTION]++;
+        if (w->mixer) count[WINDOWED + w->mixer]++;
+        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
