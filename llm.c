@@ -1483,7 +1483,7 @@ static void plan_caches(Session *s, Arena *a) {
         const Layer *w = &s->m->layers[l];
         if (!w->mixer) continue;
         s->cache[l].conv = arena_take(a, (c->conv - 1) * w->conv_in.rows, f);
-        s->cache[l].state = arena_take(a, w->mixer == MIX_CONV ? 0 : delta_state_size(c), f);
+        if (w->mixer != MIX_CONV) s->cache[l].state = arena_take(a, delta_state_size(c), f);
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
@@ -1954,6 +1954,8 @@ static void load_experts(Loader *ld, Layer *w) {
     w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
     w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    if (w->shared_router.data && w->latent_up.data)
+        refuse(ld, "layer %d: a shared expert's router beside latent experts", ld->l);
 }
 
 // The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as

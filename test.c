@@ -1261,7 +1261,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 28, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 33, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -3695,7 +3695,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                   .n_value = d->n_value, .dv = d->dv};
     size_t n_conv = past * channels, n_state = delta_state_size(c), all = n_conv + n_state;
     x.arch.flags = d->tiled ? DELTA_TILED : 0;
-    x.w = (Layer){.conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
+    x.w = (Layer){.mixer = MIX_DELTA, .conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
                   .z = lab_matrix(g, FORMAT_F16, values, DIM).m,
                   .conv = lab_floats(g, channels * d->conv, 1),
                   .dt_bias = lab_floats(g, d->n_value, 2), .a = lab_floats(g, d->n_value, 1),
@@ -3721,7 +3721,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     x.s.cache = &cache[1];
     for (int t = 0, n; t < N; t += n) {
         n = t == 0 ? first : 1;
-        run_delta(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
+        run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
         lab_end(&x, "delta_rule");
         memcpy(got + t * values, x.s.att, n * values * sizeof *got);
     }
