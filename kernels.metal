@@ -264,7 +264,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
     X(QK_NORMED)     /* bits 0, 1: heads of Q, of K are normed; 2, 3: all Q, all K at once */ \
     X(QK_LATE)       /* after RoPE, not before */ \
-    X(GATED)         /* each head's query is followed by a gate of its output; delta_conv: gates */ \
+    X(GATED)         /* each head's query is followed by a gate of its output; see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
@@ -1790,7 +1790,8 @@ static inline float softplus(float x) {
 // Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
 // fourth number from l / 8 on. So S k is two shuffles away, rows need nothing of one another, and
 // SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
-// of a SIMD-group are neighbours. A row of mix[n] has q of n_key heads, k of them, and v; or x, k, q.
+// of a SIMD-group are neighbours. A row of mix[n] has q of n_key heads, k of them, and v; or x, k
+// and q.
 kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],

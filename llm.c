@@ -382,7 +382,6 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
-enum { ALL_LOCAL = 255 };                     // Arch.local: all layers see a window
 enum { MIX_DELTA = 1, MIX_SPACE, MIX_CONV };  // recurrent mixers, sections 14, 14b, 14c
 enum {
     EMBD_SQRT = 1,         // embeddings are multiplied by sqrt(dim)
@@ -409,7 +408,7 @@ typedef struct {
     const char *names;            // "llama* mistral3*"
     uint8_t norm, act, rope;
     uint16_t flags;
-    uint8_t local;                // every local-th layer sees all, others a window; 0: no windows
+    uint8_t local;                // every local-th layer sees all, others a window; 0: all; 255: no
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
     uint8_t n_layer;              // the row is for models of this many layers; 0: for any
 } Arch;
@@ -418,7 +417,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"llama* mistral3* ernie4_5-moe", RMS, SILU, ROPE_PAIRS, .flags = GATES_NORMED},
     {"baichuan", RMS, SILU, ROPE_PAIRS, .n_layer = 32},
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
-    {"baichuan", RMS, SILU, ROPE_NONE, .flags = 0},
+    {"baichuan mamba2*", RMS, SILU, ROPE_NONE, .flags = 0},
     {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, .rope = ROPE_PAIRS},
     {"smollm3", RMS, SILU, ROPE_PAIRS, .no_rope = 4},
     {"granite granitehybrid*", RMS, SILU, ROPE_PAIRS,
@@ -433,7 +432,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
     {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
-    {"qwen3moe* qwen3next*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
+    {"qwen3moe* qwen3next* lfm2moe*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
     {"qwen35* qwen35moe", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED | GATES_NORMED},
     {"hunyuan-dense hunyuan-moe", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE | GATES_NORMED},
     {"olmo2", RMS, SILU, ROPE_HALVES, .flags = LOCAL_UNSCALED, .local = 4},
@@ -446,11 +445,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
     {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
     {"nemotron", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
-    {"mamba2*", RMS, SILU, ROPE_NONE, .flags = 0},
     {"nemotron_h* nemotron_h_moe*", RMS, RELU2, ROPE_NONE, .flags = GATES_SIGMOID},
     {"falcon-h1*", RMS, SILU, ROPE_HALVES, .flags = 0},
-    {"lfm2*", RMS, SILU, ROPE_HALVES, .local = ALL_LOCAL},
-    {"lfm2moe*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
+    {"lfm2*", RMS, SILU, ROPE_HALVES, .local = 255},
     {"gpt2 starcoder", LAYERNORM, GELU, ROPE_NONE, .flags = 0},
     {"bloom", LAYERNORM, GELU, ROPE_NONE, .flags = ALIBI_8},
     {"bert*", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER},
@@ -532,8 +529,7 @@ static const Key KEYS[] = {
     {"context_length", INT(n_ctx), 1, INT_MAX, NULL},
     {"pooling_type", INT(pooling), -1, 3, NULL},
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
-    {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1,
-     "nemotron_h nemotron_h_moe"},                                      // unless there is the next
+    {"attention.layer_norm_epsilon", REAL(eps_rms), "nemotron_h nemotron_h_moe"},   // or the next
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
     {"embedding_scale", REAL(embd_scale), "granite granitehybrid granitemoe minicpm"},
     {"residual_scale", REAL(residual_scale), "granite granitehybrid granitemoe minicpm"},
@@ -681,12 +677,6 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-static const float *need_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
-    const float *v = load_vector(ld, name, suffix, n);
-    need_data(ld, v, name, suffix);
-    return v;
-}
-
 // weights [n] shared by all heads, [heads][n] with each its own, or [heads * n] over all at once
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     const char *suffix = find_tensor(ld, name, "") ? "" : ".weight";   // Falcon-H1 has one without
@@ -746,9 +736,9 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
-    if (c->hd < 1 || c->vd < 1) refuse(ld, "heads of %d and %d values", c->hd, c->vd);
-    if (ld->ok && w->n_head % w->n_kv)
-        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
+    if (!w->n_kv || w->n_head % w->n_kv || c->hd < 1 || c->vd < 1)
+        refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
+               w->n_head, c->hd, c->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
     if (first && c->hd == c->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
     load_fused(ld, "attn_qkv", 1,
@@ -802,21 +792,18 @@ static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = c->arch;
     bool windows = a->local && c->window;
-    w->pattern = a->local % ALL_LOCAL;
+    w->pattern = a->local % 255;
     load_keys(ld, w, true);
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
     load_norms(ld, w);
-    bool attends = !load_recurrent(ld, w) || (w->mixer == MIX_SPACE &&
-        (find_tensor(ld, "attn_q", ".weight") || find_tensor(ld, "attn_qkv", ".weight")));
-    if (!w->n_kv && !w->mixer && !each_kv)
-        refuse(ld, "key %s.attention.head_count is missing", c->name);
-    if (attends && w->n_kv) load_attention(ld, w);
+    if (load_recurrent(ld, w) && (w->n_kv || !each_kv)) load_attention(ld, w);
     else w->n_head = w->n_kv = 0;
+    bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (w->ff || !(w->n_kv || w->mixer) || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
-    w->parallel = w->parallel && (w->n_kv || w->mixer) && w->up.data;
+    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
+    w->parallel = w->parallel && mixes && w->up.data;   // both are there
     // Which layers see only a window: the key is a period, whose last layer sees all, or an array
     // of yes and no. Some models use RoPE in windowed layers only, some not in every n-th layer.
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
@@ -928,12 +915,9 @@ static bool weights_load(Model *m, Error *e) {
         refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
-    m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);
-    m->out_norm = load_norm(&ld, "output_norm", 1, c->dim);
-    if (!m->out_norm.w && !(c->arch->flags & ENCODER)) {   // LFM2 calls its output norm so
-        m->out_norm = m->embd_norm;
-        m->embd_norm = (Norm){0};
-    }
+    bool last = c->arch->flags & ENCODER || find_tensor(&ld, "output_norm", ".weight");
+    if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
+    m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
@@ -997,7 +981,7 @@ typedef struct Session {
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
-    float *latent, *latent_sum; // [n][latent], if experts have a width of their own
+    float *latent, *latent_sum, *expert_in, *sum;   // see experts
     int32_t *chosen, *order;    // [n][n_used] experts; indices of these, sorted by expert
     float *weight;              // [n][n_used] of the chosen experts
     float *logits;              // [LOGIT_ROWS][n_vocab]
@@ -1383,11 +1367,10 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         bool same_h = w->parallel && !w->ffn_norm.w, last = s->l + 1 == c->n_layer;
         Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel};
         Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false};
-        Between sum = {&(Norm){0}, NULL, false};
 
         // tokens look at each other: attention, a memory of fixed size, or both read the same h
         if (w->n_kv) attention_block(s);
-        if (w->n_kv && w->mixer) each_row(s, between_row, &sum, n);
+        if (w->n_kv && w->mixer) each_row(s, between_row, &(Between){.post = &(Norm){0}}, n);
         if (w->mixer) recurrent(s);
         if ((w->n_kv || w->mixer) && w->up.data) each_row(s, between_row, &blocks, n);
 
@@ -1898,8 +1881,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 // ==== Part II: more mixers =======================================================================
 //
 // What else may stand between a norm and the residual: a gate on attention, experts instead of the
-// FFN, and a recurrent mixer (the gated delta rule, a state space, a short convolution) instead of
-// attention.
+// FFN, and instead of attention recurrent mixers, whose memory of earlier tokens has a fixed size.
 
 // ---- 12. gated attention ----
 //
@@ -1927,8 +1909,8 @@ static void gate_row(Task t) {
 //
 // A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
 // results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
-// weights are read, and decoded, once for all its tokens. A shared expert sees every token. Experts
-// may work on a narrower copy of the stream, `latent`: one product before them, one behind their sum.
+// weights are read, and decoded, once for all its tokens. A shared expert sees every token. Latent
+// experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
@@ -1937,15 +1919,13 @@ static void load_experts(Loader *ld, Layer *w) {
     int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
     w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
-    bool fused = find_tensor(ld, "ffn_gate_up_exps", ".weight");
-    bool gated = fused || find_tensor(ld, "ffn_gate_exps", ".weight");
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
-    int wide = w->latent_down.data ? w->latent_down.rows : c->dim;
-    if (w->latent_down.data) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
-    if (gated && wide != c->dim)
-        refuse(ld, "layer %d: experts with a gate and an input of %d values", ld->l, wide);
-    if (gated) load_fused(ld, "ffn_gate_up_exps", n, (Slice[]){{"ffn_gate_exps", ff, &w->gate},
-                                                               {"ffn_up_exps", ff, &w->up}}, 2);
+    bool latent = w->latent_down.data, gated = find_tensor(ld, "ffn_gate_exps", ".weight");
+    int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
+    if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
+    if (!latent && (gated || find_tensor(ld, "ffn_gate_up_exps", ".weight")))
+        load_fused(ld, "ffn_gate_up_exps", n,
+                   (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
     else w->up = need_matrix(ld, "ffn_up_exps", wide, ff, n);
     w->down = need_matrix(ld, "ffn_down_exps", ff, wide, n);
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
@@ -1954,8 +1934,8 @@ static void load_experts(Loader *ld, Layer *w) {
     w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
     w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
-    if (w->shared_router.data && w->latent_up.data)
-        refuse(ld, "layer %d: a shared expert's router beside latent experts", ld->l);
+    if (latent && (gated || w->shared_router.data))
+        refuse(ld, "layer %d: latent experts with a gate are not supported", ld->l);
 }
 
 // The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as
@@ -2009,10 +1989,8 @@ static void sort_choices(const Session *s, int n) {
 static void gather_row(Task t) {   // h of each choice's token, in the experts' order
     Session *s = t.ctx;
     const int32_t *order = t.of;
-    const Layer *w = &s->m->layers[s->l];
-    size_t dim = w->down.rows, token = order[t.i] / s->m->config.n_used;
-    const float *from = w->latent_down.data ? s->latent : s->h;
-    memcpy(s->gathered + t.i * dim, from + token * dim, dim * sizeof *from);
+    size_t dim = s->m->layers[s->l].down.rows, token = order[t.i] / s->m->config.n_used;
+    memcpy(s->gathered + t.i * dim, s->expert_in + token * dim, dim * sizeof *s->h);
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
@@ -2022,7 +2000,6 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
     size_t dim = w->down.rows, ff = w->ff;
-    float *sum = w->latent_down.data ? s->latent_sum : s->out;
     int jobs = 0, rows = 0, k = 0;
     for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
         int r = rows, e = s->chosen[order[r]];
@@ -2031,9 +2008,9 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
-        const float *x = s->gathered + r * dim;
-        if (w->gate.data) in[k++] = (Matmul){&gate[jobs], x, s->gate + r * ff, n};
-        in[k++] = (Matmul){&up[jobs], x, s->up + r * ff, n};
+        in[k++] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
+        if (w->gate.data)
+            in[k++] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
     each_row(s, gather_row, order, rows);
@@ -2041,7 +2018,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
     matmul(s->pool, &s->calls, back, jobs);
     for (int r = 0; r < rows; r++)
-        add(sum + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
+        add(s->sum + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
 }
 
@@ -2077,17 +2054,18 @@ static void experts(Session *s) {
     int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
     Matmul router = {&w->router, s->h, s->route, n};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
-    Matmul latent[] = {{&w->latent_down, s->h, s->latent, n}, {&w->latent_up, s->latent_sum, s->out, n}};
-    matmul(s->pool, &s->calls, &router, 1);
-    if (w->latent_down.data) matmul(s->pool, &s->calls, latent, 1);
+    Matmul down = {&w->latent_down, s->h, s->latent, n};
+    bool latent = w->latent_down.data;
+    s->expert_in = latent ? s->latent : s->h;
+    s->sum = latent ? s->latent_sum : s->out;
+    matmul(s->pool, &s->calls, (Matmul[]){router, down}, 1 + latent);
     each_row(s, choose_experts, NULL, n);
     if (s->calls.base) {
-        float *sum = w->latent_down.data ? s->latent_sum : s->out;
         sort_choices(s, rows);
-        memset(sum, 0, (size_t)n * w->down.rows * sizeof *sum);
+        memset(s->sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     } else plan_experts(s, w);
-    if (w->latent_down.data) matmul(s->pool, &s->calls, latent + 1, 1);
+    if (latent) matmul(s->pool, &s->calls, &(Matmul){&w->latent_up, s->latent_sum, s->out, n}, 1);
     if (!w->shared_up.data) return;
     if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
@@ -2142,22 +2120,8 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
 
-// the widths of q, k and v together, after a check of what says them
-static int load_widths(Loader *ld) {
+static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
-    int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
-        refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
-               ld->l, c->n_value, c->n_key, c->dv, c->dk);
-    if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
-        refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
-               delta_state_size(c));
-    return qkv;
-}
-
-static void load_delta(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
-    int values = c->n_value * c->dv, qkv = load_widths(ld);
     w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
     w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
@@ -2165,9 +2129,6 @@ static void load_delta(Loader *ld, Layer *w) {
         w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
         w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
     }
-    w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
-    w->dt_bias = need_vector(ld, "ssm_dt", ".bias", c->n_value);
-    w->a = need_vector(ld, "ssm_a", "", c->n_value);
     w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
     need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
 }
@@ -2182,8 +2143,7 @@ static size_t delta_state_size(const Config *c) {
     return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
-// Causal convolution over time of one block of channels, then SiLU; or, for the short convolution,
-// no SiLU, but gates b of what goes in and c of what comes out:
+// Causal convolution over time of one block of channels, then SiLU, or gates (see section 14c):
 //
 //   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
 //
@@ -2194,6 +2154,7 @@ static void delta_conv(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
     size_t channels = w->conv_in.rows, first = (size_t)t.i * CONV_BLOCK;
+    bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
     float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
@@ -2206,18 +2167,17 @@ static void delta_conv(Task t) {
         for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
             __builtin_prefetch(x + (past + 8) * channels + i);
         if (w->conv_bias) memcpy(y, w->conv_bias + first, 4 * width);
-        for (int i = 0; w->mixer == MIX_CONV && i < width; i++)
-            x[past * channels + i] *= b[k * channels + i];
+        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[k * channels + i];
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
-        if (w->mixer != MIX_CONV) activate(x, NULL, y, width, SILU);
-        else for (int i = 0; i < width; i++) b[k * channels + i] = y[i] * c[k * channels + i];
+        for (int i = 0; gated && i < width; i++) b[k * channels + i] = y[i] * c[k * channels + i];
+        if (!gated) activate(x, NULL, y, width, SILU);
     }
     for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
-//   g = exp(a * softplus(alpha + dt))      b = sigmoid(beta)
+//   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
 static void delta_gates_row(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
@@ -2226,7 +2186,7 @@ static void delta_gates_row(Task t) {
     size_t gate = (size_t)t.i * c->n_value;
     float *decay = s->decay + gate, *write = s->write + gate;
     int share = c->n_value / c->n_key;   // value heads of a key head
-    for (int h = 0; h < 2 * c->n_key; h++) {
+    for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
         float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
         for (int j = 0; j < c->dk; j++) x[j] *= scale;
@@ -2235,18 +2195,21 @@ static void delta_gates_row(Task t) {
         const float *both = ba + h / share * 2 * share + h % share;   // per key head: b's, a's
         float a = (w->beta_alpha.data ? both[share] : decay[h]) + w->dt_bias[h];
         float b = w->beta_alpha.data ? both[0] : write[h];
-        decay[h] = expf(w->a[h] * (a > 20 ? a : log1pf(expf(a))));
-        write[h] = 1 / (1 + expf(-b));
+        float step = a > 20 ? a : log1pf(expf(a));
+        decay[h] = expf(w->a[h] * step);
+        write[h] = w->mixer == MIX_SPACE ? step : 1 / (1 + expf(-b));
     }
 }
 
-static void delta_out_row(Task t) {   // norm(o) * silu(z)
+static void delta_out_row(Task t) {   // norm(o) * silu(z), or norm(o * silu(z)) in a state space
     Session *s = t.ctx;
     const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
     int n = c->n_value * c->dv;
     float *o = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
-    norm(o, o, n, &s->m->layers[s->l].delta_norm, RMS, c->eps);
-    activate(o, z, o, n, SILU);
+    if (w->mixer == MIX_SPACE) activate(o, z, o, n, SILU);
+    if (w->delta_norm.w) norm(o, o, n, &w->delta_norm, RMS, c->eps);
+    if (w->mixer == MIX_DELTA) activate(o, z, o, n, SILU);
 }
 
 // Rows of one block of S, side by side in the lanes of V vectors, over all tokens of the chunk:
@@ -2267,7 +2230,8 @@ INLINE void memory_block(Task t, bool asks) {
     float *state = s->cache[s->l].state + (size_t)t.i * dk * DELTA_ROWS;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
         size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
-        const float *k = s->mix + (asks ? keys : values) + key * dk, *q = asks ? k - keys : k + keys;
+        const float *k = s->mix + key * dk + (asks ? keys : values);
+        const float *q = asks ? k - keys : k + keys;
         const float *value = s->mix + (asks ? 2 * keys : 0) + h * c->dv + r;
         vf asked[V] = {{0}};
         for (int j = 0; asks && j < dk; j++)
@@ -2300,134 +2264,91 @@ INLINE void memory_block(Task t, bool asks) {
 }
 
 static void delta_block(Task t) { memory_block(t, true); }
-
-static void delta_net(Session *s) {
-    const Config *c = &s->m->config;
-    const Layer *w = &s->m->layers[s->l];
-    int n = s->n;
-    bool fused = w->beta_alpha.data;
-    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
-    Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
-                   {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
-                   {&w->beta, s->h, s->write, n}};
-    Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(s->pool, &s->calls, in, fused ? 3 : 4);
-    each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    each_row(s, delta_gates_row, NULL, n);
-    each_row(s, delta_block, NULL, c->n_value * delta_blocks(c));
-    each_row(s, delta_out_row, NULL, n);
-    matmul(s->pool, &s->calls, &back, 1);
-}
+static void space_block(Task t) { memory_block(t, false); }
 
 // ---- 14b. the state space (Mamba-2, arXiv 2405.21060) ----
 //
-// The same memory, which writes without asking what it holds. A head's value x is written under the
-// key b as strongly as t says, which also says how much decays, and c reads; x itself is added:
+// The same memory, written without asking. A head writes its value x under the key b as strongly
+// as t says, which also says how much decays; c reads, and x itself is added:
 //
-//   S *= exp(t a)        S += (t x) b'        y = S c + d x        t = softplus(dt + bias)
+//   S *= exp(a t)        S += t x b'        y = S c + skip x
 //
-// A projection has z, x [n_value][dv], b and c [n_key][dk], and dt [n_value]; x, b and c pass the
-// convolution. Heads share b and c in groups, whose outputs y * silu(z) are normed together.
+// One projection has z and x [n_value][dv], b and c [n_key][dk], and dt [n_value]. x, b and c pass
+// the convolution. Heads share b and c in groups, whose outputs are normed together.
 
-static void load_space(Loader *ld, Layer *w) {
+static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     const Config *c = &ld->m->config;
-    int values = c->n_value * c->dv, xbc = load_widths(ld);
-    if (!ld->ok) return;
     load_fused(ld, "ssm_in", 1, (Slice[]){{"", values, &w->z}, {"", xbc, &w->conv_in},
                                           {"", c->n_value, &w->alpha}}, 3);
-    w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
-    w->dt_bias = need_vector(ld, "ssm_dt", ".bias", c->n_value);
-    w->a = need_vector(ld, "ssm_a", "", c->n_value);
-    w->skip = need_vector(ld, "ssm_d", "", c->n_value);
+    w->skip = load_vector(ld, "ssm_d", "", c->n_value);
+    need_data(ld, w->skip, "ssm_d", "");
     w->delta_norm = load_norm(ld, "ssm_norm", c->n_key, values / c->n_key);
-}
-
-static void space_gates_row(Task t) {   // s->write holds dt; then t, and s->decay exp(t a)
-    Session *s = t.ctx;
-    const Layer *w = &s->m->layers[s->l];
-    int n = s->m->config.n_value;
-    float *decay = s->decay + (size_t)t.i * n, *write = s->write + (size_t)t.i * n;
-    for (int h = 0; h < n; h++) {
-        float dt = write[h] + w->dt_bias[h];
-        write[h] = dt > 20 ? dt : log1pf(expf(dt));
-        decay[h] = expf(write[h] * w->a[h]);
-    }
-}
-
-static void space_out_row(Task t) {   // norm(y * silu(z))
-    Session *s = t.ctx;
-    const Norm *w = &s->m->layers[s->l].delta_norm;
-    int n = s->m->config.n_value * s->m->config.dv;
-    float *y = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
-    activate(y, z, y, n, SILU);
-    if (w->w) norm(y, y, n, w, RMS, s->m->config.eps);
-}
-
-static void space_block(Task t) { memory_block(t, false); }
-
-static void state_space(Session *s) {
-    const Config *c = &s->m->config;
-    const Layer *w = &s->m->layers[s->l];
-    int n = s->n;
-    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
-    Matmul in[] = {{&w->z, s->h, s->z, n}, {&w->conv_in, s->h, mix, n}, {&w->alpha, s->h, s->write, n}};
-    Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(s->pool, &s->calls, in, 3);
-    each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    each_row(s, space_gates_row, NULL, n);
-    each_row(s, space_block, NULL, c->n_value * delta_blocks(c));
-    each_row(s, space_out_row, NULL, n);
-    matmul(s->pool, &s->calls, &back, 1);
 }
 
 // ---- 14c. the short convolution (LFM2, arXiv 2511.23404) ----
 //
-// A mixer that remembers the last few tokens alone: a convolution over time of each channel, whose
-// input and output are gated. out = W (c * conv(b * u)), with b, c and u [dim] of one projection.
+// The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
+// c, and u [dim], of one projection.
 
 static void load_conv(Loader *ld, Layer *w) {
     int dim = ld->m->config.dim;
     load_fused(ld, "shortconv.in_proj", 1,
-               (Slice[]){{"", dim, &w->beta}, {"", dim, &w->z}, {"", dim, &w->conv_in}}, 3);
-    w->delta_out = need_matrix(ld, "shortconv.out_proj", dim, dim, 1);
+               (Slice[]){{"", dim, &w->alpha}, {"", dim, &w->z}, {"", dim, &w->conv_in}}, 3);
 }
 
-static void short_conv(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    int n = s->n;
-    float *mix = s->mix + (s->m->config.conv - 1) * w->conv_in.rows;
-    Matmul in[] = {{&w->beta, s->h, s->att, n}, {&w->z, s->h, s->z, n}, {&w->conv_in, s->h, mix, n}};
-    Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(s->pool, &s->calls, in, 3);
-    each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    matmul(s->pool, &s->calls, &back, 1);
-}
-
-// ---- the three together ----
-
-static bool load_recurrent(Loader *ld, Layer *w) {   // false: the layer has none
+// loads the layer's recurrent mixer; returns whether there is attention, instead or as well
+static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
+    int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
+    if (find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
+    if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
     if (find_tensor(ld, "ssm_in", ".weight")) w->mixer = MIX_SPACE;
-    else if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
-    else if (find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
-    else return false;
-    if (!c->causal || !c->conv)
-        refuse(ld, "layer %d: a convolution of %d values that is %scausal", ld->l, c->conv,
-               c->causal ? "" : "not ");
-    if (w->mixer == MIX_SPACE) load_space(ld, w);
-    else if (w->mixer == MIX_DELTA) load_delta(ld, w);
-    else load_conv(ld, w);
-    const char *conv = w->mixer == MIX_CONV ? "shortconv.conv" : "ssm_conv1d";
-    w->conv = need_vector(ld, conv, ".weight", (size_t)w->conv_in.rows * c->conv);
-    w->conv_bias = load_vector(ld, conv, ".bias", w->conv_in.rows);
-    return true;
+    if (!w->mixer) return true;
+    bool conv = w->mixer == MIX_CONV;
+    const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
+    if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
+    if (conv) load_conv(ld, w);
+    else {
+        if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
+            refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
+                   ld->l, c->n_value, c->n_key, c->dv, c->dk);
+        if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
+            refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
+                   delta_state_size(c));
+        if (!ld->ok) return false;
+        (w->mixer == MIX_SPACE ? load_space : load_delta)(ld, w, qkv, values);
+        w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
+        w->a = load_vector(ld, "ssm_a", "", c->n_value);
+        need_data(ld, w->dt_bias, "ssm_dt", ".bias");
+        need_data(ld, w->a, "ssm_a", "");
+    }
+    w->delta_out = need_matrix(ld, conv ? "shortconv.out_proj" : "ssm_out", w->z.rows, c->dim, 1);
+    w->conv = load_vector(ld, taps, ".weight", (size_t)w->conv_in.rows * c->conv);
+    w->conv_bias = load_vector(ld, taps, ".bias", w->conv_in.rows);
+    need_data(ld, w->conv, taps, ".weight");
+    return w->mixer == MIX_SPACE && (find_tensor(ld, "attn_q", ".weight") ||
+                                     find_tensor(ld, "attn_qkv", ".weight"));
 }
 
 static void recurrent(Session *s) {
-    int mixer = s->m->layers[s->l].mixer;
-    if (mixer == MIX_SPACE) state_space(s);
-    else if (mixer == MIX_DELTA) delta_net(s);
-    else short_conv(s);
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
+    bool fused = w->beta_alpha.data, delta = w->mixer == MIX_DELTA, conv = w->mixer == MIX_CONV;
+    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
+    float *alpha = fused ? s->ba : conv ? s->att : s->decay;
+    Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
+                   {fused ? &w->beta_alpha : &w->alpha, s->h, alpha, n},
+                   {&w->beta, s->h, s->write, n}};
+    Matmul back = {&w->delta_out, s->att, s->out, n};
+    matmul(s->pool, &s->calls, in, delta && !fused ? 4 : 3);
+    each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
+    if (!conv) {
+        each_row(s, delta_gates_row, NULL, n);
+        each_row(s, delta ? delta_block : space_block, NULL, c->n_value * delta_blocks(c));
+        each_row(s, delta_out_row, NULL, n);
+    }
+    matmul(s->pool, &s->calls, &back, 1);
 }
 
 // ==== Part III: text =============================================================================

@@ -1017,15 +1017,14 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// s->att[n][n_value][dv], by the layer's recurrent mixer: products (of a chunk one dispatch each, of
-// one token one in all, or two if alpha and beta are two tensors), convolution, rule, norm
+// s->att[n][n_value][dv], by a recurrent mixer: products (of a chunk one dispatch each, of a token
+// two in all if alpha and beta are apart, else one), convolution, rule, norm
 static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
     int channels = w->conv_in.rows, past = c->conv - 1, apart = asks && !fused;
-    const Matrix *m[4] = {&w->conv_in, &w->z, fused ? &w->beta_alpha : gated ? &w->beta : &w->alpha,
-                          &w->beta};
+    const Matrix *m[4] = {&w->conv_in, &w->z, fused ? &w->beta_alpha : &w->alpha, &w->beta};
     float *to[4] = {s->mix + (size_t)past * channels, s->z,
                     fused ? s->ba : gated ? s->att : s->decay, s->write};
     run_products(s, m, apart ? 2 : 3, in, to, n, STORE);

@@ -406,8 +406,8 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   r the router's bias  P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
 //   v QKV with gates fused
-//   M a state space  C a short convolution  H either in even layers, attention in odd ones  3 layers
-//   with a state space, attention or FFN alone in turn  e experts of a latent width
+//   M a state space  C a short convolution  H either in even layers, attention in odd ones
+//   3 layers of a state space, attention or an FFN alone, in turn  e latent experts
 //   q the norm of the embedding is that of the output
 // and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32,
 // z w y a layer without attention, without a recurrent mixer, without FFN.
@@ -3726,7 +3726,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     Config *c = &x.m.config;
     *c = (Config){.eps = 1e-5f, .dim = DIM, .conv = d->conv, .n_key = d->n_key, .dk = d->dk,
                   .n_value = d->n_value, .dv = d->dv};
-    size_t n_conv = past * channels, n_state = conv ? 0 : delta_state_size(c), all = n_conv + n_state;
+    size_t n_conv = past * channels, n_state = conv ? 0 : delta_state_size(c);
+    size_t all = n_conv + n_state;
     x.arch.flags = d->tiled ? DELTA_TILED : 0;
     x.w = (Layer){.mixer = d->mixer, .conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
                   .z = lab_matrix(g, FORMAT_F16, values, DIM).m,
@@ -3739,8 +3740,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     if (!delta) x.w.skip = lab_floats(g, d->n_value, 1);
     if (d->mixer == MIX_SPACE) x.w.conv_bias = lab_floats(g, channels, 1);
     if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM).m;
-    else x.w.alpha = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
-    if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, conv ? values : d->n_value, DIM).m;
+    else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : d->n_value, DIM).m;
+    if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
     for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= 1;   // it decays
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
     float *got = need(N * values * sizeof *got), *old = memcpy(need(4 * all), state, 4 * all);
