@@ -470,7 +470,7 @@ typedef struct {
     bool yarn;
     float yarn_fast, yarn_slow, yarn_log;
     int n_ctx_orig;                            // context length before RoPE scaling
-    int n_expert, n_used, n_group;             // a token uses n_used of n_expert experts
+    int n_expert, n_used, n_group;             // n_used: the most that a token uses in a layer
     int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
     float gates_scale;
     int parallel;                              // attention and FFN read the same stream
@@ -492,7 +492,7 @@ typedef struct {
 typedef struct { const float *w, *b; int n, group; } Norm;
 
 typedef struct {
-    int n_head, n_kv, ff;                      // 0: no attention, no FFN
+    int n_head, n_kv, ff, n_used;              // 0: no attention, no FFN; n_used: of experts
     int mixer;                                 // the recurrent one, 0: none
     int pattern;                               // how windows are spread over the layers
     int window;                                // 0: the session's
@@ -565,7 +565,7 @@ static const Key KEYS[] = {
     {"rope.scaling.yarn_log_multiplier", REAL(yarn_log), "mistral3"},
     {"feed_forward_length", OF_LAYER(ff), 0, 1 << 20, NULL},
     {"expert_count", INT(n_expert), 0, 4096, NULL},
-    {"expert_used_count", INT(n_used), 0, 4096, NULL},
+    {"expert_used_count", OF_LAYER(n_used), 0, 4096, NULL},
     {"expert_group_count", INT(n_group), 0, 1, NULL},                   // more: not supported
     {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2 lfm2moe*"},
     {"expert_weights_norm", INT(gates_normed), 0, 1, "bailingmoe dots1 glm4moe nemotron_h_moe"},
@@ -867,8 +867,6 @@ static void derive_config(Loader *ld) {
     c->dv /= c->n_value ? c->n_value : 1;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf.n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf.n_tensors);
-    if (c->n_expert && (c->n_used < 1 || c->n_used > c->n_expert))
-        refuse(ld, "a token uses %d of %d experts", c->n_used, c->n_expert);
     // RoPE
     bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
     Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
@@ -1913,10 +1911,12 @@ static void gate_row(Task t) {
 // experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
+    Config *c = &ld->m->config;
     const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
     need_data(ld, down, "ffn_down_exps", ".weight");
     int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    if (w->n_used < 1 || w->n_used > n) refuse(ld, "a token uses %d of %d experts", w->n_used, n);
+    c->n_used = larger(c->n_used, w->n_used);
     w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
@@ -1953,8 +1953,9 @@ static void choose_experts(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
     const float *bias = s->m->layers[s->l].router_bias;
-    float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * c->n_used;
-    int32_t *chosen = s->chosen + (size_t)t.i * c->n_used;
+    int n_used = s->m->layers[s->l].n_used;
+    float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * n_used;
+    int32_t *chosen = s->chosen + (size_t)t.i * n_used;
     float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
     bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
@@ -1963,7 +1964,7 @@ static void choose_experts(Task t) {
     for (int e = 0; e < c->n_expert && !sigmoid; e++) p[e] /= all;
     for (int e = 0; e < c->n_expert; e++) {   // keeps the best so far sorted, with their scores
         float score = p[e] + (bias ? bias[e] : 0);
-        int k = e < c->n_used ? e : c->n_used - 1;
+        int k = e < n_used ? e : n_used - 1;
         if (e > k && !(score > weight[k])) continue;
         for (; k > 0 && score > weight[k - 1]; k--) {
             chosen[k] = chosen[k - 1];
@@ -1972,9 +1973,9 @@ static void choose_experts(Task t) {
         chosen[k] = e;
         weight[k] = score;
     }
-    for (int k = 0; k < c->n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
+    for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
     if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);             // 2^-14
-    for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
+    for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
 // order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
@@ -1989,14 +1990,14 @@ static void sort_choices(const Session *s, int n) {
 static void gather_row(Task t) {   // h of each choice's token, in the experts' order
     Session *s = t.ctx;
     const int32_t *order = t.of;
-    size_t dim = s->m->layers[s->l].down.rows, token = order[t.i] / s->m->config.n_used;
+    const Layer *w = &s->m->layers[s->l];
+    size_t dim = w->down.rows, token = order[t.i] / w->n_used;
     memcpy(s->gathered + t.i * dim, s->expert_in + token * dim, dim * sizeof *s->h);
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
 // with all its tokens; returns how many choices that were. Choice k is of token k / n_used.
 static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
-    const Config *c = &s->m->config;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
     size_t dim = w->down.rows, ff = w->ff;
@@ -2018,7 +2019,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
     matmul(s->pool, &s->calls, back, jobs);
     for (int r = 0; r < rows; r++)
-        add(s->sum + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
+        add(s->sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
 }
 
@@ -2036,7 +2037,7 @@ static void add_shared_row(Task t) {
 static void plan_experts(Session *s, const Layer *w) {
     static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
-    int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
+    int all = larger(s->n, w->n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
     int k = 0;
     for (int i = 0; i < experts; i++) {
         int n = i < experts - 1 ? 2 : all;
@@ -2049,9 +2050,8 @@ static void plan_experts(Session *s, const Layer *w) {
 }
 
 static void experts(Session *s) {
-    const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
+    int n = s->n, rows = n * w->n_used, limit = n > w->n_used ? n : w->n_used;
     Matmul router = {&w->router, s->h, s->route, n};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
     Matmul down = {&w->latent_down, s->h, s->latent, n};
@@ -6268,7 +6268,7 @@ static void print_notes(const Cli *cli) {
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
     if (cli->o.window > n_ctx && s->m && cli->m.config.causal)
         fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
-    if (n > window && s->m && !cli->ppl && !cli->bench.id)
+    if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id)
         fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
                 "-c %d keeps them\n", n - window, n);
     print_statistics(cli);
@@ -6488,6 +6488,8 @@ static void print_layers(const Model *m) {
     static const char *const kinds[] = {"attention", "attention in a window", "gated delta net",
                                         "state space", "short convolution", "dense FFN", "experts"};
     const Config *c = &m->config;
+    const Layer *seen = m->layers;   // the first with attention, if there is one
+    while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
     int count[KINDS] = {0};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
@@ -6499,7 +6501,7 @@ static void print_layers(const Model *m) {
            c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
            act[c->arch->act], rope[c->rope]);
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
-           c->n_layer, c->dim, m->layers[0].n_head, c->hd, m->layers[0].n_kv, c->n_vocab, c->n_ctx);
+           c->n_layer, c->dim, seen->n_head, c->hd, seen->n_kv, c->n_vocab, c->n_ctx);
     for (int i = 0, any = 0; i < KINDS; i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);

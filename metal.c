@@ -781,14 +781,17 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
+// choices of experts by n tokens in this layer
+static int choices_of(const Session *s, int n) { return n * s->m->layers[s->l].n_used; }
+
 // y[i][n] = w[i] x for up to three matrices (two, if n > 1); or (EPILOGUE_GLU)
 // y[0] = activation(w[0] x) * (w[1] x); experts: the latter for each choice of one token
 static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
                      Epilogue e, int experts) {
     const Config *c = &s->m->config;
     bool glu = e.kind == EPILOGUE_GLU;
-    struct gemv_args a = {.cols = w[0]->cols, .tokens = experts ? c->n_used : n, .eps = c->eps,
-                          .softcap = e.cap, .factor = e.factor};
+    struct gemv_args a = {.cols = w[0]->cols, .tokens = experts ? choices_of(s, 1) : n,
+                          .eps = c->eps, .softcap = e.cap, .factor = e.factor};
     Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
                            in.norm ? in.norm->b : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
                   GEMV_SIMDGROUPS * X_FLOATS,
@@ -807,7 +810,9 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
 }
 
 // choices of experts in a tile of gemm, by how many an expert gets on average
-static int experts_tile(const Config *c, int n) { return gemm_tokens(n * c->n_used / c->n_expert); }
+static int experts_tile(const Session *s, int n) {
+    return gemm_tokens(choices_of(s, n) / s->m->config.n_expert);
+}
 
 static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
 
@@ -832,9 +837,9 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     bool int8 = g->coded == x && !experts;
-    int tile = int8 ? GEMM_SOME : experts ? experts_tile(c, n) : gemm_tokens(n);
-    int tiles = experts ? expert_tiles(n * c->n_used, c->n_expert, tile) : div_up(n, tile);
-    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, c->n_used};
+    int tile = int8 ? GEMM_SOME : experts ? experts_tile(s, n) : gemm_tokens(n);
+    int tiles = experts ? expert_tiles(choices_of(s, n), c->n_expert, tile) : div_up(n, tile);
+    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, choices_of(s, 1)};
     Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
                   gemm_floats(tile),
                   {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->arch->act,
@@ -934,11 +939,10 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
                     int n, int experts) {
     const Matrix *pair[2] = {gate, up};
     Epilogue glu = {EPILOGUE_GLU, h, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
-    if (!gate->data && !experts) return run_products(s, &up, 1, in, &y, n, act);
-    if (!gate->data && n > 1) return run_gemm(s, &up, 1, in.x, &y, n, act, experts);
-    if (!gate->data) return run_gemv(s, &up, 1, in, &y, 1, act, experts);
-    if (n == 1) return run_gemv(s, pair, 2, in, &y, 1, glu, experts);
-    if (!experts) run_quantize(s, pair, 2, in.x, n);
+    int k = gate->data ? 2 : 1;   // matrices, the last of the pair
+    if (n == 1) return run_gemv(s, pair + 2 - k, k, in, &y, 1, k > 1 ? glu : act, experts);
+    if (!experts) run_quantize(s, pair + 2 - k, k, in.x, n);
+    if (k == 1) return run_gemm(s, &up, 1, in.x, &y, n, act, experts);
     run_gemm(s, &gate, 1, in.x, &h, n, STORE, experts);
     run_gemm(s, &up, 1, in.x, &y, n, glu, experts);
 }
@@ -950,7 +954,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
-    struct choose_args a = {c->n_expert, c->n_used, c->gating == 2, c->gates_normed,
+    struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed,
                             c->gates_scale};
     Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                   SIMD_LANES, 0, {[C_BIASES] = w->router_bias != NULL}};
@@ -959,8 +963,8 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
     if (n > 1) {
-        int tile = experts_tile(c, n), choices = n * c->n_used;
-        struct sort_args b = {choices, c->n_expert, expert_tiles(choices, c->n_expert, tile), tile};
+        int tile = experts_tile(s, n), all = n * w->n_used;
+        struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
         Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
                          threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
         gpu_dispatch(g, &sort, &b, sizeof b);
@@ -977,7 +981,6 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
 // token, two for a chunk, and one more if there is a shared expert; from a latent sum two more
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     Gpu *g = s->gpu;
-    const Config *c = &s->m->config;
     const Matrix *shared = &w->shared_down, *down = &w->down, *wide = &w->latent_up;
     if (wide->data) {
         Layer sum = *w;
@@ -989,7 +992,7 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
         return;
     }
     if (n > 1) {
-        struct weigh_args a = {down->rows, c->n_used, shared->data != NULL,
+        struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
                                w->shared_router.data != NULL, e.factor};
         Dispatch d = {"weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
                                         e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
@@ -999,7 +1002,7 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
         return gpu_dispatch(g, &d, &a, sizeof a);
     }
     struct experts_args a = {.each = {{experts_matrix(down)}, w->ff, 0, 1, 0, 0, e.factor},
-                             .n_used = c->n_used, .weighed = w->shared_router.data != NULL};
+                             .n_used = w->n_used, .weighed = w->shared_router.data != NULL};
     Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
                                    down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
                                    e.other, y}, 12,

@@ -3266,6 +3266,7 @@ static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped b
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
 static Session *lab_begin(Lab *x) {
     x->m.config.arch = &x->arch;
+    x->m.layers = &x->w;
     x->s.m = &x->m;
     x->s.gpu = x->g;
     soft.n_run = 0;
@@ -3654,10 +3655,10 @@ static void lab_experts(Gpu *g, int type, int n) {
     memcpy(route + 4 * dim, route + 2 * dim, 4 * dim);
     for (int e = 1; e < 40 && E == 40; e++) memcpy(route + e * dim, route, 4 * dim);
     x.arch.act = type % 4;
-    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E, .n_used = USED,
+    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E,
                           .gating = 1 + type % 2, .gates_normed = type % 3 > 0,
                           .gates_scale = 1.5f};
-    x.w = floats = (Layer){.ff = ff, .router = matrix_rows(router.m, 0, E),
+    x.w = floats = (Layer){.ff = ff, .n_used = USED, .router = matrix_rows(router.m, 0, E),
                            .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
     if (shared && weighed) x.w.shared_router = floats.shared_router = matrix_rows(router.m, E, 1);
     for (int i = 0; i < 3 + 3 * shared; i++) {
@@ -4267,7 +4268,6 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D, .hd = hd,
                           .vd = hd, .n_rot = hd, .rope = ROPE_HALVES, .causal = true};
     x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
-    x.m.layers = &x.w;
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
                     .k = bench_floats(g, n * KV * hd), .v = bench_floats(g, n * KV * hd),
