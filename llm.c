@@ -736,7 +736,7 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
-    if (!w->n_kv || w->n_head % w->n_kv || c->hd < 1 || c->vd < 1)
+    if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || c->hd < 1 || c->vd < 1)
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
                w->n_head, c->hd, c->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
@@ -918,6 +918,7 @@ static bool weights_load(Model *m, Error *e) {
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
+    if (find_tensor(&ld, "dense_2", ".weight")) refuse(&ld, "tensor dense_2 is not supported");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
@@ -2037,8 +2038,7 @@ static void add_shared_row(Task t) {
 static void plan_experts(Session *s, const Layer *w) {
     static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
-    int all = larger(s->n, w->n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
-    int k = 0;
+    int k = 0, all = larger(s->n, w->n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
     for (int i = 0; i < experts; i++) {
         int n = i < experts - 1 ? 2 : all;
         if (w->gate.data) in[k++] = (Matmul){&w->gate, &places[i], NULL, n};
@@ -2052,13 +2052,12 @@ static void plan_experts(Session *s, const Layer *w) {
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * w->n_used, limit = n > w->n_used ? n : w->n_used;
-    Matmul router = {&w->router, s->h, s->route, n};
+    Matmul in[] = {{&w->router, s->h, s->route, n}, {&w->latent_down, s->h, s->latent, n}};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
-    Matmul down = {&w->latent_down, s->h, s->latent, n};
     bool latent = w->latent_down.data;
     s->expert_in = latent ? s->latent : s->h;
     s->sum = latent ? s->latent_sum : s->out;
-    matmul(s->pool, &s->calls, (Matmul[]){router, down}, 1 + latent);
+    matmul(s->pool, &s->calls, in, 1 + latent);
     each_row(s, choose_experts, NULL, n);
     if (s->calls.base) {
         sort_choices(s, rows);

@@ -1038,6 +1038,16 @@ static void test_gguf_shapes(void) {
          {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 2, NULL}},
         {{"llama", 2, "", ""},
          {"want a number, or one a layer", NO_KEY, "llama.attention.head_count", 0, 1, NULL}},
+        {{"llama", 2, "", "attention.head_count=0"}, {.expect = "0 heads of 16 and 16 values"}},
+        {{"llama", 2, "y", "feed_forward_length=48"}, {.expect = "ffn_up.weight is missing"}},
+        {{"mamba2", 2, "zy", "feed_forward_length=0"}, {.expect = "attn_q.weight is missing"}},
+        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.group_count=4"}, {.expect = "6 value heads cannot"}},
+        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.inner_size=36"}, {.expect = "want [32,150,1,1]"}},
+        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.conv_kernel=0"}, {.expect = "causal convolution"}},
+        {{"nemotron_h_moe", 3, "3Mg1xe", ALONE_KEYS EXPERT_KEYS "expert_used_count=0,0,7"},
+         {.expect = "a token uses 7 of 6"}},
+        {{"lfm2", 2, "HCkNq", ""}, {.expect = "shortconv.l_cache is missing"}},
+        {{"lfm2", 2, "HCkNq", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
     };   // NO_KEY: instead, heads[b]
     static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
     const char *path = scratch("shape.gguf");
@@ -1213,6 +1223,8 @@ static void test_alibi_and_alpha(void) {
         Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS "logit_scale=1."};
         CHECK(random_model(&experts)->config.gates_normed, "%s", experts.arch);
     }
+    Shape lfm2 = {"lfm2", 2, "HCkNq", WINDOW_KEYS "shortconv.l_cache=3"};
+    CHECK(random_model(&lfm2)->layers[1].window == 9, "lfm2 has no window");
     for (int i = 0; i < 2; i++) {   // the base in gemma3's windows is 10,000, or as a key says
         Shape shape = {"gemma3", 5, "tk", i ? WINDOW_KEYS "rope.freq_base_swa=500." :
                        WINDOW_KEYS "rope.freq_base=500."};
