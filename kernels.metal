@@ -21,7 +21,7 @@
 //       sort_choices      sort_choices, and which tiles gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
-//       delta_rule        delta_gates_row, delta_rule
+//       delta_rule        delta_gates_row, delta_block; or space_gates_row, space_block
 //
 // Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
 // thread in that; `shared` is the threadgroup's memory. g is a group of 32 weights, t a token, r a
@@ -259,13 +259,14 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
     X(QK_NORMED)     /* bits 0, 1: heads of Q, of K are normed; 2, 3: all Q, all K at once */ \
     X(QK_LATE)       /* after RoPE, not before */ \
-    X(GATED)         /* each head's query is followed by a gate of its output */ \
+    X(GATED)         /* each head's query is followed by a gate of its output; see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: rows of a unit at most */ \
     X(TILE_TOKENS)   /* gemm: tokens in a tile */ \
-    X(INT8)          /* gemm: products of int8 codes */
+    X(INT8)          /* gemm: products of int8 codes */ \
+    X(ASKS)          /* delta_rule: the delta rule, not a state space */
 #define X(name) C_##name,
 enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 #undef X
@@ -315,7 +316,7 @@ struct kernel_matrix {
     int32_t bias_step;
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
-struct norm_args { int32_t cols; float eps, factor; };
+struct norm_args { int32_t cols, groups; float eps, factor; };   // groups: rows that share weights
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
 struct gemv_args {
     struct kernel_matrix w[3];
@@ -692,17 +693,19 @@ kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *posit
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
 // CENTRED, by way of the epilogue: Gemma normalises what it adds to x, the delta rule has a gate.
+// Of `groups` rows that follow each other each has weights of its own.
 // Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
 kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
         device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
         device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]], PLACE) {
     ulong at = (ulong)tg * a->cols;
+    int own = tg % a->groups * a->cols;
     x += at;
     float mean, scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {
         float v = (x[i] - mean) * scale;
-        if (NORMED & NORM_WEIGHTS) v *= w[i];
-        if (NORMED & NORM_BIAS) v += bias[i];
+        if (NORMED & NORM_WEIGHTS) v *= w[own + i];
+        if (NORMED & NORM_BIAS) v += bias[own + i];
         finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
     }
 }
@@ -774,8 +777,8 @@ static inline void gemv_unit(int format, int part, int unit, int expert, device 
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
 // the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
-// token of a chunk: gemm's halves would decide near-ties. EXPERTS: the GLU of one token's chosen
-// experts; then t counts these, and y0 is [n_used][rows].
+// token of a chunk: gemm's halves would decide near-ties. EXPERTS: W0, or the GLU, of one token's
+// chosen experts; then t counts these, and y0 is [n_used][rows].
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
@@ -810,7 +813,7 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     device float *y = (part == 0 ? y0 : part == 1 ? y1 : y2) + (ulong)t * a->w[part].rows;
     u -= part == 0 ? 0 : part == 1 ? n0 : n1;
     if (part == 0 || format == FORMAT_0)
-        gemv_unit(FORMAT_0, part, u, 0, w, bias, 0, &in, gate, other, y, a);
+        gemv_unit(FORMAT_0, part, u, e, w, bias, scale0, &in, gate, other, y, a);
     else if (part == 1) gemv_unit(FORMAT_1, part, u, 0, w, bias, 0, &in, gate, other, y, a);
     else gemv_unit(FORMAT_2, part, u, 0, w, bias, 0, &in, gate, other, y, a);
 }
@@ -1742,18 +1745,26 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
     }
 }
 
-// ---- 8. the gated delta rule ----
+// ---- 8. recurrent mixers ----
 //
-// One token, and a chunk with other products:
+// The gated delta rule: one token, and a chunk with other products:
 //   gemv (norm; q, k, v and z) | gemv (norm; alpha, beta) | delta_conv | delta_rule |
 //   norm (of each head, times silu(z)) | gemv (added to x)
+// A state space:
+//   gemv (norm; x, b and c; z; dt) | delta_conv | delta_rule (times silu(z)) |
+//   norm (of each group of heads) | gemv (added to x)
+// The short convolution:
+//   gemv (norm; u, b, c) | delta_conv | gemv (added to x)
 
 // The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which come
 // from the state, and then the chunk's; the result of token t takes the place of row t. The taps
-// are [channels][past + 1]. Grid: a thread for each channel, so that neighbours read neighbours and
-// nobody else needs what it writes.
+// are [channels][past + 1]. If GATED, there is no SiLU: b[n][channels] multiplies the chunk first,
+// and the result, times z[n][channels], takes the place of b. Grid: a thread for each channel, so
+// that neighbours read neighbours and nobody else needs what it writes.
 kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],
-        device const float *taps [[buffer(2)]], constant struct conv_args *a [[buffer(3)]], PLACE) {
+        device const float *taps [[buffer(2)]], device const float *bias [[buffer(3)]],
+        device float *b [[buffer(4)]], device const float *z [[buffer(5)]],
+        constant struct conv_args *a [[buffer(6)]], PLACE) {
     int i = tg * nsg * SIMD_LANES + tid, channels = a->channels;
     if (i >= channels) return;
     mix += i;
@@ -1761,9 +1772,12 @@ kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[bu
     taps += (ulong)i * (a->past + 1);
     for (int j = 0; j < a->past; j++) mix[(ulong)j * channels] = state[(ulong)j * channels];
     for (int t = 0; t < a->n; t++) {
-        float y = 0.0f;
+        float y = BIASES ? bias[i] : 0.0f;
+        ulong at = (ulong)t * channels;
+        if (GATED) mix[at + (ulong)a->past * channels] *= b[at + i];
         for (int j = 0; j <= a->past; j++) y += taps[j] * mix[(ulong)(t + j) * channels];
-        mix[(ulong)t * channels] = y * sigmoid(y);
+        if (GATED) b[at + i] = y * z[at + i];
+        else mix[at] = y * sigmoid(y);
     }
     for (int j = 0; j < a->past; j++)
         state[(ulong)j * channels] = mix[(ulong)(a->n + j) * channels];
@@ -1784,44 +1798,55 @@ static inline float softplus(float x) {
 // For each value head, whose state S[dv][dk] stays in registers while the tokens pass:
 //   S *= g,   S += b * (v - S k) k',   out = S q       k, q of unit length, q also by 1 / sqrt(dk)
 //   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
+// or, unless it ASKS, where x takes the place of v, and k and q are as they come,
+//   S *= g,   S += softplus(alpha + dt) * x k',   out = (S q + skip * x) * silu(z)
 // Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
 // fourth number from l / 8 on. So S k is two shuffles away, rows need nothing of one another, and
 // SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
-// of a SIMD-group are neighbours. A row of mix[n] has q of n_key heads, k of them, and v.
+// of a SIMD-group are neighbours. A row of mix[n] has q of n_key heads, k of them, and v; or x, k
+// and q.
 kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
         device float *out [[buffer(6)]],                                       // [n][n_value][dv]
-        constant struct delta_args *a [[buffer(7)]], PLACE) {
+        device const float *z [[buffer(7)]], device const float *skip [[buffer(8)]],
+        constant struct delta_args *a [[buffer(9)]], PLACE) {
     int units = div_up(a->dv, DELTA_UNIT), unit = tg * nsg + sg, h = unit / units;
     int row = unit % units * DELTA_UNIT + lane % 8, first = lane / 8;
     if (h >= a->n_value) return;                          // a whole SIMD-group: no barrier follows
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
     int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
     ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + row / DELTA_LAYOUT;
+    int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv;
     float s[HEAD_MAX / 4];
     state += block * HEAD_DIM * DELTA_LAYOUT + row % DELTA_LAYOUT;
     for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) s[i] = state[(ulong)j * DELTA_LAYOUT];
     for (int t = 0; t < a->n; t++) {
-        ulong channels = 2 * a->n_key * HEAD_DIM + a->n_value * a->dv;
-        device const float *q = mix + t * channels + key * HEAD_DIM, *k = q + a->n_key * HEAD_DIM;
+        device const float *token = mix + (ulong)t * (2 * keys + values);
+        device const float *k = token + (ASKS ? keys : values) + key * HEAD_DIM;
+        device const float *q = ASKS ? k - keys : k + keys;
         float qq = 0.0f, kk = 0.0f, dot = 0.0f, o = 0.0f;
-        for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) {
+        for (int j = first, i = 0; ASKS && j < HEAD_DIM; j += 4, i++) {
             qq += q[j] * q[j];
             kk += k[j] * k[j];
             dot += s[i] * k[j];
         }
-        float g = exp(decay[h] * softplus(alpha[(ulong)t * a->step + at] + dt[h]));
-        float b = sigmoid(beta[(ulong)t * a->step + at]), unit_k = rsqrt(row_sum(kk) + a->eps);
-        ulong value = h * a->dv + min(row, a->dv - 1);
-        float v = mix[t * channels + 2 * a->n_key * HEAD_DIM + value];
-        float write = b * (v - g * row_sum(dot) * unit_k) * unit_k;
+        float step = softplus(alpha[(ulong)t * a->step + at] + dt[h]), g = exp(decay[h] * step);
+        int value = h * a->dv + min(row, a->dv - 1);
+        float v = token[(ASKS ? 2 * keys : 0) + value], write = step * v;
+        if (ASKS) {
+            float b = sigmoid(beta[(ulong)t * a->step + at]), unit_k = rsqrt(row_sum(kk) + a->eps);
+            write = b * (v - g * row_sum(dot) * unit_k) * unit_k;
+        }
         for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) {
             s[i] = g * s[i] + write * k[j];
             o += s[i] * q[j];
         }
-        o = row_sum(o) * rsqrt((row_sum(qq) + a->eps) * (float)HEAD_DIM);
-        if (first == 0 && row < a->dv) out[(ulong)t * a->n_value * a->dv + value] = o;
+        o = row_sum(o);
+        ulong to = (ulong)t * values + value;
+        if (ASKS) o *= rsqrt((row_sum(qq) + a->eps) * (float)HEAD_DIM);
+        else o = (o + skip[h] * v) * z[to] * sigmoid(z[to]);
+        if (first == 0 && row < a->dv) out[to] = o;
     }
     for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) state[(ulong)j * DELTA_LAYOUT] = s[i];
 }

@@ -9,7 +9,8 @@
 //
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
-//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule
+//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule, 14b state spaces,
+//                      14c short convolutions
 //   III  text          15 tokenizer, 16 chat templates
 //   IV   speed         17 threads, 18 vectors, 19 one token, 20-22 tiles, 23 matmul,
 //                      24-26 attention, 27 narrow, 28 the GPU, 29 AMX
@@ -381,6 +382,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
+enum { MIX_DELTA = 1, MIX_SPACE, MIX_CONV };  // recurrent mixers, sections 14, 14b, 14c
 enum {
     EMBD_SQRT = 1,         // embeddings are multiplied by sqrt(dim)
     WINDOW_4096 = 2,       // sliding window where the file does not say
@@ -406,7 +408,7 @@ typedef struct {
     const char *names;            // "llama* mistral3*"
     uint8_t norm, act, rope;
     uint16_t flags;
-    uint8_t local;                // every local-th layer sees all, others a window; 0: no windows
+    uint8_t local;                // every local-th layer sees all, others a window; 0: all; 255: no
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
     uint8_t n_layer;              // the row is for models of this many layers; 0: for any
 } Arch;
@@ -415,10 +417,11 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"llama* mistral3* ernie4_5-moe", RMS, SILU, ROPE_PAIRS, .flags = GATES_NORMED},
     {"baichuan", RMS, SILU, ROPE_PAIRS, .n_layer = 32},
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
-    {"baichuan", RMS, SILU, ROPE_NONE, .flags = 0},
+    {"baichuan mamba2*", RMS, SILU, ROPE_NONE, .flags = 0},
     {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", RMS, SILU, .rope = ROPE_PAIRS},
     {"smollm3", RMS, SILU, ROPE_PAIRS, .no_rope = 4},
-    {"granite", RMS, SILU, ROPE_PAIRS, .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
+    {"granite granitehybrid*", RMS, SILU, ROPE_PAIRS,
+     .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
     {"granitemoe", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
     {"minicpm", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
     {"arcee", RMS, RELU2, ROPE_PAIRS, .flags = 0},
@@ -429,7 +432,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
     {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
-    {"qwen3moe* qwen3next*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
+    {"qwen3moe* qwen3next* lfm2moe*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
     {"qwen35* qwen35moe", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED | GATES_NORMED},
     {"hunyuan-dense hunyuan-moe", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE | GATES_NORMED},
     {"olmo2", RMS, SILU, ROPE_HALVES, .flags = LOCAL_UNSCALED, .local = 4},
@@ -442,6 +445,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
     {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
     {"nemotron", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
+    {"nemotron_h nemotron_h_moe*", RMS, RELU2, ROPE_NONE, .flags = GATES_SIGMOID},
+    {"falcon-h1*", RMS, SILU, ROPE_HALVES, .flags = 0},
+    {"lfm2", RMS, SILU, ROPE_HALVES, .local = 255},
     {"gpt2 starcoder", LAYERNORM, GELU, ROPE_NONE, .flags = 0},
     {"bloom", LAYERNORM, GELU, ROPE_NONE, .flags = ALIBI_8},
     {"bert*", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER},
@@ -464,11 +470,11 @@ typedef struct {
     bool yarn;
     float yarn_fast, yarn_slow, yarn_log;
     int n_ctx_orig;                            // context length before RoPE scaling
-    int n_expert, n_used, n_group;             // a token uses n_used of n_expert experts
+    int n_expert, n_used, n_group;             // n_used: the most that a token uses in a layer
     int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
     float gates_scale;
     int parallel;                              // attention and FFN read the same stream
-    int conv, n_key, n_value, dk, dv;          // delta-net: convolution, heads, widths
+    int conv, n_key, n_value, dk, dv;          // recurrent mixers: convolution, heads, widths
     int causal, pooling;                       // pooling: -1 unsaid, 0 none, 1 mean, 2 CLS, 3 last
 } Config;
 
@@ -486,7 +492,8 @@ typedef struct {
 typedef struct { const float *w, *b; int n, group; } Norm;
 
 typedef struct {
-    int n_head, n_kv, ff;
+    int n_head, n_kv, ff, n_used;              // 0: no attention, no FFN; n_used: of experts
+    int mixer;                                 // the recurrent one, 0: none
     int pattern;                               // how windows are spread over the layers
     int window;                                // 0: the session's
     bool rotated, parallel;                    // parallel: attention and FFN read the same stream
@@ -495,9 +502,10 @@ typedef struct {
     Matrix q, k, v, o;                         // q has 2 x hd rows a head where attention is gated
     const float *sinks, *router_bias;          // [n_head]; [n_expert], for the choice only
     Matrix gate, up, down;                     // dense FFN, or all experts' with step
-    Matrix router, shared_gate, shared_up, shared_down, shared_router;
-    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, where there is a conv_in
-    const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
+    Matrix router, shared_gate, shared_up, shared_down, shared_router, latent_down, latent_up;
+    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // of the recurrent mixer
+    const float *conv, *conv_bias;             // [channels][conv], [channels]
+    const float *dt_bias, *a, *skip;           // [n_value]
     Norm delta_norm;
 } Layer;
 
@@ -521,21 +529,23 @@ static const Key KEYS[] = {
     {"context_length", INT(n_ctx), 1, INT_MAX, NULL},
     {"pooling_type", INT(pooling), -1, 3, NULL},
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
+    {"attention.layer_norm_epsilon", REAL(eps_rms), "nemotron_h nemotron_h_moe"},   // or the next
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
-    {"embedding_scale", REAL(embd_scale), "granite granitemoe minicpm"},
-    {"residual_scale", REAL(residual_scale), "granite granitemoe minicpm"},
-    {"logit_scale", REAL(logit_scale), "granite* granitemoe* minicpm command-r* cohere2*"},
+    {"embedding_scale", REAL(embd_scale), "granite granitehybrid granitemoe minicpm"},
+    {"residual_scale", REAL(residual_scale), "granite granitehybrid granitemoe minicpm"},
+    {"logit_scale", REAL(logit_scale),
+     "granite* granitehybrid granitemoe* minicpm command-r* cohere2*"},
     {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3"},
-    {"attention.head_count", INT(n_head), 1, 1 << 14, NULL},
-    {"attention.head_count", OF_LAYER(n_head), 1, 1 << 14, NULL},
-    {"attention.head_count_kv", OF_LAYER(n_kv), 0, 1 << 14, NULL},      // 0: as many as n_head
+    {"attention.head_count", INT(n_head), 0, 1 << 14, NULL},
+    {"attention.head_count", OF_LAYER(n_head), 0, 1 << 14, NULL},
+    {"attention.head_count_kv", OF_LAYER(n_kv), 0, 1 << 14, NULL},      // 0: see load_layer
     {"attention.key_length", INT(hd), 0, 4096, NULL},
     {"attention.value_length", INT(vd), 0, 4096, NULL},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
     {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gpt-oss*"},
     {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
     {"attention.causal", INT(causal), 0, 1, NULL},
-    {"attention.scale", REAL(attn_scale), "granite granitemoe"},
+    {"attention.scale", REAL(attn_scale), "granite granitehybrid granitemoe"},
     {"attn_logit_softcapping", REAL(attn_cap), "gemma2"},
     {"attention.clamp_kqv", REAL(clamp_qkv), "olmo"},
     {"attention.temperature_scale", REAL(temp_scale), "mistral3"},
@@ -555,16 +565,17 @@ static const Key KEYS[] = {
     {"rope.scaling.yarn_log_multiplier", REAL(yarn_log), "mistral3"},
     {"feed_forward_length", OF_LAYER(ff), 0, 1 << 20, NULL},
     {"expert_count", INT(n_expert), 0, 4096, NULL},
-    {"expert_used_count", INT(n_used), 0, 4096, NULL},
+    {"expert_used_count", OF_LAYER(n_used), 0, 4096, NULL},
     {"expert_group_count", INT(n_group), 0, 1, NULL},                   // more: not supported
-    {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2"},
-    {"expert_weights_norm", INT(gates_normed), 0, 1, "bailingmoe dots1 glm4moe"},
-    {"expert_weights_scale", REAL(gates_scale), "bailingmoe deepseek dots1 glm4moe"},
+    {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2 lfm2moe*"},
+    {"expert_weights_norm", INT(gates_normed), 0, 1, "bailingmoe dots1 glm4moe nemotron_h_moe"},
+    {"expert_weights_scale", REAL(gates_scale), "bailingmoe deepseek dots1 glm4moe nemotron_h_moe"},
     {"ssm.conv_kernel", INT(conv), 0, 64, NULL},
     {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
     {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
     {"ssm.state_size", INT(dk), 0, 4096, NULL},
     {"ssm.inner_size", INT(dv), 0, 1 << 20, NULL},                      // of all value heads
+    {"shortconv.l_cache", INT(conv), 1, 64, "lfm2* lfm2moe*"},
 };
 
 typedef struct {
@@ -668,10 +679,11 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
 
 // weights [n] shared by all heads, [heads][n] with each its own, or [heads * n] over all at once
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
-    const Tensor *t = find_tensor(ld, name, ".weight");
+    const char *suffix = find_tensor(ld, name, "") ? "" : ".weight";   // Falcon-H1 has one without
+    const Tensor *t = find_tensor(ld, name, suffix);
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
-    const float *w = load_vector(ld, name, ".weight", size);
+    const float *w = load_vector(ld, name, suffix, size);
     return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head || heads == 1 ? n : 0};
 }
 
@@ -724,6 +736,10 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
+    if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || c->hd < 1 || c->vd < 1)
+        refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
+               w->n_head, c->hd, c->vd, w->n_kv);
+    if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
     if (first && c->hd == c->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
     load_fused(ld, "attn_qkv", 1,
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
@@ -769,24 +785,25 @@ static void load_norms(Loader *ld, Layer *w) {
     w->parallel = second.w || c->parallel || no_ffn_norm;
 }
 
-static void load_delta(Loader *ld, Layer *w);     // Part II has these two
-static void load_experts(Loader *ld, Layer *w);
+static void load_experts(Loader *ld, Layer *w);   // Part II has these two
+static bool load_recurrent(Loader *ld, Layer *w);
 
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = c->arch;
     bool windows = a->local && c->window;
-    w->pattern = a->local;
+    w->pattern = a->local % 255;
     load_keys(ld, w, true);
-    if (!w->n_kv) w->n_kv = w->n_head;
-    if (ld->ok && w->n_head % w->n_kv)
-        refuse(ld, "layer %d: %d heads cannot share %d KV heads", ld->l, w->n_head, w->n_kv);
-    if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
+    const Meta *kv = arch_meta(ld, "attention.head_count_kv");
+    bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
+    if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
     load_norms(ld, w);
-    if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
-    else load_attention(ld, w);
+    if (load_recurrent(ld, w) && (w->n_kv || !each_kv)) load_attention(ld, w);
+    else w->n_head = w->n_kv = 0;
+    bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else load_ffn(ld, w);
+    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
+    w->parallel = w->parallel && mixes && w->up.data;   // both are there
     // Which layers see only a window: the key is a period, whose last layer sees all, or an array
     // of yes and no. Some models use RoPE in windowed layers only, some not in every n-th layer.
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
@@ -822,8 +839,8 @@ static bool load_arch(Loader *ld) {
 static void imply_config(Config *c) {
     int flags = c->arch->flags;
     bool mup = flags & MUP;
-    if (!c->hd) c->hd = c->dim / c->n_head;
-    if (!c->vd) c->vd = c->dim / c->n_head;
+    if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
+    if (!c->vd && c->n_head) c->vd = c->dim / c->n_head;
     c->n_rot = c->hd;
     c->n_ctx_orig = c->n_ctx;
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
@@ -850,9 +867,6 @@ static void derive_config(Loader *ld) {
     c->dv /= c->n_value ? c->n_value : 1;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf.n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf.n_tensors);
-    if (c->hd < 1 || c->vd < 1) refuse(ld, "heads of %d and %d values", c->hd, c->vd);
-    if (c->n_expert && (c->n_used < 1 || c->n_used > c->n_expert))
-        refuse(ld, "a token uses %d of %d experts", c->n_used, c->n_expert);
     // RoPE
     bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
     Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
@@ -862,6 +876,7 @@ static void derive_config(Loader *ld) {
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
+    if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
@@ -898,10 +913,12 @@ static bool weights_load(Model *m, Error *e) {
         refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
-    m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);
-    m->out_norm = load_norm(&ld, "output_norm", 1, c->dim);
+    bool last = c->arch->flags & ENCODER || find_tensor(&ld, "output_norm", ".weight");
+    if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
+    m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
+    if (find_tensor(&ld, "dense_2", ".weight")) refuse(&ld, "tensor dense_2 is not supported");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
@@ -926,12 +943,12 @@ typedef struct {
 } Options;
 
 // What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
-// rows; for the delta rule a state of fixed size.
+// rows; for a recurrent mixer the last inputs of its convolution and a state of fixed size.
 typedef struct {
     uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
-    float *conv, *state;        // delta-net: [conv-1][channels]; delta_state_size floats
+    float *conv, *state;        // [conv-1][channels]; delta_state_size floats
 } Cache;
 
 typedef struct Pool Pool;       // threads
@@ -959,10 +976,11 @@ typedef struct Session {
     double *freq[2];            // [n_rot/2] radians per position
     float rope_mag[2];          // a factor on the cosines and sines
     float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z, *ba;        // delta-net, see delta_net; mix, z: also gated attention's q, gate
+    float *mix, *z, *ba;        // recurrent mixers; mix, z: also gated attention's q, gate
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
+    float *latent, *latent_sum, *expert_in, *sum;   // see experts
     int32_t *chosen, *order;    // [n][n_used] experts; indices of these, sorted by expert
     float *weight;              // [n][n_used] of the chosen experts
     float *logits;              // [LOGIT_ROWS][n_vocab]
@@ -973,7 +991,7 @@ typedef struct Session {
 
 // ---- 6. what the other parts provide ----
 //
-// Part I knows the others by these prototypes, and by load_delta and load_experts above.
+// Part I knows the others by these prototypes, and by load_experts and load_recurrent above.
 // plain_matmul and plain_attention define what the two large ones compute; Part IV does it fast.
 
 // Threads (Part IV). parallel calls fn once for each task i = 0 .. n-1, in any order, on several
@@ -1068,7 +1086,7 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 
 // More mixers (Part II) read s->h and leave their result in s->out.
 static void experts(Session *s);
-static void delta_net(Session *s);
+static void recurrent(Session *s);
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
 static TaskFn split_gate_row, gate_row;            // of gated attention
 
@@ -1349,14 +1367,15 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel};
         Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false};
 
-        // tokens look at each other: attention, or the delta rule's memory
-        if (w->conv_in.data) delta_net(s);
-        else attention_block(s);
-        each_row(s, between_row, &blocks, n);
+        // tokens look at each other: attention, a memory of fixed size, or both read the same h
+        if (w->n_kv) attention_block(s);
+        if (w->n_kv && w->mixer) each_row(s, between_row, &(Between){.post = &(Norm){0}}, n);
+        if (w->mixer) recurrent(s);
+        if ((w->n_kv || w->mixer) && w->up.data) each_row(s, between_row, &blocks, n);
 
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
         if (w->router.data) experts(s);
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
+        else if (w->up.data) ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
         each_row(s, between_row, &layers, n);
     }
 }
@@ -1440,20 +1459,20 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
 // Places every cache, or counts. Recurrent layers lie together, so that a snapshot is one copy.
 static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    size_t channels = 2 * (size_t)c->n_key * c->dk + (size_t)c->n_value * c->dv;
     size_t start = a->used, f = sizeof(float), half = sizeof(uint16_t);
     s->recurrent = arena_take(a, 0, 0);
     for (int l = 0; l < c->n_layer; l++) {
-        if (!s->m->layers[l].conv_in.data) continue;
-        s->cache[l].conv = arena_take(a, (c->conv - 1) * channels, f);
-        s->cache[l].state = arena_take(a, delta_state_size(c), f);
+        const Layer *w = &s->m->layers[l];
+        if (!w->mixer) continue;
+        s->cache[l].conv = arena_take(a, (c->conv - 1) * w->conv_in.rows, f);
+        if (w->mixer != MIX_CONV) s->cache[l].state = arena_take(a, delta_state_size(c), f);
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
-        if (w->conv_in.data) continue;
+        if (!w->n_kv) continue;
         bool whole = !w->window || w->window >= s->o.window;
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
@@ -1480,10 +1499,10 @@ static size_t plan_calls(Session *s) {
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
-    size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0;
+    size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, latent = 0;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
+        size_t values = w->z.rows;
         size_t heads = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
         q = larger(q, heads);
         k = larger(k, w->k.rows);
@@ -1492,6 +1511,7 @@ static void plan_scratch(Session *s, Arena *a) {
         mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
         z = larger(z, larger(values, gated));
         ff = larger(ff, larger(w->ff, w->shared_up.rows));
+        latent = larger(latent, w->latent_down.rows);
     }
     s->calls.base = arena_take(a, 1, calls);
     s->calls.size = calls;
@@ -1515,8 +1535,10 @@ static void plan_scratch(Session *s, Arena *a) {
     s->gate = arena_take(a, rows * ff, f);
     s->up = arena_take(a, rows * ff, f);
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    s->gathered = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
-    s->expert_out = arena_take(a, c->n_expert ? rows * c->dim : 0, f);
+    s->gathered = arena_take(a, c->n_expert ? rows * larger(c->dim, latent) : 0, f);
+    s->expert_out = arena_take(a, c->n_expert ? rows * larger(c->dim, latent) : 0, f);
+    s->latent = arena_take(a, n * latent, f);
+    s->latent_sum = arena_take(a, n * latent, f);
     s->chosen = arena_take(a, n * c->n_used, sizeof(int32_t));
     s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
     s->weight = arena_take(a, n * c->n_used, f);
@@ -1858,7 +1880,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 // ==== Part II: more mixers =======================================================================
 //
 // What else may stand between a norm and the residual: a gate on attention, experts instead of the
-// FFN, the gated delta rule instead of attention.
+// FFN, and instead of attention recurrent mixers, whose memory of earlier tokens has a fixed size.
 
 // ---- 12. gated attention ----
 //
@@ -1886,24 +1908,35 @@ static void gate_row(Task t) {
 //
 // A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
 // results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
-// weights are read, and decoded, once for all its tokens. A shared expert sees every token.
+// weights are read, and decoded, once for all its tokens. A shared expert sees every token. Latent
+// experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
+    Config *c = &ld->m->config;
     const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
     need_data(ld, down, "ffn_down_exps", ".weight");
     int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    if (w->n_used < 1 || w->n_used > n) refuse(ld, "a token uses %d of %d experts", w->n_used, n);
+    c->n_used = larger(c->n_used, w->n_used);
     w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
-    load_fused(ld, "ffn_gate_up_exps", n,
-               (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
-    w->down = need_matrix(ld, "ffn_down_exps", ff, c->dim, n);
+    w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
+    bool latent = w->latent_down.data, gated = find_tensor(ld, "ffn_gate_exps", ".weight");
+    int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
+    if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
+    if (!latent && (gated || find_tensor(ld, "ffn_gate_up_exps", ".weight")))
+        load_fused(ld, "ffn_gate_up_exps", n,
+                   (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
+    else w->up = need_matrix(ld, "ffn_up_exps", wide, ff, n);
+    w->down = need_matrix(ld, "ffn_down_exps", ff, wide, n);
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
     if (!w->shared_up.data) return;
     ff = w->shared_up.rows;
-    w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
+    w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
     w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    if (latent && (gated || w->shared_router.data))
+        refuse(ld, "layer %d: latent experts with a gate are not supported", ld->l);
 }
 
 // The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as
@@ -1921,8 +1954,9 @@ static void choose_experts(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
     const float *bias = s->m->layers[s->l].router_bias;
-    float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * c->n_used;
-    int32_t *chosen = s->chosen + (size_t)t.i * c->n_used;
+    int n_used = s->m->layers[s->l].n_used;
+    float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * n_used;
+    int32_t *chosen = s->chosen + (size_t)t.i * n_used;
     float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
     bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
@@ -1931,7 +1965,7 @@ static void choose_experts(Task t) {
     for (int e = 0; e < c->n_expert && !sigmoid; e++) p[e] /= all;
     for (int e = 0; e < c->n_expert; e++) {   // keeps the best so far sorted, with their scores
         float score = p[e] + (bias ? bias[e] : 0);
-        int k = e < c->n_used ? e : c->n_used - 1;
+        int k = e < n_used ? e : n_used - 1;
         if (e > k && !(score > weight[k])) continue;
         for (; k > 0 && score > weight[k - 1]; k--) {
             chosen[k] = chosen[k - 1];
@@ -1940,9 +1974,9 @@ static void choose_experts(Task t) {
         chosen[k] = e;
         weight[k] = score;
     }
-    for (int k = 0; k < c->n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
+    for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
     if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);             // 2^-14
-    for (int k = 0; k < c->n_used; k++) weight[k] *= scale;
+    for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
 // order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
@@ -1957,18 +1991,18 @@ static void sort_choices(const Session *s, int n) {
 static void gather_row(Task t) {   // h of each choice's token, in the experts' order
     Session *s = t.ctx;
     const int32_t *order = t.of;
-    size_t dim = s->m->config.dim, token = order[t.i] / s->m->config.n_used;
-    memcpy(s->gathered + t.i * dim, s->h + token * dim, dim * sizeof *s->h);
+    const Layer *w = &s->m->layers[s->l];
+    size_t dim = w->down.rows, token = order[t.i] / w->n_used;
+    memcpy(s->gathered + t.i * dim, s->expert_in + token * dim, dim * sizeof *s->h);
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
 // with all its tokens; returns how many choices that were. Choice k is of token k / n_used.
 static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
-    const Config *c = &s->m->config;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
-    size_t dim = c->dim, ff = w->ff;
-    int jobs = 0, rows = 0;
+    size_t dim = w->down.rows, ff = w->ff;
+    int jobs = 0, rows = 0, k = 0;
     for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
         int r = rows, e = s->chosen[order[r]];
         for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
@@ -1976,16 +2010,17 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
-        in[2 * jobs] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
-        in[2 * jobs + 1] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
+        in[k++] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
+        if (w->gate.data)
+            in[k++] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
         back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
     }
     each_row(s, gather_row, order, rows);
-    matmul(s->pool, &s->calls, in, 2 * jobs);
+    matmul(s->pool, &s->calls, in, k);
     each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
     matmul(s->pool, &s->calls, back, jobs);
     for (int r = 0; r < rows; r++)
-        add(s->out + order[r] / c->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
+        add(s->sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
 }
 
@@ -2003,30 +2038,33 @@ static void add_shared_row(Task t) {
 static void plan_experts(Session *s, const Layer *w) {
     static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
-    int all = larger(s->n, s->m->config.n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
+    int k = 0, all = larger(s->n, w->n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
     for (int i = 0; i < experts; i++) {
         int n = i < experts - 1 ? 2 : all;
-        in[2 * i] = (Matmul){&w->gate, &places[i], NULL, n};
-        in[2 * i + 1] = (Matmul){&w->up, &places[i], NULL, n};
+        if (w->gate.data) in[k++] = (Matmul){&w->gate, &places[i], NULL, n};
+        in[k++] = (Matmul){&w->up, &places[i], NULL, n};
         back[i] = (Matmul){&w->down, &places[i], NULL, n};
     }
-    matmul(s->pool, &s->calls, in, 2 * experts);
+    matmul(s->pool, &s->calls, in, k);
     matmul(s->pool, &s->calls, back, experts);
 }
 
 static void experts(Session *s) {
-    const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n, rows = n * c->n_used, limit = n > c->n_used ? n : c->n_used;
-    Matmul router = {&w->router, s->h, s->route, n};
+    int n = s->n, rows = n * w->n_used, limit = n > w->n_used ? n : w->n_used;
+    Matmul in[] = {{&w->router, s->h, s->route, n}, {&w->latent_down, s->h, s->latent, n}};
     Matmul shared = {&w->shared_router, s->h, s->route, n};
-    matmul(s->pool, &s->calls, &router, 1);
+    bool latent = w->latent_down.data;
+    s->expert_in = latent ? s->latent : s->h;
+    s->sum = latent ? s->latent_sum : s->out;
+    matmul(s->pool, &s->calls, in, 1 + latent);
     each_row(s, choose_experts, NULL, n);
     if (s->calls.base) {
         sort_choices(s, rows);
-        memset(s->out, 0, (size_t)n * c->dim * sizeof *s->out);
+        memset(s->sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     } else plan_experts(s, w);
+    if (latent) matmul(s->pool, &s->calls, &(Matmul){&w->latent_up, s->latent_sum, s->out, n}, 1);
     if (!w->shared_up.data) return;
     if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
@@ -2081,15 +2119,8 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
 
-static void load_delta(Loader *ld, Layer *w) {
+static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
-    int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values || !c->conv)
-        refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
-               ld->l, c->n_value, c->n_key, c->dv, c->dk);
-    if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
-        refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
-               delta_state_size(c));
     w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
     w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
@@ -2097,13 +2128,7 @@ static void load_delta(Loader *ld, Layer *w) {
         w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
         w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
     }
-    w->delta_out = need_matrix(ld, "ssm_out", values, c->dim, 1);
-    w->conv = load_vector(ld, "ssm_conv1d", ".weight", (size_t)qkv * c->conv);
-    w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
-    w->a = load_vector(ld, "ssm_a", "", c->n_value);
     w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
-    need_data(ld, w->dt_bias, "ssm_dt", ".bias");
-    need_data(ld, w->a, "ssm_a", "");
     need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
 }
 
@@ -2117,9 +2142,9 @@ static size_t delta_state_size(const Config *c) {
     return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
-// Causal convolution over time of one block of channels, then SiLU:
+// Causal convolution over time of one block of channels, then SiLU, or gates (see section 14c):
 //
-//   y[t] = silu(sum over j of tap[j] * x[t - past + j])      j = 0 .. past
+//   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
 //
 // s->mix holds the last `past` rows before the chunk, from the cache, and behind them the chunk's.
 // So the inputs of token t are rows t .. t + past, and its result can take the place of row t,
@@ -2128,9 +2153,11 @@ static void delta_conv(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
     size_t channels = w->conv_in.rows, first = (size_t)t.i * CONV_BLOCK;
+    bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
     float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
+    float *b = s->att + first, *c = s->z + first;
     for (int j = 0; j <= past; j++)
         for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
     for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
@@ -2138,15 +2165,18 @@ static void delta_conv(Task t) {
         float y[CONV_BLOCK] = {0}, *x = mix + k * channels;
         for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
             __builtin_prefetch(x + (past + 8) * channels + i);
+        if (w->conv_bias) memcpy(y, w->conv_bias + first, 4 * width);
+        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[k * channels + i];
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
-        activate(x, NULL, y, width, SILU);
+        for (int i = 0; gated && i < width; i++) b[k * channels + i] = y[i] * c[k * channels + i];
+        if (!gated) activate(x, NULL, y, width, SILU);
     }
     for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
 }
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
-//   g = exp(a * softplus(alpha + dt))      b = sigmoid(beta)
+//   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
 static void delta_gates_row(Task t) {
     Session *s = t.ctx;
     const Layer *w = &s->m->layers[s->l];
@@ -2155,7 +2185,7 @@ static void delta_gates_row(Task t) {
     size_t gate = (size_t)t.i * c->n_value;
     float *decay = s->decay + gate, *write = s->write + gate;
     int share = c->n_value / c->n_key;   // value heads of a key head
-    for (int h = 0; h < 2 * c->n_key; h++) {
+    for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
         float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
         for (int j = 0; j < c->dk; j++) x[j] *= scale;
@@ -2164,18 +2194,21 @@ static void delta_gates_row(Task t) {
         const float *both = ba + h / share * 2 * share + h % share;   // per key head: b's, a's
         float a = (w->beta_alpha.data ? both[share] : decay[h]) + w->dt_bias[h];
         float b = w->beta_alpha.data ? both[0] : write[h];
-        decay[h] = expf(w->a[h] * (a > 20 ? a : log1pf(expf(a))));
-        write[h] = 1 / (1 + expf(-b));
+        float step = a > 20 ? a : log1pf(expf(a));
+        decay[h] = expf(w->a[h] * step);
+        write[h] = w->mixer == MIX_SPACE ? step : 1 / (1 + expf(-b));
     }
 }
 
-static void delta_out_row(Task t) {   // norm(o) * silu(z)
+static void delta_out_row(Task t) {   // norm(o) * silu(z), or norm(o * silu(z)) in a state space
     Session *s = t.ctx;
     const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
     int n = c->n_value * c->dv;
     float *o = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
-    norm(o, o, n, &s->m->layers[s->l].delta_norm, RMS, c->eps);
-    activate(o, z, o, n, SILU);
+    if (w->mixer == MIX_SPACE) activate(o, z, o, n, SILU);
+    if (w->delta_norm.w) norm(o, o, n, &w->delta_norm, RMS, c->eps);
+    if (w->mixer == MIX_DELTA) activate(o, z, o, n, SILU);
 }
 
 // Rows of one block of S, side by side in the lanes of V vectors, over all tokens of the chunk:
@@ -2184,21 +2217,23 @@ static void delta_out_row(Task t) {   // norm(o) * silu(z)
 // the columns of S does it all: as soon as token t is written to a column, the column adds to the
 // result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
 // to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form
-// takes 70,000 with chunks of 64, and a triangular inverse.
-static void delta_block(Task t) {
+// takes 70,000 with chunks of 64, and a triangular inverse. A state space does not ask.
+INLINE void memory_block(Task t, bool asks) {
     enum { V = 4 };
     Session *s = t.ctx;
     const Config *c = &s->m->config;
     int blocks = delta_blocks(c), h = t.i / blocks, r = t.i % blocks * DELTA_ROWS, dk = c->dk;
+    int keys = c->n_key * dk, values = c->n_value * c->dv;   // a token has q, k, v; or v, k, q
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
     size_t step = s->m->layers[s->l].conv_in.rows;   // from a token's q, k, v to the next one's
     float *state = s->cache[s->l].state + (size_t)t.i * dk * DELTA_ROWS;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
         size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
-        const float *q = s->mix + key * dk, *k = q + c->n_key * dk;
-        const float *value = s->mix + 2 * c->n_key * dk + h * c->dv + r;
+        const float *k = s->mix + key * dk + (asks ? keys : values);
+        const float *q = asks ? k - keys : k + keys;
+        const float *value = s->mix + (asks ? 2 * keys : 0) + h * c->dv + r;
         vf asked[V] = {{0}};
-        for (int j = 0; j < dk; j++)
+        for (int j = 0; asks && j < dk; j++)
             UNROLL for (int v = 0; v < V; v++)
                 asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
         for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
@@ -2208,8 +2243,10 @@ static void delta_block(Task t) {
             prefetch_l1(q + 2 * step, dk * sizeof *q);
             prefetch_l1(k + 2 * step, dk * sizeof *k);
             memcpy(write, value, bytes);
-            UNROLL for (int v = 0; v < V; v++)
+            UNROLL for (int v = 0; v < V; v++) {
+                if (!asks) out[v] = write[v] * s->m->layers[s->l].skip[h];
                 write[v] = (write[v] - asked[v] * s->decay[at]) * s->write[at];
+            }
             float g = s->decay[at];
             for (int j = 0; j < dk; j++)
                 UNROLL for (int v = 0; v < V; v++) {
@@ -2217,7 +2254,7 @@ static void delta_block(Task t) {
                     vf row = load_f32(place) * g + write[v] * k[j];
                     store(place, row);
                     out[v] += row * q[j];
-                    ask[v] += row * next[j];
+                    if (asks) ask[v] += row * next[j];
                 }
             memcpy(asked, ask, sizeof ask);
             memcpy(s->att + at * c->dv + r, out, bytes);
@@ -2225,21 +2262,91 @@ static void delta_block(Task t) {
     }
 }
 
-static void delta_net(Session *s) {
+static void delta_block(Task t) { memory_block(t, true); }
+static void space_block(Task t) { memory_block(t, false); }
+
+// ---- 14b. the state space (Mamba-2, arXiv 2405.21060) ----
+//
+// The same memory, written without asking. A head writes its value x under the key b as strongly
+// as t says, which also says how much decays; c reads, and x itself is added:
+//
+//   S *= exp(a t)        S += t x b'        y = S c + skip x
+//
+// One projection has z and x [n_value][dv], b and c [n_key][dk], and dt [n_value]. x, b and c pass
+// the convolution. Heads share b and c in groups, whose outputs are normed together.
+
+static void load_space(Loader *ld, Layer *w, int xbc, int values) {
+    const Config *c = &ld->m->config;
+    load_fused(ld, "ssm_in", 1, (Slice[]){{"", values, &w->z}, {"", xbc, &w->conv_in},
+                                          {"", c->n_value, &w->alpha}}, 3);
+    w->skip = load_vector(ld, "ssm_d", "", c->n_value);
+    need_data(ld, w->skip, "ssm_d", "");
+    w->delta_norm = load_norm(ld, "ssm_norm", c->n_key, values / c->n_key);
+}
+
+// ---- 14c. the short convolution (LFM2, arXiv 2511.23404) ----
+//
+// The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
+// c, and u [dim], of one projection.
+
+static void load_conv(Loader *ld, Layer *w) {
+    int dim = ld->m->config.dim;
+    load_fused(ld, "shortconv.in_proj", 1,
+               (Slice[]){{"", dim, &w->alpha}, {"", dim, &w->z}, {"", dim, &w->conv_in}}, 3);
+}
+
+// loads the layer's recurrent mixer; returns whether there is attention, instead or as well
+static bool load_recurrent(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
+    if (find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
+    if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
+    if (find_tensor(ld, "ssm_in", ".weight")) w->mixer = MIX_SPACE;
+    if (!w->mixer) return true;
+    bool conv = w->mixer == MIX_CONV;
+    const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
+    if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
+    if (conv) load_conv(ld, w);
+    else {
+        if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
+            refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
+                   ld->l, c->n_value, c->n_key, c->dv, c->dk);
+        if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
+            refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
+                   delta_state_size(c));
+        if (!ld->ok) return false;
+        (w->mixer == MIX_SPACE ? load_space : load_delta)(ld, w, qkv, values);
+        w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
+        w->a = load_vector(ld, "ssm_a", "", c->n_value);
+        need_data(ld, w->dt_bias, "ssm_dt", ".bias");
+        need_data(ld, w->a, "ssm_a", "");
+    }
+    w->delta_out = need_matrix(ld, conv ? "shortconv.out_proj" : "ssm_out", w->z.rows, c->dim, 1);
+    w->conv = load_vector(ld, taps, ".weight", (size_t)w->conv_in.rows * c->conv);
+    w->conv_bias = load_vector(ld, taps, ".bias", w->conv_in.rows);
+    need_data(ld, w->conv, taps, ".weight");
+    return w->mixer == MIX_SPACE && (find_tensor(ld, "attn_q", ".weight") ||
+                                     find_tensor(ld, "attn_qkv", ".weight"));
+}
+
+static void recurrent(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = s->n;
-    bool fused = w->beta_alpha.data;
+    bool fused = w->beta_alpha.data, delta = w->mixer == MIX_DELTA, conv = w->mixer == MIX_CONV;
     float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
+    float *alpha = fused ? s->ba : conv ? s->att : s->decay;
     Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
-                   {fused ? &w->beta_alpha : &w->alpha, s->h, fused ? s->ba : s->decay, n},
+                   {fused ? &w->beta_alpha : &w->alpha, s->h, alpha, n},
                    {&w->beta, s->h, s->write, n}};
     Matmul back = {&w->delta_out, s->att, s->out, n};
-    matmul(s->pool, &s->calls, in, fused ? 3 : 4);
+    matmul(s->pool, &s->calls, in, delta && !fused ? 4 : 3);
     each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    each_row(s, delta_gates_row, NULL, n);
-    each_row(s, delta_block, NULL, c->n_value * delta_blocks(c));
-    each_row(s, delta_out_row, NULL, n);
+    if (!conv) {
+        each_row(s, delta_gates_row, NULL, n);
+        each_row(s, delta ? delta_block : space_block, NULL, c->n_value * delta_blocks(c));
+        each_row(s, delta_out_row, NULL, n);
+    }
     matmul(s->pool, &s->calls, &back, 1);
 }
 
@@ -6160,7 +6267,7 @@ static void print_notes(const Cli *cli) {
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
     if (cli->o.window > n_ctx && s->m && cli->m.config.causal)
         fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
-    if (n > window && s->m && !cli->ppl && !cli->bench.id)
+    if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id)
         fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
                 "-c %d keeps them\n", n - window, n);
     print_statistics(cli);
@@ -6376,21 +6483,24 @@ static void print_layers(const Model *m) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    enum { ATTENTION, WINDOWED, DELTA, DENSE, EXPERTS, KINDS };
-    static const char *const kinds[] = {"attention", "attention in a window",
-                                        "gated delta net", "dense FFN", "experts"};
+    enum { ATTENTION, WINDOWED, DENSE = WINDOWED + MIX_CONV + 1, EXPERTS, KINDS };
+    static const char *const kinds[] = {"attention", "attention in a window", "gated delta net",
+                                        "state space", "short convolution", "dense FFN", "experts"};
     const Config *c = &m->config;
+    const Layer *seen = m->layers;   // the first with attention, if there is one
+    while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
     int count[KINDS] = {0};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        count[w->conv_in.data ? DELTA : w->window > 0 ? WINDOWED : ATTENTION]++;
-        count[w->router.data ? EXPERTS : DENSE]++;
+        if (w->n_kv) count[w->window > 0 ? WINDOWED : ATTENTION]++;
+        if (w->mixer) count[WINDOWED + w->mixer]++;
+        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
            act[c->arch->act], rope[c->rope]);
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
-           c->n_layer, c->dim, m->layers[0].n_head, c->hd, m->layers[0].n_kv, c->n_vocab, c->n_ctx);
+           c->n_layer, c->dim, seen->n_head, c->hd, seen->n_kv, c->n_vocab, c->n_ctx);
     for (int i = 0, any = 0; i < KINDS; i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);

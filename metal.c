@@ -782,12 +782,15 @@ static int norm_bits(const Norm *w) {
 // y[n][cols] = norm(x), with the epilogue; kind: RMS, LAYERNORM or BARE
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
-    struct norm_args a = {cols, s->m->config.eps, e.factor};
+    struct norm_args a = {cols, w && w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor};
     Dispatch d = {"norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
                   NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
                    [C_EPILOGUE] = e.kind}};
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
+
+// choices of experts by n tokens in this layer
+static int choices_of(const Session *s, int n) { return n * s->m->layers[s->l].n_used; }
 
 // y[i][n] = w[i] x for up to three matrices (two, if n > 1); or (EPILOGUE_GLU)
 // y[0] = activation(w[0] x) * (w[1] x); experts: the latter for each choice of one token
@@ -795,8 +798,8 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
                      Epilogue e, int experts) {
     const Config *c = &s->m->config;
     bool glu = e.kind == EPILOGUE_GLU;
-    struct gemv_args a = {.cols = w[0]->cols, .tokens = experts ? c->n_used : n, .eps = c->eps,
-                          .softcap = e.cap, .factor = e.factor};
+    struct gemv_args a = {.cols = w[0]->cols, .tokens = experts ? choices_of(s, 1) : n,
+                          .eps = c->eps, .softcap = e.cap, .factor = e.factor};
     Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
                            in.norm ? in.norm->b : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
                   GEMV_SIMDGROUPS * X_FLOATS,
@@ -811,13 +814,16 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
         a.units += gemv_units(w[i]->type, w[i]->rows, gemv_most(all));
         d.bound[8 + i] = y[i];
     }
-    if (experts) memcpy(d.bound + 13, (const void *[]){s->chosen, w[0]->scale, w[1]->scale}, 24);
+    const float *scale[2] = {w[0]->scale, w[k - 1]->scale};
+    if (experts) memcpy(d.bound + 13, (const void *[]){s->chosen, scale[0], scale[1]}, 24);
     d.groups = div_up(a.units * a.tokens, GEMV_SIMDGROUPS);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
 // choices of experts in a tile of gemm, by how many an expert gets on average
-static int experts_tile(const Config *c, int n) { return gemm_tokens(n * c->n_used / c->n_expert); }
+static int experts_tile(const Session *s, int n) {
+    return gemm_tokens(choices_of(s, n) / s->m->config.n_expert);
+}
 
 static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
 
@@ -842,9 +848,9 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     bool int8 = g->coded == x && !experts;
-    int tile = int8 ? GEMM_SOME : experts ? experts_tile(c, n) : gemm_tokens(n);
-    int tiles = experts ? expert_tiles(n * c->n_used, c->n_expert, tile) : div_up(n, tile);
-    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, c->n_used};
+    int tile = int8 ? GEMM_SOME : experts ? experts_tile(s, n) : gemm_tokens(n);
+    int tiles = experts ? expert_tiles(choices_of(s, n), c->n_expert, tile) : div_up(n, tile);
+    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, choices_of(s, 1)};
     Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
                   gemm_floats(tile),
                   {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->arch->act,
@@ -951,9 +957,10 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
                     int n, int experts) {
     const Matrix *pair[2] = {gate, up};
     Epilogue glu = {EPILOGUE_GLU, h, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
-    if (!gate->data) return run_products(s, &up, 1, in, &y, n, act);
-    if (n == 1) return run_gemv(s, pair, 2, in, &y, 1, glu, experts);
-    if (!experts) run_quantize(s, pair, 2, in.x, n);
+    int k = gate->data ? 2 : 1;   // matrices, the last of the pair
+    if (n == 1) return run_gemv(s, pair + 2 - k, k, in, &y, 1, k > 1 ? glu : act, experts);
+    if (!experts) run_quantize(s, pair + 2 - k, k, in.x, n);
+    if (k == 1) return run_gemm(s, &up, 1, in.x, &y, n, act, experts);
     run_gemm(s, &gate, 1, in.x, &h, n, STORE, experts);
     run_gemm(s, &up, 1, in.x, &y, n, glu, experts);
 }
@@ -965,7 +972,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
-    struct choose_args a = {c->n_expert, c->n_used, c->gating == 2, c->gates_normed,
+    struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed,
                             c->gates_scale};
     Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                   SIMD_LANES, 0, {[C_BIASES] = w->router_bias != NULL}};
@@ -974,41 +981,54 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
     if (n > 1) {
-        int tile = experts_tile(c, n), choices = n * c->n_used;
-        struct sort_args b = {choices, c->n_expert, expert_tiles(choices, c->n_expert, tile), tile};
+        int tile = experts_tile(s, n), all = n * w->n_used;
+        struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
         Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
                          threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
         gpu_dispatch(g, &sort, &b, sizeof b);
+    }
+    if (w->latent_down.data) {
+        const Matrix *narrow = &w->latent_down;
+        run_products(s, &narrow, 1, in, &s->latent, n, STORE);
+        in = (Input){s->latent, NULL};
     }
     run_ffn(s, &w->gate, &w->up, in, g->gate, g->up, n, EXPERTS_GATHER);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, with the epilogue: one dispatch for one
-// token, two for a chunk, and one more if there is a shared expert
+// token, two for a chunk, and one more if there is a shared expert; from a latent sum two more
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     Gpu *g = s->gpu;
-    const Config *c = &s->m->config;
-    const Matrix *shared = &w->shared_down, *down = &w->down;
+    const Matrix *shared = &w->shared_down, *down = &w->down, *wide = &w->latent_up;
+    if (wide->data) {
+        Layer sum = *w;
+        Epilogue more = {EPILOGUE_ADD, y, e.factor, 0};
+        sum.latent_up = sum.shared_down = (Matrix){0};
+        run_experts_end(s, &sum, s->latent_sum, n, STORE);
+        run_products(s, &wide, 1, (Input){s->latent_sum, NULL}, &y, n, e);
+        if (shared->data) run_products(s, &shared, 1, (Input){s->up, NULL}, &y, n, more);
+        return;
+    }
     if (n > 1) {
-        struct weigh_args a = {c->dim, c->n_used, shared->data != NULL,
+        struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
                                w->shared_router.data != NULL, e.factor};
         Dispatch d = {"weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
-                                        e.other, y}, 7, n, threads_for(c->dim, NORM_THREADS), 0,
+                                        e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
                       {[C_EPILOGUE] = e.kind}};
         run_gemm(s, &down, 1, g->up, &g->gate, n, STORE, EXPERTS_SORTED);
         if (a.shared) run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
         return gpu_dispatch(g, &d, &a, sizeof a);
     }
     struct experts_args a = {.each = {{experts_matrix(down)}, w->ff, 0, 1, 0, 0, e.factor},
-                             .n_used = c->n_used, .weighed = w->shared_router.data != NULL};
+                             .n_used = w->n_used, .weighed = w->shared_router.data != NULL};
     Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
                                    down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
                                    e.other, y}, 12,
-                  div_up(gemv_units(down->type, c->dim, gemv_most(c->dim)), GEMV_SIMDGROUPS),
+                  div_up(gemv_units(down->type, down->rows, gemv_most(down->rows)), GEMV_SIMDGROUPS),
                   GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_FORMAT_0] = down->type, shared->type, [C_EPILOGUE] = e.kind,
                    [C_RAGGED] = w->ff % 32 || shared->cols % 32, [C_EXPERTS] = EXPERTS_SORTED,
-                   [C_UNIT_ROWS] = gemv_most(c->dim),
+                   [C_UNIT_ROWS] = gemv_most(down->rows),
                    [C_BIASES] = (down->bias != NULL) | (shared->bias != NULL) << 1,
                    [C_SCALES] = down->scale != NULL}};
     if (shared->data) {
@@ -1019,31 +1039,37 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// s->att[n][n_value][dv], by the delta rule: products (of a chunk one dispatch each, of one token
-// two in all, or one if alpha and beta are one tensor), convolution, rule, norm
-static void run_delta(Session *s, const Layer *w, Input in, int n) {
+// s->att[n][n_value][dv], by a recurrent mixer: products (of a chunk one dispatch each, of a token
+// two in all if alpha and beta are apart, else one), convolution, rule, norm
+static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
-    bool fused = w->beta_alpha.data;
-    int channels = w->conv_in.rows, past = c->conv - 1, share = c->n_value / c->n_key;
+    bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
+    int channels = w->conv_in.rows, past = c->conv - 1, apart = asks && !fused;
     const Matrix *m[4] = {&w->conv_in, &w->z, fused ? &w->beta_alpha : &w->alpha, &w->beta};
-    float *to[4] = {s->mix + (size_t)past * channels, s->z, fused ? s->ba : s->decay, s->write};
-    const float *alpha = fused ? s->ba + share : s->decay, *beta = fused ? s->ba : s->write;
-    run_products(s, m, fused ? 3 : 2, in, to, n, STORE);
-    if (!fused) run_products(s, m + 2, 2, in, to + 2, n, STORE);
+    float *to[4] = {s->mix + (size_t)past * channels, s->z,
+                    fused ? s->ba : gated ? s->att : s->decay, s->write};
+    run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
+    if (apart) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     struct conv_args a = {n, channels, past};
-    Dispatch conv = {"delta_conv", {s->mix, cache->conv, w->conv}, 3,
+    Dispatch conv = {"delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z}, 6,
                      div_up(channels, UNIT_SIMDGROUPS * SIMD_LANES), UNIT_SIMDGROUPS * SIMD_LANES,
-                     0, {0}};
+                     0, {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated}};
     gpu_dispatch(s->gpu, &conv, &a, sizeof a);
+    if (gated) return;
+    int share = c->n_value / c->n_key;
+    const float *alpha = fused ? s->ba + share : s->decay, *beta = fused ? s->ba : s->write;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, !!(c->arch->flags & DELTA_TILED),
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
-    Dispatch rule = {"delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att}, 7,
+    Dispatch rule = {"delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
+                                    s->z, w->skip}, 9,
                      div_up(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS),
-                     UNIT_SIMDGROUPS * SIMD_LANES, 0, {[C_HEAD_DIM] = c->dk}};
+                     UNIT_SIMDGROUPS * SIMD_LANES, 0, {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks}};
     gpu_dispatch(s->gpu, &rule, &b, sizeof b);
-    run_norm(s, s->att, &w->delta_norm, RMS, c->dv, s->att, n * c->n_value,
-             (Epilogue){EPILOGUE_GLU, s->z, 1, 0});
+    int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
+    Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // of a state space the rule has applied it
+    if (w->delta_norm.w)
+        run_norm(s, s->att, &w->delta_norm, RMS, cols, s->att, rows, asks ? gate : STORE);
 }
 
 // The rest of a layer after attention in one dispatch, with --gpu block and if ffn_block can do it
@@ -1058,7 +1084,7 @@ static bool run_block(Session *s, const Layer *w) {
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
-                !w->conv_in.data && c->arch->norm == RMS && c->residual_scale == 1;
+                !w->mixer && c->arch->norm == RMS && c->residual_scale == 1;
     for (int i = 0; i < 4; i++) {
         fits = fits && !m[i]->bias;
         args[i]->w[i == 2] = matrix_args(m[i]);
@@ -1089,20 +1115,29 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
 }
 
 // One layer, as in forward. In a parallel one the FFN reads the stream that attention read, so the
-// sum with attention's result waits in s->out.
+// sum with attention's result waits in s->out; so it does for a recurrent mixer beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
     float *to[3] = {is_gated(&s->m->config, w) ? s->mix : s->q, s->k, s->v};
-    float *sum = w->parallel ? s->out : s->x;
+    float *sum = w->parallel ? s->out : s->x, *base = s->x;
+    bool experts = w->router.data, both = w->n_kv && w->mixer;
     Input in = run_input(s, s->x, &w->attn_norm, s->h, n);
-    bool delta = w->conv_in.data, experts = w->router.data;
-    if (delta) run_delta(s, w, in, n);
-    else run_products(s, qkv, 3, in, to, n, STORE);
-    if (!delta) run_attention(s, w, n);
-    if (n == 1 && run_block(s, w)) return;
-    run_residual(s, w, delta ? &w->delta_out : &w->o, s->att, &w->attn_post_norm, s->x, s->out, sum,
-                 n);
-    if (!w->parallel || w->ffn_norm.w) in = run_input(s, s->x, &w->ffn_norm, s->h, n);
+    if (w->n_kv) {
+        run_products(s, qkv, 3, in, to, n, STORE);
+        run_attention(s, w, n);
+        if (n == 1 && run_block(s, w)) return;
+        run_residual(s, w, &w->o, s->att, both ? &(Norm){0} : &w->attn_post_norm, s->x, s->out,
+                     both ? s->out : sum, n);
+        if (both) base = s->out;
+    }
+    if (w->mixer) {
+        run_recurrent(s, w, in, n);
+        run_residual(s, w, &w->delta_out, s->att, &w->attn_post_norm, base, both ? s->h : s->out,
+                     sum, n);
+    }
+    if (!w->up.data) return;
+    if ((w->n_kv || w->mixer) && (!w->parallel || w->ffn_norm.w))
+        in = run_input(s, s->x, &w->ffn_norm, s->h, n);
     if (experts) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
     run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
@@ -1234,15 +1269,15 @@ static const char *gpu_lacks(const Model *m) {
 static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    size_t n = s->o.chunk, wide = 0, ff = 0, parts = 0, choices = n * c->n_used;
+    size_t n = s->o.chunk, wide = 0, ff = 0, out = 0, parts = 0, choices = n * c->n_used;
     for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++)
         wide = larger(wide, s->m->gguf.tensors[i].ne[0]);
     wide = (wide + 31) / 32;   // groups of the widest input
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int slices = attention_slices(s->cache[l].rows, attention_parts(w->n_head, w->n_kv));
-        parts = larger(parts, (size_t)w->n_head * slices);
-        if (w->router.data) ff = larger(ff, w->ff);
+        int each = w->n_kv ? attention_parts(w->n_head, w->n_kv) : 1;
+        parts = larger(parts, (size_t)w->n_head * attention_slices(s->cache[l].rows, each));
+        if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
@@ -1250,7 +1285,7 @@ static void plan_gpu(Session *s, Arena *a) {
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;
     if (!ff) return;
-    g->gate = arena_take(a, choices * larger(ff, c->dim), sizeof *g->gate);
+    g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
     g->place = arena_take(a, choices, sizeof *g->place);
     g->tiles = arena_take(a, expert_tiles(choices, c->n_expert, GEMM_FEW),

@@ -411,14 +411,18 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   r the router's bias  P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
 //   v QKV with gates fused
-// and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32.
+//   M a state space  C a short convolution  H either in even layers, attention in odd ones
+//   3 layers of a state space, attention or an FFN alone, in turn  e latent experts
+//   q the norm of the embedding is that of the output
+// and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32,
+// z w y a layer without attention, without a recurrent mixer, without FFN.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 
 // name:dimensions:letters, of which x must be there, !x must not, and +x brings a bias
 static const char PARTS[] =
     "token_embd:32,64:^ position_embd:32,96:^P token_types:32,2:^E token_embd_norm:32:^N+n "
-    "output_norm:32:^!0!E+n output:32,64:^!T!E+O attn_norm:32:!0!p!E+n attn_norm_2:32:2+n "
+    "output_norm:32:^!0!E!q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E+n attn_norm_2:32:2+n "
     "ffn_norm:32:!0!p!E!1!a+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
     "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
     "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d+b attn_q:32,128:d!l!v "
@@ -428,9 +432,12 @@ static const char PARTS[] =
     "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
     "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
-    "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m+B "
-    "ffn_up_exps:32,48,6:x!m+B ffn_down_exps:48,32,6:x+B ffn_gate_shexp:32,48:s "
-    "exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S";
+    "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m!g+B "
+    "ffn_up_exps:32,48,6:x!m!e+B ffn_down_exps:48,32,6:x!e+B ffn_gate_shexp:32,48:s!g "
+    "exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S "
+    "ffn_latent_down:32,20:e ffn_up_exps:20,48,6:e ffn_down_exps:48,20,6:e ffn_latent_up:20,32:e "
+    "ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M ssm_d:6:M ssm_norm:10,3:M "
+    "ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C shortconv.out_proj:32,32:C";
 
 typedef struct {
     const char *arch;
@@ -451,7 +458,11 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
         else if (*c == '+') bias = *++c;
         else if (!strchr(letters, *(c += not)) != not) return;
     }
-    bool vector = strchr(name, '.') || !strcmp(name, "ssm_a"), norm = !vector && !ne[1];
+    bool vector = strstr(name, ".bias") || !strcmp(name, "ssm_a") || !strcmp(name, "ssm_d");
+    bool norm = !vector && !ne[1], ffn = strstr(name, "ffn") || !strncmp(name, "exp", 3);
+    bool attn = !strncmp(name, "attn", 4) && strcmp(name, "attn_norm");
+    bool mixer = !strncmp(name, "ssm_", 4) || !strncmp(name, "short", 5);
+    if (strchr(letters, ffn ? 'y' : attn ? 'z' : mixer ? 'w' : '-')) return;
     if (w->pass && (w->pass == 2) == (small || !ne[1])) return;
     full = text_of("%s%s%s", prefix, name, vector ? "" : ".weight");
     // such that a product is about as large as its input
@@ -472,7 +483,11 @@ static void put_keys(Writer *w, const char *arch, const char *keys) {
     char *rest, *key = strtok_r(text_of("%s", keys), " ", &rest);
     for (; key; key = strtok_r(NULL, " ", &rest)) {
         char *value = strchr(key, '='), *name = text_of("%s.%.*s", arch, (int)(value - key), key);
-        if (strchr(value, '.')) key_float(w, name, atof(value + 1));
+        int32_t each[8], n = 0;
+        if (strstr(text_of(" %s", rest), text_of(" %.*s=", (int)(value - key), key))) continue;
+        for (char *c = value; n < 8 && (n == 0 || *c == ',');) each[n++] = strtol(c + 1, &c, 10);
+        if (n > 1) key_array(w, name, GGUF_I32, n, each, n * sizeof *each);
+        else if (strchr(value, '.')) key_float(w, name, atof(value + 1));
         else key_int(w, name, atoi(value + 1));
     }
 }
@@ -486,13 +501,19 @@ static void put_model(Writer *w, const Shape *m) {
         "attention.layer_norm_rms_epsilon=.00001 %s", m->n_layer, HEADS, KV_HEADS, HEAD, HEAD,
         m->keys));
     put_parts(w, PARTS, "", text_of("^%s", m->letters));
-    for (int l = 0; l < m->n_layer; l++)
-        put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters,
-                  strchr(m->letters, 'd') && l % 2 == 0 ? "l" : ""));
+    for (int l = 0; l < m->n_layer; l++) {
+        const char *kind = strchr(m->letters, 'd') && l % 2 == 0 ? "l" : "";
+        if (strchr(m->letters, 'H')) kind = l % 2 ? "w" : "z";
+        if (strchr(m->letters, '3')) kind = l % 3 == 0 ? "zy" : l % 3 == 1 ? "wy" : "zw";
+        put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
+    }
 }
 
 #define DELTA_KEYS "ssm.conv_kernel=4 ssm.state_size=8 ssm.group_count=2 ssm.time_step_rank=4 " \
     "ssm.inner_size=32 full_attention_interval=2 "
+#define SPACE_KEYS "ssm.conv_kernel=3 ssm.state_size=12 ssm.group_count=3 ssm.time_step_rank=6 " \
+    "ssm.inner_size=30 "
+#define ALONE_KEYS SPACE_KEYS "attention.head_count_kv=0,2,0 feed_forward_length=0,0,48 "
 #define EXPERT_KEYS "expert_count=6 expert_used_count=2 expert_feed_forward_length=48 "
 #define WINDOW_KEYS "attention.sliding_window=9 "
 
@@ -1022,6 +1043,16 @@ static void test_gguf_shapes(void) {
          {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 2, NULL}},
         {{"llama", 2, "", ""},
          {"want a number, or one a layer", NO_KEY, "llama.attention.head_count", 0, 1, NULL}},
+        {{"llama", 2, "", "attention.head_count=0"}, {.expect = "0 heads of 16 and 16 values"}},
+        {{"llama", 2, "y", "feed_forward_length=48"}, {.expect = "ffn_up.weight is missing"}},
+        {{"mamba2", 2, "zy", "feed_forward_length=0"}, {.expect = "attn_q.weight is missing"}},
+        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.group_count=4"}, {.expect = "6 value heads cannot"}},
+        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.inner_size=36"}, {.expect = "want [32,150,1,1]"}},
+        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.conv_kernel=0"}, {.expect = "causal convolution"}},
+        {{"nemotron_h_moe", 3, "3Mg1xe", ALONE_KEYS EXPERT_KEYS "expert_used_count=0,0,7"},
+         {.expect = "a token uses 7 of 6"}},
+        {{"lfm2", 2, "HCkNq", ""}, {.expect = "shortconv.l_cache is missing"}},
+        {{"lfm2", 2, "HCkNq", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
     };   // NO_KEY: instead, heads[b]
     static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
     const char *path = scratch("shape.gguf");
@@ -1197,6 +1228,8 @@ static void test_alibi_and_alpha(void) {
         Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS "logit_scale=1."};
         CHECK(random_model(&experts)->config.gates_normed, "%s", experts.arch);
     }
+    Shape lfm2 = {"lfm2", 2, "HCkNq", WINDOW_KEYS "shortconv.l_cache=3"};
+    CHECK(random_model(&lfm2)->layers[1].window == 9, "lfm2 has no window");
     for (int i = 0; i < 2; i++) {   // the base in gemma3's windows is 10,000, or as a key says
         Shape shape = {"gemma3", 5, "tk", i ? WINDOW_KEYS "rope.freq_base_swa=500." :
                        WINDOW_KEYS "rope.freq_base=500."};
@@ -1266,7 +1299,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 28, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 33, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -1330,6 +1363,13 @@ static const Shape SHAPES[] = {
     {"falcon", 3, "nf1g2T", ""}, {"bloom", 3, "nboBgfNT", ""},
     {"hunyuan-dense", 3, "kT", "rope.scaling.alpha=1000."}, {"ernie4_5", 3, "T", ""},
     {"seed_oss", 3, "ab", ""},
+    {"mamba2", 3, "Mzy", SPACE_KEYS "attention.head_count=0 feed_forward_length=0"},
+    {"nemotron_h", 3, "3Mg1oB", ALONE_KEYS "rope.dimension_count=13"},
+    {"nemotron_h_moe", 3, "3Mg1xsre", ALONE_KEYS EXPERT_KEYS "expert_weights_scale=2."},
+    {"nemotron_h_moe", 3, "3Mg1xB", ALONE_KEYS EXPERT_KEYS "expert_weights_norm=1"},
+    {"granitehybrid", 4, "HMxs", SPACE_KEYS EXPERT_KEYS "logit_scale=2. residual_scale=.5"},
+    {"falcon-h1", 3, "M", SPACE_KEYS}, {"lfm2", 4, "HCkNq", WINDOW_KEYS "shortconv.l_cache=3"},
+    {"lfm2moe", 4, "HCkNqxr", EXPERT_KEYS "shortconv.l_cache=3 expert_gating_func=2"},
 };
 
 // the last token's logits, or an encoder's vector for it
@@ -3245,6 +3285,7 @@ static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped b
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
 static Session *lab_begin(Lab *x) {
     x->m.config.arch = &x->arch;
+    x->m.layers = &x->w;
     x->s.m = &x->m;
     x->s.gpu = x->g;
     soft.n_run = 0;
@@ -3633,10 +3674,10 @@ static void lab_experts(Gpu *g, int type, int n) {
     memcpy(route + 4 * dim, route + 2 * dim, 4 * dim);
     for (int e = 1; e < 40 && E == 40; e++) memcpy(route + e * dim, route, 4 * dim);
     x.arch.act = type % 4;
-    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E, .n_used = USED,
+    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E,
                           .gating = 1 + type % 2, .gates_normed = type % 3 > 0,
                           .gates_scale = 1.5f};
-    x.w = floats = (Layer){.ff = ff, .router = matrix_rows(router.m, 0, E),
+    x.w = floats = (Layer){.ff = ff, .n_used = USED, .router = matrix_rows(router.m, 0, E),
                            .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
     if (shared && weighed) x.w.shared_router = floats.shared_router = matrix_rows(router.m, E, 1);
     for (int i = 0; i < 3 + 3 * shared; i++) {
@@ -3687,29 +3728,39 @@ static void kernel_experts(Gpu *g, int type) {
     lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 2);
 }
 
-typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; } DeltaCase;
+typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; int mixer; } DeltaCase;
 static const DeltaCase DELTAS[] = {
-    {2, 4, 20, 12, 4, false, false}, {2, 6, 33, 72, 3, true, true}, {1, 2, 256, 8, 2, false, true},
-    {3, 3, 128, 5, 4, true, false}};
+    {2, 4, 20, 12, 4, false, false, MIX_DELTA}, {2, 6, 33, 72, 3, true, true, MIX_DELTA},
+    {1, 2, 256, 8, 2, false, true, MIX_DELTA}, {3, 3, 128, 5, 4, true, false, MIX_DELTA},
+    {2, 6, 24, 5, 4, .mixer = MIX_SPACE}, {1, 3, 128, 80, 2, .mixer = MIX_SPACE},
+    {3, 3, 256, 9, 64, .mixer = MIX_SPACE}, {1, 1, 1, 90, 3, .mixer = MIX_CONV},
+    {1, 1, 1, 7, 64, .mixer = MIX_CONV}};
 
 // 5 tokens on the CPU; on the GPU all at once, or 2 and then each by itself
 static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     enum { N = 5, DIM = 40 };
     Lab x = lab(g);
-    int values = d->n_value * d->dv, channels = 2 * d->n_key * d->dk + values, past = d->conv - 1;
+    bool conv = d->mixer == MIX_CONV, delta = d->mixer == MIX_DELTA;
+    int values = d->n_value * d->dv, channels = conv ? values : 2 * d->n_key * d->dk + values;
+    int past = d->conv - 1;
     Config *c = &x.m.config;
     *c = (Config){.eps = 1e-5f, .dim = DIM, .conv = d->conv, .n_key = d->n_key, .dk = d->dk,
                   .n_value = d->n_value, .dv = d->dv};
-    size_t n_conv = past * channels, n_state = delta_state_size(c), all = n_conv + n_state;
+    size_t n_conv = past * channels, n_state = conv ? 0 : delta_state_size(c);
+    size_t all = n_conv + n_state;
     x.arch.flags = d->tiled ? DELTA_TILED : 0;
-    x.w = (Layer){.conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
+    x.w = (Layer){.mixer = d->mixer, .conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
                   .z = lab_matrix(g, FORMAT_F16, values, DIM).m,
-                  .conv = lab_floats(g, channels * d->conv, 1),
+                  .conv = lab_floats(g, channels * d->conv, d->conv > 4 ? 0.1f : 1),
                   .dt_bias = lab_floats(g, d->n_value, 2), .a = lab_floats(g, d->n_value, 1),
                   .delta_norm = {lab_floats(g, d->dv, 1), NULL, d->dv, d->dv},
                   .delta_out = lab_matrix(g, FORMAT_F16, DIM, values).m};
+    int group = values / d->n_key;
+    if (!delta) x.w.delta_norm = (Norm){lab_floats(g, values, 1), NULL, values, group};
+    if (!delta) x.w.skip = lab_floats(g, d->n_value, 1);
+    if (d->mixer == MIX_SPACE) x.w.conv_bias = lab_floats(g, channels, 1);
     if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM).m;
-    else x.w.alpha = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
+    else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : d->n_value, DIM).m;
     if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
     for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= 1;   // it decays
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
@@ -3723,12 +3774,12 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                     .write = lab_floats(g, N * d->n_value, 1), .att = lab_floats(g, N * values, 1)};
     Session cpu = lab_cpu(&x, x.s, &x.w);
     cpu.pool->amx = false;   // keeps but 17 bits of activations that meet f16
-    delta_net(&cpu);
+    recurrent(&cpu);
     float *want = memcpy(need(4 * N * values), x.s.att, 4 * N * values);
     x.s.cache = &cache[1];
     for (int t = 0, n; t < N; t += n) {
         n = t == 0 ? first : 1;
-        run_delta(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
+        run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
         lab_end(&x, "delta_rule");
         memcpy(got + t * values, x.s.att, n * values * sizeof *got);
     }
@@ -4255,7 +4306,6 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D, .hd = hd,
                           .vd = hd, .n_rot = hd, .rope = ROPE_HALVES, .causal = true};
     x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
-    x.m.layers = &x.w;
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
                     .k = bench_floats(g, n * KV * hd), .v = bench_floats(g, n * KV * hd),
