@@ -949,7 +949,8 @@ static void derive_config(Loader *ld) {
     if (!c->n_rot_local) c->n_rot_local = c->hd_local < c->hd ? c->hd_local : c->n_rot;
     if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
-    if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > c->hd_local || !(c->rope_base > 0 && c->rope_base_local > 0))
+    if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > c->hd_local ||
+        !(c->rope_base > 0 && c->rope_base_local > 0))
         refuse(ld, "RoPE: %d dimensions of %d at base %g", c->n_rot, c->hd, c->rope_base);
 }
 
@@ -1355,7 +1356,7 @@ static void qkv_part(Task t) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
-    bool own = w->k.data, late = c->arch->flags & QK_NORM_LATE;
+    bool own = w->k.rows > 0, late = c->arch->flags & QK_NORM_LATE;
     int parts = *(const int *)t.of, i = t.i / parts, part = t.i % parts, pos = s->pos + i;
     int n_head = w->n_head / parts, n_kv = w->n_kv / parts, first = part * n_kv;
     float *q = s->q + ((size_t)i * w->n_head + part * n_head) * w->hd;
@@ -1411,7 +1412,7 @@ static void attention_block(Session *s) {
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
                    {&w->v, s->h, s->v, n}};
     Matmul back = {&w->o, s->att, s->out, n};
-    matmul(s->pool, &s->calls, in, w->k.data ? 3 : 1);
+    matmul(s->pool, &s->calls, in, w->k.rows ? 3 : 1);
     if (gated) each_row(s, split_gate_row, NULL, n);
     each_row(s, qkv_part, &parts, n * parts);
     attend(s);
@@ -1519,7 +1520,8 @@ bool tokens_add(Tokens *t, int32_t id) {
 // 2309.00071). In double: at position 100,000 a float angle is off by 0.005.
 static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
     const Config *c = &m->config;
-    double base = local ? c->rope_base_local : c->rope_base, n_rot = local ? c->n_rot_local : c->n_rot;
+    double base = local ? c->rope_base_local : c->rope_base;
+    int n_rot = local ? c->n_rot_local : c->n_rot;
     bool unscaled = local && c->arch->flags & LOCAL_UNSCALED, yarn = c->yarn && !unscaled;
     double scale = unscaled ? 1 : 1.0 / c->rope_factor;
     const float *divide = unscaled                 ? NULL
@@ -1601,8 +1603,8 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
+        size_t heads = (size_t)w->n_head * w->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
         size_t latent = w->k_b.data ? larger(w->q.rows, w->o.cols) : 0;
-        size_t heads = (size_t)w->n_head * w->hd, gated = !latent && (size_t)w->q.rows > heads ? heads : 0;
         q = larger(q, heads);
         k = larger(k, w->k.rows);
         v = larger(v, w->v.rows);
@@ -1617,9 +1619,11 @@ static void plan_scratch(Session *s, Arena *a) {
     s->h = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
     s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
-    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * (i ? c->n_rot_local : c->n_rot), f);
-    for (int i = 0; i < 2; i++)
-        s->freq[i] = arena_take(a, (i ? c->n_rot_local : c->n_rot) / 2, sizeof(double));
+    for (int i = 0; i < 2; i++) {
+        int n_rot = i ? c->n_rot_local : c->n_rot;
+        s->angles[i] = arena_take(a, n * n_rot, f);
+        s->freq[i] = arena_take(a, n_rot / 2, sizeof(double));
+    }
     s->slopes = arena_take(a, s->m->layers[0].n_head, f);
     size_t mark = a->used;
     s->q = arena_take(a, n * q, f);
@@ -2012,7 +2016,8 @@ static void load_experts(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
     need_data(ld, down, "ffn_down_exps", ".weight");
-    int n = c->n_expert, dense = w->ff, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    int n = c->n_expert, dense = w->ff, ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    w->ff = ff;
     w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     load_fused(ld, "ffn_gate_up_exps", n,
@@ -2558,12 +2563,12 @@ static void layer_inputs_row(Task t) {   // e of all layers
     const uint8_t *row = w->data + s->ids[t.i] * quant_row_bytes(w->type, w->cols);
     int all = w->cols;
     float *e = s->inputs + (size_t)t.i * all, part[256];   // whole blocks of any format
-    for (int j = 0; j < all; j++) e[j] /= sqrtf(c->dim);
-    norm(e, e, all, &s->m->layer_norm, RMS, c->eps);
+    norm(e, e, all, &s->m->layer_norm, RMS, c->eps * c->dim);   // of e / sqrt(dim)
     for (int k = 0; k < all; k += 256) {
         int n = all - k < 256 ? all - k : 256;
         quant_dequantize(w->type, row + quant_row_bytes(w->type, k), part, n);
-        for (int j = 0; j < n; j++) e[k + j] = (e[k + j] + sqrtf(c->per_layer) * part[j]) * sqrtf(0.5f);
+        add(e + k, part, n, sqrtf(c->per_layer));
+        for (int j = 0; j < n; j++) e[k + j] *= sqrtf(0.5f);
     }
 }
 
@@ -2582,7 +2587,8 @@ static void layer_input_row(Task t) {   // act(Gate x) * e
 
 static void layer_input(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    Matmul in = {&w->input_gate, s->x, s->gate, s->n}, back = {&w->input_proj, s->gate, s->out, s->n};
+    Matmul in = {&w->input_gate, s->x, s->gate, s->n};
+    Matmul back = {&w->input_proj, s->gate, s->out, s->n};
     matmul(s->pool, &s->calls, &in, 1);
     each_row(s, layer_input_row, NULL, s->n);
     matmul(s->pool, &s->calls, &back, 1);

@@ -865,8 +865,8 @@ static Input run_input(Session *s, const float *x, const Norm *w, float *h, int 
     return (Input){h, NULL};
 }
 
-static bool is_gated(const Config *c, const Layer *w) {   // a gate behind each head's query
-    return w->q.rows > (int64_t)w->n_head * c->hd;
+static bool is_gated(const Layer *w) {   // a gate behind each head's query
+    return w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
 // bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
@@ -881,21 +881,21 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm;
-    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(c->hd, c->vd);
+    int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(w->hd, w->vd);
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
     int slices = n > 1 ? 1 : attention_slices(used, parts);
     int nsg = div_up(div_up(used, slices), attention_step(lanes));   // one for each step
     int bits = qk_bits(qn, 0) | qk_bits(kn, 1);
     if (nsg > ATTENTION_SIMDGROUPS) nsg = ATTENTION_SIMDGROUPS;
     struct attention_args a = {
-        n, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
-        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig};
-    float *q = is_gated(c, w) ? s->mix : s->q;
+        n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
+        slices, qn->n > w->hd ? w->hd : 0, kn->n > w->hd ? w->hd : 0, c->eps,
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->temp_length};
+    float *q = is_gated(w) ? s->mix : s->q;
     const float *angles = s->angles[w->window > 0];
     Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
                     NORM_FLOATS,
-                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd, [C_VALUE_DIM] = c->vd,
+                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
                      [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
                      [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
@@ -911,14 +911,14 @@ static void run_attention(Session *s, const Layer *w, int n) {
                                 angles, s->slopes, w->sinks, g->now,
                                 slices > 1 ? g->parts : s->att}, 15,
                   (size_t)n * parts * slices, nsg * SIMD_LANES,
-                  attention_floats(heads, c->hd, c->vd, nsg, lanes), {0}};
+                  attention_floats(heads, w->hd, w->vd, nsg, lanes), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
-                  div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
+                  div_up(w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
     if (n >= FLASH_MIN)
         d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now,
                                            s->att}, 8,
                        (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                       flash_floats(c->hd, c->vd), {0}};
+                       flash_floats(w->hd, w->vd), {0}};
     for (int i = 0; i < N_CONSTANTS; i++)
         r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
     if (bits & 12) gpu_dispatch(g, &all, &a, sizeof a);
@@ -1073,7 +1073,7 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
 // sum with attention's result waits in s->out.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
-    float *to[3] = {is_gated(&s->m->config, w) ? s->mix : s->q, s->k, s->v};
+    float *to[3] = {is_gated(w) ? s->mix : s->q, s->k, s->v};
     float *sum = w->parallel ? s->out : s->x;
     Input in = run_input(s, s->x, &w->attn_norm, s->h, n);
     bool delta = w->conv_in.data, experts = w->router.data;
@@ -1113,7 +1113,7 @@ static void run_layers(Session *s, const int32_t *ids, int n, int pos) {
     device_send(g, g->now, NOW_SIZE * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     for (int i = 0; i < 2; i++)
-        device_send(g, s->angles[i], (size_t)n * c->n_rot * sizeof *s->angles[i]);
+        device_send(g, s->angles[i], (size_t)n * (i ? c->n_rot_local : c->n_rot) * sizeof(float));
     run_embed(s, n);
     if (s->m->embd_norm.w)
         run_norm(s, s->x, &s->m->embd_norm, c->arch->norm, c->dim, s->x, n, STORE);
@@ -1185,10 +1185,13 @@ static void gpu_store(Session *s) {
 // tensors not aligned to 16 bytes, a QK norm over all heads that comes after RoPE
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    if (c->hd % 4 || c->vd % 4 || c->hd > HEAD_MAX || c->vd > HEAD_MAX || c->dk > HEAD_MAX)
-        return "head size";
-    for (int l = 0; l < c->n_layer && c->arch->flags & QK_NORM_LATE; l++)   // no model has that
-        if (m->layers[l].q_norm.w && !m->layers[l].q_norm.group) return "QK norm";
+    bool late = c->arch->flags & QK_NORM_LATE;
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &m->layers[l];
+        int most = w->hd > w->vd ? w->hd : w->vd;
+        if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > HEAD_MAX) return "head size";
+        if (late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // no model has that
+    }
     return gguf_int(&m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
 
@@ -1203,12 +1206,12 @@ static void plan_gpu(Session *s, Arena *a) {
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         int slices = attention_slices(s->cache[l].rows, attention_parts(w->n_head, w->n_kv));
-        parts = larger(parts, (size_t)w->n_head * slices);
+        parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff);
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
-    g->parts = arena_take(a, parts, (c->vd + 2) * sizeof *g->parts);
+    g->parts = arena_take(a, parts, sizeof *g->parts);
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;
     if (!ff) return;

@@ -1116,7 +1116,7 @@ static Attention attention_of(const AttentionCase *t) {
                        .k = half_noise((size_t)t->n_kv * t->rows * t->hd), .pos_k = pos,
                        .v = half_noise((size_t)t->n_kv * t->rows * t->vd), .pos = t->pos, .n = t->n,
                        .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
-                       .window = t->window, .keep = t->keep, .causal = t->causal,
+                       .v_step = t->vd, .window = t->window, .keep = t->keep, .causal = t->causal,
                        .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
@@ -3495,13 +3495,13 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     x->arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
     x->arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
     x->m.config = (Config){
-        .arch = &x->arch, .eps = 1e-5f, .hd = hd, .vd = vd, .n_rot = t->n_rot, .attn_scale = 0.2f,
+        .arch = &x->arch, .eps = 1e-5f, .attn_scale = 0.2f,
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
-        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .n_ctx_orig = 8,
+        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .temp_length = 8,
         .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .temp_scale = strchr(t->what, 't') ? 0.7f : 0};
-    x->w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE,
-                   .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd,
+    x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
+                   .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd,
                    .sinks = t->sinks ? lab_floats(g, H, 3) : NULL};
     for (int k = 0; k < 2; k++) {
         int size = whole || own ? (k ? KV : H) * hd : hd;
@@ -4123,7 +4123,7 @@ static void test_metal_failures(void) {
         late.flags |= QK_NORM_LATE;
         layers[lacks[i].late].q_norm.w = some_weight;
         other.config.arch = &late;
-        other.config.hd = other.config.vd = lacks[i].hd;
+        for (int l = 0; l < 3; l++) layers[l].hd = layers[l].vd = lacks[i].hd;
         other.config.dk = lacks[i].dk;
         other.config.n_layer = 2;
         other.layers = layers;
@@ -4226,9 +4226,10 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     Lab x = lab(g);
     if (!strstr(name, bench_only)) return;
     for (int i = 0; i < rows; i++) pos[i] = i;
-    x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D, .hd = hd,
-                          .vd = hd, .n_rot = hd, .rope = ROPE_HALVES, .causal = true};
-    x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
+    x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D,
+                          .rope = ROPE_HALVES, .causal = true};
+    x.w = (Layer){.n_head = n_head, .n_kv = KV, .hd = hd, .vd = hd, .n_rot = hd, .rotated = true,
+                  .ff = FF};
     x.m.layers = &x.w;
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
