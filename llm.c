@@ -401,6 +401,8 @@ enum {
     QKV_NORMED = 1 << 16,  // values are normed, too, without weights; scores are not scaled
     LOGITS_CAPPED = 1 << 17,   // a soft cap of 30 for logits where the file does not say
     YARN_SCORES = 1 << 18, // YaRN sharpens the scores, not the cosines
+    BOTH_WAYS = 1 << 19,   // a token sees those behind it, too
+    SECTIONS_MIXED = 1 << 20,  // RoPE's sections take turns
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -417,6 +419,7 @@ typedef struct {
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
     {"llama* mistral3* ernie4_5-moe", RMS, SILU, ROPE_PAIRS, .flags = GATES_NORMED},
+    {"llama-embed", RMS, SILU, ROPE_PAIRS, .flags = GATES_NORMED | BOTH_WAYS},
     {"baichuan", RMS, SILU, ROPE_PAIRS, .n_layer = 32},
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = 0},
@@ -424,18 +427,28 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"smollm3", RMS, SILU, ROPE_PAIRS, .no_rope = 4},
     {"granite", RMS, SILU, ROPE_PAIRS, .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
     {"granitemoe", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
+    {"granite-swa", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED, .local = 4},
     {"minicpm", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
-    {"arcee", RMS, RELU2, ROPE_PAIRS, .flags = 0},
+    {"minicpm3", RMS, SILU, ROPE_HALVES, .flags = MUP},
+    {"arcee plm", RMS, RELU2, ROPE_PAIRS, .flags = 0},
     {"olmo", BARE, SILU, ROPE_PAIRS, .flags = 0},
     {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = 0},
     {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = LOCAL_ROPE, .local = 4},
     {"exaone4", RMS, SILU, ROPE_HALVES, WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
-    {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss bailingmoe2 paddleocr "
+     "pangu-embedded plamo qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
+    {"qwen3vl", RMS, SILU, ROPE_HALVES, .flags = SECTIONS_MIXED},
+    {"glm4moe* dots1 hy_v3", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
+    {"exaone-moe", RMS, SILU, ROPE_HALVES, .flags = LOCAL_ROPE, .local = 4},
+    {"mellum", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
+    {"mimo2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID, .local = 6},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
     {"qwen3moe* qwen3next*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
-    {"qwen35* qwen35moe", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED | GATES_NORMED},
-    {"hunyuan-dense hunyuan-moe", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE | GATES_NORMED},
+    {"qwen3vlmoe", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | SECTIONS_MIXED},
+    {"qwen35* qwen35moe", RMS, SILU, ROPE_HALVES,
+     .flags = DELTA_TILED | GATES_NORMED | SECTIONS_MIXED},
+    {"hunyuan-dense hunyuan-moe hunyuan_vl", RMS, SILU, ROPE_HALVES,
+     .flags = QK_NORM_LATE | GATES_NORMED},
     {"olmo2", RMS, SILU, ROPE_HALVES, .flags = LOCAL_UNSCALED, .local = 4},
     {"gpt-oss*", RMS, SWIGLU_OAI, ROPE_HALVES, .flags = GATES_NORMED, .local = 2},
     {"gemma*", RMS, GELU, ROPE_HALVES, .flags = EMBD_SQRT},
@@ -448,10 +461,12 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"deepseek2* mistral4*", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES},
     {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
     {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
-    {"nemotron", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
+    {"dbrx", LAYERNORM, SILU, ROPE_HALVES, .flags = GATES_NORMED},
+    {"nemotron jais2", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
     {"gpt2 starcoder", LAYERNORM, GELU, ROPE_NONE, .flags = 0},
     {"bloom", LAYERNORM, GELU, ROPE_NONE, .flags = ALIBI_8},
     {"bert*", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER},
+    {"jina-bert-v2", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER | ALIBI_8},
     {"nomic-bert*", LAYERNORM, SILU, ROPE_HALVES, .flags = ENCODER},
 };
 
@@ -468,10 +483,12 @@ typedef struct {
     int lora, latent_hd, latent_vd;            // latent attention: width of the latent; of q, v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
+    float value_scale;                         // of attention's result
     float temp_scale;                          // scales queries beyond temp_length (Ministral 3)
     int temp_length;
     int window;                                // of layers that have one
     int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
+    int section[4];                            // pairs turned by time, height, width of an image, 0
     float rope_base, rope_base_local, rope_alpha, rope_factor, rope_attn;
     bool yarn;
     float yarn_fast, yarn_slow, yarn_log;
@@ -479,7 +496,7 @@ typedef struct {
     int n_expert, n_used;                      // a token uses n_used of n_expert experts,
     int n_group, n_group_used;                 // in n_group_used of n_group groups
     int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
-    float gates_scale;
+    float gates_scale, router_scale;           // of their weights; of the router's product
     int parallel;                              // attention and FFN read the same stream
     int conv, n_key, n_value, dk, dv;          // delta-net: convolution, heads, widths
     int causal, pooling;                       // pooling: -1 unsaid, 0 none, 1 mean, 2 CLS, 3 last
@@ -505,8 +522,9 @@ typedef struct {
     int window;                                // 0: the session's
     int hd, vd, n_rot;                         // width of a head's key and value; rotated values
     int source;                                // the layer whose keys and values it reads
-    bool rotated, parallel;                    // parallel: attention and FFN read the same stream
-    Norm attn_norm, attn_post_norm, ffn_norm, ffn_post_norm;
+    int rotated;                               // does it have RoPE?
+    bool parallel;                             // parallel: attention and FFN read the same stream
+    Norm attn_norm, attn_norm_2, attn_post_norm, ffn_norm, ffn_post_norm;
     const float *out_scale;                    // [1] factor of the stream behind it, or NULL
     Norm q_norm, k_norm;                       // per head (n = hd), per projection, or [head][hd]
     Matrix q, k, v, o;                         // q has 2 x hd rows a head where attention is gated
@@ -544,9 +562,10 @@ static const Key KEYS[] = {
     {"pooling_type", INT(pooling), -1, 3, NULL},
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
-    {"embedding_scale", REAL(embd_scale), "granite granitemoe minicpm"},
-    {"residual_scale", REAL(residual_scale), "granite granitemoe minicpm"},
-    {"logit_scale", REAL(logit_scale), "granite* granitemoe* minicpm command-r* cohere2*"},
+    {"embedding_scale", REAL(embd_scale), "granite granitemoe granite-swa minicpm"},
+    {"residual_scale", REAL(residual_scale), "granite granitemoe granite-swa minicpm"},
+    {"logit_scale", REAL(logit_scale),
+     "granite* granitemoe* granite-swa* minicpm command-r* cohere2*"},
     {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3 gemma4"},
     {"attention.head_count", INT(n_head), 1, 1 << 14, NULL},
     {"attention.head_count", OF_LAYER(n_head), 1, 1 << 14, NULL},
@@ -564,9 +583,11 @@ static const Key KEYS[] = {
     {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gpt-oss*"},
     {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
     {"attention.causal", INT(causal), 0, 1, NULL},
-    {"attention.scale", REAL(attn_scale), "granite granitemoe"},
+    {"attention.scale", REAL(attn_scale), "granite granitemoe granite-swa"},
     {"attn_logit_softcapping", REAL(attn_cap), "gemma2"},
-    {"attention.clamp_kqv", REAL(clamp_qkv), "olmo"},
+    {"attention.value_scale", REAL(value_scale), "mimo2"},
+    {"attention.rope_pattern", OF_LAYER(rotated), 0, 1, "granite-swa"},
+    {"attention.clamp_kqv", REAL(clamp_qkv), "olmo dbrx"},
     {"attention.temperature_scale", REAL(temp_scale), "mistral3 deepseek2 mistral4"},
     {"attention.temperature_length", INT(temp_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", INT(parallel), 0, 1, "gptneox*"},
@@ -574,11 +595,11 @@ static const Key KEYS[] = {
     {"rope.dimension_sections", INT(rope_sections), 0, INT_MAX, "glm4"},
     {"rope.dimension_count_swa", INT(n_rot_local), 0, 4096, "gemma4"},
     {"rope.freq_base", REAL(rope_base), NULL},
-    {"rope.freq_base_swa", REAL(rope_base_local), "gemma2 gemma3 gemma4 gpt-oss"},
+    {"rope.freq_base_swa", REAL(rope_base_local), "gemma2 gemma3 gemma4 gpt-oss mimo2"},
     {"rope.scale_linear", REAL(rope_factor), NULL},
     {"rope.scaling.factor", REAL(rope_factor), NULL},
     {"rope.scaling.attn_factor", REAL(rope_attn), NULL},
-    {"rope.scaling.alpha", REAL(rope_alpha), "hunyuan-dense"},
+    {"rope.scaling.alpha", REAL(rope_alpha), "hunyuan-dense hunyuan_vl"},
     {"rope.scaling.finetuned", INT(rope_tuned), 0, 1, NULL},
     {"rope.scaling.original_context_length", INT(n_ctx_orig), 0, INT_MAX, NULL},
     {"rope.scaling.yarn_beta_fast", REAL(yarn_fast), "mistral3"},
@@ -589,11 +610,12 @@ static const Key KEYS[] = {
     {"expert_used_count", INT(n_used), 0, 4096, NULL},
     {"expert_group_count", INT(n_group), 0, 64, NULL},
     {"expert_group_used_count", INT(n_group_used), 0, 64, NULL},
-    {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2 deepseek2 mistral4"},
+    {"expert_gating_func", INT(gating), 1, 2,
+     "bailingmoe2* deepseek2 dots1 exaone-moe glm4moe hy_v3 minimax-m2 mistral4"},
     {"expert_weights_norm", INT(gates_normed), 0, 1,
-     "bailingmoe deepseek2 dots1 glm4moe mistral4"},
+     "bailingmoe bailingmoe2 deepseek2 dots1 exaone-moe glm4moe hy_v3 mistral4"},
     {"expert_weights_scale", REAL(gates_scale),
-     "bailingmoe deepseek deepseek2 dots1 glm4moe mistral4"},
+     "bailingmoe bailingmoe2 deepseek deepseek2 dots1 exaone-moe glm4moe hy_v3 mistral4"},
     {"ssm.conv_kernel", INT(conv), 0, 64, NULL},
     {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
     {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
@@ -786,6 +808,7 @@ static void load_attention(Loader *ld, Layer *w) {
                fused || w->source == ld->l ? 3 : 1);
     if (w->source != ld->l) w->k = w->v = (Matrix){0};
     w->o = need_matrix(ld, "attn_output", w->n_head * w->vd, c->dim, 1);
+    if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
@@ -811,20 +834,22 @@ static void load_norms(Loader *ld, Layer *w) {
     w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
     w->attn_post_norm = load_norm(ld, attn_post, 1, c->dim);
     w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
+    if (!encoder && !w->ffn_norm.w) w->ffn_norm = load_norm(ld, "attn_output_norm", 1, c->dim);
     w->ffn_post_norm = load_norm(ld, ffn_post, 1, c->dim);
     if (!encoder && !w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
         w->attn_post_norm = (Norm){0};
     }
     Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
-    if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
+    if (encoder) w->attn_norm_2 = second;
+    else if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
     if (!encoder && !bare && !w->attn_post_norm.w)
         need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
     bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
-    w->parallel = second.w || c->parallel || no_ffn_norm;
+    w->parallel = (second.w && !encoder) || c->parallel || no_ffn_norm;
 }
 
 static void load_delta(Loader *ld, Layer *w);     // Part II has these
@@ -837,6 +862,7 @@ static void load_layer(Loader *ld, Layer *w) {
     const Arch *a = c->arch;
     bool windows = a->local && c->window;
     w->pattern = a->local;
+    w->rotated = true;
     load_keys(ld, w, true);
     if (!w->n_kv) w->n_kv = w->n_head;
     if (ld->ok && w->n_head % w->n_kv)
@@ -848,8 +874,8 @@ static void load_layer(Loader *ld, Layer *w) {
     bool each = key && key->type == GGUF_ARR, every = !each && !w->pattern;
     bool local = windows && (each ? w->pattern : every || ld->l % w->pattern < w->pattern - 1);
     w->window = local ? c->window : 0;
-    w->rotated = c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
-              !(a->flags & LOCAL_ROPE && windows && !local);
+    w->rotated &= c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
+                  !(a->flags & LOCAL_ROPE && windows && !local);
     w->hd = local ? c->hd_local : c->hd;
     w->vd = local ? c->vd_local : c->vd;
     w->n_rot = local ? c->n_rot_local : c->n_rot;
@@ -893,6 +919,7 @@ static void imply_config(Config *c) {
     if (!c->vd) c->vd = c->dim / c->n_head;
     c->n_rot = c->hd;
     c->n_ctx_orig = c->n_ctx;
+    c->router_scale = 1 / sqrtf(c->dim);
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
     c->residual_scale = mup ? 1.4f / sqrtf(c->n_layer) : 1;
     c->logit_scale = mup ? 256.0f / c->dim : 1;
@@ -902,7 +929,7 @@ static void imply_config(Config *c) {
     if (flags & QKV_NORMED) c->attn_scale = 1;
     c->alibi = flags & ALIBI_8 ? 8 : 0;
     c->window = flags & WINDOW_4096 ? 4096 : 0;
-    c->causal = !(flags & ENCODER);
+    c->causal = !(flags & (ENCODER | BOTH_WAYS));
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
     c->gates_normed = !!(flags & GATES_NORMED);
     c->gating = flags & GATES_SIGMOID ? 2 : 1;
@@ -935,6 +962,9 @@ static void derive_config(Loader *ld) {
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
+    const Meta *section = arch_meta(ld, "rope.dimension_sections");
+    for (int i = 0; section && gguf_size[section->elem] && i < 4 && i < (int)section->n; i++)
+        c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     if (!c->latent_hd) c->latent_hd = c->hd;
     if (!c->latent_vd) c->latent_vd = c->vd;
@@ -959,7 +989,8 @@ static void load_config(Loader *ld) {
     c->pooling = -1;
     *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no default: the file must have it
     c->rope_base = 10000;
-    c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
+    c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = 1;
+    c->yarn_slow = c->value_scale = 1;
     c->yarn_fast = 32;
     load_keys(ld, c, false);       // first the sizes
     if (ld->ok) imply_config(c);   // then what the row implies
@@ -1329,8 +1360,13 @@ static void norm_row(Task t) {
 
 // After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
 // the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
-// With norm NULL h stays; scale is a factor of x, or NULL.
-typedef struct { const Norm *post, *norm; bool norm_first; const float *scale; } Between;
+// With norm NULL h stays. scale is a factor of x, or NULL; again, one more norm, of x + h.
+typedef struct {
+    const Norm *post, *norm;
+    bool norm_first;
+    const Norm *again;
+    const float *scale;
+} Between;
 static void between_row(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
@@ -1342,6 +1378,10 @@ static void between_row(Task t) {
     add(x, out, c->dim, c->residual_scale);
     for (int j = 0; b->scale && j < c->dim; j++) x[j] *= *b->scale;
     if (b->post->w && after) norm(x, x, c->dim, b->post, c->arch->norm, c->eps);
+    if (b->again && b->again->w) {
+        add(x, s->h + (size_t)t.i * c->dim, c->dim, 1);
+        norm(x, x, c->dim, b->again, c->arch->norm, c->eps);
+    }
     if (b->norm && !b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
 }
 
@@ -1452,8 +1492,10 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
         bool same_h = w->parallel && !w->ffn_norm.w, last = s->l + 1 == c->n_layer;
-        Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel, NULL};
-        Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false, w->out_scale};
+        Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel,
+                          &w->attn_norm_2, NULL};
+        Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false, NULL,
+                          w->out_scale};
 
         // tokens look at each other: attention, or the delta rule's memory
         if (w->conv_in.data) delta_net(s);
@@ -1465,7 +1507,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         if (w->router.data) experts(s);
         else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
         if (w->input_gate.data) {   // a third block, which reads the layer's own input
-            each_row(s, between_row, &(Between){layers.post, NULL, false, NULL}, n);
+            each_row(s, between_row, &(Between){.post = layers.post}, n);
             layer_input(s);
             layers.post = &w->input_norm;
         }
@@ -1514,6 +1556,15 @@ bool tokens_add(Tokens *t, int32_t id) {
     return true;
 }
 
+// Models of images have three positions, and RoPE's pairs are divided among them; those of text are
+// all the same. Pairs that are left over turn with a fourth position, which is 0.
+static bool stands_still(const Config *c, int pair) {
+    const int *n = c->section;
+    int all = n[0] + n[1] + n[2] + n[3], i = all ? pair % all : 0;
+    if (c->arch->flags & SECTIONS_MIXED) return all && i / 3 >= n[i % 3];
+    return all && i >= all - n[3];
+}
+
 // Sets freq [n_rot/2], radians per position of each pair; returns a factor for cosines and sines.
 // Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
 // factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
@@ -1535,6 +1586,7 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
     for (int i = 0; i < n_rot / 2; i++) {
         double plain = pow(base, -2.0 * i / n_rot) / (divide ? divide[i] : 1);
         double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
+        if (stands_still(c, i)) plain = 0;
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     bool scores = c->arch->flags & YARN_SCORES && c->yarn_log != 0;   // see derive_config
@@ -2020,14 +2072,14 @@ static void load_experts(Loader *ld, Layer *w) {
     w->ff = ff;
     w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
+    if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     load_fused(ld, "ffn_gate_up_exps", n,
                (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
     w->down = need_matrix(ld, "ffn_down_exps", ff, c->dim, n);
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
-        float *r = own(ld, c->dim * sizeof *r);
-        for (int j = 0; r && j < c->dim; j++) r[j] = scale[j] / sqrtf(c->dim);
-        w->router_norm = (Norm){r, NULL, c->dim, c->dim};
+        w->router_norm = (Norm){scale, NULL, c->dim, c->dim};
+        w->router.scale = &c->router_scale;
         w->expert_norm = need_norm(ld, "pre_ffw_norm_2", c->dim);
         w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
         w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
@@ -2039,7 +2091,10 @@ static void load_experts(Loader *ld, Layer *w) {
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
     if (!w->shared_up.data) return;
     ff = w->shared_up.rows;
-    w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
+    if (!find_tensor(ld, "ffn_gate_shexp", ".weight")) {   // one tensor for gate and up
+        w->shared_gate = matrix_rows(w->shared_up, 0, ff /= 2);
+        w->shared_up = matrix_rows(w->shared_up, ff, ff);
+    } else w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
     w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
 }
@@ -6812,11 +6867,9 @@ static bool run(Cli *cli) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
     }
-    if (m->config.arch->flags & ENCODER) {
-        if (!cli->embed && !cli->info)
-            return fail(&cli->e, "%s: %s is an encoder; use --embed", cli->model, m->config.name);
-        cli->o.window = cli->o.chunk = cli->ids.n;   // it sees the whole text at once
-    }
+    if (m->config.arch->flags & ENCODER && !cli->embed && !cli->info)
+        return fail(&cli->e, "%s: %s is an encoder; use --embed", cli->model, m->config.name);
+    if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;

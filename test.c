@@ -405,7 +405,8 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   g FFN without gate  u gate and up fused  x experts  m theirs fused  s shared expert  S its gate
 //   r the router's bias  P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
-//   v QKV with gates fused
+//   v QKV with gates fused   c latent attention  q its queries in two steps  y keys, values fused
+//   e experts beside a dense FFN  z per-layer inputs  h a norm again  w attn_output_norm for the FFN
 // and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
@@ -414,14 +415,21 @@ enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 static const char PARTS[] =
     "token_embd:32,64:^ position_embd:32,96:^P token_types:32,2:^E token_embd_norm:32:^N+n "
     "output_norm:32:^!0!E+n output:32,64:^!T!E+O attn_norm:32:!0!p!E+n attn_norm_2:32:2+n "
-    "ffn_norm:32:!0!p!E!1!a+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
+    "ffn_norm:32:!0!p!E!1!a!w+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
     "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
-    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d+b attn_q:32,128:d!l!v "
-    "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v+b attn_v:32,32:!f!l!v+b attn_output:64,32:!l+o "
+    "attn_output_norm:32:w attn_norm_2:32:h+n "
+    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q+b attn_q:32,128:d!l!v "
+    "attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q attn_kv_a_mqa:32,28:c "
+    "attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y attn_v_b:20,16,4:c!y "
+    "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b attn_output:64,32:!l+o "
     "attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j "
     "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l attn_gate:32,32:l "
     "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
     "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
+    "ffn_gate:32,48:e ffn_up:32,48:e ffn_down:48,32:e ffn_gate_inp.scale:32:e "
+    "ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e post_ffw_norm_1:32:e post_ffw_norm_2:32:e "
+    "per_layer_token_embd:24,64:^z per_layer_model_proj:32,24:^z per_layer_proj_norm:4:^z "
+    "inp_gate:32,4:z proj:4,32:z post_norm:32:z layer_output_scale:1:z "
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
     "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m+B "
     "ffn_up_exps:32,48,6:x!m+B ffn_down_exps:48,32,6:x+B ffn_gate_shexp:32,48:s "
@@ -490,6 +498,9 @@ static void put_model(Writer *w, const Shape *m) {
     "ssm.inner_size=32 full_attention_interval=2 "
 #define EXPERT_KEYS "expert_count=6 expert_used_count=2 expert_feed_forward_length=48 "
 #define WINDOW_KEYS "attention.sliding_window=9 "
+#define GEMMA4_KEYS WINDOW_KEYS "attention.key_length_swa=16 attention.value_length_swa=16 "
+#define LATENT_KEYS "attention.kv_lora_rank=20 rope.dimension_count=8 "
+#define GROUP_KEYS "expert_gating_func=2 expert_group_count=3 expert_group_used_count=2 "
 
 static const Model *random_model(const Shape *shape) {
     Writer w = {0};
@@ -1261,7 +1272,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 28, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 33, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -1325,6 +1336,21 @@ static const Shape SHAPES[] = {
     {"falcon", 3, "nf1g2T", ""}, {"bloom", 3, "nboBgfNT", ""},
     {"hunyuan-dense", 3, "kT", "rope.scaling.alpha=1000."}, {"ernie4_5", 3, "T", ""},
     {"seed_oss", 3, "ab", ""},
+    {"gemma4", 6, "tTkxez", EXPERT_KEYS GEMMA4_KEYS "embedding_length_per_layer_input=4"},
+    {"gemma4", 6, "tk", GEMMA4_KEYS}, {"deepseek2", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS GROUP_KEYS
+     "attention.temperature_scale=0.1 attention.temperature_length=8"},
+    {"deepseek2", 47, "cyx", EXPERT_KEYS LATENT_KEYS "expert_weights_norm=1"},
+    {"mistral4", 3, "cqx", EXPERT_KEYS LATENT_KEYS}, {"plm", 3, "cygT", LATENT_KEYS},
+    {"minicpm3", 3, "cqy", LATENT_KEYS}, {"qwen2vl", 3, "b", ""}, {"qwen3vl", 3, "k", ""},
+    {"qwen3vlmoe", 3, "kx", EXPERT_KEYS}, {"hunyuan_vl", 3, "kT", ""}, {"paddleocr", 3, "T", ""},
+    {"bailingmoe2", 3, "fkxsr", EXPERT_KEYS GROUP_KEYS "rope.dimension_count=8"},
+    {"exaone-moe", 4, "kxsr", EXPERT_KEYS WINDOW_KEYS "expert_gating_func=2"},
+    {"hy_v3", 3, "kxsr", EXPERT_KEYS}, {"plamo", 3, "1", ""}, {"pangu-embedded", 3, "bo", ""},
+    {"mimo2", 6, "ixr", EXPERT_KEYS WINDOW_KEYS "attention.value_scale=0.5 rope.dimension_count=8"},
+    {"mellum", 4, "kx", EXPERT_KEYS WINDOW_KEYS}, {"jais2", 3, "nboBg", ""},
+    {"dbrx", 3, "fxw", EXPERT_KEYS "attention.clamp_kqv=1."}, {"llama-embed", 3, "", ""},
+    {"granite-swa", 4, "ixs", EXPERT_KEYS WINDOW_KEYS "logit_scale=2. attention.rope_pattern=1"},
+    {"jina-bert-v2", 3, "nboBuENhK", ""},
 };
 
 // the last token's logits, or an encoder's vector for it
@@ -1362,7 +1388,7 @@ static double check_shape(const Shape *shape) {
     float whole[VOCAB] = {0}, single[VOCAB] = {0}, changed[VOCAB], back[VOCAB] = {0};
     float threads[VOCAB] = {0};
     const Model *m = random_model(shape);
-    bool encoder = m->config.arch->flags & ENCODER;
+    bool encoder = !m->config.causal;
     Session *s = open_session(m, (Options){.threads = 2, .window = 64, .chunk = 64});
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
     for (int i = 0; i < N; i++) other[i] = i < 9 ? ids[i] : (int)(random_bits() % VOCAB);
