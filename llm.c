@@ -2548,8 +2548,8 @@ static void latent_row(Task t) {
     narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
     kv->pos[slot] = pos;
     for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
-        rope(q + hd - w->n_rot, turn, w->n_rot, c->rope);
         memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
+        rope(to, turn, w->n_rot, c->rope);
     }
 }
 

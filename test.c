@@ -406,7 +406,7 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   r the router's bias  P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
 //   v QKV with gates fused   c latent attention  q its queries in two steps  y keys, values fused
-//   e experts beside a dense FFN  z per-layer inputs  h a norm again  w attn_output_norm for the FFN
+//   e experts beside a dense FFN  z per-layer inputs  h a norm again  w attn_output_norm of the FFN
 // and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
@@ -2734,6 +2734,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define norm metal_norm
 #define rope metal_rope
 #define choose_experts metal_choose_experts
+#define latent_row metal_latent_row
 #define sort_choices metal_sort_choices
 #define delta_conv metal_delta_conv
 #define delta_rule metal_delta_rule
@@ -2742,6 +2743,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #undef norm
 #undef rope
 #undef choose_experts
+#undef latent_row
 #undef sort_choices
 #undef delta_conv
 #undef delta_rule
@@ -3393,7 +3395,8 @@ static void kernel_embed(Gpu *g, int type) {
     for (int i = 0; i < N * cols; i++)
         want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols] + p.f[POS * cols + i] +
                   first.f[i % cols];
-    run_embed(lab_begin(&x), N);
+    run_embed(lab_begin(&x), (const Matrix *[]){&x.m.embd, &x.m.pos_embd, &x.m.type_embd}, 3, x.s.x,
+              N);
     lab_end(&x, "embed");
     lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
@@ -3527,7 +3530,8 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
         .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .temp_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
-                   .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd,
+                   .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
+                   .k.rows = KV * hd, .v.rows = KV * vd,
                    .sinks = t->sinks ? lab_floats(g, H, 3) : NULL};
     for (int k = 0; k < 2; k++) {
         int size = whole || own ? (k ? KV : H) * hd : hd;
@@ -3782,10 +3786,76 @@ static void check_counters(void) {
 }
 
 // In order to add a kernel: its test, and a row here.
+static void lab_heads_product(Gpu *g, int type) {
+    enum { H = 3, N = 2, ROWS = 20 };
+    Lab x = lab(g);
+    int cols = format_cols(type, false), in = cols + 4, out = ROWS + 8;
+    RandomMatrix w = lab_matrix(g, type, H * ROWS, cols);
+    Matrix heads = matrix_rows(w.m, 0, ROWS), one = {.type = QUANT_F32, .rows = ROWS, .cols = cols};
+    heads.step = ROWS * quant_row_bytes(type, cols);
+    heads.x_step = H * in;
+    heads.out_step = H * out;
+    float *from = lab_floats(g, N * H * in, 1), *y = lab_floats(g, N * H * out, 1), row[2000];
+    float *want = lab_copy(g, y, N * H * out);
+    for (int i = 0; i < N * H; i++) {
+        one.data = (const uint8_t *)(w.f + i % H * ROWS * cols);
+        plain_matmul(&(Matmul){&one, from + i * in, want + i * out, 1}, row);
+    }
+    x.w.n_head = H;
+    x.m.layers = &x.w;
+    run_heads(lab_begin(&x), &heads, from, y, N);
+    lab_end(&x, "head_product");
+    lab_compare("head_product", type, y, want, N * H * out, 1e-5);
+}
+
+// latent attention's row of the cache, and a layer's own input
+static void kernel_latent(Gpu *g, int unused) {
+    lab_heads_product(g, QUANT_F16);
+    lab_heads_product(g, FORMAT_Q8_0);
+    lab_heads_product(g, quant_type_from_name("q4_K"));
+    enum { H = 3, N = 2, LORA = 20, ROT = 12, HD = 30, ROWS = 9, POS = 5, P = 40 };
+    for (int pairing = ROPE_PAIRS; pairing <= ROPE_HALVES; pairing++) {
+        Lab x = lab(g);
+        x.arch = (Arch){.act = GELU};
+        x.m.config = (Config){.arch = &x.arch, .eps = 1e-5f, .rope = pairing, .temp_scale = 0.7f,
+                              .temp_length = 2, .per_layer = P, .n_layer = 1};
+        x.w = (Layer){.n_head = H, .hd = LORA + ROT, .vd = LORA, .n_rot = ROT, .q.rows = H * HD,
+                      .latent_norm = {lab_floats(g, LORA, 1), NULL, LORA, LORA}};
+        Cache c = {.k = lab_bytes(g, 2 * ROWS * x.w.hd), .pos = lab_bytes(g, 4 * ROWS), ROWS};
+        Cache want = c;
+        x.m.layers = &x.w;
+        x.s = (Session){.m = &x.m, .pos = POS, .k = lab_floats(g, N * x.w.hd, 3), .cache = &c,
+                        .mix = lab_floats(g, N * H * HD, 1), .q = lab_floats(g, N * H * x.w.hd, 1),
+                        .angles = {lab_floats(g, N * ROT, 1)}, .gate = lab_floats(g, N * P, 1),
+                        .inputs = lab_floats(g, N * P, 1)};
+        Session cpu = x.s;
+        want.k = lab_bytes(g, 2 * ROWS * x.w.hd);
+        memset(c.pos, -1, 4 * ROWS);
+        want.pos = memset(lab_bytes(g, 4 * ROWS), -1, 4 * ROWS);
+        cpu.cache = &want;
+        cpu.mix = lab_copy(g, x.s.mix, N * H * HD);
+        cpu.q = lab_copy(g, x.s.q, N * H * x.w.hd);
+        cpu.k = lab_copy(g, x.s.k, N * x.w.hd);
+        cpu.gate = lab_copy(g, x.s.gate, N * P);
+        for (int i = 0; i < N; i++) latent_row((Task){.ctx = &cpu, .i = i});
+        for (int i = 0; i < N; i++) layer_input_row((Task){.ctx = &cpu, .i = i});
+        run_latent_row(lab_begin(&x), &x.w, N);
+        run_inputs(&x.s, N);
+        lab_end(&x, "latent_row");
+        for (int i = HD; i <= 2 * N * H * HD; i += HD)   // nobody reads what is rotated there
+            memset((i > N * H * HD ? cpu.mix - N * H * HD : x.s.mix) + i - ROT, 0, 4 * ROT);
+        lab_compare("latent queries", -1, x.s.mix, cpu.mix, N * H * HD, 1e-6);
+        lab_compare("latent rotated", -1, x.s.q, cpu.q, N * H * x.w.hd, 1e-5);
+        lab_compare("inputs", -1, x.s.gate, cpu.gate, N * P, 1e-5);
+        lab_compare_ring("latent_row", c.k, want.k, &want, 1, x.w.hd);
+        LAB_CHECK(!memcmp(c.pos, want.pos, 4 * ROWS), "positions of %s", "latent rows");
+    }
+}
+
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
     {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
-    {kernel_delta, false},
+    {kernel_delta, false}, {kernel_latent, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
@@ -3833,7 +3903,8 @@ static void check_pass(const Session *s, Pass pass) {
     bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
     bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
-    CHECK(times_run("embed") == pass.chunks, "%s: not each chunk ran on the GPU", c->name);
+    CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer),
+          "%s: not each chunk ran on the GPU", c->name);
     CHECK(token ? soft.commits == 1 : !deep || soft.commits > pass.chunks, "%s: %d commits",
           c->name, soft.commits);
     CHECK(times_run("ffn_block") == block * c->n_layer, "%s: --gpu block", c->name);
@@ -3849,8 +3920,8 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, float *to
     s->on_chunk = count_chunk;
     s->ctx = &pass;
     soft.n_run = soft.commits = soft.buffers = 0;
-    get_rows(s, ids, n, from, to - from * (s->m->config.causal ? s->m->config.n_vocab
-                                                               : s->m->config.dim));
+    bool vectors = s->m->config.arch->flags & ENCODER;
+    get_rows(s, ids, n, from, to - from * (vectors ? s->m->config.dim : s->m->config.n_vocab));
     CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
     if (!s->o.cpu && RECORDER) check_pass(s, pass);
     CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
@@ -3882,7 +3953,11 @@ static void check_reads(const Session *s) {
         for (int i = 0; i < n + 4; i++) {
             const void *p = i < n ? all[i]->data : own[i - n];
             int times = times_bound(i < n && p ? matrix_base(all[i]) : p);
-            CHECK(!p || times == 1, "layer %d: operand %d is read %d times", l, i, times);
+            // shared caches, values that begin keys, values that are keys
+            bool shared = w->k_b.data || s->m->config.n_shared;
+            bool more = i < n ? i < 3 && w->v.data == w->k.data : shared;
+            CHECK(!p || times == 1 || (more && times), "layer %d: operand %d is read %d times", l,
+                  i, times);
         }
     }
     bool once = !s->m->config.causal || times_bound(matrix_base(&s->m->output)) == 1;
@@ -3932,7 +4007,7 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
                           double far, double near) {
     Session s[2];
     bool encoder = !m->config.causal;
-    size_t V = encoder ? m->config.dim : m->config.n_vocab;
+    size_t V = m->config.arch->flags & ENCODER ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
     float *logits = need(2 * (n + 1) * V * sizeof *logits), *of[2] = {logits, logits + (n + 1) * V};
     int prompt = encoder ? n : n * 5 / 6, cut = n - 4;
