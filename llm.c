@@ -5602,9 +5602,10 @@ typedef struct {
     const Attention *a;
     int32_t *block;                // [blocks] first rows of the FEW that hold something visible
     int blocks, splits;            // splits = blocks / PART_BLOCKS, rounded up
-    int run;                       // splits of a task, one head's after the other's
+    int run;                       // splits of a task, one unit's after the other's
+    int heads;                     // of a unit: those that share a KV head, or some of very many
     float *parts;                  // [n_head][splits] of Part
-    atomic_int *missing;           // [n_kv] splits that are not finished
+    atomic_int *missing;           // [n_head / heads] splits that are not finished
 } OneCall;
 
 static size_t part_floats(const Attention *a) { return sizeof(Part) / sizeof(float) + a->vd; }
@@ -5731,39 +5732,42 @@ static void one_join(const OneCall *c, int head) {
 static void one_task(Task t) {
     const OneCall *c = t.ctx;
     const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, end = (t.i + 1) * c->run, all = a->n_kv * c->splits;
-    for (int i = t.i * c->run; i < end && i < all; i++) {
-        int h = i / c->splits, split = i % c->splits, b = split * PART_BLOCKS;
-        for (int g = 0; g < group; g++) {
-            Part *part = part_of(c, h * group + g, split);
+    int group = a->n_head / a->n_kv, end = (t.i + 1) * c->run;
+    for (int i = t.i * c->run; i < end && i < a->n_head / c->heads * c->splits; i++) {
+        int unit = i / c->splits, split = i % c->splits, b = split * PART_BLOCKS;
+        int first = unit * c->heads, h = first / group, last = first % group + c->heads;
+        for (int g = 0; g < c->heads; g++) {
+            Part *part = part_of(c, first + g, split);
             memset(part, 0, part_floats(a) * sizeof(float));
             part->top = -FLT_MAX;
         }
         for (; b < (split + 1) * PART_BLOCKS && b < c->blocks; b++) {
-            int g = 0;
-            for (; g + 4 <= group; g += 4) one_block(c, h, b, g, 4);
-            for (; g + 2 <= group; g += 2) one_block(c, h, b, g, 2);
-            for (; g < group; g++) one_block(c, h, b, g, 1);
+            int g = first % group;
+            for (; g + 4 <= last; g += 4) one_block(c, h, b, g, 4);
+            for (; g + 2 <= last; g += 2) one_block(c, h, b, g, 2);
+            for (; g < last; g++) one_block(c, h, b, g, 1);
         }
-        bool last = atomic_fetch_sub(&c->missing[h], 1) == 1;
-        for (int g = 0; last && g < group; g++) one_join(c, h * group + g);
+        bool done = atomic_fetch_sub(&c->missing[unit], 1) == 1;
+        for (int g = 0; done && g < c->heads; g++) one_join(c, first + g);
     }
 }
 
 static void attend_one(Pool *p, Arena *a, const Attention *x) {
-    OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW};   // at most
+    OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW, .heads = x->n_head / x->n_kv};
+    while (c.heads > 8 && c.heads % 2 == 0) c.heads /= 2;
+    int units = x->n_head / c.heads;
     int end = rows_used(x);
     c.block = arena_take(a, c.blocks, sizeof *c.block);
     if (a->base) c.blocks = 0;
     for (int r = 0; a->base && r < end; r += FEW)
         if (block_seen(x, r, FEW, x->pos, x->pos)) c.block[c.blocks++] = r;
     c.splits = (c.blocks + PART_BLOCKS - 1) / PART_BLOCKS;
-    c.missing = arena_take(a, x->n_kv, sizeof *c.missing);
+    c.missing = arena_take(a, units, sizeof *c.missing);
     c.parts = arena_take(a, (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
     if (!a->base) return;
-    for (int h = 0; h < x->n_kv; h++) atomic_init(&c.missing[h], c.splits);
-    c.run = (int)larger(x->n_kv * c.splits / (4 * p->threads), 1);   // long runs, yet four a thread
-    parallel(p, one_task, &c, NULL, (x->n_kv * c.splits + c.run - 1) / c.run);
+    for (int h = 0; h < units; h++) atomic_init(&c.missing[h], c.splits);
+    c.run = (int)larger(units * c.splits / (4 * p->threads), 1);   // long runs, yet four a thread
+    parallel(p, one_task, &c, NULL, (units * c.splits + c.run - 1) / c.run);
 }
 
 static void attention(Pool *p, Arena *a, const Attention *x) {
