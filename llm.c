@@ -478,14 +478,12 @@ typedef struct {
     int n_layer, n_predict;                    // layers; those to predict further tokens do not run
     int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: in layer 0; hd, vd: width of a head's q, v
     int hd_local, vd_local, n_rot_local;       // the same of windowed layers
-    int n_shared;                              // so many last layers have no keys and values
-    int per_layer;                             // width of each layer's own input
+    int n_shared, per_layer;                   // last layers without keys; width of layers' inputs
     int lora, latent_hd, latent_vd;            // latent attention: width of the latent; of q, v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
-    float value_scale;                         // of attention's result
-    float temp_scale;                          // scales queries beyond temp_length (Ministral 3)
-    int temp_length;
+    float value_scale, temp_scale;             // of attention's result; of queries beyond
+    int temp_length;                           // so many tokens (Ministral 3)
     int window;                                // of layers that have one
     int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
     int section[4];                            // pairs turned by time, height, width of an image, 0
@@ -520,10 +518,8 @@ typedef struct {
     int n_head, n_kv, ff;
     int pattern;                               // how windows are spread over the layers
     int window;                                // 0: the session's
-    int hd, vd, n_rot;                         // width of a head's key and value; rotated values
-    int source;                                // the layer whose keys and values it reads
-    int rotated;                               // does it have RoPE?
-    bool parallel;                             // parallel: attention and FFN read the same stream
+    int hd, vd, n_rot, source;                 // widths of a head; rotated values; whose cache
+    int rotated, parallel;                     // parallel: attention and FFN read the same stream
     Norm attn_norm, attn_norm_2, attn_post_norm, ffn_norm, ffn_post_norm;
     const float *out_scale;                    // [1] factor of the stream behind it, or NULL
     Norm q_norm, k_norm;                       // per head (n = hd), per projection, or [head][hd]
@@ -533,9 +529,8 @@ typedef struct {
     Matrix router, shared_gate, shared_up, shared_down, shared_router;
     Norm router_norm, expert_norm, expert_post, shared_post;   // experts beside a dense FFN
     Matrix q_a, k_b, v_b;                      // latent attention, where there is a k_b
-    Norm q_a_norm, latent_norm;
-    Matrix input_gate, input_proj;             // per-layer input
-    Norm input_norm;
+    Norm q_a_norm, latent_norm, input_norm;
+    Matrix input_gate, input_proj;             // of the layer's own input
     Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // delta-net, where there is a conv_in
     const float *conv, *dt_bias, *a;           // [channels][conv], [n_value], [n_value]
     Norm delta_norm;
@@ -629,9 +624,8 @@ typedef struct {
     Layer *layers;                             // [n_layer]
     Matrix embd, output;                       // [n_vocab][dim]
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
-    Matrix layer_embd, layer_proj;             // per-layer inputs, [..][n_layer * per_layer]
-    Norm layer_norm;
-    Norm embd_norm, out_norm;
+    Matrix layer_embd, layer_proj;             // layers' own inputs [..][n_layer * per_layer]
+    Norm embd_norm, out_norm, layer_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
     Map *owned;                                // [n_owned] vectors that were converted to f32
     size_t n_owned;
@@ -752,8 +746,8 @@ static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int 
         refuse(ld, "tensor %.*s: input scales are not supported", STR_ARG(t->name));
     if (!ld->ok) return (Matrix){0};
     const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
-    bool router = !strcmp(name, "ffn_gate_inp");   // its .scale is of its input
-    const float *scale = router ? NULL : load_vector(ld, name, ".scale", n);
+    bool scaled = strcmp(name, "ffn_gate_inp");   // a router's .scale is of its input
+    const float *scale = scaled ? load_vector(ld, name, ".scale", n) : NULL;
     return (Matrix){t->data, t->type, rows, cols, bias, scale,
                     rows * quant_row_bytes(t->type, cols), 0, 0};
 }
@@ -784,29 +778,27 @@ static void load_fused(Loader *ld, const char *name, int n_expert, const Slice *
                               : need_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
 }
 
-// Among the last layers some have no keys and values: they read those of the last layer of their
-// kind, windowed or not, that has its own.
-static int find_source(Loader *ld, const Layer *w) {
-    const Layer *all = ld->m->layers;
-    int k = ld->m->config.n_layer - ld->m->config.n_shared - 1;
-    if (ld->l <= k) return ld->l;
-    while (k >= 0 && !all[k].window != !w->window) k--;
-    if (k < 0 || all[k].n_kv != w->n_kv) refuse(ld, "layer %d: whose keys does it read?", ld->l);
-    return k;
-}
-
 static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * w->hd, k = w->n_kv * w->hd, v = w->n_kv * w->vd;
     bool v_is_k = c->arch->flags & QKV_NORMED && !find_tensor(ld, "attn_v", ".weight");
+    // the last n_shared layers read the cache of the last one before of their kind, windowed or not
+    int own = larger(c->n_layer, c->n_shared) - c->n_shared;
+    bool shares = ld->l >= own && ld->l > 0;
+    if (shares) w->source = larger(own, 1) - 1;
+    const Layer *all = ld->m->layers, *from = &all[w->source];
+    for (; shares && from > all && !from->window != !w->window; from--) w->source--;
+    bool alike = from->n_kv == w->n_kv && from->hd == w->hd && from->vd == w->vd;
+    if (!alike || (shares && !from->k.rows))
+        refuse(ld, "layer %d: there is no cache that it could read", ld->l);
     if (first && w->hd == w->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
     load_fused(ld, "attn_qkv", 1,
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k},
                          {v_is_k ? "attn_k" : "attn_v", v, &w->v}},
-               fused || w->source == ld->l ? 3 : 1);
-    if (w->source != ld->l) w->k = w->v = (Matrix){0};
+               fused || !shares ? 3 : 1);
+    if (shares) w->k = w->v = (Matrix){0};
     w->o = need_matrix(ld, "attn_output", w->n_head * w->vd, c->dim, 1);
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
@@ -855,7 +847,7 @@ static void load_norms(Loader *ld, Layer *w) {
 static void load_delta(Loader *ld, Layer *w);     // Part II has these
 static void load_experts(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w);
-static void load_inputs(Loader *ld), load_input(Loader *ld, Layer *w);
+static void load_inputs(Loader *ld, Layer *w);
 
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
@@ -879,7 +871,7 @@ static void load_layer(Loader *ld, Layer *w) {
     w->hd = local ? c->hd_local : c->hd;
     w->vd = local ? c->vd_local : c->vd;
     w->n_rot = local ? c->n_rot_local : c->n_rot;
-    w->source = find_source(ld, w);
+    w->source = ld->l;
     w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
     load_norms(ld, w);
     if (find_tensor(ld, "ssm_conv1d", ".weight")) load_delta(ld, w);
@@ -887,7 +879,7 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
     else load_ffn(ld, w);
-    if (c->per_layer) load_input(ld, w);
+    if (c->per_layer) load_inputs(ld, w);
 }
 
 // the first row of ARCHS that has the file's architecture and size
@@ -949,10 +941,9 @@ static void derive_config(Loader *ld) {
     if (c->n_expert && (c->n_used < 1 || c->n_used > c->n_expert))
         refuse(ld, "a token uses %d of %d experts", c->n_used, c->n_expert);
     if (c->n_group < 2) c->n_group = c->n_group_used = 1;
-    if (c->n_expert % c->n_group || c->n_group_used < 1 || c->n_group_used > c->n_group ||
-        c->n_used > c->n_expert / c->n_group * c->n_group_used)
-        refuse(ld, "%d of %d experts, in %d of %d groups", c->n_used, c->n_expert, c->n_group_used,
-               c->n_group);
+    int most = c->n_expert ? c->n_expert / c->n_group * c->n_group_used : c->n_used;   // in reach
+    if (c->n_expert % c->n_group || c->n_group_used > c->n_group || most < c->n_used)
+        refuse(ld, "experts in %d of %d groups", c->n_group_used, c->n_group);
     // RoPE
     bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
     Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
@@ -972,6 +963,7 @@ static void derive_config(Loader *ld) {
     if (flags & YARN_SCORES) {
         float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
         c->attn_scale *= powf(c->rope_attn * (1 + cosines) * (1 + c->yarn_log * far), 2);
+        if (cosines == 0) c->yarn_log = 1;   // so that they keep the size 1
     }
     if (!c->temp_length) c->temp_length = c->n_ctx_orig;
     if (!c->hd_local) c->hd_local = c->hd;
@@ -989,8 +981,8 @@ static void load_config(Loader *ld) {
     c->pooling = -1;
     *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no default: the file must have it
     c->rope_base = 10000;
-    c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = 1;
-    c->yarn_slow = c->value_scale = 1;
+    c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
+    c->value_scale = 1;
     c->yarn_fast = 32;
     load_keys(ld, c, false);       // first the sizes
     if (ld->ok) imply_config(c);   // then what the row implies
@@ -1018,7 +1010,7 @@ static bool weights_load(Model *m, Error *e) {
     m->out_norm = load_norm(&ld, "output_norm", 1, c->dim);
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
-    if (c->per_layer) load_inputs(&ld);
+    if (c->per_layer) load_inputs(&ld, NULL);
     m->layers = calloc(c->n_layer, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
@@ -1045,8 +1037,8 @@ typedef struct {
 // What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
 // rows; for the delta rule a state of fixed size.
 typedef struct {
-    uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied;
-                                // of latent attention v is k: values begin as keys do
+    uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied.
+                                // v may be k: of a latent, values begin as keys do
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
     float *conv, *state;        // delta-net: [conv-1][channels]; delta_state_size floats
@@ -1073,13 +1065,12 @@ typedef struct Session {
     // buffers; n: at most a chunk
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
-    float *inputs;              // [n][n_layer][per_layer] per-layer inputs
+    float *inputs;              // [n][n_layer][per_layer] each layer's own
     float *angles[2];           // [n][n_rot] cos, sin pairs: whole context, windowed layers
     double *freq[2];            // [n_rot/2] radians per position
     float rope_mag[2];          // a factor on the cosines and sines
     float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z, *ba;        // delta-net, see delta_net; mix, z: also gated attention's q, gate,
-                                // and latent attention's q or result, and what q is made of
+    float *mix, *z, *ba;        // delta-net, see delta_net; mix, z: also of other mixers
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
@@ -1192,7 +1183,8 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static void experts(Session *s);
 static void delta_net(Session *s);
 static void latent_attention(Session *s);
-static void layer_inputs(Session *s), layer_input(Session *s);   // all layers' inputs; this one's
+static void layer_inputs(Session *s);   // what each layer gets of its own
+static const Norm *layer_input(Session *s, const Norm *post);   // and how it adds that
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
 static TaskFn split_gate_row, gate_row;            // of gated attention
 
@@ -1361,12 +1353,7 @@ static void norm_row(Task t) {
 // After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
 // the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
 // With norm NULL h stays. scale is a factor of x, or NULL; again, one more norm, of x + h.
-typedef struct {
-    const Norm *post, *norm;
-    bool norm_first;
-    const Norm *again;
-    const float *scale;
-} Between;
+typedef struct { const Norm *post, *norm, *again; bool norm_first; const float *scale; } Between;
 static void between_row(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
@@ -1492,9 +1479,9 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
         bool same_h = w->parallel && !w->ffn_norm.w, last = s->l + 1 == c->n_layer;
-        Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel,
-                          &w->attn_norm_2, NULL};
-        Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false, NULL,
+        Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, &w->attn_norm_2,
+                          w->parallel, NULL};
+        Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, NULL, false,
                           w->out_scale};
 
         // tokens look at each other: attention, or the delta rule's memory
@@ -1506,11 +1493,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
         if (w->router.data) experts(s);
         else ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
-        if (w->input_gate.data) {   // a third block, which reads the layer's own input
-            each_row(s, between_row, &(Between){.post = layers.post}, n);
-            layer_input(s);
-            layers.post = &w->input_norm;
-        }
+        if (w->input_gate.data) layers.post = layer_input(s, layers.post);   // a third block
         each_row(s, between_row, &layers, n);
     }
 }
@@ -1556,19 +1539,11 @@ bool tokens_add(Tokens *t, int32_t id) {
     return true;
 }
 
-// Models of images have three positions, and RoPE's pairs are divided among them; those of text are
-// all the same. Pairs that are left over turn with a fourth position, which is 0.
-static bool stands_still(const Config *c, int pair) {
-    const int *n = c->section;
-    int all = n[0] + n[1] + n[2] + n[3], i = all ? pair % all : 0;
-    if (c->arch->flags & SECTIONS_MIXED) return all && i / 3 >= n[i % 3];
-    return all && i >= all - n[3];
-}
-
 // Sets freq [n_rot/2], radians per position of each pair; returns a factor for cosines and sines.
 // Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
 // factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
-// 2309.00071). In double: at position 100,000 a float angle is off by 0.005.
+// 2309.00071). Models of images divide RoPE's pairs among three positions, which are the same in
+// text; pairs left over stand still. In double: at position 100,000 a float angle is off by 0.005.
 static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
     const Config *c = &m->config;
     double base = local ? c->rope_base_local : c->rope_base;
@@ -1579,6 +1554,8 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
                           : m->freqs           ? m->freqs
                           : window > c->n_ctx_orig ? m->freqs_long
                                                    : m->freqs_short;
+    int turning = c->section[0] + c->section[1] + c->section[2], sections = turning + c->section[3];
+    bool mixed = c->arch->flags & SECTIONS_MIXED;
     double ends[2] = {c->yarn_fast, c->yarn_slow};   // turns; then the pairs that make them
     for (int i = 0; i < 2; i++)
         ends[i] = n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
@@ -1586,11 +1563,11 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
     for (int i = 0; i < n_rot / 2; i++) {
         double plain = pow(base, -2.0 * i / n_rot) / (divide ? divide[i] : 1);
         double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
-        if (stands_still(c, i)) plain = 0;
+        int k = sections ? i % sections : 0;
+        if (sections && (mixed ? k / 3 >= c->section[k % 3] : k >= turning)) plain = 0;
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
-    bool scores = c->arch->flags & YARN_SCORES && c->yarn_log != 0;   // see derive_config
-    double longer = yarn && scale < 1 && !scores ? 0.1 * log(1 / scale) : 0;
+    double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
     return (unscaled ? 1 : c->rope_attn) * (1 + longer) / (1 + c->yarn_log * longer);
 }
 
@@ -1621,10 +1598,8 @@ static void plan_caches(Session *s, Arena *a) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
         if (w->conv_in.data) continue;
-        if (w->source != l) {
-            *cache = s->cache[w->source];
-            continue;
-        }
+        *cache = s->cache[w->source];   // another layer's, or its own, which comes now
+        if (w->source != l) continue;
         bool whole = !w->window || w->window >= s->o.window;
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
@@ -1652,6 +1627,7 @@ static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
     size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0;
+    int turns[] = {c->n_rot, c->n_rot_local};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         size_t values = w->conv_in.data ? (size_t)c->n_value * c->dv : 0;
@@ -1671,11 +1647,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->h = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
     s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
-    for (int i = 0; i < 2; i++) {
-        int n_rot = i ? c->n_rot_local : c->n_rot;
-        s->angles[i] = arena_take(a, n * n_rot, f);
-        s->freq[i] = arena_take(a, n_rot / 2, sizeof(double));
-    }
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * turns[i], f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, turns[i] / 2, sizeof(double));
     s->slopes = arena_take(a, s->m->layers[0].n_head, f);
     size_t mark = a->used;
     s->q = arena_take(a, n * q, f);
@@ -2091,7 +2064,8 @@ static void load_experts(Loader *ld, Layer *w) {
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
     if (!w->shared_up.data) return;
     ff = w->shared_up.rows;
-    if (!find_tensor(ld, "ffn_gate_shexp", ".weight")) {   // one tensor for gate and up
+    down = find_tensor(ld, "ffn_down_shexp", ".weight");
+    if (down && ff == 2 * (int64_t)down->ne[0]) {   // one tensor for gate and up
         w->shared_gate = matrix_rows(w->shared_up, 0, ff /= 2);
         w->shared_up = matrix_rows(w->shared_up, ff, ff);
     } else w->shared_gate = need_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
@@ -2476,23 +2450,18 @@ static void delta_net(Session *s) {
 //   c | r = A h      q = Qb norm(Qa h), or Q h            of each head: nope | rotated numbers
 //   row = norm(c) | rope(r)      o = Vb softmax(scale * [Kb q_nope | rope(q_rope)] row') norm(c)
 
-// Kb of all heads from rows that make keys of a latent: transposed, so it needs memory of its own
+// Kb of all heads, which a file may hold as rows that make keys: turned, in memory of its own
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
-    int lora = w->cols, type = w->type == QUANT_F32 ? QUANT_F32 : QUANT_F16;
-    size_t step = quant_row_bytes(type, (size_t)lora * nope);
-    uint8_t *to = ld->ok ? own(ld, n_head * step) : NULL;
+    size_t lora = w->cols, size = lora * nope;
+    uint16_t *to = ld->ok ? own(ld, n_head * size * sizeof *to) : NULL;
     float row[4096];
-    for (int h = 0; to && h < n_head; h++)
-        for (int i = 0; i < nope; i++) {
-            Matrix head = matrix_expert(w, h);
-            matrix_row(&head, i, row);
-            for (int j = 0; j < lora; j++) {
-                size_t at = (size_t)h * lora * nope + (size_t)j * nope + i;
-                if (type == QUANT_F32) ((float *)to)[at] = row[j];
-                else ((uint16_t *)to)[at] = quant_f32_to_f16(row[j]);
-            }
-        }
-    return (Matrix){to, type, lora, nope, NULL, NULL, step, 0, 0};
+    for (int i = 0; to && i < n_head * nope; i++) {
+        Matrix head = matrix_expert(w, i / nope);
+        matrix_row(&head, i % nope, row);
+        for (size_t j = 0; j < lora; j++)
+            to[i / nope * size + j * nope + i % nope] = quant_f32_to_f16(row[j]);
+    }
+    return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
 }
 
 static void load_latent(Loader *ld, Layer *w) {
@@ -2527,9 +2496,8 @@ static void load_latent(Loader *ld, Layer *w) {
 
 static void latent_query_row(Task t) {   // norm(Qa h)
     Session *s = t.ctx;
-    const Layer *w = &s->m->layers[s->l];
-    float *z = s->z + t.i * w->q_a.rows;
-    norm(z, z, w->q_a.rows, &w->q_a_norm, RMS, s->m->config.eps);
+    const Norm *w = &s->m->layers[s->l].q_a_norm;
+    norm(s->z + (size_t)t.i * w->n, s->z + (size_t)t.i * w->n, w->n, w, RMS, s->m->config.eps);
 }
 
 // norms and rotates a token's row, and caches it; rotates the last n_rot numbers of its queries
@@ -2593,22 +2561,20 @@ static void latent_attention(Session *s) {
 //   e_l = (norm(P x / sqrt(dim))_l + sqrt(p) T[id]_l) / sqrt(2)
 //   x += norm(Proj (act(Gate x) * e_l))
 
-static void load_inputs(Loader *ld) {
+static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all layers share
     Model *m = ld->m;
-    int p = m->config.per_layer, all = m->config.n_layer * p;
-    if (all / p != m->config.n_layer) refuse(ld, "%d layers' inputs of %d", m->config.n_layer, p);
+    int p = m->config.per_layer, all = m->config.n_layer * p, dim = m->config.dim;
+    if (w) {
+        w->input_gate = need_matrix(ld, "inp_gate", dim, p, 1);
+        w->input_proj = need_matrix(ld, "proj", p, dim, 1);
+        w->input_norm = need_norm(ld, "post_norm", dim);
+        return;
+    }
     m->layer_embd = need_matrix(ld, "per_layer_token_embd", all, 0, 1);
-    m->layer_proj = need_matrix(ld, "per_layer_model_proj", m->config.dim, all, 1);
+    m->layer_proj = need_matrix(ld, "per_layer_model_proj", dim, all, 1);
     m->layer_norm = need_norm(ld, "per_layer_proj_norm", p);
     if (m->layer_embd.rows < m->embd.rows)
         refuse(ld, "per_layer_token_embd has %d rows", (int)m->layer_embd.rows);
-}
-
-static void load_input(Loader *ld, Layer *w) {
-    const Config *c = &ld->m->config;
-    w->input_gate = need_matrix(ld, "inp_gate", c->dim, c->per_layer, 1);
-    w->input_proj = need_matrix(ld, "proj", c->per_layer, c->dim, 1);
-    w->input_norm = need_norm(ld, "post_norm", c->dim);
 }
 
 static void layer_inputs_row(Task t) {   // e of all layers
@@ -2640,13 +2606,16 @@ static void layer_input_row(Task t) {   // act(Gate x) * e
     activate(gate, gate, s->inputs + ((size_t)t.i * n_layer + s->l) * p, p, s->m->config.arch->act);
 }
 
-static void layer_input(Session *s) {
+// ends the block before, whose norm is `post`; returns that of this one
+static const Norm *layer_input(Session *s, const Norm *post) {
     const Layer *w = &s->m->layers[s->l];
     Matmul in = {&w->input_gate, s->x, s->gate, s->n};
     Matmul back = {&w->input_proj, s->gate, s->out, s->n};
+    each_row(s, between_row, &(Between){.post = post}, s->n);
     matmul(s->pool, &s->calls, &in, 1);
     each_row(s, layer_input_row, NULL, s->n);
     matmul(s->pool, &s->calls, &back, 1);
+    return &w->input_norm;
 }
 
 // ==== Part III: text =============================================================================
@@ -6458,14 +6427,16 @@ static double token_bytes(const Session *s, int pos) {
         const Tensor *t = &m->gguf.tensors[i];
         bool layer = t->name.n > 4 && !memcmp(t->name.s, "blk.", 4);
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
-        bool row = t->data == m->pos_embd.data || t->data == m->embd.data;
+        bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
+                   t->data == m->layer_embd.data;
         if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it is not run
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
     for (int l = 0; l < c->n_layer; l++) {
         int most = s->cache[l].window + s->cache[l].keep, seen = pos < most ? pos + 1 : most;
-        sum += 2.0 * seen * m->layers[l].n_kv * (m->layers[l].hd + m->layers[l].vd);
+        const Layer *w = &m->layers[l];
+        sum += 2.0 * seen * w->n_kv * (w->hd + (w->k_b.data ? 0 : w->vd));
     }
     return sum;
 }
@@ -6786,21 +6757,23 @@ static void print_layers(const Model *m) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    enum { ATTENTION, WINDOWED, DELTA, DENSE, EXPERTS, KINDS };
-    static const char *const kinds[] = {"attention", "attention in a window",
+    enum { ATTENTION, WINDOWED, LATENT, DELTA, DENSE, EXPERTS, KINDS };
+    static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
                                         "gated delta net", "dense FFN", "experts"};
     const Config *c = &m->config;
     int count[KINDS] = {0};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        count[w->conv_in.data ? DELTA : w->window > 0 ? WINDOWED : ATTENTION]++;
+        int attention = w->k_b.data ? LATENT : w->window > 0 ? WINDOWED : ATTENTION;
+        count[w->conv_in.data ? DELTA : attention]++;
         count[w->router.data ? EXPERTS : DENSE]++;
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
            act[c->arch->act], rope[c->rope]);
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
-           c->n_layer, c->dim, m->layers[0].n_head, c->hd, m->layers[0].n_kv, c->n_vocab, c->n_ctx);
+           c->n_layer, c->dim, m->layers[0].n_head, m->layers[0].hd, m->layers[0].n_kv, c->n_vocab,
+           c->n_ctx);
     for (int i = 0, any = 0; i < KINDS; i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
