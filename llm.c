@@ -960,10 +960,10 @@ static void derive_config(Loader *ld) {
     if (!c->latent_hd) c->latent_hd = c->hd;
     if (!c->latent_vd) c->latent_vd = c->vd;
     if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
-    if (flags & YARN_SCORES) {
+    if (flags & YARN_SCORES) {   // yarn_log, if there is one, is of the scores
         float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
         c->attn_scale *= powf(c->rope_attn * (1 + cosines) * (1 + c->yarn_log * far), 2);
-        if (cosines == 0) c->yarn_log = 1;   // so that they keep the size 1
+        if (cosines == 0) c->yarn_log = 1;   // cosines keep the size 1
     }
     if (!c->temp_length) c->temp_length = c->n_ctx_orig;
     if (!c->hd_local) c->hd_local = c->hd;

@@ -882,7 +882,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {NULL, NULL, 0, 0};
     bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
-    int wide = w->hd > w->vd ? w->hd : w->vd, most = attention_most(w->hd, w->vd);
+    int most = attention_most(w->hd, w->vd);
     int used = s->pos + n < kv->rows ? s->pos + n : kv->rows, lanes = attention_lanes(w->hd, w->vd);
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
     int slices = n > 1 ? 1 : attention_slices(used, parts);
@@ -917,7 +917,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                   attention_floats(heads, w->hd, w->vd, nsg, lanes), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
                   div_up(w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
-    if (n >= FLASH_MIN && wide <= NARROW_MAX && !latent)
+    if (n >= FLASH_MIN && most == ATTENTION_SIMDGROUPS && !latent)   // heads are not too wide
         d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now,
                                            s->att}, 8,
                        (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
@@ -1127,16 +1127,17 @@ static bool run_block(Session *s, const Layer *w) {
 // ---- forward ----
 
 // The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); w NULL:
-// the experts' sum instead of w in. tmp[n][dim] holds the input of `post`. scale: of y, or NULL.
+// the experts' sum instead of w in. tmp[n][dim] holds the input of `post`. The layer's last block
+// applies its scale, too.
 static void run_residual(Session *s, const Layer *l, const Matrix *w, const float *in,
-                         const Norm *post, const float *base, float *tmp, float *y,
-                         const float *scale, int n) {
+                         const Norm *post, const float *base, float *tmp, float *y, int n) {
     const Config *c = &s->m->config;
     bool after = post->w && c->arch->flags & ENCODER, before = post->w && !after;
     bool again = post == &l->attn_post_norm && l->attn_norm_2.w;
+    bool ends = post == (l->input_gate.data ? &l->input_norm : &l->ffn_post_norm);
     Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
     float *to = before || again ? tmp : y, *normed = again ? tmp : y;
-    if (before && scale) add.cap = *scale;
+    if (before && ends && l->out_scale) add.cap = *l->out_scale;
     if (w) run_products(s, &w, 1, (Input){in, NULL}, &to, n, e);
     else run_experts_end(s, l, to, n, e);
     if (post->w)
@@ -1158,18 +1159,16 @@ static void run_layer(Session *s, const Layer *w, int n) {
     if (!delta && !latent) run_attention(s, w, n);
     if (n == 1 && run_block(s, w)) return;
     run_residual(s, w, delta ? &w->delta_out : &w->o, latent ? s->mix : s->att, &w->attn_post_norm,
-                 s->x, s->out, sum, NULL, n);
+                 s->x, s->out, sum, n);
     if (!w->parallel || w->ffn_norm.w) in = run_input(s, s->x, &w->ffn_norm, s->h, n);
     if (experts) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
     const Matrix *gate = &w->input_gate;
-    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x,
-                 gate->data ? NULL : w->out_scale, n);
+    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
     if (!gate->data) return;
     run_products(s, &gate, 1, (Input){s->x, NULL}, &s->gate, n, STORE);
     run_inputs(s, n);
-    run_residual(s, w, &w->input_proj, s->gate, &w->input_norm, s->x, s->out, s->x, w->out_scale,
-                 n);
+    run_residual(s, w, &w->input_proj, s->gate, &w->input_norm, s->x, s->out, s->x, n);
 }
 
 // s->logits[n][n_vocab] for n rows of x from `first` on
