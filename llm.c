@@ -5574,7 +5574,7 @@ typedef struct {
     int run;                       // splits of a task, one unit's after the other's
     int heads;                     // of a unit: those that share a KV head, or some of very many
     float *parts;                  // [n_head][splits] of Part
-    atomic_int *missing;           // [n_head / heads] splits that are not finished
+    atomic_int *missing;           // [n_head] at most; splits that are not finished
 } OneCall;
 
 static size_t part_floats(const Attention *a) { return sizeof(Part) / sizeof(float) + a->vd; }
@@ -5723,15 +5723,16 @@ static void one_task(Task t) {
 
 static void attend_one(Pool *p, Arena *a, const Attention *x) {
     OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW, .heads = x->n_head / x->n_kv};
-    while (c.heads > 8 && c.heads % 2 == 0) c.heads /= 2;
-    int units = x->n_head / c.heads;
     int end = rows_used(x);
     c.block = arena_take(a, c.blocks, sizeof *c.block);
     if (a->base) c.blocks = 0;
     for (int r = 0; a->base && r < end; r += FEW)
         if (block_seen(x, r, FEW, x->pos, x->pos)) c.block[c.blocks++] = r;
     c.splits = (c.blocks + PART_BLOCKS - 1) / PART_BLOCKS;
-    c.missing = arena_take(a, units, sizeof *c.missing);
+    while (c.heads > 8 && c.heads % 2 == 0 && x->n_head / c.heads * c.splits < 4 * p->threads)
+        c.heads /= 2;   // too few tasks
+    int units = x->n_head / c.heads;
+    c.missing = arena_take(a, x->n_head, sizeof *c.missing);
     c.parts = arena_take(a, (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
     if (!a->base) return;
     for (int h = 0; h < units; h++) atomic_init(&c.missing[h], c.splits);
