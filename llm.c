@@ -9,7 +9,8 @@
 //
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
-//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule
+//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule, 14a latent
+//                      attention, 14b per-layer inputs
 //   III  text          15 tokenizer, 16 chat templates
 //   IV   speed         17 threads, 18 vectors, 19 one token, 20-22 tiles, 23 matmul,
 //                      24-26 attention, 27 narrow, 28 the GPU, 29 AMX
@@ -375,8 +376,9 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // add its name to a row that has them, or a new row, and run `./llm model.gguf --info`. A number
 // under a new key gets a row in KEYS, a tensor under a new name a line in its block's load_
 // function. Then add one line to test.c. RoPE pairing is the usual mistake, and position 0 cannot
-// show it. Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models:
-// logits agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
+// show it. Rows were measured against llama.cpp (node-llama-cpp 3.22) on random f32 models, but for
+// those that README names: logits agree to an NMSE of 1e-6. For names with a star, golden/ has
+// llama.cpp's logits.
 
 enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
@@ -458,7 +460,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3, .local = 6},
     {"gemma4*", RMS, GELU, ROPE_HALVES, .flags = GEMMA4, .local = 6},
     {"deepseek2*", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
-    {"deepseek2* mistral4*", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES},
+    {"deepseek2* mistral4", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES},
     {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
     {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
     {"dbrx", LAYERNORM, SILU, ROPE_HALVES, .flags = GATES_NORMED},
@@ -2007,7 +2009,8 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 // ==== Part II: more mixers =======================================================================
 //
 // What else may stand between a norm and the residual: a gate on attention, experts instead of the
-// FFN, the gated delta rule instead of attention.
+// FFN, the gated delta rule instead of attention, keys and values made of a latent; and what else
+// a layer may add to the stream.
 
 // ---- 12. gated attention ----
 //
@@ -2708,6 +2711,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
     {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
      {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
+    {"ufakzeka", 0, {"[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
     {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
     {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
@@ -2724,7 +2728,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
     {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
      {"N3", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"}},
-    {"gemma4 granite-embed-multi-311m", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
+    {"gemma4 granite-embed-multi-311m sarvam-moe", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };

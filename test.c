@@ -1100,6 +1100,9 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
     {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
     {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
+    {"v", 20, 1, 576, 512, 40, 9, 90, 60, 0, true, .n_rot = 0},   // values that begin keys
+    {"k", 3, 1, 320, 300, 20, 1, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
+    {"k", 3, 1, 320, 300, 20, 9, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
     // long rings, in slices
     {"g", 2, 1, 16, 16, 900, 1, 620, 700, 2, true, true, .n_rot = 16, ROPE_HALVES},
     {"t", 5, 1, 64, 4, 600, 1, 900, 90, 0, true, false, true, .n_rot = 16, ROPE_PAIRS},
@@ -1123,11 +1126,13 @@ static Attention attention_of(const AttentionCase *t) {
     }
     float *extra = noise_array(t->n_head, 2);
     for (int h = 0; h < t->n_head && t->slopes; h++) extra[h] = exp2f(-h - 1);
+    uint16_t *k = half_noise((size_t)t->n_kv * t->rows * t->hd);
+    bool inside = strchr(t->what, 'v');
     return (Attention){.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
-                       .k = half_noise((size_t)t->n_kv * t->rows * t->hd), .pos_k = pos,
-                       .v = half_noise((size_t)t->n_kv * t->rows * t->vd), .pos = t->pos, .n = t->n,
+                       .k = k, .pos_k = pos, .pos = t->pos, .n = t->n,
+                       .v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd),
                        .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
-                       .v_step = t->vd, .window = t->window, .keep = t->keep, .causal = t->causal,
+                       .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep, .causal = t->causal,
                        .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
