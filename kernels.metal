@@ -12,6 +12,8 @@
 //       qk_norm           norm, of whole projections in qkv_part
 //       attention         attention; if FUSED, qkv_part before it
 //       attention_merge   attention, the end of it for a long ring
+//       latent_row        latent_row
+//       head_product      head_products
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
 //       rope              qkv_part
@@ -254,6 +256,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
+    X(VALUE_STEP)    /* attention: from a row of V to the next; VALUE_DIM, or V begins K's rows */ \
     X(QUERY_HEADS)   /* attention: query heads of a threadgroup */ \
     X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
@@ -289,7 +292,8 @@ enum {
     GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // in a tile
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // the same as codes; a group's words of 4
-    HEAD_MAX = 256,                                   // the largest HEAD_DIM
+    HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; quads of a lane
+    NARROW_MAX = 256,                                 // HEAD_DIM of flash_attention, delta_rule
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 32, FLASH_KEYS = 32,              // a tile; a SIMD-group takes 8 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 8, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
@@ -316,13 +320,18 @@ struct kernel_matrix {
     int32_t bias_step;
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
-struct norm_args { int32_t cols, groups; float eps, factor; };   // groups: rows that share weights
+struct norm_args {
+    int32_t cols, groups;                  // groups: rows that follow each other, and share weights
+    float eps, factor, scale;              // scale: of the sum
+};
+struct input_args { int32_t n, cols, step; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
 struct gemv_args {
     struct kernel_matrix w[3];
     int32_t cols, units, tokens;           // units: of all matrices
     float eps, softcap, factor;
 };
+struct heads_args { struct gemv_args each; int32_t n_head, x_step, y_step; };
 struct gemm_args {
     struct kernel_matrix w[3];
     int32_t cols, tokens;
@@ -338,7 +347,7 @@ struct attention_args {
     float temp, n_ctx;                     // see temperature; temp 0: none
 };
 struct block_args { struct gemv_args o, ffn, down; };
-struct choose_args { int32_t n_expert, n_used, sigmoid, normed; float scale; };
+struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
 struct experts_args { struct gemv_args each, shared; int32_t n_used, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
@@ -379,11 +388,19 @@ static inline int expert_tiles(int n, int n_expert, int tile) {
 }
 
 // Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
-// of its value; a SIMD-group has 32 / lanes rows at a time.
+// of its value, more only of heads above 256; a SIMD-group has 32 / lanes rows at a time.
 static inline int attention_lanes(int head, int value) {
     int lanes = 4;
-    while (8 * lanes < head || 8 * lanes < value) lanes *= 2;
+    while (lanes < SIMD_LANES && (8 * lanes < head || 8 * lanes < value)) lanes *= 2;
     return lanes;
+}
+static inline int attention_quads(int head, int value) {
+    int wide = div_up(head > value ? head : value, 4 * SIMD_LANES);
+    return wide > 2 ? wide : 2;
+}
+// SIMD-groups, as many as threadgroup memory has room for
+static inline int attention_most(int head, int value) {
+    return attention_quads(head, value) > 2 ? ATTENTION_SIMDGROUPS / 2 : ATTENTION_SIMDGROUPS;
 }
 
 // rows that a SIMD-group takes in one step
@@ -707,7 +724,16 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
         if (NORMED & NORM_WEIGHTS) v *= w[own + i];
         if (NORMED & NORM_BIAS) v += bias[own + i];
         finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
+        if (a->scale != 1.0f) y[at + i] *= a->scale;
     }
+}
+
+// gate[n][cols] = activation(gate) * the layer's part of a token's inputs, which lie `step` apart.
+// Grid: a thread for each number.
+kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *inputs [[buffer(1)]],
+        constant struct input_args *a [[buffer(2)]], PLACE) {
+    int i = tg * MERGE_THREADS + tid, t = i / a->cols;
+    if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
 }
 
 // Activations for gemm's INT8 variant: 32 of them share a scale, x = scale * q. It stands behind
@@ -941,9 +967,10 @@ static inline float attention_value(float o, float m, float sum, device const fl
     return sum > 0.0f ? o / sum : 0.0f;                   // 0 if the query sees nothing
 }
 
-// A lane's part of an online softmax for one query: its two quads of the query and of o, where m is
-// the largest score so far. Lanes that share rows agree on m and sum; others have their own.
-struct softmax_state { float q[8], o[8], m, sum; };
+// A lane's part of an online softmax for one query: its quads of the query and of o, where m is the
+// largest score so far. Lanes that share rows agree on m and sum; others have their own.
+struct softmax_state { float q[4 * QUADS_MAX], o[4 * QUADS_MAX], m, sum; };
+static inline int quads(void) { return attention_quads(HEAD_DIM, VALUE_DIM); }   // of a row
 
 // Where the lane's quad e begins in a row of `dim` numbers. Lanes have neighbouring quads, so that
 // what they load together is in one place. A lane with nothing left repeats the last quad.
@@ -954,16 +981,16 @@ static inline bool lane_has(int e, int dim, uint lane) {
     return 4 * ((int)lane % ROW_LANES + e * ROW_LANES) < dim;
 }
 
-// Adds n rows, of which the lane has two quads each: k[n][2], v[n][2]. A row that is not `seen` is
-// ignored. As there are several, their products overlap, and o is rescaled only once.
+// Adds n rows, of which the lane has some quads each: k[n][quads], v[n][quads]. A row that is not
+// `seen` is ignored. As there are several, their products overlap, and o is rescaled only once.
 static inline void softmax_add(int n, thread const half4 *k, thread const half4 *v,
         thread const int *seen, thread const int *far, float slope,
         constant struct attention_args *a, thread struct softmax_state *state) {
     float s[ATTENTION_ROWS], top = state->m;
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         float dot = 0.0f;
-        QUANT_UNROLL for (int e = 0; e < 8; e++)
-            dot += state->q[e] * (float)k[2 * i + e / 4][e % 4];
+        QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++)
+            dot += state->q[e] * (float)k[quads() * i + e / 4][e % 4];
         for (int d = ROW_LANES / 2; d > 0; d /= 2) dot += simd_shuffle_xor(dot, d);
         s[i] = seen[i] ? score_of(dot, slope, far[i], a) : UNSEEN;
         top = max(top, s[i]);
@@ -971,12 +998,12 @@ static inline void softmax_add(int n, thread const half4 *k, thread const half4 
     float shrink = exp2(state->m - top);
     state->m = top;
     state->sum *= shrink;
-    QUANT_UNROLL for (int e = 0; e < 8; e++) state->o[e] *= shrink;
+    QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) state->o[e] *= shrink;
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         float p = seen[i] ? exp2(s[i] - top) : 0.0f;
         state->sum += p;
-        QUANT_UNROLL for (int e = 0; e < 8; e++)
-            state->o[e] += p * (float)v[2 * i + e / 4][e % 4];
+        QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++)
+            state->o[e] += p * (float)v[quads() * i + e / 4][e % 4];
     }
 }
 
@@ -990,7 +1017,7 @@ static inline void attention_rows(device const half *k, device const half *v,
     int r = r0 + (int)lane % attention_step(ROW_LANES), seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
     int at = r < used && r != slot ? pos_k[r] : -1;
     int row = visible(at, pos, a) ? r : -1, some = simd_max(row);
-    half4 ks[2 * ATTENTION_ROWS], vs[2 * ATTENTION_ROWS];
+    half4 ks[QUADS_MAX * ATTENTION_ROWS], vs[QUADS_MAX * ATTENTION_ROWS];
     if (some < 0) return;                                 // so do all lanes
     QUANT_UNROLL for (int i = 0; i < ATTENTION_ROWS; i++) {
         int of = i * (SIMD_LANES / ROW_LANES) + (int)lane / ROW_LANES;
@@ -998,11 +1025,11 @@ static inline void attention_rows(device const half *k, device const half *v,
         int from = mine < 0 ? some : mine;
         seen[i] = mine >= 0;
         far[i] = abs(pos - where);
-        QUANT_UNROLL for (int e = 0; e < 2; e++) {
+        QUANT_UNROLL for (int e = 0; e < quads(); e++) {
             device const half *key = k + (ulong)from * HEAD_DIM + lane_quad(e, HEAD_DIM, lane);
-            device const half *value = v + (ulong)from * VALUE_DIM + lane_quad(e, VALUE_DIM, lane);
-            ks[2 * i + e] = *(device const half4 *)key;
-            vs[2 * i + e] = *(device const half4 *)value;
+            device const half *value = v + (ulong)from * VALUE_STEP + lane_quad(e, VALUE_DIM, lane);
+            ks[quads() * i + e] = *(device const half4 *)key;
+            vs[quads() * i + e] = *(device const half4 *)value;
         }
     }
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
@@ -1012,9 +1039,9 @@ static inline void attention_rows(device const half *k, device const half *v,
 // the newest key and value, which are in no row yet
 static inline void attention_newest(threadgroup const float *k, device const float *v, int pos,
         constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
-    half4 ks[2], vs[2];
+    half4 ks[QUADS_MAX], vs[QUADS_MAX];
     int seen = (int)lane < ROW_LANES && visible(pos, pos, a), far = 0;
-    for (int e = 0; e < 8; e++) {
+    QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) {
         ks[e / 4][e % 4] = (half)k[lane_quad(e / 4, HEAD_DIM, lane) + e % 4];
         float value = v[lane_quad(e / 4, VALUE_DIM, lane) + e % 4];
         vs[e / 4][e % 4] = (half)limited(value, a->limit);
@@ -1035,7 +1062,7 @@ static inline void attention_output(thread struct softmax_state *state, threadgr
     threadgroup float *os = shared, *ms = os + all * VALUE_DIM, *sums = ms + all;
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
         threadgroup float *to = os + (part + h) * VALUE_DIM;
-        QUANT_UNROLL for (int e = 0; e < 8; e++)
+        QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++)
             if (lane_has(e / 4, VALUE_DIM, lane))
                 to[lane_quad(e / 4, VALUE_DIM, lane) + e % 4] = state[h].o[e];
         if (lane % ROW_LANES == 0) ms[part + h] = state[h].m;
@@ -1087,7 +1114,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     // queries and the newest key pass through threadgroup memory, because RoPE's pairs cross lanes
     q += (ulong)t * a->n_head * query_step();
     k += (ulong)kv * a->rows * HEAD_DIM;
-    v += (ulong)kv * a->rows * VALUE_DIM;
+    v += (ulong)kv * a->rows * VALUE_STEP;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
     for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
@@ -1101,7 +1128,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
         int from = min(head + h, last);
         slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
-        for (int e = 0; e < 8; e++) {
+        QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) {
             int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
             float x = FUSED ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
             state[h].q[e] = lane_has(e / 4, HEAD_DIM, lane) ? x * scale : 0.0f;
@@ -1142,6 +1169,55 @@ kernel void attention_merge(device const float *parts [[buffer(0)]],
         o += part[e] * weight;
     }
     out[i] = attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
+}
+
+// Of a chunk's latent rows[n][HEAD_DIM] the first VALUE_DIM numbers are normed and the other n_rot
+// rotated, on the way to the cache. Of the heads of p[n][n_head][q_step], queries before their
+// product with k_b, the last n_rot are rotated and go to q[n][n_head][HEAD_DIM]. Grid: a SIMD-group
+// for each token's row, and one for each of its heads.
+kernel void latent_row(device float *p [[buffer(0)]], device float *q [[buffer(1)]],
+        device const float *rows [[buffer(2)]], device half *k [[buffer(3)]],
+        device int *pos_k [[buffer(4)]], device const float *weights [[buffer(5)]],
+        device const float *angles [[buffer(6)]], device const int *now [[buffer(7)]],
+        constant struct attention_args *a [[buffer(8)]], PLACE) {
+    int unit = tg * nsg + sg, t = unit / (a->n_head + 1), h = unit % (a->n_head + 1);
+    int pos = now[NOW_POS] + t, first = a->q_step - a->n_rot;
+    if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
+    bool query = h < a->n_head;
+    float mean, scale = query ? temperature(pos, a) : 1.0f;
+    ulong head = (ulong)t * a->n_head + h;
+    p += query ? head * a->q_step : 0;
+    q += query ? head * HEAD_DIM + VALUE_DIM : 0;
+    rows += (ulong)t * HEAD_DIM;
+    angles += (ulong)t * a->n_rot;
+    k += (ulong)ring_row(pos, a) * HEAD_DIM;
+    device const float *x = query ? p + first : rows + VALUE_DIM;
+    for (int j = lane; j < a->n_rot / 2; j += SIMD_LANES) {
+        int i0 = pair_index(j, 0, a->n_rot), i1 = pair_index(j, 1, a->n_rot);
+        float c = angles[2 * j] * scale, s = angles[2 * j + 1] * scale;
+        float y0 = x[i0] * c - x[i1] * s, y1 = x[i0] * s + x[i1] * c;
+        if (query) q[i0] = y0, q[i1] = y1;
+        else k[VALUE_DIM + i0] = (half)y0, k[VALUE_DIM + i1] = (half)y1;
+    }
+    for (int i = lane; query && i < first; i += SIMD_LANES) p[i] *= scale;
+    if (query) return;
+    scale = norm_scale(rows, 0, 0.0f, VALUE_DIM, a->eps, 0, 1, 0, lane, &mean);
+    for (int i = lane; i < VALUE_DIM; i += SIMD_LANES) k[i] = (half)(rows[i] * scale * weights[i]);
+    if (lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
+}
+
+// y[n][n_head][y_step] = W[head] x[n][n_head][x_step]. Grid: a SIMD-group for each unit of rows.
+kernel void head_product(device const uchar *w [[buffer(0)]], device const float *x [[buffer(1)]],
+        device float *y [[buffer(2)]], constant struct heads_args *a [[buffer(3)]], PLACE) {
+    int unit = tg * nsg + sg, u = unit % a->each.units, at = unit / a->each.units;
+    float v[GEMV_ROWS];
+    if (at >= a->each.tokens * a->n_head) return;         // a whole SIMD-group: no barrier follows
+    struct row_input in = {x + (ulong)at * a->x_step, 0, 0, 0, a->each.cols, 0.0f, 1.0f, lane,
+                           shared + sg * X_FLOATS};
+    gemv_product(FORMAT_0, 0, u, at % a->n_head, w, 0, 0, &in, &a->each, v);
+    int R = unit_rows(FORMAT_0), row = u * R;
+    for (int r = 0; r < R; r++)
+        if (lane == 0 && row + r < a->each.w[0].rows) y[(ulong)at * a->y_step + row + r] = v[r];
 }
 
 // ---- 5. ffn_block ----
@@ -1575,9 +1651,9 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
     int pos = now[NOW_POS], first = pos + t0, last = pos + min(t0 + FLASH_QUERIES, a->n) - 1;
     int used = used_rows(pos, a), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
     int group = a->n_head / a->n_kv;
-    simdgroup_half8x8 mq[HEAD_MAX / 8];
-    simdgroup_float8x8 o[HEAD_MAX / 8];
-    half4 quads[HEAD_MAX / 16];
+    simdgroup_half8x8 mq[NARROW_MAX / 8];
+    simdgroup_float8x8 o[NARROW_MAX / 8];
+    half4 quads[NARROW_MAX / 16];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
     k += (ulong)(head / group) * a->rows * HEAD_DIM;
     v += (ulong)(head / group) * a->rows * VALUE_DIM;
@@ -1621,7 +1697,8 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
 
 // For each token the numbers of the n_used experts with the highest score, best first, and their
 // weights. Scores are probabilities, by softmax or sigmoid, plus a bias that does not count in the
-// weights. These are divided by their sum if `normed`, which is then not taken below 2^-14.
+// weights. These are divided by their sum if `normed`, which is then not taken below 2^-14. Where
+// there are groups, the experts outside the best ones get a probability of -1: see drop_groups.
 // Grid: a SIMD-group for each token. route[n][n_expert] is the router's product, and is used up.
 kernel void choose_experts(device float *route [[buffer(0)]],
         device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
@@ -1638,13 +1715,32 @@ kernel void choose_experts(device float *route [[buffer(0)]],
         all += route[e];
     }
     all = a->sigmoid ? 1.0f : simd_sum(all);
+    int size = a->n_group > 1 ? a->n_expert / a->n_group : 0;
+    simdgroup_barrier(mem_flags::mem_device);             // probabilities are there
+    for (int g = lane; a->n_group > 1 && g < a->n_group; g += SIMD_LANES) {   // what it is worth
+        float one = UNSEEN, two = size > 1 ? UNSEEN : 0.0f;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            float score = route[e] / all + (BIASES & 1 ? bias[e] : 0.0f);
+            if (size > 1) two = max(two, min(one, score));
+            one = max(one, score);
+        }
+        shared[g] = one + two;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);        // all groups are there
+    for (int g = lane; a->n_group > 1 && g < a->n_group; g += SIMD_LANES) {
+        int better = 0;
+        for (int k = 0; k < a->n_group; k++)
+            better += shared[k] > shared[g] || (shared[k] == shared[g] && k < g);
+        for (int e = 0; better >= a->group_used && e < size; e++) route[g * size + e] = -1.0f;
+    }
+    simdgroup_barrier(mem_flags::mem_device);             // groups are chosen
     for (int k = 0; k < a->n_used; k++) {
         float best = UNSEEN, p = 0.0f;
         int at = a->n_expert;
         for (int e = lane; e < a->n_expert; e += SIMD_LANES) {   // each lane: of its own experts
             float score = route[e] / all + (BIASES & 1 ? bias[e] : 0.0f);
             bool left = score < last || (score == last && e > before);
-            if (!left || score <= best) continue;
+            if (!left || score <= best || route[e] < 0.0f) continue;
             best = score;
             p = route[e] / all;
             at = e;
@@ -1818,7 +1914,7 @@ kernel void delta_rule(device float *state [[buffer(0)]], device const float *mi
     int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
     ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + row / DELTA_LAYOUT;
     int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv;
-    float s[HEAD_MAX / 4];
+    float s[NARROW_MAX / 4];
     state += block * HEAD_DIM * DELTA_LAYOUT + row % DELTA_LAYOUT;
     for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) s[i] = state[(ulong)j * DELTA_LAYOUT];
     for (int t = 0; t < a->n; t++) {

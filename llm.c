@@ -9,8 +9,8 @@
 //
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
-//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule, 14b state spaces,
-//                      14c short convolutions
+//   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule, 15 state spaces,
+//                      16 short convolutions, 17 latent attention, 18 per-layer inputs
 //   III  text          15 tokenizer, 16 chat templates
 //   IV   speed         17 threads, 18 vectors, 19 one token, 20-22 tiles, 23 matmul,
 //                      24-26 attention, 27 narrow, 28 the GPU, 29 AMX
@@ -376,8 +376,9 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // add its name to a row that has them, or a new row, and run `./llm model.gguf --info`. A number
 // under a new key gets a row in KEYS, a tensor under a new name a line in its block's load_
 // function. Then add one line to test.c. RoPE pairing is the usual mistake, and position 0 cannot
-// show it. Every row was measured against llama.cpp (node-llama-cpp 3.22) on random f32 models:
-// logits agree to an NMSE of 1e-6. For names with a star, golden/ has llama.cpp's logits.
+// show it. Rows were measured against llama.cpp (node-llama-cpp 3.22) on random f32 models, but for
+// those that README names: logits agree to an NMSE of 1e-6. For names with a star, golden/ has
+// llama.cpp's logits.
 
 enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
@@ -400,14 +401,20 @@ enum {
     DELTA_TILED = 8192,    // value head h reads key head h % n_key, not h / (n_value / n_key)
     GATES_NORMED = 16384,  // weights of the chosen experts are divided by their sum
     GATES_SIGMOID = 32768, // the router's logits pass a sigmoid where the file does not say
+    QKV_NORMED = 1 << 16,  // values are normed, too, without weights; scores are not scaled
+    LOGITS_CAPPED = 1 << 17,   // a soft cap of 30 for logits where the file does not say
+    YARN_SCORES = 1 << 18, // YaRN sharpens the scores, not the cosines
+    BOTH_WAYS = 1 << 19,   // a token sees those behind it, too
+    SECTIONS_MIXED = 1 << 20,  // RoPE's sections take turns
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
+    GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
 };
 
 typedef struct {
     const char *names;            // "llama* mistral3*"
     uint8_t norm, act, rope;
-    uint16_t flags;
+    uint32_t flags;
     uint8_t local;                // every local-th layer sees all, others a window; 0: all; 255: no
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
     uint8_t n_layer;              // the row is for models of this many layers; 0: for any
@@ -415,6 +422,7 @@ typedef struct {
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
     {"llama* mistral3* ernie4_5-moe", RMS, SILU, ROPE_PAIRS, .flags = GATES_NORMED},
+    {"llama-embed", RMS, SILU, ROPE_PAIRS, .flags = GATES_NORMED | BOTH_WAYS},
     {"baichuan", RMS, SILU, ROPE_PAIRS, .n_layer = 32},
     {"baichuan", RMS, SILU, ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
     {"baichuan mamba2*", RMS, SILU, ROPE_NONE, .flags = 0},
@@ -423,18 +431,28 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"granite granitehybrid*", RMS, SILU, ROPE_PAIRS,
      .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
     {"granitemoe", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
+    {"granite-swa", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED, .local = 4},
     {"minicpm", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
-    {"arcee", RMS, RELU2, ROPE_PAIRS, .flags = 0},
+    {"minicpm3", RMS, SILU, ROPE_HALVES, .flags = MUP},
+    {"arcee plm", RMS, RELU2, ROPE_PAIRS, .flags = 0},
     {"olmo", BARE, SILU, ROPE_PAIRS, .flags = 0},
     {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = 0},
     {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = LOCAL_ROPE, .local = 4},
     {"exaone4", RMS, SILU, ROPE_HALVES, WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
-    {"glm4moe* dots1", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss bailingmoe2 paddleocr "
+     "pangu-embedded plamo qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
+    {"qwen3vl", RMS, SILU, ROPE_HALVES, .flags = SECTIONS_MIXED},
+    {"glm4moe* dots1 hy_v3", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
+    {"exaone-moe", RMS, SILU, ROPE_HALVES, .flags = LOCAL_ROPE, .local = 4},
+    {"mellum", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
+    {"mimo2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID, .local = 6},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
     {"qwen3moe* qwen3next* lfm2moe*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
-    {"qwen35* qwen35moe", RMS, SILU, ROPE_HALVES, .flags = DELTA_TILED | GATES_NORMED},
-    {"hunyuan-dense hunyuan-moe", RMS, SILU, ROPE_HALVES, .flags = QK_NORM_LATE | GATES_NORMED},
+    {"qwen3vlmoe", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | SECTIONS_MIXED},
+    {"qwen35* qwen35moe", RMS, SILU, ROPE_HALVES,
+     .flags = DELTA_TILED | GATES_NORMED | SECTIONS_MIXED},
+    {"hunyuan-dense hunyuan-moe hunyuan_vl", RMS, SILU, ROPE_HALVES,
+     .flags = QK_NORM_LATE | GATES_NORMED},
     {"olmo2", RMS, SILU, ROPE_HALVES, .flags = LOCAL_UNSCALED, .local = 4},
     {"gpt-oss*", RMS, SWIGLU_OAI, ROPE_HALVES, .flags = GATES_NORMED, .local = 2},
     {"gemma*", RMS, GELU, ROPE_HALVES, .flags = EMBD_SQRT},
@@ -442,15 +460,20 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"gemma2*", RMS, GELU, ROPE_HALVES, .flags = GEMMA2, .local = 2},
     {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
     {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3, .local = 6},
+    {"gemma4*", RMS, GELU, ROPE_HALVES, .flags = GEMMA4, .local = 6},
+    {"deepseek2*", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
+    {"deepseek2* mistral4", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES},
     {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
     {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
-    {"nemotron", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
+    {"dbrx", LAYERNORM, SILU, ROPE_HALVES, .flags = GATES_NORMED},
+    {"nemotron jais2", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
     {"nemotron_h nemotron_h_moe*", RMS, RELU2, ROPE_NONE, .flags = GATES_SIGMOID},
     {"falcon-h1*", RMS, SILU, ROPE_HALVES, .flags = 0},
     {"lfm2", RMS, SILU, ROPE_HALVES, .local = 255},
     {"gpt2 starcoder", LAYERNORM, GELU, ROPE_NONE, .flags = 0},
     {"bloom", LAYERNORM, GELU, ROPE_NONE, .flags = ALIBI_8},
     {"bert*", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER},
+    {"jina-bert-v2", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER | ALIBI_8},
     {"nomic-bert*", LAYERNORM, SILU, ROPE_HALVES, .flags = ENCODER},
 };
 
@@ -461,18 +484,24 @@ typedef struct {
     bool verified;                             // it has a star
     int n_layer, n_predict;                    // layers; those to predict further tokens do not run
     int n_ctx, n_vocab, dim, n_head, hd, vd;   // n_head: in layer 0; hd, vd: width of a head's q, v
+    int hd_local, vd_local, n_rot_local;       // the same of windowed layers
+    int n_shared, per_layer;                   // last layers without keys; width of layers' inputs
+    int lora, latent_hd, latent_vd;            // latent attention: width of the latent; of q, v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
-    float temp_scale;                          // scales queries beyond n_ctx_orig (Ministral 3)
+    float value_scale, temp_scale;             // of attention's result; of queries beyond
+    int temp_length;                           // so many tokens (Ministral 3)
     int window;                                // of layers that have one
     int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
+    int section[4];                            // pairs turned by time, height, width of an image, 0
     float rope_base, rope_base_local, rope_alpha, rope_factor, rope_attn;
     bool yarn;
     float yarn_fast, yarn_slow, yarn_log;
     int n_ctx_orig;                            // context length before RoPE scaling
-    int n_expert, n_used, n_group;             // n_used: the most that a token uses in a layer
+    int n_expert, n_used;                      // a token uses n_used of n_expert at most,
+    int n_group, n_group_used;                 // in n_group_used of n_group groups
     int gating, gates_normed;                  // how logits become weights: 1 softmax, 2 sigmoid
-    float gates_scale;
+    float gates_scale, router_scale;           // of their weights; of the router's product
     int parallel;                              // attention and FFN read the same stream
     int conv, n_key, n_value, dk, dv;          // recurrent mixers: convolution, heads, widths
     int causal, pooling;                       // pooling: -1 unsaid, 0 none, 1 mean, 2 CLS, 3 last
@@ -486,7 +515,8 @@ typedef struct {
     const float *bias;                         // [rows], of all experts, or NULL
     const float *scale;                        // factor of the product, one per expert, or NULL
     size_t step;                               // bytes from one expert's matrix to the next
-} Matrix;
+    int x_step, out_step;                      // from a token's input or output to the next one's;
+} Matrix;                                      // 0: cols, rows
 
 // weights and biases [n], or NULL; `group` values are normed together, 0: the whole row
 typedef struct { const float *w, *b; int n, group; } Norm;
@@ -496,13 +526,19 @@ typedef struct {
     int mixer;                                 // the recurrent one, 0: none
     int pattern;                               // how windows are spread over the layers
     int window;                                // 0: the session's
-    bool rotated, parallel;                    // parallel: attention and FFN read the same stream
-    Norm attn_norm, attn_post_norm, ffn_norm, ffn_post_norm;
+    int hd, vd, n_rot, source;                 // widths of a head; rotated values; whose cache
+    int rotated, parallel;                     // parallel: attention and FFN read the same stream
+    Norm attn_norm, attn_norm_2, attn_post_norm, ffn_norm, ffn_post_norm;
+    const float *out_scale;                    // [1] factor of the stream behind it, or NULL
     Norm q_norm, k_norm;                       // per head (n = hd), per projection, or [head][hd]
     Matrix q, k, v, o;                         // q has 2 x hd rows a head where attention is gated
     const float *sinks, *router_bias;          // [n_head]; [n_expert], for the choice only
     Matrix gate, up, down;                     // dense FFN, or all experts' with step
     Matrix router, shared_gate, shared_up, shared_down, shared_router, latent_down, latent_up;
+    Norm router_norm, expert_norm, expert_post, shared_post;   // experts beside a dense FFN
+    Matrix q_a, k_b, v_b;                      // latent attention, where there is a k_b
+    Norm q_a_norm, latent_norm, input_norm;
+    Matrix input_gate, input_proj;             // of the layer's own input
     Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // of the recurrent mixer
     const float *conv, *conv_bias;             // [channels][conv], [channels]
     const float *dt_bias, *a, *skip;           // [n_value]
@@ -531,45 +567,61 @@ static const Key KEYS[] = {
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
     {"attention.layer_norm_epsilon", REAL(eps_rms), "nemotron_h nemotron_h_moe"},   // or the next
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
-    {"embedding_scale", REAL(embd_scale), "granite granitehybrid granitemoe minicpm"},
-    {"residual_scale", REAL(residual_scale), "granite granitehybrid granitemoe minicpm"},
+    {"embedding_scale", REAL(embd_scale), "granite granitehybrid granitemoe granite-swa minicpm"},
+    {"residual_scale", REAL(residual_scale),
+     "granite granitehybrid granitemoe granite-swa minicpm"},
     {"logit_scale", REAL(logit_scale),
-     "granite* granitehybrid granitemoe* minicpm command-r* cohere2*"},
-    {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3"},
+     "granite* granitehybrid granitemoe* granite-swa* minicpm command-r* cohere2*"},
+    {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3 gemma4"},
     {"attention.head_count", INT(n_head), 0, 1 << 14, NULL},
     {"attention.head_count", OF_LAYER(n_head), 0, 1 << 14, NULL},
     {"attention.head_count_kv", OF_LAYER(n_kv), 0, 1 << 14, NULL},      // 0: see load_layer
     {"attention.key_length", INT(hd), 0, 4096, NULL},
     {"attention.value_length", INT(vd), 0, 4096, NULL},
+    {"attention.key_length_swa", INT(hd_local), 0, 4096, "gemma4*"},
+    {"attention.value_length_swa", INT(vd_local), 0, 4096, "gemma4*"},
+    {"attention.key_length_mla", INT(latent_hd), 0, 4096, NULL},
+    {"attention.value_length_mla", INT(latent_vd), 0, 4096, NULL},
+    {"attention.kv_lora_rank", INT(lora), 0, 4096, NULL},
+    {"attention.shared_kv_layers", INT(n_shared), 0, 1 << 14, "gemma4"},
+    {"embedding_length_per_layer_input", INT(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
     {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gpt-oss*"},
     {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
     {"attention.causal", INT(causal), 0, 1, NULL},
-    {"attention.scale", REAL(attn_scale), "granite granitehybrid granitemoe"},
+    {"attention.scale", REAL(attn_scale), "granite granitehybrid granitemoe granite-swa"},
     {"attn_logit_softcapping", REAL(attn_cap), "gemma2"},
-    {"attention.clamp_kqv", REAL(clamp_qkv), "olmo"},
-    {"attention.temperature_scale", REAL(temp_scale), "mistral3"},
+    {"attention.value_scale", REAL(value_scale), "mimo2"},
+    {"attention.rope_pattern", OF_LAYER(rotated), 0, 1, "granite-swa"},
+    {"attention.clamp_kqv", REAL(clamp_qkv), "olmo dbrx"},
+    {"attention.temperature_scale", REAL(temp_scale), "mistral3 deepseek2 mistral4"},
+    {"attention.temperature_length", INT(temp_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", INT(parallel), 0, 1, "gptneox*"},
     {"rope.dimension_count", INT(n_rot), -1, 4096, NULL},               // -1: all of a head
     {"rope.dimension_sections", INT(rope_sections), 0, INT_MAX, "glm4"},
+    {"rope.dimension_count_swa", INT(n_rot_local), 0, 4096, "gemma4"},
     {"rope.freq_base", REAL(rope_base), NULL},
-    {"rope.freq_base_swa", REAL(rope_base_local), "gemma2 gemma3 gpt-oss"},
+    {"rope.freq_base_swa", REAL(rope_base_local), "gemma2 gemma3 gemma4 gpt-oss mimo2"},
     {"rope.scale_linear", REAL(rope_factor), NULL},
     {"rope.scaling.factor", REAL(rope_factor), NULL},
     {"rope.scaling.attn_factor", REAL(rope_attn), NULL},
-    {"rope.scaling.alpha", REAL(rope_alpha), "hunyuan-dense"},
+    {"rope.scaling.alpha", REAL(rope_alpha), "hunyuan-dense hunyuan_vl"},
     {"rope.scaling.finetuned", INT(rope_tuned), 0, 1, NULL},
     {"rope.scaling.original_context_length", INT(n_ctx_orig), 0, INT_MAX, NULL},
     {"rope.scaling.yarn_beta_fast", REAL(yarn_fast), "mistral3"},
     {"rope.scaling.yarn_beta_slow", REAL(yarn_slow), "mistral3"},
-    {"rope.scaling.yarn_log_multiplier", REAL(yarn_log), "mistral3"},
+    {"rope.scaling.yarn_log_multiplier", REAL(yarn_log), "mistral3 deepseek2 mistral4"},
     {"feed_forward_length", OF_LAYER(ff), 0, 1 << 20, NULL},
     {"expert_count", INT(n_expert), 0, 4096, NULL},
     {"expert_used_count", OF_LAYER(n_used), 0, 4096, NULL},
-    {"expert_group_count", INT(n_group), 0, 1, NULL},                   // more: not supported
-    {"expert_gating_func", INT(gating), 1, 2, "dots1 glm4moe minimax-m2 lfm2moe*"},
-    {"expert_weights_norm", INT(gates_normed), 0, 1, "bailingmoe dots1 glm4moe nemotron_h_moe"},
-    {"expert_weights_scale", REAL(gates_scale), "bailingmoe deepseek dots1 glm4moe nemotron_h_moe"},
+    {"expert_group_count", INT(n_group), 0, 64, NULL},
+    {"expert_group_used_count", INT(n_group_used), 0, 64, NULL},
+    {"expert_gating_func", INT(gating), 1, 2,
+     "bailingmoe2* deepseek2 dots1 exaone-moe glm4moe hy_v3 lfm2moe* minimax-m2 mistral4"},
+    {"expert_weights_norm", INT(gates_normed), 0, 1,
+     "bailingmoe bailingmoe2 deepseek2 dots1 exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
+    {"expert_weights_scale", REAL(gates_scale), "bailingmoe bailingmoe2 deepseek deepseek2 dots1 "
+     "exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
     {"ssm.conv_kernel", INT(conv), 0, 64, NULL},
     {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
     {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
@@ -584,7 +636,8 @@ typedef struct {
     Layer *layers;                             // [n_layer]
     Matrix embd, output;                       // [n_vocab][dim]
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
-    Norm embd_norm, out_norm;
+    Matrix layer_embd, layer_proj;             // layers' own inputs [..][n_layer * per_layer]
+    Norm embd_norm, out_norm, layer_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
     Map *owned;                                // [n_owned] vectors that were converted to f32
     size_t n_owned;
@@ -687,6 +740,12 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head || heads == 1 ? n : 0};
 }
 
+static Norm need_norm(Loader *ld, const char *name, int n) {
+    Norm w = load_norm(ld, name, 1, n);
+    need_data(ld, w.w, name, ".weight");
+    return w;
+}
+
 // a [rows][cols] matrix, or n of them; rows 0: however many the file has
 static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
     const Tensor *t = find_tensor(ld, name, ".weight");
@@ -700,9 +759,10 @@ static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int 
         refuse(ld, "tensor %.*s: input scales are not supported", STR_ARG(t->name));
     if (!ld->ok) return (Matrix){0};
     const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
-    const float *scale = load_vector(ld, name, ".scale", n);
+    bool scaled = strcmp(name, "ffn_gate_inp");   // a router's .scale is of its input
+    const float *scale = scaled ? load_vector(ld, name, ".scale", n) : NULL;
     return (Matrix){t->data, t->type, rows, cols, bias, scale,
-                    rows * quant_row_bytes(t->type, cols)};
+                    rows * quant_row_bytes(t->type, cols), 0, 0};
 }
 
 static Matrix need_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
@@ -735,18 +795,32 @@ static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
-    int q = w->n_head * c->hd, k = w->n_kv * c->hd, v = w->n_kv * c->vd;
-    if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || c->hd < 1 || c->vd < 1)
+    int q = w->n_head * w->hd, k = w->n_kv * w->hd, v = w->n_kv * w->vd;
+    bool v_is_k = c->arch->flags & QKV_NORMED && !find_tensor(ld, "attn_v", ".weight");
+    if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || w->hd < 1 || w->vd < 1)
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
-               w->n_head, c->hd, c->vd, w->n_kv);
+               w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
-    if (first && c->hd == c->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
+    // the last n_shared layers read the cache of the last one before of their kind, windowed or not
+    int own = larger(c->n_layer, c->n_shared) - c->n_shared;
+    bool shares = ld->l >= own && ld->l > 0;
+    if (shares) w->source = larger(own, 1) - 1;
+    const Layer *all = ld->m->layers, *from = &all[w->source];
+    for (; shares && from > all && !from->window != !w->window; from--) w->source--;
+    bool alike = from->n_kv == w->n_kv && from->hd == w->hd && from->vd == w->vd;
+    if (!alike || (shares && !from->k.rows))
+        refuse(ld, "layer %d: there is no cache that it could read", ld->l);
+    if (first && w->hd == w->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
     load_fused(ld, "attn_qkv", 1,
-               (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k}, {"attn_v", v, &w->v}}, 3);
-    w->o = need_matrix(ld, "attn_output", w->n_head * c->vd, c->dim, 1);
+               (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k},
+                         {v_is_k ? "attn_k" : "attn_v", v, &w->v}},
+               fused || !shares ? 3 : 1);
+    if (shares) w->k = w->v = (Matrix){0};
+    w->o = need_matrix(ld, "attn_output", w->n_head * w->vd, c->dim, 1);
+    if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
-    w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, c->hd);
-    w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, c->hd);
+    w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
+    w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
 }
 
 static void load_ffn(Loader *ld, Layer *w) {
@@ -769,49 +843,62 @@ static void load_norms(Loader *ld, Layer *w) {
     w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
     w->attn_post_norm = load_norm(ld, attn_post, 1, c->dim);
     w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
+    if (!encoder && !w->ffn_norm.w) w->ffn_norm = load_norm(ld, "attn_output_norm", 1, c->dim);
     w->ffn_post_norm = load_norm(ld, ffn_post, 1, c->dim);
     if (!encoder && !w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
         w->attn_post_norm = (Norm){0};
     }
     Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
-    if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
+    if (encoder) w->attn_norm_2 = second;
+    else if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
     if (!encoder && !bare && !w->attn_post_norm.w)
         need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
     bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
-    w->parallel = second.w || c->parallel || no_ffn_norm;
+    w->parallel = (second.w && !encoder) || c->parallel || no_ffn_norm;
 }
 
-static void load_experts(Loader *ld, Layer *w);   // Part II has these two
+static void load_experts(Loader *ld, Layer *w);   // Part II has these
 static bool load_recurrent(Loader *ld, Layer *w);
+static void load_latent(Loader *ld, Layer *w);
+static void load_inputs(Loader *ld, Layer *w);
 
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = c->arch;
     bool windows = a->local && c->window;
     w->pattern = a->local % 255;
+    w->rotated = true;
     load_keys(ld, w, true);
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
-    load_norms(ld, w);
-    if (load_recurrent(ld, w) && (w->n_kv || !each_kv)) load_attention(ld, w);
-    else w->n_head = w->n_kv = 0;
-    bool mixes = w->n_kv || w->mixer;
-    if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
-    w->parallel = w->parallel && mixes && w->up.data;   // both are there
     // Which layers see only a window: the key is a period, whose last layer sees all, or an array
     // of yes and no. Some models use RoPE in windowed layers only, some not in every n-th layer.
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
     bool each = key && key->type == GGUF_ARR, every = !each && !w->pattern;
     bool local = windows && (each ? w->pattern : every || ld->l % w->pattern < w->pattern - 1);
     w->window = local ? c->window : 0;
-    w->rotated = c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
-              !(a->flags & LOCAL_ROPE && windows && !local);
+    w->rotated &= c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
+                  !(a->flags & LOCAL_ROPE && windows && !local);
+    w->hd = local ? c->hd_local : c->hd;
+    w->vd = local ? c->vd_local : c->vd;
+    w->n_rot = local ? c->n_rot_local : c->n_rot;
+    w->source = ld->l;
+    w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
+    load_norms(ld, w);
+    bool attends = load_recurrent(ld, w) && (w->n_kv || !each_kv);
+    if (!attends) w->n_head = w->n_kv = 0;
+    else if (find_tensor(ld, "attn_kv_a_mqa", ".weight")) load_latent(ld, w);
+    else load_attention(ld, w);
+    bool mixes = w->n_kv || w->mixer;
+    if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
+    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
+    w->parallel = w->parallel && mixes && w->up.data;   // both are there
+    if (c->per_layer) load_inputs(ld, w);
 }
 
 // the first row of ARCHS that has the file's architecture and size
@@ -843,15 +930,17 @@ static void imply_config(Config *c) {
     if (!c->vd && c->n_head) c->vd = c->dim / c->n_head;
     c->n_rot = c->hd;
     c->n_ctx_orig = c->n_ctx;
+    c->router_scale = 1 / sqrtf(c->dim);
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
     c->residual_scale = mup ? 1.4f / sqrtf(c->n_layer) : 1;
     c->logit_scale = mup ? 256.0f / c->dim : 1;
-    c->logit_cap = flags & CAPPED ? 30 : 0;
+    c->logit_cap = flags & (CAPPED | LOGITS_CAPPED) ? 30 : 0;
     c->attn_cap = flags & CAPPED ? 50 : 0;
     c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)c->n_head : c->hd);
+    if (flags & QKV_NORMED) c->attn_scale = 1;
     c->alibi = flags & ALIBI_8 ? 8 : 0;
     c->window = flags & WINDOW_4096 ? 4096 : 0;
-    c->causal = !(flags & ENCODER);
+    c->causal = !(flags & (ENCODER | BOTH_WAYS));
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
     c->gates_normed = !!(flags & GATES_NORMED);
     c->gating = flags & GATES_SIGMOID ? 2 : 1;
@@ -867,6 +956,9 @@ static void derive_config(Loader *ld) {
     c->dv /= c->n_value ? c->n_value : 1;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf.n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf.n_tensors);
+    if (c->n_group < 2) c->n_group = c->n_group_used = 1;
+    if (c->n_expert % c->n_group || c->n_group_used < 1 || c->n_group_used > c->n_group)
+        refuse(ld, "experts in %d of %d groups", c->n_group_used, c->n_group);
     // RoPE
     bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
     Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
@@ -877,10 +969,26 @@ static void derive_config(Loader *ld) {
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : c->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
     if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
+    const Meta *section = arch_meta(ld, "rope.dimension_sections");
+    for (int i = 0; section && gguf_size[section->elem] && i < 4 && i < (int)section->n; i++)
+        c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
+    if (!c->latent_hd) c->latent_hd = c->hd;
+    if (!c->latent_vd) c->latent_vd = c->vd;
+    if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
+    if (flags & YARN_SCORES) {   // yarn_log, if there is one, is of the scores
+        float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
+        c->attn_scale *= powf(c->rope_attn * (1 + cosines) * (1 + c->yarn_log * far), 2);
+        if (cosines == 0) c->yarn_log = 1;   // cosines keep the size 1
+    }
+    if (!c->temp_length) c->temp_length = c->n_ctx_orig;
+    if (!c->hd_local) c->hd_local = c->hd;
+    if (!c->vd_local) c->vd_local = c->vd;
+    if (!c->n_rot_local) c->n_rot_local = c->hd_local < c->hd ? c->hd_local : c->n_rot;
     if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
-    if (c->n_rot % 2 || c->n_rot > c->hd || !(c->rope_base > 0 && c->rope_base_local > 0))
+    if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > c->hd_local ||
+        !(c->rope_base > 0 && c->rope_base_local > 0))
         refuse(ld, "RoPE: %d dimensions of %d at base %g", c->n_rot, c->hd, c->rope_base);
 }
 
@@ -890,6 +998,7 @@ static void load_config(Loader *ld) {
     *(c->arch->norm == RMS ? &c->eps_rms : &c->eps) = -1;   // no default: the file must have it
     c->rope_base = 10000;
     c->rope_factor = c->rope_attn = c->rope_tuned = c->gating = c->gates_scale = c->yarn_slow = 1;
+    c->value_scale = 1;
     c->yarn_fast = 32;
     load_keys(ld, c, false);       // first the sizes
     if (ld->ok) imply_config(c);   // then what the row implies
@@ -919,6 +1028,7 @@ static bool weights_load(Model *m, Error *e) {
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     if (find_tensor(&ld, "dense_2", ".weight")) refuse(&ld, "tensor dense_2 is not supported");
+    if (c->per_layer) load_inputs(&ld, NULL);
     m->layers = calloc(c->n_layer, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
@@ -945,7 +1055,8 @@ typedef struct {
 // What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
 // rows; for a recurrent mixer the last inputs of its convolution and a state of fixed size.
 typedef struct {
-    uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied
+    uint16_t *k, *v;            // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied.
+                                // v may be k: of a latent, values begin as keys do
     int32_t *pos;               // [rows] position in each row, -1: empty
     int rows, window, keep;
     float *conv, *state;        // [conv-1][channels]; delta_state_size floats
@@ -972,11 +1083,12 @@ typedef struct Session {
     // buffers; n: at most a chunk
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
+    float *inputs;              // [n][n_layer][per_layer] each layer's own
     float *angles[2];           // [n][n_rot] cos, sin pairs: whole context, windowed layers
     double *freq[2];            // [n_rot/2] radians per position
     float rope_mag[2];          // a factor on the cosines and sines
     float *q, *k, *v, *att;     // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z, *ba;        // recurrent mixers; mix, z: also gated attention's q, gate
+    float *mix, *z, *ba;        // recurrent mixers; mix, z: also of gated and latent attention
     float *decay, *write;       // [n][n_value]
     float *gate, *up;           // FFN: [n][ff]
     float *route, *gathered, *expert_out;   // experts: [n][n_expert], [rows][dim], [rows][dim]
@@ -1006,6 +1118,8 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);   /
 
 // Matrix products (Part IV), up to MAX_JOBS in one call.
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
+static size_t x_step(const Matrix *w) { return w->x_step ? w->x_step : w->cols; }
+static size_t out_step(const Matrix *w) { return w->out_step ? w->out_step : w->rows; }
 enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // an expert: gate and up
 
 static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
@@ -1018,11 +1132,11 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     for (int64_t r = 0; r < w->rows; r++) {
         matrix_row(w, r, row);
         for (int i = 0; i < job->n; i++) {
-            const float *x = job->x + i * w->cols;
+            const float *x = job->x + i * x_step(w);
             float sum = 0;
             for (int64_t j = 0; j < w->cols; j++) sum += row[j] * x[j];
             sum *= w->scale ? *w->scale : 1;
-            job->out[i * w->rows + r] = sum + (w->bias ? w->bias[r] : 0);
+            job->out[i * out_step(w) + r] = sum + (w->bias ? w->bias[r] : 0);
         }
     }
 }
@@ -1035,10 +1149,10 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 typedef struct {
     const float *q;                // [n][n_head][hd], with RoPE applied
     float *out;                    // [n][n_head][vd]
-    const uint16_t *k, *v;         // [n_kv][rows][hd], [n_kv][rows][vd] f16
+    const uint16_t *k, *v;         // [n_kv][rows][hd], [n_kv][rows][v_step] f16, vd of which count
     const int32_t *pos_k;          // [rows] position in each row, -1: empty
     int rows, pos, n;              // queries at pos .. pos+n-1
-    int n_head, n_kv, hd, vd, window, keep;
+    int n_head, n_kv, hd, vd, v_step, window, keep;
     bool causal;
     float scale, softcap;          // softcap 0: none
     const float *sinks, *slopes;   // [n_head] or NULL
@@ -1071,7 +1185,7 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
         }
         memset(out, 0, a->vd * sizeof *out);
         for (int r = 0; r < a->rows; r++) {
-            const uint16_t *v = a->v + (kv + r) * a->vd;
+            const uint16_t *v = a->v + (kv + r) * a->v_step;
             float p = expf(score[r] - top);   // at most 1: nothing overflows
             sum += p;
             for (int j = 0; p > 0 && j < a->vd; j++) out[j] += p * quant_f16_to_f32(v[j]);
@@ -1087,6 +1201,9 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 // More mixers (Part II) read s->h and leave their result in s->out.
 static void experts(Session *s);
 static void recurrent(Session *s);
+static void latent_attention(Session *s);
+static void layer_inputs(Session *s);   // what each layer gets of its own
+static const Norm *layer_input(Session *s, const Norm *post);   // and how it adds that
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
 static TaskFn split_gate_row, gate_row;            // of gated attention
 
@@ -1230,8 +1347,9 @@ static void embed_row(Task t) {
 // cosines and sines of this position's angles
 static void angles_row(Task t) {
     Session *s = t.ctx;
-    int n_rot = s->m->config.n_rot;
+    const Config *c = &s->m->config;
     for (int k = 0; k < 2; k++) {
+        int n_rot = k ? c->n_rot_local : c->n_rot;
         float *turn = s->angles[k] + (size_t)t.i * n_rot;
         for (int j = 0; j < n_rot / 2; j++) {
             double angle = (s->pos + t.i) * s->freq[k][j];
@@ -1253,7 +1371,8 @@ static void norm_row(Task t) {
 
 // After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
 // the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
-typedef struct { const Norm *post, *norm; bool norm_first; } Between;   // norm NULL: h stays
+// With norm NULL h stays. scale is a factor of x, or NULL; again, one more norm, of x + h.
+typedef struct { const Norm *post, *norm, *again; bool norm_first; const float *scale; } Between;
 static void between_row(Task t) {
     Session *s = t.ctx;
     const Config *c = &s->m->config;
@@ -1263,7 +1382,12 @@ static void between_row(Task t) {
     if (b->norm && b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
     if (b->post->w && !after) norm(out, out, c->dim, b->post, c->arch->norm, c->eps);
     add(x, out, c->dim, c->residual_scale);
+    for (int j = 0; b->scale && j < c->dim; j++) x[j] *= *b->scale;
     if (b->post->w && after) norm(x, x, c->dim, b->post, c->arch->norm, c->eps);
+    if (b->again && b->again->w) {
+        add(x, s->h + (size_t)t.i * c->dim, c->dim, 1);
+        norm(x, x, c->dim, b->again, c->arch->norm, c->eps);
+    }
     if (b->norm && !b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
 }
 
@@ -1278,57 +1402,66 @@ static void qkv_part(Task t) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
-    bool late = c->arch->flags & QK_NORM_LATE;
+    bool own = w->k.rows > 0, late = c->arch->flags & QK_NORM_LATE;
     int parts = *(const int *)t.of, i = t.i / parts, part = t.i % parts, pos = s->pos + i;
     int n_head = w->n_head / parts, n_kv = w->n_kv / parts, first = part * n_kv;
-    float *q = s->q + ((size_t)i * w->n_head + part * n_head) * c->hd;
-    float *k = s->k + i * w->k.rows + first * c->hd, *v = s->v + i * w->v.rows + first * c->vd;
-    const float *turn = s->angles[w->window > 0] + (size_t)i * c->n_rot;
-    clamp(v, n_kv * c->vd, c->clamp_qkv);
-    for (int p = 0; p < 2; p++) {   // q, then k
+    float *q = s->q + ((size_t)i * w->n_head + part * n_head) * w->hd;
+    float *k = s->k + i * w->k.rows + first * w->hd, *v = s->v + i * w->v.rows + first * w->vd;
+    const float *turn = s->angles[w->window > 0] + (size_t)i * w->n_rot;
+    clamp(v, n_kv * w->vd, c->clamp_qkv);
+    for (int p = 0; p < 1 + own; p++) {   // q, then k
         float *x = p ? k : q;
         int heads = p ? n_kv : n_head;
         const Norm *n = p ? &w->k_norm : &w->q_norm;
-        clamp(x, heads * c->hd, c->clamp_qkv);
-        if (n->w && !late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
+        clamp(x, heads * w->hd, c->clamp_qkv);
+        if (n->w && !late) norm(x, x, heads * w->hd, n, c->arch->norm, c->eps);
         for (int h = 0; w->rotated && h < heads; h++)
-            if (c->rope == ROPE_HALVES) rope(x + h * c->hd, turn, c->n_rot, ROPE_HALVES);
-            else rope(x + h * c->hd, turn, c->n_rot, ROPE_PAIRS);   // each a loop of its own
-        if (n->w && late) norm(x, x, heads * c->hd, n, c->arch->norm, c->eps);
+            if (c->rope == ROPE_HALVES) rope(x + h * w->hd, turn, w->n_rot, ROPE_HALVES);
+            else rope(x + h * w->hd, turn, w->n_rot, ROPE_PAIRS);   // each a loop of its own
+        if (n->w && late) norm(x, x, heads * w->hd, n, c->arch->norm, c->eps);
     }
-    float far = logf(floorf(pos / (float)c->n_ctx_orig) + 1);   // 0 in the original context
-    for (int j = 0; c->temp_scale && far > 0 && j < n_head * c->hd; j++)
+    float far = logf(floorf(pos / (float)c->temp_length) + 1);   // 0 in the original context
+    for (int j = 0; c->temp_scale && far > 0 && j < n_head * w->hd; j++)
         q[j] *= 1 + c->temp_scale * far;
+    if (c->arch->flags & QKV_NORMED) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
     int row = cache_row(kv, pos);
-    for (int h = 0; h < n_kv; h++) {
+    for (int h = 0; own && h < n_kv; h++) {
         size_t at = (size_t)(first + h) * kv->rows + row;
-        narrow(k + h * c->hd, c->hd, kv->k + at * c->hd);
-        narrow(v + h * c->vd, c->vd, kv->v + at * c->vd);
+        narrow(k + h * w->hd, w->hd, kv->k + at * w->hd);
+        narrow(v + h * w->vd, w->vd, kv->v + at * w->vd);
     }
-    if (part == 0) kv->pos[row] = pos;
+    if (part == 0 && own) kv->pos[row] = pos;
 }
 
-static void attention_block(Session *s) {
+// s->att = attention of s->q over the layer's cache
+static void attend(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     const Cache *kv = &s->cache[s->l];
+    Attention a = {.q = s->q, .out = s->att, .k = kv->k, .v = kv->v, .pos_k = kv->pos,
+                   .rows = kv->rows, .pos = s->pos, .n = s->n, .n_head = w->n_head,
+                   .n_kv = w->n_kv, .hd = w->hd, .vd = w->vd,
+                   .v_step = kv->v == kv->k ? w->hd : w->vd, .window = kv->window,
+                   .keep = kv->keep, .causal = c->causal, .scale = c->attn_scale,
+                   .softcap = c->attn_cap, .sinks = w->sinks,
+                   .slopes = c->alibi > 0 ? s->slopes : NULL};
+    attention(s->pool, &s->calls, &a);
+}
+
+static void attention_block(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
     int n = s->n;
-    bool gated = w->q.rows > (int64_t)w->n_head * c->hd;
+    bool gated = w->q.rows > (int64_t)w->n_head * w->hd;
     // one token is split into a task per KV head, unless a norm spans heads or differs between them
-    bool apart = (!w->q_norm.w || w->q_norm.n == c->hd) && (!w->k_norm.w || w->k_norm.n == c->hd);
+    bool apart = (!w->q_norm.w || w->q_norm.n == w->hd) && (!w->k_norm.w || w->k_norm.n == w->hd);
     int parts = n == 1 && apart ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
                    {&w->v, s->h, s->v, n}};
     Matmul back = {&w->o, s->att, s->out, n};
-    Attention a = {.q = s->q, .out = s->att, .k = kv->k, .v = kv->v, .pos_k = kv->pos,
-                   .rows = kv->rows, .pos = s->pos, .n = n, .n_head = w->n_head, .n_kv = w->n_kv,
-                   .hd = c->hd, .vd = c->vd, .window = kv->window, .keep = kv->keep,
-                   .causal = c->causal, .scale = c->attn_scale, .softcap = c->attn_cap,
-                   .sinks = w->sinks, .slopes = c->alibi > 0 ? s->slopes : NULL};
-    matmul(s->pool, &s->calls, in, 3);
+    matmul(s->pool, &s->calls, in, w->k.rows ? 3 : 1);
     if (gated) each_row(s, split_gate_row, NULL, n);
     each_row(s, qkv_part, &parts, n * parts);
-    attention(s->pool, &s->calls, &a);
+    attend(s);
     if (gated) each_row(s, gate_row, NULL, n);
     matmul(s->pool, &s->calls, &back, 1);
 }
@@ -1359,16 +1492,20 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->n = n;
     s->pos = pos;
     each_row(s, embed_row, NULL, n);
+    if (c->per_layer) layer_inputs(s);
     each_row(s, angles_row, NULL, n);
     each_row(s, norm_row, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
         bool same_h = w->parallel && !w->ffn_norm.w, last = s->l + 1 == c->n_layer;
-        Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, w->parallel};
-        Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, false};
+        Between blocks = {&w->attn_post_norm, same_h ? NULL : &w->ffn_norm, &w->attn_norm_2,
+                          w->parallel, NULL};
+        Between layers = {&w->ffn_post_norm, last ? NULL : &w[1].attn_norm, NULL, false,
+                          w->out_scale};
 
         // tokens look at each other: attention, a memory of fixed size, or both read the same h
-        if (w->n_kv) attention_block(s);
+        if (w->k_b.data) latent_attention(s);
+        else if (w->n_kv) attention_block(s);
         if (w->n_kv && w->mixer) each_row(s, between_row, &(Between){.post = &(Norm){0}}, n);
         if (w->mixer) recurrent(s);
         if ((w->n_kv || w->mixer) && w->up.data) each_row(s, between_row, &blocks, n);
@@ -1376,6 +1513,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         // each token alone: the FFN reads the sum, or (parallel) the stream that attention read
         if (w->router.data) experts(s);
         else if (w->up.data) ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
+        if (w->input_gate.data) layers.post = layer_input(s, layers.post);   // a third block
         each_row(s, between_row, &layers, n);
     }
 }
@@ -1424,22 +1562,29 @@ bool tokens_add(Tokens *t, int32_t id) {
 // Sets freq [n_rot/2], radians per position of each pair; returns a factor for cosines and sines.
 // Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
 // factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
-// 2309.00071). In double: at position 100,000 a float angle is off by 0.005.
+// 2309.00071). Models of images divide RoPE's pairs among three positions, which are the same in
+// text; pairs left over stand still. In double: at position 100,000 a float angle is off by 0.005.
 static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
     const Config *c = &m->config;
     double base = local ? c->rope_base_local : c->rope_base;
+    int n_rot = local ? c->n_rot_local : c->n_rot;
     bool unscaled = local && c->arch->flags & LOCAL_UNSCALED, yarn = c->yarn && !unscaled;
     double scale = unscaled ? 1 : 1.0 / c->rope_factor;
-    const float *divide = m->freqs                 ? m->freqs
+    const float *divide = unscaled                 ? NULL
+                          : m->freqs           ? m->freqs
                           : window > c->n_ctx_orig ? m->freqs_long
                                                    : m->freqs_short;
+    int turning = c->section[0] + c->section[1] + c->section[2], sections = turning + c->section[3];
+    bool mixed = c->arch->flags & SECTIONS_MIXED;
     double ends[2] = {c->yarn_fast, c->yarn_slow};   // turns; then the pairs that make them
     for (int i = 0; i < 2; i++)
-        ends[i] = c->n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
-    double low = fmax(0, floor(ends[0])), high = fmin(c->n_rot - 1, ceil(ends[1]));
-    for (int i = 0; i < c->n_rot / 2; i++) {
-        double plain = pow(base, -2.0 * i / c->n_rot) / (divide ? divide[i] : 1);
+        ends[i] = n_rot * log(c->n_ctx_orig / (ends[i] * 2 * M_PI)) / (2 * log(base));
+    double low = fmax(0, floor(ends[0])), high = fmin(n_rot - 1, ceil(ends[1]));
+    for (int i = 0; i < n_rot / 2; i++) {
+        double plain = pow(base, -2.0 * i / n_rot) / (divide ? divide[i] : 1);
         double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
+        int k = sections ? i % sections : 0;
+        if (sections && (mixed ? k / 3 >= c->section[k % 3] : k >= turning)) plain = 0;
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
@@ -1473,12 +1618,14 @@ static void plan_caches(Session *s, Arena *a) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
         if (!w->n_kv) continue;
+        *cache = s->cache[w->source];   // another layer's, or its own, which comes now
+        if (w->source != l) continue;
         bool whole = !w->window || w->window >= s->o.window;
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
         cache->rows = cache->window + s->o.chunk + cache->keep;
-        cache->k = arena_take(a, (size_t)w->n_kv * cache->rows, c->hd * half);
-        cache->v = arena_take(a, (size_t)w->n_kv * cache->rows, c->vd * half);
+        cache->v = cache->k = arena_take(a, (size_t)w->n_kv * cache->rows, w->hd * half);
+        if (!w->k_b.data) cache->v = arena_take(a, (size_t)w->n_kv * cache->rows, w->vd * half);
         cache->pos = arena_take(a, cache->rows, sizeof(int32_t));
     }
 }
@@ -1500,17 +1647,18 @@ static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
     size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, latent = 0;
+    int turns[] = {c->n_rot, c->n_rot_local};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        size_t values = w->z.rows;
-        size_t heads = (size_t)w->n_head * c->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
+        size_t heads = (size_t)w->n_head * w->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
+        size_t apart = w->k_b.data ? larger(w->q.rows, w->o.cols) : 0;   // before k_b, behind v_b
         q = larger(q, heads);
         k = larger(k, w->k.rows);
         v = larger(v, w->v.rows);
-        att = larger(att, larger(values, (size_t)w->n_head * c->vd));
-        mix = larger(mix, larger(w->conv_in.rows, 2 * gated));
-        z = larger(z, larger(values, gated));
-        ff = larger(ff, larger(w->ff, w->shared_up.rows));
+        att = larger(att, larger(w->z.rows, (size_t)w->n_head * w->vd));
+        mix = larger(mix, larger(w->conv_in.rows, larger(2 * gated, apart)));
+        z = larger(z, larger(w->q_a.rows, larger(w->z.rows, gated)));
+        ff = larger(larger(ff, c->per_layer), larger(w->ff, w->shared_up.rows));
         latent = larger(latent, w->latent_down.rows);
     }
     s->calls.base = arena_take(a, 1, calls);
@@ -1518,8 +1666,9 @@ static void plan_scratch(Session *s, Arena *a) {
     s->x = arena_take(a, n * c->dim, f);
     s->h = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
-    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * c->n_rot, f);
-    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, c->n_rot / 2, sizeof(double));
+    s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * turns[i], f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, turns[i] / 2, sizeof(double));
     s->slopes = arena_take(a, s->m->layers[0].n_head, f);
     size_t mark = a->used;
     s->q = arena_take(a, n * q, f);
@@ -1880,7 +2029,8 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 // ==== Part II: more mixers =======================================================================
 //
 // What else may stand between a norm and the residual: a gate on attention, experts instead of the
-// FFN, and instead of attention recurrent mixers, whose memory of earlier tokens has a fixed size.
+// FFN, recurrent mixers instead of attention, whose memory of earlier tokens has a fixed size, keys
+// and values made of a latent; and what else a layer may add to the stream.
 
 // ---- 12. gated attention ----
 //
@@ -1889,7 +2039,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 
 static void split_gate_row(Task t) {
     Session *s = t.ctx;
-    int hd = s->m->config.hd, n_head = s->m->layers[s->l].n_head;
+    int hd = s->m->layers[s->l].hd, n_head = s->m->layers[s->l].n_head;
     for (int h = 0; h < n_head; h++) {
         size_t at = (size_t)t.i * n_head + h;
         memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
@@ -1899,7 +2049,7 @@ static void split_gate_row(Task t) {
 
 static void gate_row(Task t) {
     Session *s = t.ctx;
-    int n = s->m->layers[s->l].n_head * s->m->config.hd;
+    int n = s->m->layers[s->l].n_head * s->m->layers[s->l].hd;
     float *att = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
     for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
 }
@@ -1915,11 +2065,14 @@ static void load_experts(Loader *ld, Layer *w) {
     Config *c = &ld->m->config;
     const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
     need_data(ld, down, "ffn_down_exps", ".weight");
-    int n = c->n_expert, ff = w->ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
-    if (w->n_used < 1 || w->n_used > n) refuse(ld, "a token uses %d of %d experts", w->n_used, n);
+    int n = c->n_expert, dense = w->ff, ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    w->ff = ff;
+    if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
+        refuse(ld, "a token uses %d of %d experts", w->n_used, n);
     c->n_used = larger(c->n_used, w->n_used);
     w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
+    if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
     bool latent = w->latent_down.data, gated = find_tensor(ld, "ffn_gate_exps", ".weight");
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
@@ -1929,10 +2082,26 @@ static void load_experts(Loader *ld, Layer *w) {
                    (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
     else w->up = need_matrix(ld, "ffn_up_exps", wide, ff, n);
     w->down = need_matrix(ld, "ffn_down_exps", ff, wide, n);
+    const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
+    if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
+        w->router_norm = (Norm){scale, NULL, c->dim, c->dim};
+        w->router.scale = &c->router_scale;
+        w->expert_norm = need_norm(ld, "pre_ffw_norm_2", c->dim);
+        w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
+        w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
+        w->shared_gate = need_matrix(ld, "ffn_gate", c->dim, dense, 1);
+        w->shared_up = need_matrix(ld, "ffn_up", c->dim, dense, 1);
+        w->shared_down = need_matrix(ld, "ffn_down", dense, c->dim, 1);
+        return;
+    }
     w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
     if (!w->shared_up.data) return;
     ff = w->shared_up.rows;
-    w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
+    down = find_tensor(ld, "ffn_down_shexp", ".weight");
+    if (down && ff == 2 * (int64_t)down->ne[0]) {   // one tensor for gate and up
+        w->shared_gate = matrix_rows(w->shared_up, 0, ff /= 2);
+        w->shared_up = matrix_rows(w->shared_up, ff, ff);
+    } else w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
     w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     if (latent && (gated || w->shared_router.data))
@@ -1949,6 +2118,27 @@ static Matrix matrix_expert(const Matrix *w, int i) {
     return one;
 }
 
+// Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
+// two best scores: those of experts in other groups become the lowest there is.
+static void drop_groups(const Config *c, float *score) {
+    float worth[64];
+    int size = c->n_expert / c->n_group;
+    for (int g = 0; g < c->n_group; g++) {
+        float best = -FLT_MAX, second = size > 1 ? -FLT_MAX : 0;
+        for (int e = g * size; e < (g + 1) * size; e++)
+            if (score[e] > best) second = size > 1 ? best : 0, best = score[e];
+            else second = fmaxf(second, score[e]);
+        worth[g] = best + second;
+    }
+    for (int g = 0; g < c->n_group; g++) {
+        int better = 0;
+        for (int k = 0; k < c->n_group; k++)
+            better += worth[k] > worth[g] || (worth[k] == worth[g] && k < g);
+        for (int e = g * size; better >= c->n_group_used && e < (g + 1) * size; e++)
+            score[e] = -FLT_MAX;
+    }
+}
+
 // The router's choice for one token: probabilities, the n_used best, their weights.
 static void choose_experts(Task t) {
     Session *s = t.ctx;
@@ -1957,14 +2147,16 @@ static void choose_experts(Task t) {
     int n_used = s->m->layers[s->l].n_used;
     float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * n_used;
     int32_t *chosen = s->chosen + (size_t)t.i * n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, scores[4096];
     bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
         all += p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
     for (int e = 0; e < c->n_expert && !sigmoid; e++) p[e] /= all;
+    for (int e = 0; e < c->n_expert; e++) scores[e] = p[e] + (bias ? bias[e] : 0);
+    if (c->n_group > 1) drop_groups(c, scores);
     for (int e = 0; e < c->n_expert; e++) {   // keeps the best so far sorted, with their scores
-        float score = p[e] + (bias ? bias[e] : 0);
+        float score = scores[e];
         int k = e < n_used ? e : n_used - 1;
         if (e > k && !(score > weight[k])) continue;
         for (; k > 0 && score > weight[k - 1]; k--) {
@@ -2030,7 +2222,10 @@ static void add_shared_row(Task t) {
     const Layer *w = t.of;
     size_t dim = s->m->config.dim;
     float weight = w->shared_router.data ? 1 / (1 + expf(-s->route[t.i])) : 1;
-    add(s->out + t.i * dim, s->expert_out + t.i * dim, dim, weight);
+    float *out = s->out + t.i * dim, *shared = s->expert_out + t.i * dim;
+    if (w->expert_post.w) norm(out, out, dim, &w->expert_post, RMS, s->m->config.eps);
+    if (w->shared_post.w) norm(shared, shared, dim, &w->shared_post, RMS, s->m->config.eps);
+    add(out, shared, dim, weight);
 }
 
 // Counts the scratch of the worst call. How tokens will spread over experts is not known, but one
@@ -2057,7 +2252,9 @@ static void experts(Session *s) {
     bool latent = w->latent_down.data;
     s->expert_in = latent ? s->latent : s->h;
     s->sum = latent ? s->latent_sum : s->out;
+    if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
     matmul(s->pool, &s->calls, in, 1 + latent);
+    if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, NULL, n);
     if (s->calls.base) {
         sort_choices(s, rows);
@@ -2066,6 +2263,7 @@ static void experts(Session *s) {
     } else plan_experts(s, w);
     if (latent) matmul(s->pool, &s->calls, &(Matmul){&w->latent_up, s->latent_sum, s->out, n}, 1);
     if (!w->shared_up.data) return;
+    if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // h as it was
     if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
     each_row(s, add_shared_row, w, n);
@@ -2350,6 +2548,185 @@ static void recurrent(Session *s) {
     matmul(s->pool, &s->calls, &back, 1);
 }
 
+// ---- 14a. latent attention (arXiv 2405.04434) ----
+//
+// What is cached of a token are two vectors that all heads share: c, from which each head could
+// make its key and its value, and r, a key with RoPE. A head need not make them: what its matrix
+// Kb [lora][nope] would do to each c is done to its query once, and what Vb [vd][lora] would do, to
+// the sum of the c's. So this is attention with one KV head, whose values are the first `lora`
+// numbers of its keys:
+//
+//   c | r = A h      q = Qb norm(Qa h), or Q h            of each head: nope | rotated numbers
+//   row = norm(c) | rope(r)      o = Vb softmax(scale * [Kb q_nope | rope(q_rope)] row') norm(c)
+
+// Kb of all heads, which a file may hold as rows that make keys: turned, in memory of its own
+static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
+    size_t lora = w->cols, size = lora * nope;
+    uint16_t *to = ld->ok ? own(ld, n_head * size * sizeof *to) : NULL;
+    float row[4096];
+    for (int i = 0; to && i < n_head * nope; i++) {
+        Matrix head = matrix_expert(w, i / nope);
+        matrix_row(&head, i % nope, row);
+        for (size_t j = 0; j < lora; j++)
+            to[i / nope * size + j * nope + i % nope] = quant_f32_to_f16(row[j]);
+    }
+    return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
+}
+
+static void load_latent(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    int n = w->n_head, hd = c->latent_hd, vd = c->latent_vd, nope = hd - c->n_rot;
+    if (nope < 1 || vd < 1 || c->lora < 1 || hd > 4096)
+        return (void)refuse(ld, "latent attention: heads of %d (%d rotated) and %d, of %d numbers",
+                            hd, c->n_rot, vd, c->lora);
+    w->n_kv = 1;
+    w->hd = c->lora + c->n_rot;
+    w->vd = c->lora;
+    w->q_a = load_matrix(ld, "attn_q_a", c->dim, 0, 1);
+    if (w->q_a.data) w->q_a_norm = need_norm(ld, "attn_q_a_norm", w->q_a.rows);
+    w->q = need_matrix(ld, w->q_a.data ? "attn_q_b" : "attn_q",
+                       w->q_a.data ? w->q_a.rows : c->dim, n * hd, 1);
+    w->k = need_matrix(ld, "attn_kv_a_mqa", c->dim, w->hd, 1);
+    w->latent_norm = need_norm(ld, "attn_kv_a_norm", c->lora);
+    w->k_b = load_matrix(ld, "attn_k_b", nope, c->lora, n);
+    if (w->k_b.data) w->v_b = need_matrix(ld, "attn_v_b", c->lora, vd, n);
+    else {   // one tensor has, for each head, rows for keys and rows for values
+        Matrix both = need_matrix(ld, "attn_kv_b", c->lora, n * (nope + vd), 1);
+        both.step = (nope + vd) * quant_row_bytes(both.type, c->lora);
+        w->k_b = load_turned(ld, &both, n, nope);
+        w->v_b = matrix_rows(both, nope, vd);
+    }
+    w->k_b.x_step = n * hd;
+    w->k_b.out_step = n * w->hd;
+    w->v_b.x_step = n * c->lora;
+    w->v_b.out_step = n * vd;
+    w->o = need_matrix(ld, "attn_output", n * vd, c->dim, 1);
+}
+
+static void latent_query_row(Task t) {   // norm(Qa h)
+    Session *s = t.ctx;
+    const Norm *w = &s->m->layers[s->l].q_a_norm;
+    norm(s->z + (size_t)t.i * w->n, s->z + (size_t)t.i * w->n, w->n, w, RMS, s->m->config.eps);
+}
+
+// norms and rotates a token's row, and caches it; rotates the last n_rot numbers of its queries
+static void latent_row(Task t) {
+    Session *s = t.ctx;
+    const Layer *w = &s->m->layers[s->l];
+    const Config *c = &s->m->config;
+    Cache *kv = &s->cache[s->l];
+    int pos = s->pos + t.i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
+    float *q = s->mix + t.i * w->q.rows, *to = s->q + (size_t)t.i * w->n_head * w->hd + w->vd;
+    float *row = s->k + (size_t)t.i * w->hd, *turn = s->angles[w->window > 0] + t.i * w->n_rot;
+    float far = logf(floorf(pos / (float)c->temp_length) + 1);
+    for (int j = 0; c->temp_scale && far > 0 && j < w->q.rows; j++) q[j] *= 1 + c->temp_scale * far;
+    norm(row, row, w->vd, &w->latent_norm, RMS, c->eps);
+    rope(row + w->vd, turn, w->n_rot, c->rope);
+    narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
+    kv->pos[slot] = pos;
+    for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
+        memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
+        rope(to, turn, w->n_rot, c->rope);
+    }
+}
+
+// the product of each head's matrix with its own part of x, whose heads lie cols numbers apart
+static void head_products(Session *s, const Matrix *w, const float *x, int x_width, float *out,
+                          int out_width) {
+    int n_head = s->m->layers[s->l].n_head;
+    for (int h = 0, k = 0; h < n_head; h += k) {
+        Matrix part[MAX_JOBS];
+        Matmul jobs[MAX_JOBS];
+        for (k = 0; k < MAX_JOBS && h + k < n_head; k++) {
+            part[k] = matrix_expert(w, h + k);
+            jobs[k] = (Matmul){&part[k], x + (h + k) * (size_t)x_width,
+                               out + (h + k) * (size_t)out_width, s->n};
+        }
+        matmul(s->pool, &s->calls, jobs, k);
+    }
+}
+
+static void latent_attention(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
+    bool two = w->q_a.data;   // products that make q
+    int n = s->n, hd = w->q.rows / w->n_head;
+    Matmul in[] = {{&w->k, s->h, s->k, n}, {two ? &w->q_a : &w->q, s->h, two ? s->z : s->mix, n}};
+    Matmul second = {&w->q, s->z, s->mix, n}, back = {&w->o, s->mix, s->out, n};
+    matmul(s->pool, &s->calls, in, 2);
+    if (two) each_row(s, latent_query_row, NULL, n);
+    if (two) matmul(s->pool, &s->calls, &second, 1);
+    each_row(s, latent_row, NULL, n);
+    head_products(s, &w->k_b, s->mix, hd, s->q, w->hd);
+    attend(s);
+    head_products(s, &w->v_b, s->att, w->vd, s->mix, w->v_b.rows);
+    matmul(s->pool, &s->calls, &back, 1);
+}
+
+// ---- 14b. per-layer inputs (Gemma 3n and 4) ----
+//
+// Each layer gets p numbers of its own for each token, from a second, large table of embeddings T
+// and from the first embedding x, and adds them by way of a gate at its end:
+//
+//   e_l = (norm(P x / sqrt(dim))_l + sqrt(p) T[id]_l) / sqrt(2)
+//   x += norm(Proj (act(Gate x) * e_l))
+
+static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all layers share
+    Model *m = ld->m;
+    int p = m->config.per_layer, all = m->config.n_layer * p, dim = m->config.dim;
+    if (w) {
+        w->input_gate = need_matrix(ld, "inp_gate", dim, p, 1);
+        w->input_proj = need_matrix(ld, "proj", p, dim, 1);
+        w->input_norm = need_norm(ld, "post_norm", dim);
+        return;
+    }
+    m->layer_embd = need_matrix(ld, "per_layer_token_embd", all, 0, 1);
+    m->layer_proj = need_matrix(ld, "per_layer_model_proj", dim, all, 1);
+    m->layer_norm = need_norm(ld, "per_layer_proj_norm", p);
+    if (m->layer_embd.rows < m->embd.rows)
+        refuse(ld, "per_layer_token_embd has %d rows", (int)m->layer_embd.rows);
+}
+
+static void layer_inputs_row(Task t) {   // e of all layers
+    Session *s = t.ctx;
+    const Config *c = &s->m->config;
+    const Matrix *w = &s->m->layer_embd;
+    const uint8_t *row = w->data + s->ids[t.i] * quant_row_bytes(w->type, w->cols);
+    int all = w->cols;
+    float *e = s->inputs + (size_t)t.i * all, part[256];   // whole blocks of any format
+    norm(e, e, all, &s->m->layer_norm, RMS, c->eps * c->dim);   // of e / sqrt(dim)
+    for (int k = 0; k < all; k += 256) {
+        int n = all - k < 256 ? all - k : 256;
+        quant_dequantize(w->type, row + quant_row_bytes(w->type, k), part, n);
+        add(e + k, part, n, sqrtf(c->per_layer));
+        for (int j = 0; j < n; j++) e[k + j] *= sqrtf(0.5f);
+    }
+}
+
+static void layer_inputs(Session *s) {
+    Matmul in = {&s->m->layer_proj, s->x, s->inputs, s->n};
+    matmul(s->pool, &s->calls, &in, 1);
+    each_row(s, layer_inputs_row, NULL, s->n);
+}
+
+static void layer_input_row(Task t) {   // act(Gate x) * e
+    Session *s = t.ctx;
+    int p = s->m->config.per_layer, n_layer = s->m->config.n_layer;
+    float *gate = s->gate + (size_t)t.i * p;
+    activate(gate, gate, s->inputs + ((size_t)t.i * n_layer + s->l) * p, p, s->m->config.arch->act);
+}
+
+// ends the block before, whose norm is `post`; returns that of this one
+static const Norm *layer_input(Session *s, const Norm *post) {
+    const Layer *w = &s->m->layers[s->l];
+    Matmul in = {&w->input_gate, s->x, s->gate, s->n};
+    Matmul back = {&w->input_proj, s->gate, s->out, s->n};
+    each_row(s, between_row, &(Between){.post = post}, s->n);
+    matmul(s->pool, &s->calls, &in, 1);
+    each_row(s, layer_input_row, NULL, s->n);
+    matmul(s->pool, &s->calls, &back, 1);
+    return &w->input_norm;
+}
+
 // ==== Part III: text =============================================================================
 
 // ---- 15. tokenizer ----
@@ -2440,6 +2817,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
     {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
      {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
+    {"ufakzeka", 0, {"[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
     {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
     {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
@@ -2456,7 +2834,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
     {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
      {"N3", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"}},
-    {"gemma4 granite-embed-multi-311m", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
+    {"gemma4 granite-embed-multi-311m sarvam-moe", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
@@ -4484,7 +4862,7 @@ static void token_pack(const Matmul *job, int t, int64_t k, int64_t end, void *a
         int8_t q[32];
         int32_t g = i / 32 % 8, sum[3];
         if (g == 0 && end - i < 256) memset(b, 0, sizeof *b);
-        float d = round_32(job->x + t * job->w->cols + i, q, sum);
+        float d = round_32(job->x + t * x_step(job->w) + i, q, sum);
         UNROLL for (int j = 0; j < 4; j++) memcpy(b->q[j][g], q + 8 * j, 8);
         for (int h = 0; h < 2; h++) {
             b->d[2 * g + h] = d;
@@ -4700,7 +5078,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
     float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
     if (last && w->bias && rows > 0) memcpy(bias, w->bias + r, rows * sizeof *bias);
     for (int k = 0; k < tokens && t + k < p->job->n && rows > 0; k++) {
-        float *out = p->job->out + (t + k) * w->rows + r, *y = rows < TILE ? edge : out;
+        float *out = p->job->out + (t + k) * out_step(w) + r, *y = rows < TILE ? edge : out;
         if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
         for (int v = 0; v < VECTORS; v++) {
             vf value = sum[k][v] + (first ? (vf){0} : load_f32(y + LANES * v));
@@ -4745,7 +5123,7 @@ INLINE void tile_float(const float *w, int panels, size_t w_size, const float *x
 static void float_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
     for (int64_t i = k; i < end; i += 16)
         for (int c = 0; c < PACKED_TOKENS; c++) {
-            const float *x = job->x + (t + c < job->n ? t + c : t) * job->w->cols;
+            const float *x = job->x + (t + c < job->n ? t + c : t) * x_step(job->w);
             float *to = (float *)acts + c;
             for (int64_t j = i; j < end && j < i + 16; j++) to[(j - k) * PACKED_TOKENS] = x[j];
         }
@@ -4820,7 +5198,7 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
         for (int c = 0; c < INT8_TOKENS; c++) {
             int8_t q[32];
             int32_t sum[3];
-            a->d[c] = round_32(job->x + (t + c < job->n ? t + c : t) * job->w->cols + i, q, sum);
+            a->d[c] = round_32(job->x + (t + c < job->n ? t + c : t) * x_step(job->w) + i, q, sum);
             UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][c], q + 4 * j, 4);
             UNROLL for (int j = 0; j < 3; j++) {
                 a->s[j][c] = a->d[c] * sum[j];
@@ -5252,7 +5630,7 @@ static void many_task(Task t) {
         for (int j = 0; j < n; j++) {
             size_t row = (size_t)h * a->rows + r + j;
             quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * deep, a->hd);
-            quant_dequantize(QUANT_F16, a->v + row * a->vd, b.v + j * wide, a->vd);
+            quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * wide, a->vd);
         }
         if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
@@ -5303,9 +5681,10 @@ typedef struct {
     const Attention *a;
     int32_t *block;                // [blocks] first rows of the FEW that hold something visible
     int blocks, splits;            // splits = blocks / PART_BLOCKS, rounded up
-    int run;                       // splits of a task, one head's after the other's
+    int run;                       // splits of a task, one unit's after the other's
+    int heads;                     // of a unit: those that share a KV head, or some of very many
     float *parts;                  // [n_head][splits] of Part
-    atomic_int *missing;           // [n_kv] splits that are not finished
+    atomic_int *missing;           // [n_head] at most; splits that are not finished
 } OneCall;
 
 static size_t part_floats(const Attention *a) { return sizeof(Part) / sizeof(float) + a->vd; }
@@ -5366,7 +5745,7 @@ INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *n
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int i = 0; i < wide; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
-    for (int j = 0; j < n; j++, v += a->vd, next += a->vd) {
+    for (int j = 0; j < n; j++, v += a->v_step, next += a->v_step) {
         prefetch_l2(next, 2 * wide * LANES);
         UNROLL for (int i = 0; i < wide; i++) {
             vf value = load_f16(v + i * LANES);
@@ -5387,7 +5766,7 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
     for (int h = 0; h < heads && e < a->vd; h++)
         for (int j = 0; j < n; j++)
             for (int i = e; i < a->vd; i++)
-                out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->vd + i]);
+                out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
 // Adds block b of KV head h to the parts of `heads` of its query heads, from number g on. Only the
@@ -5406,7 +5785,7 @@ INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
     one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, n, heads, s);
     for (int i = 0; i < heads; i++)
         one_softmax(a, pos, head + i, s[i], part_of(c, head + i, split));
-    one_values(a, a->v + row * a->vd, a->v + next * a->vd, n, heads, s,
+    one_values(a, a->v + row * a->v_step, a->v + next * a->v_step, n, heads, s,
                part_of(c, head, split)->out, stride);
 }
 
@@ -5432,39 +5811,43 @@ static void one_join(const OneCall *c, int head) {
 static void one_task(Task t) {
     const OneCall *c = t.ctx;
     const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, end = (t.i + 1) * c->run, all = a->n_kv * c->splits;
-    for (int i = t.i * c->run; i < end && i < all; i++) {
-        int h = i / c->splits, split = i % c->splits, b = split * PART_BLOCKS;
-        for (int g = 0; g < group; g++) {
-            Part *part = part_of(c, h * group + g, split);
+    int group = a->n_head / a->n_kv, end = (t.i + 1) * c->run;
+    for (int i = t.i * c->run; i < end && i < a->n_head / c->heads * c->splits; i++) {
+        int unit = i / c->splits, split = i % c->splits, b = split * PART_BLOCKS;
+        int first = unit * c->heads, h = first / group, last = first % group + c->heads;
+        for (int g = 0; g < c->heads; g++) {
+            Part *part = part_of(c, first + g, split);
             memset(part, 0, part_floats(a) * sizeof(float));
             part->top = -FLT_MAX;
         }
         for (; b < (split + 1) * PART_BLOCKS && b < c->blocks; b++) {
-            int g = 0;
-            for (; g + 4 <= group; g += 4) one_block(c, h, b, g, 4);
-            for (; g + 2 <= group; g += 2) one_block(c, h, b, g, 2);
-            for (; g < group; g++) one_block(c, h, b, g, 1);
+            int g = first % group;
+            for (; g + 4 <= last; g += 4) one_block(c, h, b, g, 4);
+            for (; g + 2 <= last; g += 2) one_block(c, h, b, g, 2);
+            for (; g < last; g++) one_block(c, h, b, g, 1);
         }
-        bool last = atomic_fetch_sub(&c->missing[h], 1) == 1;
-        for (int g = 0; last && g < group; g++) one_join(c, h * group + g);
+        bool done = atomic_fetch_sub(&c->missing[unit], 1) == 1;
+        for (int g = 0; done && g < c->heads; g++) one_join(c, first + g);
     }
 }
 
 static void attend_one(Pool *p, Arena *a, const Attention *x) {
-    OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW};   // at most
+    OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW, .heads = x->n_head / x->n_kv};
     int end = rows_used(x);
     c.block = arena_take(a, c.blocks, sizeof *c.block);
     if (a->base) c.blocks = 0;
     for (int r = 0; a->base && r < end; r += FEW)
         if (block_seen(x, r, FEW, x->pos, x->pos)) c.block[c.blocks++] = r;
     c.splits = (c.blocks + PART_BLOCKS - 1) / PART_BLOCKS;
-    c.missing = arena_take(a, x->n_kv, sizeof *c.missing);
+    while (c.heads > 8 && c.heads % 2 == 0 && x->n_head / c.heads * c.splits < 4 * p->threads)
+        c.heads /= 2;   // too few tasks
+    int units = x->n_head / c.heads;
+    c.missing = arena_take(a, x->n_head, sizeof *c.missing);
     c.parts = arena_take(a, (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
     if (!a->base) return;
-    for (int h = 0; h < x->n_kv; h++) atomic_init(&c.missing[h], c.splits);
-    c.run = (int)larger(x->n_kv * c.splits / (4 * p->threads), 1);   // long runs, yet four a thread
-    parallel(p, one_task, &c, NULL, (x->n_kv * c.splits + c.run - 1) / c.run);
+    for (int h = 0; h < units; h++) atomic_init(&c.missing[h], c.splits);
+    c.run = (int)larger(units * c.splits / (4 * p->threads), 1);   // long runs, yet four a thread
+    parallel(p, one_task, &c, NULL, (units * c.splits + c.run - 1) / c.run);
 }
 
 static void attention(Pool *p, Arena *a, const Attention *x) {
@@ -5555,7 +5938,7 @@ static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *act
     AmxActs *a = acts;
     for (int64_t i = k; i < end; i += 32, a += parts)
         for (int c = 0; c < AMX_TOKENS; c++) {
-            const float *x = job->x + (t + c < job->n ? t + c : t) * job->w->cols + i;
+            const float *x = job->x + (t + c < job->n ? t + c : t) * x_step(job->w) + i;
             float edge[32] = {0};
             if (end - i < 32) x = memcpy(edge, x, (end - i) * sizeof *x);
             store_parts(a->x[c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
@@ -6155,14 +6538,16 @@ static double token_bytes(const Session *s, int pos) {
         const Tensor *t = &m->gguf.tensors[i];
         bool layer = t->name.n > 4 && !memcmp(t->name.s, "blk.", 4);
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
-        bool row = t->data == m->pos_embd.data || t->data == m->embd.data;
+        bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
+                   t->data == m->layer_embd.data;
         if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it is not run
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
     for (int l = 0; l < c->n_layer; l++) {
         int most = s->cache[l].window + s->cache[l].keep, seen = pos < most ? pos + 1 : most;
-        sum += 2.0 * seen * m->layers[l].n_kv * (c->hd + c->vd);
+        const Layer *w = &m->layers[l];
+        sum += 2.0 * seen * w->n_kv * (w->hd + (w->k_b.data ? 0 : w->vd));
     }
     return sum;
 }
@@ -6483,24 +6868,27 @@ static void print_layers(const Model *m) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    enum { ATTENTION, WINDOWED, DENSE = WINDOWED + MIX_CONV + 1, EXPERTS, KINDS };
-    static const char *const kinds[] = {"attention", "attention in a window", "gated delta net",
-                                        "state space", "short convolution", "dense FFN", "experts"};
+    enum { ATTENTION, WINDOWED, LATENT, DENSE = LATENT + MIX_CONV + 1, EXPERTS, KINDS };
+    static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
+                                        "gated delta net", "state space", "short convolution",
+                                        "dense FFN", "experts"};
     const Config *c = &m->config;
     const Layer *seen = m->layers;   // the first with attention, if there is one
     while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
     int count[KINDS] = {0};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        if (w->n_kv) count[w->window > 0 ? WINDOWED : ATTENTION]++;
-        if (w->mixer) count[WINDOWED + w->mixer]++;
+        int attention = w->k_b.data ? LATENT : w->window > 0 ? WINDOWED : ATTENTION;
+        if (w->n_kv) count[attention]++;
+        if (w->mixer) count[LATENT + w->mixer]++;
         if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
            act[c->arch->act], rope[c->rope]);
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
-           c->n_layer, c->dim, seen->n_head, c->hd, seen->n_kv, c->n_vocab, c->n_ctx);
+           c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
+           c->n_ctx);
     for (int i = 0, any = 0; i < KINDS; i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
@@ -6571,11 +6959,9 @@ static bool run(Cli *cli) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
     }
-    if (m->config.arch->flags & ENCODER) {
-        if (!cli->embed && !cli->info)
-            return fail(&cli->e, "%s: %s is an encoder; use --embed", cli->model, m->config.name);
-        cli->o.window = cli->o.chunk = cli->ids.n;   // it sees the whole text at once
-    }
+    if (m->config.arch->flags & ENCODER && !cli->embed && !cli->info)
+        return fail(&cli->e, "%s: %s is an encoder; use --embed", cli->model, m->config.name);
+    if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;

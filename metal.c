@@ -57,6 +57,7 @@ typedef struct {
     float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
+    float *inputs;              // [chunk][n_layer][per_layer]
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
     const float *coded;         // the input that they are of, or NULL
     bool dry;                   // what is encoded will not run
@@ -757,13 +758,11 @@ static void bind_matrices(Dispatch *d, struct kernel_matrix *to, const Matrix *c
     d->constant[C_EXPERTS] = experts;
 }
 
-// s->x[n][dim] = scale * rows g->ids[n] of the embedding, with those of positions and token type
-static void run_embed(Session *s, int n) {
-    const Model *m = s->m;
-    const Matrix *w[3] = {&m->embd, &m->pos_embd, &m->type_embd};
+// x[n][cols] = scale * rows g->ids[n] of an embedding, with those of positions and token type
+static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
     Gpu *g = s->gpu;
-    struct embed_args a = {.cols = m->embd.cols};
-    Dispatch d = {"embed", {[3] = g->ids, g->now, s->x}, 6, n, SIMD_LANES, 0,
+    struct embed_args a = {.cols = w[0]->cols};
+    Dispatch d = {"embed", {[3] = g->ids, g->now, x}, 6, n, SIMD_LANES, 0,
                   {[C_RAGGED] = a.cols % 32 != 0}};
     for (int i = 0; i < 3; i++) {
         if (!w[i]->data) continue;
@@ -771,7 +770,7 @@ static void run_embed(Session *s, int n) {
         d.bound[i] = matrix_base(w[i]);
         d.constant[C_FORMAT_0 + i] = w[i]->type;
     }
-    a.w[0].scale *= m->config.embd_scale;
+    a.w[0].scale *= scale;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
@@ -779,10 +778,12 @@ static int norm_bits(const Norm *w) {
     return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
 }
 
-// y[n][cols] = norm(x), with the epilogue; kind: RMS, LAYERNORM or BARE
+// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: RMS,
+// LAYERNORM or BARE
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
-    struct norm_args a = {cols, w && w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor};
+    struct norm_args a = {cols, w && w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
+                          e.cap != 0 ? e.cap : 1};
     Dispatch d = {"norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
                   NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
                    [C_EPILOGUE] = e.kind}};
@@ -882,8 +883,8 @@ static Input run_input(Session *s, const float *x, const Norm *w, float *h, int 
     return (Input){h, NULL};
 }
 
-static bool is_gated(const Config *c, const Layer *w) {   // a gate behind each head's query
-    return w->q.rows > (int64_t)w->n_head * c->hd;
+static bool is_gated(const Layer *w) {   // a gate behind each head's query
+    return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
 // bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
@@ -893,11 +894,10 @@ static int qk_bits(const Norm *norm, int which) {
 
 // The slices of a layer's ring after n tokens more, and SIMD-groups for each, one for each step.
 static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
-    const Config *c = &s->m->config;
-    int used = s->pos + n < rows ? s->pos + n : rows;
+    int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
     int slices = n > 1 ? 1 : attention_slices(used, attention_parts(w->n_head, w->n_kv));
-    *nsg = div_up(div_up(used, slices), attention_step(attention_lanes(c->hd, c->vd)));
-    if (*nsg > ATTENTION_SIMDGROUPS) *nsg = ATTENTION_SIMDGROUPS;
+    *nsg = div_up(div_up(used, slices), attention_step(attention_lanes(w->hd, w->vd)));
+    if (*nsg > most) *nsg = most;
     return slices;
 }
 
@@ -907,48 +907,96 @@ static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
-    const Norm *qn = &w->q_norm, *kn = &w->k_norm;
+    const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {NULL, NULL, 0, 0};
+    bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
-    int lanes = attention_lanes(c->hd, c->vd), bits = qk_bits(qn, 0) | qk_bits(kn, 1), nsg;
+    int lanes = attention_lanes(w->hd, w->vd), bits = qk_bits(qn, 0) | qk_bits(kn, 1), nsg;
     int slices = attention_spread(s, w, kv->rows, n, &nsg);
     struct attention_args a = {
-        n, w->n_head, w->n_kv, c->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        slices, qn->n > c->hd ? c->hd : 0, kn->n > c->hd ? c->hd : 0, c->eps,
-        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->n_ctx_orig};
-    float *q = is_gated(c, w) ? s->mix : s->q;
+        n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
+        slices, qn->n > w->hd ? w->hd : 0, kn->n > w->hd ? w->hd : 0, c->eps,
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->temp_length};
+    float *q = is_gated(w) ? s->mix : s->q;
     const float *angles = s->angles[w->window > 0];
     Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
                     NORM_FLOATS,
-                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = c->hd, [C_VALUE_DIM] = c->vd,
+                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
+                     [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
                      [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
                      [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
                      [C_CENTRED] = c->arch->norm != RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
-                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = n == 1,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_CAUSAL] = c->causal}};
     Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles,
                            kv->pos, g->now}, 12,
-                  div_up(n * (w->n_head + 2 * w->n_kv), UNIT_SIMDGROUPS),
+                  div_up(n * (w->n_head + 2 * (own ? w->n_kv : 0)), UNIT_SIMDGROUPS),
                   UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
     Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
                                 angles, s->slopes, w->sinks, g->now,
                                 slices > 1 ? g->parts : s->att}, 15,
                   (size_t)n * parts * slices, nsg * SIMD_LANES,
-                  attention_floats(heads, c->hd, c->vd, nsg, lanes), {0}};
+                  attention_floats(heads, w->hd, w->vd, nsg, lanes), {0}};
     Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
-                  div_up(w->n_head * c->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
-    if (n >= FLASH_MIN)
+                  div_up(w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
+    bool wide = attention_most(w->hd, w->vd) < ATTENTION_SIMDGROUPS;
+    if (n >= FLASH_MIN && !wide && !latent)
         d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now,
                                            s->att}, 8,
                        (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                       flash_floats(c->hd, c->vd), {0}};
+                       flash_floats(w->hd, w->vd), {0}};
     for (int i = 0; i < N_CONSTANTS; i++)
         r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
     if (bits & 12) gpu_dispatch(g, &all, &a, sizeof a);
-    if (n > 1) gpu_dispatch(g, &r, &a, sizeof a);
+    if (c->arch->flags & QKV_NORMED && own)
+        run_norm(s, s->v, &bare, RMS, w->vd, s->v, n * w->n_kv, STORE);
+    struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
+    if (!own) b.n_kv = 0;
+    if (!fused && !latent) gpu_dispatch(g, &r, &b, sizeof b);
     gpu_dispatch(g, &d, &a, sizeof a);
     if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
+}
+
+// y[n][n_head][..] = each head's matrix times x[n][n_head][..]
+static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int n) {
+    int n_head = s->m->layers[s->l].n_head;
+    int most = gemv_most(w->rows * n * n_head), units = gemv_units(w->type, w->rows, most);
+    struct heads_args a = {{{experts_matrix(w)}, w->cols, units, n, 0, 0, 1}, n_head,
+                           w->x_step / n_head, w->out_step / n_head};
+    Dispatch d = {"head_product", {matrix_base(w), x, y}, 3,
+                  div_up(units * n * n_head, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS, {[C_FORMAT_0] = w->type, [C_UNIT_ROWS] = most,
+                                               [C_RAGGED] = w->cols % 32 != 0}};
+    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+}
+
+static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_row, for n tokens
+    const Config *c = &s->m->config;
+    const Cache *kv = &s->cache[s->l];
+    struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
+                               .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
+                               .temp = c->temp_scale, .n_ctx = c->temp_length};
+    Dispatch d = {"latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
+                                 s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
+                  div_up(n * (w->n_head + 1), UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES, 0,
+                  {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope}};
+    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+}
+
+// s->mix[n][n_head][v] by latent attention, as in latent_attention
+static void run_latent(Session *s, const Layer *w, Input in, int n) {
+    bool two = w->q_a.data;
+    const Matrix *first[2] = {&w->k, two ? &w->q_a : &w->q}, *second = &w->q;
+    float *to[2] = {s->k, two ? s->z : s->mix};
+    run_products(s, first, 2, in, to, n, STORE);
+    if (two && n > 1) run_norm(s, s->z, &w->q_a_norm, RMS, w->q_a.rows, s->z, n, STORE);
+    Input z = {s->z, n > 1 ? NULL : &w->q_a_norm};
+    if (two) run_products(s, &second, 1, z, &s->mix, n, STORE);
+    run_latent_row(s, w, n);
+    run_heads(s, &w->k_b, s->mix, s->q, n);
+    run_attention(s, w, n);
+    run_heads(s, &w->v_b, s->att, s->mix, n);
 }
 
 // y[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or
@@ -965,6 +1013,15 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     run_gemm(s, &up, 1, in.x, &y, n, glu, experts);
 }
 
+static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) * the layer's inputs
+    const Config *c = &s->m->config;
+    struct input_args a = {n, c->per_layer, c->n_layer * c->per_layer};
+    Dispatch d = {"gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
+                  div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
+                  {[C_ACTIVATION] = c->arch->act}};
+    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+}
+
 // The router's choice, and all of the chosen experts but their last product; what the shared expert
 // has by then goes to s->up, its router's product to s->gathered.
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
@@ -972,11 +1029,13 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
-    struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed,
-                            c->gates_scale};
+    struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed, c->n_group,
+                            c->n_group_used, c->gates_scale};
     Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
-                  SIMD_LANES, 0, {[C_BIASES] = w->router_bias != NULL}};
-    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), in, to, n, STORE, EXPERTS_NONE);
+                  SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL}};
+    Input x = in;   // of the router, and then of the experts
+    if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
+    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE, EXPERTS_NONE);
     gpu_dispatch(g, &d, &a, sizeof a);
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
@@ -987,26 +1046,39 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
                          threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
         gpu_dispatch(g, &sort, &b, sizeof b);
     }
+    if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
     if (w->latent_down.data) {
         const Matrix *narrow = &w->latent_down;
-        run_products(s, &narrow, 1, in, &s->latent, n, STORE);
-        in = (Input){s->latent, NULL};
+        run_products(s, &narrow, 1, x, &s->latent, n, STORE);
+        x = (Input){s->latent, NULL};
     }
-    run_ffn(s, &w->gate, &w->up, in, g->gate, g->up, n, EXPERTS_GATHER);
+    run_ffn(s, &w->gate, &w->up, x, g->gate, g->up, n, EXPERTS_GATHER);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, with the epilogue: one dispatch for one
 // token, two for a chunk, and one more if there is a shared expert; from a latent sum two more
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     Gpu *g = s->gpu;
-    const Matrix *shared = &w->shared_down, *down = &w->down, *wide = &w->latent_up;
+    const Config *c = &s->m->config;
+    const Matrix none = {0}, *shared = &w->shared_down, *down = &w->down, *wide = &w->latent_up;
     if (wide->data) {
         Layer sum = *w;
         Epilogue more = {EPILOGUE_ADD, y, e.factor, 0};
-        sum.latent_up = sum.shared_down = (Matrix){0};
+        sum.latent_up = sum.shared_down = none;
         run_experts_end(s, &sum, s->latent_sum, n, STORE);
         run_products(s, &wide, 1, (Input){s->latent_sum, NULL}, &y, n, e);
         if (shared->data) run_products(s, &shared, 1, (Input){s->up, NULL}, &y, n, more);
+        return;
+    }
+    if (w->expert_post.w) {   // with norms of both results
+        Layer plain = *w;
+        plain.shared_down = none;
+        plain.expert_post.w = NULL;
+        run_experts_end(s, &plain, y, n, STORE);
+        run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
+        run_norm(s, y, &w->expert_post, RMS, c->dim, y, n, STORE);
+        run_norm(s, s->expert_out, &w->shared_post, RMS, c->dim, y, n,
+                 (Epilogue){EPILOGUE_ADD, y, 1, 0});
         return;
     }
     if (n > 1) {
@@ -1084,7 +1156,7 @@ static bool run_block(Session *s, const Layer *w) {
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
-                !w->mixer && c->arch->norm == RMS && c->residual_scale == 1;
+                !w->mixer && !w->k_b.data && c->arch->norm == RMS && c->residual_scale == 1;
     for (int i = 0; i < 4; i++) {
         fits = fits && !m[i]->bias;
         args[i]->w[i == 2] = matrix_args(m[i]);
@@ -1102,32 +1174,39 @@ static bool run_block(Session *s, const Layer *w) {
 // ---- forward ----
 
 // The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); w NULL:
-// the experts' sum instead of w in. tmp[n][dim] holds the input of `post`.
+// the experts' sum instead of w in. tmp[n][dim] holds the input of `post`. The layer's last block
+// applies its scale, too.
 static void run_residual(Session *s, const Layer *l, const Matrix *w, const float *in,
                          const Norm *post, const float *base, float *tmp, float *y, int n) {
     const Config *c = &s->m->config;
     bool after = post->w && c->arch->flags & ENCODER, before = post->w && !after;
+    bool again = post == &l->attn_post_norm && l->attn_norm_2.w;
+    bool ends = post == (l->input_gate.data ? &l->input_norm : &l->ffn_post_norm);
     Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
-    float *to = before ? tmp : y;
+    float *to = before || again ? tmp : y, *normed = again ? tmp : y;
+    if (before && ends && l->out_scale) add.cap = *l->out_scale;
     if (w) run_products(s, &w, 1, (Input){in, NULL}, &to, n, e);
     else run_experts_end(s, l, to, n, e);
-    if (post->w) run_norm(s, to, post, c->arch->norm, c->dim, y, n, before ? add : STORE);
+    if (post->w)
+        run_norm(s, to, post, c->arch->norm, c->dim, normed, n, before || again ? add : STORE);
+    if (again) run_norm(s, tmp, &l->attn_norm_2, c->arch->norm, c->dim, y, n, STORE);
 }
 
 // One layer, as in forward. In a parallel one the FFN reads the stream that attention read, so the
 // sum with attention's result waits in s->out; so it does for a recurrent mixer beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
-    float *to[3] = {is_gated(&s->m->config, w) ? s->mix : s->q, s->k, s->v};
+    float *to[3] = {is_gated(w) ? s->mix : s->q, s->k, s->v};
     float *sum = w->parallel ? s->out : s->x, *base = s->x;
-    bool experts = w->router.data, both = w->n_kv && w->mixer;
+    bool experts = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     Input in = run_input(s, s->x, &w->attn_norm, s->h, n);
     if (w->n_kv) {
-        run_products(s, qkv, 3, in, to, n, STORE);
-        run_attention(s, w, n);
+        if (latent) run_latent(s, w, in, n);
+        else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, STORE);
+        if (!latent) run_attention(s, w, n);
         if (n == 1 && run_block(s, w)) return;
-        run_residual(s, w, &w->o, s->att, both ? &(Norm){0} : &w->attn_post_norm, s->x, s->out,
-                     both ? s->out : sum, n);
+        run_residual(s, w, &w->o, latent ? s->mix : s->att, both ? &(Norm){0} : &w->attn_post_norm,
+                     s->x, s->out, both ? s->out : sum, n);
         if (both) base = s->out;
     }
     if (w->mixer) {
@@ -1140,7 +1219,12 @@ static void run_layer(Session *s, const Layer *w, int n) {
         in = run_input(s, s->x, &w->ffn_norm, s->h, n);
     if (experts) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
+    const Matrix *gate = &w->input_gate;
     run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
+    if (!gate->data) return;
+    run_products(s, &gate, 1, (Input){s->x, NULL}, &s->gate, n, STORE);
+    run_inputs(s, n);
+    run_residual(s, w, &w->input_proj, s->gate, &w->input_norm, s->x, s->out, s->x, n);
 }
 
 // s->logits[n][n_vocab] for n rows of x from `first` on
@@ -1169,14 +1253,25 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     device_send(g, g->now, NOW_SIZE * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     for (int i = 0; i < 2; i++)
-        device_send(g, s->angles[i], (size_t)n * c->n_rot * sizeof *s->angles[i]);
+        device_send(g, s->angles[i], (size_t)n * (i ? c->n_rot_local : c->n_rot) * sizeof(float));
 }
 
 // embedding and all layers
 static void run_layers(Session *s, int n) {
-    const Config *c = &s->m->config;
+    Gpu *g = s->gpu;
+    const Model *m = s->m;
+    const Config *c = &m->config;
+    const Matrix none = {0}, *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd};
+    const Matrix *layers[3] = {&m->layer_embd, &none, &none}, *proj = &m->layer_proj;
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
-    run_embed(s, n);
+    run_embed(s, embd, c->embd_scale, s->x, n);
+    if (c->per_layer) {   // see layer_inputs
+        run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
+        run_products(s, &proj, 1, (Input){s->x, NULL}, &g->inputs, n,
+                     (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
+        run_norm(s, g->inputs, &m->layer_norm, RMS, c->per_layer, s->inputs, n * c->n_layer,
+                 (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
+    }
     if (s->m->embd_norm.w)
         run_norm(s, s->x, &s->m->embd_norm, c->arch->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
@@ -1258,10 +1353,14 @@ static void gpu_store(Session *s) {
 // tensors not aligned to 16 bytes, a QK norm over all heads that comes after RoPE
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    if (c->hd % 4 || c->vd % 4 || c->hd > HEAD_MAX || c->vd > HEAD_MAX || c->dk > HEAD_MAX)
-        return "head size";
-    for (int l = 0; l < c->n_layer && c->arch->flags & QK_NORM_LATE; l++)   // no model has that
-        if (m->layers[l].q_norm.w && !m->layers[l].q_norm.group) return "QK norm";
+    bool late = c->arch->flags & QK_NORM_LATE;
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &m->layers[l];
+        int most = w->hd > w->vd ? w->hd : w->vd;
+        if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
+        if (w->out_scale && !w->ffn_post_norm.w) return "layer_output_scale";
+        if (late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // no model has that
+    }
     return gguf_int(&m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
 
@@ -1276,12 +1375,14 @@ static void plan_gpu(Session *s, Arena *a) {
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         int each = w->n_kv ? attention_parts(w->n_head, w->n_kv) : 1;
-        parts = larger(parts, (size_t)w->n_head * attention_slices(s->cache[l].rows, each));
+        int slices = attention_slices(s->cache[l].rows, each);
+        parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
-    g->parts = arena_take(a, parts, (c->vd + 2) * sizeof *g->parts);
+    g->parts = arena_take(a, parts, sizeof *g->parts);
+    g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;
     if (!ff) return;

@@ -410,32 +410,40 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   g FFN without gate  u gate and up fused  x experts  m theirs fused  s shared expert  S its gate
 //   r the router's bias  P learned positions  N norm of the embedding  T no head  E encoder
 //   d linear attention in even layers, gated attention in odd ones  D with ssm_ba
-//   v QKV with gates fused
+//   v QKV with gates fused   c latent attention  q its queries in two steps  y keys, values fused
+//   e experts beside a dense FFN  z per-layer inputs  h a norm again  w attn_output_norm of the FFN
 //   M a state space  C a short convolution  H either in even layers, attention in odd ones
-//   3 layers of a state space, attention or an FFN alone, in turn  e latent experts
-//   q the norm of the embedding is that of the output
+//   3 layers of a state space, attention or an FFN alone, in turn  L latent experts
+//   Q the norm of the embedding is that of the output
 // and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32,
-// z w y a layer without attention, without a recurrent mixer, without FFN.
+// Z W Y a layer without attention, without a recurrent mixer, without FFN.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 
 // name:dimensions:letters, of which x must be there, !x must not, and +x brings a bias
 static const char PARTS[] =
     "token_embd:32,64:^ position_embd:32,96:^P token_types:32,2:^E token_embd_norm:32:^N+n "
-    "output_norm:32:^!0!E!q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E+n attn_norm_2:32:2+n "
-    "ffn_norm:32:!0!p!E!1!a+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
+    "output_norm:32:^!0!E!Q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E+n attn_norm_2:32:2+n "
+    "ffn_norm:32:!0!p!E!1!a!w+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
     "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
-    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d+b attn_q:32,128:d!l!v "
-    "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v+b attn_v:32,32:!f!l!v+b attn_output:64,32:!l+o "
+    "attn_output_norm:32:w attn_norm_2:32:h+n "
+    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q+b attn_q:32,128:d!l!v "
+    "attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q attn_kv_a_mqa:32,28:c "
+    "attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y attn_v_b:20,16,4:c!y "
+    "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b attn_output:64,32:!l+o "
     "attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j "
     "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l attn_gate:32,32:l "
     "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
     "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
+    "ffn_gate:32,48:e ffn_up:32,48:e ffn_down:48,32:e ffn_gate_inp.scale:32:e "
+    "ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e post_ffw_norm_1:32:e post_ffw_norm_2:32:e "
+    "per_layer_token_embd:24,64:^z per_layer_model_proj:32,24:^z per_layer_proj_norm:4:^z "
+    "inp_gate:32,4:z proj:4,32:z post_norm:32:z layer_output_scale:1:z "
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
     "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m!g+B "
-    "ffn_up_exps:32,48,6:x!m!e+B ffn_down_exps:48,32,6:x!e+B ffn_gate_shexp:32,48:s!g "
+    "ffn_up_exps:32,48,6:x!m!L+B ffn_down_exps:48,32,6:x!L+B ffn_gate_shexp:32,48:s!g "
     "exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S "
-    "ffn_latent_down:32,20:e ffn_up_exps:20,48,6:e ffn_down_exps:48,20,6:e ffn_latent_up:20,32:e "
+    "ffn_latent_down:32,20:L ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L ffn_latent_up:20,32:L "
     "ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M ssm_d:6:M ssm_norm:10,3:M "
     "ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C shortconv.out_proj:32,32:C";
 
@@ -462,7 +470,7 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
     bool norm = !vector && !ne[1], ffn = strstr(name, "ffn") || !strncmp(name, "exp", 3);
     bool attn = !strncmp(name, "attn", 4) && strcmp(name, "attn_norm");
     bool mixer = !strncmp(name, "ssm_", 4) || !strncmp(name, "short", 5);
-    if (strchr(letters, ffn ? 'y' : attn ? 'z' : mixer ? 'w' : '-')) return;
+    if (strchr(letters, ffn ? 'Y' : attn ? 'Z' : mixer ? 'W' : '-')) return;
     if (w->pass && (w->pass == 2) == (small || !ne[1])) return;
     full = text_of("%s%s%s", prefix, name, vector ? "" : ".weight");
     // such that a product is about as large as its input
@@ -503,8 +511,8 @@ static void put_model(Writer *w, const Shape *m) {
     put_parts(w, PARTS, "", text_of("^%s", m->letters));
     for (int l = 0; l < m->n_layer; l++) {
         const char *kind = strchr(m->letters, 'd') && l % 2 == 0 ? "l" : "";
-        if (strchr(m->letters, 'H')) kind = l % 2 ? "w" : "z";
-        if (strchr(m->letters, '3')) kind = l % 3 == 0 ? "zy" : l % 3 == 1 ? "wy" : "zw";
+        if (strchr(m->letters, 'H')) kind = l % 2 ? "W" : "Z";
+        if (strchr(m->letters, '3')) kind = l % 3 == 0 ? "ZY" : l % 3 == 1 ? "WY" : "ZW";
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
     }
 }
@@ -516,6 +524,9 @@ static void put_model(Writer *w, const Shape *m) {
 #define ALONE_KEYS SPACE_KEYS "attention.head_count_kv=0,2,0 feed_forward_length=0,0,48 "
 #define EXPERT_KEYS "expert_count=6 expert_used_count=2 expert_feed_forward_length=48 "
 #define WINDOW_KEYS "attention.sliding_window=9 "
+#define GEMMA4_KEYS WINDOW_KEYS "attention.key_length_swa=16 attention.value_length_swa=16 "
+#define LATENT_KEYS "attention.kv_lora_rank=20 rope.dimension_count=8 "
+#define GROUP_KEYS "expert_gating_func=2 expert_group_count=3 expert_group_used_count=2 "
 
 static const Model *random_model(const Shape *shape) {
     Writer w = {0};
@@ -1044,15 +1055,15 @@ static void test_gguf_shapes(void) {
         {{"llama", 2, "", ""},
          {"want a number, or one a layer", NO_KEY, "llama.attention.head_count", 0, 1, NULL}},
         {{"llama", 2, "", "attention.head_count=0"}, {.expect = "0 heads of 16 and 16 values"}},
-        {{"llama", 2, "y", "feed_forward_length=48"}, {.expect = "ffn_up.weight is missing"}},
-        {{"mamba2", 2, "zy", "feed_forward_length=0"}, {.expect = "attn_q.weight is missing"}},
-        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.group_count=4"}, {.expect = "6 value heads cannot"}},
-        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.inner_size=36"}, {.expect = "want [32,150,1,1]"}},
-        {{"mamba2", 2, "Mzy", SPACE_KEYS "ssm.conv_kernel=0"}, {.expect = "causal convolution"}},
-        {{"nemotron_h_moe", 3, "3Mg1xe", ALONE_KEYS EXPERT_KEYS "expert_used_count=0,0,7"},
+        {{"llama", 2, "Y", "feed_forward_length=48"}, {.expect = "ffn_up.weight is missing"}},
+        {{"mamba2", 2, "ZY", "feed_forward_length=0"}, {.expect = "attn_q.weight is missing"}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.group_count=4"}, {.expect = "6 value heads cannot"}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.inner_size=36"}, {.expect = "want [32,150,1,1]"}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.conv_kernel=0"}, {.expect = "causal convolution"}},
+        {{"nemotron_h_moe", 3, "3Mg1xL", ALONE_KEYS EXPERT_KEYS "expert_used_count=0,0,7"},
          {.expect = "a token uses 7 of 6"}},
-        {{"lfm2", 2, "HCkNq", ""}, {.expect = "shortconv.l_cache is missing"}},
-        {{"lfm2", 2, "HCkNq", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
+        {{"lfm2", 2, "HCkNQ", ""}, {.expect = "shortconv.l_cache is missing"}},
+        {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
     };   // NO_KEY: instead, heads[b]
     static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
     const char *path = scratch("shape.gguf");
@@ -1125,6 +1136,9 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
     {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
     {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
+    {"v", 20, 1, 576, 512, 40, 9, 90, 60, 0, true, .n_rot = 0},   // values that begin keys
+    {"k", 3, 1, 320, 300, 20, 1, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
+    {"k", 3, 1, 320, 300, 20, 9, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
     // long rings, in slices
     {"g", 2, 1, 16, 16, 900, 1, 620, 700, 2, true, true, .n_rot = 16, ROPE_HALVES},
     {"t", 5, 1, 64, 4, 600, 1, 900, 90, 0, true, false, true, .n_rot = 16, ROPE_PAIRS},
@@ -1148,11 +1162,13 @@ static Attention attention_of(const AttentionCase *t) {
     }
     float *extra = noise_array(t->n_head, 2);
     for (int h = 0; h < t->n_head && t->slopes; h++) extra[h] = exp2f(-h - 1);
+    uint16_t *k = half_noise((size_t)t->n_kv * t->rows * t->hd);
+    bool inside = strchr(t->what, 'v');
     return (Attention){.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
-                       .k = half_noise((size_t)t->n_kv * t->rows * t->hd), .pos_k = pos,
-                       .v = half_noise((size_t)t->n_kv * t->rows * t->vd), .pos = t->pos, .n = t->n,
+                       .k = k, .pos_k = pos, .pos = t->pos, .n = t->n,
+                       .v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd),
                        .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
-                       .window = t->window, .keep = t->keep, .causal = t->causal,
+                       .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep, .causal = t->causal,
                        .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
@@ -1228,7 +1244,7 @@ static void test_alibi_and_alpha(void) {
         Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS "logit_scale=1."};
         CHECK(random_model(&experts)->config.gates_normed, "%s", experts.arch);
     }
-    Shape lfm2 = {"lfm2", 2, "HCkNq", WINDOW_KEYS "shortconv.l_cache=3"};
+    Shape lfm2 = {"lfm2", 2, "HCkNQ", WINDOW_KEYS "shortconv.l_cache=3"};
     CHECK(random_model(&lfm2)->layers[1].window == 9, "lfm2 has no window");
     for (int i = 0; i < 2; i++) {   // the base in gemma3's windows is 10,000, or as a key says
         Shape shape = {"gemma3", 5, "tk", i ? WINDOW_KEYS "rope.freq_base_swa=500." :
@@ -1299,7 +1315,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 33, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 38, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -1363,13 +1379,28 @@ static const Shape SHAPES[] = {
     {"falcon", 3, "nf1g2T", ""}, {"bloom", 3, "nboBgfNT", ""},
     {"hunyuan-dense", 3, "kT", "rope.scaling.alpha=1000."}, {"ernie4_5", 3, "T", ""},
     {"seed_oss", 3, "ab", ""},
-    {"mamba2", 3, "Mzy", SPACE_KEYS "attention.head_count=0 feed_forward_length=0"},
+    {"mamba2", 3, "MZY", SPACE_KEYS "attention.head_count=0 feed_forward_length=0"},
     {"nemotron_h", 3, "3Mg1oB", ALONE_KEYS "rope.dimension_count=13"},
-    {"nemotron_h_moe", 3, "3Mg1xsre", ALONE_KEYS EXPERT_KEYS "expert_weights_scale=2."},
+    {"nemotron_h_moe", 3, "3Mg1xsrL", ALONE_KEYS EXPERT_KEYS "expert_weights_scale=2."},
     {"nemotron_h_moe", 3, "3Mg1xB", ALONE_KEYS EXPERT_KEYS "expert_weights_norm=1"},
     {"granitehybrid", 4, "HMxs", SPACE_KEYS EXPERT_KEYS "logit_scale=2. residual_scale=.5"},
-    {"falcon-h1", 3, "M", SPACE_KEYS}, {"lfm2", 4, "HCkNq", WINDOW_KEYS "shortconv.l_cache=3"},
-    {"lfm2moe", 4, "HCkNqxr", EXPERT_KEYS "shortconv.l_cache=3 expert_gating_func=2"},
+    {"falcon-h1", 3, "M", SPACE_KEYS}, {"lfm2", 4, "HCkNQ", WINDOW_KEYS "shortconv.l_cache=3"},
+    {"lfm2moe", 4, "HCkNQxr", EXPERT_KEYS "shortconv.l_cache=3 expert_gating_func=2"},
+    {"gemma4", 6, "tTkxez", EXPERT_KEYS GEMMA4_KEYS "embedding_length_per_layer_input=4"},
+    {"gemma4", 6, "tk", GEMMA4_KEYS}, {"deepseek2", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS GROUP_KEYS
+     "attention.temperature_scale=0.1 attention.temperature_length=8"},
+    {"deepseek2", 47, "cyx", EXPERT_KEYS LATENT_KEYS "expert_weights_norm=1"},
+    {"mistral4", 3, "cqx", EXPERT_KEYS LATENT_KEYS}, {"plm", 3, "cygT", LATENT_KEYS},
+    {"minicpm3", 3, "cqy", LATENT_KEYS}, {"qwen2vl", 3, "b", ""}, {"qwen3vl", 3, "k", ""},
+    {"qwen3vlmoe", 3, "kx", EXPERT_KEYS}, {"hunyuan_vl", 3, "kT", ""}, {"paddleocr", 3, "T", ""},
+    {"bailingmoe2", 3, "fkxsr", EXPERT_KEYS GROUP_KEYS "rope.dimension_count=8"},
+    {"exaone-moe", 4, "kxsr", EXPERT_KEYS WINDOW_KEYS "expert_gating_func=2"},
+    {"hy_v3", 3, "kxsr", EXPERT_KEYS}, {"plamo", 3, "1", ""}, {"pangu-embedded", 3, "bo", ""},
+    {"mimo2", 6, "ixr", EXPERT_KEYS WINDOW_KEYS "attention.value_scale=0.5 rope.dimension_count=8"},
+    {"mellum", 4, "kx", EXPERT_KEYS WINDOW_KEYS}, {"jais2", 3, "nboBg", ""},
+    {"dbrx", 3, "fxw", EXPERT_KEYS "attention.clamp_kqv=1."}, {"llama-embed", 3, "", ""},
+    {"granite-swa", 4, "ixs", EXPERT_KEYS WINDOW_KEYS "logit_scale=2. attention.rope_pattern=1"},
+    {"jina-bert-v2", 3, "nboBuENhK", ""},
 };
 
 // the last token's logits, or an encoder's vector for it
@@ -1407,7 +1438,7 @@ static double check_shape(const Shape *shape) {
     float whole[VOCAB] = {0}, single[VOCAB] = {0}, changed[VOCAB], back[VOCAB] = {0};
     float threads[VOCAB] = {0};
     const Model *m = random_model(shape);
-    bool encoder = m->config.arch->flags & ENCODER;
+    bool encoder = !m->config.causal;
     Session *s = open_session(m, (Options){.threads = 2, .window = 64, .chunk = 64});
     for (int i = 0; i < N; i++) ids[i] = random_bits() % VOCAB;
     for (int i = 0; i < N; i++) other[i] = i < 9 ? ids[i] : (int)(random_bits() % VOCAB);
@@ -2753,6 +2784,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define norm metal_norm
 #define rope metal_rope
 #define choose_experts metal_choose_experts
+#define latent_row metal_latent_row
 #define sort_choices metal_sort_choices
 #define delta_conv metal_delta_conv
 #define delta_rule metal_delta_rule
@@ -2761,6 +2793,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #undef norm
 #undef rope
 #undef choose_experts
+#undef latent_row
 #undef sort_choices
 #undef delta_conv
 #undef delta_rule
@@ -3415,7 +3448,8 @@ static void kernel_embed(Gpu *g, int type) {
     for (int i = 0; i < N * cols; i++)
         want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols] + p.f[POS * cols + i] +
                   first.f[i % cols];
-    run_embed(lab_begin(&x), N);
+    run_embed(lab_begin(&x), (const Matrix *[]){&x.m.embd, &x.m.pos_embd, &x.m.type_embd}, 3, x.s.x,
+              N);
     lab_end(&x, "embed");
     lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
@@ -3543,13 +3577,14 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     x->arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
     x->arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
     x->m.config = (Config){
-        .arch = &x->arch, .eps = 1e-5f, .hd = hd, .vd = vd, .n_rot = t->n_rot, .attn_scale = 0.2f,
+        .arch = &x->arch, .eps = 1e-5f, .attn_scale = 0.2f,
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
-        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .n_ctx_orig = 8,
+        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .temp_length = 8,
         .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .temp_scale = strchr(t->what, 't') ? 0.7f : 0};
-    x->w = (Layer){.n_head = H, .n_kv = KV, .rotated = t->pairing != ROPE_NONE,
-                   .q.rows = H * hd * (1 + gated), .k.rows = KV * hd, .v.rows = KV * vd,
+    x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
+                   .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
+                   .k.rows = KV * hd, .v.rows = KV * vd,
                    .sinks = t->sinks ? lab_floats(g, H, 3) : NULL};
     for (int k = 0; k < 2; k++) {
         int size = whole || own ? (k ? KV : H) * hd : hd;
@@ -3814,10 +3849,76 @@ static void check_counters(void) {
 }
 
 // In order to add a kernel: its test, and a row here.
+static void lab_heads_product(Gpu *g, int type) {
+    enum { H = 3, N = 2, ROWS = 20 };
+    Lab x = lab(g);
+    int cols = format_cols(type, false), in = cols + 4, out = ROWS + 8;
+    RandomMatrix w = lab_matrix(g, type, H * ROWS, cols);
+    Matrix heads = matrix_rows(w.m, 0, ROWS), one = {.type = QUANT_F32, .rows = ROWS, .cols = cols};
+    heads.step = ROWS * quant_row_bytes(type, cols);
+    heads.x_step = H * in;
+    heads.out_step = H * out;
+    float *from = lab_floats(g, N * H * in, 1), *y = lab_floats(g, N * H * out, 1), row[2000];
+    float *want = lab_copy(g, y, N * H * out);
+    for (int i = 0; i < N * H; i++) {
+        one.data = (const uint8_t *)(w.f + i % H * ROWS * cols);
+        plain_matmul(&(Matmul){&one, from + i * in, want + i * out, 1}, row);
+    }
+    x.w.n_head = H;
+    x.m.layers = &x.w;
+    run_heads(lab_begin(&x), &heads, from, y, N);
+    lab_end(&x, "head_product");
+    lab_compare("head_product", type, y, want, N * H * out, 1e-5);
+}
+
+// latent attention's row of the cache, and a layer's own input
+static void kernel_latent(Gpu *g, int unused) {
+    lab_heads_product(g, QUANT_F16);
+    lab_heads_product(g, FORMAT_Q8_0);
+    lab_heads_product(g, quant_type_from_name("q4_K"));
+    enum { H = 3, N = 2, LORA = 20, ROT = 12, HD = 30, ROWS = 9, POS = 5, P = 40 };
+    for (int pairing = ROPE_PAIRS; pairing <= ROPE_HALVES; pairing++) {
+        Lab x = lab(g);
+        x.arch = (Arch){.act = GELU};
+        x.m.config = (Config){.arch = &x.arch, .eps = 1e-5f, .rope = pairing, .temp_scale = 0.7f,
+                              .temp_length = 2, .per_layer = P, .n_layer = 1};
+        x.w = (Layer){.n_head = H, .hd = LORA + ROT, .vd = LORA, .n_rot = ROT, .q.rows = H * HD,
+                      .latent_norm = {lab_floats(g, LORA, 1), NULL, LORA, LORA}};
+        Cache c = {.k = lab_bytes(g, 2 * ROWS * x.w.hd), .pos = lab_bytes(g, 4 * ROWS), ROWS};
+        Cache want = c;
+        x.m.layers = &x.w;
+        x.s = (Session){.m = &x.m, .pos = POS, .k = lab_floats(g, N * x.w.hd, 3), .cache = &c,
+                        .mix = lab_floats(g, N * H * HD, 1), .q = lab_floats(g, N * H * x.w.hd, 1),
+                        .angles = {lab_floats(g, N * ROT, 1)}, .gate = lab_floats(g, N * P, 1),
+                        .inputs = lab_floats(g, N * P, 1)};
+        Session cpu = x.s;
+        want.k = lab_bytes(g, 2 * ROWS * x.w.hd);
+        memset(c.pos, -1, 4 * ROWS);
+        want.pos = memset(lab_bytes(g, 4 * ROWS), -1, 4 * ROWS);
+        cpu.cache = &want;
+        cpu.mix = lab_copy(g, x.s.mix, N * H * HD);
+        cpu.q = lab_copy(g, x.s.q, N * H * x.w.hd);
+        cpu.k = lab_copy(g, x.s.k, N * x.w.hd);
+        cpu.gate = lab_copy(g, x.s.gate, N * P);
+        for (int i = 0; i < N; i++) latent_row((Task){.ctx = &cpu, .i = i});
+        for (int i = 0; i < N; i++) layer_input_row((Task){.ctx = &cpu, .i = i});
+        run_latent_row(lab_begin(&x), &x.w, N);
+        run_inputs(&x.s, N);
+        lab_end(&x, "latent_row");
+        for (int i = HD; i <= 2 * N * H * HD; i += HD)   // nobody reads what is rotated there
+            memset((i > N * H * HD ? cpu.mix - N * H * HD : x.s.mix) + i - ROT, 0, 4 * ROT);
+        lab_compare("latent queries", -1, x.s.mix, cpu.mix, N * H * HD, 1e-6);
+        lab_compare("latent rotated", -1, x.s.q, cpu.q, N * H * x.w.hd, 1e-5);
+        lab_compare("inputs", -1, x.s.gate, cpu.gate, N * P, 1e-5);
+        lab_compare_ring("latent_row", c.k, want.k, &want, 1, x.w.hd);
+        LAB_CHECK(!memcmp(c.pos, want.pos, 4 * ROWS), "positions of %s", "latent rows");
+    }
+}
+
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
     {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
-    {kernel_delta, false},
+    {kernel_delta, false}, {kernel_latent, false},
 };
 
 // every kernel and format in each schedule; with --quick each format in one of them, in turn
@@ -3865,7 +3966,8 @@ static void check_pass(const Session *s, Pass pass) {
     bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
     bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
-    CHECK(times_run("embed") == pass.chunks, "%s: not each chunk ran on the GPU", c->name);
+    CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer),
+          "%s: not each chunk ran on the GPU", c->name);
     CHECK(token ? soft.commits == 1 : !deep || soft.commits > pass.chunks, "%s: %d commits",
           c->name, soft.commits);
     CHECK(times_run("ffn_block") == block * c->n_layer, "%s: --gpu block", c->name);
@@ -3881,8 +3983,8 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, float *to
     s->on_chunk = count_chunk;
     s->ctx = &pass;
     soft.n_run = soft.commits = soft.buffers = 0;
-    get_rows(s, ids, n, from, to - from * (s->m->config.causal ? s->m->config.n_vocab
-                                                               : s->m->config.dim));
+    bool vectors = s->m->config.arch->flags & ENCODER;
+    get_rows(s, ids, n, from, to - from * (vectors ? s->m->config.dim : s->m->config.n_vocab));
     CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
     if (!s->o.cpu && RECORDER) check_pass(s, pass);
     CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
@@ -3914,7 +4016,11 @@ static void check_reads(const Session *s) {
         for (int i = 0; i < n + 4; i++) {
             const void *p = i < n ? all[i]->data : own[i - n];
             int times = times_bound(i < n && p ? matrix_base(all[i]) : p);
-            CHECK(!p || times == 1, "layer %d: operand %d is read %d times", l, i, times);
+            // shared caches, values that begin keys, values that are keys
+            bool shared = w->k_b.data || s->m->config.n_shared;
+            bool more = i < n ? i < 3 && w->v.data == w->k.data : shared;
+            CHECK(!p || times == 1 || (more && times), "layer %d: operand %d is read %d times", l,
+                  i, times);
         }
     }
     bool once = !s->m->config.causal || times_bound(matrix_base(&s->m->output)) == 1;
@@ -3964,7 +4070,7 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
                           double far, double near) {
     Session s[2];
     bool encoder = !m->config.causal;
-    size_t V = encoder ? m->config.dim : m->config.n_vocab;
+    size_t V = m->config.arch->flags & ENCODER ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
     float *logits = need(2 * (n + 1) * V * sizeof *logits), *of[2] = {logits, logits + (n + 1) * V};
     int prompt = encoder ? n : n * 5 / 6, cut = n - 4;
@@ -4179,7 +4285,7 @@ static void test_metal_failures(void) {
     // all heads after RoPE
     static const struct { int hd, dk, late; const char *says; } lacks[] = {
         {80, 128, 2, NULL}, {256, 256, 2, NULL}, {82, 128, 2, "head size"},
-        {260, 128, 2, "head size"}, {80, 257, 2, "head size"}, {80, 128, 0, "QK norm"},
+        {580, 128, 2, "head size"}, {80, 257, 2, "head size"}, {80, 128, 0, "QK norm"},
         {80, 128, 1, "QK norm"}};
     int32_t ids[FAILING];
     for (int i = 0; i < FAILING; i++) ids[i] = 5 * i % m->config.n_vocab;
@@ -4200,7 +4306,7 @@ static void test_metal_failures(void) {
         late.flags |= QK_NORM_LATE;
         layers[lacks[i].late].q_norm.w = some_weight;
         other.config.arch = &late;
-        other.config.hd = other.config.vd = lacks[i].hd;
+        for (int l = 0; l < 3; l++) layers[l].hd = layers[l].vd = lacks[i].hd;
         other.config.dk = lacks[i].dk;
         other.config.n_layer = 2;
         other.layers = layers;
@@ -4303,9 +4409,10 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     Lab x = lab(g);
     if (!strstr(name, bench_only)) return;
     for (int i = 0; i < rows; i++) pos[i] = i;
-    x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D, .hd = hd,
-                          .vd = hd, .n_rot = hd, .rope = ROPE_HALVES, .causal = true};
-    x.w = (Layer){.n_head = n_head, .n_kv = KV, .rotated = true, .ff = FF};
+    x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D,
+                          .rope = ROPE_HALVES, .causal = true};
+    x.w = (Layer){.n_head = n_head, .n_kv = KV, .hd = hd, .vd = hd, .n_rot = hd, .rotated = true,
+                  .ff = FF};
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
                     .k = bench_floats(g, n * KV * hd), .v = bench_floats(g, n * KV * hd),
