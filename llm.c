@@ -437,8 +437,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = 0},
     {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = LOCAL_ROPE, .local = 4},
     {"exaone4", RMS, SILU, ROPE_HALVES, WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss bailingmoe2 paddleocr "
-     "pangu-embedded plamo qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
+    {"bailingmoe2 paddleocr pangu-embedded plamo qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
     {"qwen3vl", RMS, SILU, ROPE_HALVES, .flags = SECTIONS_MIXED},
     {"glm4moe* dots1 hy_v3", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"exaone-moe", RMS, SILU, ROPE_HALVES, .flags = LOCAL_ROPE, .local = 4},
@@ -6157,8 +6157,11 @@ static bool print_usage(void) {
     printf("\narchitectures (* with recorded outputs in golden/):");
     for (size_t i = 0, column = 99; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
-        if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ") - 1;
-        column += printf(" %s", ARCHS[i].names);
+        for (const char *s = ARCHS[i].names; *s; s += strcspn(s, " "), s += *s == ' ') {
+            int n = strcspn(s, " ");
+            if (column + n > 98) column = printf("\n ") - 1;
+            column += printf(" %.*s", n, s);
+        }
     }
     return putchar('\n'), true;
 }
