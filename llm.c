@@ -1406,7 +1406,8 @@ static void qkv_part(Task t) {
     float far = logf(floorf(pos / (float)c->temp_length) + 1);   // 0 in the original context
     for (int j = 0; c->temp_scale && far > 0 && j < n_head * w->hd; j++)
         q[j] *= 1 + c->temp_scale * far;
-    if (c->arch->flags & QKV_NORMED) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
+    if (c->arch->flags & QKV_NORMED && own)
+        norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
     int row = cache_row(kv, pos);
     for (int h = 0; own && h < n_kv; h++) {
         size_t at = (size_t)(first + h) * kv->rows + row;
@@ -2524,17 +2525,15 @@ static void latent_row(Task t) {
     }
 }
 
-// the product of each head's matrix with its own part of x, whose heads lie cols numbers apart
-static void head_products(Session *s, const Matrix *w, const float *x, int x_width, float *out,
-                          int out_width) {
-    int n_head = s->m->layers[s->l].n_head;
-    for (int h = 0, k = 0; h < n_head; h += k) {
+// out [n][n_head][..] = each head's matrix times its own part of x [n][n_head][..]
+static void head_products(Session *s, const Matrix *w, const float *x, float *out) {
+    size_t n_head = s->m->layers[s->l].n_head, wide = w->x_step / n_head, to = w->out_step / n_head;
+    for (size_t h = 0, k = 0; h < n_head; h += k) {
         Matrix part[MAX_JOBS];
         Matmul jobs[MAX_JOBS];
         for (k = 0; k < MAX_JOBS && h + k < n_head; k++) {
             part[k] = matrix_expert(w, h + k);
-            jobs[k] = (Matmul){&part[k], x + (h + k) * (size_t)x_width,
-                               out + (h + k) * (size_t)out_width, s->n};
+            jobs[k] = (Matmul){&part[k], x + (h + k) * wide, out + (h + k) * to, s->n};
         }
         matmul(s->pool, &s->calls, jobs, k);
     }
@@ -2543,16 +2542,16 @@ static void head_products(Session *s, const Matrix *w, const float *x, int x_wid
 static void latent_attention(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     bool two = w->q_a.data;   // products that make q
-    int n = s->n, hd = w->q.rows / w->n_head;
+    int n = s->n;
     Matmul in[] = {{&w->k, s->h, s->k, n}, {two ? &w->q_a : &w->q, s->h, two ? s->z : s->mix, n}};
     Matmul second = {&w->q, s->z, s->mix, n}, back = {&w->o, s->mix, s->out, n};
     matmul(s->pool, &s->calls, in, 2);
     if (two) each_row(s, latent_query_row, NULL, n);
     if (two) matmul(s->pool, &s->calls, &second, 1);
     each_row(s, latent_row, NULL, n);
-    head_products(s, &w->k_b, s->mix, hd, s->q, w->hd);
+    head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
-    head_products(s, &w->v_b, s->att, w->vd, s->mix, w->v_b.rows);
+    head_products(s, &w->v_b, s->att, s->mix);
     matmul(s->pool, &s->calls, &back, 1);
 }
 

@@ -1132,7 +1132,8 @@ static Attention attention_of(const AttentionCase *t) {
                        .k = k, .pos_k = pos, .pos = t->pos, .n = t->n,
                        .v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd),
                        .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
-                       .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep, .causal = t->causal,
+                       .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep,
+                       .causal = t->causal,
                        .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
