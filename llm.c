@@ -439,8 +439,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = 0},
     {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = LOCAL_ROPE, .local = 4},
     {"exaone4", RMS, SILU, ROPE_HALVES, WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss bailingmoe2 paddleocr "
-     "pangu-embedded plamo qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
+    {"bailingmoe2 paddleocr pangu-embedded plamo qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
     {"qwen3vl", RMS, SILU, ROPE_HALVES, .flags = SECTIONS_MIXED},
     {"glm4moe* dots1 hy_v3", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"exaone-moe", RMS, SILU, ROPE_HALVES, .flags = LOCAL_ROPE, .local = 4},
@@ -1423,7 +1423,8 @@ static void qkv_part(Task t) {
     float far = logf(floorf(pos / (float)c->temp_length) + 1);   // 0 in the original context
     for (int j = 0; c->temp_scale && far > 0 && j < n_head * w->hd; j++)
         q[j] *= 1 + c->temp_scale * far;
-    if (c->arch->flags & QKV_NORMED) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
+    if (c->arch->flags & QKV_NORMED && own)
+        norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
     int row = cache_row(kv, pos);
     for (int h = 0; own && h < n_kv; h++) {
         size_t at = (size_t)(first + h) * kv->rows + row;
@@ -2630,17 +2631,15 @@ static void latent_row(Task t) {
     }
 }
 
-// the product of each head's matrix with its own part of x, whose heads lie cols numbers apart
-static void head_products(Session *s, const Matrix *w, const float *x, int x_width, float *out,
-                          int out_width) {
-    int n_head = s->m->layers[s->l].n_head;
-    for (int h = 0, k = 0; h < n_head; h += k) {
+// out [n][n_head][..] = each head's matrix times its own part of x [n][n_head][..]
+static void head_products(Session *s, const Matrix *w, const float *x, float *out) {
+    size_t n_head = s->m->layers[s->l].n_head, wide = w->x_step / n_head, to = w->out_step / n_head;
+    for (size_t h = 0, k = 0; h < n_head; h += k) {
         Matrix part[MAX_JOBS];
         Matmul jobs[MAX_JOBS];
         for (k = 0; k < MAX_JOBS && h + k < n_head; k++) {
             part[k] = matrix_expert(w, h + k);
-            jobs[k] = (Matmul){&part[k], x + (h + k) * (size_t)x_width,
-                               out + (h + k) * (size_t)out_width, s->n};
+            jobs[k] = (Matmul){&part[k], x + (h + k) * wide, out + (h + k) * to, s->n};
         }
         matmul(s->pool, &s->calls, jobs, k);
     }
@@ -2649,16 +2648,16 @@ static void head_products(Session *s, const Matrix *w, const float *x, int x_wid
 static void latent_attention(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     bool two = w->q_a.data;   // products that make q
-    int n = s->n, hd = w->q.rows / w->n_head;
+    int n = s->n;
     Matmul in[] = {{&w->k, s->h, s->k, n}, {two ? &w->q_a : &w->q, s->h, two ? s->z : s->mix, n}};
     Matmul second = {&w->q, s->z, s->mix, n}, back = {&w->o, s->mix, s->out, n};
     matmul(s->pool, &s->calls, in, 2);
     if (two) each_row(s, latent_query_row, NULL, n);
     if (two) matmul(s->pool, &s->calls, &second, 1);
     each_row(s, latent_row, NULL, n);
-    head_products(s, &w->k_b, s->mix, hd, s->q, w->hd);
+    head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
-    head_products(s, &w->v_b, s->att, w->vd, s->mix, w->v_b.rows);
+    head_products(s, &w->v_b, s->att, s->mix);
     matmul(s->pool, &s->calls, &back, 1);
 }
 
@@ -6263,8 +6262,11 @@ static bool print_usage(void) {
     printf("\narchitectures (* with recorded outputs in golden/):");
     for (size_t i = 0, column = 99; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
-        if (column + strlen(ARCHS[i].names) > 98) column = printf("\n ") - 1;
-        column += printf(" %s", ARCHS[i].names);
+        for (const char *s = ARCHS[i].names; *s; s += strcspn(s, " "), s += *s == ' ') {
+            int n = strcspn(s, " ");
+            if (column + n > 98) column = printf("\n ") - 1;
+            column += printf(" %.*s", n, s);
+        }
     }
     return putchar('\n'), true;
 }
