@@ -11,10 +11,10 @@
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
 //   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule, 15 state spaces,
 //                      16 short convolutions, 17 latent attention, 18 per-layer inputs
-//   III  text          15 tokenizer, 16 chat templates
-//   IV   speed         17 threads, 18 vectors, 19 one token, 20-22 tiles, 23 matmul,
-//                      24-26 attention, 27 narrow, 28 the GPU, 29 AMX
-//   V    main          30 the command line, 31 conversations, 32 modes; an appendix, Unicode
+//   III  text          19 tokenizer, 20 chat templates
+//   IV   speed         21 threads, 22 vectors, 23 one token, 24-26 tiles, 27 matmul,
+//                      28-30 attention, 31 narrow, 32 the GPU, 33 AMX
+//   V    main          34 the command line, 35 conversations, 36 modes; an appendix, Unicode
 //
 // Short names: n tokens in this call, pos the position of the first, l layer, h head, dim = width
 // of the residual stream (the vector per token that all layers add to), hd = width of a head, ff =
@@ -383,7 +383,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 enum { RMS, LAYERNORM, BARE };                // norm; BARE: LayerNorm without weights
 enum { SILU, GELU, RELU2, SWIGLU_OAI };       // activation; GELU in its tanh form
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };  // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
-enum { MIX_DELTA = 1, MIX_SPACE, MIX_CONV };  // recurrent mixers, sections 14, 14b, 14c
+enum { MIX_DELTA = 1, MIX_SPACE, MIX_CONV };  // recurrent mixers, sections 14 to 16
 enum {
     EMBD_SQRT = 1,         // embeddings are multiplied by sqrt(dim)
     WINDOW_4096 = 2,       // sliding window where the file does not say
@@ -414,8 +414,13 @@ enum {
 typedef struct {
     const char *names;            // "llama* mistral3*"
     uint8_t norm, act, rope;
+<<<<<<< HEAD
     uint32_t flags;
     uint8_t local;                // every local-th layer sees all, others a window; 0: all; 255: no
+=======
+    uint16_t flags;
+    uint8_t local;                // every local-th layer sees all, others a window; 0 all, 255 none
+>>>>>>> ssm
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
     uint8_t n_layer;              // the row is for models of this many layers; 0: for any
 } Arch;
@@ -2341,7 +2346,7 @@ static size_t delta_state_size(const Config *c) {
     return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
-// Causal convolution over time of one block of channels, then SiLU, or gates (see section 14c):
+// Causal convolution over time of one block of channels, then SiLU, or gates (see section 16):
 //
 //   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
 //
@@ -2464,7 +2469,7 @@ INLINE void memory_block(Task t, bool asks) {
 static void delta_block(Task t) { memory_block(t, true); }
 static void space_block(Task t) { memory_block(t, false); }
 
-// ---- 14b. the state space (Mamba-2, arXiv 2405.21060) ----
+// ---- 15. the state space (Mamba-2, arXiv 2405.21060) ----
 //
 // The same memory, written without asking. A head writes its value x under the key b as strongly
 // as t says, which also says how much decays; c reads, and x itself is added:
@@ -2483,7 +2488,7 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     w->delta_norm = load_norm(ld, "ssm_norm", c->n_key, values / c->n_key);
 }
 
-// ---- 14c. the short convolution (LFM2, arXiv 2511.23404) ----
+// ---- 16. the short convolution (LFM2, arXiv 2511.23404) ----
 //
 // The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
 // c, and u [dim], of one projection.
@@ -2549,7 +2554,7 @@ static void recurrent(Session *s) {
     matmul(s->pool, &s->calls, &back, 1);
 }
 
-// ---- 14a. latent attention (arXiv 2405.04434) ----
+// ---- 17. latent attention (arXiv 2405.04434) ----
 //
 // What is cached of a token are two vectors that all heads share: c, from which each head could
 // make its key and its value, and r, a key with RoPE. A head need not make them: what its matrix
@@ -2661,7 +2666,7 @@ static void latent_attention(Session *s) {
     matmul(s->pool, &s->calls, &back, 1);
 }
 
-// ---- 14b. per-layer inputs (Gemma 3n and 4) ----
+// ---- 18. per-layer inputs (Gemma 3n and 4) ----
 //
 // Each layer gets p numbers of its own for each token, from a second, large table of embeddings T
 // and from the first embedding x, and adds them by way of a gate at its end:
@@ -2728,7 +2733,7 @@ static const Norm *layer_input(Session *s, const Norm *post) {
 
 // ==== Part III: text =============================================================================
 
-// ---- 15. tokenizer ----
+// ---- 19. tokenizer ----
 //
 // Text becomes ids in four steps: special tokens are cut out; rules split the rest into words; a
 // word is spelled as the vocabulary does; its parts join, two neighbours at a time, for as long as
@@ -3349,7 +3354,7 @@ static void tokenizer_close(Tokenizer *t) {
     free(t->special_length);
     *t = (Tokenizer){0};
 }
-// ---- 16. chat templates ----
+// ---- 20. chat templates ----
 //
 // How a model wants a conversation written, its file says in a program: a template in Jinja, the
 // language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
@@ -4531,7 +4536,7 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
     prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
-// ---- 17. threads ----
+// ---- 21. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
 // thread claims k tasks by subtracting k: if `left` was i > 0 before, tasks n - i, n - i + 1 and so
@@ -4701,7 +4706,7 @@ static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
 #else
-// ---- 18. vectors ----
+// ---- 22. vectors ----
 //
 // Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
 // dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
@@ -4824,7 +4829,7 @@ INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
     return v[0];
 }
 
-// ---- 19. products of one token ----
+// ---- 23. products of one token ----
 
 // Rounds 32 floats to int8 codes q = x / d. Returns d, rounded to f16 as ggml stores it, and the
 // sums of the first 16 codes, the other 16, and all. Positive floats order like their bits, and
@@ -5002,7 +5007,7 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
     return w->data + ((r < w->rows ? r : w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
 }
 
-// ---- 20. tiles: products of many tokens ----
+// ---- 24. tiles: products of many tokens ----
 //
 // out[n][rows] is computed in tiles of some tokens times 16 or 32 rows, with sums in registers.
 // Rows lie across the lanes and activations are broadcast: nothing is summed across lanes. A task
@@ -5087,7 +5092,7 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
     }
 }
 
-// ---- 21. the float tile ----
+// ---- 25. the float tile ----
 //
 // It serves float weights, and all formats where there is no int8 tile. Attention without AMX
 // uses tile_float for both of its products.
@@ -5153,7 +5158,7 @@ static const Tile float_tile = {
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
 
-// ---- 22. the int8 tile ----
+// ---- 26. the int8 tile ----
 //
 // Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
 // no conversion from integers. Per 32 weights of a vector of rows and a token there are 8 products,
@@ -5297,7 +5302,7 @@ static const Tile int8_tile = {
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
-// ---- 23. matmul ----
+// ---- 27. matmul ----
 
 static const Tile *amx_tile(const Matrix *w);   // at the end of this part
 
@@ -5441,7 +5446,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     a->used = mark;
 }
 
-// ---- 24. attention ----
+// ---- 28. attention ----
 //
 // Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of rows. A query keeps
 // the largest score so far, the sum of exp(score - largest), and the sum of the values so weighted;
@@ -5467,7 +5472,7 @@ static int rows_used(const Attention *a) {
     return a->pos + a->n < a->rows ? a->pos + a->n : a->rows;
 }
 
-// ---- 25. attention of many queries ----
+// ---- 29. attention of many queries ----
 //
 // A task has one KV head and some queries of all its heads, 16 to a QueryTile. They lie across the
 // lanes, so that maxima, sums and masks need no sums across lanes: scores are [key][16], results
@@ -5665,7 +5670,7 @@ static void attend_many(Pool *p, Arena *a, const Attention *x) {
     if (a->base) parallel(p, many_task, &c, NULL, c.tasks);
 }
 
-// ---- 26. attention of one query ----
+// ---- 30. attention of one query ----
 //
 // Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
 // heads that share it. A block has FEW rows. First its keys are read and then its values, both in
@@ -5856,7 +5861,7 @@ static void attention(Pool *p, Arena *a, const Attention *x) {
     a->used = mark;
 }
 
-// ---- 27. narrow ----
+// ---- 31. narrow ----
 
 static void narrow(const float *x, int n, uint16_t *to) {
     int i = 0;
@@ -5866,7 +5871,7 @@ static void narrow(const float *x, int n, uint16_t *to) {
 
 #endif   // LLM_PLAIN
 
-// ---- 28. the GPU ----
+// ---- 32. the GPU ----
 
 #if defined(LLM_CUDA)
 #define GPU_NAME "cuda"
@@ -5886,7 +5891,7 @@ static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n
 static void gpu_store(Session *s) { (void)s; }
 #endif
 
-// ---- 29. AMX ----
+// ---- 33. AMX ----
 //
 // One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
 // Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
@@ -6156,7 +6161,7 @@ static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
 
 // ==== Part V: main ===============================================================================
 
-// ---- 30. the command line ----
+// ---- 34. the command line ----
 
 #ifndef LLM_NO_MAIN
 #include <ctype.h>
@@ -6379,7 +6384,7 @@ static bool text_ends(const Text *t, const char *with) {
     return t->n >= n && !memcmp(t->s + t->n - n, with, n);
 }
 
-// ---- 31. conversations ----
+// ---- 35. conversations ----
 //
 // A chat is a list of messages. For each answer the model's own template writes all of them anew,
 // and what the cache holds of that is reused. Only the words of the template may become special
@@ -6508,7 +6513,7 @@ static bool chat_open(Cli *cli) {
     return ok && (!cli->answer_once || chat_ids(cli));
 }
 
-// ---- 32. modes ----
+// ---- 36. modes ----
 
 // loads the text that was given, if any, and makes its ids
 static bool load_prompt(Cli *cli) {

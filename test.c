@@ -4012,7 +4012,7 @@ static void check_reads(const Session *s) {
         const Layer *w = &s->m->layers[l];
         const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router,
             &w->shared_gate, &w->shared_up, &w->shared_down, &w->shared_router, &w->conv_in, &w->z,
-            &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out};
+            &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out, &w->latent_down, &w->latent_up};
         const Cache *c = &s->cache[l];
         const void *own[] = {c->k, c->v, c->conv, c->state};
         int n = COUNT(all);
