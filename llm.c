@@ -414,13 +414,8 @@ enum {
 typedef struct {
     const char *names;            // "llama* mistral3*"
     uint8_t norm, act, rope;
-<<<<<<< HEAD
     uint32_t flags;
-    uint8_t local;                // every local-th layer sees all, others a window; 0: all; 255: no
-=======
-    uint16_t flags;
     uint8_t local;                // every local-th layer sees all, others a window; 0 all, 255 none
->>>>>>> ssm
     uint8_t no_rope;              // every no_rope-th layer has no RoPE
     uint8_t n_layer;              // the row is for models of this many layers; 0: for any
 } Arch;
