@@ -798,7 +798,8 @@ static void load_layer(Loader *ld, Layer *w) {
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
     load_norms(ld, w);
-    if (load_recurrent(ld, w) && (w->n_kv || !each_kv)) load_attention(ld, w);
+    if (load_recurrent(ld, w) && (w->n_kv || !each_kv || find_tensor(ld, "attn_q", ".weight")))
+        load_attention(ld, w);
     else w->n_head = w->n_kv = 0;
     bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
