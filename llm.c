@@ -890,7 +890,8 @@ static void load_layer(Loader *ld, Layer *w) {
     w->source = ld->l;
     w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
     load_norms(ld, w);
-    bool attends = load_recurrent(ld, w) && (w->n_kv || !each_kv);
+    bool queries = find_tensor(ld, "attn_q", ".weight");
+    bool attends = load_recurrent(ld, w) && (w->n_kv || !each_kv || queries);
     if (!attends) w->n_head = w->n_kv = 0;
     else if (find_tensor(ld, "attn_kv_a_mqa", ".weight")) load_latent(ld, w);
     else load_attention(ld, w);
@@ -2075,10 +2076,10 @@ static void load_experts(Loader *ld, Layer *w) {
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
-    bool latent = w->latent_down.data, gated = find_tensor(ld, "ffn_gate_exps", ".weight");
+    bool latent = w->latent_down.data, gated = c->arch->act != RELU2;
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
-    if (!latent && (gated || find_tensor(ld, "ffn_gate_up_exps", ".weight")))
+    if (gated)
         load_fused(ld, "ffn_gate_up_exps", n,
                    (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
     else w->up = need_matrix(ld, "ffn_up_exps", wide, ff, n);

@@ -1062,6 +1062,7 @@ static void test_gguf_shapes(void) {
         {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.conv_kernel=0"}, {.expect = "causal convolution"}},
         {{"nemotron_h_moe", 3, "3Mg1xL", ALONE_KEYS EXPERT_KEYS "expert_used_count=0,0,7"},
          {.expect = "a token uses 7 of 6"}},
+        {{"llama", 3, "", "attention.head_count_kv=2,0,2"}, {.expect = "layer 1: 4 heads of 16"}},
         {{"lfm2", 2, "HCkNQ", ""}, {.expect = "shortconv.l_cache is missing"}},
         {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
     };   // NO_KEY: instead, heads[b]
