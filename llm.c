@@ -4879,8 +4879,7 @@ typedef void DecodeFn(DECODE_ARGS);
 #define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
 typedef void MatvecFn(MATVEC_ARGS);
 
-// Adds the products of 256 weights, decoded from b, or (decode NULL) of the `left` ones that end a
-// row, to the lanes of sum[0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
+// Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
 // numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
 // products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
 // weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
@@ -4889,14 +4888,13 @@ typedef void MatvecFn(MATVEC_ARGS);
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
 // Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
 // to them, and sum[1] collects d times the activations, which block_matvec takes off `bias` times.
-INLINE void dot256(DecodeFn *decode, int type, int left, const uint8_t *b, bool per16, int bias,
-                   int fit, const TokenActs *x, vf sum[2]) {
+INLINE void dot256(DecodeFn *decode, const uint8_t *b, bool per16, int bias, int fit,
+                   const TokenActs *x, vf sum[2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = bias && !CODE_BIAS && !fit;
     int run = per16 || fit == 2 ? 2 : 4;
-    if (decode) decode(b, q, d, m);
-    else quant_decode(type, b, left, q, d, m);
+    decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}}, pairs;
@@ -4922,19 +4920,23 @@ INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out)
     memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
 }
 
-INLINE void block_matvec(DecodeFn *decode, int type, int bytes, bool per16, int bias, int fit,
+INLINE void block_matvec(DecodeFn *decode, int bytes, bool per16, int bias, int fit,
                          const uint8_t *w, int64_t rows, int64_t cols, const TokenActs *x,
                          float *out) {
     vf sums[LANES] = {{0}};
+    uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
         vf sum[2] = {{0}};
         const uint8_t *b = w;
         const TokenActs *a = x;
         for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
-            dot256(decode, type, 256, b, per16, bias, fit, a, sum);
+            dot256(decode, b, per16, bias, fit, a, sum);
         }
-        if (cols % 256) dot256(NULL, type, cols % 256, b, per16, bias, fit, a, sum);
+        if (cols % 256) {
+            prefetch_ahead(b, bytes);
+            dot256(decode, memcpy(last, b, cols % 256 * bytes / 256), per16, bias, fit, a, sum);
+        }
         put_sum(sums, sum[0] + sum[1] * (bias ? -(float)bias : 1), r, rows, out);
     }
 }
@@ -4976,7 +4978,7 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        block_matvec(unpack_##name, id, 256 / weights * bytes, per16, bias,                        \
+        block_matvec(unpack_##name, 256 / weights * bytes, per16, bias,                            \
                      FIT(bias, bytes * 8 / weights), w, rows, cols, x, out);                       \
     }
 QUANT_TYPES(QUANT_X)
