@@ -4879,11 +4879,11 @@ typedef void DecodeFn(DECODE_ARGS);
 #define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
 typedef void MatvecFn(MATVEC_ARGS);
 
-// Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
-// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
-// products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
-// weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
-// k = 2, 3 with that of its second.
+// Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of
+// TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in
+// each lane. So a lane meets one group only, and its products for k = 0..3 are added as integers,
+// then converted and scaled once. With a scale per 16 weights (per16) this is done twice: for
+// k = 0, 1 with the scale of the group's first half, for k = 2, 3 with that of its second.
 //
 // A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
 // Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added

@@ -1091,16 +1091,17 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
         if (a.shared) run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
         return gpu_dispatch(g, &d, &a, sizeof a);
     }
+    int most = gemv_most(down->rows);
     struct experts_args a = {.each = {{experts_matrix(down)}, w->ff, 0, 1, 0, 0, e.factor},
                              .n_used = w->n_used, .weighed = w->shared_router.data != NULL};
     Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
                                    down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
                                    e.other, y}, 12,
-                  div_up(gemv_units(down->type, down->rows, gemv_most(down->rows)), GEMV_SIMDGROUPS),
+                  div_up(gemv_units(down->type, down->rows, most), GEMV_SIMDGROUPS),
                   GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_FORMAT_0] = down->type, shared->type, [C_EPILOGUE] = e.kind,
                    [C_RAGGED] = w->ff % 32 || shared->cols % 32, [C_EXPERTS] = EXPERTS_SORTED,
-                   [C_UNIT_ROWS] = gemv_most(down->rows),
+                   [C_UNIT_ROWS] = most,
                    [C_BIASES] = (down->bias != NULL) | (shared->bias != NULL) << 1,
                    [C_SCALES] = down->scale != NULL}};
     if (shared->data) {
