@@ -6262,8 +6262,8 @@ static bool print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
         if (o->help) printf("\n  %-22s %s", o->usage, o->help);
-    printf("\narchitectures (* with recorded outputs in golden/):");
-    for (size_t i = 0, column = 99; i < COUNT(ARCHS); i++) {
+    int column = printf("\narchitectures (* verified):");
+    for (size_t i = 0; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
         for (const char *s = ARCHS[i].names; *s; s += strcspn(s, " "), s += *s == ' ') {
             int n = strcspn(s, " ");

@@ -466,7 +466,8 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
         else if (*c == '+') bias = *++c;
         else if (!strchr(letters, *(c += not)) != not) return;
     }
-    bool vector = strstr(name, ".bias") || !strcmp(name, "ssm_a") || !strcmp(name, "ssm_d");
+    bool vector = strstr(name, ".bias") || strstr(name, ".scale") || !strcmp(name, "ssm_a") ||
+                  !strcmp(name, "ssm_d");
     bool norm = !vector && !ne[1], ffn = strstr(name, "ffn") || !strncmp(name, "exp", 3);
     bool attn = !strncmp(name, "attn", 4) && strcmp(name, "attn_norm");
     bool mixer = !strncmp(name, "ssm_", 4) || !strncmp(name, "short", 5);
