@@ -10,7 +10,7 @@
 //   I    the engine    1 base, 2 GGUF, 3 model, 4 loading, 5 types of a session, 6 what the other
 //                      parts provide, 7 ops, 8 forward, 9 session, 10 sampler, 11 generate
 //   II   more mixers   12 gated attention, 13 experts, 14 the gated delta rule, 15 state spaces,
-//                      16 short convolutions, 17 latent attention, 18 per-layer inputs
+//                      16 short convolutions, 17 latent attention, 18 shared caches
 //   III  text          19 tokenizer, 20 chat templates
 //   IV   speed         21 threads, 22 vectors, 23 one token, 24-26 tiles, 27 matmul,
 //                      28-30 attention, 31 narrow, 32 the GPU, 33 AMX
@@ -779,6 +779,11 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     return w;
 }
 
+static void load_experts(Loader *ld, Layer *w);   // Part II has these
+static bool load_recurrent(Loader *ld, Layer *w), load_shared(Loader *ld, Layer *w);
+static void load_latent(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
+static void derive_latent(Config *c);
+
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
 // n matrices whose input is the residual stream: stacked in one tensor, or each in its own
@@ -801,15 +806,7 @@ static void load_attention(Loader *ld, Layer *w) {
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
                w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
-    // the last n_shared layers read the cache of the last one before of their kind, windowed or not
-    int own = larger(c->n_layer, c->n_shared) - c->n_shared;
-    bool shares = ld->l >= own && ld->l > 0;
-    if (shares) w->source = larger(own, 1) - 1;
-    const Layer *all = ld->m->layers, *from = &all[w->source];
-    for (; shares && from > all && !from->window != !w->window; from--) w->source--;
-    bool alike = from->n_kv == w->n_kv && from->hd == w->hd && from->vd == w->vd;
-    if (!alike || (shares && !from->k.rows))
-        refuse(ld, "layer %d: there is no cache that it could read", ld->l);
+    bool shares = load_shared(ld, w);
     if (first && w->hd == w->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
     load_fused(ld, "attn_qkv", 1,
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k},
@@ -860,11 +857,6 @@ static void load_norms(Loader *ld, Layer *w) {
     bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
     w->parallel = (second.w && !encoder) || c->parallel || no_ffn_norm;
 }
-
-static void load_experts(Loader *ld, Layer *w);   // Part II has these
-static bool load_recurrent(Loader *ld, Layer *w);
-static void load_latent(Loader *ld, Layer *w);
-static void load_inputs(Loader *ld, Layer *w);
 
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
@@ -974,14 +966,7 @@ static void derive_config(Loader *ld) {
     for (int i = 0; section && gguf_size[section->elem] && i < 4 && i < (int)section->n; i++)
         c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
-    if (!c->latent_hd) c->latent_hd = c->hd;
-    if (!c->latent_vd) c->latent_vd = c->vd;
-    if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
-    if (flags & YARN_SCORES) {   // yarn_log, if there is one, is of the scores
-        float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
-        c->attn_scale *= powf(c->rope_attn * (1 + cosines) * (1 + c->yarn_log * far), 2);
-        if (cosines == 0) c->yarn_log = 1;   // cosines keep the size 1
-    }
+    derive_latent(c);
     if (!c->temp_length) c->temp_length = c->n_ctx_orig;
     if (!c->hd_local) c->hd_local = c->hd;
     if (!c->vd_local) c->vd_local = c->vd;
@@ -2575,6 +2560,18 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
 }
 
+// A head's widths are those of the queries and values that it stands for, and so is the scale. In
+// files with YaRN the key yarn_log, if there is one, is of the scores instead of the cosines.
+static void derive_latent(Config *c) {
+    if (!c->latent_hd) c->latent_hd = c->hd;
+    if (!c->latent_vd) c->latent_vd = c->vd;
+    if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
+    if (!(c->arch->flags & YARN_SCORES)) return;
+    float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
+    c->attn_scale *= powf(c->rope_attn * (1 + cosines) * (1 + c->yarn_log * far), 2);
+    if (cosines == 0) c->yarn_log = 1;   // so that they keep the size 1
+}
+
 static void load_latent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int n = w->n_head, hd = c->latent_hd, vd = c->latent_vd, nope = hd - c->n_rot;
@@ -2662,13 +2659,28 @@ static void latent_attention(Session *s) {
     matmul(s->pool, &s->calls, &back, 1);
 }
 
-// ---- 18. per-layer inputs (Gemma 3n and 4) ----
+// ---- 18. shared caches, per-layer inputs (Gemma 3n and 4) ----
 //
-// Each layer gets p numbers of its own for each token, from a second, large table of embeddings T
-// and from the first embedding x, and adds them by way of a gate at its end:
+// The last layers have no keys and values: they read the cache of the last layer before them of
+// their kind, windowed or not. And each layer gets p numbers of its own for each token, from a
+// second, large table of embeddings T and from the first embedding x, and adds them by way of a
+// gate at its end:
 //
 //   e_l = (norm(P x / sqrt(dim))_l + sqrt(p) T[id]_l) / sqrt(2)
 //   x += norm(Proj (act(Gate x) * e_l))
+
+static bool load_shared(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
+    const Config *c = &ld->m->config;
+    int own = larger(c->n_layer, c->n_shared) - c->n_shared;
+    bool shares = ld->l >= own && ld->l > 0;
+    if (shares) w->source = larger(own, 1) - 1;
+    const Layer *all = ld->m->layers, *from = &all[w->source];
+    for (; shares && from > all && !from->window != !w->window; from--) w->source--;
+    bool alike = from->n_kv == w->n_kv && from->hd == w->hd && from->vd == w->vd;
+    if (!alike || (shares && !from->k.rows))
+        refuse(ld, "layer %d: there is no cache that it could read", ld->l);
+    return shares;
+}
 
 static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all layers share
     Model *m = ld->m;

@@ -851,7 +851,8 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
     bool int8 = g->coded == x && !experts;
     int tile = int8 ? GEMM_SOME : experts ? experts_tile(s, n) : gemm_tokens(n);
     int tiles = experts ? expert_tiles(choices_of(s, n), c->n_expert, tile) : div_up(n, tile);
-    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles, choices_of(s, 1)};
+    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles,
+                          experts ? choices_of(s, 1) : 0};
     Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
                   gemm_floats(tile),
                   {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->arch->act,

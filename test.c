@@ -437,8 +437,8 @@ static const char PARTS[] =
     "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
     "ffn_gate:32,48:e ffn_up:32,48:e ffn_down:48,32:e ffn_gate_inp.scale:32:e "
     "ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e post_ffw_norm_1:32:e post_ffw_norm_2:32:e "
-    "per_layer_token_embd:24,64:^z per_layer_model_proj:32,24:^z per_layer_proj_norm:4:^z "
-    "inp_gate:32,4:z proj:4,32:z post_norm:32:z layer_output_scale:1:z "
+    "per_layer_token_embd:24,64:^z per_layer_model_proj:32,24:^z per_layer_proj_norm:6:^z "
+    "inp_gate:32,6:z proj:6,32:z post_norm:32:z layer_output_scale:1:z "
     "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
     "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m!g+B "
     "ffn_up_exps:32,48,6:x!m!L+B ffn_down_exps:48,32,6:x!L+B ffn_gate_shexp:32,48:s!g "
@@ -1389,7 +1389,8 @@ static const Shape SHAPES[] = {
     {"granitehybrid", 4, "HMxs", SPACE_KEYS EXPERT_KEYS "logit_scale=2. residual_scale=.5"},
     {"falcon-h1", 3, "M", SPACE_KEYS}, {"lfm2", 4, "HCkNQ", WINDOW_KEYS "shortconv.l_cache=3"},
     {"lfm2moe", 4, "HCkNQxr", EXPERT_KEYS "shortconv.l_cache=3 expert_gating_func=2"},
-    {"gemma4", 6, "tTkxez", EXPERT_KEYS GEMMA4_KEYS "embedding_length_per_layer_input=4"},
+    {"gemma4", 4, "tTkxez", EXPERT_KEYS GEMMA4_KEYS
+     "embedding_length_per_layer_input=6 attention.sliding_window_pattern=2"},
     {"gemma4", 6, "tk", GEMMA4_KEYS}, {"deepseek2", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS GROUP_KEYS
      "attention.temperature_scale=0.1 attention.temperature_length=8"},
     {"deepseek2", 47, "cyx", EXPERT_KEYS LATENT_KEYS "expert_weights_norm=1"},
