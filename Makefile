@@ -278,12 +278,12 @@ FNR == 1 { part = FILENAME }
 }
 END {
     unicode = part_lines["llm.c Unicode"]; grids = part_lines["quant.h grids"]; one = "llm.c Part I:"
-    budget("llm.c", lines["llm.c"] - unicode, 7030); budget("  its Unicode tables", unicode, 250)
+    budget("llm.c", lines["llm.c"] - unicode, 7040); budget("  its Unicode tables", unicode, 250)
     budget("  Part I, the first sitting", part_lines[one], 1970)
     budget("  lines before forward", forward - 1, 1490)
     budget("  words of quant.h beside it", part_lines["quant.h the"], 375)
     budget("quant.h", lines["quant.h"] - grids, 1210); budget("  its grids", grids, 280)
-    budget("metal.c", lines["metal.c"], 1470); budget("kernels.metal", lines["kernels.metal"], 1955)
+    budget("metal.c", lines["metal.c"], 1480); budget("kernels.metal", lines["kernels.metal"], 1955)
     budget("test.c", lines["test.c"], 4755); budget("  the GPU in software", part_lines["test.c a GPU"], 845)
     budget("lines over 100 columns", wide, 0)
     for (file in lines) budget("semicolons on 100 lines of " file, 100 * semicolons[file] / ends[file], 130)

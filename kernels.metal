@@ -23,7 +23,7 @@
 //       sort_choices      sort_choices, and which tiles gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
-//       delta_rule        delta_gates_row, delta_block; or space_gates_row, space_block
+//       delta_rule        delta_gates_row, then delta_block or space_block
 //
 // Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
 // thread in that; `shared` is the threadgroup's memory. g is a group of 32 weights, t a token, r a
@@ -1173,8 +1173,9 @@ kernel void attention_merge(device const float *parts [[buffer(0)]],
 
 // Of a chunk's latent rows[n][HEAD_DIM] the first VALUE_DIM numbers are normed and the other n_rot
 // rotated, on the way to the cache. Of the heads of p[n][n_head][q_step], queries before their
-// product with k_b, the last n_rot are rotated and go to q[n][n_head][HEAD_DIM]. Grid: a SIMD-group
-// for each token's row, and one for each of its heads.
+// product with k_b, the last n_rot are rotated and go to q[n][n_head][HEAD_DIM]. A model's
+// temperature multiplies the queries, in p as well. Grid: a SIMD-group for each token's row, and
+// one for each of its heads.
 kernel void latent_row(device float *p [[buffer(0)]], device float *q [[buffer(1)]],
         device const float *rows [[buffer(2)]], device half *k [[buffer(3)]],
         device int *pos_k [[buffer(4)]], device const float *weights [[buffer(5)]],
@@ -1715,9 +1716,9 @@ kernel void choose_experts(device float *route [[buffer(0)]],
         all += route[e];
     }
     all = a->sigmoid ? 1.0f : simd_sum(all);
-    int size = a->n_group > 1 ? a->n_expert / a->n_group : 0;
+    int groups = a->n_group > 1 ? a->n_group : 0, size = groups ? a->n_expert / groups : 0;
     simdgroup_barrier(mem_flags::mem_device);             // probabilities are there
-    for (int g = lane; a->n_group > 1 && g < a->n_group; g += SIMD_LANES) {   // what it is worth
+    for (int g = lane; g < groups; g += SIMD_LANES) {     // what it is worth
         float one = UNSEEN, two = size > 1 ? UNSEEN : 0.0f;
         for (int e = g * size; e < (g + 1) * size; e++) {
             float score = route[e] / all + (BIASES & 1 ? bias[e] : 0.0f);
@@ -1727,9 +1728,9 @@ kernel void choose_experts(device float *route [[buffer(0)]],
         shared[g] = one + two;
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);        // all groups are there
-    for (int g = lane; a->n_group > 1 && g < a->n_group; g += SIMD_LANES) {
+    for (int g = lane; g < groups; g += SIMD_LANES) {
         int better = 0;
-        for (int k = 0; k < a->n_group; k++)
+        for (int k = 0; k < groups; k++)
             better += shared[k] > shared[g] || (shared[k] == shared[g] && k < g);
         for (int e = 0; better >= a->group_used && e < size; e++) route[g * size + e] = -1.0f;
     }

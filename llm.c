@@ -489,8 +489,8 @@ typedef struct {
     int lora, latent_hd, latent_vd;            // latent attention: width of the latent; of q, v
     float eps, eps_rms, embd_scale, residual_scale, attn_scale, logit_scale;
     float attn_cap, logit_cap, clamp_qkv, alibi;   // 0: none
-    float value_scale, temp_scale;             // of attention's result; of queries beyond
-    int temp_length;                           // so many tokens (Ministral 3)
+    float value_scale, temp_scale;             // of attention's result; of queries past
+    int temp_length;                           // temp_length tokens (Ministral 3)
     int window;                                // of layers that have one
     int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
     int section[4];                            // pairs turned by time, height, width of an image, 0
@@ -1357,7 +1357,7 @@ static void norm_row(Task t) {
 
 // After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
 // the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
-// With norm NULL h stays. scale is a factor of x, or NULL; again, one more norm, of x + h.
+// With norm NULL h stays; scale: a factor of x after the sum; again: one more norm, of x + h.
 typedef struct { const Norm *post, *norm, *again; bool norm_first; const float *scale; } Between;
 static void between_row(Task t) {
     Session *s = t.ctx;
@@ -1380,6 +1380,12 @@ static void between_row(Task t) {
 // the row of a position: the first keep rows are pinned, the rest is a ring
 static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
+}
+
+// a factor for the query at a position: some models sharpen attention far out
+static float sharpness(const Config *c, int pos) {
+    if (c->temp_scale == 0) return 1;
+    return 1 + c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1);
 }
 
 // norms and rotates a token's q and k, caches its k and v; all heads, or one of *t.of equal parts
@@ -1406,9 +1412,8 @@ static void qkv_part(Task t) {
             else rope(x + h * w->hd, turn, w->n_rot, ROPE_PAIRS);   // each a loop of its own
         if (n->w && late) norm(x, x, heads * w->hd, n, c->arch->norm, c->eps);
     }
-    float far = logf(floorf(pos / (float)c->temp_length) + 1);   // 0 in the original context
-    for (int j = 0; c->temp_scale && far > 0 && j < n_head * w->hd; j++)
-        q[j] *= 1 + c->temp_scale * far;
+    float sharper = sharpness(c, pos);
+    for (int j = 0; sharper != 1 && j < n_head * w->hd; j++) q[j] *= sharper;
     if (c->arch->flags & QKV_NORMED && own)
         norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
     int row = cache_row(kv, pos);
@@ -1605,7 +1610,7 @@ static void plan_caches(Session *s, Arena *a) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
         if (!w->n_kv) continue;
-        *cache = s->cache[w->source];   // another layer's, or its own, which comes now
+        *cache = s->cache[w->source];   // another layer's (then it has no mixer), or its own: now
         if (w->source != l) continue;
         bool whole = !w->window || w->window >= s->o.window;
         cache->window = whole ? s->o.window : w->window;
@@ -1656,7 +1661,7 @@ static void plan_scratch(Session *s, Arena *a) {
     s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * turns[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, turns[i] / 2, sizeof(double));
-    s->slopes = arena_take(a, s->m->layers[0].n_head, f);
+    s->slopes = arena_take(a, c->n_head, f);
     size_t mark = a->used;
     s->q = arena_take(a, n * q, f);
     s->k = arena_take(a, n * k, f);
@@ -1740,7 +1745,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
         return false;
     session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
-    alibi_slopes(s->slopes, m->layers[0].n_head, c->alibi);
+    alibi_slopes(s->slopes, c->n_head, c->alibi);
     if (!s->o.cpu) gpu_open(s);
     return true;
 }
@@ -2063,6 +2068,7 @@ static void load_experts(Loader *ld, Layer *w) {
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
     bool latent = w->latent_down.data, gated = c->arch->act != RELU2;
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
+    if (latent && gated) refuse(ld, "layer %d: latent experts with a gate", ld->l);
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
     if (gated)
         load_fused(ld, "ffn_gate_up_exps", n,
@@ -2091,8 +2097,8 @@ static void load_experts(Loader *ld, Layer *w) {
     } else w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
     w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
-    if (latent && (gated || w->shared_router.data))
-        refuse(ld, "layer %d: latent experts with a gate are not supported", ld->l);
+    if (latent && w->shared_router.data)
+        refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
 
 // The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as
@@ -2467,6 +2473,7 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     w->skip = load_vector(ld, "ssm_d", "", c->n_value);
     need_data(ld, w->skip, "ssm_d", "");
     w->delta_norm = load_norm(ld, "ssm_norm", c->n_key, values / c->n_key);
+    if (w->delta_norm.w && !w->delta_norm.group) refuse(ld, "layer %d: ssm_norm's shape", ld->l);
 }
 
 // ---- 16. the short convolution (LFM2, arXiv 2511.23404) ----
@@ -2569,28 +2576,29 @@ static void derive_latent(Config *c) {
     if (!(c->arch->flags & YARN_SCORES)) return;
     float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
     c->attn_scale *= powf(c->rope_attn * (1 + cosines) * (1 + c->yarn_log * far), 2);
-    if (cosines == 0) c->yarn_log = 1;   // so that they keep the size 1
+    if (cosines == 0) c->yarn_log = 1;   // rope_frequencies then leaves the cosines' size at 1
 }
 
 static void load_latent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    int n = w->n_head, hd = c->latent_hd, vd = c->latent_vd, nope = hd - c->n_rot;
+    int n = w->n_head, hd = c->latent_hd, vd = c->latent_vd, nope = hd - w->n_rot;
     if (nope < 1 || vd < 1 || c->lora < 1 || hd > 4096)
         return (void)refuse(ld, "latent attention: heads of %d (%d rotated) and %d, of %d numbers",
-                            hd, c->n_rot, vd, c->lora);
+                            hd, w->n_rot, vd, c->lora);
     w->n_kv = 1;
-    w->hd = c->lora + c->n_rot;
+    w->hd = c->lora + w->n_rot;
     w->vd = c->lora;
     w->q_a = load_matrix(ld, "attn_q_a", c->dim, 0, 1);
     if (w->q_a.data) w->q_a_norm = need_norm(ld, "attn_q_a_norm", w->q_a.rows);
-    w->q = need_matrix(ld, w->q_a.data ? "attn_q_b" : "attn_q",
-                       w->q_a.data ? w->q_a.rows : c->dim, n * hd, 1);
+    int from = w->q_a.data ? (int)w->q_a.rows : c->dim;
+    w->q = need_matrix(ld, w->q_a.data ? "attn_q_b" : "attn_q", from, n * hd, 1);
     w->k = need_matrix(ld, "attn_kv_a_mqa", c->dim, w->hd, 1);
     w->latent_norm = need_norm(ld, "attn_kv_a_norm", c->lora);
     w->k_b = load_matrix(ld, "attn_k_b", nope, c->lora, n);
     if (w->k_b.data) w->v_b = need_matrix(ld, "attn_v_b", c->lora, vd, n);
     else {   // one tensor has, for each head, rows for keys and rows for values
         Matrix both = need_matrix(ld, "attn_kv_b", c->lora, n * (nope + vd), 1);
+        if (both.bias || both.scale) refuse(ld, "tensor attn_kv_b: bias or scale");
         both.step = (nope + vd) * quant_row_bytes(both.type, c->lora);
         w->k_b = load_turned(ld, &both, n, nope);
         w->v_b = matrix_rows(both, nope, vd);
@@ -2617,8 +2625,8 @@ static void latent_row(Task t) {
     int pos = s->pos + t.i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
     float *q = s->mix + t.i * w->q.rows, *to = s->q + (size_t)t.i * w->n_head * w->hd + w->vd;
     float *row = s->k + (size_t)t.i * w->hd, *turn = s->angles[w->window > 0] + t.i * w->n_rot;
-    float far = logf(floorf(pos / (float)c->temp_length) + 1);
-    for (int j = 0; c->temp_scale && far > 0 && j < w->q.rows; j++) q[j] *= 1 + c->temp_scale * far;
+    float sharper = sharpness(c, pos);
+    for (int j = 0; sharper != 1 && j < w->q.rows; j++) q[j] *= sharper;
     norm(row, row, w->vd, &w->latent_norm, RMS, c->eps);
     rope(row + w->vd, turn, w->n_rot, c->rope);
     narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
@@ -2659,7 +2667,7 @@ static void latent_attention(Session *s) {
     matmul(s->pool, &s->calls, &back, 1);
 }
 
-// ---- 18. shared caches, per-layer inputs (Gemma 3n and 4) ----
+// ---- 18. shared caches, per-layer inputs (Gemma 4) ----
 //
 // The last layers have no keys and values: they read the cache of the last layer before them of
 // their kind, windowed or not. And each layer gets p numbers of its own for each token, from a
@@ -2672,7 +2680,7 @@ static void latent_attention(Session *s) {
 static bool load_shared(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
     const Config *c = &ld->m->config;
     int own = larger(c->n_layer, c->n_shared) - c->n_shared;
-    bool shares = ld->l >= own && ld->l > 0;
+    bool shares = ld->l >= own && ld->l > 0 && !w->mixer;
     if (shares) w->source = larger(own, 1) - 1;
     const Layer *all = ld->m->layers, *from = &all[w->source];
     for (; shares && from > all && !from->window != !w->window; from--) w->source--;

@@ -185,6 +185,7 @@ static void device_release(Gpu *g) {   // buffers; the rest goes with the contex
 static void device_close(Gpu *g) {
     Device *d = g->device;
     if (d && d->context) {
+        d->cuCtxSetCurrent(d->context);
         device_release(g);
         d->cuCtxDestroy_v2(d->context);
     }
@@ -393,13 +394,13 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    if (bytes && !g->dry && !g->why[0])
+    if (bytes && !g->dry && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
         cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
 }
 
 static void device_fetch(Gpu *g, void *p, size_t bytes) {   // and waits for it
     cuda_recorded(g);
-    if (bytes && !g->dry && !g->why[0] &&
+    if (bytes && !g->dry && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context) &&
         cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, g->device->stream))
         cuda(g, cuStreamSynchronize, g->device->stream);
 }
@@ -962,7 +963,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
 // y[n][n_head][..] = each head's matrix times x[n][n_head][..]
 static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int n) {
     int n_head = s->m->layers[s->l].n_head;
-    int most = gemv_most(w->rows * n * n_head), units = gemv_units(w->type, w->rows, most);
+    int most = gemv_most(w->rows * n_head), units = gemv_units(w->type, w->rows, most);
     struct heads_args a = {{{experts_matrix(w)}, w->cols, units, n, 0, 0, 1}, n_head,
                            w->x_step / n_head, w->out_step / n_head};
     Dispatch d = {"head_product", {matrix_base(w), x, y}, 3,
@@ -1057,7 +1058,8 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
 }
 
 // y[n][dim] = the weighted sum of the experts' results, with the epilogue: one dispatch for one
-// token, two for a chunk, and one more if there is a shared expert; from a latent sum two more
+// token, two for a chunk, and one more if there is a shared expert; from a latent sum two more.
+// With norms of both results (Gemma 4) each has a product and a norm of its own.
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -1113,8 +1115,8 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// s->att[n][n_value][dv], by a recurrent mixer: products (of a chunk one dispatch each, of a token
-// two in all if alpha and beta are apart, else one), convolution, rule, norm
+// s->att[n][n_value][dv], by a recurrent mixer: products (one dispatch, or two if alpha and beta
+// are apart; see run_products), convolution, rule, norm. The short convolution ends after its own.
 static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
@@ -1158,7 +1160,8 @@ static bool run_block(Session *s, const Layer *w) {
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
-                !w->mixer && !w->k_b.data && c->arch->norm == RMS && c->residual_scale == 1;
+                !w->mixer && !w->k_b.data && !w->input_gate.data && c->arch->norm == RMS &&
+                c->residual_scale == 1;
     for (int i = 0; i < 4; i++) {
         fits = fits && !m[i]->bias;
         args[i]->w[i == 2] = matrix_args(m[i]);
@@ -1361,7 +1364,12 @@ static const char *gpu_lacks(const Model *m) {
         const Layer *w = &m->layers[l];
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
-        if (w->out_scale && !w->ffn_post_norm.w) return "layer_output_scale";
+        bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
+        if (w->out_scale && *w->out_scale == 0) return "layer_output_scale";
+        if (scaled && (!by_norm || c->arch->flags & ENCODER)) return "layer_output_scale";
+        if (!w->up.data && (w->attn_post_norm.w || w->ffn_post_norm.w)) return "post-norms";
+        if (w->k_b.data && (w->k_b.x_step / w->n_head) % 4) return "head size";
+        if (w->k_b.scale || w->v_b.scale || w->k_b.bias || w->v_b.bias) return "head's scales";
         if (late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // no model has that
     }
     return gguf_int(&m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
@@ -1463,7 +1471,7 @@ static void gpu_open(Session *s) {
     if (!device_open(g) ||
         (lacks && !gpu_fail(g, "the GPU path does not know this model's", lacks)) || !share_all(s))
         return gpu_close(s);
-    device_send(g, s->slopes, s->m->layers[0].n_head * sizeof *s->slopes);
+    device_send(g, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_often(g, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);
 }

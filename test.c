@@ -1064,6 +1064,9 @@ static void test_gguf_shapes(void) {
         {{"nemotron_h_moe", 3, "3Mg1xL", ALONE_KEYS EXPERT_KEYS "expert_used_count=0,0,7"},
          {.expect = "a token uses 7 of 6"}},
         {{"llama", 3, "", "attention.head_count_kv=2,0,2"}, {.expect = "layer 1: 4 heads of 16"}},
+        {{"qwen3moe", 2, "kxL", EXPERT_KEYS}, {.expect = "latent experts with a gate"}},
+        {{"deepseek2", 2, "cy", "attention.kv_lora_rank=20 rope.dimension_count=16"},
+         {.expect = "heads of 16 (16 rotated) and 16"}},
         {{"lfm2", 2, "HCkNQ", ""}, {.expect = "shortconv.l_cache is missing"}},
         {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
     };   // NO_KEY: instead, heads[b]
