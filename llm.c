@@ -2079,6 +2079,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
         w->router_norm = (Norm){scale, NULL, c->dim, c->dim};
         w->router.scale = &c->router_scale;
+        need_data(ld, w->ffn_post_norm.w, "post_ffw_norm", ".weight");
         w->expert_norm = need_norm(ld, "pre_ffw_norm_2", c->dim);
         w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
         w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);

@@ -1355,8 +1355,8 @@ static void gpu_store(Session *s) {
 // ---- open ----
 
 // what the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
-// a layer's scale where no norm could apply it, tensors not aligned to 16 bytes, a QK norm over all
-// heads that comes after RoPE
+// a layer's scale or own input where no norm ends the layer, scales of latent heads, a QK norm over
+// all heads that comes after RoPE, tensors not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     bool late = c->arch->flags & QK_NORM_LATE;
