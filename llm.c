@@ -2812,10 +2812,12 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   P punctuation   S symbols   s white space   C control   d 0-9   n \n   r \r \n   / slash
 //   f $+<=>^~|   t `   h Chinese   H more of it   y letters but h, H   a ASCII punctuation
 //   p, k, K DeepSeek's punctuation and CJK   b BLOOM's punctuation   O unassigned
+//   g Hangul   z Bopomofo   q East Asian punctuation
 //
-// [..] one of, [^..] none of; ? * + as usual, 3 one to three times; ! white space or the end
-// follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
-// $ alone: the white space at the end of a piece; % alone: digits in threes from the right.
+// [..] one of, [^..] none of; ? * + as usual, 3 one to three times, =n 2^n times; ! white space or
+// the end follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
+// w a word that goes on over single spaces; $ alone: the white space at the end of a piece; %
+// alone: digits in threes from the right; & alone: numbers in threes, which end a piece.
 //
 // Flags: a word that is a token stays whole; BOS is added; only spaces are respelled.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
@@ -2823,6 +2825,7 @@ typedef struct { const char *names; int flags; const char *rule[7]; } PreTokeniz
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
 #define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
+#define RULE_QWEN2  "i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"
 
 static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
     {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
@@ -2836,11 +2839,14 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
      PRE_WHOLE | PRE_BOS, {RULE_LLAMA3}},
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
+    {"jais-2", 0, {"i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s=9!|s=8!|s=7!|s=6!|s=5!|s=4!|s=3!|s=2!|s=1!|s"}},
     {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
-     {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
+     {RULE_QWEN2}},
+    {"laguna", 0, {"[^n]+|n+", RULE_QWEN2}},
     {"ufakzeka", 0, {"[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
     {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
+    {"exaone-moe", 0, {"i|[^rLN]?w|N| ?[^sLN]+[r/]?|s*r|s+!|s+"}},
     {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"kimi-k2", 0, {"[hH]+|[^rLN]?y+~|N3| ?[^sLNO]+r*|s*r+|s+!|s+|O"}},
     {"superbpe", 0, {"N+", "%"}},
@@ -2851,6 +2857,10 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
      {"[^rLN]?[ucx]*[lcx]+|[^rLN]?[ucx]+[lcx]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
     {"gpt-4o llama4 kanana2 talkie minimax-m2", 0,
      {"[^rLN]?[ucx]*[lcx]+~|[^rLN]?[ucx]+[lcx]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"granite-embed-multi-97m", PRE_WHOLE,
+     {"[^rLN]?[ucxM]*[lcxM]+~|[^rLN]?[ucxM]+[lcxM]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"youtu", PRE_WHOLE, {"g+|q+|z+|k+", "[^rLN]?[LM]+~|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"tiny_aya cohere2moe", 0, {"&", "[^rLN]?[LM]+~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
     {"deepseek-llm", 0, {"r", "s?[ulc]+", "s?p+", "$", "K+", "N+"}},
     {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
     {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
@@ -2934,6 +2944,13 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
         size_t n = contraction_length(ch, end - ch, *rule != '\'');
         return n || *rule == '~' ? rule_match(rule + 1, ch + n, end) : NULL;
     }
+    if (*rule == 'w') {   // L, then L, M, or a space and L
+        Char *to = ch;
+        if (ch < end && ch->set & CLASS('L'))
+            for (to++; to < end && to->set & (CLASS('L') | CLASS('M') | CLASS(' ')); to++)
+                if (to->set & CLASS(' ') && !(to + 1 < end && to[1].set & CLASS('L'))) break;
+        return to > ch ? rule_match(rule + 1, to, end) : NULL;
+    }
     bool none = *rule == '[' && rule[1] == '^';
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
     if (!set)
@@ -2941,7 +2958,8 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     char many = *++rule;
     ptrdiff_t least = many != '?' && many != '*', n = 0;
     ptrdiff_t most = many == '*' || many == '+' ? end - ch : many == '3' ? 3 : 1;
-    if (many && strchr("?*+3", many)) rule++;
+    if (many == '=') least = most = 1 << (*++rule - '0');
+    if (many && strchr("?*+3=", many)) rule++;
     while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
     for (; n >= least; n--) {
         Char *match = rule_match(rule, ch + n, end);
@@ -2957,10 +2975,10 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         end->cut = 1;
         return;
     }
-    if (*rule == '%') {
-        for (int digits = 0; end-- > ch;) {
-            digits = end->set & CLASS('d') ? digits + 1 : 0;
-            if (digits > 3 && digits % 3 == 1) end[1].cut = 1;
+    if (*rule == '%' || *rule == '&') {
+        for (int digits = 0, ends = *rule == '&'; end-- > ch;) {
+            digits = end->set & CLASS(ends ? 'N' : 'd') ? digits + 1 : 0;
+            if (digits % 3 == 1 && (digits > 3 || ends)) end[1].cut = 1;
         }
         return;
     }
@@ -7263,6 +7281,9 @@ static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
     {'H', 0x2CEB0, 0x2EBEF}, {'b', '!', '!'}, {'b', '(', ')'}, {'b', ',', ','}, {'b', '.', '.'},
     {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C}, {'b', 0x6D4, 0x6D4},
     {'b', 0x964, 0x964}, {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002}, {'b', 0xFF0C, 0xFF0C},
+    {'g', 0x3131, 0x318E}, {'g', 0xAC00, 0xD7A3}, {'z', 0x3105, 0x312F}, {'q', 0x2014, 0x2014},
+    {'q', 0x2018, 0x2019}, {'q', 0x201C, 0x201D}, {'q', 0x2026, 0x2026}, {'q', 0x3001, 0x303F},
+    {'q', 0xFE30, 0xFE4F}, {'q', 0xFF01, 0xFF01}, {'q', 0xFF0C, 0xFF0C}, {'q', 0xFF1A, 0xFF1B},
 };
 
 static uint64_t unicode_classes(uint32_t c) {
