@@ -925,10 +925,11 @@ kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]]
 }
 
 // Does a query at pos_q see the key at pos_k (-1: the row is empty)? It sees itself, the window - 1
-// positions before it, and the first `keep`, wherever in the ring their rows are.
+// positions before it (and behind it, if not causal), and the first `keep`, wherever in the ring
+// their rows are.
 static inline bool visible(int pos_k, int pos_q, constant struct attention_args *a) {
-    return pos_k >= 0 &&
-           (!CAUSAL || (pos_k <= pos_q && (pos_q - pos_k < a->window || pos_k < a->keep)));
+    return pos_k >= 0 && pos_k - pos_q < (CAUSAL ? 1 : a->window) &&
+           (pos_q - pos_k < a->window || pos_k < a->keep);
 }
 
 // the row for a position: the first `keep` rows are pinned, the others are a ring
@@ -1506,7 +1507,7 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
         int r = r0 + FLASH_KEYS + (int)lane, pos = *ahead;
         *key = pos;
         *ahead = r < used ? pos_k[r] : -1;
-        seen = pos >= 0 && (!CAUSAL || (pos <= last && visible(pos, max(first, pos), a)));
+        seen = visible(pos, min(max(first, pos), last), a);   // from the query nearest to it
         seen = simd_max((int)seen) > 0;                   // the same for all SIMD-groups
     }
     return r0;

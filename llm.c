@@ -404,8 +404,9 @@ enum {
     QKV_NORMED = 1 << 16,  // values are normed, too, without weights; scores are not scaled
     LOGITS_CAPPED = 1 << 17,   // a soft cap of 30 for logits where the file does not say
     YARN_SCORES = 1 << 18, // YaRN sharpens the scores, not the cosines
-    BOTH_WAYS = 1 << 19,   // a token sees those behind it, too
+    BOTH_WAYS = 1 << 19,   // a token sees those behind it, too; windows lie half on each side
     SECTIONS_MIXED = 1 << 20,  // RoPE's sections take turns
+    FULL_FIRST = 1 << 21,  // of `local` layers the first sees all, not the last
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -460,6 +461,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"gemma2*", RMS, GELU, ROPE_HALVES, .flags = GEMMA2, .local = 2},
     {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
     {"gemma3*", RMS, GELU, ROPE_HALVES, .flags = GEMMA3, .local = 6},
+    {"gemma-embedding", RMS, GELU, ROPE_HALVES, .flags = GEMMA3 | BOTH_WAYS, .local = 6},
     {"gemma4*", RMS, GELU, ROPE_HALVES, .flags = GEMMA4, .local = 6},
     {"deepseek2*", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
     {"deepseek2* mistral4", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES},
@@ -475,6 +477,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"bert*", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER},
     {"jina-bert-v2", LAYERNORM, GELU, ROPE_NONE, .flags = ENCODER | ALIBI_8},
     {"nomic-bert*", LAYERNORM, SILU, ROPE_HALVES, .flags = ENCODER},
+    {"modern-bert", LAYERNORM, GELU, ROPE_HALVES,
+     .flags = BOTH_WAYS | LOCAL_10000 | LOCAL_UNSCALED | FULL_FIRST, .local = 3},
 };
 
 // The hyperparameters: what the architecture's row implies, then what the file says.
@@ -492,7 +496,7 @@ typedef struct {
     float value_scale, temp_scale;             // of attention's result; of queries past
     int temp_length;                           // temp_length tokens (Ministral 3)
     int window;                                // of layers that have one
-    int rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
+    int act, rope, n_rot, rope_sections, rope_tuned;   // pairing; how many of hd are rotated
     int section[4];                            // pairs turned by time, height, width of an image, 0
     float rope_base, rope_base_local, rope_alpha, rope_factor, rope_attn;
     bool yarn;
@@ -586,7 +590,7 @@ static const Key KEYS[] = {
     {"attention.shared_kv_layers", INT(n_shared), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
-    {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gpt-oss*"},
+    {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gemma-embedding* gpt-oss*"},
     {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
     {"attention.causal", INT(causal), 0, 1, NULL},
     {"attention.scale", REAL(attn_scale), "granite granitehybrid granitemoe granite-swa"},
@@ -601,7 +605,8 @@ static const Key KEYS[] = {
     {"rope.dimension_sections", INT(rope_sections), 0, INT_MAX, "glm4"},
     {"rope.dimension_count_swa", INT(n_rot_local), 0, 4096, "gemma4"},
     {"rope.freq_base", REAL(rope_base), NULL},
-    {"rope.freq_base_swa", REAL(rope_base_local), "gemma2 gemma3 gemma4 gpt-oss mimo2"},
+    {"rope.freq_base_swa", REAL(rope_base_local),
+     "gemma2 gemma3 gemma4 gemma-embedding gpt-oss mimo2 modern-bert"},
     {"rope.scale_linear", REAL(rope_factor), NULL},
     {"rope.scaling.factor", REAL(rope_factor), NULL},
     {"rope.scaling.attn_factor", REAL(rope_attn), NULL},
@@ -636,6 +641,7 @@ typedef struct {
     Layer *layers;                             // [n_layer]
     Matrix embd, output;                       // [n_vocab][dim]
     Matrix pos_embd, type_embd;                // learned positions [n_ctx][dim], token type 0
+    Matrix dense[2];                           // of the pooled embedding, one after the other
     Matrix layer_embd, layer_proj;             // layers' own inputs [..][n_layer * per_layer]
     Norm embd_norm, out_norm, layer_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
@@ -852,7 +858,8 @@ static void load_norms(Loader *ld, Layer *w) {
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
-    if (!encoder && !bare && !w->attn_post_norm.w)
+    bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
+    if (!encoder && !bare && !w->attn_post_norm.w && !normed)
         need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
     bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
     w->parallel = (second.w && !encoder) || c->parallel || no_ffn_norm;
@@ -868,11 +875,12 @@ static void load_layer(Loader *ld, Layer *w) {
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
-    // Which layers see only a window: the key is a period, whose last layer sees all, or an array
+    // Which layers see only a window: the key is a period, of which one layer sees all, or an array
     // of yes and no. Some models use RoPE in windowed layers only, some not in every n-th layer.
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
     bool each = key && key->type == GGUF_ARR, every = !each && !w->pattern;
-    bool local = windows && (each ? w->pattern : every || ld->l % w->pattern < w->pattern - 1);
+    int whole = a->flags & FULL_FIRST ? 0 : w->pattern - 1;
+    bool local = windows && (each ? w->pattern : every || ld->l % w->pattern != whole);
     w->window = local ? c->window : 0;
     w->rotated &= c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
                   !(a->flags & LOCAL_ROPE && windows && !local);
@@ -934,6 +942,7 @@ static void imply_config(Config *c) {
     c->alibi = flags & ALIBI_8 ? 8 : 0;
     c->window = flags & WINDOW_4096 ? 4096 : 0;
     c->causal = !(flags & (ENCODER | BOTH_WAYS));
+    c->act = c->arch->act;
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
     c->gates_normed = !!(flags & GATES_NORMED);
     c->gating = flags & GATES_SIGMOID ? 2 : 1;
@@ -945,6 +954,10 @@ static void derive_config(Loader *ld) {
     int flags = c->arch->flags;
     c->eps = fmaxf(c->arch->norm == RMS ? c->eps_rms : c->eps, 0);
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
+    if (!c->causal && c->window) c->window = c->window / 2 + 1;   // on each side, with itself
+    Str act = meta_str(arch_meta(ld, "hidden_activation"));
+    if (act.n && find_str(act, "silu swish swiglu")) c->act = SILU;
+    if (act.n && find_str(act, "relu reglu")) refuse(ld, "ReLU is not supported");
     c->n_layer -= c->n_predict;
     c->dv /= c->n_value ? c->n_value : 1;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf.n_tensors)
@@ -1013,7 +1026,8 @@ static bool weights_load(Model *m, Error *e) {
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
-    if (find_tensor(&ld, "dense_2", ".weight")) refuse(&ld, "tensor dense_2 is not supported");
+    m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
+    m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].data ? m->dense[0].rows : c->dim, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
     m->layers = calloc(c->n_layer, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
@@ -1138,17 +1152,17 @@ typedef struct {
     const uint16_t *k, *v;         // [n_kv][rows][hd], [n_kv][rows][v_step] f16, vd of which count
     const int32_t *pos_k;          // [rows] position in each row, -1: empty
     int rows, pos, n;              // queries at pos .. pos+n-1
-    int n_head, n_kv, hd, vd, v_step, window, keep;
-    bool causal;
+    int n_head, n_kv, hd, vd, v_step, window, keep, ahead;
     float scale, softcap;          // softcap 0: none
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 
 // Does a query see a key (both are positions; key -1: an empty row)? It sees a window that ends
-// with itself, and the first `keep` keys, which are pinned. No branch: loops become vector code.
+// with itself, `ahead` keys behind it (0 in a causal model), and the first `keep` keys, which are
+// pinned. No branch: loops become vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
-    int past = (key <= query) & ((query - key < a->window) | (key < a->keep));
-    return (key >= 0) & (past | (a->causal == false));
+    int near = (query - key < a->window) | (key < a->keep);
+    return (key >= 0) & (key - query <= a->ahead) & near;
 }
 
 // out = softmax(scale * q k' + mask) v, for each query and head over the rows of the ring. Heads
@@ -1434,7 +1448,8 @@ static void attend(Session *s) {
                    .rows = kv->rows, .pos = s->pos, .n = s->n, .n_head = w->n_head,
                    .n_kv = w->n_kv, .hd = w->hd, .vd = w->vd,
                    .v_step = kv->v == kv->k ? w->hd : w->vd, .window = kv->window,
-                   .keep = kv->keep, .causal = c->causal, .scale = c->attn_scale,
+                   .keep = kv->keep, .ahead = c->causal ? 0 : kv->window - 1,
+                   .scale = c->attn_scale,
                    .softcap = c->attn_cap, .sinks = w->sinks,
                    .slopes = c->alibi > 0 ? s->slopes : NULL};
     attention(s->pool, &s->calls, &a);
@@ -1465,7 +1480,7 @@ static void activate_row(Task t) {   // up = act(gate) * up
     const Ffn *f = t.of;
     size_t ff = f->up->rows;
     float *up = s->up + t.i * ff, *gate = f->gate->data ? s->gate + t.i * ff : NULL;
-    activate(up, gate, up, ff, s->m->config.arch->act);
+    activate(up, gate, up, ff, s->m->config.act);
 }
 
 // out [n][dim] = down (act(gate h) * up h)
@@ -2066,7 +2081,7 @@ static void load_experts(Loader *ld, Layer *w) {
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
-    bool latent = w->latent_down.data, gated = c->arch->act != RELU2;
+    bool latent = w->latent_down.data, gated = c->act != RELU2;
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
     if (latent && gated) refuse(ld, "layer %d: latent experts with a gate", ld->l);
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
@@ -2733,7 +2748,7 @@ static void layer_input_row(Task t) {   // act(Gate x) * e
     Session *s = t.ctx;
     int p = s->m->config.per_layer, n_layer = s->m->config.n_layer;
     float *gate = s->gate + (size_t)t.i * p;
-    activate(gate, gate, s->inputs + ((size_t)t.i * n_layer + s->l) * p, p, s->m->config.arch->act);
+    activate(gate, gate, s->inputs + ((size_t)t.i * n_layer + s->l) * p, p, s->m->config.act);
 }
 
 // ends the block before, whose norm is `post`; returns that of this one
@@ -2839,7 +2854,8 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
      PRE_WHOLE | PRE_BOS, {RULE_LLAMA3}},
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
-    {"jais-2", 0, {"i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s=9!|s=8!|s=7!|s=6!|s=5!|s=4!|s=3!|s=2!|s=1!|s"}},
+    {"jais-2", 0,
+     {"i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s=9!|s=8!|s=7!|s=6!|s=5!|s=4!|s=3!|s=2!|s=1!|s"}},
     {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
      {RULE_QWEN2}},
     {"laguna", 0, {"[^n]+|n+", RULE_QWEN2}},
@@ -5676,7 +5692,7 @@ static void many_task(Task t) {
         if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
             uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // the last position they see
-            for (b.n = n; a->causal && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or empty
+            for (b.n = n; !a->ahead && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or empty
             c->tile->attend(a, &b, &q[i]);
         }
     }
@@ -6819,18 +6835,26 @@ static bool run_ppl(Cli *cli) {
 }
 
 // Pools as the metadata says; by default a causal model's last token, an encoder's mean. Prints the
-// result, L2-normalised; without pooling, every row.
+// result, behind the dense layers that some files bring, L2-normalised; without pooling, every row.
 static bool pool_row(void *ctx, int i, const float *row) {
     enum { NONE, MEAN, CLS, LAST };
     Cli *cli = ctx;
     const Config *c = &cli->m.config;
     int pooling = c->pooling >= 0 ? c->pooling : c->causal ? LAST : MEAN;
-    double *x = cli->work, length = 0;
-    for (int j = 0; j < c->dim && (i == 0 || pooling != CLS); j++)
-        x[j] = row[j] + (pooling == MEAN ? x[j] : 0);
+    double *sum = cli->work, length = 0;
+    float *x = (float *)(sum + c->dim);
+    int n = c->dim;
+    for (int j = 0; j < n && (i == 0 || pooling != CLS); j++)
+        sum[j] = row[j] + (pooling == MEAN ? sum[j] : 0);
     if (pooling != NONE && i + 1 < (int)cli->ids.n) return true;
-    for (int j = 0; j < c->dim; j++) length += x[j] * x[j];
-    for (int j = 0; j < c->dim; j++)
+    for (int j = 0; j < n; j++) x[j] = sum[j] / (pooling == MEAN ? cli->ids.n : 1);
+    for (const Matrix *w = cli->m.dense; w < cli->m.dense + 2 && w->data; w++) {
+        plain_matmul(&(Matmul){w, x, x + n, 1}, x + n + w->rows);
+        x += n;
+        n = w->rows;
+    }
+    for (int j = 0; j < n; j++) length += (double)x[j] * x[j];
+    for (int j = 0; j < n; j++)
         printf(j ? " %.9g" : "%.9g", length > 0 ? x[j] / sqrt(length) : 0.0);
     putchar('\n');
     return true;
@@ -6929,7 +6953,7 @@ static void print_layers(const Model *m) {
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
-           act[c->arch->act], rope[c->rope]);
+           act[c->act], rope[c->rope]);
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
            c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
            c->n_ctx);
@@ -7003,13 +7027,14 @@ static bool run(Cli *cli) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
     }
-    if (m->config.arch->flags & ENCODER && !cli->embed && !cli->info)
+    if (!m->config.causal && !cli->embed && !cli->info)
         return fail(&cli->e, "%s: %s is an encoder; use --embed", cli->model, m->config.name);
     if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
-    size_t work = larger(m->config.dim * sizeof(double), m->tokenizer->piece_max);
+    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;
+    size_t work = larger(2 * wide * sizeof(double), m->tokenizer->piece_max);
     cli->work = calloc(1, cli->bench.id || cli->info ? (size_t)SLICES * SLICE : work);
     if (!cli->work) return fail(&cli->e, "out of memory");
     if (cli->info) return print_info(cli);
@@ -7057,8 +7082,7 @@ int main(int argc, char **argv) {
 // ---- appendix: Unicode ----
 //
 // UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
-// of characters, each range with a value; `make unicode` writes them. A range is two or three
-// numbers:
+// of characters, each range with a value; `make unicode` writes them. A range is up to 3 numbers:
 //   - twice how many characters lie between the range before and this one, plus 1 if this one has
 //     more than one character;
 //   - only if it has: how many more;
@@ -7279,11 +7303,11 @@ static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
     {'h', 0x4E00, 0x9FFF}, {'h', 0xF900, 0xFAFF}, {'h', 0x20000, 0x2A6DF}, {'h', 0x2A700, 0x2B81F},
     {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F}, {'H', 0x2B820, 0x2B91F},
     {'H', 0x2CEB0, 0x2EBEF}, {'b', '!', '!'}, {'b', '(', ')'}, {'b', ',', ','}, {'b', '.', '.'},
-    {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C}, {'b', 0x6D4, 0x6D4},
-    {'b', 0x964, 0x964}, {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002}, {'b', 0xFF0C, 0xFF0C},
-    {'g', 0x3131, 0x318E}, {'g', 0xAC00, 0xD7A3}, {'z', 0x3105, 0x312F}, {'q', 0x2014, 0x2014},
-    {'q', 0x2018, 0x2019}, {'q', 0x201C, 0x201D}, {'q', 0x2026, 0x2026}, {'q', 0x3001, 0x303F},
-    {'q', 0xFE30, 0xFE4F}, {'q', 0xFF01, 0xFF01}, {'q', 0xFF0C, 0xFF0C}, {'q', 0xFF1A, 0xFF1B},
+    {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C}, {'b', 0x6D4, 0x6D4}, {'b', 0x964, 0x964},
+    {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002}, {'b', 0xFF0C, 0xFF0C}, {'g', 0x3131, 0x318E},
+    {'g', 0xAC00, 0xD7A3}, {'z', 0x3105, 0x312F}, {'q', 0x2014, 0x2014}, {'q', 0x2018, 0x2019},
+    {'q', 0x201C, 0x201D}, {'q', 0x2026, 0x2026}, {'q', 0x3001, 0x303F}, {'q', 0xFE30, 0xFE4F},
+    {'q', 0xFF01, 0xFF01}, {'q', 0xFF0C, 0xFF0C}, {'q', 0xFF1A, 0xFF1B},
 };
 
 static uint64_t unicode_classes(uint32_t c) {
@@ -7293,8 +7317,7 @@ static uint64_t unicode_classes(uint32_t c) {
     for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
         if (c >= MORE_CLASSES[i].first && c <= MORE_CLASSES[i].last)
             set |= CLASS(MORE_CLASSES[i].letter);
-    bool chinese = set & (CLASS('h') | CLASS('H'));
-    return set | (set & CLASS('L') && !chinese ? CLASS('y') : 0);
+    return set | (set & CLASS('L') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
 }
 
 // BERT's spelling of a character; 0: none

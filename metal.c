@@ -807,7 +807,7 @@ static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float 
                   GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_NORMED] = norm_bits(in.norm), [C_CENTRED] = in.norm && c->arch->norm != RMS,
                    [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
-                   [C_ACTIVATION] = c->arch->act}};
+                   [C_ACTIVATION] = c->act}};
     int parts = glu ? 1 : k, all = 0;
     for (int i = 0; i < k; i++) all += w[i]->rows * a.tokens;
     d.constant[C_UNIT_ROWS] = gemv_most(all);
@@ -856,7 +856,7 @@ static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, 
                           experts ? choices_of(s, 1) : 0};
     Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
                   gemm_floats(tile),
-                  {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->arch->act,
+                  {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->act,
                    [C_SOFTCAPPED] = e.cap > 0, [C_TILE_TOKENS] = tile}};
     bind_matrices(&d, a.w, w, k, experts);
     for (int i = 0; i < k; i++) {
@@ -1020,7 +1020,7 @@ static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) *
     struct input_args a = {n, c->per_layer, c->n_layer * c->per_layer};
     Dispatch d = {"gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
                   div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
-                  {[C_ACTIVATION] = c->arch->act}};
+                  {[C_ACTIVATION] = c->act}};
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
@@ -1156,7 +1156,7 @@ static bool run_block(Session *s, const Layer *w) {
     struct block_args a = {each, each, each};
     struct gemv_args *args[4] = {&a.o, &a.ffn, &a.ffn, &a.down};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_THREADS,
-                  0, {[C_ACTIVATION] = c->arch->act, [C_EPILOGUE] = EPILOGUE_GLU,
+                  0, {[C_ACTIVATION] = c->act, [C_EPILOGUE] = EPILOGUE_GLU,
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&

@@ -414,16 +414,18 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   e experts beside a dense FFN  z per-layer inputs  h a norm again  w attn_output_norm of the FFN
 //   M a state space  C a short convolution  H either in even layers, attention in odd ones
 //   3 layers of a state space, attention or an FFN alone, in turn  L latent experts
-//   Q the norm of the embedding is that of the output
+//   Q the norm of the embedding is that of the output  F no norm before the first attention
+//   I dense layers behind an embedding
 // and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32,
-// Z W Y a layer without attention, without a recurrent mixer, without FFN.
+// Z W Y a layer without attention, without a recurrent mixer, without FFN, X without attn_norm.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 
 // name:dimensions:letters, of which x must be there, !x must not, and +x brings a bias
 static const char PARTS[] =
-    "token_embd:32,64:^ position_embd:32,96:^P token_types:32,2:^E token_embd_norm:32:^N+n "
-    "output_norm:32:^!0!E!Q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E+n attn_norm_2:32:2+n "
+    "token_embd:32,64:^ dense_2:32,40:^I dense_3:40,24:^I position_embd:32,96:^P "
+    "token_types:32,2:^E token_embd_norm:32:^N+n "
+    "output_norm:32:^!0!E!Q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n "
     "ffn_norm:32:!0!p!E!1!a!w+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
     "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
     "attn_output_norm:32:w attn_norm_2:32:h+n "
@@ -514,6 +516,7 @@ static void put_model(Writer *w, const Shape *m) {
         const char *kind = strchr(m->letters, 'd') && l % 2 == 0 ? "l" : "";
         if (strchr(m->letters, 'H')) kind = l % 2 ? "W" : "Z";
         if (strchr(m->letters, '3')) kind = l % 3 == 0 ? "ZY" : l % 3 == 1 ? "WY" : "ZW";
+        if (strchr(m->letters, 'F') && l == 0) kind = "X";
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
     }
 }
@@ -1067,6 +1070,7 @@ static void test_gguf_shapes(void) {
         {{"qwen3moe", 2, "kxL", EXPERT_KEYS}, {.expect = "latent experts with a gate"}},
         {{"deepseek2", 2, "cy", "rope.dimension_count=16"}, {.expect = "heads of 16 (16 rotated)"}},
         {{"lfm2", 2, "HCkNQ", ""}, {.expect = "shortconv.l_cache is missing"}},
+        {{"gemma4", 2, "akxe", EXPERT_KEYS GEMMA4_KEYS}, {.expect = "post_ffw_norm"}},
         {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
     };   // NO_KEY: instead, heads[b]
     static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
@@ -1173,7 +1177,7 @@ static Attention attention_of(const AttentionCase *t) {
                        .v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd),
                        .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
                        .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep,
-                       .causal = t->causal,
+                       .ahead = t->causal ? 0 : t->window - 1,
                        .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
@@ -1212,6 +1216,16 @@ static void test_attention(void) {
         // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
         CHECK(error < 1e-7, "case %zu: NMSE %.2g", i, error);
     }
+    // by hand: a window of 3 that ends with the query, one of 3 on each side; key 0 pinned, -1 none
+    static const char *const seen[2] = {"x..xxx...", "x..xxxxx."};
+    for (int k = -1; k < 9; k++)
+        for (int both = 0; both < 2; both++) {
+            Attention a = {.window = 3, .ahead = 2 * both, .keep = 1};
+            CHECK(attention_sees(&a, 5, k) == (k >= 0 && seen[both][k] == 'x'), "key %d", k);
+        }
+    Shape windows = {"modern-bert", 4, "fuNTF", WINDOW_KEYS};   // half of 9 on each side
+    const Layer *w = random_model(&windows)->layers;
+    CHECK(!w[0].window && w[1].window == 5 && w[2].window == 5 && !w[3].window, "modern-bert");
 }
 
 // ---- row by row ----
@@ -1414,7 +1428,8 @@ static const Shape SHAPES[] = {
     {"mellum", 4, "kx", EXPERT_KEYS WINDOW_KEYS}, {"jais2", 3, "nboBg", ""},
     {"dbrx", 3, "fxw", EXPERT_KEYS "attention.clamp_kqv=1."}, {"llama-embed", 3, "", ""},
     {"granite-swa", 4, "ixs", EXPERT_KEYS WINDOW_KEYS "logit_scale=2. attention.rope_pattern=1"},
-    {"jina-bert-v2", 3, "nboBuENhK", ""},
+    {"jina-bert-v2", 3, "nboBuENhK", ""}, {"gemma-embedding", 6, "tkT", WINDOW_KEYS},
+    {"modern-bert", 4, "fuNTF", WINDOW_KEYS "attention.causal=0"},
 };
 
 // the last token's logits, or an encoder's vector for it
@@ -1798,6 +1813,9 @@ static void test_tokenizer_rules(void) {
         {"minicpm5", "It|'S|123|4| ab|!\n\n|x"}, {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"},
         {"superbpe", "a b|1|234|567|x|89|123|."},
         {"kimi-k2", "漢字\U0002B820\U0002CEB0|か|.x|漢|12|A's| |123|4| !\n|\u0378|\u0378"},
+        {"jais-2", "a|        |    |  | b|\t\n"}, {"exaone-moe", "ab a\u0301 cd| | x|1|2|!\n|\n"},
+        {"youtu", "가ㄱ|漢か|，。|ㄅ|ab|1|2"}, {"tiny_aya", "a|1|234|567| |12|b"},
+        {"granite-embed-multi-97m", "Hello|World| a\u0301b|123|4"}, {"laguna", "a| |\n|c|1|2"},
         {"gemma4", "a  b c|\n\n|d"}, {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
     };
     for (size_t k = 0; k < COUNT(rules); k++) {
@@ -2269,6 +2287,25 @@ static void test_cli_numbers(void) {
     for (int i = 0; i < 64; i++, cli.out = end)
         worst = fmax(worst, fabs(strtod(cli.out, &end) - g.want[i] / length));
     CHECK(worst < 1e-3, "--embed is off by %.1e", worst);
+
+    Shape shape = {"gemma-embedding", 1, "tkTI", WINDOW_KEYS "pooling_type=3"};
+    const Model *m = random_model(&shape);
+    float row[3 * WIDTH], y[40] = {0}, z[24] = {0}, w[40];
+    Session *s = open_session(m, (Options){.threads = 1});
+    Rows rows = {NULL, row, WIDTH};
+    session_run(s, (int32_t[]){5, 6, 7}, 3, 0, true, keep_row, &rows, &(Error){""});
+    for (int k = 0; k < 2; k++)
+        for (int r = 0; r < (k ? 24 : 40); r++) {
+            matrix_row(&m->dense[k], r, w);
+            for (int j = 0; j < (k ? 40 : WIDTH); j++)
+                (k ? z : y)[r] += w[j] * (k ? y : row + 2 * WIDTH)[j];
+        }
+    shell("llm $D/random.gguf --embed --tokens 5,6,7");
+    length = sqrt(squares(z, 24));
+    for (int i = 0; i < 24; i++, cli.out = end) {
+        double got = strtod(cli.out, &end);
+        CHECK(fabs(got - z[i] / length) < 1e-6, "dense_3: %g at %d, not %g", got, i, z[i] / length);
+    }
 }
 
 // A model that says the same again and again: after a word of `chain` comes the next one, whatever
@@ -3488,7 +3525,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     RandomMatrix w[3];
     Norm norm = lab_norm(g, cols, 0);
     Lab x = lab(g);
-    x.arch.act = act;
+    x.m.config.act = act;
     x.arch.norm = type % 3;
     if (type % 2) norm.b = lab_floats(g, cols, 1);
     if (x.arch.norm == BARE) norm.w = NULL;
@@ -3724,8 +3761,7 @@ static void lab_experts(Gpu *g, int type, int n) {
     float *route = (float *)router.m.data;
     memcpy(route + 4 * dim, route + 2 * dim, 4 * dim);
     for (int e = 1; e < 40 && E == 40; e++) memcpy(route + e * dim, route, 4 * dim);
-    x.arch.act = type % 4;
-    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E,
+    x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E, .act = type % 4,
                           .gating = 1 + type % 2, .gates_normed = type % 3 > 0,
                           .gates_scale = 1.5f};
     x.w = floats = (Layer){.ff = ff, .n_used = USED, .router = matrix_rows(router.m, 0, E),
@@ -3895,8 +3931,7 @@ static void kernel_latent(Gpu *g, int unused) {
     enum { H = 3, N = 2, LORA = 20, ROT = 12, HD = 30, ROWS = 9, POS = 5, P = 40 };
     for (int pairing = ROPE_PAIRS; pairing <= ROPE_HALVES; pairing++) {
         Lab x = lab(g);
-        x.arch = (Arch){.act = GELU};
-        x.m.config = (Config){.arch = &x.arch, .eps = 1e-5f, .rope = pairing, .temp_scale = 0.7f,
+        x.m.config = (Config){.act = GELU, .eps = 1e-5f, .rope = pairing, .temp_scale = 0.7f,
                               .temp_length = 2, .per_layer = P, .n_layer = 1};
         x.w = (Layer){.n_head = H, .hd = LORA + ROT, .vd = LORA, .n_rot = ROT, .q.rows = H * HD,
                       .latent_norm = {lab_floats(g, LORA, 1), NULL, LORA, LORA}};
