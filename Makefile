@@ -103,7 +103,7 @@ test_asan.log: test_asan
 	@$(RUN) "address and undefined behaviour sanitizers" ./test_asan --quick \
 	    $(filter-out metal_models, $(MEMORY))
 test_valgrind.log: test_avx2
-	@$(RUN) "valgrind" $(VALGRIND) ./test_avx2 --quick $(filter-out cli_%, $(MEMORY))
+	@$(RUN) "valgrind" $(VALGRIND) ./test_avx2 --quick --quick $(filter-out cli_%, $(MEMORY))
 test_lines.log:
 	@$(RUN) "line budgets" $(MAKE) --no-print-directory lines
 
