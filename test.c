@@ -3517,7 +3517,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     bool int8 = tile == CODES, one = n == 1, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
     int k = way == EPILOGUE_STORE ? 3 : 1 + (glu && one), act = type % 4;
-    float scale = 1.5f, cap = add ? 2 : 0, factor = glu ? 1 : 2;
+    float scale = 1.5f, cap = 0, factor = glu ? 1 : 2;
     float wide = act == SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
     float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
     const char *name = one ? "gemv" : text_of("gemm of %d, tile %d", n, tile);
@@ -3544,6 +3544,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
         v[i] = reference_product(&w[i], normed, n);
         for (int j = 0; j < n * rows[i]; j++) v[i][j] *= factor;
     }
+    if (add) cap = sqrt(squares(v[0], n * rows[0]) / (n * rows[0]));   // neither idle nor a step
     for (int j = 0; j < n * rows[0] && way != EPILOGUE_STORE; j++)
         v[0][j] = add ? other[j] + cap * tanh(v[0][j] / cap)
                   : reference_activation(act, glu && !one ? other[j] : v[0][j],
