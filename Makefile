@@ -223,6 +223,8 @@ threads-half    warm   dense    512 64    0 0 $(shell echo $$((($(THREADS) + 1) 
 threads-all     warm   dense    512 64    0 0 $(THREADS)
 experts         warm   experts  512 64    0 0 $(THREADS)
 hybrid          warm   hybrid   512 64    0 0 $(THREADS)
+state-space     warm   mamba    512 64    0 0 $(THREADS)
+latent          warm   compressed 512 64  0 0 $(THREADS)
 vectors         embed  vectors  512 0     0 0 $(THREADS)
 endef
 export SCENARIOS

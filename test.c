@@ -553,17 +553,28 @@ static const struct { const char *name, *arch, *keys; } BENCH_SHAPES[] = {
      "ssm.state_size=128 ssm.group_count=16 ssm.time_step_rank=16 ssm.inner_size=2048"},
     {"vectors", "nomic-bert", "attention.head_count_kv=16 attention.key_length=64 "
      "attention.value_length=64 attention.layer_norm_epsilon=.000001 attention.causal=0"},
+    {"mamba", "mamba2", "attention.head_count=0 feed_forward_length=0 ssm.conv_kernel=4 "
+     "ssm.state_size=128 ssm.group_count=1 ssm.time_step_rank=32 ssm.inner_size=2048"},
+    {"compressed", "deepseek2", "attention.head_count_kv=1 attention.q_lora_rank=768 "   // latent
+     "attention.kv_lora_rank=512 attention.key_length=576 attention.value_length=512 "
+     "attention.key_length_mla=320 attention.value_length_mla=256 rope.dimension_count=64 "
+     "leading_dense_block_count=28 expert_feed_forward_length=1 expert_shared_count=0"},
 };
 // Their tensors, in the notation above.
 static const char BENCH_PARTS[] =
     "output_norm:1024:^!v token_types:1024,2:^=v token_embd_norm:1024:^v+v attn_norm:1024:!v "
-    "ffn_norm:1024:!v!h post_attention_norm:1024:h attn_q_norm:128:!v!l attn_k_norm:128:!v!l "
-    "ssm_conv1d:4,6144:=l ssm_dt.bias:16:l ssm_a:16:l ssm_norm:128:l ffn_gate_inp:1024,64:=e "
-    "attn_output_norm:1024:v+v layer_output_norm:1024:v+v attn_q:1024,2048:!v!h "
-    "attn_q:1024,4096:h!l attn_k:1024,1024:!v!l attn_v:1024,1024:!v!l attn_qkv:1024,3072:v "
-    "attn_output:2048,1024:!v!l attn_output:1024,1024:v attn_qkv:1024,6144:l "
+    "ffn_norm:1024:!v!h!m post_attention_norm:1024:h attn_q_norm:128:!v!l!m!c "
+    "attn_k_norm:128:!v!l!m!c ffn_gate_inp:1024,64:=e attn_output_norm:1024:v+v "
+    "layer_output_norm:1024:v+v attn_q:1024,2048:!v!h!m!c attn_q:1024,4096:h!l "
+    "attn_k:1024,1024:!v!l!m!c attn_v:1024,1024:!v!l!m!c attn_qkv:1024,3072:v "
+    "attn_output:2048,1024:!v!l!m!c attn_output:1024,1024:v attn_qkv:1024,6144:l "
     "attn_gate:1024,2048:l ssm_alpha:1024,16:l ssm_beta:1024,16:l ssm_out:2048,1024:l "
-    "ffn_gate:1024,3072:!e ffn_up:1024,3072:!e ffn_down:3072,1024:!e "
+    "ssm_conv1d:4,6144:=l ssm_dt.bias:16:l ssm_a:16:l ssm_norm:128:l "
+    "ssm_in:1024,4384:m ssm_conv1d:4,2304:=m+m ssm_dt.bias:32:m ssm_a:1,32:=m ssm_d:1,32:=m "
+    "ssm_norm:2048,1:=m ssm_out:2048,1024:m attn_q_a:1024,768:c attn_q_a_norm:768:c "
+    "attn_q_b:768,5120:c attn_kv_a_mqa:1024,576:c attn_kv_a_norm:512:c attn_k_b:256,512,16:c "
+    "attn_v_b:512,256,16:c attn_output:4096,1024:c "
+    "ffn_gate:1024,3072:!e!m ffn_up:1024,3072:!e!m ffn_down:3072,1024:!e!m "
     "ffn_gate_exps:1024,256,64:e ffn_up_exps:1024,256,64:e ffn_down_exps:256,1024,64:e "
     "token_embd:1024,151936:^";
 
@@ -579,9 +590,9 @@ static void write_bench_model(char **arg) {
     const char *arch = BENCH_SHAPES[k].arch;
     key_text(&w, "general.architecture", arch);
     key_text(&w, "tokenizer.ggml.model", "none");
-    put_keys(&w, arch, text_of("block_count=28 context_length=40960 embedding_length=1024 %s "
+    put_keys(&w, arch, text_of("block_count=28 context_length=40960 embedding_length=1024 "
              "feed_forward_length=3072 attention.head_count=16 rope.freq_base=1000000. "
-             "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936", BENCH_SHAPES[k].keys));
+             "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936 %s", BENCH_SHAPES[k].keys));
     key_array(&w, "qwen35.rope.dimension_sections", GGUF_I32, 4, (int32_t[4]){24, 20, 20}, 16);
     for (w.pass = 1; w.pass <= 2; w.pass++) {
         put_parts(&w, BENCH_PARTS, "", text_of("^%c", *shape));
