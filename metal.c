@@ -29,7 +29,7 @@ _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE
 
 enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what the device has for it: its buffer, or the address of a copy
-typedef struct { char *base; size_t size; void *buffer; bool own; } Shared;   // own: free(base)
+typedef struct { char *base; size_t size; void *buffer; } Shared;
 // a kernel with function constants; n buffers, threads of a threadgroup at most
 typedef struct {
     const char *kernel;
@@ -53,6 +53,7 @@ typedef struct {
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
+    Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
     float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
@@ -176,10 +177,7 @@ static bool device_open(Gpu *g) {
 }
 
 static void device_release(Gpu *g) {   // buffers; the rest goes with the context
-    for (int i = 0; i < g->n_shared; i++) {
-        g->device->cuMemFree_v2(g->shared[i].buffer);
-        if (g->shared[i].own) free(g->shared[i].base);
-    }
+    for (int i = 0; i < g->n_shared; i++) g->device->cuMemFree_v2(g->shared[i].buffer);
 }
 
 static void device_close(Gpu *g) {
@@ -197,8 +195,7 @@ static size_t device_longest(Gpu *g) { return (void)g, SIZE_MAX / 2; }   // byte
 // Copies what stands in the host's memory, if it is filled, and says on a terminal how far it is.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
     size_t room, all;
-    if (!s->base) s->own = (s->base = calloc(1, s->size)) != NULL;
-    if (!s->base || !cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
+    if (!cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
     if (s->size > room) {
         char both[80];
         snprintf(both, sizeof both, "%zu MB more, where %zu of %zu MB are free", s->size >> 20,
@@ -350,7 +347,6 @@ static void device_ready(Gpu *g, Pool *pool) {
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
-static void device_split(Gpu *g) { (void)g; }   // it has begun already
 
 // The launches of a token are captured as a graph, which begins each of them sooner than a call
 // could, and is launched again as long as the key is the same.
@@ -446,11 +442,9 @@ void objc_autoreleasePoolPop(void *);
     X(new_pipeline, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *)) \
     X(simd_width, "threadExecutionWidth", size_t, (id, SEL)) \
     X(max_threads, "maxTotalThreadsPerThreadgroup", size_t, (id, SEL)) \
-    X(new_buffer, "newBufferWithLength:options:", id, (id, SEL, size_t, size_t)) \
     X(share_pages, "newBufferWithBytesNoCopy:length:options:deallocator:", id, \
       (id, SEL, void *, size_t, size_t, id)) \
-    X(contents, "contents", void *, (id, SEL)) X(commands, "commandBuffer", id, (id, SEL)) \
-    X(encoder, "computeCommandEncoder", id, (id, SEL)) \
+    X(commands, "commandBuffer", id, (id, SEL)) X(encoder, "computeCommandEncoder", id, (id, SEL)) \
     X(set_pipeline, "setComputePipelineState:", void, (id, SEL, id)) \
     X(set_buffer, "setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t)) \
     X(set_bytes, "setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t)) \
@@ -548,14 +542,12 @@ static void device_close(Gpu *g) {
 static size_t device_longest(Gpu *g) { return send(g, max_length, g->device->device); }
 
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
-    size_t unit = s->base ? sysconf(_SC_PAGESIZE) : 1;
-    id device = g->device->device;
+    size_t page = sysconf(_SC_PAGESIZE);
     (void)filled;
-    s->size = (s->size + unit - 1) / unit * unit;
+    s->size = (s->size + page - 1) / page * page;
     if (s->size > device_longest(g)) return false;
-    s->buffer = s->base ? send(g, share_pages, device, s->base, s->size, MTLStorageModeShared, NULL)
-                        : send(g, new_buffer, device, s->size, MTLStorageModeShared);
-    if (!s->base && s->buffer) s->base = send(g, contents, s->buffer);
+    s->buffer = send(g, share_pages, g->device->device, s->base, s->size, MTLStorageModeShared,
+                     NULL);
     return s->buffer != NULL;
 }
 
@@ -578,14 +570,6 @@ static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
 
 static void device_ready(Gpu *g, Pool *pool) { (void)g, (void)pool; }
 
-static void metal_commands(Gpu *g) {   // begins one more command buffer
-    Device *d = g->device;
-    id commands = send(g, commands, d->queue);
-    d->encoder = send(g, encoder, commands);
-    if (d->encoder) d->commands[d->n_commands++] = commands;
-    else metal_fail(g, "no command encoder", NULL);
-}
-
 static void metal_commit(Gpu *g) {
     Device *d = g->device;
     if (!d->encoder) return;
@@ -593,15 +577,14 @@ static void metal_commit(Gpu *g) {
     if (!g->dry) send(g, commit, d->commands[d->n_commands - 1]);
 }
 
-static void device_begin(Gpu *g) {
-    g->device->pool = objc_autoreleasePoolPush();
-    g->device->n_commands = 0;
-    metal_commands(g);
-}
-
-static void device_split(Gpu *g) {
+static void device_begin(Gpu *g) {   // one more command buffer
+    Device *d = g->device;
+    if (!d->pool) d->pool = objc_autoreleasePoolPush();
     metal_commit(g);
-    metal_commands(g);
+    id commands = send(g, commands, d->queue);
+    d->encoder = send(g, encoder, commands);
+    if (d->encoder) d->commands[d->n_commands++] = commands;
+    else metal_fail(g, "no command encoder", NULL);
 }
 
 static bool device_again(Gpu *g, uint64_t key) { return (void)g, (void)key, false; }
@@ -615,6 +598,8 @@ static bool device_wait(Gpu *g) {
             metal_fail(g, "the GPU stopped", send(g, error, d->commands[i]));
     }
     objc_autoreleasePoolPop(d->pool);
+    d->pool = d->encoder = NULL;
+    d->n_commands = 0;
     return !g->why[0];
 }
 
@@ -641,17 +626,15 @@ static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n;
 
 // ---- what is the same on both ----
 
-// lets the GPU see base[size], which is filled or all zeros, or (base NULL) new memory; returns its
-// address
-static void *gpu_share(Gpu *g, void *base, size_t size, bool filled) {
+// lets the GPU see base[size], which is filled or all zeros
+static bool gpu_share(Gpu *g, void *base, size_t size, bool filled) {
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
-    if (!more) return NULL;
+    if (!more) return false;
     g->shared = more;
-    Shared *s = &more[g->n_shared];
-    *s = (Shared){base, size, NULL, false};
-    if (!device_buffer(g, s, filled)) return NULL;
-    g->n_shared++;
-    return s->base;
+    more[g->n_shared] = (Shared){base, size, NULL};
+    bool ok = device_buffer(g, &more[g->n_shared], filled);
+    g->n_shared += ok;
+    return ok;
 }
 
 // a kernel with these function constants, made when it is first asked for
@@ -676,6 +659,7 @@ static void gpu_close(Session *s) {
     if (!g) return;
     if (g->why[0]) fprintf(stderr, "note: running on the CPU: %s\n", g->why);
     device_close(g);
+    if (g->own.base) munmap(g->own.base, g->own.size);
     free(g->shared);
     free(g);
     s->gpu = NULL;
@@ -1282,7 +1266,7 @@ static void run_layers(Session *s, int n) {
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &s->m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
-        if (n > 1 && (s->l + 1) % split == 0) device_split(s->gpu);
+        if (n > 1 && (s->l + 1) % split == 0) device_begin(s->gpu);
     }
 }
 
@@ -1427,16 +1411,13 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
-// Shares all that kernels read or write: a buffer of our own, the model's files, the vectors that
+// Shares all that kernels read or write: memory of our own, the model's files, the vectors that
 // were converted to f32, KV cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
-    Arena a = {0};
-    plan_gpu(s, &a);
-    a = (Arena){.size = a.peak, .base = gpu_share(g, NULL, a.peak, false)};
-    bool ok = a.base != NULL;
-    if (ok) plan_gpu(s, &a);
+    bool ok = place_plan(s, plan_gpu, &g->own, "scratch", &(Error){{0}}) &&
+              gpu_share(g, g->own.base, g->own.size, false);
     for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
     for (size_t i = 0; ok && i < m->n_owned; i++)
         ok = gpu_share(g, m->owned[i].base, m->owned[i].size, true);
