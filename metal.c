@@ -27,7 +27,8 @@ _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE
 //
 // The functions device_* stand here twice, for NVIDIA and for Apple; nothing else knows either.
 
-enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
+enum { MAX_PIPELINES = 256, MAX_BOUND = 16, NO_BIAS = MAX_BOUND - 4, SPLIT_LAYERS = 8,
+       MAX_SPLITS = 32 };
 // memory of the host, and what the device has for it: its buffer, or the address of a copy
 typedef struct { char *base; size_t size; void *buffer; } Shared;
 // a kernel with function constants; n buffers, threads of a threadgroup at most
@@ -46,6 +47,8 @@ typedef struct {
     size_t groups, threads, shared;   // threadgroups; for each its threads, and floats it shares
     int constant[N_CONSTANTS];
 } Dispatch;
+// its groups and threads: a SIMD-group for each of n, `per` of them in a threadgroup
+#define SIMDGROUPS(n, per) div_up(n, per), (per) * SIMD_LANES
 
 typedef struct Device Device;
 typedef struct {
@@ -60,7 +63,6 @@ typedef struct {
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *inputs;              // [chunk][n_layer][per_layer]
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
-    const float *coded;         // the input that they are of, or NULL
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -711,50 +713,31 @@ static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
 typedef struct { const float *x; const Norm *norm; } Input;
 
 // A matrix may begin at any byte. What is bound is the multiple of 16 before it.
-static struct kernel_matrix matrix_args(const Matrix *w) {
-    return (struct kernel_matrix){(uintptr_t)w->data % 16, quant_row_bytes(w->type, w->cols),
-                                  w->rows, w->scale ? *w->scale : 1, 0, 0};
-}
-
-// of all experts: their factors are read by the kernel
-static struct kernel_matrix experts_matrix(const Matrix *w) {
-    struct kernel_matrix m = matrix_args(w);
-    m.scale = 1;
-    m.step = w->step;
-    m.bias_step = w->step / m.row_bytes;   // as in matrix_expert
-    return m;
-}
-
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-// sets the arguments, buffers and constants that gemv and gemm need for up to three matrices with
-// the same input
-static void bind_matrices(Dispatch *d, struct kernel_matrix *to, const Matrix *const *w, int k,
-                          int experts) {
-    for (int i = 0; i < k; i++) {
-        to[i] = experts ? experts_matrix(w[i]) : matrix_args(w[i]);
-        d->bound[i] = matrix_base(w[i]);
-        d->bound[3 + i] = w[i]->bias;
-        for (int j = i; j < 3; j++) d->constant[C_FORMAT_0 + j] = w[i]->type;   // without more
-        d->constant[C_BIASES] |= (w[i]->bias != NULL) << i;
-        d->constant[C_SCALES] |= (experts && w[i]->scale) << i;
-    }
-    d->constant[C_RAGGED] = w[0]->cols % 32 != 0;
-    d->constant[C_EXPERTS] = experts;
+// Binds w as matrix i, its bias as buffer bias + i, and sets its arguments and constants. Of
+// experts' matrices it is the first one, and the kernel reads their factors.
+static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
+                        bool experts) {
+    int row = quant_row_bytes(w->type, w->cols);
+    float scale = w->scale && !experts ? *w->scale : 1;
+    to[i] = (struct kernel_matrix){(uintptr_t)w->data % 16, row, w->rows, scale, w->step,
+                                   w->step / row, out_step(w)};   // as in matrix_expert
+    d->bound[i] = matrix_base(w);
+    d->bound[bias + i] = w->bias;
+    d->constant[C_FORMAT_0 + i] = w->type;
+    d->constant[C_BIASES] |= (w->bias != NULL) << i;
+    d->constant[C_SCALES] |= (experts && w->scale) << i;
+    d->constant[C_RAGGED] |= w->cols % 32 != 0;
 }
 
 // x[n][cols] = scale * rows g->ids[n] of an embedding, with those of positions and token type
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
     Gpu *g = s->gpu;
     struct embed_args a = {.cols = w[0]->cols};
-    Dispatch d = {"embed", {[3] = g->ids, g->now, x}, 6, n, SIMD_LANES, 0,
-                  {[C_RAGGED] = a.cols % 32 != 0}};
-    for (int i = 0; i < 3; i++) {
-        if (!w[i]->data) continue;
-        a.w[i] = matrix_args(w[i]);
-        d.bound[i] = matrix_base(w[i]);
-        d.constant[C_FORMAT_0 + i] = w[i]->type;
-    }
+    Dispatch d = {"embed", {[3] = g->ids, g->now, x}, 6, n, SIMD_LANES, 0, {0}};
+    for (int i = 0; i < 3; i++)
+        if (w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
     a.w[0].scale *= scale;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
@@ -775,89 +758,118 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// choices of experts by n tokens in this layer
-static int choices_of(const Session *s, int n) { return n * s->m->layers[s->l].n_used; }
+// y[i][n][rows] = w[i] times the input, for up to three matrices, with the epilogue; experts: of
+// the choices of n tokens, as gemm says, or with a matrix for each head
+typedef struct {
+    const Matrix *const *w;
+    int k;
+    Input in;
+    float *const *y;
+    int n;
+    Epilogue e;
+    int experts;
+    bool int8;                  // gemm's input is in g->codes
+} Products;
 
-// y[i][n] = w[i] x for up to three matrices (two, if n > 1); or (EPILOGUE_GLU)
-// y[0] = activation(w[0] x) * (w[1] x); experts: the latter for each choice of one token
-static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
-                     Epilogue e, int experts) {
+// how many results it has: the GLU makes one of two products
+static int product_outputs(const Products *p) { return p->e.kind == EPILOGUE_GLU ? 1 : p->k; }
+
+// What gemv and gemm have in common. In the place of a matrix that is not there stands the last
+// one's format: matrices of one format share their code.
+static Dispatch product_dispatch(const Session *s, const char *kernel, const Products *p,
+                                 struct product_args *a) {
     const Config *c = &s->m->config;
-    bool glu = e.kind == EPILOGUE_GLU;
-    struct gemv_args a = {.cols = w[0]->cols, .tokens = experts ? choices_of(s, 1) : n,
-                          .eps = c->eps, .softcap = e.cap, .factor = e.factor};
-    Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
-                           in.norm ? in.norm->b : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
-                  GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_NORMED] = norm_bits(in.norm), [C_CENTRED] = in.norm && c->arch->norm != RMS,
-                   [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
-                   [C_ACTIVATION] = c->arch->act}};
-    int parts = glu ? 1 : k, all = 0;
-    for (int i = 0; i < k; i++) all += w[i]->rows * a.tokens;
-    d.constant[C_UNIT_ROWS] = gemv_most(all);
-    bind_matrices(&d, a.w, w, k, experts);
-    for (int i = 0; i < parts; i++) {
-        a.units += gemv_units(w[i]->type, w[i]->rows, gemv_most(all));
-        d.bound[8 + i] = y[i];
+    const Layer *l = &s->m->layers[s->l];
+    int heads = p->experts == EXPERTS_HEADS ? l->n_head : 1;
+    *a = (struct product_args){
+        .cols = p->w[0]->cols, .x_step = x_step(p->w[0]) / heads, .tokens = p->n,
+        .each = !p->experts || heads > 1 ? heads : l->n_used, .eps = c->eps, .softcap = p->e.cap,
+        .factor = p->e.factor};
+    Dispatch d = {kernel, {[6] = p->in.x, [11] = p->e.other}, 0, 0, 0, 0,
+                  {[C_EPILOGUE] = p->e.kind, [C_SOFTCAPPED] = p->e.cap > 0,
+                   [C_ACTIVATION] = c->arch->act, [C_EXPERTS] = p->experts}};
+    for (int i = 0; i < 3; i++) {
+        const Matrix *w = p->w[i < p->k ? i : p->k - 1];
+        d.constant[C_FORMAT_0 + i] = w->type;
+        if (i >= p->k) continue;
+        bind_matrix(&d, a->w, i, w, 3, p->experts);
+        a->w[i].out_step /= heads;
+        if (p->experts) d.bound[14 + i] = w->scale;
+        if (i < product_outputs(p)) d.bound[8 + i] = p->y[i];
     }
-    const float *scale[2] = {w[0]->scale, w[k - 1]->scale};
-    if (experts) memcpy(d.bound + 13, (const void *[]){s->chosen, scale[0], scale[1]}, 24);
+    return d;
+}
+
+static void run_gemv(Session *s, Products p) {   // of one token's choices or heads; or n of a router
+    const Norm *norm = p.in.norm;
+    struct product_args a;
+    Dispatch d = product_dispatch(s, "gemv", &p, &a);
+    int all = 0;
+    a.tokens *= a.each;
+    if (p.experts == EXPERTS_GATHER) a.x_step = 0;
+    for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
+    for (int i = 0; i < product_outputs(&p); i++)
+        a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
+    d.n = 16;
     d.groups = div_up(a.units * a.tokens, GEMV_SIMDGROUPS);
+    d.threads = GEMV_SIMDGROUPS * SIMD_LANES;
+    d.shared = GEMV_SIMDGROUPS * X_FLOATS;
+    d.bound[7] = norm ? norm->w : NULL;
+    d.bound[12] = norm ? norm->b : NULL;
+    d.bound[13] = s->chosen;
+    d.constant[C_NORMED] = norm_bits(norm);
+    d.constant[C_CENTRED] = norm && s->m->config.arch->norm != RMS;
+    d.constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// choices of experts in a tile of gemm, by how many an expert gets on average
-static int experts_tile(const Session *s, int n) {
-    return gemm_tokens(choices_of(s, n) / s->m->config.n_expert);
-}
+// a tile of gemm for n choices of experts, by how many an expert gets on average
+static int experts_tile(const Session *s, int n) { return gemm_tokens(n / s->m->config.n_expert); }
 
-static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
-
-// Quantises x[n][cols] to g->codes, if its next products, with the matrices w[k], can be of
-// integers: that takes more than a few tokens, and formats with codes (only float formats have rows
-// of a single weight).
-static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
+static void run_gemm(Session *s, Products p) {
     Gpu *g = s->gpu;
-    struct quantize_args a = {n * (w[0]->cols / 32)};
-    Dispatch d = {"quantize", {x, g->codes}, 2, div_up(a.groups, UNIT_SIMDGROUPS),
-                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
-    g->coded = g->codes && n > GEMM_FEW ? x : NULL;
-    for (int i = 0; i < k; i++)
-        if (!has_codes(w[i])) g->coded = NULL;
-    if (g->coded) gpu_dispatch(g, &d, &a, sizeof a);
-}
-
-// y[i][n][rows] = x w[i]' for up to three matrices, with the epilogue; experts: for all choices of
-// n tokens, as gemm says
-static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, float *const *y,
-                     int n, Epilogue e, int experts) {
-    Gpu *g = s->gpu;
-    const Config *c = &s->m->config;
-    bool int8 = g->coded == x && !experts;
-    int tile = int8 ? GEMM_SOME : experts ? experts_tile(s, n) : gemm_tokens(n);
-    int tiles = experts ? expert_tiles(choices_of(s, n), c->n_expert, tile) : div_up(n, tile);
-    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles,
-                          experts ? choices_of(s, 1) : 0};
-    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
-                  gemm_floats(tile),
-                  {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->arch->act,
-                   [C_SOFTCAPPED] = e.cap > 0, [C_TILE_TOKENS] = tile}};
-    bind_matrices(&d, a.w, w, k, experts);
-    for (int i = 0; i < k; i++) {
-        d.groups += (size_t)div_up(w[i]->rows, GEMM_ROWS) * tiles;
-        d.bound[9 + i] = y[i];
-    }
-    if (experts) memcpy(d.bound + 12, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
+    struct product_args a;
+    Dispatch d = product_dispatch(s, "gemm", &p, &a);
+    int all = p.n * a.each;
+    int tile = p.int8 ? GEMM_SOME : p.experts ? experts_tile(s, all) : gemm_tokens(p.n);
+    a.units = p.experts ? expert_tiles(all, s->m->config.n_expert, tile) : div_up(p.n, tile);
+    for (int i = 0; i < p.k; i++)
+        d.groups += (size_t)div_up(p.w[i]->rows, GEMM_ROWS) * a.units;
+    d.n = 15;
+    d.threads = GEMM_THREADS;
+    d.shared = gemm_floats(tile);
+    d.bound[7] = p.int8 ? g->codes : NULL;
+    d.bound[12] = p.experts ? g->tiles : NULL;
+    d.bound[13] = s->order;
+    d.constant[C_INT8] = p.int8;
+    d.constant[C_TILE_TOKENS] = tile;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// y[i][n][rows] = w[i] times the input, for up to three matrices: one dispatch, and one more if the
-// input becomes codes first
+// Quantises the input to g->codes, if gemm's products can be of integers: that takes more than a
+// few tokens, and formats with codes (only float formats have rows of a single weight).
+static bool run_quantize(Session *s, const Products *p) {
+    Gpu *g = s->gpu;
+    struct quantize_args a = {p->n * (p->w[0]->cols / 32)};
+    Dispatch d = {"quantize", {p->in.x, g->codes}, 2, SIMDGROUPS(a.groups, UNIT_SIMDGROUPS), 0,
+                  {0}};
+    bool can = g->codes && p->n > GEMM_FEW && !p->experts;
+    for (int i = 0; i < p->k; i++) can = can && !quant_row_bytes(p->w[i]->type, 1);
+    if (can) gpu_dispatch(g, &d, &a, sizeof a);
+    return can;
+}
+
+// one dispatch, and one more if the input becomes codes first
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    if (n == 1) return run_gemv(s, w, k, in, y, 1, e, EXPERTS_NONE);
-    run_quantize(s, w, k, in.x, n);
-    run_gemm(s, w, k, in.x, y, n, e, EXPERTS_NONE);
+    Products p = {w, k, in, y, n, e, EXPERTS_NONE, false};
+    if (n == 1) return run_gemv(s, p);
+    p.int8 = run_quantize(s, &p);
+    run_gemm(s, p);
+}
+
+static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
+    run_products(s, &w, 1, in, &y, n, e);
 }
 
 // norm(x), if the model has this norm: left to gemv for one token, a dispatch into h for a chunk
@@ -887,6 +899,15 @@ static int attention_spread(const Session *s, const Layer *w, int rows, int n, i
     return slices;
 }
 
+// A kernel of attention, of whose buffers it takes n from `first` on.
+static void run_part(Gpu *g, Dispatch d, const struct attention_args *a, const char *kernel,
+                     int first, int n, size_t groups, size_t threads, size_t shared) {
+    Dispatch part = {kernel, {NULL}, n, groups, threads, shared, {0}};
+    memcpy(part.bound, d.bound + first, n * sizeof *d.bound);
+    memcpy(part.constant, d.constant, sizeof d.constant);
+    gpu_dispatch(g, &part, a, sizeof *a);
+}
+
 // QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
 // dispatch for one token, else two; one more each for such a norm and to merge a long ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
@@ -903,11 +924,11 @@ static void run_attention(Session *s, const Layer *w, int n) {
         slices, qn->n > w->hd ? w->hd : 0, kn->n > w->hd ? w->hd : 0, c->eps,
         c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->temp_length};
     float *q = is_gated(w) ? s->mix : s->q;
-    const float *angles = s->angles[w->window > 0];
-    Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
-                    NORM_FLOATS,
-                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
-                     [C_VALUE_STEP] = latent ? w->hd : w->vd,
+    Dispatch d = {
+        .bound = {s->v, s->angles[w->window > 0], qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k,
+                  kv->v, kv->pos, g->now, s->slopes, w->sinks, slices > 1 ? g->parts : s->att},
+        .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
+                     [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
                      [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
                      [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
@@ -915,46 +936,31 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_CAUSAL] = c->causal}};
-    Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles,
-                           kv->pos, g->now}, 12,
-                  div_up(n * (w->n_head + 2 * (own ? w->n_kv : 0)), UNIT_SIMDGROUPS),
-                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
-    Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
-                                angles, s->slopes, w->sinks, g->now,
-                                slices > 1 ? g->parts : s->att}, 15,
-                  (size_t)n * parts * slices, nsg * SIMD_LANES,
-                  attention_floats(heads, w->hd, w->vd, nsg, lanes), {0}};
-    Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
-                  div_up(w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
-    bool wide = attention_most(w->hd, w->vd) < ATTENTION_SIMDGROUPS;
-    if (n >= FLASH_MIN && !wide && !latent)
-        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now,
-                                           s->att}, 8,
-                       (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                       flash_floats(w->hd, w->vd), {0}};
-    for (int i = 0; i < N_CONSTANTS; i++)
-        r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
-    if (bits & 12) gpu_dispatch(g, &all, &a, sizeof a);
+    if (bits & 12) run_part(g, d, &a, "qk_norm", 2, 6, 2 * n, NORM_THREADS, NORM_FLOATS);
     if (c->arch->flags & QKV_NORMED && own)
         run_norm(s, s->v, &bare, RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
-    if (!fused && !latent) gpu_dispatch(g, &r, &b, sizeof b);
-    gpu_dispatch(g, &d, &a, sizeof a);
-    if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
+    if (!fused && !latent)
+        run_part(g, d, &b, "rope", 0, 12,
+                 SIMDGROUPS(n * (w->n_head + 2 * b.n_kv), UNIT_SIMDGROUPS), 0);
+    if (n >= FLASH_MIN && attention_most(w->hd, w->vd) == ATTENTION_SIMDGROUPS && !latent)
+        run_part(g, d, &a, "flash_attention", 7, 8,
+                 (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+                 flash_floats(w->hd, w->vd));
+    else
+        run_part(g, d, &a, "attention", 0, 15, (size_t)n * parts * slices, nsg * SIMD_LANES,
+                 attention_floats(heads, w->hd, w->vd, nsg, lanes));
+    d.bound[12] = q;   // the slopes have served
+    d.bound[15] = s->att;
+    if (slices > 1)
+        run_part(g, d, &a, "attention_merge", 12, 4, div_up(w->n_head * w->vd, MERGE_THREADS),
+                 MERGE_THREADS, 0);
 }
 
 // y[n][n_head][..] = each head's matrix times x[n][n_head][..]
-static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int n) {
-    int n_head = s->m->layers[s->l].n_head;
-    int most = gemv_most(w->rows * n_head), units = gemv_units(w->type, w->rows, most);
-    struct heads_args a = {{{experts_matrix(w)}, w->cols, units, n, 0, 0, 1}, n_head,
-                           w->x_step / n_head, w->out_step / n_head};
-    Dispatch d = {"head_product", {matrix_base(w), x, y}, 3,
-                  div_up(units * n * n_head, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
-                  GEMV_SIMDGROUPS * X_FLOATS, {[C_FORMAT_0] = w->type, [C_UNIT_ROWS] = most,
-                                               [C_RAGGED] = w->cols % 32 != 0}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+static void run_heads(Session *s, const Matrix *w, float *x, float *y, int n) {
+    run_gemv(s, (Products){&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS, false});
 }
 
 static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_row, for n tokens
@@ -965,7 +971,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
                                .temp = c->temp_scale, .n_ctx = c->temp_length};
     Dispatch d = {"latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                  s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
-                  div_up(n * (w->n_head + 1), UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES, 0,
+                  SIMDGROUPS(n * (w->n_head + 1), UNIT_SIMDGROUPS), 0,
                   {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope}};
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
@@ -973,12 +979,12 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
 // s->mix[n][n_head][v] by latent attention, as in latent_attention
 static void run_latent(Session *s, const Layer *w, Input in, int n) {
     bool two = w->q_a.data;
-    const Matrix *first[2] = {&w->k, two ? &w->q_a : &w->q}, *second = &w->q;
+    const Matrix *first[2] = {&w->k, two ? &w->q_a : &w->q};
     float *to[2] = {s->k, two ? s->z : s->mix};
     run_products(s, first, 2, in, to, n, STORE);
     if (two && n > 1) run_norm(s, s->z, &w->q_a_norm, RMS, w->q_a.rows, s->z, n, STORE);
     Input z = {s->z, n > 1 ? NULL : &w->q_a_norm};
-    if (two) run_products(s, &second, 1, z, &s->mix, n, STORE);
+    if (two) run_product(s, &w->q, z, s->mix, n, STORE);
     run_latent_row(s, w, n);
     run_heads(s, &w->k_b, s->mix, s->q, n);
     run_attention(s, w, n);
@@ -992,11 +998,13 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     const Matrix *pair[2] = {gate, up};
     Epilogue glu = {EPILOGUE_GLU, h, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
-    if (n == 1) return run_gemv(s, pair + 2 - k, k, in, &y, 1, k > 1 ? glu : act, experts);
-    if (!experts) run_quantize(s, pair + 2 - k, k, in.x, n);
-    if (k == 1) return run_gemm(s, &up, 1, in.x, &y, n, act, experts);
-    run_gemm(s, &gate, 1, in.x, &h, n, STORE, experts);
-    run_gemm(s, &up, 1, in.x, &y, n, glu, experts);
+    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts, false};
+    if (n == 1) return run_gemv(s, p);
+    p.int8 = run_quantize(s, &p);
+    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts, p.int8});
+    p.w = &up;
+    p.k = 1;
+    run_gemm(s, p);
 }
 
 static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) * the layer's inputs
@@ -1021,12 +1029,13 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
                   SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL}};
     Input x = in;   // of the router, and then of the experts
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
-    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE, EXPERTS_NONE);
+    run_gemv(s, (Products){routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE,
+                          EXPERTS_NONE, false});
     gpu_dispatch(g, &d, &a, sizeof a);
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
     if (n > 1) {
-        int tile = experts_tile(s, n), all = n * w->n_used;
+        int all = n * w->n_used, tile = experts_tile(s, all);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
         Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
                          threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
@@ -1034,69 +1043,57 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
     if (w->latent_down.data) {
-        const Matrix *narrow = &w->latent_down;
-        run_products(s, &narrow, 1, x, &s->latent, n, STORE);
+        run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
     run_ffn(s, &w->gate, &w->up, x, g->gate, g->up, n, EXPERTS_GATHER);
 }
 
-// y[n][dim] = the weighted sum of the experts' results, with the epilogue: one dispatch for one
-// token, two for a chunk, and one more if there is a shared expert; from a latent sum two more.
-// With norms of both results (Gemma 4) each has a product and a norm of its own.
-static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
+// y[n][dim] = the weighted sum of the experts' results, and of the shared expert's (its data NULL:
+// there is none), with the epilogue: one dispatch for one token, two or three for a chunk
+static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, float *y, int n,
+                            Epilogue e) {
     Gpu *g = s->gpu;
-    const Config *c = &s->m->config;
-    const Matrix none = {0}, *shared = &w->shared_down, *down = &w->down, *wide = &w->latent_up;
-    if (wide->data) {
-        Layer sum = *w;
-        Epilogue more = {EPILOGUE_ADD, y, e.factor, 0};
-        sum.latent_up = sum.shared_down = none;
-        run_experts_end(s, &sum, s->latent_sum, n, STORE);
-        run_products(s, &wide, 1, (Input){s->latent_sum, NULL}, &y, n, e);
-        if (shared->data) run_products(s, &shared, 1, (Input){s->up, NULL}, &y, n, more);
-        return;
-    }
-    if (w->expert_post.w) {   // with norms of both results
-        Layer plain = *w;
-        plain.shared_down = none;
-        plain.expert_post.w = NULL;
-        run_experts_end(s, &plain, y, n, STORE);
-        run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
-        run_norm(s, y, &w->expert_post, RMS, c->dim, y, n, STORE);
-        run_norm(s, s->expert_out, &w->shared_post, RMS, c->dim, y, n,
-                 (Epilogue){EPILOGUE_ADD, y, 1, 0});
-        return;
-    }
+    const Matrix *down = &w->down;
+    bool weighed = w->shared_router.data;
     if (n > 1) {
-        struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
-                               w->shared_router.data != NULL, e.factor};
+        struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
         Dispatch d = {"weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
                                         e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
                       {[C_EPILOGUE] = e.kind}};
-        run_gemm(s, &down, 1, g->up, &g->gate, n, STORE, EXPERTS_SORTED);
-        if (a.shared) run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
+        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED, false});
+        if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
         return gpu_dispatch(g, &d, &a, sizeof a);
     }
-    int most = gemv_most(down->rows);
-    struct experts_args a = {.each = {{experts_matrix(down)}, w->ff, 0, 1, 0, 0, e.factor},
-                             .n_used = w->n_used, .weighed = w->shared_router.data != NULL};
-    Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
-                                   down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
-                                   e.other, y}, 12,
-                  div_up(gemv_units(down->type, down->rows, most), GEMV_SIMDGROUPS),
-                  GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_FORMAT_0] = down->type, shared->type, [C_EPILOGUE] = e.kind,
-                   [C_RAGGED] = w->ff % 32 || shared->cols % 32, [C_EXPERTS] = EXPERTS_SORTED,
-                   [C_UNIT_ROWS] = most,
-                   [C_BIASES] = (down->bias != NULL) | (shared->bias != NULL) << 1,
-                   [C_SCALES] = down->scale != NULL}};
-    if (shared->data) {
-        a.shared = (struct gemv_args){{{0}, matrix_args(shared)}, shared->cols, 0, 1, 0, 0,
-                                       e.factor};
-        d.bound[1] = matrix_base(shared);
-    }
+    int most = gemv_most(down->rows), units = gemv_units(down->type, down->rows, most);
+    struct experts_args a = {{.cols = w->ff, .each = w->n_used, .factor = e.factor}, shared->cols,
+                             weighed};
+    Dispatch d = {"experts_down", {[4] = down->scale, g->up, s->up, s->chosen, s->weight,
+                                   s->gathered, e.other, y}, 12,
+                  SIMDGROUPS(units, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_EPILOGUE] = e.kind, [C_EXPERTS] = EXPERTS_SORTED, [C_UNIT_ROWS] = most}};
+    bind_matrix(&d, a.down.w, 0, down, 2, true);
+    if (shared->data) bind_matrix(&d, a.down.w, 1, shared, 2, false);
     gpu_dispatch(g, &d, &a, sizeof a);
+}
+
+// The same, with what may follow: from a latent sum two more dispatches; with norms of both results
+// (Gemma 4) each has a product and a norm of its own.
+static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
+    const Matrix none = {0}, *shared = &w->shared_down;
+    Input up = {s->up, NULL};   // of the shared expert
+    Epilogue add = {EPILOGUE_ADD, y, w->latent_up.data ? e.factor : 1, 0};
+    if (w->latent_up.data) {
+        run_experts_sum(s, w, &none, s->latent_sum, n, STORE);
+        run_product(s, &w->latent_up, (Input){s->latent_sum, NULL}, y, n, e);
+        if (shared->data) run_product(s, shared, up, y, n, add);
+    } else if (w->expert_post.w) {
+        int cols = s->m->config.dim;
+        run_experts_sum(s, w, &none, y, n, STORE);
+        run_product(s, shared, up, s->expert_out, n, STORE);
+        run_norm(s, y, &w->expert_post, RMS, cols, y, n, STORE);
+        run_norm(s, s->expert_out, &w->shared_post, RMS, cols, y, n, add);
+    } else run_experts_sum(s, w, shared, y, n, e);
 }
 
 // s->att[n][n_value][dv], by a recurrent mixer: products (one dispatch, or two if alpha and beta
@@ -1123,8 +1120,8 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
     Dispatch rule = {"delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
-                     div_up(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS),
-                     UNIT_SIMDGROUPS * SIMD_LANES, 0, {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks}};
+                     SIMDGROUPS(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS), 0,
+                     {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks}};
     gpu_dispatch(s->gpu, &rule, &b, sizeof b);
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // of a state space the rule has applied it
@@ -1136,9 +1133,7 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
 static bool run_block(Session *s, const Layer *w) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
-    struct gemv_args each = {.eps = c->eps, .factor = 1};
-    struct block_args a = {each, each, each};
-    struct gemv_args *args[4] = {&a.o, &a.ffn, &a.ffn, &a.down};
+    struct product_args a = {.cols = w->o.cols, .eps = c->eps, .factor = 1};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_THREADS,
                   0, {[C_ACTIVATION] = c->arch->act, [C_EPILOGUE] = EPILOGUE_GLU,
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
@@ -1146,13 +1141,9 @@ static bool run_block(Session *s, const Layer *w) {
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
                 !w->mixer && !w->k_b.data && !w->input_gate.data && c->arch->norm == RMS &&
                 c->residual_scale == 1;
-    for (int i = 0; i < 4; i++) {
-        fits = fits && !m[i]->bias;
-        args[i]->w[i == 2] = matrix_args(m[i]);
-        args[i]->cols = m[i]->cols;
-        d.bound[i] = matrix_base(m[i]);
-        d.constant[C_FORMAT_0 + i] = m[i]->type;
-        d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
+    for (int i = 0; fits && i < 4; i++) {
+        fits = !m[i]->bias;
+        bind_matrix(&d, a.w, i, m[i], NO_BIAS, false);
     }
     const Variant *p = fits ? gpu_pipeline(s->gpu, &d) : NULL;
     if (!p || p->threads < BLOCK_THREADS) return false;   // the compiler may allow fewer threads
@@ -1174,7 +1165,7 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
     float *to = before || again ? tmp : y, *normed = again ? tmp : y;
     if (before && ends && l->out_scale) add.cap = *l->out_scale;
-    if (w) run_products(s, &w, 1, (Input){in, NULL}, &to, n, e);
+    if (w) run_product(s, w, (Input){in, NULL}, to, n, e);
     else run_experts_end(s, l, to, n, e);
     if (post->w)
         run_norm(s, to, post, c->arch->norm, c->dim, normed, n, before || again ? add : STORE);
@@ -1208,10 +1199,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
         in = run_input(s, s->x, &w->ffn_norm, s->h, n);
     if (experts) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
-    const Matrix *gate = &w->input_gate;
     run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
-    if (!gate->data) return;
-    run_products(s, &gate, 1, (Input){s->x, NULL}, &s->gate, n, STORE);
+    if (!w->input_gate.data) return;
+    run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
     run_residual(s, w, &w->input_proj, s->gate, &w->input_norm, s->x, s->out, s->x, n);
 }
@@ -1219,11 +1209,10 @@ static void run_layer(Session *s, const Layer *w, int n) {
 // s->logits[n][n_vocab] for n rows of x from `first` on
 static void run_output(Session *s, int first, int n) {
     const Config *c = &s->m->config;
-    const Matrix *w = &s->m->output;
     size_t at = (size_t)first * c->dim;
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->h + at, n);
-    run_products(s, &w, 1, in, &s->logits, n,
-               (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
+    run_product(s, &s->m->output, in, s->logits, n,
+                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
 }
 
 // Sends what the pass of n tokens reads besides weights and caches. Rows of the caches get their
@@ -1251,13 +1240,13 @@ static void run_layers(Session *s, int n) {
     const Model *m = s->m;
     const Config *c = &m->config;
     const Matrix none = {0}, *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd};
-    const Matrix *layers[3] = {&m->layer_embd, &none, &none}, *proj = &m->layer_proj;
+    const Matrix *layers[3] = {&m->layer_embd, &none, &none};
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, embd, c->embd_scale, s->x, n);
     if (c->per_layer) {   // see layer_inputs
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
-        run_products(s, &proj, 1, (Input){s->x, NULL}, &g->inputs, n,
-                     (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
+        run_product(s, &m->layer_proj, (Input){s->x, NULL}, g->inputs, n,
+                    (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
         run_norm(s, g->inputs, &m->layer_norm, RMS, c->per_layer, s->inputs, n * c->n_layer,
                  (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }

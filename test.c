@@ -3516,14 +3516,12 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     lab_begin(&x);
     g->codes = int8 ? lab_floats(g, n * (cols / 32) * CODE_GROUP, 1) : NULL;
     Epilogue e = {way, other, factor, cap};
-    if (one) run_gemv(&x.s, m, k, (Input){in, add ? NULL : &norm}, y, 1, e, EXPERTS_NONE);
-    else run_products(&x.s, m, k, (Input){in, NULL}, y, n, e);
+    run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
     lab_end(&x, name);
     lab_tile(name, int8 ? GEMM_SOME : tile, int8, false);
     for (int i = 0; i < (glu ? 1 : k); i++)
         lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
     g->codes = NULL;
-    g->coded = NULL;
 }
 
 static void kernel_gemv(Gpu *g, int type) {
@@ -3886,8 +3884,8 @@ static void lab_heads_product(Gpu *g, int type) {
     x.w.n_head = H;
     x.m.layers = &x.w;
     run_heads(lab_begin(&x), &heads, from, y, N);
-    lab_end(&x, "head_product");
-    lab_compare("head_product", type, y, want, N * H * out, 1e-5);
+    lab_end(&x, "head products");
+    lab_compare("head products", type, y, want, N * H * out, 1e-5);
 }
 
 // latent attention's row of the cache, and a layer's own input
