@@ -56,6 +56,7 @@ typedef struct {
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
+    Pool *pool;                 // the session's
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
     float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
@@ -231,13 +232,9 @@ static char *device_address(const Gpu *g, const void *p) {
 // threads leave each as many registers as it may use; of gemv 8 or 12 threadgroups shall fit, or it
 // would wait for memory in vain.
 static void cuda_source(const Variant *p, char *s) {
-    static const char *const names[] = {
-#define X(name) #name,
-        FUNCTION_CONSTANTS(X)
+#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, p->constant[C_##name]);
+    FUNCTION_CONSTANTS(X)
 #undef X
-    };
-    for (int i = 0; i < N_CONSTANTS; i++)
-        s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], p->constant[i]);
     int fit = gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 8 : 12;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
@@ -272,18 +269,15 @@ static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size)
 
 static Code cuda_cached(const char *path) {   // none where it is not there, or damaged
     Code c = {0};
+    Map file = {0};
     uint64_t hash;
-    FILE *f = fopen(path, "rb");
-    if (f && !fseek(f, 0, SEEK_END) && ftell(f) > (long)sizeof hash) {
-        c = (Code){ftell(f) - sizeof hash, malloc(ftell(f))};
-        rewind(f);
-        bool read = c.bytes && fread(c.bytes, c.n, 1, f) && fread(&hash, sizeof hash, 1, f);
-        if (!read || hash != cuda_hash(0, c.bytes, c.n)) {
-            free(c.bytes);
-            c = (Code){0};
-        }
+    if (map_file(&file, path, &(Error){{0}})) {
+        size_t n = file.size - sizeof hash;
+        memcpy(&hash, file.base + n, sizeof hash);
+        bool whole = hash == cuda_hash(0, (char *)file.base, n);
+        if (whole && (c.bytes = malloc(n))) memcpy(c.bytes, file.base, c.n = n);
     }
-    if (f) fclose(f);
+    if (file.base) munmap(file.base, file.size);
     return c;
 }
 
@@ -334,18 +328,18 @@ static bool cuda_load(Gpu *g, int i) {
     return ok;
 }
 
-// In a dry run variants are only noted; device_ready compiles them together.
-static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
-    p->n = d->n;
-    p->threads = d->threads > 256 ? 1024 : p->constant[C_UNIT_ROWS] ? d->threads : 256;
-    if (g->dry) return true;
-    cuda_compile((Task){g, NULL, p - g->pipeline, 0});
-    return cuda_load(g, p - g->pipeline);
+static bool cuda_ready(Gpu *g) {   // makes all variants that were noted
+    bool ok = true;
+    parallel(g->pool, cuda_compile, g, NULL, g->n_pipelines);
+    for (int i = 0; i < g->n_pipelines && ok; i++) ok = cuda_load(g, i);
+    return ok;
 }
 
-static void device_ready(Gpu *g, Pool *pool) {
-    parallel(pool, cuda_compile, g, NULL, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines && cuda_load(g, i); i++) {}
+static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // made with the others
+    (void)g;
+    p->n = d->n;
+    p->threads = d->threads > 256 ? 1024 : p->constant[C_UNIT_ROWS] ? d->threads : 256;
+    return true;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -354,7 +348,7 @@ static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context);
 // could, and is launched again as long as the key is the same.
 static bool device_again(Gpu *g, uint64_t key) {
     Device *d = g->device;
-    if (!key || g->dry || g->why[0]) return false;
+    if (!key || g->why[0]) return false;
     if (d->graph && d->key == key) return cuda(g, cuGraphLaunch, d->graph, d->stream);
     d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
     d->key = key;
@@ -376,14 +370,14 @@ static void cuda_recorded(Gpu *g) {   // makes the graph, and launches it
 
 static bool device_wait(Gpu *g) {
     cuda_recorded(g);
-    return (g->dry || cuda(g, cuStreamSynchronize, g->device->stream)) && !g->why[0];
+    return cuda(g, cuStreamSynchronize, g->device->stream) && !g->why[0];
 }
 
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
                             size_t size) {
     Bound x;
     void *arguments[] = {&x};
-    if (g->dry) return;
+    if (!p->state && !cuda_ready(g)) return;
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
     memcpy(x.bytes, args, size);
@@ -392,13 +386,13 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    if (bytes && !g->dry && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
+    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
         cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
 }
 
 static void device_fetch(Gpu *g, void *p, size_t bytes) {   // and waits for it
     cuda_recorded(g);
-    if (bytes && !g->dry && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context) &&
+    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context) &&
         cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, g->device->stream))
         cuda(g, cuStreamSynchronize, g->device->stream);
 }
@@ -484,7 +478,7 @@ struct Device {
     SEL sel[N_METHODS];
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // of this forward
-    void *pool;                 // of the objects that a forward autoreleases
+    void *pool;                 // of the objects that the opening or a forward autoreleases
 };
 
 // gpu_fail, with an NSError
@@ -492,38 +486,28 @@ static bool metal_fail(Gpu *g, const char *what, id error) {
     return gpu_fail(g, what, send(g, utf8, send(g, describe, error)));
 }
 
-// Under ssh or tmux there is no default device, but there may be a device all the same.
-static id metal_device(Gpu *g) {
-    id one = MTLCreateSystemDefaultDevice(), all = one ? NULL : MTLCopyAllDevices();
-    if (send(g, count, all)) one = send(g, retain, send(g, object_at, all, 0));
-    send(g, release, all);
-    return one;
-}
-
-static bool metal_library(Gpu *g) {   // compiles the kernels
-    Device *d = g->device;
-    id error = NULL, text = send(g, string, objc_getClass("NSString"), metal_source);
-    d->device = metal_device(g);
-    if (!d->device) return metal_fail(g, "no Metal device", NULL);
-    d->queue = send(g, new_queue, d->device);
-    id options = send(g, make, objc_getClass("MTLCompileOptions"));
-    send(g, set_fast_math, options, false);   // the kernels must tell NaN from numbers
-    d->library = send(g, new_library, d->device, text, options, &error);
-    send(g, release, options);
-    if (!d->queue) return metal_fail(g, "no command queue", NULL);
-    return d->library ? true : metal_fail(g, "kernels.metal", error);   // error alone: a warning
-}
-
-static bool device_open(Gpu *g) {
+static bool device_open(Gpu *g) {   // and compiles the kernels
+    id error = NULL;
     Device *d = g->device = calloc(1, sizeof *d);
     if (!d) return gpu_fail(g, "out of memory", NULL);
 #define X(name, selector, R, types) d->sel[SEND_##name] = sel_registerName(selector);
     METHODS(X)
 #undef X
-    void *pool = objc_autoreleasePoolPush();
-    bool ok = metal_library(g);
-    objc_autoreleasePoolPop(pool);
-    return ok;
+    d->pool = objc_autoreleasePoolPush();
+    // under ssh or tmux there is no default device, but there may be a device all the same
+    d->device = MTLCreateSystemDefaultDevice();
+    id all = d->device ? NULL : MTLCopyAllDevices();
+    if (send(g, count, all)) d->device = send(g, retain, send(g, object_at, all, 0));
+    send(g, release, all);
+    if (!d->device) return gpu_fail(g, "no Metal device", NULL);
+    d->queue = send(g, new_queue, d->device);
+    if (!d->queue) return gpu_fail(g, "no command queue", NULL);
+    id text = send(g, string, objc_getClass("NSString"), metal_source);
+    id options = send(g, make, objc_getClass("MTLCompileOptions"));
+    send(g, set_fast_math, options, false);   // the kernels must tell NaN from numbers
+    d->library = send(g, new_library, d->device, text, options, &error);
+    send(g, release, options);
+    return d->library || metal_fail(g, "kernels.metal", error);   // error alone: a warning
 }
 
 static void device_release(Gpu *g) {   // variants and buffers
@@ -534,6 +518,7 @@ static void device_release(Gpu *g) {   // variants and buffers
 static void device_close(Gpu *g) {
     Device *d = g->device;
     if (!d) return;
+    if (d->pool) objc_autoreleasePoolPop(d->pool);
     device_release(g);
     send(g, release, d->library);
     send(g, release, d->queue);
@@ -565,18 +550,16 @@ static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
     send(g, release, values);
     if (!p->state) return metal_fail(g, p->kernel, error);
     if (send(g, simd_width, p->state) != SIMD_LANES)
-        metal_fail(g, "SIMD-groups are not 32 wide", NULL);
+        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
     p->threads = send(g, max_threads, p->state);
     return true;
 }
-
-static void device_ready(Gpu *g, Pool *pool) { (void)g, (void)pool; }
 
 static void metal_commit(Gpu *g) {
     Device *d = g->device;
     if (!d->encoder) return;
     send(g, end_encoding, d->encoder);
-    if (!g->dry) send(g, commit, d->commands[d->n_commands - 1]);
+    send(g, commit, d->commands[d->n_commands - 1]);
 }
 
 static void device_begin(Gpu *g) {   // one more command buffer
@@ -586,7 +569,7 @@ static void device_begin(Gpu *g) {   // one more command buffer
     id commands = send(g, commands, d->queue);
     d->encoder = send(g, encoder, commands);
     if (d->encoder) d->commands[d->n_commands++] = commands;
-    else metal_fail(g, "no command encoder", NULL);
+    else gpu_fail(g, "no command encoder", NULL);
 }
 
 static bool device_again(Gpu *g, uint64_t key) { return (void)g, (void)key, false; }
@@ -594,7 +577,7 @@ static bool device_again(Gpu *g, uint64_t key) { return (void)g, (void)key, fals
 static bool device_wait(Gpu *g) {
     Device *d = g->device;
     metal_commit(g);
-    for (int i = 0; i < d->n_commands && !g->dry; i++) {
+    for (int i = 0; i < d->n_commands; i++) {
         send(g, wait, d->commands[i]);
         if (send(g, status, d->commands[i]) != MTLCommandBufferStatusCompleted)
             metal_fail(g, "the GPU stopped", send(g, error, d->commands[i]));
@@ -677,7 +660,7 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
     const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d);
     if (!p) return;
     if (d->threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
-    else device_dispatch(g, p, d, args, size);
+    else if (!g->dry) device_dispatch(g, p, d, args, size);
 }
 
 // ---- operations ----
@@ -776,8 +759,7 @@ static int product_outputs(const Products *p) { return p->e.kind == EPILOGUE_GLU
 
 // What gemv and gemm have in common. In the place of a matrix that is not there stands the last
 // one's format: matrices of one format share their code.
-static Dispatch product_dispatch(const Session *s, const char *kernel, const Products *p,
-                                 struct product_args *a) {
+static void bind_products(const Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Config *c = &s->m->config;
     const Layer *l = &s->m->layers[s->l];
     int heads = p->experts == EXPERTS_HEADS ? l->n_head : 1;
@@ -785,64 +767,59 @@ static Dispatch product_dispatch(const Session *s, const char *kernel, const Pro
         .cols = p->w[0]->cols, .x_step = x_step(p->w[0]) / heads, .tokens = p->n,
         .each = !p->experts || heads > 1 ? heads : l->n_used, .eps = c->eps, .softcap = p->e.cap,
         .factor = p->e.factor};
-    Dispatch d = {kernel, {[6] = p->in.x, [11] = p->e.other}, 0, 0, 0, 0,
-                  {[C_EPILOGUE] = p->e.kind, [C_SOFTCAPPED] = p->e.cap > 0,
-                   [C_ACTIVATION] = c->arch->act, [C_EXPERTS] = p->experts}};
+    d->bound[6] = p->in.x;
+    d->bound[11] = p->e.other;
+    d->constant[C_EPILOGUE] = p->e.kind;
+    d->constant[C_SOFTCAPPED] = p->e.cap > 0;
+    d->constant[C_ACTIVATION] = c->arch->act;
+    d->constant[C_EXPERTS] = p->experts;
     for (int i = 0; i < 3; i++) {
         const Matrix *w = p->w[i < p->k ? i : p->k - 1];
-        d.constant[C_FORMAT_0 + i] = w->type;
+        d->constant[C_FORMAT_0 + i] = w->type;
         if (i >= p->k) continue;
-        bind_matrix(&d, a->w, i, w, 3, p->experts);
+        bind_matrix(d, a->w, i, w, 3, p->experts);
         a->w[i].out_step /= heads;
-        if (p->experts) d.bound[14 + i] = w->scale;
-        if (i < product_outputs(p)) d.bound[8 + i] = p->y[i];
+        if (p->experts) d->bound[14 + i] = w->scale;
+        if (i < product_outputs(p)) d->bound[8 + i] = p->y[i];
     }
-    return d;
 }
 
 static void run_gemv(Session *s, Products p) {   // of one token's choices or heads; or n of a router
     const Norm *norm = p.in.norm;
     struct product_args a;
-    Dispatch d = product_dispatch(s, "gemv", &p, &a);
+    Dispatch d = {"gemv", {[7] = norm ? norm->w : NULL, [12] = norm ? norm->b : NULL, s->chosen},
+                  16, 0, GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_NORMED] = norm_bits(norm),
+                   [C_CENTRED] = norm && s->m->config.arch->norm != RMS}};
     int all = 0;
+    bind_products(s, &d, &a, &p);
     a.tokens *= a.each;
     if (p.experts == EXPERTS_GATHER) a.x_step = 0;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
     for (int i = 0; i < product_outputs(&p); i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
-    d.n = 16;
     d.groups = div_up(a.units * a.tokens, GEMV_SIMDGROUPS);
-    d.threads = GEMV_SIMDGROUPS * SIMD_LANES;
-    d.shared = GEMV_SIMDGROUPS * X_FLOATS;
-    d.bound[7] = norm ? norm->w : NULL;
-    d.bound[12] = norm ? norm->b : NULL;
-    d.bound[13] = s->chosen;
-    d.constant[C_NORMED] = norm_bits(norm);
-    d.constant[C_CENTRED] = norm && s->m->config.arch->norm != RMS;
     d.constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// a tile of gemm for n choices of experts, by how many an expert gets on average
-static int experts_tile(const Session *s, int n) { return gemm_tokens(n / s->m->config.n_expert); }
+// a tile of gemm for n tokens' choices of experts, by how many an expert gets on average
+static int experts_tile(const Session *s, int n) {
+    return gemm_tokens(n * s->m->layers[s->l].n_used / s->m->config.n_expert);
+}
 
 static void run_gemm(Session *s, Products p) {
     Gpu *g = s->gpu;
     struct product_args a;
-    Dispatch d = product_dispatch(s, "gemm", &p, &a);
-    int all = p.n * a.each;
-    int tile = p.int8 ? GEMM_SOME : p.experts ? experts_tile(s, all) : gemm_tokens(p.n);
-    a.units = p.experts ? expert_tiles(all, s->m->config.n_expert, tile) : div_up(p.n, tile);
+    int tile = p.int8 ? GEMM_SOME : p.experts ? experts_tile(s, p.n) : gemm_tokens(p.n);
+    Dispatch d = {"gemm", {[7] = p.int8 ? g->codes : NULL, [12] = p.experts ? g->tiles : NULL,
+                           s->order}, 15, 0, GEMM_THREADS, gemm_floats(tile),
+                  {[C_INT8] = p.int8, [C_TILE_TOKENS] = tile}};
+    bind_products(s, &d, &a, &p);
+    a.units = p.experts ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile)
+                        : div_up(p.n, tile);
     for (int i = 0; i < p.k; i++)
         d.groups += (size_t)div_up(p.w[i]->rows, GEMM_ROWS) * a.units;
-    d.n = 15;
-    d.threads = GEMM_THREADS;
-    d.shared = gemm_floats(tile);
-    d.bound[7] = p.int8 ? g->codes : NULL;
-    d.bound[12] = p.experts ? g->tiles : NULL;
-    d.bound[13] = s->order;
-    d.constant[C_INT8] = p.int8;
-    d.constant[C_TILE_TOKENS] = tile;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
@@ -1035,7 +1012,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
     if (n > 1) {
-        int all = n * w->n_used, tile = experts_tile(s, all);
+        int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
         Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
                          threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
@@ -1423,7 +1400,6 @@ static void warm_up(Session *s) {
     for (int i = 0; s->gpu && i < 5; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
         g->dry = i < 4;
-        if (!g->dry) device_ready(g, s->pool);
         device_begin(g);
         send_tokens(s, NULL, rows, i == 3 ? s->o.window : 0);
         run_layers(s, rows);
@@ -1438,6 +1414,7 @@ static void gpu_open(Session *s) {
     const char *lacks = gpu_lacks(s->m);
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return;
+    g->pool = s->pool;
     if (!device_open(g) ||
         (lacks && !gpu_fail(g, "the GPU path does not know this model's", lacks)) || !share_all(s))
         return gpu_close(s);

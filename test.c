@@ -3317,7 +3317,13 @@ static Gpu *lab_open(void) {
     Gpu *g = calloc(1, sizeof *g);
     bool ok = device_open(g);
     CHECK(ok, "%s", g->why);
+    g->pool = pool_open(RECORDER ? 1 : count_cpus());
     return ok ? g : NULL;
+}
+
+static void lab_close(Gpu *g) {
+    pool_close(g->pool);
+    gpu_close(&(Session){.gpu = g});
 }
 
 static Lab lab(Gpu *g) {
@@ -3944,13 +3950,10 @@ static void test_metal_kernels(void) {
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
         emu.order = i % ORDERS;
 #ifdef LLM_CUDA
-        Pool *pool = pool_open(count_cpus());
         if (emu.order) continue;   // it has its own
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++)
             if (KERNEL_TESTS[k].formats || !i)
                 lab_rehearse(g, KERNEL_TESTS[k].fn, FORMATS[i / ORDERS]);
-        if (g) device_ready(g, pool);
-        pool_close(pool);
 #endif
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
@@ -3961,7 +3964,7 @@ static void test_metal_kernels(void) {
         }
     }
     emu.order = FORWARD;
-    gpu_close(&(Session){.gpu = g});
+    if (g) lab_close(g);
     check_all_ran();
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
     check_counters();
@@ -4462,7 +4465,7 @@ static void bench_all(void) {
     for (int i = 0; i < 4; i++)
         bench_attention(g, text_of("layer %s of 8B, 1024 rows", quant_name(layers[i])), 32, 128,
                         1024, 1, layers[i]);
-    gpu_close(&(Session){.gpu = g});
+    lab_close(g);
 }
 #endif
 
