@@ -78,11 +78,10 @@ static bool gpu_fail(Gpu *g, const char *what, const char *more) {
 }
 
 static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points into
-    for (int i = g->n_shared - 1; i >= 0; i--) {
-        const Shared *at = &g->shared[i];
-        if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
-    }
-    return NULL;
+    int i = g->n_shared - 1;
+    while (i >= 0 && (size_t)((const char *)p - g->shared[i].base) >= g->shared[i].size) i--;
+    assert(i >= 0);   // all memory of a session is shared when it is opened
+    return &g->shared[i];
 }
 
 #ifdef LLM_CUDA
@@ -224,7 +223,6 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
 
 static char *device_address(const Gpu *g, const void *p) {
     const Shared *at = gpu_find(g, p);
-    assert(at);   // all memory of a session is shared when it is opened
     return (char *)at->buffer + ((const char *)p - at->base);
 }
 
@@ -315,23 +313,20 @@ static void cuda_compile(Task t) {   // code of variant number t.i, if it has no
     if (c->bytes && ok && keeps) cuda_keep(path, *c);
 }
 
-static bool cuda_load(Gpu *g, int i) {
-    Variant *p = &g->pipeline[i];
-    Code *c = &g->device->code[i];
-    void *module;
-    if (p->state) return true;
-    bool ok = c->n ? cuda(g, cuModuleLoadData, &module, c->bytes) &&
-                     cuda(g, cuModuleGetFunction, &p->state, module, "entry")
-                   : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
-    free(c->bytes);
-    *c = (Code){0};
-    return ok;
-}
-
 static bool cuda_ready(Gpu *g) {   // makes all variants that were noted
     bool ok = true;
     parallel(g->pool, cuda_compile, g, NULL, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines && ok; i++) ok = cuda_load(g, i);
+    for (int i = 0; i < g->n_pipelines && ok; i++) {
+        Variant *p = &g->pipeline[i];
+        Code *c = &g->device->code[i];
+        void *module;
+        if (p->state) continue;
+        ok = c->n ? cuda(g, cuModuleLoadData, &module, c->bytes) &&
+                    cuda(g, cuModuleGetFunction, &p->state, module, "entry")
+                  : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
+        free(c->bytes);
+        *c = (Code){0};
+    }
     return ok;
 }
 
@@ -595,7 +590,6 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants some
         const Shared *at = gpu_find(g, from);
-        assert(at);   // all memory of a session is shared when it is opened
         send(g, set_buffer, encoder, at->buffer, from - at->base, i);
     }
     send(g, set_bytes, encoder, args, size, d->n);
@@ -662,6 +656,10 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
     if (d->threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
     else if (!g->dry) device_dispatch(g, p, d, args, size);
 }
+
+// the same of a Dispatch with these fields
+#define run_kernel(s, args, ...) \
+    gpu_dispatch((s)->gpu, &(Dispatch){__VA_ARGS__}, &(args), sizeof(args))
 
 // ---- operations ----
 //
@@ -735,14 +733,14 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
                      Epilogue e) {
     struct norm_args a = {cols, w && w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
                           e.cap != 0 ? e.cap : 1};
-    Dispatch d = {"norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
-                  NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
-                   [C_EPILOGUE] = e.kind}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
+               NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
+                             [C_EPILOGUE] = e.kind});
 }
 
-// y[i][n][rows] = w[i] times the input, for up to three matrices, with the epilogue; experts: of
-// the choices of n tokens, as gemm says, or with a matrix for each head
+// y[i][n][rows] = w[i] times the input, for up to three matrices, with the epilogue; the GLU makes
+// y[0] of two. experts: of the choices of n tokens, as gemm says, or n counts heads with a matrix
+// each.
 typedef struct {
     const Matrix *const *w;
     int k;
@@ -751,22 +749,17 @@ typedef struct {
     int n;
     Epilogue e;
     int experts;
-    bool int8;                  // gemm's input is in g->codes
 } Products;
-
-// how many results it has: the GLU makes one of two products
-static int product_outputs(const Products *p) { return p->e.kind == EPILOGUE_GLU ? 1 : p->k; }
 
 // What gemv and gemm have in common. In the place of a matrix that is not there stands the last
 // one's format: matrices of one format share their code.
 static void bind_products(const Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Config *c = &s->m->config;
     const Layer *l = &s->m->layers[s->l];
-    int heads = p->experts == EXPERTS_HEADS ? l->n_head : 1;
     *a = (struct product_args){
-        .cols = p->w[0]->cols, .x_step = x_step(p->w[0]) / heads, .tokens = p->n,
-        .each = !p->experts || heads > 1 ? heads : l->n_used, .eps = c->eps, .softcap = p->e.cap,
-        .factor = p->e.factor};
+        .cols = p->w[0]->cols, .x_step = x_step(p->w[0]), .tokens = p->n, .eps = c->eps,
+        .each = !p->experts ? 1 : p->experts == EXPERTS_HEADS ? l->n_head : l->n_used,
+        .softcap = p->e.cap, .factor = p->e.factor};
     d->bound[6] = p->in.x;
     d->bound[11] = p->e.other;
     d->constant[C_EPILOGUE] = p->e.kind;
@@ -778,25 +771,23 @@ static void bind_products(const Session *s, Dispatch *d, struct product_args *a,
         d->constant[C_FORMAT_0 + i] = w->type;
         if (i >= p->k) continue;
         bind_matrix(d, a->w, i, w, 3, p->experts);
-        a->w[i].out_step /= heads;
         if (p->experts) d->bound[14 + i] = w->scale;
-        if (i < product_outputs(p)) d->bound[8 + i] = p->y[i];
+        if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[8 + i] = p->y[i];
     }
 }
 
-static void run_gemv(Session *s, Products p) {   // of one token's choices or heads; or n of a router
+static void run_gemv(Session *s, Products p) {   // for one token, or n of a router or heads
     const Norm *norm = p.in.norm;
     struct product_args a;
     Dispatch d = {"gemv", {[7] = norm ? norm->w : NULL, [12] = norm ? norm->b : NULL, s->chosen},
                   16, 0, GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_NORMED] = norm_bits(norm),
                    [C_CENTRED] = norm && s->m->config.arch->norm != RMS}};
-    int all = 0;
+    int all = 0, parts = p.e.kind == EPILOGUE_GLU ? 1 : p.k;
     bind_products(s, &d, &a, &p);
-    a.tokens *= a.each;
-    if (p.experts == EXPERTS_GATHER) a.x_step = 0;
+    if (p.experts == EXPERTS_GATHER) a.tokens = a.each, a.x_step = 0;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
-    for (int i = 0; i < product_outputs(&p); i++)
+    for (int i = 0; i < parts; i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
     d.groups = div_up(a.units * a.tokens, GEMV_SIMDGROUPS);
     d.constant[C_UNIT_ROWS] = gemv_most(all);
@@ -808,13 +799,13 @@ static int experts_tile(const Session *s, int n) {
     return gemm_tokens(n * s->m->layers[s->l].n_used / s->m->config.n_expert);
 }
 
-static void run_gemm(Session *s, Products p) {
+static void run_gemm(Session *s, Products p, bool int8) {   // int8: the input is in g->codes
     Gpu *g = s->gpu;
     struct product_args a;
-    int tile = p.int8 ? GEMM_SOME : p.experts ? experts_tile(s, p.n) : gemm_tokens(p.n);
-    Dispatch d = {"gemm", {[7] = p.int8 ? g->codes : NULL, [12] = p.experts ? g->tiles : NULL,
+    int tile = int8 ? GEMM_SOME : p.experts ? experts_tile(s, p.n) : gemm_tokens(p.n);
+    Dispatch d = {"gemm", {[7] = int8 ? g->codes : NULL, [12] = p.experts ? g->tiles : NULL,
                            s->order}, 15, 0, GEMM_THREADS, gemm_floats(tile),
-                  {[C_INT8] = p.int8, [C_TILE_TOKENS] = tile}};
+                  {[C_INT8] = int8, [C_TILE_TOKENS] = tile}};
     bind_products(s, &d, &a, &p);
     a.units = p.experts ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile)
                         : div_up(p.n, tile);
@@ -828,21 +819,20 @@ static void run_gemm(Session *s, Products p) {
 static bool run_quantize(Session *s, const Products *p) {
     Gpu *g = s->gpu;
     struct quantize_args a = {p->n * (p->w[0]->cols / 32)};
-    Dispatch d = {"quantize", {p->in.x, g->codes}, 2, SIMDGROUPS(a.groups, UNIT_SIMDGROUPS), 0,
-                  {0}};
     bool can = g->codes && p->n > GEMM_FEW && !p->experts;
     for (int i = 0; i < p->k; i++) can = can && !quant_row_bytes(p->w[i]->type, 1);
-    if (can) gpu_dispatch(g, &d, &a, sizeof a);
+    if (can)
+        run_kernel(s, a, "quantize", {p->in.x, g->codes}, 2,
+                   SIMDGROUPS(a.groups, UNIT_SIMDGROUPS), 0, {0});
     return can;
 }
 
 // one dispatch, and one more if the input becomes codes first
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    Products p = {w, k, in, y, n, e, EXPERTS_NONE, false};
+    Products p = {w, k, in, y, n, e, EXPERTS_NONE};
     if (n == 1) return run_gemv(s, p);
-    p.int8 = run_quantize(s, &p);
-    run_gemm(s, p);
+    run_gemm(s, p, run_quantize(s, &p));
 }
 
 static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
@@ -936,8 +926,13 @@ static void run_attention(Session *s, const Layer *w, int n) {
 }
 
 // y[n][n_head][..] = each head's matrix times x[n][n_head][..]
-static void run_heads(Session *s, const Matrix *w, float *x, float *y, int n) {
-    run_gemv(s, (Products){&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS, false});
+static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int n) {
+    int n_head = s->m->layers[s->l].n_head;
+    Matrix one = *w;   // of a head
+    one.x_step /= n_head;
+    one.out_step /= n_head;
+    w = &one;
+    run_gemv(s, (Products){&w, 1, {x, NULL}, &y, n * n_head, STORE, EXPERTS_HEADS});
 }
 
 static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_row, for n tokens
@@ -946,11 +941,10 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
                                .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->temp_scale, .n_ctx = c->temp_length};
-    Dispatch d = {"latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
-                                 s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
-                  SIMDGROUPS(n * (w->n_head + 1), UNIT_SIMDGROUPS), 0,
-                  {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
+                                    s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
+               SIMDGROUPS(n * (w->n_head + 1), UNIT_SIMDGROUPS), 0,
+               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope});
 }
 
 // s->mix[n][n_head][v] by latent attention, as in latent_attention
@@ -975,22 +969,19 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     const Matrix *pair[2] = {gate, up};
     Epilogue glu = {EPILOGUE_GLU, h, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
-    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts, false};
+    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1) return run_gemv(s, p);
-    p.int8 = run_quantize(s, &p);
-    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts, p.int8});
-    p.w = &up;
-    p.k = 1;
-    run_gemm(s, p);
+    bool int8 = run_quantize(s, &p);
+    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts}, int8);
+    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts}, int8);
 }
 
 static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) * the layer's inputs
     const Config *c = &s->m->config;
     struct input_args a = {n, c->per_layer, c->n_layer * c->per_layer};
-    Dispatch d = {"gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
-                  div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
-                  {[C_ACTIVATION] = c->arch->act}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    run_kernel(s, a, "gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
+               div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
+               {[C_ACTIVATION] = c->arch->act});
 }
 
 // The router's choice, and all of the chosen experts but their last product; what the shared expert
@@ -1002,21 +993,19 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     float *to[2] = {s->route, s->gathered};
     struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed, c->n_group,
                             c->n_group_used, c->gates_scale};
-    Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
-                  SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL}};
     Input x = in;   // of the router, and then of the experts
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
     run_gemv(s, (Products){routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE,
-                          EXPERTS_NONE, false});
-    gpu_dispatch(g, &d, &a, sizeof a);
+                          EXPERTS_NONE});
+    run_kernel(s, a, "choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
+               SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
     if (n > 1) {
         int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
-        Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
-                         threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
-        gpu_dispatch(g, &sort, &b, sizeof b);
+        run_kernel(s, b, "sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
+                   threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0});
     }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
     if (w->latent_down.data) {
@@ -1035,12 +1024,11 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     bool weighed = w->shared_router.data;
     if (n > 1) {
         struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
-        Dispatch d = {"weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
-                                        e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
-                      {[C_EPILOGUE] = e.kind}};
-        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED, false});
+        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED}, false);
         if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
-        return gpu_dispatch(g, &d, &a, sizeof a);
+        return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
+                                                  s->gathered, e.other, y}, 7, n,
+                          threads_for(down->rows, NORM_THREADS), 0, {[C_EPILOGUE] = e.kind});
     }
     int most = gemv_most(down->rows), units = gemv_units(down->type, down->rows, most);
     struct experts_args a = {{.cols = w->ff, .each = w->n_used, .factor = e.factor}, shared->cols,
@@ -1059,7 +1047,7 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     const Matrix none = {0}, *shared = &w->shared_down;
     Input up = {s->up, NULL};   // of the shared expert
-    Epilogue add = {EPILOGUE_ADD, y, w->latent_up.data ? e.factor : 1, 0};
+    Epilogue add = {EPILOGUE_ADD, y, e.factor, 0};
     if (w->latent_up.data) {
         run_experts_sum(s, w, &none, s->latent_sum, n, STORE);
         run_product(s, &w->latent_up, (Input){s->latent_sum, NULL}, y, n, e);
@@ -1086,20 +1074,18 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
     if (apart) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     struct conv_args a = {n, channels, past};
-    Dispatch conv = {"delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z}, 6,
-                     div_up(channels, UNIT_SIMDGROUPS * SIMD_LANES), UNIT_SIMDGROUPS * SIMD_LANES,
-                     0, {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated}};
-    gpu_dispatch(s->gpu, &conv, &a, sizeof a);
+    run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z}, 6,
+               SIMDGROUPS(div_up(channels, SIMD_LANES), UNIT_SIMDGROUPS), 0,
+               {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return;
     int share = c->n_value / c->n_key;
     const float *alpha = fused ? s->ba + share : s->decay, *beta = fused ? s->ba : s->write;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, !!(c->arch->flags & DELTA_TILED),
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
-    Dispatch rule = {"delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
+    run_kernel(s, b, "delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
-                     SIMDGROUPS(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS), 0,
-                     {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks}};
-    gpu_dispatch(s->gpu, &rule, &b, sizeof b);
+               SIMDGROUPS(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS), 0,
+               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // of a state space the rule has applied it
     if (w->delta_norm.w)
