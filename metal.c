@@ -47,8 +47,8 @@ typedef struct {
     size_t groups, threads, shared;   // threadgroups; for each its threads, and floats it shares
     int constant[N_CONSTANTS];
 } Dispatch;
-// its groups and threads: a SIMD-group for each of n, `per` of them in a threadgroup
-#define SIMDGROUPS(n, per) div_up(n, per), (per) * SIMD_LANES
+// its groups and threads: a SIMD-group for each of n
+#define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
 typedef struct Device Device;
 typedef struct {
@@ -297,7 +297,7 @@ static void cuda_compile(Task t) {   // code of variant number t.i, if it has no
     const char *options[] = {d->arch, "-default-device", "-std=c++17", "-w"};
     char source[4000], path[512];
     void *program;
-    if (g->pipeline[t.i].state || c->bytes) return;
+    if (g->pipeline[t.i].state) return;
     cuda_source(&g->pipeline[t.i], source);
     bool keeps = cuda_path(g, source, path, sizeof path);
     if (keeps) *c = cuda_cached(path);
@@ -316,13 +316,13 @@ static void cuda_compile(Task t) {   // code of variant number t.i, if it has no
 static bool cuda_ready(Gpu *g) {   // makes all variants that were noted
     bool ok = true;
     parallel(g->pool, cuda_compile, g, NULL, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines && ok; i++) {
+    for (int i = 0; i < g->n_pipelines; i++) {
         Variant *p = &g->pipeline[i];
         Code *c = &g->device->code[i];
         void *module;
         if (p->state) continue;
-        ok = c->n ? cuda(g, cuModuleLoadData, &module, c->bytes) &&
-                    cuda(g, cuModuleGetFunction, &p->state, module, "entry")
+        ok = c->n ? ok && cuda(g, cuModuleLoadData, &module, c->bytes) &&
+                        cuda(g, cuModuleGetFunction, &p->state, module, "entry")
                   : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
         *c = (Code){0};
@@ -445,19 +445,21 @@ void objc_autoreleasePoolPop(void *);
     X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
     X(error, "error", id, (id, SEL))
 
-#define X(name, selector, R, types) typedef R send_##name types;
+#define X(name, selector, R, types) \
+    typedef R send_##name types; \
+    static SEL sel_##name(void) { \
+        static SEL sel; \
+        return sel ? sel : (sel = sel_registerName(selector)); \
+    }
 METHODS(X)
-#undef X
-#define X(name, selector, R, types) SEND_##name,
-enum { METHODS(X) N_METHODS };
 #undef X
 
 static size_t nil_method(void) { return 0; }   // what answers a message to nil
 
 // sends the message `name` to an object: looks its method up, and calls it
-#define send(g, name, object, ...) ({ \
+#define send(name, object, ...) ({ \
     id to_ = (object); \
-    SEL sel_ = (g)->device->sel[SEND_##name]; \
+    SEL sel_ = sel_##name(); \
     IMP code_ = to_ ? class_getMethodImplementation(object_getClass(to_), sel_) : (IMP)nil_method; \
     ((send_##name *)code_)(to_, sel_, ##__VA_ARGS__); })
 
@@ -470,7 +472,6 @@ extern const char metal_source[] __asm__("metal_source");
 
 enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
 struct Device {
-    SEL sel[N_METHODS];
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // of this forward
     void *pool;                 // of the objects that the opening or a forward autoreleases
@@ -478,36 +479,33 @@ struct Device {
 
 // gpu_fail, with an NSError
 static bool metal_fail(Gpu *g, const char *what, id error) {
-    return gpu_fail(g, what, send(g, utf8, send(g, describe, error)));
+    return gpu_fail(g, what, send(utf8, send(describe, error)));
 }
 
 static bool device_open(Gpu *g) {   // and compiles the kernels
     id error = NULL;
     Device *d = g->device = calloc(1, sizeof *d);
     if (!d) return gpu_fail(g, "out of memory", NULL);
-#define X(name, selector, R, types) d->sel[SEND_##name] = sel_registerName(selector);
-    METHODS(X)
-#undef X
     d->pool = objc_autoreleasePoolPush();
     // under ssh or tmux there is no default device, but there may be a device all the same
     d->device = MTLCreateSystemDefaultDevice();
     id all = d->device ? NULL : MTLCopyAllDevices();
-    if (send(g, count, all)) d->device = send(g, retain, send(g, object_at, all, 0));
-    send(g, release, all);
+    if (send(count, all)) d->device = send(retain, send(object_at, all, 0));
+    send(release, all);
     if (!d->device) return gpu_fail(g, "no Metal device", NULL);
-    d->queue = send(g, new_queue, d->device);
+    d->queue = send(new_queue, d->device);
     if (!d->queue) return gpu_fail(g, "no command queue", NULL);
-    id text = send(g, string, objc_getClass("NSString"), metal_source);
-    id options = send(g, make, objc_getClass("MTLCompileOptions"));
-    send(g, set_fast_math, options, false);   // the kernels must tell NaN from numbers
-    d->library = send(g, new_library, d->device, text, options, &error);
-    send(g, release, options);
+    id text = send(string, objc_getClass("NSString"), metal_source);
+    id options = send(make, objc_getClass("MTLCompileOptions"));
+    send(set_fast_math, options, false);   // the kernels must tell NaN from numbers
+    d->library = send(new_library, d->device, text, options, &error);
+    send(release, options);
     return d->library || metal_fail(g, "kernels.metal", error);   // error alone: a warning
 }
 
 static void device_release(Gpu *g) {   // variants and buffers
-    for (int i = 0; i < g->n_pipelines; i++) send(g, release, g->pipeline[i].state);
-    for (int i = 0; i < g->n_shared; i++) send(g, release, g->shared[i].buffer);
+    for (int i = 0; i < g->n_pipelines; i++) send(release, g->pipeline[i].state);
+    for (int i = 0; i < g->n_shared; i++) send(release, g->shared[i].buffer);
 }
 
 static void device_close(Gpu *g) {
@@ -515,54 +513,53 @@ static void device_close(Gpu *g) {
     if (!d) return;
     if (d->pool) objc_autoreleasePoolPop(d->pool);
     device_release(g);
-    send(g, release, d->library);
-    send(g, release, d->queue);
-    send(g, release, d->device);
+    send(release, d->library);
+    send(release, d->queue);
+    send(release, d->device);
     free(d);
 }
 
-static size_t device_longest(Gpu *g) { return send(g, max_length, g->device->device); }
+static size_t device_longest(Gpu *g) { return send(max_length, g->device->device); }
 
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
     size_t page = sysconf(_SC_PAGESIZE);
     (void)filled;
     s->size = (s->size + page - 1) / page * page;
     if (s->size > device_longest(g)) return false;
-    s->buffer = send(g, share_pages, g->device->device, s->base, s->size, MTLStorageModeShared,
-                     NULL);
+    s->buffer = send(share_pages, g->device->device, s->base, s->size, MTLStorageModeShared, NULL);
     return s->buffer != NULL;
 }
 
 static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
-    id error = NULL, name = send(g, string, objc_getClass("NSString"), p->kernel);
-    id values = send(g, make, objc_getClass("MTLFunctionConstantValues"));
+    id error = NULL, name = send(string, objc_getClass("NSString"), p->kernel);
+    id values = send(make, objc_getClass("MTLFunctionConstantValues"));
     (void)d;
     for (size_t i = 0; i < N_CONSTANTS; i++)
-        send(g, set_constant, values, &p->constant[i], MTLDataTypeInt, i);
-    id function = send(g, new_function, g->device->library, name, values, &error);
-    p->state = function ? send(g, new_pipeline, g->device->device, function, &error) : NULL;
-    send(g, release, function);
-    send(g, release, values);
+        send(set_constant, values, &p->constant[i], MTLDataTypeInt, i);
+    id function = send(new_function, g->device->library, name, values, &error);
+    p->state = function ? send(new_pipeline, g->device->device, function, &error) : NULL;
+    send(release, function);
+    send(release, values);
     if (!p->state) return metal_fail(g, p->kernel, error);
-    if (send(g, simd_width, p->state) != SIMD_LANES)
+    if (send(simd_width, p->state) != SIMD_LANES)
         gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
-    p->threads = send(g, max_threads, p->state);
+    p->threads = send(max_threads, p->state);
     return true;
 }
 
 static void metal_commit(Gpu *g) {
     Device *d = g->device;
     if (!d->encoder) return;
-    send(g, end_encoding, d->encoder);
-    send(g, commit, d->commands[d->n_commands - 1]);
+    send(end_encoding, d->encoder);
+    send(commit, d->commands[d->n_commands - 1]);
 }
 
 static void device_begin(Gpu *g) {   // one more command buffer
     Device *d = g->device;
     if (!d->pool) d->pool = objc_autoreleasePoolPush();
     metal_commit(g);
-    id commands = send(g, commands, d->queue);
-    d->encoder = send(g, encoder, commands);
+    id commands = send(commands, d->queue);
+    d->encoder = send(encoder, commands);
     if (d->encoder) d->commands[d->n_commands++] = commands;
     else gpu_fail(g, "no command encoder", NULL);
 }
@@ -573,9 +570,9 @@ static bool device_wait(Gpu *g) {
     Device *d = g->device;
     metal_commit(g);
     for (int i = 0; i < d->n_commands; i++) {
-        send(g, wait, d->commands[i]);
-        if (send(g, status, d->commands[i]) != MTLCommandBufferStatusCompleted)
-            metal_fail(g, "the GPU stopped", send(g, error, d->commands[i]));
+        send(wait, d->commands[i]);
+        if (send(status, d->commands[i]) != MTLCommandBufferStatusCompleted)
+            metal_fail(g, "the GPU stopped", send(error, d->commands[i]));
     }
     objc_autoreleasePoolPop(d->pool);
     d->pool = d->encoder = NULL;
@@ -586,16 +583,16 @@ static bool device_wait(Gpu *g) {
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
                             size_t size) {
     id encoder = g->device->encoder;
-    send(g, set_pipeline, encoder, p->state);
+    send(set_pipeline, encoder, p->state);
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants some
         const Shared *at = gpu_find(g, from);
-        send(g, set_buffer, encoder, at->buffer, from - at->base, i);
+        send(set_buffer, encoder, at->buffer, from - at->base, i);
     }
-    send(g, set_bytes, encoder, args, size, d->n);
+    send(set_bytes, encoder, args, size, d->n);
     size_t floats = d->shared ? d->shared : 1;   // each kernel has some
-    send(g, set_shared, encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
-    send(g, dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
+    send(set_shared, encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
+    send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
 static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
@@ -620,8 +617,8 @@ static bool gpu_share(Gpu *g, void *base, size_t size, bool filled) {
 static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
     for (int i = 0; i < g->n_pipelines; i++) {
         Variant *p = &g->pipeline[i];
-        if (strcmp(p->kernel, d->kernel)) continue;
-        if (!memcmp(p->constant, d->constant, sizeof p->constant)) return p;
+        bool same = !memcmp(p->constant, d->constant, sizeof p->constant);
+        if (same && !strcmp(p->kernel, d->kernel)) return p;
     }
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
     Variant *p = &g->pipeline[g->n_pipelines];
@@ -753,7 +750,7 @@ typedef struct {
 
 // What gemv and gemm have in common. In the place of a matrix that is not there stands the last
 // one's format: matrices of one format share their code.
-static void bind_products(const Session *s, Dispatch *d, struct product_args *a, const Products *p) {
+static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Config *c = &s->m->config;
     const Layer *l = &s->m->layers[s->l];
     *a = (struct product_args){
@@ -779,13 +776,15 @@ static void bind_products(const Session *s, Dispatch *d, struct product_args *a,
 static void run_gemv(Session *s, Products p) {   // for one token, or n of a router or heads
     const Norm *norm = p.in.norm;
     struct product_args a;
-    Dispatch d = {"gemv", {[7] = norm ? norm->w : NULL, [12] = norm ? norm->b : NULL, s->chosen},
-                  16, 0, GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
+    bool chosen = p.experts == EXPERTS_GATHER;
+    Dispatch d = {"gemv", {[7] = norm ? norm->w : NULL, [12] = norm ? norm->b : NULL,
+                           chosen ? s->chosen : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_NORMED] = norm_bits(norm),
                    [C_CENTRED] = norm && s->m->config.arch->norm != RMS}};
     int all = 0, parts = p.e.kind == EPILOGUE_GLU ? 1 : p.k;
     bind_products(s, &d, &a, &p);
-    if (p.experts == EXPERTS_GATHER) a.tokens = a.each, a.x_step = 0;
+    if (chosen) a.tokens = a.each, a.x_step = 0;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
     for (int i = 0; i < parts; i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
@@ -804,7 +803,7 @@ static void run_gemm(Session *s, Products p, bool int8) {   // int8: the input i
     struct product_args a;
     int tile = int8 ? GEMM_SOME : p.experts ? experts_tile(s, p.n) : gemm_tokens(p.n);
     Dispatch d = {"gemm", {[7] = int8 ? g->codes : NULL, [12] = p.experts ? g->tiles : NULL,
-                           s->order}, 15, 0, GEMM_THREADS, gemm_floats(tile),
+                           p.experts ? s->order : NULL}, 15, 0, GEMM_THREADS, gemm_floats(tile),
                   {[C_INT8] = int8, [C_TILE_TOKENS] = tile}};
     bind_products(s, &d, &a, &p);
     a.units = p.experts ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile)
@@ -821,9 +820,7 @@ static bool run_quantize(Session *s, const Products *p) {
     struct quantize_args a = {p->n * (p->w[0]->cols / 32)};
     bool can = g->codes && p->n > GEMM_FEW && !p->experts;
     for (int i = 0; i < p->k; i++) can = can && !quant_row_bytes(p->w[i]->type, 1);
-    if (can)
-        run_kernel(s, a, "quantize", {p->in.x, g->codes}, 2,
-                   SIMDGROUPS(a.groups, UNIT_SIMDGROUPS), 0, {0});
+    if (can) run_kernel(s, a, "quantize", {p->in.x, g->codes}, 2, UNITS(a.groups), 0, {0});
     return can;
 }
 
@@ -909,8 +906,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
     if (!fused && !latent)
-        run_part(g, d, &b, "rope", 0, 12,
-                 SIMDGROUPS(n * (w->n_head + 2 * b.n_kv), UNIT_SIMDGROUPS), 0);
+        run_part(g, d, &b, "rope", 0, 12, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
     if (n >= FLASH_MIN && attention_most(w->hd, w->vd) == ATTENTION_SIMDGROUPS && !latent)
         run_part(g, d, &a, "flash_attention", 7, 8,
                  (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
@@ -943,7 +939,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
                                .temp = c->temp_scale, .n_ctx = c->temp_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
-               SIMDGROUPS(n * (w->n_head + 1), UNIT_SIMDGROUPS), 0,
+               UNITS(n * (w->n_head + 1)), 0,
                {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope});
 }
 
@@ -1035,7 +1031,8 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
                              weighed};
     Dispatch d = {"experts_down", {[4] = down->scale, g->up, s->up, s->chosen, s->weight,
                                    s->gathered, e.other, y}, 12,
-                  SIMDGROUPS(units, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * X_FLOATS,
+                  div_up(units, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_EPILOGUE] = e.kind, [C_EXPERTS] = EXPERTS_SORTED, [C_UNIT_ROWS] = most}};
     bind_matrix(&d, a.down.w, 0, down, 2, true);
     if (shared->data) bind_matrix(&d, a.down.w, 1, shared, 2, false);
@@ -1075,7 +1072,7 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     if (apart) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     struct conv_args a = {n, channels, past};
     run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z}, 6,
-               SIMDGROUPS(div_up(channels, SIMD_LANES), UNIT_SIMDGROUPS), 0,
+               UNITS(div_up(channels, SIMD_LANES)), 0,
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return;
     int share = c->n_value / c->n_key;
@@ -1084,8 +1081,7 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
     run_kernel(s, b, "delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
-               SIMDGROUPS(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS), 0,
-               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
+               UNITS(c->n_value * div_up(c->dv, DELTA_UNIT)), 0, {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // of a state space the rule has applied it
     if (w->delta_norm.w)
@@ -1233,16 +1229,16 @@ static uint64_t token_key(const Session *s, int rows) {
     return key;
 }
 
-// The CPU evaluates all of the history before pos, if what the GPU has left is of no use to it:
-// because it lies in the GPU's memory, or a recurrent state is half-way.
-static void forward_again(Session *s, int pos) {
-    if (!DEVICE_COPIES && !s->n_recurrent) return;
+// The CPU evaluates the history before pos, and the chunk from there to `end`, if what the GPU has
+// left is of no use to it: because it lies in the GPU's memory, or a recurrent state is half-way.
+static void forward_again(Session *s, int pos, int end) {
     session_truncate(s, 0);
-    for (int p = 0, n; p < pos; p += n) {
-        n = pos - p < s->o.chunk ? pos - p : s->o.chunk;
+    for (int p = 0, n; p < end; p += n) {
+        n = (p < pos ? pos : end) - p;
+        if (n > s->o.chunk) n = s->o.chunk;
         forward(s, s->history.id + p, n, p);
     }
-    s->history.n = pos;
+    s->history.n = end;
 }
 
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
@@ -1258,11 +1254,10 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     if (rows > 0)
         device_fetch(g, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = gpu_end(s);
-    if (!ok) forward_again(s, pos);
+    if (!ok && (DEVICE_COPIES || s->n_recurrent)) forward_again(s, pos, pos);
     return ok;
 }
 
-// After a failure the CPU evaluates the whole chunk, too, as s->x is of no use.
 static bool gpu_logits(Session *s, int first, int n) {
     Gpu *g = s->gpu;
     int pos = s->pos, end = s->history.n;
@@ -1271,11 +1266,8 @@ static bool gpu_logits(Session *s, int first, int n) {
     run_output(s, first, n);
     device_fetch(g, s->logits, (size_t)n * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = gpu_end(s);
-    if (ok || !DEVICE_COPIES) return ok;
-    forward_again(s, pos);
-    forward(s, s->history.id + pos, end - pos, pos);
-    s->history.n = end;
-    return false;
+    if (!ok && DEVICE_COPIES) forward_again(s, pos, end);   // s->x is of no use
+    return ok;
 }
 
 static void gpu_fetch(Session *s, void *p, size_t bytes) {
@@ -1332,7 +1324,6 @@ static void plan_gpu(Session *s, Arena *a) {
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
     if (!wide) g->codes = NULL;
-    if (!ff) return;
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
     g->place = arena_take(a, choices, sizeof *g->place);
@@ -1340,24 +1331,20 @@ static void plan_gpu(Session *s, Arena *a) {
                           3 * sizeof *g->tiles);
 }
 
-// the first tensor that begins in from .. stop-1 and ends after `end`; stop: there is none
-static uint8_t *next_tensor(const Gguf *file, uint8_t *from, uint8_t *stop, const uint8_t *end) {
-    for (size_t i = 0; i < file->n_tensors; i++) {
-        uint8_t *p = (uint8_t *)file->tensors[i].data;
-        if (p >= from && p < stop && p + (size_t)tensor_bytes(&file->tensors[i]) > end) stop = p;
-    }
-    return stop;
-}
-
-// Shares a map as one buffer, or as several, cut where a tensor begins, none longer than Metal
-// takes. Buffers begin and end with a page, which two may share: gpu_find takes the later one.
+// Shares a map as one buffer, or as several, none longer than Metal takes: cut where a tensor
+// begins that would not end inside. Buffers begin and end with a page, which two may share: gpu_find
+// takes the later one.
 static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     size_t page = sysconf(_SC_PAGESIZE), most = device_longest(g) / page * page;
     uint8_t *stop = map->base + map->size, *from = map->base, *next;
     for (; from < stop; from = next) {
         uint8_t *base = map->base + (from - map->base) / page * page;
-        bool whole = (size_t)(stop - base) <= most;
-        next = whole ? stop : next_tensor(file, from, stop, base + most);
+        next = stop;
+        for (size_t i = 0; (size_t)(stop - base) > most && i < file->n_tensors; i++) {
+            const Tensor *t = &file->tensors[i];
+            uint8_t *p = (uint8_t *)t->data, *end = p + (size_t)tensor_bytes(t);
+            if (p >= from && p < next && end > base + most) next = p;
+        }
         if (next == from || !gpu_share(g, base, next - base, true)) return false;
     }
     return true;
