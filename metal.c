@@ -1,17 +1,9 @@
 // SPDX-License-Identifier: MIT
 // metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
 // GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on
-// a device made of software. llm.c calls
-//
-//   gpu_open(s), gpu_close(s)            when a session begins and ends
-//   gpu_forward(s, ids, n, pos, first)   instead of forward, and of output_logits for the rows from
-//                                        `first` on (n: for none)
-//   gpu_logits(s, first, n)              instead of output_logits, for further rows of the chunk
-//   gpu_fetch(s, p, bytes)               before it reads what the GPU may have written
-//   gpu_store(s)                         when it has changed positions or recurrent states
-//
-// When gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it
-// cannot hold the model (gpu_lacks), or a call of its system has failed.
+// a device made of software. llm.c has the prototypes of what it calls, gpu_open to gpu_store. When
+// gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it cannot
+// hold the model (gpu_lacks), or a call of its system has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -27,8 +19,7 @@ _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE
 //
 // The functions device_* stand here twice, for NVIDIA and for Apple; nothing else knows either.
 
-enum { MAX_PIPELINES = 256, MAX_BOUND = 16, NO_BIAS = MAX_BOUND - 4, SPLIT_LAYERS = 8,
-       MAX_SPLITS = 32 };
+enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what the device has for it: its buffer, or the address of a copy
 typedef struct { char *base; size_t size; void *buffer; } Shared;
 // a kernel with function constants; n buffers, threads of a threadgroup at most
@@ -59,7 +50,7 @@ typedef struct {
     Pool *pool;                 // the session's
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
-    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
+    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *inputs;              // [chunk][n_layer][per_layer]
@@ -153,13 +144,12 @@ static bool cuda_check(Gpu *g, int error, const char *name) {
 static bool device_open(Gpu *g) {
     static const char *const compilers[] = {"libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
         "libnvrtc.so.11.2", "/usr/local/cuda/lib64/libnvrtc.so"};
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = NULL;
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = NULL, *from = driver;
     int devices = 0, major, minor;
     Device *d = g->device = calloc(1, sizeof *d);
     if (!driver || !d) return false;
     for (size_t i = 0; i < COUNT(compilers) && !compiler; i++)
         compiler = dlopen(compilers[i], RTLD_NOW);
-    void *from = driver;
     bool missing = false;
 #define X(name, types) missing |= !(*(void **)&d->name = dlsym(from, #name));
     DRIVER(X)
@@ -368,16 +358,14 @@ static bool device_wait(Gpu *g) {
     return cuda(g, cuStreamSynchronize, g->device->stream) && !g->why[0];
 }
 
-static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
-                            size_t size) {
+static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
     Bound x;
-    void *arguments[] = {&x};
     if (!p->state && !cuda_ready(g)) return;
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
-    memcpy(x.bytes, args, size);
+    memcpy(x.bytes, a, n);
     cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, 4 * d->shared,
-         g->device->stream, arguments, NULL);
+         g->device->stream, (void *[]){&x}, NULL);
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
@@ -421,7 +409,6 @@ void objc_autoreleasePoolPop(void *);
     X(release, "release", void, (id, SEL)) X(count, "count", size_t, (id, SEL)) \
     X(string, "stringWithUTF8String:", id, (id, SEL, const char *)) \
     X(utf8, "UTF8String", const char *, (id, SEL)) \
-    X(describe, "localizedDescription", id, (id, SEL)) \
     X(object_at, "objectAtIndex:", id, (id, SEL, size_t)) \
     X(set_fast_math, "setFastMathEnabled:", void, (id, SEL, bool)) \
     X(new_queue, "newCommandQueue", id, (id, SEL)) \
@@ -443,7 +430,7 @@ void objc_autoreleasePoolPop(void *);
     X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
     X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
     X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
-    X(error, "error", id, (id, SEL))
+    X(error, "error", id, (id, SEL)) X(describe, "localizedDescription", id, (id, SEL))
 
 #define X(name, selector, R, types) \
     typedef R send_##name types; \
@@ -580,8 +567,7 @@ static bool device_wait(Gpu *g) {
     return !g->why[0];
 }
 
-static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
-                            size_t size) {
+static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
     id encoder = g->device->encoder;
     send(set_pipeline, encoder, p->state);
     for (int i = 0; i < d->n; i++) {
@@ -589,7 +575,7 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
         const Shared *at = gpu_find(g, from);
         send(set_buffer, encoder, at->buffer, from - at->base, i);
     }
-    send(set_bytes, encoder, args, size, d->n);
+    send(set_bytes, encoder, a, n, d->n);
     size_t floats = d->shared ? d->shared : 1;   // each kernel has some
     send(set_shared, encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
@@ -602,12 +588,12 @@ static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n;
 
 // ---- what is the same on both ----
 
-// lets the GPU see base[size], which is filled or all zeros
-static bool gpu_share(Gpu *g, void *base, size_t size, bool filled) {
+// lets the GPU see memory, which is filled or all zeros
+static bool gpu_share(Gpu *g, Map map, bool filled) {
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
     if (!more) return false;
     g->shared = more;
-    more[g->n_shared] = (Shared){base, size, NULL};
+    more[g->n_shared] = (Shared){(char *)map.base, map.size, NULL};
     bool ok = device_buffer(g, &more[g->n_shared], filled);
     g->n_shared += ok;
     return ok;
@@ -615,13 +601,11 @@ static bool gpu_share(Gpu *g, void *base, size_t size, bool filled) {
 
 // a kernel with these function constants, made when it is first asked for
 static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
-    for (int i = 0; i < g->n_pipelines; i++) {
-        Variant *p = &g->pipeline[i];
-        bool same = !memcmp(p->constant, d->constant, sizeof p->constant);
-        if (same && !strcmp(p->kernel, d->kernel)) return p;
-    }
+    Variant *p = g->pipeline, *end = p + g->n_pipelines;
+    for (; p < end; p++)
+        if (!strcmp(p->kernel, d->kernel) &&
+            !memcmp(p->constant, d->constant, sizeof p->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    Variant *p = &g->pipeline[g->n_pipelines];
     *p = (Variant){.kernel = d->kernel};
     memcpy(p->constant, d->constant, sizeof p->constant);
     if (!device_pipeline(g, p, d)) return NULL;
@@ -693,8 +677,10 @@ typedef struct { const float *x; const Norm *norm; } Input;
 // A matrix may begin at any byte. What is bound is the multiple of 16 before it.
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-// Binds w as matrix i, its bias as buffer bias + i, and sets its arguments and constants. Of
-// experts' matrices it is the first one, and the kernel reads their factors.
+// Binds w as matrix i, its bias as buffer bias + i (NO_BIAS: behind all that the kernel has), and
+// sets its arguments and constants. Of experts' matrices it is the first one, and the kernel reads
+// their factors.
+enum { NO_BIAS = MAX_BOUND - 4 };
 static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
                         bool experts) {
     int row = quant_row_bytes(w->type, w->cols);
@@ -818,7 +804,7 @@ static void run_gemm(Session *s, Products p, bool int8) {   // int8: the input i
 static bool run_quantize(Session *s, const Products *p) {
     Gpu *g = s->gpu;
     struct quantize_args a = {p->n * (p->w[0]->cols / 32)};
-    bool can = g->codes && p->n > GEMM_FEW && !p->experts;
+    bool can = s->o.gpu_int8 && p->n > GEMM_FEW && !p->experts;
     for (int i = 0; i < p->k; i++) can = can && !quant_row_bytes(p->w[i]->type, 1);
     if (can) run_kernel(s, a, "quantize", {p->in.x, g->codes}, 2, UNITS(a.groups), 0, {0});
     return can;
@@ -849,11 +835,6 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
-static int qk_bits(const Norm *norm, int which) {
-    return !norm->w ? 0 : (norm->group ? 1 : 4) << which;
-}
-
 // The slices of a layer's ring after n tokens more, and SIMD-groups for each, one for each step.
 static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
     int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
@@ -881,7 +862,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {NULL, NULL, 0, 0};
     bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
-    int lanes = attention_lanes(w->hd, w->vd), bits = qk_bits(qn, 0) | qk_bits(kn, 1), nsg;
+    int bits = (!qn->w ? 0 : qn->group ? 1 : 4) | (!kn->w ? 0 : kn->group ? 2 : 8);   // QK_NORMED
+    int lanes = attention_lanes(w->hd, w->vd), nsg;
     int slices = attention_spread(s, w, kv->rows, n, &nsg);
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
@@ -1081,7 +1063,8 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
     run_kernel(s, b, "delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
-               UNITS(c->n_value * div_up(c->dv, DELTA_UNIT)), 0, {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
+               UNITS(c->n_value * div_up(c->dv, DELTA_UNIT)), 0,
+               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // of a state space the rule has applied it
     if (w->delta_norm.w)
@@ -1229,9 +1212,13 @@ static uint64_t token_key(const Session *s, int rows) {
     return key;
 }
 
-// The CPU evaluates the history before pos, and the chunk from there to `end`, if what the GPU has
-// left is of no use to it: because it lies in the GPU's memory, or a recurrent state is half-way.
-static void forward_again(Session *s, int pos, int end) {
+// The end of a pass, and its logits. After a failure the CPU evaluates the history before pos, and
+// the chunk from there to `end`, if what the GPU has left is of no use to it: because it lies in
+// the GPU's memory, or a recurrent state is half-way.
+static bool gpu_finish(Session *s, int rows, int pos, int end) {
+    device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
+    bool ok = gpu_end(s);
+    if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
     session_truncate(s, 0);
     for (int p = 0, n; p < end; p += n) {
         n = (p < pos ? pos : end) - p;
@@ -1239,35 +1226,26 @@ static void forward_again(Session *s, int pos, int end) {
         forward(s, s->history.id + p, n, p);
     }
     s->history.n = end;
+    return false;
 }
 
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    Gpu *g = s->gpu;
     int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
-    if (!g) return false;
-    device_begin(g);
+    if (!s->gpu) return false;
+    device_begin(s->gpu);
     send_tokens(s, ids, n, pos);
-    if (!device_again(g, n == 1 ? token_key(s, rows) : 0)) {
+    if (!device_again(s->gpu, n == 1 ? token_key(s, rows) : 0)) {
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
     }
-    if (rows > 0)
-        device_fetch(g, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
-    bool ok = gpu_end(s);
-    if (!ok && (DEVICE_COPIES || s->n_recurrent)) forward_again(s, pos, pos);
-    return ok;
+    return gpu_finish(s, rows, pos, pos);
 }
 
 static bool gpu_logits(Session *s, int first, int n) {
-    Gpu *g = s->gpu;
-    int pos = s->pos, end = s->history.n;
-    if (!g) return false;
-    device_begin(g);
+    if (!s->gpu) return false;
+    device_begin(s->gpu);
     run_output(s, first, n);
-    device_fetch(g, s->logits, (size_t)n * s->m->config.n_vocab * sizeof *s->logits);
-    bool ok = gpu_end(s);
-    if (!ok && DEVICE_COPIES) forward_again(s, pos, end);   // s->x is of no use
-    return ok;
+    return gpu_finish(s, n, s->pos, s->history.n);
 }
 
 static void gpu_fetch(Session *s, void *p, size_t bytes) {
@@ -1287,9 +1265,9 @@ static void gpu_store(Session *s) {
 // all heads that comes after RoPE, tensors not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    bool late = c->arch->flags & QK_NORM_LATE;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
+        bool late = c->arch->flags & QK_NORM_LATE;
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
         bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
@@ -1323,7 +1301,6 @@ static void plan_gpu(Session *s, Arena *a) {
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
-    if (!wide) g->codes = NULL;
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
     g->place = arena_take(a, choices, sizeof *g->place);
@@ -1332,8 +1309,8 @@ static void plan_gpu(Session *s, Arena *a) {
 }
 
 // Shares a map as one buffer, or as several, none longer than Metal takes: cut where a tensor
-// begins that would not end inside. Buffers begin and end with a page, which two may share: gpu_find
-// takes the later one.
+// begins that would not end inside. Buffers begin and end with a page, which two may share:
+// gpu_find takes the later one.
 static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     size_t page = sysconf(_SC_PAGESIZE), most = device_longest(g) / page * page;
     uint8_t *stop = map->base + map->size, *from = map->base, *next;
@@ -1345,7 +1322,7 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
             uint8_t *p = (uint8_t *)t->data, *end = p + (size_t)tensor_bytes(t);
             if (p >= from && p < next && end > base + most) next = p;
         }
-        if (next == from || !gpu_share(g, base, next - base, true)) return false;
+        if (next == from || !gpu_share(g, (Map){base, next - base}, true)) return false;
     }
     return true;
 }
@@ -1356,13 +1333,11 @@ static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
     bool ok = place_plan(s, plan_gpu, &g->own, "scratch", &(Error){{0}}) &&
-              gpu_share(g, g->own.base, g->own.size, false);
+              gpu_share(g, g->own, false);
     for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
-    for (size_t i = 0; ok && i < m->n_owned; i++)
-        ok = gpu_share(g, m->owned[i].base, m->owned[i].size, true);
-    ok = ok && gpu_share(g, s->kv.base, s->kv.size, false);
-    ok = ok && gpu_share(g, s->scratch.base, s->scratch.size, false);
-    return ok ? true : gpu_fail(g, "it cannot take this much memory", NULL);
+    for (size_t i = 0; ok && i < m->n_owned; i++) ok = gpu_share(g, m->owned[i], true);
+    ok = ok && gpu_share(g, s->kv, false) && gpu_share(g, s->scratch, false);
+    return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
 // Makes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs;

@@ -2462,10 +2462,7 @@ static char *guarded(size_t n) {
     mprotect(p + whole, PAGE, PROT_NONE);
     return p + whole - n;
 }
-static void unguard(char *p, size_t n) {
-    size_t whole = whole_pages(n);
-    munmap(p + n - whole, whole + PAGE);
-}
+static void unguard(char *p, size_t n) { munmap(p + n - whole_pages(n), whole_pages(n) + PAGE); }
 
 #ifndef REAL_GPU   // which takes the place of all this
 #include <dlfcn.h>
@@ -3332,7 +3329,7 @@ static Lab lab(Gpu *g) {
 
 static void *lab_bytes(Gpu *g, size_t n) {
     char *p = guarded(n);
-    gpu_share(g, p + n - whole_pages(n), whole_pages(n), false);
+    gpu_share(g, (Map){(uint8_t *)p + n - whole_pages(n), whole_pages(n)}, false);
     return p;
 }
 
@@ -3394,10 +3391,8 @@ static Norm lab_norm(Gpu *g, int n, int group) {
 
 static void lab_free(Gpu *g) {   // all buffers; on Apple variants, too
     device_release(g);
-    for (; g->n_shared; g->n_shared--) {
-        const Shared *s = &g->shared[g->n_shared - 1];
-        unguard(s->base, s->size);
-    }
+    for (int i = 0; i < g->n_shared; i++) unguard(g->shared[i].base, g->shared[i].size);
+    g->n_shared = 0;
 }
 
 static void lab_drop(Gpu *g) {   // and all variants
@@ -3520,14 +3515,14 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
                   : reference_activation(act, glu && !one ? other[j] : v[0][j],
                                          glu && one ? v[1][j] : v[0][j], glu);
     lab_begin(&x);
-    g->codes = int8 ? lab_floats(g, n * (cols / 32) * CODE_GROUP, 1) : NULL;
+    if (int8) g->codes = lab_floats(g, n * (cols / 32) * CODE_GROUP, 1);
+    x.s.o.gpu_int8 = int8;
     Epilogue e = {way, other, factor, cap};
     run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
     lab_end(&x, name);
     lab_tile(name, int8 ? GEMM_SOME : tile, int8, false);
     for (int i = 0; i < (glu ? 1 : k); i++)
         lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
-    g->codes = NULL;
 }
 
 static void kernel_gemv(Gpu *g, int type) {
@@ -4395,7 +4390,8 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int 
     if (!strstr(name, bench_only) || (int8 && format_block(type) == 1)) return;
     Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * COLS), bench_floats(g, n * rows),
                NULL, n, false};
-    g->codes = int8 ? bench_floats(g, n * (COLS / 32) * CODE_GROUP) : NULL;
+    if (int8) g->codes = bench_floats(g, n * (COLS / 32) * CODE_GROUP);
+    x.s.o.gpu_int8 = int8;
     for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, COLS);
     bench_run(&x, name, run_bench_product, &b, copies, n > 1,
               n > 1 ? 2.0 * n * rows * COLS : bytes);
