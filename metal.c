@@ -625,12 +625,6 @@ static void gpu_close(Session *s) {
     s->gpu = NULL;
 }
 
-static bool gpu_end(Session *s) {   // device_wait; after a failure the session has no GPU
-    bool ok = device_wait(s->gpu);
-    if (!ok) gpu_close(s);
-    return ok;
-}
-
 static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t size) {
     const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d);
     if (!p) return;
@@ -714,7 +708,7 @@ static int norm_bits(const Norm *w) {
 // LAYERNORM or BARE
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
-    struct norm_args a = {cols, w && w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
+    struct norm_args a = {cols, w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
                           e.cap != 0 ? e.cap : 1};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
                NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
@@ -737,17 +731,16 @@ typedef struct {
 // What gemv and gemm have in common. In the place of a matrix that is not there stands the last
 // one's format: matrices of one format share their code.
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
-    const Config *c = &s->m->config;
     const Layer *l = &s->m->layers[s->l];
     *a = (struct product_args){
-        .cols = p->w[0]->cols, .x_step = x_step(p->w[0]), .tokens = p->n, .eps = c->eps,
+        .cols = p->w[0]->cols, .x_step = x_step(p->w[0]), .tokens = p->n, .eps = s->m->config.eps,
         .each = !p->experts ? 1 : p->experts == EXPERTS_HEADS ? l->n_head : l->n_used,
         .softcap = p->e.cap, .factor = p->e.factor};
     d->bound[6] = p->in.x;
     d->bound[11] = p->e.other;
     d->constant[C_EPILOGUE] = p->e.kind;
     d->constant[C_SOFTCAPPED] = p->e.cap > 0;
-    d->constant[C_ACTIVATION] = c->arch->act;
+    d->constant[C_ACTIVATION] = s->m->config.arch->act;
     d->constant[C_EXPERTS] = p->experts;
     for (int i = 0; i < 3; i++) {
         const Matrix *w = p->w[i < p->k ? i : p->k - 1];
@@ -844,7 +837,7 @@ static int attention_spread(const Session *s, const Layer *w, int rows, int n, i
     return slices;
 }
 
-// A kernel of attention, of whose buffers it takes n from `first` on.
+// one of attention's kernels: of the buffers in d it takes n, from `first` on
 static void run_part(Gpu *g, Dispatch d, const struct attention_args *a, const char *kernel,
                      int first, int n, size_t groups, size_t threads, size_t shared) {
     Dispatch part = {kernel, {NULL}, n, groups, threads, shared, {0}};
@@ -1032,11 +1025,10 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
         run_product(s, &w->latent_up, (Input){s->latent_sum, NULL}, y, n, e);
         if (shared->data) run_product(s, shared, up, y, n, add);
     } else if (w->expert_post.w) {
-        int cols = s->m->config.dim;
         run_experts_sum(s, w, &none, y, n, STORE);
         run_product(s, shared, up, s->expert_out, n, STORE);
-        run_norm(s, y, &w->expert_post, RMS, cols, y, n, STORE);
-        run_norm(s, s->expert_out, &w->shared_post, RMS, cols, y, n, add);
+        run_norm(s, y, &w->expert_post, RMS, s->m->config.dim, y, n, STORE);
+        run_norm(s, s->expert_out, &w->shared_post, RMS, s->m->config.dim, y, n, add);
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
@@ -1217,7 +1209,8 @@ static uint64_t token_key(const Session *s, int rows) {
 // the GPU's memory, or a recurrent state is half-way.
 static bool gpu_finish(Session *s, int rows, int pos, int end) {
     device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
-    bool ok = gpu_end(s);
+    bool ok = device_wait(s->gpu);
+    if (!ok) gpu_close(s);
     if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
     session_truncate(s, 0);
     for (int p = 0, n; p < end; p += n) {
@@ -1352,7 +1345,7 @@ static void warm_up(Session *s) {
         send_tokens(s, NULL, rows, i == 3 ? s->o.window : 0);
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
-        gpu_end(s);
+        gpu_finish(s, 0, 0, 0);
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     gpu_store(s);
