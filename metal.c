@@ -47,6 +47,7 @@ typedef struct {
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
+    size_t longest;             // bytes that a buffer may have
     Pool *pool;                 // the session's
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
@@ -147,6 +148,7 @@ static bool device_open(Gpu *g) {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = NULL, *from = driver;
     int devices = 0, major, minor;
     Device *d = g->device = calloc(1, sizeof *d);
+    g->longest = SIZE_MAX / 2;
     if (!driver || !d) return false;
     for (size_t i = 0; i < COUNT(compilers) && !compiler; i++)
         compiler = dlopen(compilers[i], RTLD_NOW);
@@ -181,8 +183,6 @@ static void device_close(Gpu *g) {
     }
     free(d);
 }
-
-static size_t device_longest(Gpu *g) { return (void)g, SIZE_MAX / 2; }   // bytes of a buffer
 
 // Copies what stands in the host's memory, if it is filled, and says on a terminal how far it is.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
@@ -480,6 +480,7 @@ static bool device_open(Gpu *g) {   // and compiles the kernels
     if (send(count, all)) d->device = send(retain, send(object_at, all, 0));
     send(release, all);
     if (!d->device) return gpu_fail(g, "no Metal device", NULL);
+    g->longest = send(max_length, d->device);
     d->queue = send(new_queue, d->device);
     if (!d->queue) return gpu_fail(g, "no command queue", NULL);
     id text = send(string, objc_getClass("NSString"), metal_source);
@@ -506,13 +507,11 @@ static void device_close(Gpu *g) {
     free(d);
 }
 
-static size_t device_longest(Gpu *g) { return send(max_length, g->device->device); }
-
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
     size_t page = sysconf(_SC_PAGESIZE);
     (void)filled;
     s->size = (s->size + page - 1) / page * page;
-    if (s->size > device_longest(g)) return false;
+    if (s->size > g->longest) return false;
     s->buffer = send(share_pages, g->device->device, s->base, s->size, MTLStorageModeShared, NULL);
     return s->buffer != NULL;
 }
@@ -1297,15 +1296,14 @@ static void plan_gpu(Session *s, Arena *a) {
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
     g->place = arena_take(a, choices, sizeof *g->place);
-    g->tiles = arena_take(a, expert_tiles(choices, c->n_expert, GEMM_FEW),
-                          3 * sizeof *g->tiles);
+    g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
 }
 
 // Shares a map as one buffer, or as several, none longer than Metal takes: cut where a tensor
 // begins that would not end inside. Buffers begin and end with a page, which two may share:
 // gpu_find takes the later one.
 static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
-    size_t page = sysconf(_SC_PAGESIZE), most = device_longest(g) / page * page;
+    size_t page = sysconf(_SC_PAGESIZE), most = g->longest / page * page;
     uint8_t *stop = map->base + map->size, *from = map->base, *next;
     for (; from < stop; from = next) {
         uint8_t *base = map->base + (from - map->base) / page * page;
