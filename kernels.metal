@@ -8,12 +8,11 @@
 //    3. embed             embed_row
 //       norm              norm
 //       quantize          round_32, but with float scales and sums of unrounded activations
-//    4. gemv              matmul for one token; the epilogues are add and activate
+//    4. gemv              matmul for one token; the epilogues are add and activate; head_products
 //       qk_norm           norm, of whole projections in qkv_part
 //       attention         attention; if FUSED, qkv_part before it
 //       attention_merge   attention, the end of it for a long ring
 //       latent_row        latent_row
-//       head_product      head_products
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
 //       rope              qkv_part
@@ -236,7 +235,7 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 // y = v, other + v, activation(other) * v, activation(v)
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: there is a norm, and it has these
-enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED };   // see gemm
+enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
 // The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
 enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
@@ -250,7 +249,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
     X(BIASES)        /* bit i: matrix i has a bias */ \
     X(SCALES)        /* bit i: each expert's matrix i has a factor of its own */ \
-    X(EXPERTS)       /* matrices are those of the experts that were chosen */ \
+    X(EXPERTS)       /* matrices are those of the experts that were chosen, or of heads */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* of the gate */ \
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
@@ -310,14 +309,14 @@ enum {
 // Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
 // begins `start` bytes after the bound address, which Metal wants aligned; its products are
 // multiplied by `scale`. Of experts' matrices that is the first one; the others lie `step` bytes
-// apart, and their biases bias_step floats. What a product and its bias make is multiplied by
-// `factor`.
+// apart, and their biases bias_step floats. Results lie out_step floats apart, `rows` or more. What
+// a product and its bias make is multiplied by `factor`.
 struct kernel_matrix {
     uint32_t start, row_bytes;
     int32_t rows;
     float scale;
     uint32_t step;
-    int32_t bias_step;
+    int32_t bias_step, out_step;
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args {
@@ -326,17 +325,12 @@ struct norm_args {
 };
 struct input_args { int32_t n, cols, step; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
-struct gemv_args {
-    struct kernel_matrix w[3];
-    int32_t cols, units, tokens;           // units: of all matrices
+struct product_args {
+    struct kernel_matrix w[4];
+    int32_t cols, x_step, tokens;          // x_step: from an input to the next
+    int32_t each;                          // choices, or heads, of a token
+    int32_t units;                         // of all matrices; of gemm: tiles of tokens at most
     float eps, softcap, factor;
-};
-struct heads_args { struct gemv_args each; int32_t n_head, x_step, y_step; };
-struct gemm_args {
-    struct kernel_matrix w[3];
-    int32_t cols, tokens;
-    float softcap, factor;
-    int32_t tiles, n_used;                 // of experts: tiles at most, choices of a token
 };
 struct attention_args {
     int32_t n;                             // queries
@@ -346,9 +340,8 @@ struct attention_args {
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx;                     // see temperature; temp 0: none
 };
-struct block_args { struct gemv_args o, ffn, down; };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
-struct experts_args { struct gemv_args each, shared; int32_t n_used, weighed; };
+struct experts_args { struct product_args down; int32_t shared_cols, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
 struct conv_args { int32_t n, channels, past; };
@@ -769,7 +762,7 @@ static inline int unit_rows(int format) {
 // matrix `part`, or of that of an expert (0: there are none)
 static inline void gemv_product(int format, int part, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
-        constant struct gemv_args *a, thread float *v) {
+        constant struct product_args *a, thread float *v) {
     constant struct kernel_matrix *m = &a->w[part];
     int R = unit_rows(format), row = unit * R, last = m->rows - 1 - row;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
@@ -789,7 +782,7 @@ static inline void gemv_product(int format, int part, int unit, int expert, devi
 static inline void gemv_unit(int format, int part, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
-        constant struct gemv_args *a) {
+        constant struct product_args *a) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
     gemv_product(format, part, unit, expert, w, bias, scales, in, a, v);
@@ -804,7 +797,8 @@ static inline void gemv_unit(int format, int part, int unit, int expert, device 
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
 // the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
 // token of a chunk: gemm's halves would decide near-ties. EXPERTS: W0, or the GLU, of one token's
-// chosen experts; then t counts these, and y0 is [n_used][rows].
+// chosen experts; then t counts these, and y0 is [n_used][rows]. EXPERTS_HEADS: t counts heads of
+// tokens, each head with a matrix, x and y of its own.
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
@@ -813,15 +807,15 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
         device const float *norm_bias [[buffer(12)]], device const int *chosen [[buffer(13)]],
         device const float *scale0 [[buffer(14)]], device const float *scale1 [[buffer(15)]],
-        constant struct gemv_args *a [[buffer(16)]], PLACE) {
+        constant struct product_args *a [[buffer(16)]], PLACE) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units;
     int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS);
     if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
-    int e = EXPERTS ? chosen[t] : 0;
+    int e = EXPERTS == EXPERTS_HEADS ? t % a->each : EXPERTS ? chosen[t] : 0;
     u %= a->units;
-    if (!EXPERTS) x += (ulong)t * a->cols;
+    x += (ulong)t * a->x_step;
     struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, lane,
                            shared + sg * X_FLOATS};
     if (norm_first())
@@ -829,14 +823,14 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     if (EPILOGUE == EPILOGUE_GLU) {
         gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, &in, a, gate);
         gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, &in, gate, other,
-                  y0 + (ulong)t * a->w[0].rows, a);
+                  y0 + (ulong)t * a->w[0].out_step, a);
         return;
     }
     // matrices of one format share their code: a small program starts sooner
     int part = u < n0 ? 0 : u < n1 ? 1 : 2, format = part == 1 ? FORMAT_1 : FORMAT_2;
     device const uchar *w = part == 0 ? w0 : part == 1 ? w1 : w2;
     device const float *bias = part == 0 ? bias0 : part == 1 ? bias1 : bias2;
-    device float *y = (part == 0 ? y0 : part == 1 ? y1 : y2) + (ulong)t * a->w[part].rows;
+    device float *y = (part == 0 ? y0 : part == 1 ? y1 : y2) + (ulong)t * a->w[part].out_step;
     u -= part == 0 ? 0 : part == 1 ? n0 : n1;
     if (part == 0 || format == FORMAT_0)
         gemv_unit(FORMAT_0, part, u, e, w, bias, scale0, &in, gate, other, y, a);
@@ -906,10 +900,10 @@ static inline void head_stage(int which, int head, device const float *x, device
 
 // QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
 // Grid: a threadgroup for each token's Q, and one for its K.
-kernel void qk_norm(device float *q [[buffer(0)]], device float *k [[buffer(1)]],
-        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
-        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
-        constant struct attention_args *a [[buffer(6)]], PLACE) {
+kernel void qk_norm(device const float *q_norm [[buffer(0)]],
+        device const float *k_norm [[buffer(1)]], device const float *q_bias [[buffer(2)]],
+        device const float *k_bias [[buffer(3)]], device float *k [[buffer(4)]],
+        device float *q [[buffer(5)]], constant struct attention_args *a [[buffer(6)]], PLACE) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
     int step = which ? HEAD_DIM : query_step();
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
@@ -1094,15 +1088,15 @@ static inline void attention_output(thread struct softmax_state *state, threadgr
 // take turns at the rows, and merge at the end. Bound by memory: for each of its numbers a row has
 // 4 bytes of K and V, and a query head 4 FLOP. Two heads at 4 rows a lane take 100 registers; four
 // would take 170, so fewer SIMD-groups would be there to hide how long a load takes.
-kernel void attention(device const float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
-        device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
-        device half *v [[buffer(4)]], device int *pos_k [[buffer(5)]],
-        device const float *q_norm [[buffer(6)]], device const float *k_norm [[buffer(7)]],
-        device const float *q_bias [[buffer(8)]], device const float *k_bias [[buffer(9)]],
-        device const float *angles [[buffer(10)]],                             // [n_rot / 2][2]
-        device const float *slopes [[buffer(11)]], device const float *sinks [[buffer(12)]],
-        device const int *now [[buffer(13)]], device float *out [[buffer(14)]],
-        constant struct attention_args *a [[buffer(15)]], PLACE) {
+kernel void attention(device const float *v_new [[buffer(0)]],
+        device const float *angles [[buffer(1)]],                              // [n_rot / 2][2]
+        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
+        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
+        device const float *k_new [[buffer(6)]], device const float *q [[buffer(7)]],
+        device half *k [[buffer(8)]], device half *v [[buffer(9)]],
+        device int *pos_k [[buffer(10)]], device const int *now [[buffer(11)]],
+        device const float *slopes [[buffer(12)]], device const float *sinks [[buffer(13)]],
+        device float *out [[buffer(14)]], constant struct attention_args *a [[buffer(15)]], PLACE) {
     int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
     int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
     int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
@@ -1155,8 +1149,8 @@ kernel void attention(device const float *q [[buffer(0)]], device const float *k
 
 // One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
 // Grid: a thread for each number.
-kernel void attention_merge(device const float *parts [[buffer(0)]],
-        device const float *q [[buffer(1)]], device const float *sinks [[buffer(2)]],
+kernel void attention_merge(device const float *q [[buffer(0)]],
+        device const float *sinks [[buffer(1)]], device const float *parts [[buffer(2)]],
         device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]], PLACE) {
     int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
     float m = UNSEEN, sum = 0.0f, o = 0.0f;
@@ -1208,32 +1202,19 @@ kernel void latent_row(device float *p [[buffer(0)]], device float *q [[buffer(1
     if (lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
 }
 
-// y[n][n_head][y_step] = W[head] x[n][n_head][x_step]. Grid: a SIMD-group for each unit of rows.
-kernel void head_product(device const uchar *w [[buffer(0)]], device const float *x [[buffer(1)]],
-        device float *y [[buffer(2)]], constant struct heads_args *a [[buffer(3)]], PLACE) {
-    int unit = tg * nsg + sg, u = unit % a->each.units, at = unit / a->each.units;
-    float v[GEMV_ROWS];
-    if (at >= a->each.tokens * a->n_head) return;         // a whole SIMD-group: no barrier follows
-    struct row_input in = {x + (ulong)at * a->x_step, 0, 0, 0, a->each.cols, 0.0f, 1.0f, lane,
-                           shared + sg * X_FLOATS};
-    gemv_product(FORMAT_0, 0, u, at % a->n_head, w, 0, 0, &in, &a->each, v);
-    int R = unit_rows(FORMAT_0), row = u * R;
-    for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < a->each.w[0].rows) y[(ulong)at * a->y_step + row + r] = v[r];
-}
-
 // ---- 5. ffn_block ----
 
-// x[rows] += W v, by all SIMD-groups of a threadgroup
-static inline void block_add(int format, device const uchar *w, device const float *v,
-        device float *x, constant struct gemv_args *a, uint nsg, uint sg, uint lane) {
-    struct row_input in = {v, 0, 0, 0, a->cols, 0.0f, 1.0f, lane, 0};
+// x[rows] += W v[cols] of matrix `part`, by all SIMD-groups of a threadgroup
+static inline void block_add(int format, int part, device const uchar *w, int cols,
+        device const float *v, device float *x, constant struct product_args *a, uint nsg, uint sg,
+        uint lane) {
+    struct row_input in = {v, 0, 0, 0, cols, 0.0f, 1.0f, lane, 0};
     int R = unit_rows(format);
-    for (int row = sg * R; row < a->w[0].rows; row += nsg * R) {
+    for (int row = sg * R; row < a->w[part].rows; row += nsg * R) {
         float sum[GEMV_ROWS];
-        gemv_product(format, 0, row / R, 0, w, 0, 0, &in, a, sum);
+        gemv_product(format, part, row / R, 0, w, 0, 0, &in, a, sum);
         for (int r = 0; r < R; r++)
-            if (lane == 0 && row + r < a->w[0].rows) x[row + r] += sum[r];
+            if (lane == 0 && row + r < a->w[part].rows) x[row + r] += sum[r];
     }
 }
 
@@ -1249,17 +1230,18 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
         device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
         device const float *att [[buffer(4)]], device const float *weights [[buffer(5)]],
         device float *x [[buffer(6)]], device float *h [[buffer(7)]],
-        constant struct block_args *a [[buffer(8)]], PLACE) {
-    struct row_input in = {x, weights, 0, NORMED, a->ffn.cols, 0.0f, 1.0f, lane, 0};
+        constant struct product_args *a [[buffer(8)]], PLACE) {
+    int dim = a->w[0].rows, ff = a->w[1].rows;
+    struct row_input in = {x, weights, 0, NORMED, dim, 0.0f, 1.0f, lane, 0};
     float v[GEMV_ROWS];
-    block_add(FORMAT_0, wo, att, x, &a->o, nsg, sg, lane);
+    block_add(FORMAT_0, 0, wo, a->cols, att, x, a, nsg, sg, lane);
     threadgroup_barrier(mem_flags::mem_device);           // x is whole
-    for (int u = sg; u * unit_rows(FORMAT_1) < a->ffn.w[0].rows; u += nsg) {
-        gemv_product(FORMAT_1, 0, u, 0, gate, 0, 0, &in, &a->ffn, v);
-        gemv_unit(FORMAT_2, 1, u, 0, up, 0, 0, &in, v, x, h, &a->ffn);
+    for (int u = sg; u * unit_rows(FORMAT_1) < ff; u += nsg) {
+        gemv_product(FORMAT_1, 1, u, 0, gate, 0, 0, &in, a, v);
+        gemv_unit(FORMAT_2, 2, u, 0, up, 0, 0, &in, v, x, h, a);
     }
     threadgroup_barrier(mem_flags::mem_device);           // h is whole, and x has been read
-    block_add(FORMAT_3, down, h, x, &a->down, nsg, sg, lane);
+    block_add(FORMAT_3, 3, down, ff, h, x, a, nsg, sg, lane);
 }
 
 // ---- 6. prefill ----
@@ -1304,10 +1286,10 @@ static inline void stage_weights(int format, device const uchar *w,
 
 // xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x
 static inline void stage_floats(device const float *x, device const int *order, int token, int end,
-        int k0, constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+        int k0, constant struct product_args *a, uint tid, threadgroup float *xs) {
     for (int i = tid; i < TILE_TOKENS * (GEMM_K / 4); i += GEMM_THREADS) {
         int t = i / (GEMM_K / 4), col = i % (GEMM_K / 4) * 4, row = min(token + t, end - 1);
-        if (EXPERTS == EXPERTS_GATHER) row = order[row] / a->n_used;
+        if (EXPERTS == EXPERTS_GATHER) row = order[row] / a->each;
         device const float *from = x + (ulong)row * a->cols;
         *(threadgroup float4 *)(xs + t * GEMM_STRIDE + col) = four_floats(from, k0 + col, a->cols);
     }
@@ -1315,7 +1297,7 @@ static inline void stage_floats(device const float *x, device const int *order, 
 
 // the same of what quantize made, two groups: xs[TILE_TOKENS][CODE_STRIDE]
 static inline void stage_codes(device const float *codes, int token, int k0,
-        constant struct gemm_args *a, uint tid, threadgroup float *xs) {
+        constant struct product_args *a, uint tid, threadgroup float *xs) {
     int groups = a->cols / 32, quads = CODE_GROUP / 4;
     for (int i = tid; i < TILE_TOKENS * 2 * quads; i += GEMM_THREADS) {
         int t = i / (2 * quads), j = i % (2 * quads), g = min(k0 / 32 + j / quads, groups - 1);
@@ -1379,7 +1361,7 @@ static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup 
 // of neighbouring rows for the epilogue, except those past the last token or row.
 static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *sums,
         threadgroup float *tile, device const float *bias, float scale, device const float *other,
-        device float *y, int part, constant struct gemm_args *a, int token, int end, int row,
+        device float *y, int part, constant struct product_args *a, int token, int end, int row,
         uint tid, uint sg) {
     for (int i = 0; INT8 && i < 16; i++)
         tile[code_token(i, tid) * GEMM_STRIDE + code_row(i, tid)] = sums[i];
@@ -1416,15 +1398,14 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
         device const float *x [[buffer(6)]], device const float *codes [[buffer(7)]],
-        device const float *other [[buffer(8)]], device float *y0 [[buffer(9)]],
-        device float *y1 [[buffer(10)]], device float *y2 [[buffer(11)]],
-        device const float *scales [[buffer(12)]],
-        device const int *expert_tile [[buffer(13)]],                          // [tiles][3]
-        device const int *order [[buffer(14)]], constant struct gemm_args *a [[buffer(15)]],
-        PLACE) {
+        device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
+        device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
+        device const int *expert_tile [[buffer(12)]],                          // [tiles][3]
+        device const int *order [[buffer(13)]], device const float *scales [[buffer(14)]],
+        constant struct product_args *a [[buffer(15)]], PLACE) {
     threadgroup float *xs = shared;                               // [TILE_TOKENS][GEMM_STRIDE]
     threadgroup float *ws = xs + TILE_TOKENS * GEMM_STRIDE;      // [GEMM_ROWS][GEMM_STRIDE] half
-    int tiles = EXPERTS ? a->tiles : div_up(a->tokens, TILE_TOKENS), tile = tg % tiles;
+    int tiles = a->units, tile = tg % tiles;
     int token = tile * TILE_TOKENS, end = a->tokens, expert = 0;
     int n0 = div_up(a->w[0].rows, GEMM_ROWS), n1 = n0 + div_up(a->w[1].rows, GEMM_ROWS);
     int block = tg / tiles, part = block < n0 ? 0 : block < n1 ? 1 : 2;
@@ -1465,11 +1446,11 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
 // k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring;
 // angles[n][n_rot / 2][2].
 // Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
-kernel void rope(device float *q [[buffer(0)]], device const float *k_new [[buffer(1)]],
-        device const float *v_new [[buffer(2)]], device half *k [[buffer(3)]],
-        device half *v [[buffer(4)]], device const float *q_norm [[buffer(5)]],
-        device const float *k_norm [[buffer(6)]], device const float *q_bias [[buffer(7)]],
-        device const float *k_bias [[buffer(8)]], device const float *angles [[buffer(9)]],
+kernel void rope(device const float *v_new [[buffer(0)]], device const float *angles [[buffer(1)]],
+        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
+        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
+        device const float *k_new [[buffer(6)]], device float *q [[buffer(7)]],
+        device half *k [[buffer(8)]], device half *v [[buffer(9)]],
         device int *pos_k [[buffer(10)]], device const int *now [[buffer(11)]],
         constant struct attention_args *a [[buffer(12)]], PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
@@ -1641,8 +1622,8 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
 // and value, which makes 32 FLOP a byte of the ring, against 1 or 2 in attention.
 kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
         device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
-        device const float *slopes [[buffer(4)]], device const float *sinks [[buffer(5)]],
-        device const int *now [[buffer(6)]], device float *out [[buffer(7)]],
+        device const int *now [[buffer(4)]], device const float *slopes [[buffer(5)]],
+        device const float *sinks [[buffer(6)]], device float *out [[buffer(7)]],
         constant struct attention_args *a [[buffer(8)]], PLACE) {
     threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
     threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
@@ -1770,22 +1751,22 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
         constant struct experts_args *a [[buffer(12)]], PLACE) {
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
-    struct row_input in = {up, 0, 0, 0, a->each.cols, 0.0f, 1.0f, lane, shared + sg * X_FLOATS};
+    struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, lane, shared + sg * X_FLOATS};
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (row >= a->each.w[0].rows) return;                 // a whole SIMD-group: no barrier follows
-    for (int k = 0; k < a->n_used; k++, in.x += in.cols) {
-        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0, &in, &a->each, v);
+    if (row >= a->down.w[0].rows) return;                 // a whole SIMD-group: no barrier follows
+    for (int k = 0; k < a->down.each; k++, in.x += in.cols) {
+        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0, &in, &a->down, v);
         for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
     }
-    if (a->shared.cols) {
+    if (a->shared_cols) {
         float factor = a->weighed ? sigmoid(*route) : 1.0f;
         in.x = shared_up;
-        in.cols = a->shared.cols;
-        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, &in, &a->shared, v);
+        in.cols = a->shared_cols;
+        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, &in, &a->down, v);
         for (int r = 0; r < R; r++) sum[r] += factor * v[r];
     }
     for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < a->each.w[0].rows)
+        if (lane == 0 && row + r < a->down.w[0].rows)
             finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
 }
 

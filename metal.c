@@ -1,17 +1,9 @@
 // SPDX-License-Identifier: MIT
 // metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
 // GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on
-// a device made of software. llm.c calls
-//
-//   gpu_open(s), gpu_close(s)            when a session begins and ends
-//   gpu_forward(s, ids, n, pos, first)   instead of forward, and of output_logits for the rows from
-//                                        `first` on (n: for none)
-//   gpu_logits(s, first, n)              instead of output_logits, for further rows of the chunk
-//   gpu_fetch(s, p, bytes)               before it reads what the GPU may have written
-//   gpu_store(s)                         when it has changed positions or recurrent states
-//
-// When gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it
-// cannot hold the model (gpu_lacks), or a call of its system has failed.
+// a device made of software. llm.c has the prototypes of what it calls, gpu_open to gpu_store. When
+// gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it cannot
+// hold the model (gpu_lacks), or a call of its system has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -29,7 +21,7 @@ _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE
 
 enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what the device has for it: its buffer, or the address of a copy
-typedef struct { char *base; size_t size; void *buffer; bool own; } Shared;   // own: free(base)
+typedef struct { char *base; size_t size; void *buffer; } Shared;
 // a kernel with function constants; n buffers, threads of a threadgroup at most
 typedef struct {
     const char *kernel;
@@ -46,6 +38,8 @@ typedef struct {
     size_t groups, threads, shared;   // threadgroups; for each its threads, and floats it shares
     int constant[N_CONSTANTS];
 } Dispatch;
+// its groups and threads: a SIMD-group for each of n
+#define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
 typedef struct Device Device;
 typedef struct {
@@ -53,13 +47,15 @@ typedef struct {
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
+    size_t longest;             // bytes that a buffer may have
+    Pool *pool;                 // the session's
+    Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
-    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8, or NULL
+    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *inputs;              // [chunk][n_layer][per_layer]
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
-    const float *coded;         // the input that they are of, or NULL
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -74,11 +70,10 @@ static bool gpu_fail(Gpu *g, const char *what, const char *more) {
 }
 
 static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points into
-    for (int i = g->n_shared - 1; i >= 0; i--) {
-        const Shared *at = &g->shared[i];
-        if ((const char *)p >= at->base && (const char *)p < at->base + at->size) return at;
-    }
-    return NULL;
+    int i = g->n_shared - 1;
+    while (i >= 0 && (size_t)((const char *)p - g->shared[i].base) >= g->shared[i].size) i--;
+    assert(i >= 0);   // all memory of a session is shared when it is opened
+    return &g->shared[i];
 }
 
 #ifdef LLM_CUDA
@@ -150,13 +145,13 @@ static bool cuda_check(Gpu *g, int error, const char *name) {
 static bool device_open(Gpu *g) {
     static const char *const compilers[] = {"libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
         "libnvrtc.so.11.2", "/usr/local/cuda/lib64/libnvrtc.so"};
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = NULL;
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = NULL, *from = driver;
     int devices = 0, major, minor;
     Device *d = g->device = calloc(1, sizeof *d);
+    g->longest = SIZE_MAX / 2;
     if (!driver || !d) return false;
     for (size_t i = 0; i < COUNT(compilers) && !compiler; i++)
         compiler = dlopen(compilers[i], RTLD_NOW);
-    void *from = driver;
     bool missing = false;
 #define X(name, types) missing |= !(*(void **)&d->name = dlsym(from, #name));
     DRIVER(X)
@@ -176,10 +171,7 @@ static bool device_open(Gpu *g) {
 }
 
 static void device_release(Gpu *g) {   // buffers; the rest goes with the context
-    for (int i = 0; i < g->n_shared; i++) {
-        g->device->cuMemFree_v2(g->shared[i].buffer);
-        if (g->shared[i].own) free(g->shared[i].base);
-    }
+    for (int i = 0; i < g->n_shared; i++) g->device->cuMemFree_v2(g->shared[i].buffer);
 }
 
 static void device_close(Gpu *g) {
@@ -192,13 +184,10 @@ static void device_close(Gpu *g) {
     free(d);
 }
 
-static size_t device_longest(Gpu *g) { return (void)g, SIZE_MAX / 2; }   // bytes of a buffer
-
 // Copies what stands in the host's memory, if it is filled, and says on a terminal how far it is.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
     size_t room, all;
-    if (!s->base) s->own = (s->base = calloc(1, s->size)) != NULL;
-    if (!s->base || !cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
+    if (!cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
     if (s->size > room) {
         char both[80];
         snprintf(both, sizeof both, "%zu MB more, where %zu of %zu MB are free", s->size >> 20,
@@ -224,7 +213,6 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
 
 static char *device_address(const Gpu *g, const void *p) {
     const Shared *at = gpu_find(g, p);
-    assert(at);   // all memory of a session is shared when it is opened
     return (char *)at->buffer + ((const char *)p - at->base);
 }
 
@@ -232,13 +220,9 @@ static char *device_address(const Gpu *g, const void *p) {
 // threads leave each as many registers as it may use; of gemv 8 or 12 threadgroups shall fit, or it
 // would wait for memory in vain.
 static void cuda_source(const Variant *p, char *s) {
-    static const char *const names[] = {
-#define X(name) #name,
-        FUNCTION_CONSTANTS(X)
+#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, p->constant[C_##name]);
+    FUNCTION_CONSTANTS(X)
 #undef X
-    };
-    for (int i = 0; i < N_CONSTANTS; i++)
-        s += sprintf(s, "#define VALUE_C_%s %d\n", names[i], p->constant[i]);
     int fit = gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 8 : 12;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
@@ -273,18 +257,15 @@ static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size)
 
 static Code cuda_cached(const char *path) {   // none where it is not there, or damaged
     Code c = {0};
+    Map file = {0};
     uint64_t hash;
-    FILE *f = fopen(path, "rb");
-    if (f && !fseek(f, 0, SEEK_END) && ftell(f) > (long)sizeof hash) {
-        c = (Code){ftell(f) - sizeof hash, malloc(ftell(f))};
-        rewind(f);
-        bool read = c.bytes && fread(c.bytes, c.n, 1, f) && fread(&hash, sizeof hash, 1, f);
-        if (!read || hash != cuda_hash(0, c.bytes, c.n)) {
-            free(c.bytes);
-            c = (Code){0};
-        }
+    if (map_file(&file, path, &(Error){{0}})) {
+        size_t n = file.size - sizeof hash;
+        memcpy(&hash, file.base + n, sizeof hash);
+        bool whole = hash == cuda_hash(0, (char *)file.base, n);
+        if (whole && (c.bytes = malloc(n))) memcpy(c.bytes, file.base, c.n = n);
     }
-    if (f) fclose(f);
+    if (file.base) munmap(file.base, file.size);
     return c;
 }
 
@@ -306,7 +287,7 @@ static void cuda_compile(Task t) {   // code of variant number t.i, if it has no
     const char *options[] = {d->arch, "-default-device", "-std=c++17", "-w"};
     char source[4000], path[512];
     void *program;
-    if (g->pipeline[t.i].state || c->bytes) return;
+    if (g->pipeline[t.i].state) return;
     cuda_source(&g->pipeline[t.i], source);
     bool keeps = cuda_path(g, source, path, sizeof path);
     if (keeps) *c = cuda_cached(path);
@@ -322,41 +303,37 @@ static void cuda_compile(Task t) {   // code of variant number t.i, if it has no
     if (c->bytes && ok && keeps) cuda_keep(path, *c);
 }
 
-static bool cuda_load(Gpu *g, int i) {
-    Variant *p = &g->pipeline[i];
-    Code *c = &g->device->code[i];
-    void *module;
-    if (p->state) return true;
-    bool ok = c->n ? cuda(g, cuModuleLoadData, &module, c->bytes) &&
-                     cuda(g, cuModuleGetFunction, &p->state, module, "entry")
-                   : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
-    free(c->bytes);
-    *c = (Code){0};
+static bool cuda_ready(Gpu *g) {   // makes all variants that were noted
+    bool ok = true;
+    parallel(g->pool, cuda_compile, g, NULL, g->n_pipelines);
+    for (int i = 0; i < g->n_pipelines; i++) {
+        Variant *p = &g->pipeline[i];
+        Code *c = &g->device->code[i];
+        void *module;
+        if (p->state) continue;
+        ok = c->n ? ok && cuda(g, cuModuleLoadData, &module, c->bytes) &&
+                        cuda(g, cuModuleGetFunction, &p->state, module, "entry")
+                  : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
+        free(c->bytes);
+        *c = (Code){0};
+    }
     return ok;
 }
 
-// In a dry run variants are only noted; device_ready compiles them together.
-static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
+static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // made with the others
+    (void)g;
     p->n = d->n;
     p->threads = d->threads > 256 ? 1024 : p->constant[C_UNIT_ROWS] ? d->threads : 256;
-    if (g->dry) return true;
-    cuda_compile((Task){g, NULL, p - g->pipeline, 0});
-    return cuda_load(g, p - g->pipeline);
-}
-
-static void device_ready(Gpu *g, Pool *pool) {
-    parallel(pool, cuda_compile, g, NULL, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines && cuda_load(g, i); i++) {}
+    return true;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
-static void device_split(Gpu *g) { (void)g; }   // it has begun already
 
 // The launches of a token are captured as a graph, which begins each of them sooner than a call
 // could, and is launched again as long as the key is the same.
 static bool device_again(Gpu *g, uint64_t key) {
     Device *d = g->device;
-    if (!key || g->dry || g->why[0]) return false;
+    if (!key || g->why[0]) return false;
     if (d->graph && d->key == key) return cuda(g, cuGraphLaunch, d->graph, d->stream);
     d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
     d->key = key;
@@ -378,29 +355,27 @@ static void cuda_recorded(Gpu *g) {   // makes the graph, and launches it
 
 static bool device_wait(Gpu *g) {
     cuda_recorded(g);
-    return (g->dry || cuda(g, cuStreamSynchronize, g->device->stream)) && !g->why[0];
+    return cuda(g, cuStreamSynchronize, g->device->stream) && !g->why[0];
 }
 
-static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
-                            size_t size) {
+static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
     Bound x;
-    void *arguments[] = {&x};
-    if (g->dry) return;
+    if (!p->state && !cuda_ready(g)) return;
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
-    memcpy(x.bytes, args, size);
+    memcpy(x.bytes, a, n);
     cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, 4 * d->shared,
-         g->device->stream, arguments, NULL);
+         g->device->stream, (void *[]){&x}, NULL);
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    if (bytes && !g->dry && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
+    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
         cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
 }
 
 static void device_fetch(Gpu *g, void *p, size_t bytes) {   // and waits for it
     cuda_recorded(g);
-    if (bytes && !g->dry && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context) &&
+    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context) &&
         cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, g->device->stream))
         cuda(g, cuStreamSynchronize, g->device->stream);
 }
@@ -434,7 +409,6 @@ void objc_autoreleasePoolPop(void *);
     X(release, "release", void, (id, SEL)) X(count, "count", size_t, (id, SEL)) \
     X(string, "stringWithUTF8String:", id, (id, SEL, const char *)) \
     X(utf8, "UTF8String", const char *, (id, SEL)) \
-    X(describe, "localizedDescription", id, (id, SEL)) \
     X(object_at, "objectAtIndex:", id, (id, SEL, size_t)) \
     X(set_fast_math, "setFastMathEnabled:", void, (id, SEL, bool)) \
     X(new_queue, "newCommandQueue", id, (id, SEL)) \
@@ -446,11 +420,9 @@ void objc_autoreleasePoolPop(void *);
     X(new_pipeline, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *)) \
     X(simd_width, "threadExecutionWidth", size_t, (id, SEL)) \
     X(max_threads, "maxTotalThreadsPerThreadgroup", size_t, (id, SEL)) \
-    X(new_buffer, "newBufferWithLength:options:", id, (id, SEL, size_t, size_t)) \
     X(share_pages, "newBufferWithBytesNoCopy:length:options:deallocator:", id, \
       (id, SEL, void *, size_t, size_t, id)) \
-    X(contents, "contents", void *, (id, SEL)) X(commands, "commandBuffer", id, (id, SEL)) \
-    X(encoder, "computeCommandEncoder", id, (id, SEL)) \
+    X(commands, "commandBuffer", id, (id, SEL)) X(encoder, "computeCommandEncoder", id, (id, SEL)) \
     X(set_pipeline, "setComputePipelineState:", void, (id, SEL, id)) \
     X(set_buffer, "setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t)) \
     X(set_bytes, "setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t)) \
@@ -458,21 +430,23 @@ void objc_autoreleasePoolPop(void *);
     X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
     X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
     X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
-    X(error, "error", id, (id, SEL))
+    X(error, "error", id, (id, SEL)) X(describe, "localizedDescription", id, (id, SEL))
 
-#define X(name, selector, R, types) typedef R send_##name types;
+#define X(name, selector, R, types) \
+    typedef R send_##name types; \
+    static SEL sel_##name(void) { \
+        static SEL sel; \
+        return sel ? sel : (sel = sel_registerName(selector)); \
+    }
 METHODS(X)
-#undef X
-#define X(name, selector, R, types) SEND_##name,
-enum { METHODS(X) N_METHODS };
 #undef X
 
 static size_t nil_method(void) { return 0; }   // what answers a message to nil
 
 // sends the message `name` to an object: looks its method up, and calls it
-#define send(g, name, object, ...) ({ \
+#define send(name, object, ...) ({ \
     id to_ = (object); \
-    SEL sel_ = (g)->device->sel[SEND_##name]; \
+    SEL sel_ = sel_##name(); \
     IMP code_ = to_ ? class_getMethodImplementation(object_getClass(to_), sel_) : (IMP)nil_method; \
     ((send_##name *)code_)(to_, sel_, ##__VA_ARGS__); })
 
@@ -485,123 +459,95 @@ extern const char metal_source[] __asm__("metal_source");
 
 enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
 struct Device {
-    SEL sel[N_METHODS];
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // of this forward
-    void *pool;                 // of the objects that a forward autoreleases
+    void *pool;                 // of the objects that the opening or a forward autoreleases
 };
 
 // gpu_fail, with an NSError
 static bool metal_fail(Gpu *g, const char *what, id error) {
-    return gpu_fail(g, what, send(g, utf8, send(g, describe, error)));
+    return gpu_fail(g, what, send(utf8, send(describe, error)));
 }
 
-// Under ssh or tmux there is no default device, but there may be a device all the same.
-static id metal_device(Gpu *g) {
-    id one = MTLCreateSystemDefaultDevice(), all = one ? NULL : MTLCopyAllDevices();
-    if (send(g, count, all)) one = send(g, retain, send(g, object_at, all, 0));
-    send(g, release, all);
-    return one;
-}
-
-static bool metal_library(Gpu *g) {   // compiles the kernels
-    Device *d = g->device;
-    id error = NULL, text = send(g, string, objc_getClass("NSString"), metal_source);
-    d->device = metal_device(g);
-    if (!d->device) return metal_fail(g, "no Metal device", NULL);
-    d->queue = send(g, new_queue, d->device);
-    id options = send(g, make, objc_getClass("MTLCompileOptions"));
-    send(g, set_fast_math, options, false);   // the kernels must tell NaN from numbers
-    d->library = send(g, new_library, d->device, text, options, &error);
-    send(g, release, options);
-    if (!d->queue) return metal_fail(g, "no command queue", NULL);
-    return d->library ? true : metal_fail(g, "kernels.metal", error);   // error alone: a warning
-}
-
-static bool device_open(Gpu *g) {
+static bool device_open(Gpu *g) {   // and compiles the kernels
+    id error = NULL;
     Device *d = g->device = calloc(1, sizeof *d);
     if (!d) return gpu_fail(g, "out of memory", NULL);
-#define X(name, selector, R, types) d->sel[SEND_##name] = sel_registerName(selector);
-    METHODS(X)
-#undef X
-    void *pool = objc_autoreleasePoolPush();
-    bool ok = metal_library(g);
-    objc_autoreleasePoolPop(pool);
-    return ok;
+    d->pool = objc_autoreleasePoolPush();
+    // under ssh or tmux there is no default device, but there may be a device all the same
+    d->device = MTLCreateSystemDefaultDevice();
+    id all = d->device ? NULL : MTLCopyAllDevices();
+    if (send(count, all)) d->device = send(retain, send(object_at, all, 0));
+    send(release, all);
+    if (!d->device) return gpu_fail(g, "no Metal device", NULL);
+    g->longest = send(max_length, d->device);
+    d->queue = send(new_queue, d->device);
+    if (!d->queue) return gpu_fail(g, "no command queue", NULL);
+    id text = send(string, objc_getClass("NSString"), metal_source);
+    id options = send(make, objc_getClass("MTLCompileOptions"));
+    send(set_fast_math, options, false);   // the kernels must tell NaN from numbers
+    d->library = send(new_library, d->device, text, options, &error);
+    send(release, options);
+    return d->library || metal_fail(g, "kernels.metal", error);   // error alone: a warning
 }
 
 static void device_release(Gpu *g) {   // variants and buffers
-    for (int i = 0; i < g->n_pipelines; i++) send(g, release, g->pipeline[i].state);
-    for (int i = 0; i < g->n_shared; i++) send(g, release, g->shared[i].buffer);
+    for (int i = 0; i < g->n_pipelines; i++) send(release, g->pipeline[i].state);
+    for (int i = 0; i < g->n_shared; i++) send(release, g->shared[i].buffer);
 }
 
 static void device_close(Gpu *g) {
     Device *d = g->device;
     if (!d) return;
+    if (d->pool) objc_autoreleasePoolPop(d->pool);
     device_release(g);
-    send(g, release, d->library);
-    send(g, release, d->queue);
-    send(g, release, d->device);
+    send(release, d->library);
+    send(release, d->queue);
+    send(release, d->device);
     free(d);
 }
 
-static size_t device_longest(Gpu *g) { return send(g, max_length, g->device->device); }
-
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
-    size_t unit = s->base ? sysconf(_SC_PAGESIZE) : 1;
-    id device = g->device->device;
+    size_t page = sysconf(_SC_PAGESIZE);
     (void)filled;
-    s->size = (s->size + unit - 1) / unit * unit;
-    if (s->size > device_longest(g)) return false;
-    s->buffer = s->base ? send(g, share_pages, device, s->base, s->size, MTLStorageModeShared, NULL)
-                        : send(g, new_buffer, device, s->size, MTLStorageModeShared);
-    if (!s->base && s->buffer) s->base = send(g, contents, s->buffer);
+    s->size = (s->size + page - 1) / page * page;
+    if (s->size > g->longest) return false;
+    s->buffer = send(share_pages, g->device->device, s->base, s->size, MTLStorageModeShared, NULL);
     return s->buffer != NULL;
 }
 
 static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
-    id error = NULL, name = send(g, string, objc_getClass("NSString"), p->kernel);
-    id values = send(g, make, objc_getClass("MTLFunctionConstantValues"));
+    id error = NULL, name = send(string, objc_getClass("NSString"), p->kernel);
+    id values = send(make, objc_getClass("MTLFunctionConstantValues"));
     (void)d;
     for (size_t i = 0; i < N_CONSTANTS; i++)
-        send(g, set_constant, values, &p->constant[i], MTLDataTypeInt, i);
-    id function = send(g, new_function, g->device->library, name, values, &error);
-    p->state = function ? send(g, new_pipeline, g->device->device, function, &error) : NULL;
-    send(g, release, function);
-    send(g, release, values);
+        send(set_constant, values, &p->constant[i], MTLDataTypeInt, i);
+    id function = send(new_function, g->device->library, name, values, &error);
+    p->state = function ? send(new_pipeline, g->device->device, function, &error) : NULL;
+    send(release, function);
+    send(release, values);
     if (!p->state) return metal_fail(g, p->kernel, error);
-    if (send(g, simd_width, p->state) != SIMD_LANES)
-        metal_fail(g, "SIMD-groups are not 32 wide", NULL);
-    p->threads = send(g, max_threads, p->state);
+    if (send(simd_width, p->state) != SIMD_LANES)
+        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
+    p->threads = send(max_threads, p->state);
     return true;
-}
-
-static void device_ready(Gpu *g, Pool *pool) { (void)g, (void)pool; }
-
-static void metal_commands(Gpu *g) {   // begins one more command buffer
-    Device *d = g->device;
-    id commands = send(g, commands, d->queue);
-    d->encoder = send(g, encoder, commands);
-    if (d->encoder) d->commands[d->n_commands++] = commands;
-    else metal_fail(g, "no command encoder", NULL);
 }
 
 static void metal_commit(Gpu *g) {
     Device *d = g->device;
     if (!d->encoder) return;
-    send(g, end_encoding, d->encoder);
-    if (!g->dry) send(g, commit, d->commands[d->n_commands - 1]);
+    send(end_encoding, d->encoder);
+    send(commit, d->commands[d->n_commands - 1]);
 }
 
-static void device_begin(Gpu *g) {
-    g->device->pool = objc_autoreleasePoolPush();
-    g->device->n_commands = 0;
-    metal_commands(g);
-}
-
-static void device_split(Gpu *g) {
+static void device_begin(Gpu *g) {   // one more command buffer
+    Device *d = g->device;
+    if (!d->pool) d->pool = objc_autoreleasePoolPush();
     metal_commit(g);
-    metal_commands(g);
+    id commands = send(commands, d->queue);
+    d->encoder = send(encoder, commands);
+    if (d->encoder) d->commands[d->n_commands++] = commands;
+    else gpu_fail(g, "no command encoder", NULL);
 }
 
 static bool device_again(Gpu *g, uint64_t key) { return (void)g, (void)key, false; }
@@ -609,29 +555,29 @@ static bool device_again(Gpu *g, uint64_t key) { return (void)g, (void)key, fals
 static bool device_wait(Gpu *g) {
     Device *d = g->device;
     metal_commit(g);
-    for (int i = 0; i < d->n_commands && !g->dry; i++) {
-        send(g, wait, d->commands[i]);
-        if (send(g, status, d->commands[i]) != MTLCommandBufferStatusCompleted)
-            metal_fail(g, "the GPU stopped", send(g, error, d->commands[i]));
+    for (int i = 0; i < d->n_commands; i++) {
+        send(wait, d->commands[i]);
+        if (send(status, d->commands[i]) != MTLCommandBufferStatusCompleted)
+            metal_fail(g, "the GPU stopped", send(error, d->commands[i]));
     }
     objc_autoreleasePoolPop(d->pool);
+    d->pool = d->encoder = NULL;
+    d->n_commands = 0;
     return !g->why[0];
 }
 
-static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *args,
-                            size_t size) {
+static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
     id encoder = g->device->encoder;
-    send(g, set_pipeline, encoder, p->state);
+    send(set_pipeline, encoder, p->state);
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants some
         const Shared *at = gpu_find(g, from);
-        assert(at);   // all memory of a session is shared when it is opened
-        send(g, set_buffer, encoder, at->buffer, from - at->base, i);
+        send(set_buffer, encoder, at->buffer, from - at->base, i);
     }
-    send(g, set_bytes, encoder, args, size, d->n);
+    send(set_bytes, encoder, a, n, d->n);
     size_t floats = d->shared ? d->shared : 1;   // each kernel has some
-    send(g, set_shared, encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
-    send(g, dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
+    send(set_shared, encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
+    send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
 static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
@@ -641,28 +587,24 @@ static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n;
 
 // ---- what is the same on both ----
 
-// lets the GPU see base[size], which is filled or all zeros, or (base NULL) new memory; returns its
-// address
-static void *gpu_share(Gpu *g, void *base, size_t size, bool filled) {
+// lets the GPU see memory, which is filled or all zeros
+static bool gpu_share(Gpu *g, Map map, bool filled) {
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
-    if (!more) return NULL;
+    if (!more) return false;
     g->shared = more;
-    Shared *s = &more[g->n_shared];
-    *s = (Shared){base, size, NULL, false};
-    if (!device_buffer(g, s, filled)) return NULL;
-    g->n_shared++;
-    return s->base;
+    more[g->n_shared] = (Shared){(char *)map.base, map.size, NULL};
+    bool ok = device_buffer(g, &more[g->n_shared], filled);
+    g->n_shared += ok;
+    return ok;
 }
 
 // a kernel with these function constants, made when it is first asked for
 static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
-    for (int i = 0; i < g->n_pipelines; i++) {
-        Variant *p = &g->pipeline[i];
-        if (strcmp(p->kernel, d->kernel)) continue;
-        if (!memcmp(p->constant, d->constant, sizeof p->constant)) return p;
-    }
+    Variant *p = g->pipeline, *end = p + g->n_pipelines;
+    for (; p < end; p++)
+        if (!strcmp(p->kernel, d->kernel) &&
+            !memcmp(p->constant, d->constant, sizeof p->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    Variant *p = &g->pipeline[g->n_pipelines];
     *p = (Variant){.kernel = d->kernel};
     memcpy(p->constant, d->constant, sizeof p->constant);
     if (!device_pipeline(g, p, d)) return NULL;
@@ -676,23 +618,22 @@ static void gpu_close(Session *s) {
     if (!g) return;
     if (g->why[0]) fprintf(stderr, "note: running on the CPU: %s\n", g->why);
     device_close(g);
+    if (g->own.base) munmap(g->own.base, g->own.size);
     free(g->shared);
     free(g);
     s->gpu = NULL;
-}
-
-static bool gpu_end(Session *s) {   // device_wait; after a failure the session has no GPU
-    bool ok = device_wait(s->gpu);
-    if (!ok) gpu_close(s);
-    return ok;
 }
 
 static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t size) {
     const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d);
     if (!p) return;
     if (d->threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
-    else device_dispatch(g, p, d, args, size);
+    else if (!g->dry) device_dispatch(g, p, d, args, size);
 }
+
+// the same of a Dispatch with these fields
+#define run_kernel(s, args, ...) \
+    gpu_dispatch((s)->gpu, &(Dispatch){__VA_ARGS__}, &(args), sizeof(args))
 
 // ---- operations ----
 //
@@ -727,50 +668,33 @@ static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
 typedef struct { const float *x; const Norm *norm; } Input;
 
 // A matrix may begin at any byte. What is bound is the multiple of 16 before it.
-static struct kernel_matrix matrix_args(const Matrix *w) {
-    return (struct kernel_matrix){(uintptr_t)w->data % 16, quant_row_bytes(w->type, w->cols),
-                                  w->rows, w->scale ? *w->scale : 1, 0, 0};
-}
-
-// of all experts: their factors are read by the kernel
-static struct kernel_matrix experts_matrix(const Matrix *w) {
-    struct kernel_matrix m = matrix_args(w);
-    m.scale = 1;
-    m.step = w->step;
-    m.bias_step = w->step / m.row_bytes;   // as in matrix_expert
-    return m;
-}
-
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-// sets the arguments, buffers and constants that gemv and gemm need for up to three matrices with
-// the same input
-static void bind_matrices(Dispatch *d, struct kernel_matrix *to, const Matrix *const *w, int k,
-                          int experts) {
-    for (int i = 0; i < k; i++) {
-        to[i] = experts ? experts_matrix(w[i]) : matrix_args(w[i]);
-        d->bound[i] = matrix_base(w[i]);
-        d->bound[3 + i] = w[i]->bias;
-        for (int j = i; j < 3; j++) d->constant[C_FORMAT_0 + j] = w[i]->type;   // without more
-        d->constant[C_BIASES] |= (w[i]->bias != NULL) << i;
-        d->constant[C_SCALES] |= (experts && w[i]->scale) << i;
-    }
-    d->constant[C_RAGGED] = w[0]->cols % 32 != 0;
-    d->constant[C_EXPERTS] = experts;
+// Binds w as matrix i, its bias as buffer bias + i (NO_BIAS: behind all that the kernel has), and
+// sets its arguments and constants. Of experts' matrices it is the first one, and the kernel reads
+// their factors.
+enum { NO_BIAS = MAX_BOUND - 4 };
+static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
+                        bool experts) {
+    int row = quant_row_bytes(w->type, w->cols);
+    float scale = w->scale && !experts ? *w->scale : 1;
+    to[i] = (struct kernel_matrix){(uintptr_t)w->data % 16, row, w->rows, scale, w->step,
+                                   w->step / row, out_step(w)};   // as in matrix_expert
+    d->bound[i] = matrix_base(w);
+    d->bound[bias + i] = w->bias;
+    d->constant[C_FORMAT_0 + i] = w->type;
+    d->constant[C_BIASES] |= (w->bias != NULL) << i;
+    d->constant[C_SCALES] |= (experts && w->scale) << i;
+    d->constant[C_RAGGED] |= w->cols % 32 != 0;
 }
 
 // x[n][cols] = scale * rows g->ids[n] of an embedding, with those of positions and token type
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
     Gpu *g = s->gpu;
     struct embed_args a = {.cols = w[0]->cols};
-    Dispatch d = {"embed", {[3] = g->ids, g->now, x}, 6, n, SIMD_LANES, 0,
-                  {[C_RAGGED] = a.cols % 32 != 0}};
-    for (int i = 0; i < 3; i++) {
-        if (!w[i]->data) continue;
-        a.w[i] = matrix_args(w[i]);
-        d.bound[i] = matrix_base(w[i]);
-        d.constant[C_FORMAT_0 + i] = w[i]->type;
-    }
+    Dispatch d = {"embed", {[3] = g->ids, g->now, x}, 6, n, SIMD_LANES, 0, {0}};
+    for (int i = 0; i < 3; i++)
+        if (w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
     a.w[0].scale *= scale;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
@@ -783,97 +707,111 @@ static int norm_bits(const Norm *w) {
 // LAYERNORM or BARE
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
-    struct norm_args a = {cols, w && w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
+    struct norm_args a = {cols, w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
                           e.cap != 0 ? e.cap : 1};
-    Dispatch d = {"norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
-                  NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
-                   [C_EPILOGUE] = e.kind}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
+               NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
+                             [C_EPILOGUE] = e.kind});
 }
 
-// choices of experts by n tokens in this layer
-static int choices_of(const Session *s, int n) { return n * s->m->layers[s->l].n_used; }
+// y[i][n][rows] = w[i] times the input, for up to three matrices, with the epilogue; the GLU makes
+// y[0] of two. experts: of the choices of n tokens, as gemm says, or n counts heads with a matrix
+// each.
+typedef struct {
+    const Matrix *const *w;
+    int k;
+    Input in;
+    float *const *y;
+    int n;
+    Epilogue e;
+    int experts;
+} Products;
 
-// y[i][n] = w[i] x for up to three matrices (two, if n > 1); or (EPILOGUE_GLU)
-// y[0] = activation(w[0] x) * (w[1] x); experts: the latter for each choice of one token
-static void run_gemv(Session *s, const Matrix *const *w, int k, Input in, float *const *y, int n,
-                     Epilogue e, int experts) {
-    const Config *c = &s->m->config;
-    bool glu = e.kind == EPILOGUE_GLU;
-    struct gemv_args a = {.cols = w[0]->cols, .tokens = experts ? choices_of(s, 1) : n,
-                          .eps = c->eps, .softcap = e.cap, .factor = e.factor};
-    Dispatch d = {"gemv", {[6] = in.x, in.norm ? in.norm->w : NULL, [11] = e.other,
-                           in.norm ? in.norm->b : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
+// What gemv and gemm have in common. In the place of a matrix that is not there stands the last
+// one's format: matrices of one format share their code.
+static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
+    const Layer *l = &s->m->layers[s->l];
+    *a = (struct product_args){
+        .cols = p->w[0]->cols, .x_step = x_step(p->w[0]), .tokens = p->n, .eps = s->m->config.eps,
+        .each = !p->experts ? 1 : p->experts == EXPERTS_HEADS ? l->n_head : l->n_used,
+        .softcap = p->e.cap, .factor = p->e.factor};
+    d->bound[6] = p->in.x;
+    d->bound[11] = p->e.other;
+    d->constant[C_EPILOGUE] = p->e.kind;
+    d->constant[C_SOFTCAPPED] = p->e.cap > 0;
+    d->constant[C_ACTIVATION] = s->m->config.act;
+    d->constant[C_EXPERTS] = p->experts;
+    for (int i = 0; i < 3; i++) {
+        const Matrix *w = p->w[i < p->k ? i : p->k - 1];
+        d->constant[C_FORMAT_0 + i] = w->type;
+        if (i >= p->k) continue;
+        bind_matrix(d, a->w, i, w, 3, p->experts);
+        if (p->experts) d->bound[14 + i] = w->scale;
+        if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[8 + i] = p->y[i];
+    }
+}
+
+static void run_gemv(Session *s, Products p) {   // for one token, or n of a router or heads
+    const Norm *norm = p.in.norm;
+    struct product_args a;
+    bool chosen = p.experts == EXPERTS_GATHER;
+    Dispatch d = {"gemv", {[7] = norm ? norm->w : NULL, [12] = norm ? norm->b : NULL,
+                           chosen ? s->chosen : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
                   GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_NORMED] = norm_bits(in.norm), [C_CENTRED] = in.norm && c->arch->norm != RMS,
-                   [C_EPILOGUE] = e.kind, [C_SOFTCAPPED] = e.cap > 0,
-                   [C_ACTIVATION] = c->act}};
-    int parts = glu ? 1 : k, all = 0;
-    for (int i = 0; i < k; i++) all += w[i]->rows * a.tokens;
-    d.constant[C_UNIT_ROWS] = gemv_most(all);
-    bind_matrices(&d, a.w, w, k, experts);
-    for (int i = 0; i < parts; i++) {
-        a.units += gemv_units(w[i]->type, w[i]->rows, gemv_most(all));
-        d.bound[8 + i] = y[i];
-    }
-    const float *scale[2] = {w[0]->scale, w[k - 1]->scale};
-    if (experts) memcpy(d.bound + 13, (const void *[]){s->chosen, scale[0], scale[1]}, 24);
+                  {[C_NORMED] = norm_bits(norm),
+                   [C_CENTRED] = norm && s->m->config.arch->norm != RMS}};
+    int all = 0, parts = p.e.kind == EPILOGUE_GLU ? 1 : p.k;
+    bind_products(s, &d, &a, &p);
+    if (chosen) a.tokens = a.each, a.x_step = 0;
+    for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
+    for (int i = 0; i < parts; i++)
+        a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
     d.groups = div_up(a.units * a.tokens, GEMV_SIMDGROUPS);
+    d.constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// choices of experts in a tile of gemm, by how many an expert gets on average
+// a tile of gemm for n tokens' choices of experts, by how many an expert gets on average
 static int experts_tile(const Session *s, int n) {
-    return gemm_tokens(choices_of(s, n) / s->m->config.n_expert);
+    return gemm_tokens(n * s->m->layers[s->l].n_used / s->m->config.n_expert);
 }
 
-static bool has_codes(const Matrix *w) { return !quant_row_bytes(w->type, 1); }
-
-// Quantises x[n][cols] to g->codes, if its next products, with the matrices w[k], can be of
-// integers: that takes more than a few tokens, and formats with codes (only float formats have rows
-// of a single weight).
-static void run_quantize(Session *s, const Matrix *const *w, int k, const float *x, int n) {
+static void run_gemm(Session *s, Products p, bool int8) {   // int8: the input is in g->codes
     Gpu *g = s->gpu;
-    struct quantize_args a = {n * (w[0]->cols / 32)};
-    Dispatch d = {"quantize", {x, g->codes}, 2, div_up(a.groups, UNIT_SIMDGROUPS),
-                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
-    g->coded = g->codes && n > GEMM_FEW ? x : NULL;
-    for (int i = 0; i < k; i++)
-        if (!has_codes(w[i])) g->coded = NULL;
-    if (g->coded) gpu_dispatch(g, &d, &a, sizeof a);
-}
-
-// y[i][n][rows] = x w[i]' for up to three matrices, with the epilogue; experts: for all choices of
-// n tokens, as gemm says
-static void run_gemm(Session *s, const Matrix *const *w, int k, const float *x, float *const *y,
-                     int n, Epilogue e, int experts) {
-    Gpu *g = s->gpu;
-    const Config *c = &s->m->config;
-    bool int8 = g->coded == x && !experts;
-    int tile = int8 ? GEMM_SOME : experts ? experts_tile(s, n) : gemm_tokens(n);
-    int tiles = experts ? expert_tiles(choices_of(s, n), c->n_expert, tile) : div_up(n, tile);
-    struct gemm_args a = {{{0}}, w[0]->cols, n, e.cap, e.factor, tiles,
-                          experts ? choices_of(s, 1) : 0};
-    Dispatch d = {"gemm", {[6] = x, int8 ? g->codes : NULL, e.other}, 15, 0, GEMM_THREADS,
-                  gemm_floats(tile),
-                  {[C_EPILOGUE] = e.kind, [C_INT8] = int8, [C_ACTIVATION] = c->act,
-                   [C_SOFTCAPPED] = e.cap > 0, [C_TILE_TOKENS] = tile}};
-    bind_matrices(&d, a.w, w, k, experts);
-    for (int i = 0; i < k; i++) {
-        d.groups += (size_t)div_up(w[i]->rows, GEMM_ROWS) * tiles;
-        d.bound[9 + i] = y[i];
-    }
-    if (experts) memcpy(d.bound + 12, (const void *[]){w[0]->scale, g->tiles, s->order}, 24);
+    struct product_args a;
+    int tile = int8 ? GEMM_SOME : p.experts ? experts_tile(s, p.n) : gemm_tokens(p.n);
+    Dispatch d = {"gemm", {[7] = int8 ? g->codes : NULL, [12] = p.experts ? g->tiles : NULL,
+                           p.experts ? s->order : NULL}, 15, 0, GEMM_THREADS, gemm_floats(tile),
+                  {[C_INT8] = int8, [C_TILE_TOKENS] = tile}};
+    bind_products(s, &d, &a, &p);
+    a.units = p.experts ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile)
+                        : div_up(p.n, tile);
+    for (int i = 0; i < p.k; i++)
+        d.groups += (size_t)div_up(p.w[i]->rows, GEMM_ROWS) * a.units;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// y[i][n][rows] = w[i] times the input, for up to three matrices: one dispatch, and one more if the
-// input becomes codes first
+// Quantises the input to g->codes, if gemm's products can be of integers: that takes more than a
+// few tokens, and formats with codes (only float formats have rows of a single weight).
+static bool run_quantize(Session *s, const Products *p) {
+    Gpu *g = s->gpu;
+    struct quantize_args a = {p->n * (p->w[0]->cols / 32)};
+    bool can = s->o.gpu_int8 && p->n > GEMM_FEW && !p->experts;
+    for (int i = 0; i < p->k; i++) can = can && !quant_row_bytes(p->w[i]->type, 1);
+    if (can) run_kernel(s, a, "quantize", {p->in.x, g->codes}, 2, UNITS(a.groups), 0, {0});
+    return can;
+}
+
+// one dispatch, and one more if the input becomes codes first
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    if (n == 1) return run_gemv(s, w, k, in, y, 1, e, EXPERTS_NONE);
-    run_quantize(s, w, k, in.x, n);
-    run_gemm(s, w, k, in.x, y, n, e, EXPERTS_NONE);
+    Products p = {w, k, in, y, n, e, EXPERTS_NONE};
+    if (n == 1) return run_gemv(s, p);
+    run_gemm(s, p, run_quantize(s, &p));
+}
+
+static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
+    run_products(s, &w, 1, in, &y, n, e);
 }
 
 // norm(x), if the model has this norm: left to gemv for one token, a dispatch into h for a chunk
@@ -889,11 +827,6 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// bits of QK_NORMED for Q (which = 0) or K: its norm is of each head, or of all heads at once
-static int qk_bits(const Norm *norm, int which) {
-    return !norm->w ? 0 : (norm->group ? 1 : 4) << which;
-}
-
 // The slices of a layer's ring after n tokens more, and SIMD-groups for each, one for each step.
 static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
     int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
@@ -901,6 +834,15 @@ static int attention_spread(const Session *s, const Layer *w, int rows, int n, i
     *nsg = div_up(div_up(used, slices), attention_step(attention_lanes(w->hd, w->vd)));
     if (*nsg > most) *nsg = most;
     return slices;
+}
+
+// one of attention's kernels: of the buffers in d it takes n, from `first` on
+static void run_part(Gpu *g, Dispatch d, const struct attention_args *a, const char *kernel,
+                     int first, int n, size_t groups, size_t threads, size_t shared) {
+    Dispatch part = {kernel, {NULL}, n, groups, threads, shared, {0}};
+    memcpy(part.bound, d.bound + first, n * sizeof *d.bound);
+    memcpy(part.constant, d.constant, sizeof d.constant);
+    gpu_dispatch(g, &part, a, sizeof *a);
 }
 
 // QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
@@ -912,18 +854,19 @@ static void run_attention(Session *s, const Layer *w, int n) {
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {NULL, NULL, 0, 0};
     bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
-    int lanes = attention_lanes(w->hd, w->vd), bits = qk_bits(qn, 0) | qk_bits(kn, 1), nsg;
+    int bits = (!qn->w ? 0 : qn->group ? 1 : 4) | (!kn->w ? 0 : kn->group ? 2 : 8);   // QK_NORMED
+    int lanes = attention_lanes(w->hd, w->vd), nsg;
     int slices = attention_spread(s, w, kv->rows, n, &nsg);
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
         slices, qn->n > w->hd ? w->hd : 0, kn->n > w->hd ? w->hd : 0, c->eps,
         c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->temp_length};
     float *q = is_gated(w) ? s->mix : s->q;
-    const float *angles = s->angles[w->window > 0];
-    Dispatch all = {"qk_norm", {q, s->k, qn->w, kn->w, qn->b, kn->b}, 6, 2 * n, NORM_THREADS,
-                    NORM_FLOATS,
-                    {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
-                     [C_VALUE_STEP] = latent ? w->hd : w->vd,
+    Dispatch d = {
+        .bound = {s->v, s->angles[w->window > 0], qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k,
+                  kv->v, kv->pos, g->now, s->slopes, w->sinks, slices > 1 ? g->parts : s->att},
+        .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
+                     [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
                      [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
                      [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
@@ -931,46 +874,35 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_CAUSAL] = c->causal}};
-    Dispatch r = {"rope", {q, s->k, s->v, kv->k, kv->v, qn->w, kn->w, qn->b, kn->b, angles,
-                           kv->pos, g->now}, 12,
-                  div_up(n * (w->n_head + 2 * (own ? w->n_kv : 0)), UNIT_SIMDGROUPS),
-                  UNIT_SIMDGROUPS * SIMD_LANES, 0, {0}};
-    Dispatch d = {"attention", {q, s->k, s->v, kv->k, kv->v, kv->pos, qn->w, kn->w, qn->b, kn->b,
-                                angles, s->slopes, w->sinks, g->now,
-                                slices > 1 ? g->parts : s->att}, 15,
-                  (size_t)n * parts * slices, nsg * SIMD_LANES,
-                  attention_floats(heads, w->hd, w->vd, nsg, lanes), {0}};
-    Dispatch m = {"attention_merge", {g->parts, q, w->sinks, s->att}, 4,
-                  div_up(w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0, {0}};
-    bool wide = attention_most(w->hd, w->vd) < ATTENTION_SIMDGROUPS;
-    if (n >= FLASH_MIN && !wide && !latent)
-        d = (Dispatch){"flash_attention", {q, kv->k, kv->v, kv->pos, s->slopes, w->sinks, g->now,
-                                           s->att}, 8,
-                       (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                       flash_floats(w->hd, w->vd), {0}};
-    for (int i = 0; i < N_CONSTANTS; i++)
-        r.constant[i] = d.constant[i] = m.constant[i] = all.constant[i];
-    if (bits & 12) gpu_dispatch(g, &all, &a, sizeof a);
+    if (bits & 12) run_part(g, d, &a, "qk_norm", 2, 6, 2 * n, NORM_THREADS, NORM_FLOATS);
     if (c->arch->flags & QKV_NORMED && own)
         run_norm(s, s->v, &bare, RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
-    if (!fused && !latent) gpu_dispatch(g, &r, &b, sizeof b);
-    gpu_dispatch(g, &d, &a, sizeof a);
-    if (slices > 1) gpu_dispatch(g, &m, &a, sizeof a);
+    if (!fused && !latent)
+        run_part(g, d, &b, "rope", 0, 12, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
+    if (n >= FLASH_MIN && attention_most(w->hd, w->vd) == ATTENTION_SIMDGROUPS && !latent)
+        run_part(g, d, &a, "flash_attention", 7, 8,
+                 (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
+                 flash_floats(w->hd, w->vd));
+    else
+        run_part(g, d, &a, "attention", 0, 15, (size_t)n * parts * slices, nsg * SIMD_LANES,
+                 attention_floats(heads, w->hd, w->vd, nsg, lanes));
+    d.bound[12] = q;   // the slopes have served
+    d.bound[15] = s->att;
+    if (slices > 1)
+        run_part(g, d, &a, "attention_merge", 12, 4, div_up(w->n_head * w->vd, MERGE_THREADS),
+                 MERGE_THREADS, 0);
 }
 
 // y[n][n_head][..] = each head's matrix times x[n][n_head][..]
 static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int n) {
     int n_head = s->m->layers[s->l].n_head;
-    int most = gemv_most(w->rows * n_head), units = gemv_units(w->type, w->rows, most);
-    struct heads_args a = {{{experts_matrix(w)}, w->cols, units, n, 0, 0, 1}, n_head,
-                           w->x_step / n_head, w->out_step / n_head};
-    Dispatch d = {"head_product", {matrix_base(w), x, y}, 3,
-                  div_up(units * n * n_head, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
-                  GEMV_SIMDGROUPS * X_FLOATS, {[C_FORMAT_0] = w->type, [C_UNIT_ROWS] = most,
-                                               [C_RAGGED] = w->cols % 32 != 0}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    Matrix one = *w;   // of a head
+    one.x_step /= n_head;
+    one.out_step /= n_head;
+    w = &one;
+    run_gemv(s, (Products){&w, 1, {x, NULL}, &y, n * n_head, STORE, EXPERTS_HEADS});
 }
 
 static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_row, for n tokens
@@ -979,22 +911,21 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
                                .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->temp_scale, .n_ctx = c->temp_length};
-    Dispatch d = {"latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
-                                 s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
-                  div_up(n * (w->n_head + 1), UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES, 0,
-                  {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
+                                    s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
+               UNITS(n * (w->n_head + 1)), 0,
+               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope});
 }
 
 // s->mix[n][n_head][v] by latent attention, as in latent_attention
 static void run_latent(Session *s, const Layer *w, Input in, int n) {
     bool two = w->q_a.data;
-    const Matrix *first[2] = {&w->k, two ? &w->q_a : &w->q}, *second = &w->q;
+    const Matrix *first[2] = {&w->k, two ? &w->q_a : &w->q};
     float *to[2] = {s->k, two ? s->z : s->mix};
     run_products(s, first, 2, in, to, n, STORE);
     if (two && n > 1) run_norm(s, s->z, &w->q_a_norm, RMS, w->q_a.rows, s->z, n, STORE);
     Input z = {s->z, n > 1 ? NULL : &w->q_a_norm};
-    if (two) run_products(s, &second, 1, z, &s->mix, n, STORE);
+    if (two) run_product(s, &w->q, z, s->mix, n, STORE);
     run_latent_row(s, w, n);
     run_heads(s, &w->k_b, s->mix, s->q, n);
     run_attention(s, w, n);
@@ -1008,20 +939,19 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     const Matrix *pair[2] = {gate, up};
     Epilogue glu = {EPILOGUE_GLU, h, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
-    if (n == 1) return run_gemv(s, pair + 2 - k, k, in, &y, 1, k > 1 ? glu : act, experts);
-    if (!experts) run_quantize(s, pair + 2 - k, k, in.x, n);
-    if (k == 1) return run_gemm(s, &up, 1, in.x, &y, n, act, experts);
-    run_gemm(s, &gate, 1, in.x, &h, n, STORE, experts);
-    run_gemm(s, &up, 1, in.x, &y, n, glu, experts);
+    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
+    if (n == 1) return run_gemv(s, p);
+    bool int8 = run_quantize(s, &p);
+    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts}, int8);
+    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts}, int8);
 }
 
 static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) * the layer's inputs
     const Config *c = &s->m->config;
     struct input_args a = {n, c->per_layer, c->n_layer * c->per_layer};
-    Dispatch d = {"gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
-                  div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
-                  {[C_ACTIVATION] = c->act}};
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    run_kernel(s, a, "gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
+               div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
+               {[C_ACTIVATION] = c->act});
 }
 
 // The router's choice, and all of the chosen experts but their last product; what the shared expert
@@ -1033,86 +963,72 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     float *to[2] = {s->route, s->gathered};
     struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed, c->n_group,
                             c->n_group_used, c->gates_scale};
-    Dispatch d = {"choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
-                  SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL}};
     Input x = in;   // of the router, and then of the experts
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
-    run_gemv(s, routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE, EXPERTS_NONE);
-    gpu_dispatch(g, &d, &a, sizeof a);
+    run_gemv(s, (Products){routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE,
+                          EXPERTS_NONE});
+    run_kernel(s, a, "choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
+               SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
     if (n > 1) {
-        int tile = experts_tile(s, n), all = n * w->n_used;
+        int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
-        Dispatch sort = {"sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
-                         threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0}};
-        gpu_dispatch(g, &sort, &b, sizeof b);
+        run_kernel(s, b, "sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
+                   threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0});
     }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
     if (w->latent_down.data) {
-        const Matrix *narrow = &w->latent_down;
-        run_products(s, &narrow, 1, x, &s->latent, n, STORE);
+        run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
     run_ffn(s, &w->gate, &w->up, x, g->gate, g->up, n, EXPERTS_GATHER);
 }
 
-// y[n][dim] = the weighted sum of the experts' results, with the epilogue: one dispatch for one
-// token, two for a chunk, and one more if there is a shared expert; from a latent sum two more.
-// With norms of both results (Gemma 4) each has a product and a norm of its own.
-static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
+// y[n][dim] = the weighted sum of the experts' results, and of the shared expert's (its data NULL:
+// there is none), with the epilogue: one dispatch for one token, two or three for a chunk
+static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, float *y, int n,
+                            Epilogue e) {
     Gpu *g = s->gpu;
-    const Config *c = &s->m->config;
-    const Matrix none = {0}, *shared = &w->shared_down, *down = &w->down, *wide = &w->latent_up;
-    if (wide->data) {
-        Layer sum = *w;
-        Epilogue more = {EPILOGUE_ADD, y, e.factor, 0};
-        sum.latent_up = sum.shared_down = none;
-        run_experts_end(s, &sum, s->latent_sum, n, STORE);
-        run_products(s, &wide, 1, (Input){s->latent_sum, NULL}, &y, n, e);
-        if (shared->data) run_products(s, &shared, 1, (Input){s->up, NULL}, &y, n, more);
-        return;
-    }
-    if (w->expert_post.w) {   // with norms of both results
-        Layer plain = *w;
-        plain.shared_down = none;
-        plain.expert_post.w = NULL;
-        run_experts_end(s, &plain, y, n, STORE);
-        run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
-        run_norm(s, y, &w->expert_post, RMS, c->dim, y, n, STORE);
-        run_norm(s, s->expert_out, &w->shared_post, RMS, c->dim, y, n,
-                 (Epilogue){EPILOGUE_ADD, y, 1, 0});
-        return;
-    }
+    const Matrix *down = &w->down;
+    bool weighed = w->shared_router.data;
     if (n > 1) {
-        struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
-                               w->shared_router.data != NULL, e.factor};
-        Dispatch d = {"weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
-                                        e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
-                      {[C_EPILOGUE] = e.kind}};
-        run_gemm(s, &down, 1, g->up, &g->gate, n, STORE, EXPERTS_SORTED);
-        if (a.shared) run_products(s, &shared, 1, (Input){s->up, NULL}, &s->expert_out, n, STORE);
-        return gpu_dispatch(g, &d, &a, sizeof a);
+        struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
+        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED}, false);
+        if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
+        return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
+                                                  s->gathered, e.other, y}, 7, n,
+                          threads_for(down->rows, NORM_THREADS), 0, {[C_EPILOGUE] = e.kind});
     }
-    int most = gemv_most(down->rows);
-    struct experts_args a = {.each = {{experts_matrix(down)}, w->ff, 0, 1, 0, 0, e.factor},
-                             .n_used = w->n_used, .weighed = w->shared_router.data != NULL};
-    Dispatch d = {"experts_down", {matrix_base(down), NULL, down->bias, shared->bias,
-                                   down->scale, g->up, s->up, s->chosen, s->weight, s->gathered,
-                                   e.other, y}, 12,
-                  div_up(gemv_units(down->type, down->rows, most), GEMV_SIMDGROUPS),
-                  GEMV_SIMDGROUPS * SIMD_LANES, GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_FORMAT_0] = down->type, shared->type, [C_EPILOGUE] = e.kind,
-                   [C_RAGGED] = w->ff % 32 || shared->cols % 32, [C_EXPERTS] = EXPERTS_SORTED,
-                   [C_UNIT_ROWS] = most,
-                   [C_BIASES] = (down->bias != NULL) | (shared->bias != NULL) << 1,
-                   [C_SCALES] = down->scale != NULL}};
-    if (shared->data) {
-        a.shared = (struct gemv_args){{{0}, matrix_args(shared)}, shared->cols, 0, 1, 0, 0,
-                                       e.factor};
-        d.bound[1] = matrix_base(shared);
-    }
+    int most = gemv_most(down->rows), units = gemv_units(down->type, down->rows, most);
+    struct experts_args a = {{.cols = w->ff, .each = w->n_used, .factor = e.factor}, shared->cols,
+                             weighed};
+    Dispatch d = {"experts_down", {[4] = down->scale, g->up, s->up, s->chosen, s->weight,
+                                   s->gathered, e.other, y}, 12,
+                  div_up(units, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
+                  GEMV_SIMDGROUPS * X_FLOATS,
+                  {[C_EPILOGUE] = e.kind, [C_EXPERTS] = EXPERTS_SORTED, [C_UNIT_ROWS] = most}};
+    bind_matrix(&d, a.down.w, 0, down, 2, true);
+    if (shared->data) bind_matrix(&d, a.down.w, 1, shared, 2, false);
     gpu_dispatch(g, &d, &a, sizeof a);
+}
+
+// The same, with what may follow: from a latent sum two more dispatches; with norms of both results
+// (Gemma 4) each has a product and a norm of its own.
+static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
+    const Matrix none = {0}, *shared = &w->shared_down;
+    Input up = {s->up, NULL};   // of the shared expert
+    Epilogue add = {EPILOGUE_ADD, y, e.factor, 0};
+    if (w->latent_up.data) {
+        run_experts_sum(s, w, &none, s->latent_sum, n, STORE);
+        run_product(s, &w->latent_up, (Input){s->latent_sum, NULL}, y, n, e);
+        if (shared->data) run_product(s, shared, up, y, n, add);
+    } else if (w->expert_post.w) {
+        run_experts_sum(s, w, &none, y, n, STORE);
+        run_product(s, shared, up, s->expert_out, n, STORE);
+        run_norm(s, y, &w->expert_post, RMS, s->m->config.dim, y, n, STORE);
+        run_norm(s, s->expert_out, &w->shared_post, RMS, s->m->config.dim, y, n, add);
+    } else run_experts_sum(s, w, shared, y, n, e);
 }
 
 // s->att[n][n_value][dv], by a recurrent mixer: products (one dispatch, or two if alpha and beta
@@ -1128,20 +1044,18 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
     if (apart) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     struct conv_args a = {n, channels, past};
-    Dispatch conv = {"delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z}, 6,
-                     div_up(channels, UNIT_SIMDGROUPS * SIMD_LANES), UNIT_SIMDGROUPS * SIMD_LANES,
-                     0, {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated}};
-    gpu_dispatch(s->gpu, &conv, &a, sizeof a);
+    run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z}, 6,
+               UNITS(div_up(channels, SIMD_LANES)), 0,
+               {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return;
     int share = c->n_value / c->n_key;
     const float *alpha = fused ? s->ba + share : s->decay, *beta = fused ? s->ba : s->write;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, !!(c->arch->flags & DELTA_TILED),
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
-    Dispatch rule = {"delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
+    run_kernel(s, b, "delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
-                     div_up(c->n_value * div_up(c->dv, DELTA_UNIT), UNIT_SIMDGROUPS),
-                     UNIT_SIMDGROUPS * SIMD_LANES, 0, {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks}};
-    gpu_dispatch(s->gpu, &rule, &b, sizeof b);
+               UNITS(c->n_value * div_up(c->dv, DELTA_UNIT)), 0,
+               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // of a state space the rule has applied it
     if (w->delta_norm.w)
@@ -1152,9 +1066,7 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
 static bool run_block(Session *s, const Layer *w) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
-    struct gemv_args each = {.eps = c->eps, .factor = 1};
-    struct block_args a = {each, each, each};
-    struct gemv_args *args[4] = {&a.o, &a.ffn, &a.ffn, &a.down};
+    struct product_args a = {.cols = w->o.cols, .eps = c->eps, .factor = 1};
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_THREADS,
                   0, {[C_ACTIVATION] = c->act, [C_EPILOGUE] = EPILOGUE_GLU,
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
@@ -1162,13 +1074,9 @@ static bool run_block(Session *s, const Layer *w) {
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
                 !w->mixer && !w->k_b.data && !w->input_gate.data && c->arch->norm == RMS &&
                 c->residual_scale == 1;
-    for (int i = 0; i < 4; i++) {
-        fits = fits && !m[i]->bias;
-        args[i]->w[i == 2] = matrix_args(m[i]);
-        args[i]->cols = m[i]->cols;
-        d.bound[i] = matrix_base(m[i]);
-        d.constant[C_FORMAT_0 + i] = m[i]->type;
-        d.constant[C_RAGGED] |= m[i]->cols % 32 != 0;
+    for (int i = 0; fits && i < 4; i++) {
+        fits = !m[i]->bias;
+        bind_matrix(&d, a.w, i, m[i], NO_BIAS, false);
     }
     const Variant *p = fits ? gpu_pipeline(s->gpu, &d) : NULL;
     if (!p || p->threads < BLOCK_THREADS) return false;   // the compiler may allow fewer threads
@@ -1190,7 +1098,7 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
     float *to = before || again ? tmp : y, *normed = again ? tmp : y;
     if (before && ends && l->out_scale) add.cap = *l->out_scale;
-    if (w) run_products(s, &w, 1, (Input){in, NULL}, &to, n, e);
+    if (w) run_product(s, w, (Input){in, NULL}, to, n, e);
     else run_experts_end(s, l, to, n, e);
     if (post->w)
         run_norm(s, to, post, c->arch->norm, c->dim, normed, n, before || again ? add : STORE);
@@ -1224,10 +1132,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
         in = run_input(s, s->x, &w->ffn_norm, s->h, n);
     if (experts) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
-    const Matrix *gate = &w->input_gate;
     run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
-    if (!gate->data) return;
-    run_products(s, &gate, 1, (Input){s->x, NULL}, &s->gate, n, STORE);
+    if (!w->input_gate.data) return;
+    run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
     run_residual(s, w, &w->input_proj, s->gate, &w->input_norm, s->x, s->out, s->x, n);
 }
@@ -1235,11 +1142,10 @@ static void run_layer(Session *s, const Layer *w, int n) {
 // s->logits[n][n_vocab] for n rows of x from `first` on
 static void run_output(Session *s, int first, int n) {
     const Config *c = &s->m->config;
-    const Matrix *w = &s->m->output;
     size_t at = (size_t)first * c->dim;
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->h + at, n);
-    run_products(s, &w, 1, in, &s->logits, n,
-               (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
+    run_product(s, &s->m->output, in, s->logits, n,
+                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
 }
 
 // Sends what the pass of n tokens reads besides weights and caches. Rows of the caches get their
@@ -1267,13 +1173,13 @@ static void run_layers(Session *s, int n) {
     const Model *m = s->m;
     const Config *c = &m->config;
     const Matrix none = {0}, *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd};
-    const Matrix *layers[3] = {&m->layer_embd, &none, &none}, *proj = &m->layer_proj;
+    const Matrix *layers[3] = {&m->layer_embd, &none, &none};
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, embd, c->embd_scale, s->x, n);
     if (c->per_layer) {   // see layer_inputs
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
-        run_products(s, &proj, 1, (Input){s->x, NULL}, &g->inputs, n,
-                     (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
+        run_product(s, &m->layer_proj, (Input){s->x, NULL}, g->inputs, n,
+                    (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
         run_norm(s, g->inputs, &m->layer_norm, RMS, c->per_layer, s->inputs, n * c->n_layer,
                  (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }
@@ -1282,7 +1188,7 @@ static void run_layers(Session *s, int n) {
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &s->m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
-        if (n > 1 && (s->l + 1) % split == 0) device_split(s->gpu);
+        if (n > 1 && (s->l + 1) % split == 0) device_begin(s->gpu);
     }
 }
 
@@ -1297,49 +1203,41 @@ static uint64_t token_key(const Session *s, int rows) {
     return key;
 }
 
-// The CPU evaluates all of the history before pos, if what the GPU has left is of no use to it:
-// because it lies in the GPU's memory, or a recurrent state is half-way.
-static void forward_again(Session *s, int pos) {
-    if (!DEVICE_COPIES && !s->n_recurrent) return;
+// The end of a pass, and its logits. After a failure the CPU evaluates the history before pos, and
+// the chunk from there to `end`, if what the GPU has left is of no use to it: because it lies in
+// the GPU's memory, or a recurrent state is half-way.
+static bool gpu_finish(Session *s, int rows, int pos, int end) {
+    device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
+    bool ok = device_wait(s->gpu);
+    if (!ok) gpu_close(s);
+    if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
     session_truncate(s, 0);
-    for (int p = 0, n; p < pos; p += n) {
-        n = pos - p < s->o.chunk ? pos - p : s->o.chunk;
+    for (int p = 0, n; p < end; p += n) {
+        n = (p < pos ? pos : end) - p;
+        if (n > s->o.chunk) n = s->o.chunk;
         forward(s, s->history.id + p, n, p);
     }
-    s->history.n = pos;
+    s->history.n = end;
+    return false;
 }
 
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    Gpu *g = s->gpu;
     int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
-    if (!g) return false;
-    device_begin(g);
+    if (!s->gpu) return false;
+    device_begin(s->gpu);
     send_tokens(s, ids, n, pos);
-    if (!device_again(g, n == 1 ? token_key(s, rows) : 0)) {
+    if (!device_again(s->gpu, n == 1 ? token_key(s, rows) : 0)) {
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
     }
-    if (rows > 0)
-        device_fetch(g, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
-    bool ok = gpu_end(s);
-    if (!ok) forward_again(s, pos);
-    return ok;
+    return gpu_finish(s, rows, pos, pos);
 }
 
-// After a failure the CPU evaluates the whole chunk, too, as s->x is of no use.
 static bool gpu_logits(Session *s, int first, int n) {
-    Gpu *g = s->gpu;
-    int pos = s->pos, end = s->history.n;
-    if (!g) return false;
-    device_begin(g);
+    if (!s->gpu) return false;
+    device_begin(s->gpu);
     run_output(s, first, n);
-    device_fetch(g, s->logits, (size_t)n * s->m->config.n_vocab * sizeof *s->logits);
-    bool ok = gpu_end(s);
-    if (ok || !DEVICE_COPIES) return ok;
-    forward_again(s, pos);
-    forward(s, s->history.id + pos, end - pos, pos);
-    s->history.n = end;
-    return false;
+    return gpu_finish(s, n, s->pos, s->history.n);
 }
 
 static void gpu_fetch(Session *s, void *p, size_t bytes) {
@@ -1359,9 +1257,9 @@ static void gpu_store(Session *s) {
 // all heads that comes after RoPE, tensors not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    bool late = c->arch->flags & QK_NORM_LATE;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
+        bool late = c->arch->flags & QK_NORM_LATE;
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
         bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
@@ -1395,54 +1293,42 @@ static void plan_gpu(Session *s, Arena *a) {
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
-    if (!wide) g->codes = NULL;
-    if (!ff) return;
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
     g->place = arena_take(a, choices, sizeof *g->place);
-    g->tiles = arena_take(a, expert_tiles(choices, c->n_expert, GEMM_FEW),
-                          3 * sizeof *g->tiles);
+    g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
 }
 
-// the first tensor that begins in from .. stop-1 and ends after `end`; stop: there is none
-static uint8_t *next_tensor(const Gguf *file, uint8_t *from, uint8_t *stop, const uint8_t *end) {
-    for (size_t i = 0; i < file->n_tensors; i++) {
-        uint8_t *p = (uint8_t *)file->tensors[i].data;
-        if (p >= from && p < stop && p + (size_t)tensor_bytes(&file->tensors[i]) > end) stop = p;
-    }
-    return stop;
-}
-
-// Shares a map as one buffer, or as several, cut where a tensor begins, none longer than Metal
-// takes. Buffers begin and end with a page, which two may share: gpu_find takes the later one.
+// Shares a map as one buffer, or as several, none longer than Metal takes: cut where a tensor
+// begins that would not end inside. Buffers begin and end with a page, which two may share:
+// gpu_find takes the later one.
 static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
-    size_t page = sysconf(_SC_PAGESIZE), most = device_longest(g) / page * page;
+    size_t page = sysconf(_SC_PAGESIZE), most = g->longest / page * page;
     uint8_t *stop = map->base + map->size, *from = map->base, *next;
     for (; from < stop; from = next) {
         uint8_t *base = map->base + (from - map->base) / page * page;
-        bool whole = (size_t)(stop - base) <= most;
-        next = whole ? stop : next_tensor(file, from, stop, base + most);
-        if (next == from || !gpu_share(g, base, next - base, true)) return false;
+        next = stop;
+        for (size_t i = 0; (size_t)(stop - base) > most && i < file->n_tensors; i++) {
+            const Tensor *t = &file->tensors[i];
+            uint8_t *p = (uint8_t *)t->data, *end = p + (size_t)tensor_bytes(t);
+            if (p >= from && p < next && end > base + most) next = p;
+        }
+        if (next == from || !gpu_share(g, (Map){base, next - base}, true)) return false;
     }
     return true;
 }
 
-// Shares all that kernels read or write: a buffer of our own, the model's files, the vectors that
+// Shares all that kernels read or write: memory of our own, the model's files, the vectors that
 // were converted to f32, KV cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
-    Arena a = {0};
-    plan_gpu(s, &a);
-    a = (Arena){.size = a.peak, .base = gpu_share(g, NULL, a.peak, false)};
-    bool ok = a.base != NULL;
-    if (ok) plan_gpu(s, &a);
+    bool ok = place_plan(s, plan_gpu, &g->own, "scratch", &(Error){{0}}) &&
+              gpu_share(g, g->own, false);
     for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
-    for (size_t i = 0; ok && i < m->n_owned; i++)
-        ok = gpu_share(g, m->owned[i].base, m->owned[i].size, true);
-    ok = ok && gpu_share(g, s->kv.base, s->kv.size, false);
-    ok = ok && gpu_share(g, s->scratch.base, s->scratch.size, false);
-    return ok ? true : gpu_fail(g, "it cannot take this much memory", NULL);
+    for (size_t i = 0; ok && i < m->n_owned; i++) ok = gpu_share(g, m->owned[i], true);
+    ok = ok && gpu_share(g, s->kv, false) && gpu_share(g, s->scratch, false);
+    return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
 // Makes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs;
@@ -1453,12 +1339,11 @@ static void warm_up(Session *s) {
     for (int i = 0; s->gpu && i < 5; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
         g->dry = i < 4;
-        if (!g->dry) device_ready(g, s->pool);
         device_begin(g);
         send_tokens(s, NULL, rows, i == 3 ? s->o.window : 0);
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
-        gpu_end(s);
+        gpu_finish(s, 0, 0, 0);
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     gpu_store(s);
@@ -1468,6 +1353,7 @@ static void gpu_open(Session *s) {
     const char *lacks = gpu_lacks(s->m);
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return;
+    g->pool = s->pool;
     if (!device_open(g) ||
         (lacks && !gpu_fail(g, "the GPU path does not know this model's", lacks)) || !share_all(s))
         return gpu_close(s);

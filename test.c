@@ -2501,6 +2501,18 @@ static void test_cli_interrupt(void) {
 #endif
 #if defined(LLM_METAL) || defined(LLM_CUDA)
 #pragma GCC diagnostic ignored "-Wunused-parameter"   // of PLACE, of methods, of kernels' tests
+enum { PAGE = 16384 };
+
+// n bytes in whole pages, with nothing mapped behind: whoever reads on is stopped
+static size_t whole_pages(size_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
+static char *guarded(size_t n) {
+    size_t whole = whole_pages(n);
+    char *p = mmap(NULL, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    mprotect(p + whole, PAGE, PROT_NONE);
+    return p + whole - n;
+}
+static void unguard(char *p, size_t n) { munmap(p + n - whole_pages(n), whole_pages(n) + PAGE); }
+
 #ifndef REAL_GPU   // which takes the place of all this
 #include <dlfcn.h>
 #include <ucontext.h>
@@ -2873,10 +2885,9 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 // Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data.
 // The source text is searched for [[attributes]], which are to have one order; compiled kernels
 // are found by name in this program (link with -rdynamic). The generic call passes one word a
-// parameter: right on x86-64 and arm64 Linux. A buffer ends where its page ends, with nothing
-// mapped behind: whoever reads on is stopped.
+// parameter: right on x86-64 and arm64 Linux.
 
-enum { BINDINGS = 31, PARAMS = 24, PLACES = 6, RECORDS = 4096, PAGE = 16384 };
+enum { BINDINGS = 31, PARAMS = 24, PLACES = 6, RECORDS = 4096 };
 static const char *const soft_places[PLACES] = {   // behind a kernel's buffers, as PLACE has them
     "*shared [[shared_memory]]", "tg [[threadgroup_position_in_grid]]",
     "tid [[thread_index_in_threadgroup]]", "nsg [[simdgroups_per_threadgroup]]",
@@ -2896,9 +2907,9 @@ typedef struct SoftObject {                      // any object; few fields, seve
     int refs, n_buffers, status;                 // n_buffers: of a kernel, the last: arguments
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
-    void *p, *pages;                             // a string's, buffer's, library's bytes
+    void *p;                                     // a string's, buffer's, library's bytes
     size_t n;
-    bool mine;                                   // p is ours to free
+    bool mine, guarded;                          // p is ours to free or unguard
     struct { bool set; int value; } constant[N_CONSTANTS];
     SoftRun now, *runs, **last;                  // an encoder's state, a command buffer's work
 } SoftObject;
@@ -2956,7 +2967,7 @@ static void soft_release(SoftObject *o) {
     }
     for (int i = 0; i < BINDINGS; i++) soft_release(o->now.bind[i].buffer);
     if (o->mine) free(o->p);
-    if (o->pages) munmap(o->pages, (o->n + PAGE - 1) / PAGE * PAGE + PAGE);
+    if (o->guarded) unguard(o->p, o->n);
     soft_release(o->a);
     free(o);
     soft.live--;
@@ -3011,7 +3022,6 @@ M(id, new_queue) { return soft_child(&Queue, self); }
 M(size_t, width) { return 32; }
 M(size_t, max_threads) { return 1024; }
 M(size_t, max_length) { return soft.longest ? soft.longest : (size_t)1 << 40; }
-M(void *, contents) { return SELF->p; }
 M(void, set_pipeline, id pipeline) { SELF->now.pipeline = pipeline; }
 M(void, end_encoding) { SELF->a->status = 1; }
 M(size_t, get_status) { return SELF->status; }
@@ -3071,23 +3081,6 @@ M(id, new_pipeline, id function, id *error) {
     return soft_child(&PipelineState, f);
 }
 
-static SoftObject *soft_buffer(size_t bytes, size_t align) {
-    SoftObject *o = soft_new(&Buffer);
-    size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
-    o->n = bytes;
-    o->pages = mmap(NULL, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    mprotect((char *)o->pages + whole, PAGE, PROT_NONE);
-    o->p = (char *)o->pages + (whole - bytes) / align * align;
-    return o;
-}
-
-M(id, new_buffer, size_t bytes, size_t options) {
-    if (options || !bytes) soft_fault("newBufferWithLength: %zu options %zu", bytes, options);
-    soft.buffers++;
-    SoftObject *o = soft_buffer(bytes, 16);
-    return o;
-}
-
 M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator) {
     size_t page = sysconf(_SC_PAGESIZE);
     if ((uintptr_t)p % page || bytes % page || !bytes || options || deallocator)
@@ -3115,7 +3108,9 @@ static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, si
 M(void, set_buffer, id b, size_t at, size_t i) { soft_bind(self, soft_retain(b), at, i); }
 
 M(void, set_bytes, const void *p, size_t n, size_t i) {
-    SoftObject *o = soft_buffer(n, 4);           // exactly so many, to catch a longer struct
+    SoftObject *o = soft_new(&Buffer);
+    o->p = guarded(o->n = n);                    // exactly so many, to catch a longer struct
+    o->guarded = true;
     if (n > 4096) soft_fault("setBytes: %zu bytes", n);
     soft_bind(self, o, 0, i);
     memcpy(o->p, p, n);
@@ -3211,10 +3206,9 @@ SOFT_CLASS(SoftDevice, "MTLDevice",
     METHOD("maxBufferLength", size_t, (id, SEL), max_length)
     METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library)
     METHOD("newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *), new_pipeline)
-    METHOD("newBufferWithLength:options:", id, (id, SEL, size_t, size_t), new_buffer)
     METHOD("newBufferWithBytesNoCopy:length:options:deallocator:", id,
            (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy))
-SOFT_CLASS(Buffer, "MTLBuffer", METHOD("contents", void *, (id, SEL), contents))
+SOFT_CLASS(Buffer, "MTLBuffer",)
 SOFT_CLASS(Library, "MTLLibrary",
     METHOD("newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *), new_function))
 SOFT_CLASS(Function, "MTLFunction",)
@@ -3369,15 +3363,23 @@ static Gpu *lab_open(void) {
     Gpu *g = calloc(1, sizeof *g);
     bool ok = device_open(g);
     CHECK(ok, "%s", g->why);
+    g->pool = pool_open(RECORDER ? 1 : count_cpus());
     return ok ? g : NULL;
+}
+
+static void lab_close(Gpu *g) {
+    pool_close(g->pool);
+    gpu_close(&(Session){.gpu = g});
 }
 
 static Lab lab(Gpu *g) {
     return (Lab){.g = g, .m.config = {.eps = 1e-5f, .residual_scale = 1}};
 }
 
-static void *lab_bytes(Gpu *g, size_t n) {   // ending where nothing is mapped behind
-    return (char *)gpu_share(g, NULL, (n + 15) / 16 * 16, false) + -n % 16;
+static void *lab_bytes(Gpu *g, size_t n) {
+    char *p = guarded(n);
+    gpu_share(g, (Map){(uint8_t *)p + n - whole_pages(n), whole_pages(n)}, false);
+    return p;
 }
 
 // runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
@@ -3436,9 +3438,15 @@ static Norm lab_norm(Gpu *g, int n, int group) {
     return (Norm){lab_floats(g, n, 1), NULL, n, group};
 }
 
-static void lab_drop(Gpu *g) {   // frees all buffers and variants
+static void lab_free(Gpu *g) {   // all buffers; on Apple variants, too
     device_release(g);
-    g->n_shared = g->n_pipelines = 0;
+    for (int i = 0; i < g->n_shared; i++) unguard(g->shared[i].base, g->shared[i].size);
+    g->n_shared = 0;
+}
+
+static void lab_drop(Gpu *g) {   // and all variants
+    lab_free(g);
+    g->n_pipelines = 0;
 }
 
 #ifdef LLM_CUDA
@@ -3456,11 +3464,7 @@ static void lab_rehearse(Gpu *g, void (*fn)(Gpu *g, int type), int type) {
     dup2(out, 1);
     close(out);
     close(nothing);
-    for (; g->n_shared; g->n_shared--) {
-        Shared *s = &g->shared[g->n_shared - 1];
-        g->device->cuMemFree_v2(s->buffer);
-        free(s->base);
-    }
+    lab_free(g);
     test.checks = checks;
     test.failures = failures;
     test.seed = seed;
@@ -3561,16 +3565,14 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
                   : reference_activation(act, glu && !one ? other[j] : v[0][j],
                                          glu && one ? v[1][j] : v[0][j], glu);
     lab_begin(&x);
-    g->codes = int8 ? lab_floats(g, n * (cols / 32) * CODE_GROUP, 1) : NULL;
+    if (int8) g->codes = lab_floats(g, n * (cols / 32) * CODE_GROUP, 1);
+    x.s.o.gpu_int8 = int8;
     Epilogue e = {way, other, factor, cap};
-    if (one) run_gemv(&x.s, m, k, (Input){in, add ? NULL : &norm}, y, 1, e, EXPERTS_NONE);
-    else run_products(&x.s, m, k, (Input){in, NULL}, y, n, e);
+    run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
     lab_end(&x, name);
     lab_tile(name, int8 ? GEMM_SOME : tile, int8, false);
     for (int i = 0; i < (glu ? 1 : k); i++)
         lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
-    g->codes = NULL;
-    g->coded = NULL;
 }
 
 static void kernel_gemv(Gpu *g, int type) {
@@ -3932,8 +3934,8 @@ static void lab_heads_product(Gpu *g, int type) {
     x.w.n_head = H;
     x.m.layers = &x.w;
     run_heads(lab_begin(&x), &heads, from, y, N);
-    lab_end(&x, "head_product");
-    lab_compare("head_product", type, y, want, N * H * out, 1e-5);
+    lab_end(&x, "head products");
+    lab_compare("head products", type, y, want, N * H * out, 1e-5);
 }
 
 // latent attention's row of the cache, and a layer's own input
@@ -3992,13 +3994,10 @@ static void test_metal_kernels(void) {
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
         emu.order = i % ORDERS;
 #ifdef LLM_CUDA
-        Pool *pool = pool_open(count_cpus());
         if (emu.order) continue;   // it has its own
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++)
             if (KERNEL_TESTS[k].formats || !i)
                 lab_rehearse(g, KERNEL_TESTS[k].fn, FORMATS[i / ORDERS]);
-        if (g) device_ready(g, pool);
-        pool_close(pool);
 #endif
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
@@ -4011,7 +4010,7 @@ static void test_metal_kernels(void) {
         }
     }
     emu.order = FORWARD;
-    gpu_close(&(Session){.gpu = g});
+    if (g) lab_close(g);
     check_all_ran();
     CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
     check_counters();
@@ -4264,7 +4263,6 @@ static const struct { const char *method, *says; int when; } FAILURES[] = {
     {"newComputePipelineStateWithFunction:error:", "note", OPENING},
     {"threadExecutionWidth", "SIMD-groups are not 32 wide", OPENING},
     {"maxTotalThreadsPerThreadgroup", "too few threads", OPENING},
-    {"newBufferWithLength:options:", "memory", OPENING},
     {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", OPENING},
     {"maxBufferLength", "memory", OPENING},
     {"commandBuffer", "no command encoder", ALWAYS},
@@ -4387,7 +4385,7 @@ static const char *bench_only;   // rows with that in their names
 
 // a buffer that holds n bytes again and again
 static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
-    char *p = gpu_share(g, NULL, (bytes + 15) / 16 * 16, false);
+    char *p = lab_bytes(g, (bytes + 15) / 16 * 16);
     for (size_t at = 0; at < bytes; at += n)
         memcpy(p + at, pattern, n < bytes - at ? n : bytes - at);
     device_send(g, p, bytes);
@@ -4443,7 +4441,8 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int 
     if (!strstr(name, bench_only) || (int8 && format_block(type) == 1)) return;
     Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * COLS), bench_floats(g, n * rows),
                NULL, n, false};
-    g->codes = int8 ? bench_floats(g, n * (COLS / 32) * CODE_GROUP) : NULL;
+    if (int8) g->codes = bench_floats(g, n * (COLS / 32) * CODE_GROUP);
+    x.s.o.gpu_int8 = int8;
     for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, COLS);
     bench_run(&x, name, run_bench_product, &b, copies, n > 1,
               n > 1 ? 2.0 * n * rows * COLS : bytes);
@@ -4513,7 +4512,7 @@ static void bench_all(void) {
     for (int i = 0; i < 4; i++)
         bench_attention(g, text_of("layer %s of 8B, 1024 rows", quant_name(layers[i])), 32, 128,
                         1024, 1, layers[i]);
-    gpu_close(&(Session){.gpu = g});
+    lab_close(g);
 }
 #endif
 
