@@ -820,15 +820,18 @@ static void load_attention(Loader *ld, Layer *w) {
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
 }
 
-static void load_ffn(Loader *ld, Layer *w) {
+static const char *const FFN_NAMES[] = {"ffn_gate", "ffn_up", "ffn_down"};
+
+// a dense FFN, or a shared expert, of width ff; gate and up may be one tensor, or there is no gate
+static void load_ffn(Loader *ld, const char *const name[3], int ff, Matrix *gate, Matrix *up,
+                     Matrix *down) {
     int dim = ld->m->config.dim;
-    const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
-    if (!w->ff) refuse(ld, "key %s.feed_forward_length is missing", ld->m->config.name);
-    w->gate = load_matrix(ld, "ffn_gate", dim, w->ff, 1);
-    if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // one tensor for gate and up
-        load_fused(ld, "ffn_up", 1, (Slice[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
-    else w->up = need_matrix(ld, "ffn_up", dim, w->ff, 1);
-    w->down = need_matrix(ld, "ffn_down", w->ff, dim, 1);
+    const Tensor *both = find_tensor(ld, name[1], ".weight");
+    *gate = load_matrix(ld, name[0], dim, ff, 1);
+    if (!gate->data && both && both->ne[1] == 2 * (int64_t)ff)
+        load_fused(ld, name[1], 1, (Slice[]){{"", ff, gate}, {"", ff, up}}, 2);
+    else *up = need_matrix(ld, name[1], dim, ff, 1);
+    *down = need_matrix(ld, name[2], ff, dim, 1);
 }
 
 // Finds a layer's norms. Names vary: post_attention_norm may be the norm before the FFN.
@@ -889,7 +892,10 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
+    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) {
+        if (!w->ff) refuse(ld, "key %s.feed_forward_length is missing", c->name);
+        load_ffn(ld, FFN_NAMES, w->ff, &w->gate, &w->up, &w->down);
+    }
     w->parallel = w->parallel && mixes && w->up.data;   // both are there
     if (c->per_layer) load_inputs(ld, w);
 }
@@ -1314,6 +1320,11 @@ static void each_row(Session *s, TaskFn *fn, const void *of, int n) {
     if (s->calls.base) parallel(s->pool, fn, s, of, n);
 }
 
+// out [n][rows] = x [n][cols] * transposed w: one product for the chunk's tokens
+static void product(Session *s, const Matrix *w, const float *x, float *out) {
+    matmul(s->pool, &s->calls, &(Matmul){w, x, out, s->n}, 1);
+}
+
 static void embed_row(Task t) {
     Session *s = t.ctx;
     const Model *m = s->m;
@@ -1449,13 +1460,12 @@ static void attention_block(Session *s) {
     int parts = n == 1 && apart ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
                    {&w->v, s->h, s->v, n}};
-    Matmul back = {&w->o, s->att, s->out, n};
     matmul(s->pool, &s->calls, in, w->k.rows ? 3 : 1);
     if (gated) each_row(s, split_gate_row, NULL, n);
     each_row(s, qkv_part, &parts, n * parts);
     attend(s);
     if (gated) each_row(s, gate_row, NULL, n);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->o, s->att, s->out);
 }
 
 typedef struct { const Matrix *gate, *up, *down; } Ffn;
@@ -1472,10 +1482,9 @@ static void activate_row(Task t) {   // up = act(gate) * up
 static void ffn(Session *s, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
-    Matmul back = {f->down, s->up, out, n};
     matmul(s->pool, &s->calls, in, f->gate->data ? 2 : 1);
     each_row(s, activate_row, f, n);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, f->down, s->up, out);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -2054,6 +2063,7 @@ static void gate_row(Task t) {
 // experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
+    static const char *const names[] = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"};
     Config *c = &ld->m->config;
     const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
     need_data(ld, down, "ffn_down_exps", ".weight");
@@ -2083,20 +2093,11 @@ static void load_experts(Loader *ld, Layer *w) {
         w->expert_norm = need_norm(ld, "pre_ffw_norm_2", c->dim);
         w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
         w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
-        w->shared_gate = need_matrix(ld, "ffn_gate", c->dim, dense, 1);
-        w->shared_up = need_matrix(ld, "ffn_up", c->dim, dense, 1);
-        w->shared_down = need_matrix(ld, "ffn_down", dense, c->dim, 1);
-        return;
     }
-    w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
-    if (!w->shared_up.data) return;
-    ff = w->shared_up.rows;
-    down = find_tensor(ld, "ffn_down_shexp", ".weight");
-    if (down && ff == 2 * (int64_t)down->ne[0]) {   // one tensor for gate and up
-        w->shared_gate = matrix_rows(w->shared_up, 0, ff /= 2);
-        w->shared_up = matrix_rows(w->shared_up, ff, ff);
-    } else w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
-    w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
+    if (!scale && !find_tensor(ld, names[1], ".weight")) return;
+    const Tensor *shared = find_tensor(ld, names[2], ".weight");
+    load_ffn(ld, scale ? FFN_NAMES : names, scale ? dense : shared ? shared->ne[0] : 0,
+             &w->shared_gate, &w->shared_up, &w->shared_down);
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
@@ -2114,23 +2115,20 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 
 // Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
 // two best scores: those of experts in other groups become the lowest there is.
-static void drop_groups(const Config *c, float *score) {
-    float worth[64];
+static void drop_groups(const Config *c, Candidate *score) {
+    Candidate group[64];
     int size = c->n_expert / c->n_group;
     for (int g = 0; g < c->n_group; g++) {
-        float best = -FLT_MAX, second = size > 1 ? -FLT_MAX : 0;
-        for (int e = g * size; e < (g + 1) * size; e++)
-            if (score[e] > best) second = size > 1 ? best : 0, best = score[e];
-            else second = fmaxf(second, score[e]);
-        worth[g] = best + second;
+        float best = -FLT_MAX, second = -FLT_MAX;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            second = fmaxf(second, fminf(best, score[e].logit));
+            best = fmaxf(best, score[e].logit);
+        }
+        group[g] = (Candidate){size > 1 ? best + second : best, g};
     }
-    for (int g = 0; g < c->n_group; g++) {
-        int better = 0;
-        for (int k = 0; k < c->n_group; k++)
-            better += worth[k] > worth[g] || (worth[k] == worth[g] && k < g);
-        for (int e = g * size; better >= c->n_group_used && e < (g + 1) * size; e++)
-            score[e] = -FLT_MAX;
-    }
+    sort_top(group, c->n_group, c->n_group);
+    for (int k = c->n_group_used; k < c->n_group; k++)
+        for (int e = 0; e < size; e++) score[group[k].id * size + e].logit = -FLT_MAX;
 }
 
 // The router's choice for one token: probabilities, the n_used best, their weights.
@@ -2141,27 +2139,21 @@ static void choose_experts(Task t) {
     int n_used = s->m->layers[s->l].n_used;
     float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * n_used;
     int32_t *chosen = s->chosen + (size_t)t.i * n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, scores[4096];
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
     bool sigmoid = c->gating == 2;
+    Candidate best[4096];
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
         all += p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
-    for (int e = 0; e < c->n_expert && !sigmoid; e++) p[e] /= all;
-    for (int e = 0; e < c->n_expert; e++) scores[e] = p[e] + (bias ? bias[e] : 0);
-    if (c->n_group > 1) drop_groups(c, scores);
-    for (int e = 0; e < c->n_expert; e++) {   // keeps the best so far sorted, with their scores
-        float score = scores[e];
-        int k = e < n_used ? e : n_used - 1;
-        if (e > k && !(score > weight[k])) continue;
-        for (; k > 0 && score > weight[k - 1]; k--) {
-            chosen[k] = chosen[k - 1];
-            weight[k] = weight[k - 1];
-        }
-        chosen[k] = e;
-        weight[k] = score;
+    for (int e = 0; e < c->n_expert; e++) {
+        if (!sigmoid) p[e] /= all;
+        float score = p[e] + (bias ? bias[e] : 0);
+        best[e] = (Candidate){isnan(score) ? -FLT_MAX : score, e};
     }
-    for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);             // 2^-14
+    if (c->n_group > 1) drop_groups(c, best);
+    sort_top(best, c->n_expert, n_used);
+    for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k] = best[k].id];   // no bias
+    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);                       // 2^-14
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
@@ -2240,9 +2232,8 @@ static void plan_experts(Session *s, const Layer *w) {
 
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n, rows = n * w->n_used, limit = n > w->n_used ? n : w->n_used;
+    int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
     Matmul in[] = {{&w->router, s->h, s->route, n}, {&w->latent_down, s->h, s->latent, n}};
-    Matmul shared = {&w->shared_router, s->h, s->route, n};
     bool latent = w->latent_down.data;
     s->expert_in = latent ? s->latent : s->h;
     s->sum = latent ? s->latent_sum : s->out;
@@ -2255,10 +2246,10 @@ static void experts(Session *s) {
         memset(s->sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
     } else plan_experts(s, w);
-    if (latent) matmul(s->pool, &s->calls, &(Matmul){&w->latent_up, s->latent_sum, s->out, n}, 1);
+    if (latent) product(s, &w->latent_up, s->latent_sum, s->out);
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // h as it was
-    if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
+    if (w->shared_router.data) product(s, &w->shared_router, s->h, s->route);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
     each_row(s, add_shared_row, w, n);
 }
@@ -2532,7 +2523,6 @@ static void recurrent(Session *s) {
     Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
                    {fused ? &w->beta_alpha : &w->alpha, s->h, alpha, n},
                    {&w->beta, s->h, s->write, n}};
-    Matmul back = {&w->delta_out, s->att, s->out, n};
     matmul(s->pool, &s->calls, in, delta && !fused ? 4 : 3);
     each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     if (!conv) {
@@ -2540,7 +2530,7 @@ static void recurrent(Session *s) {
         each_row(s, delta ? delta_block : space_block, NULL, c->n_value * delta_blocks(c));
         each_row(s, delta_out_row, NULL, n);
     }
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->delta_out, s->att, s->out);
 }
 
 // ---- 17. latent attention (arXiv 2405.04434) ----
@@ -2657,15 +2647,14 @@ static void latent_attention(Session *s) {
     bool two = w->q_a.data;   // products that make q
     int n = s->n;
     Matmul in[] = {{&w->k, s->h, s->k, n}, {two ? &w->q_a : &w->q, s->h, two ? s->z : s->mix, n}};
-    Matmul second = {&w->q, s->z, s->mix, n}, back = {&w->o, s->mix, s->out, n};
     matmul(s->pool, &s->calls, in, 2);
     if (two) each_row(s, latent_query_row, NULL, n);
-    if (two) matmul(s->pool, &s->calls, &second, 1);
+    if (two) product(s, &w->q, s->z, s->mix);
     each_row(s, latent_row, NULL, n);
     head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
     head_products(s, &w->v_b, s->att, s->mix);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->o, s->mix, s->out);
 }
 
 // ---- 18. shared caches, per-layer inputs (Gemma 4) ----
@@ -2724,8 +2713,7 @@ static void layer_inputs_row(Task t) {   // e of all layers
 }
 
 static void layer_inputs(Session *s) {
-    Matmul in = {&s->m->layer_proj, s->x, s->inputs, s->n};
-    matmul(s->pool, &s->calls, &in, 1);
+    product(s, &s->m->layer_proj, s->x, s->inputs);
     each_row(s, layer_inputs_row, NULL, s->n);
 }
 
@@ -2739,12 +2727,10 @@ static void layer_input_row(Task t) {   // act(Gate x) * e
 // ends the block before, whose norm is `post`; returns that of this one
 static const Norm *layer_input(Session *s, const Norm *post) {
     const Layer *w = &s->m->layers[s->l];
-    Matmul in = {&w->input_gate, s->x, s->gate, s->n};
-    Matmul back = {&w->input_proj, s->gate, s->out, s->n};
     each_row(s, between_row, &(Between){.post = post}, s->n);
-    matmul(s->pool, &s->calls, &in, 1);
+    product(s, &w->input_gate, s->x, s->gate);
     each_row(s, layer_input_row, NULL, s->n);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->input_proj, s->gate, s->out);
     return &w->input_norm;
 }
 
