@@ -1072,6 +1072,7 @@ typedef struct Session {
     // what forward is working on
     const int32_t *ids;         // [n] tokens of this chunk
     int n, pos, l;              // how many, position of the first, layer
+    const void *of;             // what else each_row's function is to work on
     // buffers; n: at most a chunk
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
@@ -1197,7 +1198,8 @@ static void latent_attention(Session *s);
 static void layer_inputs(Session *s);   // what each layer gets of its own
 static const Norm *layer_input(Session *s, const Norm *post);   // and how it adds that
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
-static TaskFn split_gate_row, gate_row;            // of gated attention
+typedef void RowFn(Session *s, size_t i);          // a step for row i, see each_row
+static RowFn split_gate_row, gate_row;             // of gated attention
 
 // Text (Part III).
 static bool tokenizer_load(Model *m, Error *e);    // m->tokenizer, which needs m->gguf
@@ -1316,8 +1318,14 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 // stream. Besides products and attention all steps go row by row, a task for each token. While
 // s->calls only counts scratch (see plan_calls), each_row does nothing.
 
-static void each_row(Session *s, TaskFn *fn, const void *of, int n) {
-    if (s->calls.base) parallel(s->pool, fn, s, of, n);
+static void run_row(Task t) {
+    RowFn *const *fn = t.of;
+    (*fn)(t.ctx, t.i);
+}
+
+static void each_row(Session *s, RowFn *fn, const void *of, int n) {
+    s->of = of;
+    if (s->calls.base) parallel(s->pool, run_row, s, &fn, n);
 }
 
 // out [n][rows] = x [n][cols] * transposed w: one product for the chunk's tokens
@@ -1325,17 +1333,16 @@ static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->calls, &(Matmul){w, x, out, s->n}, 1);
 }
 
-static void embed_row(Task t) {
-    Session *s = t.ctx;
+static void embed_row(Session *s, size_t i) {
     const Model *m = s->m;
     const Config *c = &m->config;
-    float *x = s->x + (size_t)t.i * c->dim, *y = s->h + (size_t)t.i * c->dim;
-    matrix_row(&m->embd, s->ids[t.i], x);
+    float *x = s->x + i * c->dim, *y = s->h + i * c->dim;
+    matrix_row(&m->embd, s->ids[i], x);
     for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
     for (int k = 0; k < 2; k++) {   // learned positions; token type 0
         const Matrix *more = k ? &m->type_embd : &m->pos_embd;
         if (!more->data) continue;
-        matrix_row(more, k ? 0 : s->pos + t.i, y);
+        matrix_row(more, k ? 0 : s->pos + i, y);
         add(x, y, c->dim, 1);
     }
     if (m->embd_norm.w) norm(x, x, c->dim, &m->embd_norm, c->arch->norm, c->eps);
@@ -1357,35 +1364,34 @@ static void angles_row(Task t) {
 }
 
 // h = norm(x), or x where there is no norm
-static void norm_row(Task t) {
-    Session *s = t.ctx;
+static void norm_stream(Session *s, const Norm *w, size_t i) {
     const Config *c = &s->m->config;
-    const Norm *w = t.of;
-    float *x = s->x + (size_t)t.i * c->dim, *h = s->h + (size_t)t.i * c->dim;
+    float *x = s->x + i * c->dim, *h = s->h + i * c->dim;
     if (w->w || c->arch->norm == BARE) norm(h, x, c->dim, w, c->arch->norm, c->eps);
     else memcpy(h, x, c->dim * sizeof *h);
 }
+
+static void norm_row(Session *s, size_t i) { norm_stream(s, s->of, i); }
 
 // After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
 // the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
 // With norm NULL h stays; scale: a factor of x after the sum; again: one more norm, of x + h.
 typedef struct { const Norm *post, *norm, *again; bool norm_first; const float *scale; } Between;
-static void between_row(Task t) {
-    Session *s = t.ctx;
+static void between_row(Session *s, size_t i) {
     const Config *c = &s->m->config;
-    const Between *b = t.of;
-    float *x = s->x + (size_t)t.i * c->dim, *out = s->out + (size_t)t.i * c->dim;
+    const Between *b = s->of;
+    float *x = s->x + i * c->dim, *out = s->out + i * c->dim;
     bool after = c->arch->flags & ENCODER;
-    if (b->norm && b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
+    if (b->norm && b->norm_first) norm_stream(s, b->norm, i);
     if (b->post->w && !after) norm(out, out, c->dim, b->post, c->arch->norm, c->eps);
     add(x, out, c->dim, c->residual_scale);
     for (int j = 0; b->scale && j < c->dim; j++) x[j] *= *b->scale;
     if (b->post->w && after) norm(x, x, c->dim, b->post, c->arch->norm, c->eps);
     if (b->again && b->again->w) {
-        add(x, s->h + (size_t)t.i * c->dim, c->dim, 1);
+        add(x, s->h + i * c->dim, c->dim, 1);
         norm(x, x, c->dim, b->again, c->arch->norm, c->eps);
     }
-    if (b->norm && !b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
+    if (b->norm && !b->norm_first) norm_stream(s, b->norm, i);
 }
 
 // the row of a position: the first keep rows are pinned, the rest is a ring
@@ -1400,13 +1406,12 @@ static float sharpness(const Config *c, int pos) {
 }
 
 // norms and rotates a token's q and k, caches its k and v; all heads, or one of *t.of equal parts
-static void qkv_part(Task t) {
-    Session *s = t.ctx;
+static void qkv_part(Session *s, size_t task) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
     bool own = w->k.rows > 0, late = c->arch->flags & QK_NORM_LATE;
-    int parts = *(const int *)t.of, i = t.i / parts, part = t.i % parts, pos = s->pos + i;
+    int parts = *(const int *)s->of, i = task / parts, part = task % parts, pos = s->pos + i;
     int n_head = w->n_head / parts, n_kv = w->n_kv / parts, first = part * n_kv;
     float *q = s->q + ((size_t)i * w->n_head + part * n_head) * w->hd;
     float *k = s->k + i * w->k.rows + first * w->hd, *v = s->v + i * w->v.rows + first * w->vd;
@@ -1470,11 +1475,10 @@ static void attention_block(Session *s) {
 
 typedef struct { const Matrix *gate, *up, *down; } Ffn;
 
-static void activate_row(Task t) {   // up = act(gate) * up
-    Session *s = t.ctx;
-    const Ffn *f = t.of;
+static void activate_row(Session *s, size_t i) {   // up = act(gate) * up
+    const Ffn *f = s->of;
     size_t ff = f->up->rows;
-    float *up = s->up + t.i * ff, *gate = f->gate->data ? s->gate + t.i * ff : NULL;
+    float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
     activate(up, gate, up, ff, s->m->config.arch->act);
 }
 
@@ -1494,7 +1498,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->pos = pos;
     each_row(s, embed_row, NULL, n);
     if (c->per_layer) layer_inputs(s);
-    each_row(s, angles_row, NULL, n);
+    if (s->calls.base) parallel(s->pool, angles_row, s, NULL, n);
     each_row(s, norm_row, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
@@ -1531,7 +1535,7 @@ static void output_logits(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     size_t all = (size_t)n * c->n_vocab;
     Matmul out = {&s->m->output, s->h + (size_t)first * c->dim, s->logits, n};
-    for (int i = 0; i < n; i++) norm_row((Task){s, &s->m->out_norm, first + i, 0});
+    for (int i = 0; i < n; i++) norm_stream(s, &s->m->out_norm, first + i);
     matmul(s->pool, &s->calls, &out, 1);
     for (size_t i = 0; c->logit_scale != 1 && i < all; i++) s->logits[i] *= c->logit_scale;
     if (c->logit_cap > 0) soft_cap(s->logits, all, c->logit_cap);
@@ -1838,7 +1842,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
         for (int i = first; i < count; i++) {   // LOGIT_ROWS rows of logits at a time
             int at = (i - first) % LOGIT_ROWS;
             int rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
-            if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
+            if (hidden) norm_stream(s, &s->m->out_norm, i);
             else if (at == 0 && !(gpu && i == first) && !gpu_logits(s, i, rows))
                 output_logits(s, i, rows);
             size_t width = hidden ? c->dim : c->n_vocab, nan = 0;
@@ -2038,20 +2042,18 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 // A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
 // projection are query and gate of the first head, of the second, ...; split_gate_row parts them.
 
-static void split_gate_row(Task t) {
-    Session *s = t.ctx;
+static void split_gate_row(Session *s, size_t i) {
     int hd = s->m->layers[s->l].hd, n_head = s->m->layers[s->l].n_head;
     for (int h = 0; h < n_head; h++) {
-        size_t at = (size_t)t.i * n_head + h;
+        size_t at = i * n_head + h;
         memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
         memcpy(s->z + at * hd, s->mix + (2 * at + 1) * hd, hd * sizeof *s->z);
     }
 }
 
-static void gate_row(Task t) {
-    Session *s = t.ctx;
+static void gate_row(Session *s, size_t i) {
     int n = s->m->layers[s->l].n_head * s->m->layers[s->l].hd;
-    float *att = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
+    float *att = s->att + i * n, *z = s->z + i * n;
     for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
 }
 
@@ -2132,13 +2134,12 @@ static void drop_groups(const Config *c, Candidate *score) {
 }
 
 // The router's choice for one token: probabilities, the n_used best, their weights.
-static void choose_experts(Task t) {
-    Session *s = t.ctx;
+static void choose_experts(Session *s, size_t i) {
     const Config *c = &s->m->config;
     const float *bias = s->m->layers[s->l].router_bias;
     int n_used = s->m->layers[s->l].n_used;
-    float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * n_used;
-    int32_t *chosen = s->chosen + (size_t)t.i * n_used;
+    float *p = s->route + i * c->n_expert, *weight = s->weight + i * n_used;
+    int32_t *chosen = s->chosen + i * n_used;
     float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
     bool sigmoid = c->gating == 2;
     Candidate best[4096];
@@ -2166,12 +2167,11 @@ static void sort_choices(const Session *s, int n) {
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
 }
 
-static void gather_row(Task t) {   // h of each choice's token, in the experts' order
-    Session *s = t.ctx;
-    const int32_t *order = t.of;
+static void gather_row(Session *s, size_t i) {   // h of each choice's token, in experts' order
+    const int32_t *order = s->of;
     const Layer *w = &s->m->layers[s->l];
-    size_t dim = w->down.rows, token = order[t.i] / w->n_used;
-    memcpy(s->gathered + t.i * dim, s->expert_in + token * dim, dim * sizeof *s->h);
+    size_t dim = w->down.rows, token = order[i] / w->n_used;
+    memcpy(s->gathered + i * dim, s->expert_in + token * dim, dim * sizeof *s->h);
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
@@ -2203,12 +2203,11 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
 }
 
 // adds the shared expert's result, weighted where there is a router for it
-static void add_shared_row(Task t) {
-    Session *s = t.ctx;
-    const Layer *w = t.of;
+static void add_shared_row(Session *s, size_t i) {
+    const Layer *w = s->of;
     size_t dim = s->m->config.dim;
-    float weight = w->shared_router.data ? 1 / (1 + expf(-s->route[t.i])) : 1;
-    float *out = s->out + t.i * dim, *shared = s->expert_out + t.i * dim;
+    float weight = w->shared_router.data ? 1 / (1 + expf(-s->route[i])) : 1;
+    float *out = s->out + i * dim, *shared = s->expert_out + i * dim;
     if (w->expert_post.w) norm(out, out, dim, &w->expert_post, RMS, s->m->config.eps);
     if (w->shared_post.w) norm(shared, shared, dim, &w->shared_post, RMS, s->m->config.eps);
     add(out, shared, dim, weight);
@@ -2332,10 +2331,9 @@ static size_t delta_state_size(const Config *c) {
 // s->mix holds the last `past` rows before the chunk, from the cache, and behind them the chunk's.
 // So the inputs of token t are rows t .. t + past, and its result can take the place of row t,
 // which no later token reads.
-static void delta_conv(Task t) {
-    Session *s = t.ctx;
+static void delta_conv(Session *s, size_t block) {
     const Layer *w = &s->m->layers[s->l];
-    size_t channels = w->conv_in.rows, first = (size_t)t.i * CONV_BLOCK;
+    size_t channels = w->conv_in.rows, first = block * CONV_BLOCK;
     bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
@@ -2360,12 +2358,11 @@ static void delta_conv(Task t) {
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
 //   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
-static void delta_gates_row(Task t) {
-    Session *s = t.ctx;
+static void delta_gates_row(Session *s, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
-    float *mix = s->mix + (size_t)t.i * w->conv_in.rows, *ba = s->ba + (size_t)t.i * 2 * c->n_value;
-    size_t gate = (size_t)t.i * c->n_value;
+    float *mix = s->mix + i * w->conv_in.rows, *ba = s->ba + i * 2 * c->n_value;
+    size_t gate = i * c->n_value;
     float *decay = s->decay + gate, *write = s->write + gate;
     int share = c->n_value / c->n_key;   // value heads of a key head
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
@@ -2383,12 +2380,12 @@ static void delta_gates_row(Task t) {
     }
 }
 
-static void delta_out_row(Task t) {   // norm(o) * silu(z), or norm(o * silu(z)) in a state space
-    Session *s = t.ctx;
+// norm(o) * silu(z), or in a state space norm(o * silu(z))
+static void delta_out_row(Session *s, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = c->n_value * c->dv;
-    float *o = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
+    float *o = s->att + i * n, *z = s->z + i * n;
     if (w->mixer == MIX_SPACE) activate(o, z, o, n, SILU);
     if (w->delta_norm.w) norm(o, o, n, &w->delta_norm, RMS, c->eps);
     if (w->mixer == MIX_DELTA) activate(o, z, o, n, SILU);
@@ -2401,15 +2398,14 @@ static void delta_out_row(Task t) {   // norm(o) * silu(z), or norm(o * silu(z))
 // result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
 // to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form
 // takes 70,000 with chunks of 64, and a triangular inverse. A state space does not ask.
-INLINE void memory_block(Task t, bool asks) {
+INLINE void memory_block(Session *s, size_t block, bool asks) {
     enum { V = 4 };
-    Session *s = t.ctx;
     const Config *c = &s->m->config;
-    int blocks = delta_blocks(c), h = t.i / blocks, r = t.i % blocks * DELTA_ROWS, dk = c->dk;
+    int blocks = delta_blocks(c), h = block / blocks, r = block % blocks * DELTA_ROWS, dk = c->dk;
     int keys = c->n_key * dk, values = c->n_value * c->dv;   // a token has q, k, v; or v, k, q
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
     size_t step = s->m->layers[s->l].conv_in.rows;   // from a token's q, k, v to the next one's
-    float *state = s->cache[s->l].state + (size_t)t.i * dk * DELTA_ROWS;
+    float *state = s->cache[s->l].state + block * dk * DELTA_ROWS;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
         size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
         const float *k = s->mix + key * dk + (asks ? keys : values);
@@ -2445,8 +2441,8 @@ INLINE void memory_block(Task t, bool asks) {
     }
 }
 
-static void delta_block(Task t) { memory_block(t, true); }
-static void space_block(Task t) { memory_block(t, false); }
+static void delta_block(Session *s, size_t i) { memory_block(s, i, true); }
+static void space_block(Session *s, size_t i) { memory_block(s, i, false); }
 
 // ---- 15. the state space (Mamba-2, arXiv 2405.21060) ----
 //
@@ -2601,21 +2597,19 @@ static void load_latent(Loader *ld, Layer *w) {
     w->o = need_matrix(ld, "attn_output", n * vd, c->dim, 1);
 }
 
-static void latent_query_row(Task t) {   // norm(Qa h)
-    Session *s = t.ctx;
+static void latent_query_row(Session *s, size_t i) {   // norm(Qa h)
     const Norm *w = &s->m->layers[s->l].q_a_norm;
-    norm(s->z + (size_t)t.i * w->n, s->z + (size_t)t.i * w->n, w->n, w, RMS, s->m->config.eps);
+    norm(s->z + i * w->n, s->z + i * w->n, w->n, w, RMS, s->m->config.eps);
 }
 
 // norms and rotates a token's row, and caches it; rotates the last n_rot numbers of its queries
-static void latent_row(Task t) {
-    Session *s = t.ctx;
+static void latent_row(Session *s, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
-    int pos = s->pos + t.i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
-    float *q = s->mix + t.i * w->q.rows, *to = s->q + (size_t)t.i * w->n_head * w->hd + w->vd;
-    float *row = s->k + (size_t)t.i * w->hd, *turn = s->angles[w->window > 0] + t.i * w->n_rot;
+    int pos = s->pos + i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
+    float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
+    float *row = s->k + i * w->hd, *turn = s->angles[w->window > 0] + i * w->n_rot;
     float sharper = sharpness(c, pos);
     for (int j = 0; sharper != 1 && j < w->q.rows; j++) q[j] *= sharper;
     norm(row, row, w->vd, &w->latent_norm, RMS, c->eps);
@@ -2696,13 +2690,12 @@ static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all 
         refuse(ld, "per_layer_token_embd has %d rows", (int)m->layer_embd.rows);
 }
 
-static void layer_inputs_row(Task t) {   // e of all layers
-    Session *s = t.ctx;
+static void layer_inputs_row(Session *s, size_t i) {   // e of all layers
     const Config *c = &s->m->config;
     const Matrix *w = &s->m->layer_embd;
-    const uint8_t *row = w->data + s->ids[t.i] * quant_row_bytes(w->type, w->cols);
+    const uint8_t *row = w->data + s->ids[i] * quant_row_bytes(w->type, w->cols);
     int all = w->cols;
-    float *e = s->inputs + (size_t)t.i * all, part[256];   // whole blocks of any format
+    float *e = s->inputs + i * all, part[256];   // whole blocks of any format
     norm(e, e, all, &s->m->layer_norm, RMS, c->eps * c->dim);   // of e / sqrt(dim)
     for (int k = 0; k < all; k += 256) {
         int n = all - k < 256 ? all - k : 256;
@@ -2717,11 +2710,10 @@ static void layer_inputs(Session *s) {
     each_row(s, layer_inputs_row, NULL, s->n);
 }
 
-static void layer_input_row(Task t) {   // act(Gate x) * e
-    Session *s = t.ctx;
+static void layer_input_row(Session *s, size_t i) {   // act(Gate x) * e
     int p = s->m->config.per_layer, n_layer = s->m->config.n_layer;
-    float *gate = s->gate + (size_t)t.i * p;
-    activate(gate, gate, s->inputs + ((size_t)t.i * n_layer + s->l) * p, p, s->m->config.arch->act);
+    float *gate = s->gate + i * p;
+    activate(gate, gate, s->inputs + (i * n_layer + s->l) * p, p, s->m->config.arch->act);
 }
 
 // ends the block before, whose norm is `post`; returns that of this one
