@@ -2175,16 +2175,19 @@ static void gather_row(Session *s, size_t i) {   // h of each choice's token, in
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
-// with all its tokens; returns how many choices that were. Choice k is of token k / n_used.
+// with all its tokens; returns how many choices that were. Choice k is of token k / n_used. While
+// scratch is counted there are no choices (order NULL), but one case bounds all: `limit` tokens for
+// one expert and two for each of the others, which wastes most of a tile.
 static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
     size_t dim = w->down.rows, ff = w->ff;
     int jobs = 0, rows = 0, k = 0;
     for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
-        int r = rows, e = s->chosen[order[r]];
-        for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
-        if (r + n > limit) break;
+        int r = rows, e = order ? s->chosen[order[r]] : 0;
+        for (n = 1; order && r + n < left && s->chosen[order[r + n]] == e;) n++;
+        if (!order) n = jobs ? 2 : limit;
+        else if (r + n > limit) break;
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
@@ -2197,7 +2200,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     matmul(s->pool, &s->calls, in, k);
     each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
     matmul(s->pool, &s->calls, back, jobs);
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; order && r < rows; r++)
         add(s->sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
 }
@@ -2211,22 +2214,6 @@ static void add_shared_row(Session *s, size_t i) {
     if (w->expert_post.w) norm(out, out, dim, &w->expert_post, RMS, s->m->config.eps);
     if (w->shared_post.w) norm(shared, shared, dim, &w->shared_post, RMS, s->m->config.eps);
     add(out, shared, dim, weight);
-}
-
-// Counts the scratch of the worst call. How tokens will spread over experts is not known, but one
-// case bounds it: one expert has all tokens, the others two each, which wastes most of a tile.
-static void plan_experts(Session *s, const Layer *w) {
-    static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
-    Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
-    int k = 0, all = larger(s->n, w->n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
-    for (int i = 0; i < experts; i++) {
-        int n = i < experts - 1 ? 2 : all;
-        if (w->gate.data) in[k++] = (Matmul){&w->gate, &places[i], NULL, n};
-        in[k++] = (Matmul){&w->up, &places[i], NULL, n};
-        back[i] = (Matmul){&w->down, &places[i], NULL, n};
-    }
-    matmul(s->pool, &s->calls, in, k);
-    matmul(s->pool, &s->calls, back, experts);
 }
 
 static void experts(Session *s) {
@@ -2244,7 +2231,7 @@ static void experts(Session *s) {
         sort_choices(s, rows);
         memset(s->sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
-    } else plan_experts(s, w);
+    } else run_experts(s, w, NULL, limit + 2 * (limit - 1), limit);
     if (latent) product(s, &w->latent_up, s->latent_sum, s->out);
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // h as it was
@@ -2305,13 +2292,11 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
     w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
     w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
+    w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
-    if (!w->beta_alpha.data) {
-        w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
-        w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
-    }
-    w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
-    need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
+    if (w->beta_alpha.data) return;
+    w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
+    w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
 }
 
 // A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
