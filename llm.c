@@ -2240,8 +2240,7 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// Compiler vectors of LANES numbers, as wide as the CPU's registers. Part IV adds operations on
-// them; CODE_BIAS, PAIRS and INT8_TILE tell it which products of bytes this CPU has.
+// Compiler vectors of LANES floats, as wide as the CPU's registers: Part IV adds what else they do.
 #define INLINE QUANT_INLINE
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
@@ -2249,23 +2248,14 @@ static void experts(Session *s) {
 #endif
 #if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
 #define SIMD_VNNI
-enum { LANES = 16, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
+enum { LANES = 16 };
 #elif defined(QUANT_X86) && defined(__FMA__)
 #define SIMD_AVX2
-#ifdef __AVXVNNI__
-enum { LANES = 8, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
+enum { LANES = 8 };
 #else
-enum { LANES = 8, CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
-#endif
-#elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
-enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 1 };
-#else
-enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };   // many tokens: floats are faster
+enum { LANES = 4 };
 #endif
 typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef int8_t vb __attribute__((vector_size(4 * LANES)));
-typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
 INLINE vf load_f32(const void *p) {
     vf v;
@@ -2454,12 +2444,6 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
 // The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
 // c, and u [dim], of one projection.
 
-static void load_conv(Loader *ld, Layer *w) {
-    int dim = ld->m->config.dim;
-    load_fused(ld, "shortconv.in_proj", 1,
-               (Slice[]){{"", dim, &w->alpha}, {"", dim, &w->z}, {"", dim, &w->conv_in}}, 3);
-}
-
 // loads the layer's recurrent mixer; returns whether there is attention, instead or as well
 static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
@@ -2471,7 +2455,9 @@ static bool load_recurrent(Loader *ld, Layer *w) {
     bool conv = w->mixer == MIX_CONV;
     const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
     if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
-    if (conv) load_conv(ld, w);
+    if (conv)
+        load_fused(ld, "shortconv.in_proj", 1, (Slice[]){{"", c->dim, &w->alpha},
+                   {"", c->dim, &w->z}, {"", c->dim, &w->conv_in}}, 3);
     else {
         if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
             refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
@@ -4699,7 +4685,12 @@ static void narrow(const float *x, int n, uint16_t *to) {
 // dot_scaled(dot, scale) scales a sum that began at MAGIC_BITS. MAGIC times the scale of any format
 // is exact, so that one multiply-add takes it off again and rounds once, as two steps would.
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
-// sums of a's pairs, then of b's.
+// sums of a's pairs, then of b's. CODE_BIAS, PAIRS and INT8_TILE say which products of bytes there
+// are: with a bias, in pairs, and whether they beat floats where there are many tokens.
+
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef int8_t vb __attribute__((vector_size(4 * LANES)));
+typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
@@ -4714,6 +4705,7 @@ INLINE vf load_bf16(const void *p) {
 }
 
 #if defined(SIMD_VNNI)
+enum { CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
 INLINE vf load_f16(const void *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 INLINE void store_f16(void *p, vf v) { _mm256_storeu_si256(p, _mm512_cvtps_ph((__m512)v, 0)); }
 INLINE vf dot_scaled(vi dot, vf scale) {
@@ -4736,10 +4728,12 @@ INLINE vf dot_scaled(vi dot, vf scale) {
     return (vf)_mm256_fmadd_ps((__m256)dot, (__m256)scale, (__m256)(scale * -MAGIC));
 }
 #ifdef __AVXVNNI__
+enum { CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 }
 #else
+enum { CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
 INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
     __m256i more = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
     *pairs = (vi)(first ? more : _mm256_add_epi16((__m256i)*pairs, more));
@@ -4781,16 +4775,19 @@ INLINE void store_f16(void *p, vf v) {
 }
 #endif
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 1 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 }
 #elif defined(QUANT_NEON)
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
     int16x8_t lo = vmull_s8(vget_low_s8(a), vget_low_s8(b)), hi = vmull_high_s8(a, b);
     return sum + (vi)vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi));
 }
 #else
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     vb a = (vb)w, b = (vb)x;
     for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
