@@ -837,28 +837,30 @@ static void load_ffn(Loader *ld, const char *const name[3], int ff, Matrix *gate
 // Finds a layer's norms. Names vary: post_attention_norm may be the norm before the FFN.
 static void load_norms(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    bool bare = c->arch->norm == BARE, encoder = c->arch->flags & ENCODER;
-    const char *attn_post = encoder ? "attn_output_norm" : "post_attention_norm";
-    const char *ffn_post = encoder ? "layer_output_norm" : "post_ffw_norm";
+    Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
+    Norm behind = load_norm(ld, "attn_output_norm", 1, c->dim);
     w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
-    w->attn_post_norm = load_norm(ld, attn_post, 1, c->dim);
     w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
-    if (!encoder && !w->ffn_norm.w) w->ffn_norm = load_norm(ld, "attn_output_norm", 1, c->dim);
-    w->ffn_post_norm = load_norm(ld, ffn_post, 1, c->dim);
-    if (!encoder && !w->ffn_norm.w && !w->ffn_post_norm.w) {
+    if (c->arch->flags & ENCODER) {
+        w->attn_post_norm = behind;
+        w->attn_norm_2 = second;
+        w->ffn_post_norm = load_norm(ld, "layer_output_norm", 1, c->dim);
+        return;
+    }
+    w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
+    w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
+    if (!w->ffn_norm.w) w->ffn_norm = behind;
+    if (!w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
         w->attn_post_norm = (Norm){0};
     }
-    Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
-    if (encoder) w->attn_norm_2 = second;
-    else if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
+    if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
-    if (!encoder && !bare && !w->attn_post_norm.w)
-        need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
-    bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
-    w->parallel = (second.w && !encoder) || c->parallel || no_ffn_norm;
+    bool bare = c->arch->norm == BARE, no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w;
+    if (!bare && !w->attn_post_norm.w) need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
+    w->parallel = second.w || c->parallel || (no_ffn_norm && !bare);
 }
 
 static void load_layer(Loader *ld, Layer *w) {
@@ -1972,9 +1974,8 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp < 1e-30f) {   // 0, or logits / temp would overflow
-        size_t best = 0;
-        for (size_t i = 1; i < n; i++) best = c[i].logit > c[best].logit ? i : best;
-        return best;
+        sort_top(c, n, 1);
+        return c->id;
     }
     sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, o->top_k);
@@ -2634,15 +2635,14 @@ static void latent_attention(Session *s) {
 
 static bool load_shared(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
     const Config *c = &ld->m->config;
-    int own = larger(c->n_layer, c->n_shared) - c->n_shared;
-    bool shares = ld->l >= own && ld->l > 0 && !w->mixer;
-    if (shares) w->source = larger(own, 1) - 1;
-    const Layer *all = ld->m->layers, *from = &all[w->source];
-    for (; shares && from > all && !from->window != !w->window; from--) w->source--;
-    bool alike = from->n_kv == w->n_kv && from->hd == w->hd && from->vd == w->vd;
-    if (!alike || (shares && !from->k.rows))
+    int own = larger(larger(c->n_layer, c->n_shared) - c->n_shared, 1);   // layers with a cache
+    if (ld->l < own || w->mixer) return false;
+    const Layer *all = ld->m->layers, *from = &all[own - 1];
+    while (from > all && !from->window != !w->window) from--;
+    if (from->n_kv != w->n_kv || from->hd != w->hd || from->vd != w->vd || !from->k.rows)
         refuse(ld, "layer %d: there is no cache that it could read", ld->l);
-    return shares;
+    w->source = from - all;
+    return true;
 }
 
 static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all layers share
