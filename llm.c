@@ -820,18 +820,17 @@ static void load_attention(Loader *ld, Layer *w) {
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
 }
 
+// a dense FFN or a shared expert: gate, up and down; gate may be in one tensor with up, or missing
 static const char *const FFN_NAMES[] = {"ffn_gate", "ffn_up", "ffn_down"};
-
-// a dense FFN, or a shared expert, of width ff; gate and up may be one tensor, or there is no gate
-static void load_ffn(Loader *ld, const char *const name[3], int ff, Matrix *gate, Matrix *up,
-                     Matrix *down) {
+static void load_ffn(Loader *ld, const char *const name[3], int ff, Matrix *const w[3]) {
     int dim = ld->m->config.dim;
-    const Tensor *both = find_tensor(ld, name[1], ".weight");
-    *gate = load_matrix(ld, name[0], dim, ff, 1);
-    if (!gate->data && both && both->ne[1] == 2 * (int64_t)ff)
-        load_fused(ld, name[1], 1, (Slice[]){{"", ff, gate}, {"", ff, up}}, 2);
-    else *up = need_matrix(ld, name[1], dim, ff, 1);
-    *down = need_matrix(ld, name[2], ff, dim, 1);
+    const Tensor *up = find_tensor(ld, name[1], ".weight");
+    if (!ff) refuse(ld, "key %s.feed_forward_length is missing", ld->m->config.name);
+    *w[0] = load_matrix(ld, name[0], dim, ff, 1);
+    if (!w[0]->data && up && up->ne[1] == 2 * (int64_t)ff)
+        load_fused(ld, name[1], 1, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
+    else *w[1] = need_matrix(ld, name[1], dim, ff, 1);
+    *w[2] = need_matrix(ld, name[2], ff, dim, 1);
 }
 
 // Finds a layer's norms. Names vary: post_attention_norm may be the norm before the FFN.
@@ -894,10 +893,8 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) {
-        if (!w->ff) refuse(ld, "key %s.feed_forward_length is missing", c->name);
-        load_ffn(ld, FFN_NAMES, w->ff, &w->gate, &w->up, &w->down);
-    }
+    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight"))
+        load_ffn(ld, FFN_NAMES, w->ff, (Matrix *[]){&w->gate, &w->up, &w->down});
     w->parallel = w->parallel && mixes && w->up.data;   // both are there
     if (c->per_layer) load_inputs(ld, w);
 }
@@ -2066,11 +2063,11 @@ static void gate_row(Session *s, size_t i) {
 // experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
-    static const char *const names[] = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"};
+    static const char *const shared[] = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"};
     Config *c = &ld->m->config;
     const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
     need_data(ld, down, "ffn_down_exps", ".weight");
-    int n = c->n_expert, dense = w->ff, ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    int n = c->n_expert, ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
     w->ff = ff;
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
         refuse(ld, "a token uses %d of %d experts", w->n_used, n);
@@ -2097,10 +2094,12 @@ static void load_experts(Loader *ld, Layer *w) {
         w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
         w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
     }
-    if (!scale && !find_tensor(ld, names[1], ".weight")) return;
-    const Tensor *shared = find_tensor(ld, names[2], ".weight");
-    load_ffn(ld, scale ? FFN_NAMES : names, scale ? dense : shared ? shared->ne[0] : 0,
-             &w->shared_gate, &w->shared_up, &w->shared_down);
+    const char *const *name = scale ? FFN_NAMES : shared;
+    if (!scale && !find_tensor(ld, name[1], ".weight")) return;
+    down = find_tensor(ld, name[2], ".weight");
+    need_data(ld, down, name[2], ".weight");
+    load_ffn(ld, name, down ? down->ne[0] : 0,
+             (Matrix *[]){&w->shared_gate, &w->shared_up, &w->shared_down});
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
