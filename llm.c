@@ -87,6 +87,7 @@ static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.
 // Finds a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a star.
 // Returns a pointer behind it, to a star, a blank or the end; NULL if the list lacks the word.
 static const char *find_str(Str word, const char *words) {
+    if (word.n && memchr(word.s, 0, word.n)) return NULL;   // no word of a list has a NUL
     for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
     return NULL;
@@ -6142,7 +6143,6 @@ static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
 // ---- 34. the command line ----
 
 #ifndef LLM_NO_MAIN
-#include <ctype.h>
 #include <sys/resource.h>
 
 typedef struct { char *s; size_t n, room; } Text;   // that grows by doubling
@@ -6348,9 +6348,9 @@ static bool check_utf8(Cli *cli, const char *s, size_t n) {
     return true;
 }
 
-static bool text_add(Text *t, const char *s, size_t n) {
+static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
     char *more = t->n + n <= t->room ? t->s : realloc(t->s, 2 * (t->n + n));
-    if (!more) return false;
+    if (!more) return fail(&cli->e, "out of memory");
     if (more != t->s) *t = (Text){more, t->n, 2 * (t->n + n)};
     memcpy(t->s + t->n, s, n);
     t->n += n;
@@ -6381,13 +6381,13 @@ static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from t
 }
 
 // appends a message, with a copy of its text
-static bool chat_add(Cli *cli, const char *role, const char *s, size_t n) {
+static bool chat_add(Cli *cli, Str role, const char *s, size_t n) {
     ChatMessage *more = realloc(cli->message, (cli->n_message + 1) * sizeof *more);
     if (more) cli->message = more;
     char *copy = more ? malloc(n + 1) : NULL;
     if (!copy) return fail(&cli->e, "out of memory");
     memcpy(copy, s, n);
-    more[cli->n_message++] = (ChatMessage){{role, strlen(role)}, {copy, n}};
+    more[cli->n_message++] = (ChatMessage){role, {copy, n}};
     return check_utf8(cli, s, n);
 }
 
@@ -6397,7 +6397,7 @@ static bool chat_has_system(const Cli *cli) {
 
 static bool chat_system(Cli *cli, const char *s, size_t n) {   // the first message, new or changed
     bool had = chat_has_system(cli);
-    if (!chat_add(cli, "system", s, n)) return false;
+    if (!chat_add(cli, str("system"), s, n)) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
     else memmove(m + 1, m, cli->n_message++ * sizeof *m);
@@ -6408,21 +6408,20 @@ static bool chat_system(Cli *cli, const char *s, size_t n) {   // the first mess
 // Messages from a text [n]: a line that is @system, @user or @assistant begins one, which goes on
 // to the next such line or the end, less its last newline. /save writes this form.
 static bool chat_read(Cli *cli, const char *s, size_t n) {
-    static const char *const roles[] = {"system", "user", "assistant"};
-    const char *role = NULL, *begin = s, *end = s + n, *next;
+    const char *begin = s, *end = s + n, *next;
+    Str role = NOTHING;
     for (const char *line = s;; line = next) {
         const char *found = NULL, *newline = memchr(line, '\n', end - line);
         Str rest = {line + 1, (newline ? newline : end) - line - 1};   // of the line, behind @
+        if (line < end && *line == '@') found = find_str(rest, "system user assistant");
         next = newline ? newline + 1 : end;
-        for (int i = 0; i < 3 && line < end; i++)
-            if (*line == '@' && str_eq(rest, roles[i])) found = roles[i];
-        if (!role && !found)
+        if (!role.n && !found)
             return fail(&cli->e, "a conversation begins with a line @system, @user or @assistant");
         if (!found && line < end) continue;
         n = line - begin;
-        if (role && !chat_add(cli, role, begin, n - (n > 0 && line[-1] == '\n'))) return false;
+        if (role.n && !chat_add(cli, role, begin, n - (n > 0 && line[-1] == '\n'))) return false;
         if (line == end) return true;
-        role = found;
+        role = (Str){found - rest.n, rest.n};
         begin = next;
     }
 }
@@ -6431,7 +6430,7 @@ static bool chat_read(Cli *cli, const char *s, size_t n) {
 static bool chat_save(const Cli *cli, const char *path) {
     FILE *f = fopen(path, "w");
     for (size_t i = 0; f && i < cli->n_message; i++) {
-        fprintf(f, "@%s\n", cli->message[i].role.s);
+        fprintf(f, "@%.*s\n", STR_ARG(cli->message[i].role));
         fwrite(cli->message[i].content.s, 1, cli->message[i].content.n, f);
         putc('\n', f);
     }
@@ -6465,8 +6464,7 @@ static bool chat_ids(Cli *cli) {
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
         size_t open = strlen(THOUGHTS[i].open);
         if (!text_ends(&(Text){r.text, n, 0}, THOUGHTS[i].open) || r.mark[n - 1]) continue;
-        ok = text_add(&cli->answer, r.text + n - open, r.n - n + open) ||
-             fail(&cli->e, "out of memory");
+        ok = text_add(cli, &cli->answer, r.text + n - open, r.n - n + open);
     }
     rendered_free(&r);
     // the tokenizer puts a space behind special tokens that is no part of the answer
@@ -6483,9 +6481,9 @@ static bool chat_open(Cli *cli) {
     bool ok = true, file = system && *system == '@', piped = cli->render && !cli->prompt;
     if (!gguf_str(&cli->m.gguf, "tokenizer.chat_template").n)
         return fail(&cli->e, "%s: the model has no chat template", cli->model);
-    if (file) ok = read_file(cli, system + 1, &text, &n) && chat_add(cli, "system", text, n);
-    else if (system) ok = chat_add(cli, "system", system, strlen(system));
-    if (ok && cli->prompt) ok = chat_add(cli, "user", cli->prompt, cli->n_prompt);
+    if (file) ok = read_file(cli, system + 1, &text, &n) && chat_add(cli, str("system"), text, n);
+    else if (system) ok = chat_add(cli, str("system"), system, strlen(system));
+    if (ok && cli->prompt) ok = chat_add(cli, str("user"), cli->prompt, cli->n_prompt);
     if (piped) ok = read_file(cli, "-", &text, &n) && chat_read(cli, text, n);
     free(text);
     return ok && (!cli->answer_once || chat_ids(cli));
@@ -6545,13 +6543,13 @@ static bool print_answer(Cli *cli, int32_t id, size_t n) {
     Str s = control ? token_at(t, id).text : (Str){cli->work, n};
     for (; ok && s.n > 0; s.s++, s.n--) {
         if (!control) putchar(*s.s);
-        ok = text_add(&cli->answer, s.s, 1);
+        ok = text_add(cli, &cli->answer, s.s, 1);
         for (size_t i = 0; i < COUNT(THOUGHTS) && isatty(STDOUT_FILENO); i++) {
             if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
             if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
         }
     }
-    return ok || fail(&cli->e, "out of memory");
+    return ok;
 }
 
 static bool print_token(void *ctx, int32_t id) {
@@ -6653,7 +6651,7 @@ static bool chat_answer(Cli *cli) {
     for (const char *at; (at = memmem(content.s, content.n, FINAL, strlen(FINAL)));)
         content = (Str){at + strlen(FINAL), a->s + a->n - at - strlen(FINAL)};
     if (content.n == a->n && a->n && memmem(a->s, a->n, "<|channel|>", 11)) content.n = 0;
-    return ok && chat_add(cli, "assistant", content.s, content.n);
+    return ok && chat_add(cli, str("assistant"), content.s, content.n);
 }
 
 // a line that begins with a slash
@@ -6678,12 +6676,12 @@ static bool chat_listen(Cli *cli) {
     int c = '\\';
     for (said->n = 0; ok && c == '\\';) {
         if (isatty(STDIN_FILENO)) fputs("> ", stderr);
-        while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(said, &(char){c}, 1);
+        while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(cli, said, &(char){c}, 1);
         if (c == EOF && (!said->n || interrupted)) return false;
         if (c == '\n' && text_ends(said, "\r")) said->n--;
         if (c == '\n' && text_ends(said, "\\")) c = '\\', said->s[said->n - 1] = '\n';
     }
-    return (ok && text_add(said, "", 1)) || fail(&cli->e, "out of memory");
+    return ok && text_add(cli, said, "", 1);
 }
 
 static bool run_chat(Cli *cli) {
@@ -6693,7 +6691,7 @@ static bool run_chat(Cli *cli) {
         if (said->n == 1) continue;
         if (!strcmp(said->s, "/quit")) break;
         if (*said->s == '/') ok = chat_command(cli, said->s);
-        else ok = chat_add(cli, "user", said->s, said->n - 1) && chat_answer(cli);
+        else ok = chat_add(cli, str("user"), said->s, said->n - 1) && chat_answer(cli);
     }
     return ok && !cli->e.text[0];
 }
