@@ -2118,20 +2118,20 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 
 // Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
 // two best scores: those of experts in other groups become the lowest there is.
-static void drop_groups(const Config *c, Candidate *score) {
+static void drop_groups(const Config *c, float *score) {
     Candidate group[64];
     int size = c->n_expert / c->n_group;
     for (int g = 0; g < c->n_group; g++) {
         float best = -FLT_MAX, second = -FLT_MAX;
         for (int e = g * size; e < (g + 1) * size; e++) {
-            second = fmaxf(second, fminf(best, score[e].logit));
-            best = fmaxf(best, score[e].logit);
+            second = fmaxf(second, fminf(best, score[e]));
+            best = fmaxf(best, score[e]);
         }
         group[g] = (Candidate){size > 1 ? best + second : best, g};
     }
-    sort_top(group, c->n_group, c->n_group);
+    sort_top(group, c->n_group, c->n_group_used);
     for (int k = c->n_group_used; k < c->n_group; k++)
-        for (int e = 0; e < size; e++) score[group[k].id * size + e].logit = -FLT_MAX;
+        for (int e = 0; e < size; e++) score[group[k].id * size + e] = -FLT_MAX;
 }
 
 // The router's choice for one token: probabilities, the n_used best, their weights.
@@ -2141,21 +2141,24 @@ static void choose_experts(Session *s, size_t i) {
     int n_used = s->m->layers[s->l].n_used;
     float *p = s->route + i * c->n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale;
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, score[4096];
     bool sigmoid = c->gating == 2;
-    Candidate best[4096];
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
         all += p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
     for (int e = 0; e < c->n_expert; e++) {
         if (!sigmoid) p[e] /= all;
-        float score = p[e] + (bias ? bias[e] : 0);
-        best[e] = (Candidate){isnan(score) ? -FLT_MAX : score, e};
+        score[e] = p[e] + (bias ? bias[e] : 0);
     }
-    if (c->n_group > 1) drop_groups(c, best);
-    sort_top(best, c->n_expert, n_used);
-    for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k] = best[k].id];   // no bias
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);                       // 2^-14
+    if (c->n_group > 1) drop_groups(c, score);
+    for (int e = 0; e < c->n_expert; e++) {   // puts e in its place among the best so far
+        int k = e < n_used ? e : n_used - 1;
+        if (e > k && !(score[e] > score[chosen[k]])) continue;
+        for (; k > 0 && score[e] > score[chosen[k - 1]]; k--) chosen[k] = chosen[k - 1];
+        chosen[k] = e;
+    }
+    for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
+    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);          // 2^-14
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
