@@ -1370,7 +1370,6 @@ static void norm_stream(Session *s, const Norm *w, size_t i) {
     if (w->w || c->arch->norm == BARE) norm(h, x, c->dim, w, c->arch->norm, c->eps);
     else memcpy(h, x, c->dim * sizeof *h);
 }
-
 static void norm_row(Session *s, size_t i) { norm_stream(s, s->of, i); }
 
 // After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
@@ -1399,10 +1398,10 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-// a factor for the query at a position: some models sharpen attention far out
-static float sharpness(const Config *c, int pos) {
-    if (c->temp_scale == 0) return 1;
-    return 1 + c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1);
+// some models sharpen attention far out, by a factor of the queries q [n] at a position
+static void sharpen(const Config *c, float *q, size_t n, int pos) {
+    float by = c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1) + 1;
+    for (size_t j = 0; c->temp_scale != 0 && by != 1 && j < n; j++) q[j] *= by;
 }
 
 // norms and rotates a token's q and k, caches its k and v; all heads, or one of *t.of equal parts
@@ -1428,8 +1427,7 @@ static void qkv_part(Session *s, size_t task) {
             else rope(x + h * w->hd, turn, w->n_rot, ROPE_PAIRS);   // each a loop of its own
         if (n->w && late) norm(x, x, heads * w->hd, n, c->arch->norm, c->eps);
     }
-    float sharper = sharpness(c, pos);
-    for (int j = 0; sharper != 1 && j < n_head * w->hd; j++) q[j] *= sharper;
+    sharpen(c, q, n_head * w->hd, pos);
     if (c->arch->flags & QKV_NORMED && own)
         norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
     int row = cache_row(kv, pos);
@@ -1474,7 +1472,6 @@ static void attention_block(Session *s) {
 }
 
 typedef struct { const Matrix *gate, *up, *down; } Ffn;
-
 static void activate_row(Session *s, size_t i) {   // up = act(gate) * up
     const Ffn *f = s->of;
     size_t ff = f->up->rows;
@@ -2341,8 +2338,7 @@ static void delta_gates_row(Session *s, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
     float *mix = s->mix + i * w->conv_in.rows, *ba = s->ba + i * 2 * c->n_value;
-    size_t gate = i * c->n_value;
-    float *decay = s->decay + gate, *write = s->write + gate;
+    float *decay = s->decay + i * c->n_value, *write = s->write + i * c->n_value;
     int share = c->n_value / c->n_key;   // value heads of a key head
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
@@ -2585,8 +2581,7 @@ static void latent_row(Session *s, size_t i) {
     int pos = s->pos + i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
     float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
     float *row = s->k + i * w->hd, *turn = s->angles[w->window > 0] + i * w->n_rot;
-    float sharper = sharpness(c, pos);
-    for (int j = 0; sharper != 1 && j < w->q.rows; j++) q[j] *= sharper;
+    sharpen(c, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, RMS, c->eps);
     rope(row + w->vd, turn, w->n_rot, c->rope);
     narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
@@ -3835,8 +3830,7 @@ static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
     if (is(f, "trim strip")) s = strip(t, s, a[1], LEFT | RIGHT);
-    if (is(f, "lstrip")) s = strip(t, s, a[1], LEFT);
-    if (is(f, "rstrip")) s = strip(t, s, a[1], RIGHT);
+    if (is(f, "lstrip rstrip")) s = strip(t, s, a[1], *f.s == 'l' ? LEFT : RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
     if (is(f, "split"))
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
@@ -4360,12 +4354,10 @@ static Value eval(Template *t, const Node *n) {
         }
         break;
     case R_for: v = run_for(t, n); break;
-    case R_set: assign(t, first, block ? captured(t, block) : eval(t, first->next));
-        break;
+    case R_set: assign(t, first, block ? captured(t, block) : eval(t, first->next)); break;
     case R_generation: v = captured(t, block); break;
     case R_pipe: v = suffixed(t, captured(t, block), first); break;
-    case R_macro: set(t, t->scope, first->v, macro_value(t, first->v.s, first->next, block));
-        break;
+    case R_macro: set(t, t->scope, first->v, macro_value(t, first->v.s, first->next, block)); break;
     case R_break: case R_continue: t->flow = n->rule; break;
     default: v = eval_chain(t, n);
     }
