@@ -821,18 +821,20 @@ static void load_attention(Loader *ld, Layer *w) {
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
 }
 
-// a dense FFN or a shared expert: gate, up and down; gate may be in one tensor with up, or missing
-static const char *const FFN_NAMES[] = {"ffn_gate", "ffn_up", "ffn_down"};
-static void load_ffn(Loader *ld, const char *const name[3], int ff, Matrix *const w[3]) {
-    int dim = ld->m->config.dim;
-    const Tensor *up = find_tensor(ld, name[1], ".weight");
-    if (!ff) refuse(ld, "key %s.feed_forward_length is missing", ld->m->config.name);
-    *w[0] = load_matrix(ld, name[0], dim, ff, 1);
-    if (!w[0]->data && up && up->ne[1] == 2 * (int64_t)ff)
-        load_fused(ld, name[1], 1, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
-    else *w[1] = need_matrix(ld, name[1], dim, ff, 1);
-    *w[2] = need_matrix(ld, name[2], ff, dim, 1);
+// Loads gate, up and down of an FFN, or of n experts; gate may be in one tensor with up (name[3]),
+// or missing. Returns the width, which is ff or, where that is 0, what the file has.
+static int load_ffn(Loader *ld, const char *const *name, int cols, int ff, int n, Matrix **w) {
+    const Tensor *both = find_tensor(ld, name[3], ".weight");
+    const Tensor *down = find_tensor(ld, name[2], ".weight");
+    if (!ff) ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    *w[0] = load_matrix(ld, name[0], cols, ff, n);
+    if (!w[0]->data && both && both->ne[1] == 2 * ff)
+        load_fused(ld, name[3], n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
+    else *w[1] = need_matrix(ld, name[1], cols, ff, n);
+    *w[2] = need_matrix(ld, name[2], ff, cols, n);
+    return ff;
 }
+static const char *const FFN_NAMES[] = {"ffn_gate", "ffn_up", "ffn_down", "ffn_up"};
 
 // Finds a layer's norms. Names vary: post_attention_norm may be the norm before the FFN.
 static void load_norms(Loader *ld, Layer *w) {
@@ -895,7 +897,7 @@ static void load_layer(Loader *ld, Layer *w) {
     bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
     else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight"))
-        load_ffn(ld, FFN_NAMES, w->ff, (Matrix *[]){&w->gate, &w->up, &w->down});
+        w->ff = load_ffn(ld, FFN_NAMES, c->dim, w->ff, 1, (Matrix *[]){&w->gate, &w->up, &w->down});
     w->parallel = w->parallel && mixes && w->up.data;   // both are there
     if (c->per_layer) load_inputs(ld, w);
 }
@@ -2061,12 +2063,12 @@ static void gate_row(Session *s, size_t i) {
 // experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
-    static const char *const shared[] = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"};
+    static const char *const sparse[] = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+                                         "ffn_gate_up_exps"};
+    static const char *const shared[] = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp",
+                                         "ffn_up_shexp"};
     Config *c = &ld->m->config;
-    const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
-    need_data(ld, down, "ffn_down_exps", ".weight");
-    int n = c->n_expert, ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
-    w->ff = ff;
+    int n = c->n_expert, dense = w->ff;
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
         refuse(ld, "a token uses %d of %d experts", w->n_used, n);
     c->n_used = larger(c->n_used, w->n_used);
@@ -2078,11 +2080,8 @@ static void load_experts(Loader *ld, Layer *w) {
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
     if (latent && gated) refuse(ld, "layer %d: latent experts with a gate", ld->l);
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
-    if (gated)
-        load_fused(ld, "ffn_gate_up_exps", n,
-                   (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
-    else w->up = need_matrix(ld, "ffn_up_exps", wide, ff, n);
-    w->down = need_matrix(ld, "ffn_down_exps", ff, wide, n);
+    w->ff = load_ffn(ld, sparse, wide, 0, n, (Matrix *[]){&w->gate, &w->up, &w->down});
+    if (gated) need_data(ld, w->gate.data, sparse[0], ".weight");
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
         w->router_norm = (Norm){scale, NULL, c->dim, c->dim};
@@ -2092,11 +2091,8 @@ static void load_experts(Loader *ld, Layer *w) {
         w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
         w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
     }
-    const char *const *name = scale ? FFN_NAMES : shared;
-    if (!scale && !find_tensor(ld, name[1], ".weight")) return;
-    down = find_tensor(ld, name[2], ".weight");
-    need_data(ld, down, name[2], ".weight");
-    load_ffn(ld, name, down ? down->ne[0] : 0,
+    if (!scale && !find_tensor(ld, shared[1], ".weight")) return;
+    load_ffn(ld, scale ? FFN_NAMES : shared, c->dim, scale ? dense : 0, 1,
              (Matrix *[]){&w->shared_gate, &w->shared_up, &w->shared_down});
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     if (latent && w->shared_router.data)
