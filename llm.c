@@ -780,10 +780,9 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     return w;
 }
 
-static void load_experts(Loader *ld, Layer *w);   // Part II has these
-static bool load_recurrent(Loader *ld, Layer *w), load_shared(Loader *ld, Layer *w);
-static void load_latent(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
-static void derive_latent(Config *c);
+static void load_experts(Loader *, Layer *), load_latent(Loader *, Layer *);   // Part II has these
+static void load_inputs(Loader *, Layer *), derive_latent(Config *);
+static bool load_recurrent(Loader *, Layer *), load_shared(Loader *, Layer *);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -889,9 +888,8 @@ static void load_layer(Loader *ld, Layer *w) {
     w->source = ld->l;
     w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
     load_norms(ld, w);
-    bool queries = find_tensor(ld, "attn_q", ".weight");
-    bool attends = load_recurrent(ld, w) && (w->n_kv || !each_kv || queries);
-    if (!attends) w->n_head = w->n_kv = 0;
+    bool attends = w->n_kv || !each_kv || find_tensor(ld, "attn_q", ".weight");
+    if (!load_recurrent(ld, w) || !attends) w->n_head = w->n_kv = 0;
     else if (find_tensor(ld, "attn_kv_a_mqa", ".weight")) load_latent(ld, w);
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
