@@ -87,6 +87,7 @@ static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.
 // Finds a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a star.
 // Returns a pointer behind it, to a star, a blank or the end; NULL if the list lacks the word.
 static const char *find_str(Str word, const char *words) {
+    if (word.n && memchr(word.s, 0, word.n)) return NULL;   // no word of a list has a NUL
     for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
     return NULL;
@@ -785,10 +786,9 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
     return w;
 }
 
-static void load_experts(Loader *ld, Layer *w);   // Part II has these
-static bool load_recurrent(Loader *ld, Layer *w), load_shared(Loader *ld, Layer *w);
-static void load_latent(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
-static void derive_latent(Config *c);
+static void load_experts(Loader *, Layer *), load_latent(Loader *, Layer *);   // Part II has these
+static void load_inputs(Loader *, Layer *), derive_latent(Config *);
+static bool load_recurrent(Loader *, Layer *), load_shared(Loader *, Layer *);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -826,43 +826,50 @@ static void load_attention(Loader *ld, Layer *w) {
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
 }
 
-static void load_ffn(Loader *ld, Layer *w) {
-    int dim = ld->m->config.dim;
-    const Tensor *up = find_tensor(ld, "ffn_up", ".weight");
-    if (!w->ff) refuse(ld, "key %s.feed_forward_length is missing", ld->m->config.name);
-    w->gate = load_matrix(ld, "ffn_gate", dim, w->ff, 1);
-    if (!w->gate.data && up && up->ne[1] == 2 * w->ff)   // one tensor for gate and up
-        load_fused(ld, "ffn_up", 1, (Slice[]){{"", w->ff, &w->gate}, {"", w->ff, &w->up}}, 2);
-    else w->up = need_matrix(ld, "ffn_up", dim, w->ff, 1);
-    w->down = need_matrix(ld, "ffn_down", w->ff, dim, 1);
+// Loads gate, up and down of an FFN, or of n experts; gate may be in one tensor with up (name[3]),
+// or missing. Returns the width, which is ff or, where that is 0, what the file has.
+static int load_ffn(Loader *ld, const char *const *name, int cols, int ff, int n, Matrix **w) {
+    const Tensor *both = find_tensor(ld, name[3], ".weight");
+    const Tensor *down = find_tensor(ld, name[2], ".weight");
+    if (!ff) ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
+    *w[0] = load_matrix(ld, name[0], cols, ff, n);
+    if (!w[0]->data && both && both->ne[1] == 2 * ff)
+        load_fused(ld, name[3], n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
+    else *w[1] = need_matrix(ld, name[1], cols, ff, n);
+    *w[2] = need_matrix(ld, name[2], ff, cols, n);
+    return ff;
 }
+static const char *const FFN_NAMES[] = {"ffn_gate", "ffn_up", "ffn_down", "ffn_up"};
 
 // Finds a layer's norms. Names vary: post_attention_norm may be the norm before the FFN.
 static void load_norms(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
-    bool bare = c->arch->norm == BARE, encoder = c->arch->flags & ENCODER;
-    const char *attn_post = encoder ? "attn_output_norm" : "post_attention_norm";
-    const char *ffn_post = encoder ? "layer_output_norm" : "post_ffw_norm";
+    Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
+    Norm behind = load_norm(ld, "attn_output_norm", 1, c->dim);
     w->attn_norm = load_norm(ld, "attn_norm", 1, c->dim);
-    w->attn_post_norm = load_norm(ld, attn_post, 1, c->dim);
     w->ffn_norm = load_norm(ld, "ffn_norm", 1, c->dim);
-    if (!encoder && !w->ffn_norm.w) w->ffn_norm = load_norm(ld, "attn_output_norm", 1, c->dim);
-    w->ffn_post_norm = load_norm(ld, ffn_post, 1, c->dim);
-    if (!encoder && !w->ffn_norm.w && !w->ffn_post_norm.w) {
+    if (c->arch->flags & ENCODER) {
+        w->attn_post_norm = behind;
+        w->attn_norm_2 = second;
+        w->ffn_post_norm = load_norm(ld, "layer_output_norm", 1, c->dim);
+        return;
+    }
+    w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
+    w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
+    if (!w->ffn_norm.w) w->ffn_norm = behind;
+    if (!w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
         w->attn_post_norm = (Norm){0};
     }
-    Norm second = load_norm(ld, "attn_norm_2", 1, c->dim);
-    if (encoder) w->attn_norm_2 = second;
-    else if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
+    if (second.w) {   // Falcon 40B: attention has the second norm, the FFN the first
         w->ffn_norm = w->attn_norm;
         w->attn_norm = second;
     }
+    bool bare = c->arch->norm == BARE, no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w;
     bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
-    if (!encoder && !bare && !w->attn_post_norm.w && !normed)
+    if (!bare && !normed && !w->attn_post_norm.w)
         need_data(ld, w->attn_norm.w, "attn_norm", ".weight");
-    bool no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w && !bare;
-    w->parallel = (second.w && !encoder) || c->parallel || no_ffn_norm;
+    w->parallel = second.w || c->parallel || (no_ffn_norm && !bare);
 }
 
 static void load_layer(Loader *ld, Layer *w) {
@@ -890,14 +897,14 @@ static void load_layer(Loader *ld, Layer *w) {
     w->source = ld->l;
     w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
     load_norms(ld, w);
-    bool queries = find_tensor(ld, "attn_q", ".weight");
-    bool attends = load_recurrent(ld, w) && (w->n_kv || !each_kv || queries);
-    if (!attends) w->n_head = w->n_kv = 0;
+    bool attends = w->n_kv || !each_kv || find_tensor(ld, "attn_q", ".weight");
+    if (!load_recurrent(ld, w) || !attends) w->n_head = w->n_kv = 0;
     else if (find_tensor(ld, "attn_kv_a_mqa", ".weight")) load_latent(ld, w);
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight")) load_ffn(ld, w);
+    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight"))
+        w->ff = load_ffn(ld, FFN_NAMES, c->dim, w->ff, 1, (Matrix *[]){&w->gate, &w->up, &w->down});
     w->parallel = w->parallel && mixes && w->up.data;   // both are there
     if (c->per_layer) load_inputs(ld, w);
 }
@@ -1080,6 +1087,7 @@ typedef struct Session {
     // what forward is working on
     const int32_t *ids;         // [n] tokens of this chunk
     int n, pos, l;              // how many, position of the first, layer
+    const void *of;             // what else each_row's function is to work on
     // buffers; n: at most a chunk
     float *x;                   // [n][dim] the residual stream
     float *h, *out;             // [n][dim] input and result of a block
@@ -1205,7 +1213,8 @@ static void latent_attention(Session *s);
 static void layer_inputs(Session *s);   // what each layer gets of its own
 static const Norm *layer_input(Session *s, const Norm *post);   // and how it adds that
 static size_t delta_state_size(const Config *c);   // floats of a layer's state
-static TaskFn split_gate_row, gate_row;            // of gated attention
+typedef void RowFn(Session *s, size_t i);          // a step for row i, see each_row
+static RowFn split_gate_row, gate_row;             // of gated attention
 
 // Text (Part III).
 static bool tokenizer_load(Model *m, Error *e);    // m->tokenizer, which needs m->gguf
@@ -1324,21 +1333,31 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 // stream. Besides products and attention all steps go row by row, a task for each token. While
 // s->calls only counts scratch (see plan_calls), each_row does nothing.
 
-static void each_row(Session *s, TaskFn *fn, const void *of, int n) {
-    if (s->calls.base) parallel(s->pool, fn, s, of, n);
+static void run_row(Task t) {
+    RowFn *const *fn = t.of;
+    (*fn)(t.ctx, t.i);
 }
 
-static void embed_row(Task t) {
-    Session *s = t.ctx;
+static void each_row(Session *s, RowFn *fn, const void *of, int n) {
+    s->of = of;
+    if (s->calls.base) parallel(s->pool, run_row, s, &fn, n);
+}
+
+// out [n][rows] = x [n][cols] * transposed w: one product for the chunk's tokens
+static void product(Session *s, const Matrix *w, const float *x, float *out) {
+    matmul(s->pool, &s->calls, &(Matmul){w, x, out, s->n}, 1);
+}
+
+static void embed_row(Session *s, size_t i) {
     const Model *m = s->m;
     const Config *c = &m->config;
-    float *x = s->x + (size_t)t.i * c->dim, *y = s->h + (size_t)t.i * c->dim;
-    matrix_row(&m->embd, s->ids[t.i], x);
+    float *x = s->x + i * c->dim, *y = s->h + i * c->dim;
+    matrix_row(&m->embd, s->ids[i], x);
     for (int j = 0; c->embd_scale != 1 && j < c->dim; j++) x[j] *= c->embd_scale;
     for (int k = 0; k < 2; k++) {   // learned positions; token type 0
         const Matrix *more = k ? &m->type_embd : &m->pos_embd;
         if (!more->data) continue;
-        matrix_row(more, k ? 0 : s->pos + t.i, y);
+        matrix_row(more, k ? 0 : s->pos + i, y);
         add(x, y, c->dim, 1);
     }
     if (m->embd_norm.w) norm(x, x, c->dim, &m->embd_norm, c->arch->norm, c->eps);
@@ -1360,35 +1379,33 @@ static void angles_row(Task t) {
 }
 
 // h = norm(x), or x where there is no norm
-static void norm_row(Task t) {
-    Session *s = t.ctx;
+static void norm_stream(Session *s, const Norm *w, size_t i) {
     const Config *c = &s->m->config;
-    const Norm *w = t.of;
-    float *x = s->x + (size_t)t.i * c->dim, *h = s->h + (size_t)t.i * c->dim;
+    float *x = s->x + i * c->dim, *h = s->h + i * c->dim;
     if (w->w || c->arch->norm == BARE) norm(h, x, c->dim, w, c->arch->norm, c->eps);
     else memcpy(h, x, c->dim * sizeof *h);
 }
+static void norm_row(Session *s, size_t i) { norm_stream(s, s->of, i); }
 
 // After a block: x += post_norm(out), or in an encoder x = post_norm(x + out); then h = norm(x) for
 // the next block. In a parallel layer both blocks read the same x, so there the norm comes first.
 // With norm NULL h stays; scale: a factor of x after the sum; again: one more norm, of x + h.
 typedef struct { const Norm *post, *norm, *again; bool norm_first; const float *scale; } Between;
-static void between_row(Task t) {
-    Session *s = t.ctx;
+static void between_row(Session *s, size_t i) {
     const Config *c = &s->m->config;
-    const Between *b = t.of;
-    float *x = s->x + (size_t)t.i * c->dim, *out = s->out + (size_t)t.i * c->dim;
+    const Between *b = s->of;
+    float *x = s->x + i * c->dim, *out = s->out + i * c->dim;
     bool after = c->arch->flags & ENCODER;
-    if (b->norm && b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
+    if (b->norm && b->norm_first) norm_stream(s, b->norm, i);
     if (b->post->w && !after) norm(out, out, c->dim, b->post, c->arch->norm, c->eps);
     add(x, out, c->dim, c->residual_scale);
     for (int j = 0; b->scale && j < c->dim; j++) x[j] *= *b->scale;
     if (b->post->w && after) norm(x, x, c->dim, b->post, c->arch->norm, c->eps);
     if (b->again && b->again->w) {
-        add(x, s->h + (size_t)t.i * c->dim, c->dim, 1);
+        add(x, s->h + i * c->dim, c->dim, 1);
         norm(x, x, c->dim, b->again, c->arch->norm, c->eps);
     }
-    if (b->norm && !b->norm_first) norm_row((Task){s, b->norm, t.i, t.thread});
+    if (b->norm && !b->norm_first) norm_stream(s, b->norm, i);
 }
 
 // the row of a position: the first keep rows are pinned, the rest is a ring
@@ -1396,20 +1413,19 @@ static int cache_row(const Cache *c, int pos) {
     return pos < c->keep ? pos : c->keep + (pos - c->keep) % (c->rows - c->keep);
 }
 
-// a factor for the query at a position: some models sharpen attention far out
-static float sharpness(const Config *c, int pos) {
-    if (c->temp_scale == 0) return 1;
-    return 1 + c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1);
+// some models sharpen attention far out, by a factor of the queries q [n] at a position
+static void sharpen(const Config *c, float *q, size_t n, int pos) {
+    float by = c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1) + 1;
+    for (size_t j = 0; c->temp_scale != 0 && by != 1 && j < n; j++) q[j] *= by;
 }
 
 // norms and rotates a token's q and k, caches its k and v; all heads, or one of *t.of equal parts
-static void qkv_part(Task t) {
-    Session *s = t.ctx;
+static void qkv_part(Session *s, size_t task) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
     bool own = w->k.rows > 0, late = c->arch->flags & QK_NORM_LATE;
-    int parts = *(const int *)t.of, i = t.i / parts, part = t.i % parts, pos = s->pos + i;
+    int parts = *(const int *)s->of, i = task / parts, part = task % parts, pos = s->pos + i;
     int n_head = w->n_head / parts, n_kv = w->n_kv / parts, first = part * n_kv;
     float *q = s->q + ((size_t)i * w->n_head + part * n_head) * w->hd;
     float *k = s->k + i * w->k.rows + first * w->hd, *v = s->v + i * w->v.rows + first * w->vd;
@@ -1426,8 +1442,7 @@ static void qkv_part(Task t) {
             else rope(x + h * w->hd, turn, w->n_rot, ROPE_PAIRS);   // each a loop of its own
         if (n->w && late) norm(x, x, heads * w->hd, n, c->arch->norm, c->eps);
     }
-    float sharper = sharpness(c, pos);
-    for (int j = 0; sharper != 1 && j < n_head * w->hd; j++) q[j] *= sharper;
+    sharpen(c, q, n_head * w->hd, pos);
     if (c->arch->flags & QKV_NORMED && own)
         norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, RMS, c->eps);
     int row = cache_row(kv, pos);
@@ -1464,22 +1479,19 @@ static void attention_block(Session *s) {
     int parts = n == 1 && apart ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->h, gated ? s->mix : s->q, n}, {&w->k, s->h, s->k, n},
                    {&w->v, s->h, s->v, n}};
-    Matmul back = {&w->o, s->att, s->out, n};
     matmul(s->pool, &s->calls, in, w->k.rows ? 3 : 1);
     if (gated) each_row(s, split_gate_row, NULL, n);
     each_row(s, qkv_part, &parts, n * parts);
     attend(s);
     if (gated) each_row(s, gate_row, NULL, n);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->o, s->att, s->out);
 }
 
 typedef struct { const Matrix *gate, *up, *down; } Ffn;
-
-static void activate_row(Task t) {   // up = act(gate) * up
-    Session *s = t.ctx;
-    const Ffn *f = t.of;
+static void activate_row(Session *s, size_t i) {   // up = act(gate) * up
+    const Ffn *f = s->of;
     size_t ff = f->up->rows;
-    float *up = s->up + t.i * ff, *gate = f->gate->data ? s->gate + t.i * ff : NULL;
+    float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
     activate(up, gate, up, ff, s->m->config.act);
 }
 
@@ -1487,10 +1499,9 @@ static void activate_row(Task t) {   // up = act(gate) * up
 static void ffn(Session *s, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->h, s->up, n}, {f->gate, s->h, s->gate, n}};
-    Matmul back = {f->down, s->up, out, n};
     matmul(s->pool, &s->calls, in, f->gate->data ? 2 : 1);
     each_row(s, activate_row, f, n);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, f->down, s->up, out);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -1500,7 +1511,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     s->pos = pos;
     each_row(s, embed_row, NULL, n);
     if (c->per_layer) layer_inputs(s);
-    each_row(s, angles_row, NULL, n);
+    if (s->calls.base) parallel(s->pool, angles_row, s, NULL, n);
     each_row(s, norm_row, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
@@ -1537,7 +1548,7 @@ static void output_logits(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     size_t all = (size_t)n * c->n_vocab;
     Matmul out = {&s->m->output, s->h + (size_t)first * c->dim, s->logits, n};
-    for (int i = 0; i < n; i++) norm_row((Task){s, &s->m->out_norm, first + i, 0});
+    for (int i = 0; i < n; i++) norm_stream(s, &s->m->out_norm, first + i);
     matmul(s->pool, &s->calls, &out, 1);
     for (size_t i = 0; c->logit_scale != 1 && i < all; i++) s->logits[i] *= c->logit_scale;
     if (c->logit_cap > 0) soft_cap(s->logits, all, c->logit_cap);
@@ -1844,7 +1855,7 @@ static bool session_run(Session *s, const int32_t *ids, int n, int from, bool hi
         for (int i = first; i < count; i++) {   // LOGIT_ROWS rows of logits at a time
             int at = (i - first) % LOGIT_ROWS;
             int rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
-            if (hidden) norm_row((Task){s, &s->m->out_norm, i, 0});
+            if (hidden) norm_stream(s, &s->m->out_norm, i);
             else if (at == 0 && !(gpu && i == first) && !gpu_logits(s, i, rows))
                 output_logits(s, i, rows);
             size_t width = hidden ? c->dim : c->n_vocab, nan = 0;
@@ -1974,9 +1985,8 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp < 1e-30f) {   // 0, or logits / temp would overflow
-        size_t best = 0;
-        for (size_t i = 1; i < n; i++) best = c[i].logit > c[best].logit ? i : best;
-        return best;
+        sort_top(c, n, 1);
+        return c->id;
     }
     sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, o->top_k);
@@ -2044,20 +2054,18 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
 // A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
 // projection are query and gate of the first head, of the second, ...; split_gate_row parts them.
 
-static void split_gate_row(Task t) {
-    Session *s = t.ctx;
+static void split_gate_row(Session *s, size_t i) {
     int hd = s->m->layers[s->l].hd, n_head = s->m->layers[s->l].n_head;
     for (int h = 0; h < n_head; h++) {
-        size_t at = (size_t)t.i * n_head + h;
+        size_t at = i * n_head + h;
         memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
         memcpy(s->z + at * hd, s->mix + (2 * at + 1) * hd, hd * sizeof *s->z);
     }
 }
 
-static void gate_row(Task t) {
-    Session *s = t.ctx;
+static void gate_row(Session *s, size_t i) {
     int n = s->m->layers[s->l].n_head * s->m->layers[s->l].hd;
-    float *att = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
+    float *att = s->att + i * n, *z = s->z + i * n;
     for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
 }
 
@@ -2069,11 +2077,12 @@ static void gate_row(Task t) {
 // experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
+    static const char *const sparse[] = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+                                         "ffn_gate_up_exps"};
+    static const char *const shared[] = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp",
+                                         "ffn_up_shexp"};
     Config *c = &ld->m->config;
-    const Tensor *down = find_tensor(ld, "ffn_down_exps", ".weight");
-    need_data(ld, down, "ffn_down_exps", ".weight");
-    int n = c->n_expert, dense = w->ff, ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
-    w->ff = ff;
+    int n = c->n_expert, dense = w->ff;
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
         refuse(ld, "a token uses %d of %d experts", w->n_used, n);
     c->n_used = larger(c->n_used, w->n_used);
@@ -2085,11 +2094,8 @@ static void load_experts(Loader *ld, Layer *w) {
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
     if (latent && gated) refuse(ld, "layer %d: latent experts with a gate", ld->l);
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
-    if (gated)
-        load_fused(ld, "ffn_gate_up_exps", n,
-                   (Slice[]){{"ffn_gate_exps", ff, &w->gate}, {"ffn_up_exps", ff, &w->up}}, 2);
-    else w->up = need_matrix(ld, "ffn_up_exps", wide, ff, n);
-    w->down = need_matrix(ld, "ffn_down_exps", ff, wide, n);
+    w->ff = load_ffn(ld, sparse, wide, 0, n, (Matrix *[]){&w->gate, &w->up, &w->down});
+    if (gated) need_data(ld, w->gate.data, sparse[0], ".weight");
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
         w->router_norm = (Norm){scale, NULL, c->dim, c->dim};
@@ -2098,20 +2104,10 @@ static void load_experts(Loader *ld, Layer *w) {
         w->expert_norm = need_norm(ld, "pre_ffw_norm_2", c->dim);
         w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
         w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
-        w->shared_gate = need_matrix(ld, "ffn_gate", c->dim, dense, 1);
-        w->shared_up = need_matrix(ld, "ffn_up", c->dim, dense, 1);
-        w->shared_down = need_matrix(ld, "ffn_down", dense, c->dim, 1);
-        return;
     }
-    w->shared_up = load_matrix(ld, "ffn_up_shexp", c->dim, 0, 1);
-    if (!w->shared_up.data) return;
-    ff = w->shared_up.rows;
-    down = find_tensor(ld, "ffn_down_shexp", ".weight");
-    if (down && ff == 2 * (int64_t)down->ne[0]) {   // one tensor for gate and up
-        w->shared_gate = matrix_rows(w->shared_up, 0, ff /= 2);
-        w->shared_up = matrix_rows(w->shared_up, ff, ff);
-    } else w->shared_gate = load_matrix(ld, "ffn_gate_shexp", c->dim, ff, 1);
-    w->shared_down = need_matrix(ld, "ffn_down_shexp", ff, c->dim, 1);
+    if (!scale && !find_tensor(ld, shared[1], ".weight")) return;
+    load_ffn(ld, scale ? FFN_NAMES : shared, c->dim, scale ? dense : 0, 1,
+             (Matrix *[]){&w->shared_gate, &w->shared_up, &w->shared_down});
     w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
@@ -2130,53 +2126,46 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 // Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
 // two best scores: those of experts in other groups become the lowest there is.
 static void drop_groups(const Config *c, float *score) {
-    float worth[64];
+    Candidate group[64];
     int size = c->n_expert / c->n_group;
     for (int g = 0; g < c->n_group; g++) {
-        float best = -FLT_MAX, second = size > 1 ? -FLT_MAX : 0;
-        for (int e = g * size; e < (g + 1) * size; e++)
-            if (score[e] > best) second = size > 1 ? best : 0, best = score[e];
-            else second = fmaxf(second, score[e]);
-        worth[g] = best + second;
+        float best = -FLT_MAX, second = -FLT_MAX;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            second = fmaxf(second, fminf(best, score[e]));
+            best = fmaxf(best, score[e]);
+        }
+        group[g] = (Candidate){size > 1 ? best + second : best, g};
     }
-    for (int g = 0; g < c->n_group; g++) {
-        int better = 0;
-        for (int k = 0; k < c->n_group; k++)
-            better += worth[k] > worth[g] || (worth[k] == worth[g] && k < g);
-        for (int e = g * size; better >= c->n_group_used && e < (g + 1) * size; e++)
-            score[e] = -FLT_MAX;
-    }
+    sort_top(group, c->n_group, c->n_group_used);
+    for (int k = c->n_group_used; k < c->n_group; k++)
+        for (int e = 0; e < size; e++) score[group[k].id * size + e] = -FLT_MAX;
 }
 
 // The router's choice for one token: probabilities, the n_used best, their weights.
-static void choose_experts(Task t) {
-    Session *s = t.ctx;
+static void choose_experts(Session *s, size_t i) {
     const Config *c = &s->m->config;
     const float *bias = s->m->layers[s->l].router_bias;
     int n_used = s->m->layers[s->l].n_used;
-    float *p = s->route + (size_t)t.i * c->n_expert, *weight = s->weight + (size_t)t.i * n_used;
-    int32_t *chosen = s->chosen + (size_t)t.i * n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, scores[4096];
+    float *p = s->route + i * c->n_expert, *weight = s->weight + i * n_used;
+    int32_t *chosen = s->chosen + i * n_used;
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, score[4096];
     bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
         all += p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
-    for (int e = 0; e < c->n_expert && !sigmoid; e++) p[e] /= all;
-    for (int e = 0; e < c->n_expert; e++) scores[e] = p[e] + (bias ? bias[e] : 0);
-    if (c->n_group > 1) drop_groups(c, scores);
-    for (int e = 0; e < c->n_expert; e++) {   // keeps the best so far sorted, with their scores
-        float score = scores[e];
+    for (int e = 0; e < c->n_expert; e++) {
+        if (!sigmoid) p[e] /= all;
+        score[e] = p[e] + (bias ? bias[e] : 0);
+    }
+    if (c->n_group > 1) drop_groups(c, score);
+    for (int e = 0; e < c->n_expert; e++) {   // puts e in its place among the best so far
         int k = e < n_used ? e : n_used - 1;
-        if (e > k && !(score > weight[k])) continue;
-        for (; k > 0 && score > weight[k - 1]; k--) {
-            chosen[k] = chosen[k - 1];
-            weight[k] = weight[k - 1];
-        }
+        if (e > k && !(score[e] > score[chosen[k]])) continue;
+        for (; k > 0 && score[e] > score[chosen[k - 1]]; k--) chosen[k] = chosen[k - 1];
         chosen[k] = e;
-        weight[k] = score;
     }
     for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);             // 2^-14
+    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);          // 2^-14
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
@@ -2189,25 +2178,27 @@ static void sort_choices(const Session *s, int n) {
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
 }
 
-static void gather_row(Task t) {   // h of each choice's token, in the experts' order
-    Session *s = t.ctx;
-    const int32_t *order = t.of;
+static void gather_row(Session *s, size_t i) {   // h of each choice's token, in experts' order
+    const int32_t *order = s->of;
     const Layer *w = &s->m->layers[s->l];
-    size_t dim = w->down.rows, token = order[t.i] / w->n_used;
-    memcpy(s->gathered + t.i * dim, s->expert_in + token * dim, dim * sizeof *s->h);
+    size_t dim = w->down.rows, token = order[i] / w->n_used;
+    memcpy(s->gathered + i * dim, s->expert_in + token * dim, dim * sizeof *s->h);
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
-// with all its tokens; returns how many choices that were. Choice k is of token k / n_used.
+// with all its tokens; returns how many choices that were. Choice k is of token k / n_used. While
+// scratch is counted there are no choices (order NULL), but one case bounds all: `limit` tokens for
+// one expert and two for each of the others, which wastes most of a tile.
 static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
     size_t dim = w->down.rows, ff = w->ff;
     int jobs = 0, rows = 0, k = 0;
     for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
-        int r = rows, e = s->chosen[order[r]];
-        for (n = 1; r + n < left && s->chosen[order[r + n]] == e;) n++;
-        if (r + n > limit) break;
+        int r = rows, e = order ? s->chosen[order[r]] : 0;
+        for (n = 1; order && r + n < left && s->chosen[order[r + n]] == e;) n++;
+        if (!order) n = jobs ? 2 : limit;
+        else if (r + n > limit) break;
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
@@ -2220,44 +2211,26 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     matmul(s->pool, &s->calls, in, k);
     each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
     matmul(s->pool, &s->calls, back, jobs);
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; order && r < rows; r++)
         add(s->sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim, s->weight[order[r]]);
     return rows;
 }
 
 // adds the shared expert's result, weighted where there is a router for it
-static void add_shared_row(Task t) {
-    Session *s = t.ctx;
-    const Layer *w = t.of;
+static void add_shared_row(Session *s, size_t i) {
+    const Layer *w = s->of;
     size_t dim = s->m->config.dim;
-    float weight = w->shared_router.data ? 1 / (1 + expf(-s->route[t.i])) : 1;
-    float *out = s->out + t.i * dim, *shared = s->expert_out + t.i * dim;
+    float weight = w->shared_router.data ? 1 / (1 + expf(-s->route[i])) : 1;
+    float *out = s->out + i * dim, *shared = s->expert_out + i * dim;
     if (w->expert_post.w) norm(out, out, dim, &w->expert_post, RMS, s->m->config.eps);
     if (w->shared_post.w) norm(shared, shared, dim, &w->shared_post, RMS, s->m->config.eps);
     add(out, shared, dim, weight);
 }
 
-// Counts the scratch of the worst call. How tokens will spread over experts is not known, but one
-// case bounds it: one expert has all tokens, the others two each, which wastes most of a tile.
-static void plan_experts(Session *s, const Layer *w) {
-    static const float places[MAX_EXPERTS];   // distinct x, so that each is packed
-    Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
-    int k = 0, all = larger(s->n, w->n_used), experts = all < MAX_EXPERTS ? all : MAX_EXPERTS;
-    for (int i = 0; i < experts; i++) {
-        int n = i < experts - 1 ? 2 : all;
-        if (w->gate.data) in[k++] = (Matmul){&w->gate, &places[i], NULL, n};
-        in[k++] = (Matmul){&w->up, &places[i], NULL, n};
-        back[i] = (Matmul){&w->down, &places[i], NULL, n};
-    }
-    matmul(s->pool, &s->calls, in, k);
-    matmul(s->pool, &s->calls, back, experts);
-}
-
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n, rows = n * w->n_used, limit = n > w->n_used ? n : w->n_used;
+    int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
     Matmul in[] = {{&w->router, s->h, s->route, n}, {&w->latent_down, s->h, s->latent, n}};
-    Matmul shared = {&w->shared_router, s->h, s->route, n};
     bool latent = w->latent_down.data;
     s->expert_in = latent ? s->latent : s->h;
     s->sum = latent ? s->latent_sum : s->out;
@@ -2269,17 +2242,16 @@ static void experts(Session *s) {
         sort_choices(s, rows);
         memset(s->sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
-    } else plan_experts(s, w);
-    if (latent) matmul(s->pool, &s->calls, &(Matmul){&w->latent_up, s->latent_sum, s->out, n}, 1);
+    } else run_experts(s, w, NULL, limit + 2 * (limit - 1), limit);
+    if (latent) product(s, &w->latent_up, s->latent_sum, s->out);
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // h as it was
-    if (w->shared_router.data) matmul(s->pool, &s->calls, &shared, 1);
+    if (w->shared_router.data) product(s, &w->shared_router, s->h, s->route);
     ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
     each_row(s, add_shared_row, w, n);
 }
 
-// Compiler vectors of LANES numbers, as wide as the CPU's registers. Part IV adds operations on
-// them; CODE_BIAS, PAIRS and INT8_TILE tell it which products of bytes this CPU has.
+// Compiler vectors of LANES floats, as wide as the CPU's registers: Part IV adds what else they do.
 #define INLINE QUANT_INLINE
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
@@ -2287,23 +2259,14 @@ static void experts(Session *s) {
 #endif
 #if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
 #define SIMD_VNNI
-enum { LANES = 16, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
+enum { LANES = 16 };
 #elif defined(QUANT_X86) && defined(__FMA__)
 #define SIMD_AVX2
-#ifdef __AVXVNNI__
-enum { LANES = 8, CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
+enum { LANES = 8 };
 #else
-enum { LANES = 8, CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
-#endif
-#elif defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
-enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 1 };
-#else
-enum { LANES = 4, CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };   // many tokens: floats are faster
+enum { LANES = 4 };
 #endif
 typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef int8_t vb __attribute__((vector_size(4 * LANES)));
-typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
 INLINE vf load_f32(const void *p) {
     vf v;
@@ -2330,13 +2293,11 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
     w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
     w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
+    w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
-    if (!w->beta_alpha.data) {
-        w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
-        w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
-    }
-    w->delta_norm = load_norm(ld, "ssm_norm", 1, c->dv);
-    need_data(ld, w->delta_norm.w, "ssm_norm", ".weight");
+    if (w->beta_alpha.data) return;
+    w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
+    w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
 }
 
 // A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
@@ -2356,10 +2317,9 @@ static size_t delta_state_size(const Config *c) {
 // s->mix holds the last `past` rows before the chunk, from the cache, and behind them the chunk's.
 // So the inputs of token t are rows t .. t + past, and its result can take the place of row t,
 // which no later token reads.
-static void delta_conv(Task t) {
-    Session *s = t.ctx;
+static void delta_conv(Session *s, size_t block) {
     const Layer *w = &s->m->layers[s->l];
-    size_t channels = w->conv_in.rows, first = (size_t)t.i * CONV_BLOCK;
+    size_t channels = w->conv_in.rows, first = block * CONV_BLOCK;
     bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
@@ -2384,13 +2344,11 @@ static void delta_conv(Task t) {
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
 //   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
-static void delta_gates_row(Task t) {
-    Session *s = t.ctx;
+static void delta_gates_row(Session *s, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
-    float *mix = s->mix + (size_t)t.i * w->conv_in.rows, *ba = s->ba + (size_t)t.i * 2 * c->n_value;
-    size_t gate = (size_t)t.i * c->n_value;
-    float *decay = s->decay + gate, *write = s->write + gate;
+    float *mix = s->mix + i * w->conv_in.rows, *ba = s->ba + i * 2 * c->n_value;
+    float *decay = s->decay + i * c->n_value, *write = s->write + i * c->n_value;
     int share = c->n_value / c->n_key;   // value heads of a key head
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
@@ -2407,12 +2365,12 @@ static void delta_gates_row(Task t) {
     }
 }
 
-static void delta_out_row(Task t) {   // norm(o) * silu(z), or norm(o * silu(z)) in a state space
-    Session *s = t.ctx;
+// norm(o) * silu(z), or in a state space norm(o * silu(z))
+static void delta_out_row(Session *s, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = c->n_value * c->dv;
-    float *o = s->att + (size_t)t.i * n, *z = s->z + (size_t)t.i * n;
+    float *o = s->att + i * n, *z = s->z + i * n;
     if (w->mixer == MIX_SPACE) activate(o, z, o, n, SILU);
     if (w->delta_norm.w) norm(o, o, n, &w->delta_norm, RMS, c->eps);
     if (w->mixer == MIX_DELTA) activate(o, z, o, n, SILU);
@@ -2425,15 +2383,14 @@ static void delta_out_row(Task t) {   // norm(o) * silu(z), or norm(o * silu(z))
 // result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
 // to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form
 // takes 70,000 with chunks of 64, and a triangular inverse. A state space does not ask.
-INLINE void memory_block(Task t, bool asks) {
+INLINE void memory_block(Session *s, size_t block, bool asks) {
     enum { V = 4 };
-    Session *s = t.ctx;
     const Config *c = &s->m->config;
-    int blocks = delta_blocks(c), h = t.i / blocks, r = t.i % blocks * DELTA_ROWS, dk = c->dk;
+    int blocks = delta_blocks(c), h = block / blocks, r = block % blocks * DELTA_ROWS, dk = c->dk;
     int keys = c->n_key * dk, values = c->n_value * c->dv;   // a token has q, k, v; or v, k, q
     int key = c->arch->flags & DELTA_TILED ? h % c->n_key : h / (c->n_value / c->n_key);
     size_t step = s->m->layers[s->l].conv_in.rows;   // from a token's q, k, v to the next one's
-    float *state = s->cache[s->l].state + (size_t)t.i * dk * DELTA_ROWS;
+    float *state = s->cache[s->l].state + block * dk * DELTA_ROWS;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
         size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
         const float *k = s->mix + key * dk + (asks ? keys : values);
@@ -2469,8 +2426,8 @@ INLINE void memory_block(Task t, bool asks) {
     }
 }
 
-static void delta_block(Task t) { memory_block(t, true); }
-static void space_block(Task t) { memory_block(t, false); }
+static void delta_block(Session *s, size_t i) { memory_block(s, i, true); }
+static void space_block(Session *s, size_t i) { memory_block(s, i, false); }
 
 // ---- 15. the state space (Mamba-2, arXiv 2405.21060) ----
 //
@@ -2497,12 +2454,6 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
 // The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
 // c, and u [dim], of one projection.
 
-static void load_conv(Loader *ld, Layer *w) {
-    int dim = ld->m->config.dim;
-    load_fused(ld, "shortconv.in_proj", 1,
-               (Slice[]){{"", dim, &w->alpha}, {"", dim, &w->z}, {"", dim, &w->conv_in}}, 3);
-}
-
 // loads the layer's recurrent mixer; returns whether there is attention, instead or as well
 static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
@@ -2514,7 +2465,9 @@ static bool load_recurrent(Loader *ld, Layer *w) {
     bool conv = w->mixer == MIX_CONV;
     const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
     if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
-    if (conv) load_conv(ld, w);
+    if (conv)
+        load_fused(ld, "shortconv.in_proj", 1, (Slice[]){{"", c->dim, &w->alpha},
+                   {"", c->dim, &w->z}, {"", c->dim, &w->conv_in}}, 3);
     else {
         if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
             refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
@@ -2547,7 +2500,6 @@ static void recurrent(Session *s) {
     Matmul in[] = {{&w->conv_in, s->h, mix, n}, {&w->z, s->h, s->z, n},
                    {fused ? &w->beta_alpha : &w->alpha, s->h, alpha, n},
                    {&w->beta, s->h, s->write, n}};
-    Matmul back = {&w->delta_out, s->att, s->out, n};
     matmul(s->pool, &s->calls, in, delta && !fused ? 4 : 3);
     each_row(s, delta_conv, NULL, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     if (!conv) {
@@ -2555,7 +2507,7 @@ static void recurrent(Session *s) {
         each_row(s, delta ? delta_block : space_block, NULL, c->n_value * delta_blocks(c));
         each_row(s, delta_out_row, NULL, n);
     }
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->delta_out, s->att, s->out);
 }
 
 // ---- 17. latent attention (arXiv 2405.04434) ----
@@ -2626,23 +2578,20 @@ static void load_latent(Loader *ld, Layer *w) {
     w->o = need_matrix(ld, "attn_output", n * vd, c->dim, 1);
 }
 
-static void latent_query_row(Task t) {   // norm(Qa h)
-    Session *s = t.ctx;
+static void latent_query_row(Session *s, size_t i) {   // norm(Qa h)
     const Norm *w = &s->m->layers[s->l].q_a_norm;
-    norm(s->z + (size_t)t.i * w->n, s->z + (size_t)t.i * w->n, w->n, w, RMS, s->m->config.eps);
+    norm(s->z + i * w->n, s->z + i * w->n, w->n, w, RMS, s->m->config.eps);
 }
 
 // norms and rotates a token's row, and caches it; rotates the last n_rot numbers of its queries
-static void latent_row(Task t) {
-    Session *s = t.ctx;
+static void latent_row(Session *s, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     const Config *c = &s->m->config;
     Cache *kv = &s->cache[s->l];
-    int pos = s->pos + t.i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
-    float *q = s->mix + t.i * w->q.rows, *to = s->q + (size_t)t.i * w->n_head * w->hd + w->vd;
-    float *row = s->k + (size_t)t.i * w->hd, *turn = s->angles[w->window > 0] + t.i * w->n_rot;
-    float sharper = sharpness(c, pos);
-    for (int j = 0; sharper != 1 && j < w->q.rows; j++) q[j] *= sharper;
+    int pos = s->pos + i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
+    float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
+    float *row = s->k + i * w->hd, *turn = s->angles[w->window > 0] + i * w->n_rot;
+    sharpen(c, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, RMS, c->eps);
     rope(row + w->vd, turn, w->n_rot, c->rope);
     narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
@@ -2672,15 +2621,14 @@ static void latent_attention(Session *s) {
     bool two = w->q_a.data;   // products that make q
     int n = s->n;
     Matmul in[] = {{&w->k, s->h, s->k, n}, {two ? &w->q_a : &w->q, s->h, two ? s->z : s->mix, n}};
-    Matmul second = {&w->q, s->z, s->mix, n}, back = {&w->o, s->mix, s->out, n};
     matmul(s->pool, &s->calls, in, 2);
     if (two) each_row(s, latent_query_row, NULL, n);
-    if (two) matmul(s->pool, &s->calls, &second, 1);
+    if (two) product(s, &w->q, s->z, s->mix);
     each_row(s, latent_row, NULL, n);
     head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
     head_products(s, &w->v_b, s->att, s->mix);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->o, s->mix, s->out);
 }
 
 // ---- 18. shared caches, per-layer inputs (Gemma 4) ----
@@ -2695,15 +2643,14 @@ static void latent_attention(Session *s) {
 
 static bool load_shared(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
     const Config *c = &ld->m->config;
-    int own = larger(c->n_layer, c->n_shared) - c->n_shared;
-    bool shares = ld->l >= own && ld->l > 0 && !w->mixer;
-    if (shares) w->source = larger(own, 1) - 1;
-    const Layer *all = ld->m->layers, *from = &all[w->source];
-    for (; shares && from > all && !from->window != !w->window; from--) w->source--;
-    bool alike = from->n_kv == w->n_kv && from->hd == w->hd && from->vd == w->vd;
-    if (!alike || (shares && !from->k.rows))
+    int own = larger(larger(c->n_layer, c->n_shared) - c->n_shared, 1);   // layers with a cache
+    if (ld->l < own || w->mixer) return false;
+    const Layer *all = ld->m->layers, *from = &all[own - 1];
+    while (from > all && !from->window != !w->window) from--;
+    if (from->n_kv != w->n_kv || from->hd != w->hd || from->vd != w->vd || !from->k.rows)
         refuse(ld, "layer %d: there is no cache that it could read", ld->l);
-    return shares;
+    w->source = from - all;
+    return true;
 }
 
 static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all layers share
@@ -2722,13 +2669,12 @@ static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all 
         refuse(ld, "per_layer_token_embd has %d rows", (int)m->layer_embd.rows);
 }
 
-static void layer_inputs_row(Task t) {   // e of all layers
-    Session *s = t.ctx;
+static void layer_inputs_row(Session *s, size_t i) {   // e of all layers
     const Config *c = &s->m->config;
     const Matrix *w = &s->m->layer_embd;
-    const uint8_t *row = w->data + s->ids[t.i] * quant_row_bytes(w->type, w->cols);
+    const uint8_t *row = w->data + s->ids[i] * quant_row_bytes(w->type, w->cols);
     int all = w->cols;
-    float *e = s->inputs + (size_t)t.i * all, part[256];   // whole blocks of any format
+    float *e = s->inputs + i * all, part[256];   // whole blocks of any format
     norm(e, e, all, &s->m->layer_norm, RMS, c->eps * c->dim);   // of e / sqrt(dim)
     for (int k = 0; k < all; k += 256) {
         int n = all - k < 256 ? all - k : 256;
@@ -2739,27 +2685,23 @@ static void layer_inputs_row(Task t) {   // e of all layers
 }
 
 static void layer_inputs(Session *s) {
-    Matmul in = {&s->m->layer_proj, s->x, s->inputs, s->n};
-    matmul(s->pool, &s->calls, &in, 1);
+    product(s, &s->m->layer_proj, s->x, s->inputs);
     each_row(s, layer_inputs_row, NULL, s->n);
 }
 
-static void layer_input_row(Task t) {   // act(Gate x) * e
-    Session *s = t.ctx;
+static void layer_input_row(Session *s, size_t i) {   // act(Gate x) * e
     int p = s->m->config.per_layer, n_layer = s->m->config.n_layer;
-    float *gate = s->gate + (size_t)t.i * p;
-    activate(gate, gate, s->inputs + ((size_t)t.i * n_layer + s->l) * p, p, s->m->config.act);
+    float *gate = s->gate + i * p;
+    activate(gate, gate, s->inputs + (i * n_layer + s->l) * p, p, s->m->config.act);
 }
 
 // ends the block before, whose norm is `post`; returns that of this one
 static const Norm *layer_input(Session *s, const Norm *post) {
     const Layer *w = &s->m->layers[s->l];
-    Matmul in = {&w->input_gate, s->x, s->gate, s->n};
-    Matmul back = {&w->input_proj, s->gate, s->out, s->n};
     each_row(s, between_row, &(Between){.post = post}, s->n);
-    matmul(s->pool, &s->calls, &in, 1);
+    product(s, &w->input_gate, s->x, s->gate);
     each_row(s, layer_input_row, NULL, s->n);
-    matmul(s->pool, &s->calls, &back, 1);
+    product(s, &w->input_proj, s->gate, s->out);
     return &w->input_norm;
 }
 
@@ -3917,8 +3859,7 @@ static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
     if (is(f, "trim strip")) s = strip(t, s, a[1], LEFT | RIGHT);
-    if (is(f, "lstrip")) s = strip(t, s, a[1], LEFT);
-    if (is(f, "rstrip")) s = strip(t, s, a[1], RIGHT);
+    if (is(f, "lstrip rstrip")) s = strip(t, s, a[1], *f.s == 'l' ? LEFT : RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
     if (is(f, "split"))
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
@@ -4442,12 +4383,10 @@ static Value eval(Template *t, const Node *n) {
         }
         break;
     case R_for: v = run_for(t, n); break;
-    case R_set: assign(t, first, block ? captured(t, block) : eval(t, first->next));
-        break;
+    case R_set: assign(t, first, block ? captured(t, block) : eval(t, first->next)); break;
     case R_generation: v = captured(t, block); break;
     case R_pipe: v = suffixed(t, captured(t, block), first); break;
-    case R_macro: set(t, t->scope, first->v, macro_value(t, first->v.s, first->next, block));
-        break;
+    case R_macro: set(t, t->scope, first->v, macro_value(t, first->v.s, first->next, block)); break;
     case R_break: case R_continue: t->flow = n->rule; break;
     default: v = eval_chain(t, n);
     }
@@ -4770,7 +4709,12 @@ static void narrow(const float *x, int n, uint16_t *to) {
 // dot_scaled(dot, scale) scales a sum that began at MAGIC_BITS. MAGIC times the scale of any format
 // is exact, so that one multiply-add takes it off again and rounds once, as two steps would.
 // evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
-// sums of a's pairs, then of b's.
+// sums of a's pairs, then of b's. CODE_BIAS, PAIRS and INT8_TILE say which products of bytes there
+// are: with a bias, in pairs, and whether they beat floats where there are many tokens.
+
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef int8_t vb __attribute__((vector_size(4 * LANES)));
+typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
@@ -4785,6 +4729,7 @@ INLINE vf load_bf16(const void *p) {
 }
 
 #if defined(SIMD_VNNI)
+enum { CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
 INLINE vf load_f16(const void *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 INLINE void store_f16(void *p, vf v) { _mm256_storeu_si256(p, _mm512_cvtps_ph((__m512)v, 0)); }
 INLINE vf dot_scaled(vi dot, vf scale) {
@@ -4807,10 +4752,12 @@ INLINE vf dot_scaled(vi dot, vf scale) {
     return (vf)_mm256_fmadd_ps((__m256)dot, (__m256)scale, (__m256)(scale * -MAGIC));
 }
 #ifdef __AVXVNNI__
+enum { CODE_BIAS = 128, PAIRS = 0, INT8_TILE = 1 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 }
 #else
+enum { CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
 INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
     __m256i more = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
     *pairs = (vi)(first ? more : _mm256_add_epi16((__m256i)*pairs, more));
@@ -4852,16 +4799,19 @@ INLINE void store_f16(void *p, vf v) {
 }
 #endif
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 1 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 }
 #elif defined(QUANT_NEON)
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
     int16x8_t lo = vmull_s8(vget_low_s8(a), vget_low_s8(b)), hi = vmull_high_s8(a, b);
     return sum + (vi)vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi));
 }
 #else
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
     vb a = (vb)w, b = (vb)x;
     for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
@@ -6217,7 +6167,6 @@ static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
 // ---- 34. the command line ----
 
 #ifndef LLM_NO_MAIN
-#include <ctype.h>
 #include <sys/resource.h>
 
 typedef struct { char *s; size_t n, room; } Text;   // that grows by doubling
@@ -6423,9 +6372,9 @@ static bool check_utf8(Cli *cli, const char *s, size_t n) {
     return true;
 }
 
-static bool text_add(Text *t, const char *s, size_t n) {
+static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
     char *more = t->n + n <= t->room ? t->s : realloc(t->s, 2 * (t->n + n));
-    if (!more) return false;
+    if (!more) return fail(&cli->e, "out of memory");
     if (more != t->s) *t = (Text){more, t->n, 2 * (t->n + n)};
     memcpy(t->s + t->n, s, n);
     t->n += n;
@@ -6456,13 +6405,13 @@ static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from t
 }
 
 // appends a message, with a copy of its text
-static bool chat_add(Cli *cli, const char *role, const char *s, size_t n) {
+static bool chat_add(Cli *cli, Str role, const char *s, size_t n) {
     ChatMessage *more = realloc(cli->message, (cli->n_message + 1) * sizeof *more);
     if (more) cli->message = more;
     char *copy = more ? malloc(n + 1) : NULL;
     if (!copy) return fail(&cli->e, "out of memory");
     memcpy(copy, s, n);
-    more[cli->n_message++] = (ChatMessage){{role, strlen(role)}, {copy, n}};
+    more[cli->n_message++] = (ChatMessage){role, {copy, n}};
     return check_utf8(cli, s, n);
 }
 
@@ -6472,7 +6421,7 @@ static bool chat_has_system(const Cli *cli) {
 
 static bool chat_system(Cli *cli, const char *s, size_t n) {   // the first message, new or changed
     bool had = chat_has_system(cli);
-    if (!chat_add(cli, "system", s, n)) return false;
+    if (!chat_add(cli, str("system"), s, n)) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
     else memmove(m + 1, m, cli->n_message++ * sizeof *m);
@@ -6483,21 +6432,20 @@ static bool chat_system(Cli *cli, const char *s, size_t n) {   // the first mess
 // Messages from a text [n]: a line that is @system, @user or @assistant begins one, which goes on
 // to the next such line or the end, less its last newline. /save writes this form.
 static bool chat_read(Cli *cli, const char *s, size_t n) {
-    static const char *const roles[] = {"system", "user", "assistant"};
-    const char *role = NULL, *begin = s, *end = s + n, *next;
+    const char *begin = s, *end = s + n, *next;
+    Str role = NOTHING;
     for (const char *line = s;; line = next) {
         const char *found = NULL, *newline = memchr(line, '\n', end - line);
         Str rest = {line + 1, (newline ? newline : end) - line - 1};   // of the line, behind @
+        if (line < end && *line == '@') found = find_str(rest, "system user assistant");
         next = newline ? newline + 1 : end;
-        for (int i = 0; i < 3 && line < end; i++)
-            if (*line == '@' && str_eq(rest, roles[i])) found = roles[i];
-        if (!role && !found)
+        if (!role.n && !found)
             return fail(&cli->e, "a conversation begins with a line @system, @user or @assistant");
         if (!found && line < end) continue;
         n = line - begin;
-        if (role && !chat_add(cli, role, begin, n - (n > 0 && line[-1] == '\n'))) return false;
+        if (role.n && !chat_add(cli, role, begin, n - (n > 0 && line[-1] == '\n'))) return false;
         if (line == end) return true;
-        role = found;
+        role = (Str){found - rest.n, rest.n};
         begin = next;
     }
 }
@@ -6506,7 +6454,7 @@ static bool chat_read(Cli *cli, const char *s, size_t n) {
 static bool chat_save(const Cli *cli, const char *path) {
     FILE *f = fopen(path, "w");
     for (size_t i = 0; f && i < cli->n_message; i++) {
-        fprintf(f, "@%s\n", cli->message[i].role.s);
+        fprintf(f, "@%.*s\n", STR_ARG(cli->message[i].role));
         fwrite(cli->message[i].content.s, 1, cli->message[i].content.n, f);
         putc('\n', f);
     }
@@ -6540,8 +6488,7 @@ static bool chat_ids(Cli *cli) {
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
         size_t open = strlen(THOUGHTS[i].open);
         if (!text_ends(&(Text){r.text, n, 0}, THOUGHTS[i].open) || r.mark[n - 1]) continue;
-        ok = text_add(&cli->answer, r.text + n - open, r.n - n + open) ||
-             fail(&cli->e, "out of memory");
+        ok = text_add(cli, &cli->answer, r.text + n - open, r.n - n + open);
     }
     rendered_free(&r);
     // the tokenizer puts a space behind special tokens that is no part of the answer
@@ -6558,9 +6505,9 @@ static bool chat_open(Cli *cli) {
     bool ok = true, file = system && *system == '@', piped = cli->render && !cli->prompt;
     if (!gguf_str(&cli->m.gguf, "tokenizer.chat_template").n)
         return fail(&cli->e, "%s: the model has no chat template", cli->model);
-    if (file) ok = read_file(cli, system + 1, &text, &n) && chat_add(cli, "system", text, n);
-    else if (system) ok = chat_add(cli, "system", system, strlen(system));
-    if (ok && cli->prompt) ok = chat_add(cli, "user", cli->prompt, cli->n_prompt);
+    if (file) ok = read_file(cli, system + 1, &text, &n) && chat_add(cli, str("system"), text, n);
+    else if (system) ok = chat_add(cli, str("system"), system, strlen(system));
+    if (ok && cli->prompt) ok = chat_add(cli, str("user"), cli->prompt, cli->n_prompt);
     if (piped) ok = read_file(cli, "-", &text, &n) && chat_read(cli, text, n);
     free(text);
     return ok && (!cli->answer_once || chat_ids(cli));
@@ -6620,13 +6567,13 @@ static bool print_answer(Cli *cli, int32_t id, size_t n) {
     Str s = control ? token_at(t, id).text : (Str){cli->work, n};
     for (; ok && s.n > 0; s.s++, s.n--) {
         if (!control) putchar(*s.s);
-        ok = text_add(&cli->answer, s.s, 1);
+        ok = text_add(cli, &cli->answer, s.s, 1);
         for (size_t i = 0; i < COUNT(THOUGHTS) && isatty(STDOUT_FILENO); i++) {
             if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
             if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
         }
     }
-    return ok || fail(&cli->e, "out of memory");
+    return ok;
 }
 
 static bool print_token(void *ctx, int32_t id) {
@@ -6728,7 +6675,7 @@ static bool chat_answer(Cli *cli) {
     for (const char *at; (at = memmem(content.s, content.n, FINAL, strlen(FINAL)));)
         content = (Str){at + strlen(FINAL), a->s + a->n - at - strlen(FINAL)};
     if (content.n == a->n && a->n && memmem(a->s, a->n, "<|channel|>", 11)) content.n = 0;
-    return ok && chat_add(cli, "assistant", content.s, content.n);
+    return ok && chat_add(cli, str("assistant"), content.s, content.n);
 }
 
 // a line that begins with a slash
@@ -6753,12 +6700,12 @@ static bool chat_listen(Cli *cli) {
     int c = '\\';
     for (said->n = 0; ok && c == '\\';) {
         if (isatty(STDIN_FILENO)) fputs("> ", stderr);
-        while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(said, &(char){c}, 1);
+        while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(cli, said, &(char){c}, 1);
         if (c == EOF && (!said->n || interrupted)) return false;
         if (c == '\n' && text_ends(said, "\r")) said->n--;
         if (c == '\n' && text_ends(said, "\\")) c = '\\', said->s[said->n - 1] = '\n';
     }
-    return (ok && text_add(said, "", 1)) || fail(&cli->e, "out of memory");
+    return ok && text_add(cli, said, "", 1);
 }
 
 static bool run_chat(Cli *cli) {
@@ -6768,7 +6715,7 @@ static bool run_chat(Cli *cli) {
         if (said->n == 1) continue;
         if (!strcmp(said->s, "/quit")) break;
         if (*said->s == '/') ok = chat_command(cli, said->s);
-        else ok = chat_add(cli, "user", said->s, said->n - 1) && chat_answer(cli);
+        else ok = chat_add(cli, str("user"), said->s, said->n - 1) && chat_answer(cli);
     }
     return ok && !cli->e.text[0];
 }

@@ -3694,12 +3694,11 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     a.out = cpu.att = lab_floats(g, n * H * vd, 1);
     a.scale = x.m.config.attn_scale;
     a.sinks = x.w.sinks;
-    for (int i = 0; i < n; i++) {
-        if (gated) split_gate_row((Task){.ctx = &cpu, .i = i});
-        qkv_part((Task){.ctx = &cpu, .of = &(int){1}, .i = i});
-    }
+    cpu.of = &(int){1};   // all heads at once
+    for (int i = 0; gated && i < n; i++) split_gate_row(&cpu, i);
+    for (int i = 0; i < n; i++) qkv_part(&cpu, i);
     plain_attention(&a, need(a.rows * sizeof(float)));
-    for (int i = 0; gated && i < n; i++) gate_row((Task){.ctx = &cpu, .i = i});
+    for (int i = 0; gated && i < n; i++) gate_row(&cpu, i);
     const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
@@ -3966,8 +3965,8 @@ static void kernel_latent(Gpu *g, int unused) {
         cpu.q = lab_copy(g, x.s.q, N * H * x.w.hd);
         cpu.k = lab_copy(g, x.s.k, N * x.w.hd);
         cpu.gate = lab_copy(g, x.s.gate, N * P);
-        for (int i = 0; i < N; i++) latent_row((Task){.ctx = &cpu, .i = i});
-        for (int i = 0; i < N; i++) layer_input_row((Task){.ctx = &cpu, .i = i});
+        for (int i = 0; i < N; i++) latent_row(&cpu, i);
+        for (int i = 0; i < N; i++) layer_input_row(&cpu, i);
         run_latent_row(lab_begin(&x), &x.w, N);
         run_inputs(&x.s, N);
         lab_end(&x, "latent_row");
