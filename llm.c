@@ -6258,8 +6258,8 @@ static const Option OPTIONS[] = {
     {"--info", SWITCH, AT(info), 0, 0, "architecture, formats, memory plan; -v: all metadata"},
     {"-v", SWITCH, AT(verbose), 0, 0, NULL},
     {"-h", SWITCH, AT(help), 0, 0, NULL},
-    {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h"},
-    {"--version", SWITCH, AT(version), 0, 0, "llm 1.0"},
+    {"--version", SWITCH, AT(version), 0, 0, NULL},
+    {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h; --version prints llm 1.0"},
 };
 
 static bool print_usage(void) {

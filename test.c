@@ -592,7 +592,8 @@ static void write_bench_model(char **arg) {
     key_text(&w, "tokenizer.ggml.model", "none");
     put_keys(&w, arch, text_of("block_count=28 context_length=40960 embedding_length=1024 "
              "feed_forward_length=3072 attention.head_count=16 rope.freq_base=1000000. "
-             "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936 %s", BENCH_SHAPES[k].keys));
+             "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936 %s",
+             BENCH_SHAPES[k].keys));
     key_array(&w, "qwen35.rope.dimension_sections", GGUF_I32, 4, (int32_t[4]){24, 20, 20}, 16);
     for (w.pass = 1; w.pass <= 2; w.pass++) {
         put_parts(&w, BENCH_PARTS, "", text_of("^%c", *shape));
