@@ -4405,7 +4405,7 @@ static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
 }
 
 // Prints how long fn takes for each of so many operands; much: bytes or (flop) operations of one.
-typedef struct { Matrix *m; const float *in; float *out; Cache *cache; int n; bool layer; } Bench;
+typedef struct { Matrix *m; const float *in; float *out; int n; bool layer; } Bench;
 static void bench_run(Lab *x, const char *name, void (*fn)(Session *, const Bench *, int),
                       const Bench *b, int operands, bool flop, double much) {
     double best = 1e9;
@@ -4440,7 +4440,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int 
     Lab x = lab(g);
     if (!strstr(name, bench_only) || (int8 && format_block(type) == 1)) return;
     Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * COLS), bench_floats(g, n * rows),
-               NULL, n, false};
+               n, false};
     if (int8) g->codes = bench_floats(g, n * (COLS / 32) * CODE_GROUP);
     x.s.o.gpu_int8 = int8;
     for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, COLS);
@@ -4449,12 +4449,9 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int 
 }
 
 static void run_bench_attention(Session *s, const Bench *b, int i) {
-    Layer w = s->m->layers[0];
-    Matrix *m[] = {&w.q, &w.o, &w.k, &w.v, &w.gate, &w.up, &w.down};
-    s->l = i;
-    for (int k = 0; b->layer && k < 7; k++) *m[k] = b->m[7 * i + k];
-    if (b->layer) run_layer(s, &w, 1);
-    else run_attention(s, &w, b->n);
+    const Layer *w = &s->m->layers[s->l = i];
+    if (b->layer) run_layer(s, w, 1);
+    else run_attention(s, w, b->n);
 }
 
 // attention of n tokens after `rows - n`; or, with a format (or -1), a layer of an 8B Llama
@@ -4464,7 +4461,7 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * n_head * n * (rows - (n - 1) / 2.0);
     int32_t *pos = need(rows * sizeof *pos), now[NOW_SIZE] = {[NOW_POS] = rows - n};
     Cache c[COPIES];
-    Matrix m[7 * COPIES];
+    Layer w[COPIES];
     Lab x = lab(g);
     if (!strstr(name, bench_only)) return;
     for (int i = 0; i < rows; i++) pos[i] = i;
@@ -4480,15 +4477,19 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
     g->now = bench_fill(g, sizeof now, now, sizeof now);
     for (int i = 0; i < COPIES; i++) {
+        Matrix *m[] = {&w[i].q, &w[i].o, &w[i].k, &w[i].v, &w[i].gate, &w[i].up, &w[i].down};
+        w[i] = x.w;
+        w[i].k.rows = w[i].v.rows = KV * hd;
         for (int k = 0; type >= 0 && k < 7; k++)
-            m[7 * i + k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
-                                        k == 6 ? FF : D);
+            *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
+                                 k == 6 ? FF : D);
         c[i] = (Cache){.k = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
                        .v = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
                        .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
     }
     if (type >= 0) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
-    Bench b = {m, NULL, NULL, c, n, type >= 0};
+    x.m.layers = w;
+    Bench b = {.n = n, .layer = type >= 0};
     bench_run(&x, name, run_bench_attention, &b, COPIES, n > 1, n > 1 ? flop : bytes);
 }
 
