@@ -364,7 +364,8 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
     memcpy(x.bytes, a, n);
-    cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, 4 * d->shared,
+    size_t shared = 16 * div_up(d->shared, 4);   // whole float4: compilers read such
+    cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, shared,
          g->device->stream, (void *[]){&x}, NULL);
 }
 
@@ -575,8 +576,7 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
         send(set_buffer, encoder, at->buffer, from - at->base, i);
     }
     send(set_bytes, encoder, a, n, d->n);
-    size_t floats = d->shared ? d->shared : 1;   // each kernel has some
-    send(set_shared, encoder, (sizeof(float) * floats + 15) / 16 * 16, 0);
+    send(set_shared, encoder, d->shared ? 16 * div_up(d->shared, 4) : 16, 0);   // all have some
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
