@@ -309,8 +309,8 @@ enum {
 // Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
 // begins `start` bytes after the bound address, which Metal wants aligned; its products are
 // multiplied by `scale`. Of experts' matrices that is the first one; the others lie `step` bytes
-// apart, and their biases bias_step floats. Results lie out_step floats apart, `rows` or more. What
-// a product and its bias make is multiplied by `factor`.
+// apart, and their biases bias_step floats. gemv's results lie out_step floats apart, `rows` or more.
+// What a product and its bias make is multiplied by `factor`.
 struct kernel_matrix {
     uint32_t start, row_bytes;
     int32_t rows;
@@ -327,7 +327,7 @@ struct input_args { int32_t n, cols, step; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
 struct product_args {
     struct kernel_matrix w[4];
-    int32_t cols, x_step, tokens;          // x_step: from an input to the next
+    int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; of gemm: tiles of tokens at most
     float eps, softcap, factor;
@@ -341,6 +341,7 @@ struct attention_args {
     float temp, n_ctx;                     // see temperature; temp 0: none
 };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
+// shared_cols: 0 without a shared expert; weighed: it has a router
 struct experts_args { struct product_args down; int32_t shared_cols, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };

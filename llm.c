@@ -87,7 +87,7 @@ static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.
 // Finds a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a star.
 // Returns a pointer behind it, to a star, a blank or the end; NULL if the list lacks the word.
 static const char *find_str(Str word, const char *words) {
-    if (word.n && memchr(word.s, 0, word.n)) return NULL;   // no word of a list has a NUL
+    if (word.n && (memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n))) return NULL;
     for (; words; words = strchr(words, ' '), words = words ? words + 1 : NULL)
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
     return NULL;
@@ -792,9 +792,10 @@ static bool load_recurrent(Loader *, Layer *), load_shared(Loader *, Layer *);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// n matrices whose input is the residual stream: stacked in one tensor, or each in its own
-static void load_fused(Loader *ld, const char *name, int n_expert, const Slice *part, int n) {
-    int cols = ld->m->config.dim, rows = 0, at = 0;
+// n matrices with the same input of `cols` numbers: stacked in one tensor, or each in its own
+static void load_fused(Loader *ld, const char *name, int cols, int n_expert, const Slice *part,
+                       int n) {
+    int rows = 0, at = 0;
     for (int i = 0; i < n; i++) rows += part[i].rows;
     Matrix all = load_matrix(ld, name, cols, rows, n_expert);
     for (int i = 0; i < n; at += part[i++].rows)
@@ -814,7 +815,7 @@ static void load_attention(Loader *ld, Layer *w) {
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
     bool shares = load_shared(ld, w);
     if (first && w->hd == w->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;   // gated
-    load_fused(ld, "attn_qkv", 1,
+    load_fused(ld, "attn_qkv", c->dim, 1,
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k},
                          {v_is_k ? "attn_k" : "attn_v", v, &w->v}},
                fused || !shares ? 3 : 1);
@@ -831,10 +832,11 @@ static void load_attention(Loader *ld, Layer *w) {
 static int load_ffn(Loader *ld, const char *const *name, int cols, int ff, int n, Matrix **w) {
     const Tensor *both = find_tensor(ld, name[3], ".weight");
     const Tensor *down = find_tensor(ld, name[2], ".weight");
+    if (!ff) need_data(ld, down, name[2], ".weight");
     if (!ff) ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
     *w[0] = load_matrix(ld, name[0], cols, ff, n);
     if (!w[0]->data && both && both->ne[1] == 2 * ff)
-        load_fused(ld, name[3], n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
+        load_fused(ld, name[3], cols, n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
     else *w[1] = need_matrix(ld, name[1], cols, ff, n);
     *w[2] = need_matrix(ld, name[2], ff, cols, n);
     return ff;
@@ -962,9 +964,10 @@ static void derive_config(Loader *ld) {
     c->eps = fmaxf(c->arch->norm == RMS ? c->eps_rms : c->eps, 0);
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // on each side, with itself
-    Str act = meta_str(arch_meta(ld, "hidden_activation"));
-    if (act.n && find_str(act, "silu swish swiglu")) c->act = SILU;
-    if (act.n && find_str(act, "relu reglu")) refuse(ld, "ReLU is not supported");
+    Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
+    if (act.n && c->act == GELU && find_str(act, "silu swish swiglu")) c->act = SILU;
+    else if (act.n && c->act == GELU && !find_str(act, "gelu geglu gelu_pytorch_tanh"))
+        refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
     c->n_layer -= c->n_predict;
     c->dv /= c->n_value ? c->n_value : 1;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf.n_tensors)
@@ -1036,6 +1039,7 @@ static bool weights_load(Model *m, Error *e) {
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].data ? m->dense[0].rows : c->dim, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
+    if (m->dense[1].data && !m->dense[0].data) refuse(&ld, "tensor dense_3 without dense_2");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
@@ -1160,13 +1164,13 @@ typedef struct {
     const uint16_t *k, *v;         // [n_kv][rows][hd], [n_kv][rows][v_step] f16, vd of which count
     const int32_t *pos_k;          // [rows] position in each row, -1: empty
     int rows, pos, n;              // queries at pos .. pos+n-1
-    int n_head, n_kv, hd, vd, v_step, window, keep, ahead;
+    int n_head, n_kv, hd, vd, v_step, window, keep, ahead;   // see attention_sees
     float scale, softcap;          // softcap 0: none
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 
 // Does a query see a key (both are positions; key -1: an empty row)? It sees a window that ends
-// with itself, `ahead` keys behind it (0 in a causal model), and the first `keep` keys, which are
+// with itself, `ahead` keys after it (0 in a causal model), and the first `keep` keys, which are
 // pinned. No branch: loops become vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
@@ -2092,7 +2096,8 @@ static void load_experts(Loader *ld, Layer *w) {
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
     bool latent = w->latent_down.data, gated = c->act != RELU2;
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
-    if (latent && gated) refuse(ld, "layer %d: latent experts with a gate", ld->l);
+    if (latent && (gated || find_tensor(ld, "ffn_gate_inp", ".scale")))
+        refuse(ld, "layer %d: latent experts with a gate or beside a dense FFN", ld->l);
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
     w->ff = load_ffn(ld, sparse, wide, 0, n, (Matrix *[]){&w->gate, &w->up, &w->down});
     if (gated) need_data(ld, w->gate.data, sparse[0], ".weight");
@@ -2108,7 +2113,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (!scale && !find_tensor(ld, shared[1], ".weight")) return;
     load_ffn(ld, scale ? FFN_NAMES : shared, c->dim, scale ? dense : 0, 1,
              (Matrix *[]){&w->shared_gate, &w->shared_up, &w->shared_down});
-    w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    if (!scale) w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
@@ -2193,6 +2198,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
     size_t dim = w->down.rows, ff = w->ff;
+    static float place[MAX_EXPERTS];   // an x for each expert while scratch is counted
     int jobs = 0, rows = 0, k = 0;
     for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
         int r = rows, e = order ? s->chosen[order[r]] : 0;
@@ -2202,10 +2208,12 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
-        in[k++] = (Matmul){&up[jobs], s->gathered + r * dim, s->up + r * ff, n};
-        if (w->gate.data)
-            in[k++] = (Matmul){&gate[jobs], s->gathered + r * dim, s->gate + r * ff, n};
-        back[jobs] = (Matmul){&down[jobs], s->up + r * ff, s->expert_out + r * dim, n};
+        float *x = &place[jobs], *h = x, *g = x, *y = x;
+        if (order) x = s->gathered + r * dim, h = s->up + r * ff;
+        if (order) g = s->gate + r * ff, y = s->expert_out + r * dim;
+        in[k++] = (Matmul){&up[jobs], x, h, n};
+        if (w->gate.data) in[k++] = (Matmul){&gate[jobs], x, g, n};
+        back[jobs] = (Matmul){&down[jobs], h, y, n};
     }
     each_row(s, gather_row, order, rows);
     matmul(s->pool, &s->calls, in, k);
@@ -2441,8 +2449,8 @@ static void space_block(Session *s, size_t i) { memory_block(s, i, false); }
 
 static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     const Config *c = &ld->m->config;
-    load_fused(ld, "ssm_in", 1, (Slice[]){{"", values, &w->z}, {"", xbc, &w->conv_in},
-                                          {"", c->n_value, &w->alpha}}, 3);
+    load_fused(ld, "ssm_in", c->dim, 1, (Slice[]){{"", values, &w->z}, {"", xbc, &w->conv_in},
+                                                  {"", c->n_value, &w->alpha}}, 3);
     w->skip = load_vector(ld, "ssm_d", "", c->n_value);
     need_data(ld, w->skip, "ssm_d", "");
     w->delta_norm = load_norm(ld, "ssm_norm", c->n_key, values / c->n_key);
@@ -2466,7 +2474,7 @@ static bool load_recurrent(Loader *ld, Layer *w) {
     const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
     if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
     if (conv)
-        load_fused(ld, "shortconv.in_proj", 1, (Slice[]){{"", c->dim, &w->alpha},
+        load_fused(ld, "shortconv.in_proj", c->dim, 1, (Slice[]){{"", c->dim, &w->alpha},
                    {"", c->dim, &w->z}, {"", c->dim, &w->conv_in}}, 3);
     else {
         if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
@@ -2940,10 +2948,13 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         }
         return;
     }
-    while (ch < end) {
+    for (Char *dry = ch; ch < end;) {   // dry: the end of white space without a line's end
         Char *match = NULL;
-        for (const char *r = rule; r && !match; r = strchr(r, '|'), r = r ? r + 1 : NULL)
-            match = rule_match(r, ch, end);
+        for (const char *r = rule; r && !match; r = strchr(r, '|'), r = r ? r + 1 : NULL) {
+            bool line = !strncmp(r, "s*r", 3);   // which need not be looked for again and again
+            if (!line || ch >= dry) match = rule_match(r, ch, end);
+            for (; line && !match && (dry < ch || (dry < end && dry->set & CLASS('s')));) dry++;
+        }
         if (match) ch->cut = match->cut = 1;
         ch = match ? match : ch + 1;
     }
@@ -6974,8 +6985,9 @@ static bool run(Cli *cli) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
     }
-    if (!m->config.causal && !cli->embed && !cli->info)
-        return fail(&cli->e, "%s: %s is an encoder; use --embed", cli->model, m->config.name);
+    bool encoder = m->config.arch->flags & ENCODER;
+    if ((encoder || (!m->config.causal && !cli->logits)) && !cli->embed && !cli->info)
+        return fail(&cli->e, "%s: %s is for embeddings; use --embed", cli->model, m->config.name);
     if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
@@ -7260,6 +7272,7 @@ static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
 static uint64_t unicode_classes(uint32_t c) {
     int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
     uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
+    if (c == '~') set = 0;   // llama.cpp's expressions do not know it as a symbol
     if (k == 8 && c >= 0x80) return set;   // the lists above know such a space only as white space
     for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
         if (c >= MORE_CLASSES[i].first && c <= MORE_CLASSES[i].last)

@@ -48,7 +48,7 @@ typedef struct {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
     size_t longest;             // bytes that a buffer may have
-    Pool *pool;                 // the session's
+    Pool *pool;                 // the session's, for CUDA's compiler
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
     float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8
@@ -292,15 +292,15 @@ static void cuda_compile(Task t) {   // code of variant number t.i, if it has no
     bool keeps = cuda_path(g, source, path, sizeof path);
     if (keeps) *c = cuda_cached(path);
     if (c->bytes || d->nvrtcCreateProgram(&program, source, "pipeline", 3, texts, names)) return;
+    size_t size = 0;
     bool ok = !d->nvrtcCompileProgram(program, 4, options);
-    if (ok) d->nvrtcGetCUBINSize(program, &c->n);
-    size_t size = c->n;
     if (!ok) d->nvrtcGetProgramLogSize(program, &size);
-    c->bytes = malloc(size);
-    if (c->bytes && ok) d->nvrtcGetCUBIN(program, c->bytes);
+    else ok = !d->nvrtcGetCUBINSize(program, &size);
+    c->bytes = calloc(size + 1, 1);
+    if (c->bytes && ok) c->n = d->nvrtcGetCUBIN(program, c->bytes) ? 0 : size;
     else if (c->bytes) d->nvrtcGetProgramLog(program, c->bytes);
     d->nvrtcDestroyProgram(&program);
-    if (c->bytes && ok && keeps) cuda_keep(path, *c);
+    if (c->n && keeps) cuda_keep(path, *c);
 }
 
 static bool cuda_ready(Gpu *g) {   // makes all variants that were noted
@@ -1331,8 +1331,9 @@ static bool share_all(Session *s) {
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
-// Makes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs;
-// then runs a token, which brings weights into memory, in a row that no query sees.
+// Notes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs;
+// then runs a token, which brings weights into memory, in a row that no query sees. (Metal makes
+// pipelines as they are noted, CUDA all together at the first launch.)
 static void warm_up(Session *s) {
     Gpu *g = s->gpu;
     int n[5] = {s->o.chunk, GEMM_SOME, 2, 1, 1};

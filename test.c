@@ -1822,7 +1822,7 @@ static void test_tokenizer_rules(void) {
         {"tekken", "Hello|World|HTTPs| \u00C0|B|1|2|;/\n/\n"},
         {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
         {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"},
-        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301"}, {"viking", "a|1|2| b|.|x"},
+        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301|(=|~|'"}, {"viking", "a|1|2| b|.|x"},
         {"minicpm5", "It|'S|123|4| ab|!\n\n|x"}, {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"},
         {"superbpe", "a b|1|234|567|x|89|123|."},
         {"kimi-k2", "漢字\U0002B820\U0002CEB0|か|.x|漢|12|A's| |123|4| !\n|\u0378|\u0378"},
@@ -1957,6 +1957,13 @@ static void test_tokenizer_linear(void) {
             CHECK(took < 10, "%s: pattern %zu takes %.1f s", TOK_GOLDENS[k].gguf, p, took);
         }
     }
+    Char *ch = need((n + 1) * sizeof *ch);   // white space in powers of two, of a long run
+    double start = now();
+    for (size_t i = 0; i < n; i++) ch[i] = (Char){CLASS('s') | CLASS(' '), ' ', i == 0};
+    for (size_t i = 0; i < COUNT(PRE_TOKENIZERS); i++)
+        if (find_str((Str){"jais-2", 6}, PRE_TOKENIZERS[i].names))
+            piece_split(PRE_TOKENIZERS[i].rule[0], ch, ch + n);
+    CHECK(ch[512].cut && now() - start < 1, "jais-2: %.1f s", now() - start);
 }
 
 // ==== chat templates ====
