@@ -309,8 +309,8 @@ enum {
 // Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
 // begins `start` bytes after the bound address, which Metal wants aligned; its products are
 // multiplied by `scale`. Of experts' matrices that is the first one; the others lie `step` bytes
-// apart, and their biases bias_step floats. gemv's results lie out_step floats apart, `rows` or more.
-// What a product and its bias make is multiplied by `factor`.
+// apart, and their biases bias_step floats. Results of gemv lie out_step floats apart, `rows` or
+// more. What a product and its bias make is multiplied by `factor`.
 struct kernel_matrix {
     uint32_t start, row_bytes;
     int32_t rows;

@@ -7053,8 +7053,7 @@ int main(int argc, char **argv) {
 // UNICODE_LOWER begins with "a.<`'b:9#". Here a. is 2 * 60 + 11 = 131 = 2 * 65 + 1: after 65
 // characters comes a range of several, at 'A'; < is 25, so it ends at 'Z'; `' is 1 * 60 + 4 = 64,
 // written for 32: what to add to 'A' for 'a'. Then b: is 3 * 60 + 23 = 203 = 2 * 101 + 1: 101
-// characters after 'Z', at U+00C0, comes the next range; 9 is 22, so it ends at U+00D6; # is 0: its
-// value, too, is 32.
+// characters after 'Z', at U+00C0, is the next range; 9 is 22: it ends at U+00D6; # is 0: 32, too.
 
 static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
     "$+5$'$$4%#$$%&#%$($#%$&$$,&$$'$%%$$$$<.$%/#%#$#%$<.#-#%#$#%$('#$$<%#$#&$'%#$$$%#*#)#%#'$&&$$(",
