@@ -2514,6 +2514,20 @@ static char *guarded(size_t n) {
 }
 static void unguard(char *p, size_t n) { munmap(p + n - whole_pages(n), whole_pages(n) + PAGE); }
 
+#ifdef REAL_GPU   // threads run in an order of the device's own, and nothing is recorded
+enum { FORWARD, ORDERS, RECORDS = 1, RECORDER = 0 };
+#else
+enum { FORWARD, REVERSE, RANDOM, ORDERS, RECORDS = 4096, RECORDER = 1 };
+#endif
+static struct {
+    int order;                                   // the schedule
+    int live, faults, pools;                     // objects; misuse of the API; open pools
+    int buffers, commits, n_run;                 // made since the test reset them
+    struct { const char *kernel; const int *constant; void *bound[16]; } run[RECORDS];
+    const char *broken;                          // the method that fails, or NULL
+    size_t longest;                              // that a buffer may be, or 0
+} soft;
+
 #ifndef REAL_GPU   // which takes the place of all this
 #include <dlfcn.h>
 #include <ucontext.h>
@@ -2536,7 +2550,6 @@ static void unguard(char *p, size_t n) { munmap(p + n - whole_pages(n), whole_pa
 enum { SIMD = 32, MAX_THREADS = 1024, BEHIND = 64 };
 enum { STACK = 4 << 20 };   // stacks so far apart that valgrind tells them apart
 #define LINE(site) ((site) & 0xffff)
-enum { FORWARD, REVERSE, RANDOM, ORDERS };
 
 typedef struct {
     jmp_buf go;
@@ -2548,7 +2561,6 @@ typedef struct {
 } EmuThread;
 
 static struct {
-    int order;
     uint32_t seed;
     int threads, groups, now, alive, waiting;    // size, SIMD-groups, running thread, ...
     int first;                                   // its thread 0 is t[first]
@@ -2583,8 +2595,8 @@ __attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(cons
 HIDDEN static uint32_t emu_random(void) { return (emu.seed = emu.seed * 1664525u + 12345) >> 8; }
 
 HIDDEN static int emu_bit(uint32_t m) {   // one of the bits of m, by the schedule
-    if (emu.order == FORWARD) return __builtin_ctz(m);
-    if (emu.order == REVERSE) return 31 - __builtin_clz(m);
+    if (soft.order == FORWARD) return __builtin_ctz(m);
+    if (soft.order == REVERSE) return 31 - __builtin_clz(m);
     for (int skip = emu_random() % __builtin_popcount(m); skip--;) m &= m - 1;
     return __builtin_ctz(m);
 }
@@ -2691,15 +2703,13 @@ HIDDEN static void emu_multiply(int site, const float *ab, const float *c, float
     d[1] = sum[1];
 }
 
-HIDDEN static void emu_simd_barrier(const char *flags, int site) {
-    TSAN(char *order = &emu.order_sg[emu.now / SIMD];)
-    TSAN(if (!strstr(flags, "mem_none")) __tsan_release(order);)
-    (void)flags;
+HIDDEN static void emu_simd_barrier(int site) {
+    TSAN(__tsan_release(&emu.order_sg[emu.now / SIMD]);)
     emu_simd("simdgroup_barrier", site);
-    TSAN(if (!strstr(flags, "mem_none")) __tsan_acquire(order);)
+    TSAN(__tsan_acquire(&emu.order_sg[emu.now / SIMD]);)
 }
 
-HIDDEN static void emu_barrier(const char *flags, int site) {
+HIDDEN static void emu_barrier(int site) {
     EmuThread *t = &EMU(emu.now);
     t->op = "threadgroup_barrier";
     t->site = site;
@@ -2709,8 +2719,7 @@ HIDDEN static void emu_barrier(const char *flags, int site) {
     if (emu.waiting && emu.bar_site != site)
         emu_fail("divergence: threadgroup_barrier line %d, and others at line %d", LINE(site),
                  LINE(emu.bar_site));
-    TSAN(if (!strstr(flags, "mem_none")) __tsan_release(&emu.order_tg);)
-    (void)flags;
+    TSAN(__tsan_release(&emu.order_tg);)
     emu.bar_site = site;
     emu.ready[emu.now / SIMD] &= ~(1u << emu.now % SIMD);
     if (++emu.waiting == emu.threads) {
@@ -2718,7 +2727,7 @@ HIDDEN static void emu_barrier(const char *flags, int site) {
         for (int g = 0; g < emu.groups; g++) emu.ready[g] = emu.live[g];
     }
     emu_switch();
-    TSAN(if (!strstr(flags, "mem_none")) __tsan_acquire(&emu.order_tg);)
+    TSAN(__tsan_acquire(&emu.order_tg);)
 }
 
 HIDDEN static void emu_fiber(void) {
@@ -2787,7 +2796,7 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
     emu.kernel = kernel;
     emu.argument = argument;
     for (int i = 0; i < groups && !emu.error[0]; i++) {
-        emu.tg = emu.order == FORWARD ? i : emu.order == REVERSE ? groups - 1 - i
+        emu.tg = soft.order == FORWARD ? i : soft.order == REVERSE ? groups - 1 - i
                  : (int)((i * step + shift) % groups);
         emu.shared = all + i * (bytes + BEHIND);
         (void)VALGRIND_MAKE_MEM_UNDEFINED(emu.shared, bytes);
@@ -2827,8 +2836,8 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define max(a, b) ({ __typeof__((a) + 0) a_ = (a), b_ = (b); a_ > b_ ? a_ : b_; })
 #define min(a, b) ({ __typeof__((a) + 0) a_ = (a), b_ = (b); a_ < b_ ? a_ : b_; })
 #define clamp(x, a, b) min(max(x, a), b)
-#define threadgroup_barrier(flags) emu_barrier(#flags, SITE)
-#define simdgroup_barrier(flags) emu_simd_barrier(#flags, SITE)
+#define threadgroup_barrier(flags) emu_barrier(SITE)   // flags: no kernel has mem_none
+#define simdgroup_barrier(flags) emu_simd_barrier(SITE)
 
 #define SITE (__COUNTER__ << 16 | __LINE__)   // two calls on a line are two places
 #define simd_sum(x) emu_fold("simd_sum", SITE, x)
@@ -2841,11 +2850,9 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define EMU_COL emu_col(emu_lane())
 #define EMU_AT(n, turned, i) \
     ((turned) ? (EMU_COL + (i)) * (n) + EMU_ROW : EMU_ROW * (n) + EMU_COL + (i))
-#define EMU_LOAD5(m, p, n, origin, turned) \
-    ({ for (int i_ = 0; i_ < 2; i_++) (m).e[i_] = (p)[EMU_AT(n, turned, i_)]; })
-#define EMU_LOAD3(m, p, n) EMU_LOAD5(m, p, n, 0, 0)
-#define EMU_6TH(a, b, c, d, e, f, ...) f
-#define simdgroup_load(...) EMU_6TH(__VA_ARGS__, EMU_LOAD5, 0, EMU_LOAD3)(__VA_ARGS__)
+#define simdgroup_load(m, p, n, ...) /* nothing, or an origin of 0 and whether it is turned */ \
+    ({ for (int i_ = 0; i_ < 2; i_++) \
+        (m).e[i_] = (p)[EMU_AT(n, ((int[2]){__VA_ARGS__})[1], i_)]; })
 #define simdgroup_store(m, p, n) \
     ({ for (int i_ = 0; i_ < 2; i_++) (p)[EMU_AT(n, 0, i_)] = (m).e[i_]; })
 #define simdgroup_float8x8(x) \
@@ -2888,13 +2895,13 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 // are found by name in this program (link with -rdynamic). The generic call passes one word a
 // parameter: right on x86-64 and arm64 Linux.
 
-enum { BINDINGS = 31, PARAMS = 24, PLACES = 6, RECORDS = 4096 };
+enum { BINDINGS = 31, PARAMS = 24, PLACES = 6 };
 static const char *const soft_places[PLACES] = {   // behind a kernel's buffers, as PLACE has them
     "*shared [[shared_memory]]", "tg [[threadgroup_position_in_grid]]",
     "tid [[thread_index_in_threadgroup]]", "nsg [[simdgroups_per_threadgroup]]",
     "sg [[simdgroup_index_in_threadgroup]]", "lane [[thread_index_in_simdgroup]]"};
 
-struct SoftClass;
+typedef struct SoftClass { const struct SoftClass *isa; const char *name; } SoftClass;
 typedef struct { struct SoftObject *buffer; char *p; } SoftBind;
 typedef struct SoftRun {
     struct SoftObject *pipeline;
@@ -2904,31 +2911,26 @@ typedef struct SoftRun {
     struct SoftRun *next;
 } SoftRun;
 typedef struct SoftObject {                      // any object; few fields, several uses
-    const struct SoftClass *isa;
+    const SoftClass *isa;
     int refs, n_buffers, status;                 // n_buffers: of a kernel, the last: arguments
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p;                                     // a string's, buffer's, library's bytes
     size_t n;
     bool mine, guarded;                          // p is ours to free or unguard
-    struct { bool set; int value; } constant[N_CONSTANTS];
+    bool set[N_CONSTANTS];
+    int constant[N_CONSTANTS];
     SoftRun now, *runs, **last;                  // an encoder's state, a command buffer's work
 } SoftObject;
-typedef struct { const char *name, *type; void *code; } SoftMethod;
-typedef struct SoftClass {
-    const struct SoftClass *isa;
-    const char *name;
-    const SoftMethod *method;
-} SoftClass;
 
-static struct {
-    int live, faults, pools, pooled;             // objects; misuse of the API; open pools
-    int buffers, commits, n_run;                 // made since the test reset them
-    SoftObject *pool[1000];                      // NULL marks where a pool begins
-    struct { SoftObject *pipeline; void *bound[16]; } run[RECORDS];   // the recorder
-    const char *broken;                          // the method that fails, or NULL
-    size_t longest;                              // that a buffer may be, or 0
-} soft;
+static SoftObject *pooled[1000];                 // NULL marks where a pool begins
+static int n_pooled;
+
+#define CLASS(name) name = {&name, #name}
+static const SoftClass CLASS(NSObject), CLASS(NSString), CLASS(NSError), CLASS(NSArray),
+    CLASS(MTLCompileOptions), CLASS(MTLFunctionConstantValues), CLASS(MTLDevice), CLASS(MTLBuffer),
+    CLASS(MTLLibrary), CLASS(MTLFunction), CLASS(MTLComputePipelineState), CLASS(MTLCommandQueue),
+    CLASS(MTLCommandBuffer), CLASS(MTLComputeCommandEncoder);
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
     va_list v;
@@ -2976,22 +2978,19 @@ static void soft_release(SoftObject *o) {
 
 static SoftObject *soft_autorelease(SoftObject *o) {
     if (!soft.pools) soft_fault("%s autoreleased with no pool in place", o->isa->name);
-    return soft.pool[soft.pooled++] = o;
+    return pooled[n_pooled++] = o;
 }
 
 void *objc_autoreleasePoolPush(void) {
     soft.pools++;
-    soft.pool[soft.pooled++] = NULL;
-    return &soft.pool[soft.pooled - 1];
+    pooled[n_pooled] = NULL;
+    return &pooled[n_pooled++];
 }
 
 void objc_autoreleasePoolPop(void *pool) {
     soft.pools--;
-    while (&soft.pool[soft.pooled] != pool) soft_release(soft.pool[--soft.pooled]);
+    while (&pooled[n_pooled] != pool) soft_release(pooled[--n_pooled]);
 }
-
-static const SoftClass NSString, NSError, NSArray, MTLCompileOptions, MTLFunctionConstantValues,
-    SoftDevice, Buffer, Library, Function, PipelineState, Queue, Commands, Encoder;
 
 static id soft_child(const SoftClass *c, id parent) {   // keeps its parent alive
     SoftObject *o = soft_new(c);
@@ -3006,7 +3005,7 @@ static id soft_string(const SoftClass *c, const char *s) {
     return soft_autorelease(o);
 }
 
-// Methods. A class's own ("+") and its instances' ("-") share a table.
+// Methods, a class's own ("+") and its instances' ("-").
 #define M(R, name, ...) static R soft_##name(id self, SEL sel, ##__VA_ARGS__)
 #define SELF ((SoftObject *)self)
 
@@ -3019,7 +3018,7 @@ M(id, description) { return soft_string(&NSString, SELF->p); }
 M(size_t, count) { return SELF->a != NULL; }
 M(id, object_at, size_t i) { return i ? NULL : SELF->a; }
 M(void, set_fast, bool fast) { SELF->status = !fast; }
-M(id, new_queue) { return soft_child(&Queue, self); }
+M(id, new_queue) { return soft_child(&MTLCommandQueue, self); }
 M(size_t, width) { return 32; }
 M(size_t, max_threads) { return 1024; }
 M(size_t, max_length) { return soft.longest ? soft.longest : (size_t)1 << 40; }
@@ -3027,17 +3026,17 @@ M(void, set_pipeline, id pipeline) { SELF->now.pipeline = pipeline; }
 M(void, end_encoding) { SELF->a->status = 1; }
 M(size_t, get_status) { return SELF->status; }
 M(id, get_error) { return soft_string(&NSError, SELF->p ? SELF->p : "it\ndid not run"); }
-M(id, new_commands) { return soft_autorelease(soft_child(&Commands, self)); }
-M(id, new_encoder) { return soft_autorelease(soft_child(&Encoder, self)); }
+M(id, new_commands) { return soft_autorelease(soft_child(&MTLCommandBuffer, self)); }
+M(id, new_encoder) { return soft_autorelease(soft_child(&MTLComputeCommandEncoder, self)); }
 
 M(void, set_constant, const void *p, size_t type, size_t i) {
     if (i >= N_CONSTANTS || type != 29) return soft_fault("constant %zu of type %zu", i, type);
-    SELF->constant[i].set = true;
-    memcpy(&SELF->constant[i].value, p, sizeof(int));
+    SELF->set[i] = true;
+    memcpy(&SELF->constant[i], p, sizeof(int));
 }
 
 M(id, new_library, id source, id options, id *error) {
-    SoftObject *o = soft_new(&Library);
+    SoftObject *o = soft_new(&MTLLibrary);
     if (!((SoftObject *)options)->status) soft_fault("fast math is on");
     o->p = strdup(((SoftObject *)source)->p);
     o->mine = true;
@@ -3057,7 +3056,8 @@ M(id, new_function, id name, id constants, id *error) {
     int parameters = 0, index;
     while ((s = strstr(s, "kernel void ")) && (s += 12, strncmp(s, want, n) || s[n] != '(')) ;
     if (!s) return *error = soft_string(&NSError, "no such kernel"), NULL;
-    SoftObject *f = soft_child(&Function, self);
+    SoftObject *f = soft_child(&MTLFunction, self);
+    memcpy(f->set, ((SoftObject *)constants)->set, sizeof f->set);
     memcpy(f->constant, ((SoftObject *)constants)->constant, sizeof f->constant);
     snprintf(f->name, sizeof f->name, "metal_%s", want);
     f->p = dlsym(RTLD_DEFAULT, f->name);
@@ -3078,15 +3078,15 @@ M(id, new_function, id name, id constants, id *error) {
 M(id, new_pipeline, id function, id *error) {
     SoftObject *f = function;
     for (int i = 0; i < N_CONSTANTS; i++)
-        if (!f->constant[i].set) soft_fault("%s: constant %d is not set", f->name, i);
-    return soft_child(&PipelineState, f);
+        if (!f->set[i]) soft_fault("%s: constant %d is not set", f->name, i);
+    return soft_child(&MTLComputePipelineState, f);
 }
 
 M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator) {
     size_t page = sysconf(_SC_PAGESIZE);
     if ((uintptr_t)p % page || bytes % page || !bytes || options || deallocator)
         soft_fault("bytesNoCopy: %p, %zu are not whole pages", p, bytes);
-    SoftObject *o = soft_new(&Buffer);
+    SoftObject *o = soft_new(&MTLBuffer);
     o->p = p;
     o->n = bytes;
     soft.buffers++;
@@ -3109,7 +3109,7 @@ static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, si
 M(void, set_buffer, id b, size_t at, size_t i) { soft_bind(self, soft_retain(b), at, i); }
 
 M(void, set_bytes, const void *p, size_t n, size_t i) {
-    SoftObject *o = soft_new(&Buffer);
+    SoftObject *o = soft_new(&MTLBuffer);
     o->p = guarded(o->n = n);                    // exactly so many, to catch a longer struct
     o->guarded = true;
     if (n > 4096) soft_fault("setBytes: %zu bytes", n);
@@ -3132,7 +3132,8 @@ M(void, dispatch, MTLSize groups, MTLSize threads) {
     *commands->last = r;
     commands->last = &r->next;
     if (soft.n_run == RECORDS) return;
-    soft.run[soft.n_run].pipeline = r->pipeline;
+    soft.run[soft.n_run].kernel = r->pipeline->a->name;
+    soft.run[soft.n_run].constant = r->pipeline->a->constant;
     for (int i = 0; i < 16; i++) soft.run[soft.n_run].bound[i] = r->bind[i].p;
     soft.n_run++;
 }
@@ -3159,7 +3160,7 @@ HIDDEN static void soft_kernel(void *argument) {   // one thread of a dispatch
 
 static const char *soft_ready(SoftRun *r) {   // set function constants; is all bound?
     SoftObject *f = r->pipeline->a;
-#define X(name) name = f->constant[C_##name].value;
+#define X(name) name = f->constant[C_##name];
     FUNCTION_CONSTANTS(X)
 #undef X
     for (int i = 0; i < f->n_buffers; i++)
@@ -3180,135 +3181,97 @@ M(void, wait_completed) {
     SELF->mine = true;
 }
 
-// Apple's prototypes. A function of another type does not compile; the casts of metal.c are
-// compared with these strings by soft_prototypes.
-#define METHOD(name, R, types, code) \
-    {name, #R " " #types, (void *)_Generic(soft_##code, R(*) types: soft_##code)},
-#define SOFT_CLASS(c, text, ...) \
-    static const SoftClass c = {&c, text, (const SoftMethod[]){ __VA_ARGS__ \
-        METHOD("retain", id, (id, SEL), object_retain) \
-        METHOD("release", void, (id, SEL), object_release) {0}}};
-SOFT_CLASS(NSString, "NSString",
-    METHOD("stringWithUTF8String:", id, (id, SEL, const char *), string_with)
-    METHOD("UTF8String", const char *, (id, SEL), utf8))
-SOFT_CLASS(NSError, "NSError", METHOD("localizedDescription", id, (id, SEL), description))
-SOFT_CLASS(NSArray, "NSArray",
-    METHOD("count", size_t, (id, SEL), count)
-    METHOD("objectAtIndex:", id, (id, SEL, size_t), object_at))
-SOFT_CLASS(MTLCompileOptions, "MTLCompileOptions",
-    METHOD("new", id, (id, SEL), class_new)
-    METHOD("setFastMathEnabled:", void, (id, SEL, bool), set_fast))
-SOFT_CLASS(MTLFunctionConstantValues, "MTLFunctionConstantValues",
-    METHOD("new", id, (id, SEL), class_new)
-    METHOD("setConstantValue:type:atIndex:", void, (id, SEL, const void *, size_t, size_t),
-           set_constant))
-SOFT_CLASS(SoftDevice, "MTLDevice",
-    METHOD("newCommandQueue", id, (id, SEL), new_queue)
-    METHOD("maxBufferLength", size_t, (id, SEL), max_length)
-    METHOD("newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *), new_library)
-    METHOD("newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *), new_pipeline)
-    METHOD("newBufferWithBytesNoCopy:length:options:deallocator:", id,
-           (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy))
-SOFT_CLASS(Buffer, "MTLBuffer",)
-SOFT_CLASS(Library, "MTLLibrary",
-    METHOD("newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *), new_function))
-SOFT_CLASS(Function, "MTLFunction",)
-SOFT_CLASS(PipelineState, "MTLComputePipelineState",
-    METHOD("threadExecutionWidth", size_t, (id, SEL), width)
-    METHOD("maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads))
-SOFT_CLASS(Queue, "MTLCommandQueue",
-    METHOD("commandBuffer", id, (id, SEL), new_commands))
-SOFT_CLASS(Commands, "MTLCommandBuffer",
-    METHOD("computeCommandEncoder", id, (id, SEL), new_encoder)
-    METHOD("commit", void, (id, SEL), commit)
-    METHOD("waitUntilCompleted", void, (id, SEL), wait_completed)
-    METHOD("status", size_t, (id, SEL), get_status)
-    METHOD("error", id, (id, SEL), get_error))
-SOFT_CLASS(Encoder, "MTLComputeCommandEncoder",
-    METHOD("setComputePipelineState:", void, (id, SEL, id), set_pipeline)
-    METHOD("setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t), set_buffer)
-    METHOD("setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t), set_bytes)
-    METHOD("setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t), set_shared)
-    METHOD("dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize),
-           dispatch)
-    METHOD("endEncoding", void, (id, SEL), end_encoding))
-
-static const SoftClass *const soft_classes[] = {
-    &NSString, &NSError, &NSArray, &MTLCompileOptions, &MTLFunctionConstantValues, &SoftDevice,
-    &Buffer, &Library, &Function, &PipelineState, &Queue, &Commands, &Encoder};
-enum { CLASSES = COUNT(soft_classes) };
+// Apple's prototypes; NSObject's are every object's. A function of another type does not compile;
+// the casts of metal.c are compared with these strings by check_complete.
+#define METHOD(of, name, R, types, code) \
+    {&of, name, #R " " #types, (void *)_Generic(soft_##code, R(*) types: soft_##code)},
+static const struct { const SoftClass *of; const char *name, *type; void *code; } soft_methods[] = {
+    METHOD(NSObject, "retain", id, (id, SEL), object_retain)
+    METHOD(NSObject, "release", void, (id, SEL), object_release)
+    METHOD(NSString, "stringWithUTF8String:", id, (id, SEL, const char *), string_with)
+    METHOD(NSString, "UTF8String", const char *, (id, SEL), utf8)
+    METHOD(NSError, "localizedDescription", id, (id, SEL), description)
+    METHOD(NSArray, "count", size_t, (id, SEL), count)
+    METHOD(NSArray, "objectAtIndex:", id, (id, SEL, size_t), object_at)
+    METHOD(MTLCompileOptions, "new", id, (id, SEL), class_new)
+    METHOD(MTLCompileOptions, "setFastMathEnabled:", void, (id, SEL, bool), set_fast)
+    METHOD(MTLFunctionConstantValues, "new", id, (id, SEL), class_new)
+    METHOD(MTLFunctionConstantValues, "setConstantValue:type:atIndex:", void,
+           (id, SEL, const void *, size_t, size_t), set_constant)
+    METHOD(MTLDevice, "newCommandQueue", id, (id, SEL), new_queue)
+    METHOD(MTLDevice, "maxBufferLength", size_t, (id, SEL), max_length)
+    METHOD(MTLDevice, "newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *),
+           new_library)
+    METHOD(MTLDevice, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *),
+           new_pipeline)
+    METHOD(MTLDevice, "newBufferWithBytesNoCopy:length:options:deallocator:", id,
+           (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy)
+    METHOD(MTLLibrary, "newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *),
+           new_function)
+    METHOD(MTLComputePipelineState, "threadExecutionWidth", size_t, (id, SEL), width)
+    METHOD(MTLComputePipelineState, "maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads)
+    METHOD(MTLCommandQueue, "commandBuffer", id, (id, SEL), new_commands)
+    METHOD(MTLCommandBuffer, "computeCommandEncoder", id, (id, SEL), new_encoder)
+    METHOD(MTLCommandBuffer, "commit", void, (id, SEL), commit)
+    METHOD(MTLCommandBuffer, "waitUntilCompleted", void, (id, SEL), wait_completed)
+    METHOD(MTLCommandBuffer, "status", size_t, (id, SEL), get_status)
+    METHOD(MTLCommandBuffer, "error", id, (id, SEL), get_error)
+    METHOD(MTLComputeCommandEncoder, "setComputePipelineState:", void, (id, SEL, id), set_pipeline)
+    METHOD(MTLComputeCommandEncoder, "setBuffer:offset:atIndex:", void,
+           (id, SEL, id, size_t, size_t), set_buffer)
+    METHOD(MTLComputeCommandEncoder, "setBytes:length:atIndex:", void,
+           (id, SEL, const void *, size_t, size_t), set_bytes)
+    METHOD(MTLComputeCommandEncoder, "setThreadgroupMemoryLength:atIndex:", void,
+           (id, SEL, size_t, size_t), set_shared)
+    METHOD(MTLComputeCommandEncoder, "dispatchThreadgroups:threadsPerThreadgroup:", void,
+           (id, SEL, MTLSize, MTLSize), dispatch)
+    METHOD(MTLComputeCommandEncoder, "endEncoding", void, (id, SEL), end_encoding)
+};
 
 id MTLCreateSystemDefaultDevice(void) {
     bool none = soft_breaks("MTLCreateSystemDefaultDevice") || soft_breaks("MTLCopyAllDevices");
-    return none ? NULL : soft_new(&SoftDevice);
+    return none ? NULL : soft_new(&MTLDevice);
 }
 
 id MTLCopyAllDevices(void) {
     SoftObject *o = soft_new(&NSArray);
-    if (!soft_breaks("MTLCopyAllDevices")) o->a = soft_new(&SoftDevice);
+    if (!soft_breaks("MTLCopyAllDevices")) o->a = soft_new(&MTLDevice);
     return o;
 }
 
 SEL sel_registerName(const char *name) { return (SEL)name; }
 id object_getClass(id object) { return (id)((SoftObject *)object)->isa; }
 
-id objc_getClass(const char *name) {
-    for (int i = 0; i < CLASSES && !soft_breaks(name); i++)
-        if (!strcmp(soft_classes[i]->name, name)) return (id)soft_classes[i];
+id objc_getClass(const char *name) {   // that has methods of its own
+    static const SoftClass *const c[] = {&NSString, &MTLCompileOptions, &MTLFunctionConstantValues};
+    for (int i = 0; i < 3; i++)
+        if (!strcmp(c[i]->name, name)) return (id)c[i];
     return NULL;
 }
 
 static id soft_fails(void) { return NULL; }
 
 IMP class_getMethodImplementation(id class, SEL sel) {
-    const SoftClass *c = class;
     if (soft_breaks(sel)) return (IMP)soft_fails;
-    for (const SoftMethod *m = c->method; m->name; m++)
-        if (!strcmp(m->name, sel)) return (IMP)m->code;
-    soft_fault("%s has no method %s", c->name, (char *)sel);
+    for (size_t i = 0; i < COUNT(soft_methods); i++)
+        if ((soft_methods[i].of == class || soft_methods[i].of == &NSObject) &&
+            !strcmp(soft_methods[i].name, sel)) return (IMP)soft_methods[i].code;
+    soft_fault("%s has no method %s", ((SoftClass *)class)->name, (char *)sel);
     abort();
 }
 
 static bool soft_has(const char *selector, const char *type) {
-    for (int i = 0; i < CLASSES; i++)
-        for (const SoftMethod *m = soft_classes[i]->method; m->name; m++)
-            if (!strcmp(m->name, selector) && !strcmp(m->type, type)) return true;
-    return CHECK(false, "%s %s is not its type", selector, type);
+    for (size_t i = 0; i < COUNT(soft_methods); i++)
+        if (!strcmp(soft_methods[i].name, selector) && !strcmp(soft_methods[i].type, type))
+            return true;
+    return false;
 }
-
-// how many methods of metal.c's table have not Apple's prototype
-static int soft_prototypes(void) {
-    int wrong = 0;
-#define X(name, selector, R, types) wrong += !soft_has(selector, #R " " #types);
-    METHODS(X)
-#undef X
-    return wrong;
-}
-
 #endif
 
 // ==== tests of kernels.metal and metal.c ====
 //
 // Kernels, each against the CPU or a reference written from the formula, over all formats, ragged
 // sizes and three schedules; whole models through metal.c against the CPU; failures of the host.
-
-#ifdef REAL_GPU
-// Threads run in an order of the device's own, and nothing is recorded.
-enum { FORWARD, ORDERS, RECORDER = 0 };
-typedef struct SoftObject {
-    const char *name;
-    struct SoftObject *a;
-    struct { int value; } constant[N_CONSTANTS];
-} SoftObject;
-static struct {
-    int live, faults, pools, buffers, commits, n_run;
-    size_t longest;
-    struct { SoftObject *pipeline; void *bound[16]; } run[1];
-    const char *broken;
-} soft;
-static struct { int order; } emu;
-static int soft_prototypes(void) { return 0; }
-static void check_all_ran(void) {}
 
 #ifdef LLM_CUDA
 // what a broken function of the driver or the compiler does
@@ -3329,12 +3292,8 @@ static void lab_break(Session *s, const char *name) {   // of a session that is 
 }
 enum { BREAKS = 1 };
 #else
-static void lab_break(Session *unused, const char *method) {}
-enum { BREAKS = 0 };
-#endif
-#else
-enum { RECORDER = 1, BREAKS = 1 };
 static void lab_break(Session *unused, const char *method) { soft.broken = method; }
+enum { BREAKS = RECORDER };
 #endif
 
 // ---- kernels ----
@@ -3358,7 +3317,7 @@ typedef struct { Gpu *g; Arch arch; Model m; Layer w; Session s; } Lab;
 
 static const char *const orders[] = {"forward", "reverse", "random"};
 
-#define LAB_CHECK(ok, format, ...) CHECK(ok, format ", %s", __VA_ARGS__, orders[emu.order])
+#define LAB_CHECK(ok, format, ...) CHECK(ok, format ", %s", __VA_ARGS__, orders[soft.order])
 
 static Gpu *lab_open(void) {
     Gpu *g = calloc(1, sizeof *g);
@@ -3401,7 +3360,7 @@ static Session *lab_begin(Lab *x) {
 
 static int times_run(const char *kernel) {   // since the recorder was reset
     int times = 0;
-    for (int r = 0; r < soft.n_run; r++) times += !strcmp(soft.run[r].pipeline->a->name, kernel);
+    for (int r = 0; r < soft.n_run; r++) times += !strcmp(soft.run[r].kernel, kernel);
     return times;
 }
 
@@ -3414,7 +3373,7 @@ static void lab_end(Lab *x, const char *what) {
     LAB_CHECK(ok, "%s: %s", what, x->g->why);
     x->g->why[0] = 0;
     for (int r = 0; r < soft.n_run; r++) {
-        const char *name = text_of(" %s ", soft.run[r].pipeline->a->name);
+        const char *name = text_of(" %s ", soft.run[r].kernel);
         if (!strstr(kernels_run, name)) strcat(kernels_run, name);
     }
 }
@@ -3422,9 +3381,9 @@ static void lab_end(Lab *x, const char *what) {
 // how many tokens are in a tile of gemm
 static void lab_tile(const char *what, int tile, bool int8, bool experts) {
     for (int r = 0; r < soft.n_run; r++) {
-        const SoftObject *f = soft.run[r].pipeline->a;
-        if (strcmp(f->name, "gemm") || experts != !!f->constant[C_EXPERTS].value) continue;
-        bool right = f->constant[C_TILE_TOKENS].value == tile && f->constant[C_INT8].value == int8;
+        const int *constant = soft.run[r].constant;
+        if (strcmp(soft.run[r].kernel, "gemm") || experts != !!constant[C_EXPERTS]) continue;
+        bool right = constant[C_TILE_TOKENS] == tile && constant[C_INT8] == int8;
         LAB_CHECK(right, "%s: another tile", what);
     }
 }
@@ -3899,15 +3858,20 @@ static void kernel_delta(Gpu *g, int unused) {
     }
 }
 
+// Has each kernel run in a Lab, and has each method in metal.c's table Apple's prototype?
+static void check_complete(void) {
 #ifndef REAL_GPU
-static void check_all_ran(void) {
     char name[40];
     for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
         sscanf(s, "\nkernel void %39[a-z_0-9]", name);
         CHECK(strstr(kernels_run, text_of(" %s ", name)), "kernel %s is not tested", name);
     }
-}
+#define X(name, selector, R, types) \
+    CHECK(soft_has(selector, #R " " #types), "%s: %s %s is not Apple's", selector, #R, #types);
+    METHODS(X)
+#undef X
 #endif
+}
 
 static void check_counters(void) {
     CHECK(soft.live == 0 && soft.pools == 0, "%d objects leak, %d pools are open", soft.live,
@@ -3992,15 +3956,14 @@ static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS
 static void test_metal_kernels(void) {
     Gpu *g = lab_open();
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
-        emu.order = i % ORDERS;
+        soft.order = i % ORDERS;
 #ifdef LLM_CUDA
-        if (emu.order) continue;   // it has its own
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++)
             if (KERNEL_TESTS[k].formats || !i)
                 lab_rehearse(g, KERNEL_TESTS[k].fn, FORMATS[i / ORDERS]);
 #endif
         for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++) {
-            bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == emu.order;
+            bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == soft.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
             if (test.quick > 1 && (formats ? i / ORDERS % 4 : i)) continue;
             test.seed = 1 + i;   // numbers of its own, whatever ran before
@@ -4009,10 +3972,9 @@ static void test_metal_kernels(void) {
             clean_up();
         }
     }
-    emu.order = FORWARD;
+    soft.order = FORWARD;
     if (g) lab_close(g);
-    check_all_ran();
-    CHECK(soft_prototypes() == 0, "prototypes differ from Apple's");
+    check_complete();
     check_counters();
 }
 
@@ -4063,7 +4025,7 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, float *to
 static int times_bound(const void *p) {
     int times = 0;
     for (int r = 0; r < soft.n_run; r++)
-        for (int b = 0; b < 16 && strcmp(soft.run[r].pipeline->a->name, "embed"); b++)
+        for (int b = 0; b < 16 && strcmp(soft.run[r].kernel, "embed"); b++)
             times += soft.run[r].bound[b] == p;
     return times;
 }
@@ -4202,7 +4164,7 @@ static void check_golden_gpu(const char *name) {
     Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
     // experts chosen by codes are far from those by floats, which only golden logits can judge
     bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
-    emu.order = order++ % ORDERS;
+    soft.order = order++ % ORDERS;
     if (ringed) n = before_tie(g.m, ring, g.ids, before_tie(g.m, whole, g.ids, n));
     bool ok = compare_model(g.m, whole, g.ids, n, g.want, g.limit, near);
     if (ringed) ok = ok && compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
@@ -4213,7 +4175,7 @@ static void check_golden_gpu(const char *name) {
         ok = ok && compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
     CHECK(ok, "the GPU does not take %s", name);
     if (n < g.n) printf("  %s: %d tokens\n", name, n);
-    emu.order = FORWARD;
+    soft.order = FORWARD;
 }
 
 static void test_metal_models(void) {
@@ -4545,7 +4507,7 @@ typedef float float4 __attribute__((ext_vector_type(4)));
 typedef uint uint2 __attribute__((ext_vector_type(2)));
 typedef uint uint4 __attribute__((ext_vector_type(4)));
 struct ulong2 { ulong2(ulong); };
-enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+enum class mem_flags { mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 template <class T, class U> T as_type(U);
