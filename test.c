@@ -38,13 +38,11 @@ static void *resized(void *p, size_t n) {
     return q;
 }
 
-// for the fuzzer, which then catches reads past the end of a file
-__attribute__((unused)) static void *map_copy(size_t n, int fd) {
+#ifdef LLM_FUZZ   // which then catches reads past the end of a file
+static void *map_copy(size_t n, int fd) {
     void *p = calloc(n, 1);
     return p && (fd < 0 || pread(fd, p, n, 0) == (ssize_t)n) ? p : MAP_FAILED;
 }
-
-#ifdef LLM_FUZZ
 #define mmap(p, n, prot, flags, fd, at) born(map_copy(n, fd))
 #define munmap(p, n) freed(p)
 #else
@@ -107,7 +105,6 @@ static bool check(bool ok, const char *file, int line, const char *format, ...) 
 #define CHECK(ok, ...) check((ok), __FILE__, __LINE__, __VA_ARGS__)
 #define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // else it ends
 
-static void free_memory(void *p) { free(p); }
 static void close_model(void *m) { model_close(m); }
 static void close_session(void *s) { session_close(s); }
 
@@ -120,7 +117,7 @@ static void at_end(void (*close)(void *), void *p) {
 
 static void *need(size_t size) {   // zeroed, until the end of the test
     void *p = calloc(size + 1, 1);
-    at_end(free_memory, p);
+    at_end(free, p);
     return p;
 }
 
@@ -652,13 +649,18 @@ static bool keep_row(void *ctx, int i, const float *row) {
     return true;
 }
 
-// logits of ids[from..n-1], or an encoder's vectors, into rows[from..n-1]
+// logits of ids[from..n-1], or an encoder's vectors
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
     Error e = {""};
     const Config *c = &s->m->config;
     bool hidden = c->arch->flags & ENCODER;
-    Rows out = {hidden ? NULL : s, rows, hidden ? c->dim : c->n_vocab};
+    int width = hidden ? c->dim : c->n_vocab;
+    Rows out = {hidden ? NULL : s, rows - from * width, width};
     CHECK(session_run(s, ids, n, from, hidden, keep_row, &out, &e), "%s", e.text);
+}
+
+static void last_row(Session *s, const int32_t *ids, int n, float *row) {
+    get_rows(s, ids, n, n - 1, row);
 }
 
 // logits of ids[0..n-1] from a new session with these options
@@ -835,10 +837,10 @@ static void run_matmul(Pool *p, const Matmul *jobs, int k) {
 // their limits (2, 3) all are 127, the most that sums of 16 bits must hold. Errors are measured
 // against what the outputs would be if no products cancelled, so that a row whose sum happens to be
 // near 0 does not count more than others.
-static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exact) {
+static void check_matmul(int type, int64_t rows, int64_t cols, int n, int exact, double limit) {
     static const int threads[] = {1, 2, 3, 8};
     float *x = noise_array(n * cols, 1), *out[2], *first[2], *want[2], scale = 0.75f;
-    double power[2], worst = 0;
+    double power[2];
     RandomMatrix w[2];
     for (int64_t i = 0; i < n * cols && exact; i++)
         x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
@@ -869,10 +871,10 @@ static double check_matmul(int type, int64_t rows, int64_t cols, int n, int exac
             CHECK(same, "%s, %d rows: %d threads differ", quant_name(type), n, threads[t]);
             for (size_t i = 0; i < all; i++) error += pow(out[k][i] - want[k][i], 2);
             error /= power[k] / cols;
-            worst = error <= worst ? worst : error;
+            CHECK(error < limit, "%s, %d rows of %d, exact %d: NMSE %.2g", quant_name(type), n,
+                  (int)cols, exact, error);
         }
     }
-    return worst;
 }
 
 #ifdef SIMD_AMX
@@ -885,32 +887,27 @@ static void test_matmul(void) {
     static const int counts[] = {1, 2, 7, 33};
     for (int f = 0; f < N_FORMATS; f++) {
         int type = FORMATS[f];
-        const char *name = quant_name(type);
         bool floats = format_block(type) == 1, whole = format_block(type) > 128;
         double limit = type == QUANT_F32 ? 1e-12 : floats ? 1e-10 : 1e-4;   // int8: max/254 at most
         for (int i = 0; i < 4; i += 1 + !!test.quick) {
             int64_t rows = test.quick ? 19 : 37, cols = floats ? 525 : whole ? 512 : 640;
-            double noisy = check_matmul(type, rows, cols, counts[i], 0);
-            double exact = check_matmul(type, 2 * rows, 256, counts[i], 1);
-            CHECK(noisy < limit, "%s, n = %d: NMSE %.2g", name, counts[i], noisy);
-            CHECK(exact < MATMUL_EXACT, "%s, n = %d: exact %.2g", name, counts[i], exact);
+            check_matmul(type, rows, cols, counts[i], 0, limit);
+            check_matmul(type, 2 * rows, 256, counts[i], 1, MATMUL_EXACT);
         }
-        for (int i = 0; i < 4 && !floats; i++) {   // one block, so that what is rounded adds up
-            double error = check_matmul(type, 19, 256, i / 2 ? 33 : 1, 2 + i % 2);
-            CHECK(error < 256 * MATMUL_EXACT, "%s, codes at limit: NMSE %.2g", name, error);
-        }
+        for (int i = 0; i < 4 && !floats; i++)   // one block, so that what is rounded adds up
+            check_matmul(type, 19, 256, i / 2 ? 33 : 1, 2 + i % 2, 256 * MATMUL_EXACT);
         float x[512], y[2];   // NaN in, NaN out, and nothing that overflows
         for (int i = 0; i < 512; i++) x[i] = NAN;
         RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
         Pool *pool = pool_open(1);
         for (int n = 1; n <= 2; n++) run_matmul(pool, &(Matmul){&w.m, x, y, n}, 1);
         pool_close(pool);
-        CHECK(isnan(y[0]) && isnan(y[1]), "%s: NaN becomes %g, %g", name, y[0], y[1]);
+        CHECK(isnan(y[0]) && isnan(y[1]), "type %d: NaN becomes %g, %g", type, y[0], y[1]);
     }
     // f16 and Q4_0: more columns than a panel is deep, of so many tokens that the last tasks have
     // half, or than a task packs, of one token
     for (int i = 0; i < 4; i++)
-        CHECK(check_matmul(1 + i / 2, 99, i % 2 ? 8448 : 2304, i % 2 ? 1 : 300, 0) < 1e-4, "%d", i);
+        check_matmul(1 + i / 2, 99, i % 2 ? 8448 : 2304, i % 2 ? 1 : 300, 0, 1e-4);
 }
 
 // ==== GGUF ====
@@ -1196,10 +1193,10 @@ static Attention attention_of(const AttentionCase *t) {
 }
 
 // all queries, and then the last alone
-static double check_attention(const AttentionCase *t, const char *name) {
+static void check_attention(int i) {
+    const AttentionCase *t = &ATTENTION[i];
     size_t one = (size_t)t->n_head * t->vd, n_out = t->n * one;
     float *first = NULL, *want = need(n_out * sizeof *want);
-    double worst = 0;
     Attention a = attention_of(t), last = a;
     a.out = want;
     plain_attention(&a, need(a.rows * sizeof(float)));
@@ -1216,19 +1213,15 @@ static double check_attention(const AttentionCase *t, const char *name) {
         RUN_COUNTED(attention, pool, &last);
         pool_close(pool);
         bool same = !memcmp(first, a.out, (n_out + one) * sizeof *first);
-        CHECK(same, "%s: %d threads differ", name, threads);
+        CHECK(same, "case %d: %d threads differ", i, threads);
         double error = nmse(a.out, want, n_out) + nmse(last.out, want + n_out - one, one);
-        worst = error <= worst ? worst : error;   // a NaN stays
+        // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
+        CHECK(error < 1e-7, "case %d: NMSE %.2g", i, error);
     }
-    return worst;
 }
 
 static void test_attention(void) {
-    for (size_t i = 0; i < COUNT(ATTENTION); i++) {
-        double error = check_attention(&ATTENTION[i], text_of("case %zu", i));
-        // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
-        CHECK(error < 1e-7, "case %zu: NMSE %.2g", i, error);
-    }
+    for (size_t i = 0; i < COUNT(ATTENTION); i++) check_attention(i);
     // by hand: a window of 3 that ends with the query, one of 3 on each side; key 0 pinned, -1 none
     static const char *const seen[2] = {"x..xxx...", "x..xxxxx."};
     for (int k = -1; k < 9; k++)
@@ -1445,12 +1438,6 @@ static const Shape SHAPES[] = {
     {"modern-bert", 4, "fuNTF", WINDOW_KEYS "attention.causal=0"},
 };
 
-// the last token's logits, or an encoder's vector for it
-static void last_row(Session *s, const int32_t *ids, int n, float row[VOCAB]) {
-    bool encoder = s->m->config.arch->flags & ENCODER;
-    get_rows(s, ids, n, n - 1, row - (n - 1) * (encoder ? WIDTH : VOCAB));
-}
-
 // Are all tensors used? The file is mapped: a change to a tensor in it must change the last row.
 static void check_tensors_used(Session *s, const int32_t *ids, int n, const float *want) {
     const Gguf *g = &s->m->gguf;
@@ -1541,13 +1528,12 @@ static void test_ring(void) {
             for (o.chunk = 1; o.chunk <= 16; o.chunk = 4 * o.chunk - 1) {
                 Session *s = open_session(m, o);
                 get_rows(s, ids, 37, 0, got);
-                for (int n = 38; n <= N; n++) get_rows(s, ids, n, n - 1, got);
+                for (int n = 38; n <= N; n++) last_row(s, ids, n, got + (n - 1) * VOCAB);
                 double error = nmse(got, want, N * VOCAB);
                 // going back: what the rings still hold is reused, what they lost is run again
                 for (int back = N - 2; back > 3; back -= 17) {
-                    const float *row = want + (back - 1) * VOCAB;
-                    get_rows(s, ids, back, back - 1, got);
-                    error = fmax(error, nmse(got + (back - 1) * VOCAB, row, VOCAB));
+                    last_row(s, ids, back, got);
+                    error = fmax(error, nmse(got, want + (back - 1) * VOCAB, VOCAB));
                 }
                 CHECK(error < 1e-6, "%s -b %d: NMSE %.2g", shapes[a].arch, o.chunk, error);
                 worst = fmax(worst, error);
@@ -1575,20 +1561,20 @@ static void test_regenerate(void) {
     size_t v = m->config.n_vocab, at = (PROMPT - 1) * v;
     float *fresh = logits_of(m, ids, n, (Options){.threads = 1}), *got = need(n * v * sizeof *got);
     for (int again = 0; again < 3; again++) {
-        get_rows(s, ids, PROMPT, PROMPT - 1, got);   // again: only its last token is computed
-        for (int k = PROMPT + 1; k <= n; k++) get_rows(s, ids, k, k - 1, got);
-        double error = nmse(got + at, fresh + at, n * v - at);
+        for (int k = PROMPT; k <= n; k++)   // again: of the prompt only its last token is computed
+            last_row(s, ids, k, got + (k - PROMPT) * v);
+        double error = nmse(got, fresh + at, n * v - at);
         CHECK(error < 1e-6, "answer %d differs by %.2g", again, error);
         memset(got, 0, n * v * sizeof *got);
     }
     CHECK(s->saved_pos == PROMPT - 1, "the snapshot is at %d", s->saved_pos);
     memset(s->saved, 0, s->n_recurrent * sizeof *s->saved);
-    get_rows(s, ids, PROMPT, PROMPT - 1, got);
-    CHECK(nmse(got + at, fresh + at, v) > 1e-4, "the snapshot is not used");
+    last_row(s, ids, PROMPT, got);
+    CHECK(nmse(got, fresh + at, v) > 1e-4, "the snapshot is not used");
     ids[3] ^= 1;                                     // an early change: everything again
-    get_rows(s, ids, PROMPT, PROMPT - 1, got);
+    last_row(s, ids, PROMPT, got);
     fresh = logits_of(m, ids, PROMPT, (Options){.threads = 1});
-    CHECK(nmse(got + at, fresh + at, v) < 1e-6, "a changed prompt");
+    CHECK(nmse(got, fresh + at, v) < 1e-6, "a changed prompt");
     fourth = 1;
     ids[3] ^= 1;
     s->on_chunk = before_fourth;
@@ -2926,11 +2912,12 @@ typedef struct SoftObject {                      // any object; few fields, seve
 static SoftObject *pooled[1000];                 // NULL marks where a pool begins
 static int n_pooled;
 
-#define CLASS(name) name = {&name, #name}
-static const SoftClass CLASS(NSObject), CLASS(NSString), CLASS(NSError), CLASS(NSArray),
-    CLASS(MTLCompileOptions), CLASS(MTLFunctionConstantValues), CLASS(MTLDevice), CLASS(MTLBuffer),
-    CLASS(MTLLibrary), CLASS(MTLFunction), CLASS(MTLComputePipelineState), CLASS(MTLCommandQueue),
-    CLASS(MTLCommandBuffer), CLASS(MTLComputeCommandEncoder);
+#define SOFT_CLASS(name) name = {&name, #name}
+static const SoftClass SOFT_CLASS(NSObject), SOFT_CLASS(NSString), SOFT_CLASS(NSError),
+    SOFT_CLASS(NSArray), SOFT_CLASS(MTLCompileOptions), SOFT_CLASS(MTLFunctionConstantValues),
+    SOFT_CLASS(MTLDevice), SOFT_CLASS(MTLBuffer), SOFT_CLASS(MTLLibrary), SOFT_CLASS(MTLFunction),
+    SOFT_CLASS(MTLComputePipelineState), SOFT_CLASS(MTLCommandQueue), SOFT_CLASS(MTLCommandBuffer),
+    SOFT_CLASS(MTLComputeCommandEncoder);
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
     va_list v;
@@ -4003,16 +3990,14 @@ static void check_pass(const Session *s, Pass pass) {
     CHECK(!soft.buffers, "%d buffers made in forward", soft.buffers);
 }
 
-// logits of ids[from .. n-1], or an encoder's vectors, into `to`; nothing is allocated but the
-// history of tokens
+// get_rows, which allocates nothing but the history of tokens
 static void eval_rows(Session *s, const int32_t *ids, int n, int from, float *to) {
     Pass pass = {0};
     size_t allowed = allocations + (n + 1 > (int)s->history.room);
     s->on_chunk = count_chunk;
     s->ctx = &pass;
     soft.n_run = soft.commits = soft.buffers = 0;
-    bool vectors = s->m->config.arch->flags & ENCODER;
-    get_rows(s, ids, n, from, to - from * (vectors ? s->m->config.dim : s->m->config.n_vocab));
+    get_rows(s, ids, n, from, to);
     CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
     if (!s->o.cpu && RECORDER) check_pass(s, pass);
     CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
