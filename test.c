@@ -3285,6 +3285,22 @@ enum { BREAKS = RECORDER };
 
 // ---- kernels ----
 
+// stdout (1) or stderr (2) goes to a file; what came there, and to the screen again
+static int mute(int stream) {
+    int old = dup(stream), fd = open(scratch("said"), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+    fflush(stdout);
+    dup2(fd, stream);
+    close(fd);
+    return old;
+}
+
+static const char *unmute(int stream, int old) {
+    fflush(stdout);
+    dup2(old, stream);
+    close(old);
+    return read_all(scratch("said"), NULL);
+}
+
 // w x for n tokens, by the plain engine, of the weights as floats
 static float *reference_product(const RandomMatrix *w, const float *x, int n) {
     float *out = need(n * w->m.rows * sizeof *out);
@@ -3308,10 +3324,9 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 
 static Gpu *lab_open(void) {
     Gpu *g = calloc(1, sizeof *g);
-    bool ok = device_open(g);
-    CHECK(ok, "%s", g->why);
+    REQUIRE(device_open(g), "%s", g->why);
     g->pool = pool_open(RECORDER ? 1 : count_cpus());
-    return ok ? g : NULL;
+    return g;
 }
 
 static void lab_close(Gpu *g) {
@@ -3329,12 +3344,16 @@ static void *lab_bytes(Gpu *g, size_t n) {
     return p;
 }
 
-// runs what was encoded since lab_begin; structs point into the Lab, so only where it stays
-static Session *lab_begin(Lab *x) {
+static Session *lab_session(Lab *x) {   // its structs point into the Lab, so only where it stays
     x->m.config.arch = &x->arch;
     x->m.layers = &x->w;
     x->s.m = &x->m;
     x->s.gpu = x->g;
+    return &x->s;
+}
+
+static Session *lab_begin(Lab *x) {   // lab_end runs what is encoded from here on
+    lab_session(x);
     soft.n_run = 0;
     x->g->now = lab_bytes(x->g, NOW_SIZE * sizeof *x->g->now);
     x->g->now[NOW_POS] = x->s.pos;
@@ -3399,22 +3418,14 @@ static void lab_drop(Gpu *g) {   // and all variants
 #ifdef LLM_CUDA
 // Runs a test of kernels without launching anything, and makes the variants that it will need.
 static void lab_rehearse(Gpu *g, void (*fn)(Gpu *g, int type), int type) {
-    int out = dup(1), nothing = open("/dev/null", O_WRONLY), checks = test.checks;
-    int failures = test.failures;
-    uint32_t seed = test.seed;
-    fflush(stdout);
-    dup2(nothing, 1);
+    int out = mute(1), checks = test.checks, failures = test.failures;
     g->dry = true;
     fn(g, type);
     g->dry = false;
-    fflush(stdout);
-    dup2(out, 1);
-    close(out);
-    close(nothing);
+    unmute(1, out);
     lab_free(g);
     test.checks = checks;
     test.failures = failures;
-    test.seed = seed;
 }
 #endif
 
@@ -3866,7 +3877,6 @@ static void check_counters(void) {
     CHECK(soft.faults == 0, "%d misuses of the API", soft.faults);
 }
 
-// In order to add a kernel: its test, and a row here.
 static void lab_heads_product(Gpu *g, int type) {
     enum { H = 3, N = 2, ROWS = 20 };
     Lab x = lab(g);
@@ -3883,7 +3893,6 @@ static void lab_heads_product(Gpu *g, int type) {
         plain_matmul(&(Matmul){&one, from + i * in, want + i * out, 1}, row);
     }
     x.w.n_head = H;
-    x.m.layers = &x.w;
     run_heads(lab_begin(&x), &heads, from, y, N);
     lab_end(&x, "head products");
     lab_compare("head products", type, y, want, N * H * out, 1e-5);
@@ -3932,6 +3941,7 @@ static void kernel_latent(Gpu *g, int unused) {
     }
 }
 
+// In order to add a kernel: its test, and a row here.
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
     {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
@@ -3945,11 +3955,11 @@ static void test_metal_kernels(void) {
     for (int i = 0; i < N_FORMATS * ORDERS; i++) {
         soft.order = i % ORDERS;
 #ifdef LLM_CUDA
-        for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++)
+        for (size_t k = 0; k < COUNT(KERNEL_TESTS); k++)
             if (KERNEL_TESTS[k].formats || !i)
                 lab_rehearse(g, KERNEL_TESTS[k].fn, FORMATS[i / ORDERS]);
 #endif
-        for (size_t k = 0; g && k < COUNT(KERNEL_TESTS); k++) {
+        for (size_t k = 0; k < COUNT(KERNEL_TESTS); k++) {
             bool formats = KERNEL_TESTS[k].formats, turn = i / ORDERS % ORDERS == soft.order;
             if (formats ? test.quick && !turn : i >= ORDERS) continue;
             if (test.quick > 1 && (formats ? i / ORDERS % 4 : i)) continue;
@@ -3960,7 +3970,7 @@ static void test_metal_kernels(void) {
         }
     }
     soft.order = FORWARD;
-    if (g) lab_close(g);
+    lab_close(g);
     check_complete();
     check_counters();
 }
@@ -4040,20 +4050,6 @@ static void check_reads(const Session *s) {
     CHECK(once, "%s: the output matrix", s->m->config.name);
 }
 
-// stderr goes to a file; what came there, and to the screen again
-static int mute(void) {
-    int old = dup(2), fd = open(scratch("said"), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-    dup2(fd, 2);
-    close(fd);
-    return old;
-}
-
-static const char *unmute(int old) {
-    dup2(old, 2);
-    close(old);
-    return read_all(scratch("said"), NULL);
-}
-
 static bool one_line(const char *said) {
     const char *end = strchr(said, '\n');
     return end && !end[1];
@@ -4062,9 +4058,9 @@ static bool one_line(const char *said) {
 // on the GPU if it takes the model, else with a line that says what is wrong
 static bool open_gpu(Session *s, const Model *m, Options o) {
     Error e = {{0}};
-    int old = mute();
+    int old = mute(2);
     bool ok = session_open(s, m, o, &e);
-    const char *said = unmute(old), *name = m->config.name;
+    const char *said = unmute(2, old), *name = m->config.name;
     CHECK(ok, "%s: %s", name, e.text);
     CHECK(!s->o.cpu && s->gpu ? !*said : s->o.cpu || one_line(said), "%s says '%s'", name, said);
     for (int l = 0; l < m->config.n_layer; l++)   // a warm-up leaves no trace
@@ -4085,7 +4081,8 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     bool encoder = !m->config.causal;
     size_t V = m->config.arch->flags & ENCODER ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
-    float *logits = need(2 * (n + 1) * V * sizeof *logits), *of[2] = {logits, logits + (n + 1) * V};
+    float *logits = need(2 * (n + 5) * V * sizeof *logits), *of[2] = {logits, logits + (n + 5) * V};
+    float *again[2] = {of[0] + (n + 1) * V, of[1] + (n + 1) * V};
     int prompt = encoder ? n : n * 5 / 6, cut = n - 4;
     o.threads = 1;
     if (encoder) o.chunk = n;
@@ -4097,19 +4094,16 @@ static bool compare_model(const Model *m, Options o, const int32_t *ids, int n, 
         for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, of[cpu] + i * V);
         if (encoder) eval_rows(&s[cpu], ids, 1, 0, of[cpu] + n * V);
         if (!cpu && s[0].gpu && !o.gpu_block && RECORDER) check_reads(&s[0]);
+        eval_rows(&s[cpu], ids, cut, cut - 1, again[cpu]);
+        eval_rows(&s[cpu], ids, n, n - 2, again[cpu] + V);
+        session_truncate(&s[cpu], 0);
+        eval_rows(&s[cpu], ids, prompt, prompt - 1, again[cpu] + 3 * V);
     }
-    double d = nmse(of[0], of[1], (n + 1) * V);
+    double d = nmse(of[0], of[1], (n + 1) * V), reused = nmse(again[0], again[1], 4 * V);
     double g = golden && opened ? golden_error(m, of[0], n, golden) : 0;
     CHECK(d <= near, "%s: GPU and CPU differ by %.1e, limit %.0e", name, d, near);
     CHECK(g <= far, "%s: %.1e from golden, limit %.0e", name, g, far);
-    for (int cpu = 0; opened && cpu < 2; cpu++) {
-        eval_rows(&s[cpu], ids, cut, cut - 1, of[cpu]);
-        eval_rows(&s[cpu], ids, n, n - 2, of[cpu] + V);
-        session_truncate(&s[cpu], 0);
-        eval_rows(&s[cpu], ids, prompt, prompt - 1, of[cpu] + 3 * V);
-    }
-    d = nmse(of[0], of[1], 4 * V);
-    CHECK(d <= 4 * near, "%s: with a prefix reused, they differ by %.1e", name, d);
+    CHECK(reused <= 4 * near, "%s: with a prefix reused, they differ by %.1e", name, reused);
     session_close(&s[0]);
     session_close(&s[1]);
     return opened;
@@ -4231,7 +4225,7 @@ static void lab_failure(const Model *m, int which, int later, const int32_t *ids
     Session s;
     Error e = {{0}};
     Rows c = {&s, got, V};
-    int old = mute();
+    int old = mute(2);
     soft.broken = later < 0 ? method : NULL;
     bool ok = session_open(&s, m, (Options){.threads = 1, .chunk = 18}, &e);
     if (says) soft.broken = NULL;
@@ -4242,7 +4236,7 @@ static void lab_failure(const Model *m, int which, int later, const int32_t *ids
     bool failed = !s.gpu;
     session_close(&s);
     soft.broken = NULL;
-    const char *said = unmute(old), *note = says && *says ? "note: running on the CPU: " : "";
+    const char *said = unmute(2, old), *note = says && *says ? "note: running on the CPU: " : "";
     bool told = *note ? one_line(said) && strstr(said, says) : !*said;
     double error = nmse(got, want, FAILING * V);
     CHECK(ok && failed == !!says, "%s, %d: %s", method, later, e.text);
@@ -4351,33 +4345,40 @@ static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     return m;
 }
 
-// Prints how long fn takes for each of so many operands; much: bytes or (flop) operations of one.
+// The operands of a row: a product's matrices, the caches of attention, or (layer) seven matrices
+// of a layer and its cache; n tokens.
 typedef struct { Matrix *m; const float *in; float *out; Cache *cache; int n; bool layer; } Bench;
-static void bench_run(Lab *x, const char *name, void (*fn)(Session *, const Bench *, int),
-                      const Bench *b, int operands, bool flop, double much) {
+
+static void run_operand(Session *s, const Bench *b, int i) {
+    Layer w = s->m->layers[0];
+    Matrix *m[] = {&w.q, &w.o, &w.k, &w.v, &w.gate, &w.up, &w.down};
+    const Matrix *one = &b->m[i];
+    s->l = i;
+    for (int k = 0; b->layer && k < 7; k++) *m[k] = b->m[7 * i + k];
+    if (b->layer) run_layer(s, &w, 1);
+    else if (b->cache) run_attention(s, &w, b->n);
+    else run_products(s, &one, 1, (Input){b->in, NULL}, (float **)&b->out, b->n, STORE);
+}
+
+// prints how long each of so many operands takes; much: bytes of one, or of several tokens
+// operations
+static void bench_run(Lab *x, const char *name, const Bench *b, int operands, double much) {
     double best = 1e9;
+    Session *s = lab_session(x);
     for (int turn = 0; turn < 8; turn++) {   // the first one warms up
-        x->m.config.arch = &x->arch;
-        x->s.m = &x->m;
-        x->s.gpu = x->g;
         device_wait(x->g);
         double start = now();
-        for (int i = 0; i < operands; i++) fn(&x->s, b, i);
+        for (int i = 0; i < operands; i++) run_operand(s, b, i);
         device_wait(x->g);
         if (turn && now() - start < best) best = now() - start;
     }
     double rate = much * operands / best;
     CHECK(!x->g->why[0], "%s", x->g->why);
-    printf("%s %.1f us %.2f %s\n", name, 1e6 * best / operands, rate / (flop ? 1e12 : 1e9),
-           flop ? "TFLOP/s" : "GB/s");
+    printf("%s %.1f us %.2f %s\n", name, 1e6 * best / operands, rate / (b->n > 1 ? 1e12 : 1e9),
+           b->n > 1 ? "TFLOP/s" : "GB/s");
     fflush(stdout);
     lab_drop(x->g);
     clean_up();
-}
-
-static void run_bench_product(Session *s, const Bench *b, int i) {
-    const Matrix *w = &b->m[i];
-    run_products(s, &w, 1, (Input){b->in, NULL}, (float **)&b->out, b->n, STORE);
 }
 
 static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int n, bool int8) {
@@ -4391,17 +4392,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int 
     if (int8) g->codes = bench_floats(g, n * (COLS / 32) * CODE_GROUP);
     x.s.o.gpu_int8 = int8;
     for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, COLS);
-    bench_run(&x, name, run_bench_product, &b, copies, n > 1,
-              n > 1 ? 2.0 * n * rows * COLS : bytes);
-}
-
-static void run_bench_attention(Session *s, const Bench *b, int i) {
-    Layer w = s->m->layers[0];
-    Matrix *m[] = {&w.q, &w.o, &w.k, &w.v, &w.gate, &w.up, &w.down};
-    s->l = i;
-    for (int k = 0; b->layer && k < 7; k++) *m[k] = b->m[7 * i + k];
-    if (b->layer) run_layer(s, &w, 1);
-    else run_attention(s, &w, b->n);
+    bench_run(&x, name, &b, copies, n > 1 ? 2.0 * n * rows * COLS : bytes);
 }
 
 // attention of n tokens after `rows - n`; or, with a format (or -1), a layer of an 8B Llama
@@ -4436,21 +4427,21 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     }
     if (type >= 0) bytes += quant_row_bytes(type, D) * (2.0 * D + 2 * KV * hd + 3 * FF);
     Bench b = {m, NULL, NULL, c, n, type >= 0};
-    bench_run(&x, name, run_bench_attention, &b, COPIES, n > 1, n > 1 ? flop : bytes);
+    bench_run(&x, name, &b, COPIES, n > 1 ? flop : bytes);
 }
 
-static void bench_all(void) {
+static void bench_all(char **arg) {
     static const int layers[] = {FORMAT_F16, FORMAT_Q8_0, 2, 12};   // q4_0, q4_K
     Gpu *g = lab_open();
-    for (int type = 0; g && type < 64; type++) {
+    bench_only = *arg ? *arg : "";
+    for (int i = 0; i < N_FORMATS; i++) {
+        int type = FORMATS[i];
         const char *f = quant_name(type);
-        if (!f) continue;
         bench_product(g, text_of("gemv %s 14336x4096", f), type, 14336, 1, false);
         bench_product(g, text_of("gemv %s 131072x4096", f), type, 131072, 1, false);
         bench_product(g, text_of("gemm %s 4096x4096x512", f), type, 4096, 512, false);
         bench_product(g, text_of("gemm int8 %s 4096x4096x512", f), type, 4096, 512, true);
     }
-    if (!g) return;
     bench_attention(g, "attention 32 heads of 128, 1024 rows", 32, 128, 1024, 1, -1);
     bench_attention(g, "attention 32 heads of 128, 8192 rows", 32, 128, 8192, 1, -1);
     bench_attention(g, "flash attention 32 heads of 64, 2048 rows", 32, 64, 2048, 512, -1);
@@ -4722,8 +4713,7 @@ int main(int argc, char **argv) {
     bool found = device_open(&gpu);
     device_close(&gpu);
     if (!found) return puts("there is no NVIDIA GPU\n0 passed, 0 failed, 1 skipped"), 0;
-    bench_only = argc > 2 ? argv[2] : "";
-    if (!strcmp(mode, "--bench")) return bench_all(), test.failures > 0;
+    if (!strcmp(mode, "--bench")) return run_alone(bench_all, argv + 2);
 #endif
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--quick")) test.quick++;
