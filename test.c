@@ -492,9 +492,9 @@ static void put_keys(Writer *w, const char *arch, const char *keys) {
     char *rest, *key = strtok_r(text_of("%s", keys), " ", &rest);
     for (; key; key = strtok_r(NULL, " ", &rest)) {
         char *value = strchr(key, '='), *name = text_of("%s.%.*s", arch, (int)(value - key), key);
-        int32_t each[8], n = 0;
+        int32_t each[24], n = 0;
         if (strstr(text_of(" %s", rest), text_of(" %.*s=", (int)(value - key), key))) continue;
-        for (char *c = value; n < 8 && (n == 0 || *c == ',');) each[n++] = strtol(c + 1, &c, 10);
+        for (char *c = value; n < 24 && (n == 0 || *c == ',');) each[n++] = strtol(c + 1, &c, 10);
         if (n > 1) key_array(w, name, GGUF_I32, n, each, n * sizeof *each);
         else if (strchr(value, '.')) key_float(w, name, atof(value + 1));
         else key_int(w, name, atoi(value + 1));
@@ -547,7 +547,8 @@ static const struct { const char *name, *arch, *keys; } BENCH_SHAPES[] = {
     {"experts", "qwen3moe", BENCH_HEADS
      "expert_count=64 expert_used_count=8 expert_feed_forward_length=256"},
     {"hybrid", "qwen35", BENCH_HEADS "full_attention_interval=4 ssm.conv_kernel=4 "
-     "ssm.state_size=128 ssm.group_count=16 ssm.time_step_rank=16 ssm.inner_size=2048"},
+     "ssm.state_size=128 ssm.group_count=16 ssm.time_step_rank=16 ssm.inner_size=2048 "
+     "rope.dimension_sections=24,20,20,0"},   // which llama.cpp wants
     {"vectors", "nomic-bert", "attention.head_count_kv=16 attention.key_length=64 "
      "attention.value_length=64 attention.layer_norm_epsilon=.000001 attention.causal=0"},
     {"mamba", "mamba2", "attention.head_count=0 feed_forward_length=0 ssm.conv_kernel=4 "
@@ -577,7 +578,7 @@ static const char BENCH_PARTS[] =
 
 // Weights are bytes of 0 to 31: wherever a format has f16 scales, they are below 1/128. Norms of
 // 2^-22 leave tokens as different as their embeddings are, so that they choose different experts.
-// Arguments: TYPE FILE [SHAPE]. RoPE's sections are for llama.cpp, which wants them in qwen35.
+// Arguments: TYPE FILE [SHAPE].
 static void write_bench_model(char **arg) {
     const char *path = arg[1], *shape = arg[2] ? arg[2] : "dense";
     size_t k = 0;
@@ -591,7 +592,6 @@ static void write_bench_model(char **arg) {
              "feed_forward_length=3072 attention.head_count=16 rope.freq_base=1000000. "
              "attention.layer_norm_rms_epsilon=.000001 vocab_size=151936 %s",
              BENCH_SHAPES[k].keys));
-    key_array(&w, "qwen35.rope.dimension_sections", GGUF_I32, 4, (int32_t[4]){24, 20, 20}, 16);
     for (w.pass = 1; w.pass <= 2; w.pass++) {
         put_parts(&w, BENCH_PARTS, "", text_of("^%c", *shape));
         for (int l = 0; l < 28; l++)
@@ -914,11 +914,9 @@ static void test_matmul(void) {
 
 // a small Llama with a tokenizer, good but for the writer's Spoil; returns the size of its head
 static size_t write_tiny(Writer *w, const char *path) {
-    static const int32_t types[] = {1, 1, 1, 3};
     put_model(w, &(Shape){"llama", 1, "", ""});
     key_vocab(w, "gpt2", "default", "a,b,ab,<s>", "a b");
-    key_array(w, "tokenizer.ggml.token_type", GGUF_I32, 4, types, sizeof types);
-    put_keys(w, "tokenizer.ggml", "bos_token_id=3 eos_token_id=3");
+    put_keys(w, "tokenizer.ggml", "token_type=1,1,1,3 bos_token_id=3 eos_token_id=3");
     if (w->parts || w->merged) put_keys(w, "split", text_of("count=%d no=%d", w->parts, w->part));
     return write_gguf(w, path);
 }
@@ -1064,10 +1062,8 @@ static void test_gguf_shapes(void) {
           "ssm.time_step_rank=4096 ssm.inner_size=4096"}, {.expect = "a state of 1073741824"}},
         {{"cohere2", 4, "1T", "logit_scale=0.5"}, {.expect = "sliding_window is missing"}},
         {{"command-r", 3, "1jT", ""}, {.expect = "command-r.logit_scale is missing"}},
-        {{"bloom", 2, "nboBgfNT", ""},
-         {"ALiBi: want 4 heads a layer", NO_KEY, "bloom.attention.head_count", 0, 2, NULL}},
-        {{"llama", 2, "", ""},
-         {"want a number, or one a layer", NO_KEY, "llama.attention.head_count", 0, 1, NULL}},
+        {{"bloom", 2, "nboBgfNT", "attention.head_count=4,2"}, {.expect = "ALiBi: want 4 heads a"}},
+        {{"llama", 3, "", "attention.head_count=4,4"}, {.expect = "want a number, or one a layer"}},
         {{"llama", 2, "", "attention.head_count=0"}, {.expect = "0 heads of 16 and 16 values"}},
         {{"llama", 2, "Y", "feed_forward_length=48"}, {.expect = "ffn_up.weight is missing"}},
         {{"mamba2", 2, "ZY", "feed_forward_length=0"}, {.expect = "attn_q.weight is missing"}},
@@ -1082,18 +1078,14 @@ static void test_gguf_shapes(void) {
         {{"lfm2", 2, "HCkNQ", ""}, {.expect = "shortconv.l_cache is missing"}},
         {{"gemma4", 2, "akxe", EXPERT_KEYS GEMMA4_KEYS}, {.expect = "post_ffw_norm"}},
         {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
-    };   // NO_KEY: instead, heads[b]
-    static const int32_t ids[] = {1, 5, 9}, heads[] = {4, 2};
+    };
+    static const int32_t ids[] = {1, 5, 9};
     const char *path = scratch("shape.gguf");
     float *got[2];
     for (size_t i = 0; i < COUNT(rows); i++) {
         Writer w = {.spoil = rows[i].spoil};
         test.seed = 1;
         put_model(&w, &rows[i].shape);
-        w.spoil.how = GOOD;
-        if (rows[i].spoil.how == NO_KEY)
-            key_array(&w, rows[i].spoil.name, GGUF_U32, rows[i].spoil.b, heads,
-                      rows[i].spoil.b * sizeof *heads);
         key_text(&w, "tokenizer.ggml.model", "none");
         write_gguf(&w, path);
         if (i < 2) got[i] = logits_of(open_model(path), ids, 3, (Options){.threads = 1});
@@ -1856,7 +1848,6 @@ static void test_unicode_tables(void) {
 }
 
 static void test_tokenizer_special(void) {
-    static const int32_t types[] = {1, 1, 1, 3, 4, 4, 1, 3, 2, 1, 1, 4, 3};
     // User-defined tokens are always cut out, the longest first, control tokens on request. What a
     // user wrote (mark 1) gives user-defined tokens, but no control tokens and no parts of turns.
     static const struct { const char *text, *mark, *ids; bool add, special; } cases[] = {
@@ -1870,8 +1861,8 @@ static void test_tokenizer_special(void) {
     Writer w = {0}, least = {0};
     key_vocab(&w, "gpt2", "gpt-2",
               "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>", "a b");
-    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 13, types, sizeof types);
-    put_keys(&w, "tokenizer.ggml", "eos_token_id=7 bos_token_id=3 add_bos_token=1");
+    put_keys(&w, "tokenizer.ggml", "token_type=1,1,1,3,4,4,1,3,2,1,1,4,3 eos_token_id=7 "
+             "bos_token_id=3 add_bos_token=1");
     const Tokenizer *t = written_tokenizer(&w);
     CHECK(!*t->note, "%s", t->note);
     for (size_t i = 0; i < COUNT(cases); i++) {
@@ -1908,13 +1899,12 @@ static void test_tokenizer_streaming(void) {
     static const struct { int32_t id; const char *text; } steps[] = {
         {7, ""}, {0, "x"}, {0, " x"}, {1, ""}, {2, ""}, {3, ""}, {4, "😀"}, {5, "a"}, {1, ""},
         {5, "\uFFFDa"}, {4, "\uFFFD"}, {6, ""}, {0, " x"}, {1, ""}, {8, "\uFFFD\u00E9"}};
-    static const int32_t types[] = {1, 6, 6, 6, 6, 1, 3, 2, 1};
     static const float scores[9];
     char out[128];
     Writer w = {0};
     Detokenizer d = {0};
     key_vocab(&w, "llama", NULL, "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>,\u00E9", NULL);
-    key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 9, types, sizeof types);
+    put_keys(&w, "tokenizer.ggml", "token_type=1,6,6,6,6,1,3,2,1");
     key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores, sizeof scores);
     const Tokenizer *t = written_tokenizer(&w);
     REQUIRE(t->piece_max <= sizeof out, "%zu bytes a piece", t->piece_max);
@@ -2289,16 +2279,12 @@ static void test_cli_numbers(void) {
 
     Shape shape = {"gemma-embedding", 1, "tkTI", WINDOW_KEYS "pooling_type=3"};
     const Model *m = random_model(&shape);
-    float row[3 * WIDTH], y[40] = {0}, z[24] = {0}, w[40];
+    float row[3 * WIDTH], y[40], z[24], w[40];
     Session *s = open_session(m, (Options){.threads = 1});
     Rows rows = {NULL, row, WIDTH};
     session_run(s, (int32_t[]){5, 6, 7}, 3, 0, true, keep_row, &rows, &(Error){""});
-    for (int k = 0; k < 2; k++)
-        for (int r = 0; r < (k ? 24 : 40); r++) {
-            matrix_row(&m->dense[k], r, w);
-            for (int j = 0; j < (k ? 40 : WIDTH); j++)
-                (k ? z : y)[r] += w[j] * (k ? y : row + 2 * WIDTH)[j];
-        }
+    plain_matmul(&(Matmul){&m->dense[0], row + 2 * WIDTH, y, 1}, w);
+    plain_matmul(&(Matmul){&m->dense[1], y, z, 1}, w);
     shell("llm $D/random.gguf --embed --tokens 5,6,7");
     length = sqrt(squares(z, 24));
     for (int i = 0; i < 24; i++, cli.out = end) {
@@ -2551,8 +2537,6 @@ static struct {
     int threads, groups, now, alive, waiting;    // size, SIMD-groups, running thread, ...
     int first;                                   // its thread 0 is t[first]
     uint32_t live[SIMD], ready[SIMD], simd[SIMD], active[SIMD];   // [SIMD-group] a bit a lane
-    uint32_t released[SIMD], folded[SIMD];       // rendezvous so far, and the last that was folded
-    double fold[SIMD];
     int tg;                                      // this threadgroup
     uint8_t *shared;                             // its memory
     void (*kernel)(void *);
@@ -2617,7 +2601,6 @@ HIDDEN static void emu_release_simd(int g) {   // have all live lanes come to th
     }
     emu.active[g] = emu.ready[g] = emu.simd[g];
     emu.simd[g] = 0;
-    emu.released[g]++;
 }
 
 // Waits until every live lane of this SIMD-group has come; returns which they are
@@ -2640,19 +2623,16 @@ HIDDEN static uint32_t emu_give(const char *op, int site, double x) {   // holds
     return emu_simd(op, site);
 }
 
-// Runs in lane order, by whichever lane comes first; op is simd_sum, simd_max or simd_min.
-HIDDEN static double emu_fold(const char *op, int site, double x) {
-    int g = emu.now / SIMD;
+HIDDEN static double emu_fold(const char *op, int site, double x) {   // simd_sum, _max or _min
     uint32_t active = emu_give(op, site, x);
-    if (emu.folded[g] == emu.released[g]) return emu.fold[g];
-    emu.folded[g] = emu.released[g];
-    for (int i = 0, n = 0; i < SIMD; i++) {
+    double a = 0;
+    for (int i = 0; i < SIMD; i++) {
         if (!(active >> i & 1)) continue;
-        double a = emu.fold[g], b = EMU(g * SIMD + i).slot[EMU(emu.now).turn].x;
-        a = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b);
-        emu.fold[g] = n++ ? a : b;
+        double b = EMU(emu.now / SIMD * SIMD + i).slot[EMU(emu.now).turn].x;
+        if (i == __builtin_ctz(active)) a = b;
+        else a = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b);
     }
-    return emu.fold[g];
+    return a;
 }
 
 HIDDEN static double emu_take(const char *op, int site, double x, int lane) {
@@ -3603,7 +3583,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     x->arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
     x->arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
     x->m.config = (Config){
-        .arch = &x->arch, .eps = 1e-5f, .attn_scale = 0.2f,
+        .eps = 1e-5f, .attn_scale = 0.2f,
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
         .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .temp_length = 8,
         .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
@@ -3619,8 +3599,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
             *(k ? &x->w.k_norm : &x->w.q_norm) = (Norm){lab_floats(g, size, loud),
                 strchr(t->what, 'b') ? lab_floats(g, size, 1) : NULL, size, whole ? 0 : hd};
     }
-    x->m.layers = &x->w;
-    x->s = (Session){.m = &x->m, .pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
+    x->s = (Session){.pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
                      .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
                      .z = lab_floats(g, n * H * hd, 1),
@@ -3644,7 +3623,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     lab_heads(&x, t);
     x.s.cache = &c;
     x.s.slopes = t->slopes ? lab_copy(g, a.slopes, H) : NULL;
-    Session cpu = x.s;
+    Session cpu = *lab_session(&x);
     cpu.cache = &want;
     a.q = cpu.q = lab_copy(g, x.s.q, n * H * hd);
     cpu.k = lab_copy(g, x.s.k, n * KV * hd);
@@ -3710,12 +3689,6 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     return s;
 }
 
-// gate, up, down, and those of the shared expert
-static Matrix *expert_matrix(Layer *w, int i) {
-    Matrix *all[] = {&w->gate, &w->up, &w->down, &w->shared_gate, &w->shared_up, &w->shared_down};
-    return all[i];
-}
-
 // E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
 // as floats, or as gemm has them. Two experts are equal, or all: then the first are chosen.
 static void lab_experts(Gpu *g, int type, int n) {
@@ -3747,7 +3720,9 @@ static void lab_experts(Gpu *g, int type, int n) {
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
         if (n > 1) round_weights(&w[i]);
         for (int k = 0; k < 2; k++) {
-            Matrix *m = expert_matrix(k ? &floats : &x.w, i);
+            Layer *to = k ? &floats : &x.w;
+            Matrix *all[] = {&to->gate, &to->up, &to->down, &to->shared_gate, &to->shared_up,
+                             &to->shared_down}, *m = all[i];
             *m = w[i].m;
             if (k) m->type = QUANT_F32, m->data = (uint8_t *)w[i].f;
             m->step = (i < 2 ? both : 1) * ff * quant_row_bytes(m->type, dim);
@@ -3912,12 +3887,11 @@ static void kernel_latent(Gpu *g, int unused) {
                       .latent_norm = {lab_floats(g, LORA, 1), NULL, LORA, LORA}};
         Cache c = {.k = lab_bytes(g, 2 * ROWS * x.w.hd), .pos = lab_bytes(g, 4 * ROWS), ROWS};
         Cache want = c;
-        x.m.layers = &x.w;
-        x.s = (Session){.m = &x.m, .pos = POS, .k = lab_floats(g, N * x.w.hd, 3), .cache = &c,
+        x.s = (Session){.pos = POS, .k = lab_floats(g, N * x.w.hd, 3), .cache = &c,
                         .mix = lab_floats(g, N * H * HD, 1), .q = lab_floats(g, N * H * x.w.hd, 1),
                         .angles = {lab_floats(g, N * ROT, 1)}, .gate = lab_floats(g, N * P, 1),
                         .inputs = lab_floats(g, N * P, 1)};
-        Session cpu = x.s;
+        Session cpu = *lab_session(&x);
         want.k = lab_bytes(g, 2 * ROWS * x.w.hd);
         memset(c.pos, -1, 4 * ROWS);
         want.pos = memset(lab_bytes(g, 4 * ROWS), -1, 4 * ROWS);
@@ -4631,19 +4605,17 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     for (size_t i = 0; i < COUNT(SHAPES) + COUNT(PRE_TOKENIZERS); i++) {
         size_t k = i < COUNT(SHAPES) ? i % COUNT(PRE_TOKENIZERS) : i - COUNT(SHAPES);
         const char *names = PRE_TOKENIZERS[k].names, *path = scratch(text_of("%zu", i));
-        int32_t types[23];
         Writer w = {0};
         Shape shape = SHAPES[i % COUNT(SHAPES)];
         shape.n_layer = 2;
         if (i < COUNT(SHAPES)) put_model(&w, &shape);
-        for (int j = 0; j < 23; j++) types[j] = j > 2 && j < 6 ? TOKEN_CONTROL : 1 + j % 6;
         key_vocab(&w, k == 0 ? "llama" : k == 1 ? "bert" : "gpt2",
                   text_of("%.*s", (int)strcspn(names, " "), names), "a,b,ab,<s>,</s>,<unk>,\u2581,"
                   "\u2581a,<0xF0>,<0x9F>,<0xZZ>,##b,\xFF\xFE,\u0120,\u010A,\u0120a,1,12,\u00E9,"
                   "\u6F22,,<|im_end|>,x", "a b,\u0120 a,ab \u0120a");
-        key_array(&w, "tokenizer.ggml.token_type", GGUF_I32, 23, types, sizeof types);
         key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 23, fuzz.weights, 23 * sizeof(float));
-        put_keys(&w, "tokenizer.ggml", "bos_token_id=3 cls_token_id=3 seperator_token_id=3");
+        put_keys(&w, "tokenizer.ggml", "bos_token_id=3 cls_token_id=3 seperator_token_id=3 "
+                 "token_type=1,2,3,3,3,3,1,2,3,4,5,6,1,2,3,4,5,6,1,2,3,4,5");
         uint32_t rest = w.data.n;
         w.data.n = 0;
         put_int(&w.data, rest, 4);
