@@ -2494,7 +2494,7 @@ static struct {
     int live, faults, pools;                     // objects; misuse of the API; open pools
     int buffers, commits, n_run;                 // made since the test reset them
     struct { const char *kernel; const int *constant; void *bound[16]; } run[RECORDS];
-    const char *broken;                          // the method that fails, or NULL
+    const char *broken;                          // the method or function that fails, or NULL
     size_t longest;                              // that a buffer may be, or 0
 } soft;
 
