@@ -1567,6 +1567,12 @@ static void test_regenerate(void) {
     last_row(s, ids, PROMPT, got);
     fresh = logits_of(m, ids, PROMPT, (Options){.threads = 1});
     CHECK(nmse(got, fresh + at, v) < 1e-6, "a changed prompt");
+    session_truncate(s, 0);                          // its snapshot is of no use to another one,
+    ids[3] ^= 1;                                     // which makes none while it comes one by one
+    for (int k = 1; k <= PROMPT + 9; k++) last_row(s, ids, k, got);
+    last_row(s, ids, PROMPT, got);
+    fresh = logits_of(m, ids, PROMPT, (Options){.threads = 1});
+    CHECK(nmse(got, fresh + at, v) < 1e-6, "the snapshot of a text that is gone");
     fourth = 1;
     ids[3] ^= 1;
     s->on_chunk = before_fourth;
