@@ -1075,6 +1075,7 @@ static void test_gguf_shapes(void) {
          {.expect = "a token uses 7 of 6"}},
         {{"llama", 3, "", "attention.head_count_kv=2,0,2"}, {.expect = "layer 1: 4 heads of 16"}},
         {{"qwen3moe", 2, "kxL", EXPERT_KEYS}, {.expect = "latent experts with a gate"}},
+        {{"nemotron_h_moe", 3, "3Mg1xmL", ALONE_KEYS EXPERT_KEYS}, {.expect = "[20,96,6,1]"}},
         {{"deepseek2", 2, "cy", "rope.dimension_count=16"}, {.expect = "heads of 16 (16 rotated)"}},
         {{"lfm2", 2, "HCkNQ", ""}, {.expect = "shortconv.l_cache is missing"}},
         {{"gemma4", 2, "akxe", EXPERT_KEYS GEMMA4_KEYS}, {.expect = "post_ffw_norm"}},
@@ -1093,6 +1094,7 @@ static void test_gguf_shapes(void) {
         else refused(path, rows[i].spoil.expect);
     }
     CHECK(!memcmp(got[0], got[1], 3 * VOCAB * sizeof(float)), "a folded norm differs");
+    CHECK(!find_str((Str){"llama gemma", 11}, "llama gemma"), "two names are taken for one");
 }
 
 // ==== ops ====
