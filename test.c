@@ -2550,6 +2550,8 @@ static struct {
     int threads, groups, now, alive, waiting;    // size, SIMD-groups, running thread, ...
     int first;                                   // its thread 0 is t[first]
     uint32_t live[SIMD], ready[SIMD], simd[SIMD], active[SIMD];   // [SIMD-group] a bit a lane
+    uint32_t released[SIMD], folded[SIMD];       // rendezvous so far, and the last that was folded
+    double fold[SIMD];
     int tg;                                      // this threadgroup
     uint8_t *shared;                             // its memory
     void (*kernel)(void *);
@@ -2614,6 +2616,7 @@ HIDDEN static void emu_release_simd(int g) {   // have all live lanes come to th
     }
     emu.active[g] = emu.ready[g] = emu.simd[g];
     emu.simd[g] = 0;
+    emu.released[g]++;
 }
 
 // Waits until every live lane of this SIMD-group has come; returns which they are
@@ -2636,16 +2639,19 @@ HIDDEN static uint32_t emu_give(const char *op, int site, double x) {   // holds
     return emu_simd(op, site);
 }
 
-HIDDEN static double emu_fold(const char *op, int site, double x) {   // simd_sum, _max or _min
+// simd_sum, simd_max or simd_min: in lane order, by whichever lane comes first
+HIDDEN static double emu_fold(const char *op, int site, double x) {
+    int g = emu.now / SIMD;
     uint32_t active = emu_give(op, site, x);
-    double a = 0;
-    for (int i = 0; i < SIMD; i++) {
+    if (emu.folded[g] == emu.released[g]) return emu.fold[g];
+    emu.folded[g] = emu.released[g];
+    for (int i = 0, n = 0; i < SIMD; i++) {
         if (!(active >> i & 1)) continue;
-        double b = EMU(emu.now / SIMD * SIMD + i).slot[EMU(emu.now).turn].x;
-        if (i == __builtin_ctz(active)) a = b;
-        else a = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b);
+        double a = emu.fold[g], b = EMU(g * SIMD + i).slot[EMU(emu.now).turn].x;
+        a = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b);
+        emu.fold[g] = n++ ? a : b;
     }
-    return a;
+    return emu.fold[g];
 }
 
 HIDDEN static double emu_take(const char *op, int site, double x, int lane) {
