@@ -2208,12 +2208,10 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         gate[jobs] = matrix_expert(&w->gate, e);
         up[jobs] = matrix_expert(&w->up, e);
         down[jobs] = matrix_expert(&w->down, e);
-        float *x = &place[jobs], *h = x, *g = x, *y = x;
-        if (order) x = s->gathered + r * dim, h = s->up + r * ff;
-        if (order) g = s->gate + r * ff, y = s->expert_out + r * dim;
+        float *x = order ? s->gathered + r * dim : &place[jobs], *h = order ? s->up + r * ff : x;
         in[k++] = (Matmul){&up[jobs], x, h, n};
-        if (w->gate.data) in[k++] = (Matmul){&gate[jobs], x, g, n};
-        back[jobs] = (Matmul){&down[jobs], h, y, n};
+        if (w->gate.data) in[k++] = (Matmul){&gate[jobs], x, order ? s->gate + r * ff : x, n};
+        back[jobs] = (Matmul){&down[jobs], h, order ? s->expert_out + r * dim : x, n};
     }
     each_row(s, gather_row, order, rows);
     matmul(s->pool, &s->calls, in, k);
