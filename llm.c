@@ -1037,9 +1037,8 @@ static bool weights_load(Model *m, Error *e) {
     if (c->arch->norm != BARE && !(c->arch->flags & ENCODER))
         need_data(&ld, m->out_norm.w, "output_norm", ".weight");
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
-    m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].data ? m->dense[0].rows : c->dim, 0, 1);
+    m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
-    if (m->dense[1].data && !m->dense[0].data) refuse(&ld, "tensor dense_3 without dense_2");
     m->layers = calloc(c->n_layer, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
@@ -1468,8 +1467,7 @@ static void attend(Session *s) {
                    .n_kv = w->n_kv, .hd = w->hd, .vd = w->vd,
                    .v_step = kv->v == kv->k ? w->hd : w->vd, .window = kv->window,
                    .keep = kv->keep, .ahead = c->causal ? 0 : kv->window - 1,
-                   .scale = c->attn_scale,
-                   .softcap = c->attn_cap, .sinks = w->sinks,
+                   .scale = c->attn_scale, .softcap = c->attn_cap, .sinks = w->sinks,
                    .slopes = c->alibi > 0 ? s->slopes : NULL};
     attention(s->pool, &s->calls, &a);
 }
@@ -2751,10 +2749,14 @@ typedef struct {
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
+static uint64_t hash_text(uint64_t hash, Str s) {   // FNV-1a, of a text behind another's hash
+    for (size_t i = 0; i < s.n; i++) hash = (hash ^ (uint8_t)s.s[i]) * 0x100000001B3;
+    return hash;
+}
+
 // the slot of a string, or the empty one where it would go; NULL: strings made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
-    uint64_t h = 0xCBF29CE484222325;   // FNV-1a
-    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
+    uint64_t h = hash_text(0xCBF29CE484222325, s);
     for (int probe = 0; probe < 1000; probe++) {
         uint32_t *slot = &d->slot[(h + probe) & d->mask];
         if (!*slot || !name_compare(&d->str[*slot - 1], &s)) return slot;
@@ -2779,8 +2781,8 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //
 // [..] one of, [^..] none of; ? * + as usual, 3 one to three times, =n 2^n times; ! white space or
 // the end follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
-// w a word that goes on over single spaces; $ alone: the white space at the end of a piece; %
-// alone: digits in threes from the right; & alone: numbers in threes, which end a piece.
+// w a word that goes on over single spaces; $ alone: white space at the end of a piece; % alone:
+// digits in threes from the right, & numbers.
 //
 // Flags: a word that is a token stays whole; BOS is added; only spaces are respelled.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
@@ -2940,9 +2942,9 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         return;
     }
     if (*rule == '%' || *rule == '&') {
-        for (int digits = 0, ends = *rule == '&'; end-- > ch;) {
-            digits = end->set & CLASS(ends ? 'N' : 'd') ? digits + 1 : 0;
-            if (digits % 3 == 1 && (digits > 3 || ends)) end[1].cut = 1;
+        for (int digits = 0; end-- > ch;) {
+            digits = end->set & CLASS(*rule == '&' ? 'N' : 'd') ? digits + 1 : 0;
+            if (digits > 3 && digits % 3 == 1) end[1].cut = 1;
         }
         return;
     }

@@ -233,11 +233,6 @@ static void cuda_source(const Variant *p, char *s) {
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
 }
 
-static uint64_t cuda_hash(uint64_t hash, const char *s, size_t n) {   // FNV-1a
-    for (size_t i = 0; i < n; i++) hash = (hash ^ (uint8_t)s[i]) * 0x100000001b3;
-    return hash;
-}
-
 // the file of a variant: its code, and behind it a hash of that
 static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size) {
     const char *texts[] = {g->device->arch, quant_text, kernels_text, source};
@@ -245,7 +240,8 @@ static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size)
     uint64_t hash = 0xcbf29ce484222325;
     bool own = cache && *cache;
     if (!own && !home) return false;
-    for (size_t i = 0; i < COUNT(texts); i++) hash = cuda_hash(hash, texts[i], strlen(texts[i]));
+    for (size_t i = 0; i < COUNT(texts); i++)
+        hash = hash_text(hash, (Str){texts[i], strlen(texts[i])});
     int n = snprintf(path, size, "%s%s", own ? cache : home, own ? "" : "/.cache");
     if (n > (int)size - 40) return false;
     mkdir(path, 0777);
@@ -262,7 +258,7 @@ static Code cuda_cached(const char *path) {   // none where it is not there, or 
     if (map_file(&file, path, &(Error){{0}})) {
         size_t n = file.size - sizeof hash;
         memcpy(&hash, file.base + n, sizeof hash);
-        bool whole = hash == cuda_hash(0, (char *)file.base, n);
+        bool whole = hash == hash_text(0, (Str){(char *)file.base, n});
         if (whole && (c.bytes = malloc(n))) memcpy(c.bytes, file.base, c.n = n);
     }
     if (file.base) munmap(file.base, file.size);
@@ -271,7 +267,7 @@ static Code cuda_cached(const char *path) {   // none where it is not there, or 
 
 static void cuda_keep(const char *path, Code c) {   // under its name only when complete
     char draft[600];
-    uint64_t hash = cuda_hash(0, c.bytes, c.n);
+    uint64_t hash = hash_text(0, (Str){c.bytes, c.n});
     snprintf(draft, sizeof draft, "%s.%d", path, (int)getpid());
     FILE *f = fopen(draft, "wb");
     bool written = f && fwrite(c.bytes, c.n, 1, f) && fwrite(&hash, sizeof hash, 1, f);
