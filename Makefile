@@ -285,7 +285,7 @@ END {
     budget("  lines before forward", forward - 1, 1510)
     budget("  words of quant.h beside it", part_lines["quant.h the"], 375)
     budget("quant.h", lines["quant.h"] - grids, 1210); budget("  its grids", grids, 280)
-    budget("metal.c", lines["metal.c"], 1365); budget("kernels.metal", lines["kernels.metal"], 1935)
+    budget("metal.c", lines["metal.c"], 1360); budget("kernels.metal", lines["kernels.metal"], 1935)
     budget("test.c", lines["test.c"], 4725); budget("  the GPU in software", part_lines["test.c a GPU"], 780)
     budget("lines over 100 columns", wide, 0)
     for (file in lines) budget("semicolons on 100 lines of " file, 100 * semicolons[file] / ends[file], 130)
