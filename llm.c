@@ -84,6 +84,13 @@ typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, 
 
 static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.s, b, a.n); }
 
+static bool str_cut(Str *s, const char *head) {   // takes head off the front, if it is there
+    size_t n = strlen(head);
+    if (s->n < n || memcmp(s->s, head, n)) return false;
+    *s = (Str){s->s + n, s->n - n};
+    return true;
+}
+
 // Finds a word in a list such as "llama* mistral3* ernie4_5-moe", where some words carry a star.
 // Returns a pointer behind it, to a star, a blank or the end; NULL if the list lacks the word.
 static const char *find_str(Str word, const char *words) {
@@ -111,6 +118,22 @@ static void *arena_take(Arena *a, size_t count, size_t size) {
 // ids of tokens, in memory that grows by doubling (tokens_add)
 typedef struct { int32_t *id; size_t n, room; } Tokens;   // free(id) when done
 
+static bool tokens_room(Tokens *t, size_t n) {   // for n tokens in all
+    if (n <= t->room) return true;
+    size_t room = larger(n, 2 * t->room);
+    int32_t *id = realloc(t->id, room * sizeof *id);
+    if (!id) return false;
+    t->id = id;
+    t->room = room;
+    return true;
+}
+
+bool tokens_add(Tokens *t, int32_t id) {
+    if (!tokens_room(t, t->n + 1)) return false;
+    t->id[t->n++] = id;
+    return true;
+}
+
 // ---- 2. GGUF ----
 //
 // A GGUF file is, in this order and little endian (a string is a 64-bit length and its bytes):
@@ -130,9 +153,23 @@ enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_
 static const uint8_t gguf_size[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};   // bytes
 
 // A metadata entry: n values of type elem, from v to end; type is GGUF_ARR for an array, else elem.
-typedef struct { Str key; uint32_t type, elem; uint64_t n; const uint8_t *v, *end; } Meta;
+// used: loading has asked for it.
+typedef struct {
+    Str key;
+    uint32_t type, elem;
+    uint64_t n;
+    const uint8_t *v, *end;
+    bool used;
+} Meta;
 // ne: elements in each dimension, the innermost first; a matrix is ne[1] rows of ne[0]
-typedef struct { Str name; int type, n_dims, ne[4]; uint64_t offset; const uint8_t *data; } Tensor;
+// used: loading has bound it to a weight.
+typedef struct {
+    Str name;
+    int type, n_dims, ne[4];
+    uint64_t offset;
+    const uint8_t *data;
+    bool used;
+} Tensor;
 typedef struct { uint8_t *base; size_t size; } Map;
 
 typedef struct {
@@ -166,7 +203,7 @@ static Str read_str(Cursor *c) {
 }
 
 static bool read_meta(Cursor *c, Meta *m, Error *e) {
-    m->key = read_str(c);
+    *m = (Meta){.key = read_str(c)};
     m->type = m->elem = read_bytes(c, 4);
     m->n = 1;
     if (m->type == GGUF_ARR) {   // element type, count, elements
@@ -186,9 +223,11 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     return !c->bad || fail(e, "its value runs past the end of the file");
 }
 
-static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
+static bool read_tensor(Cursor *c, Tensor *t, size_t align, Error *e) {
+    static const char *const gone[] = {[4] = "Q4_2", "Q4_3", [31] = "Q4_0_4_4", "Q4_0_4_8",
+                                       "Q4_0_8_8", [36] = "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"};
     uint64_t ne[4] = {1, 1, 1, 1};
-    t->name = read_str(c);
+    *t = (Tensor){.name = read_str(c)};
     t->n_dims = read_bytes(c, 4);
     for (int i = 0; i < t->n_dims && i < 4; i++) ne[i] = read_bytes(c, 8);
     t->type = read_bytes(c, 4);
@@ -197,12 +236,17 @@ static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
     if (t->n_dims < 1 || t->n_dims > 4)
         return fail(e, "1 to 4 dimensions expected, found %d", t->n_dims);
     for (int i = 0; i < 4; i++) {
-        if (ne[i] < 1 || ne[i] > INT32_MAX)
-            return fail(e, "dimension %d is %zu, expected 1 to %d", i, (size_t)ne[i], INT32_MAX);
+        if (ne[i] > INT32_MAX)   // 0: the tensor is a mark that holds nothing
+            return fail(e, "dimension %d is %zu, expected 0 to %d", i, (size_t)ne[i], INT32_MAX);
         t->ne[i] = ne[i];
     }
+    if (t->offset % align)
+        return fail(e, "offset %.0f is not a multiple of the alignment %zu", (double)t->offset,
+                    align);
+    if (t->type >= 0 && t->type < (int)COUNT(gone) && gone[t->type])
+        return fail(e, "%s is a type that GGUF has given up; make the file anew", gone[t->type]);
     if (!quant_name(t->type)) return fail(e, "unknown tensor type %d", t->type);
-    if (!quant_row_bytes(t->type, t->ne[0]))
+    if (t->ne[0] && !quant_row_bytes(t->type, t->ne[0]))
         return fail(e, "rows of %d weights are not whole %s blocks", t->ne[0], quant_name(t->type));
     return true;
 }
@@ -212,11 +256,9 @@ static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile
 }
 
 // points t->data at the tensor's bytes, which must lie in the map; offsets count from `start`
-static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, Error *e) {
+static bool tensor_place(Tensor *t, const Map *map, size_t start, Error *e) {
     size_t at = t->offset;
-    double size = tensor_bytes(t), room = (double)map->size - start - at;
-    if (at % align) return fail(e, "offset %zu is not a multiple of the alignment %zu", at, align);
-    if (room < 0) return fail(e, "offset %zu is past the end of the file", at);
+    double size = tensor_bytes(t), room = fmax(0, (double)map->size - start - at);
     if (size > room) return fail(e, "%.0f bytes, the file has %.0f: is it truncated?", size, room);
     t->data = map->base + start + at;
     return true;
@@ -237,7 +279,7 @@ static bool sort_names(void *items, size_t n, size_t size, const char *what, Err
     return true;
 }
 
-static const Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no such key
+static Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no such key
     Str name = {key, strlen(key)};
     return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
@@ -329,11 +371,20 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
     if (no != i) return fail(e, "this is part %d of a model; open part 1", (int)no + 1);
     for (size_t k = 0; k < n_tensors; k++)
-        if (!read_tensor(&c, &t[k], &why))
+        if (!read_tensor(&c, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (c.p - map->base + align - 1) / align * align;   // where the data begin
+    // Each tensor begins where the one before it ends. Otherwise that one has another size than its
+    // type and shape say, and would be read wrongly.
+    for (size_t k = 1; k < n_tensors; k++) {
+        double room = (double)t[k].offset - t[k - 1].offset, size = tensor_bytes(&t[k - 1]);
+        if (ceil(size / align) * align != room)
+            return fail(e, "tensor %.*s: %.0f bytes of %s, but the offset of %.*s leaves it %.0f",
+                        STR_ARG(t[k - 1].name), size, quant_name(t[k - 1].type), STR_ARG(t[k].name),
+                        room);
+    }
     for (size_t k = 0; k < n_tensors; k++)
-        if (!tensor_place(&t[k], map, start, align, &why))
+        if (!tensor_place(&t[k], map, start, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     g->n_tensors += n_tensors;
     if (i == 0) g->n_meta = n_meta;
@@ -408,6 +459,8 @@ enum {
     BOTH_WAYS = 1 << 19,   // a token sees those behind it, too; windows lie half on each side
     SECTIONS_MIXED = 1 << 20,  // RoPE's sections take turns
     FULL_FIRST = 1 << 21,  // of `local` layers the first sees all, not the last
+    LOCAL_SINKS = 1 << 22, // only windowed layers have sinks
+    MAY_BE_PARALLEL = 1 << 23,   // without a norm before it the FFN reads what attention reads
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -433,21 +486,23 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"granite granitehybrid*", RMS, SILU, ROPE_PAIRS,
      .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
     {"granitemoe", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
-    {"granite-swa", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED, .local = 4},
+    {"granite_swa", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED, .local = 4},
     {"minicpm", RMS, SILU, ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
     {"minicpm3", RMS, SILU, ROPE_HALVES, .flags = MUP},
     {"arcee plm", RMS, RELU2, ROPE_PAIRS, .flags = 0},
     {"olmo", BARE, SILU, ROPE_PAIRS, .flags = 0},
-    {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = 0},
-    {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = LOCAL_ROPE, .local = 4},
+    {"command-r", LAYERNORM, SILU, ROPE_PAIRS, .flags = MAY_BE_PARALLEL},
+    {"cohere2", LAYERNORM, SILU, ROPE_PAIRS, .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .local = 4},
     {"exaone4", RMS, SILU, ROPE_HALVES, WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", RMS, SILU, .rope = ROPE_HALVES},
-    {"bailingmoe2 paddleocr pangu-embedded plamo qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
+    {"bailingmoe2 paddleocr pangu-embedded qwen2vl", RMS, SILU, .rope = ROPE_HALVES},
+    {"plamo", RMS, SILU, ROPE_HALVES, .flags = MAY_BE_PARALLEL},
     {"qwen3vl", RMS, SILU, ROPE_HALVES, .flags = SECTIONS_MIXED},
     {"glm4moe* dots1 hy_v3", RMS, SILU, ROPE_HALVES, .flags = GATES_SIGMOID},
     {"exaone-moe", RMS, SILU, ROPE_HALVES, .flags = LOCAL_ROPE, .local = 4},
     {"mellum", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
-    {"mimo2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID, .local = 6},
+    {"mimo2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS,
+     .local = 6},
     {"minimax-m2", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
     {"qwen3moe* qwen3next* lfm2moe*", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED},
     {"qwen3vlmoe", RMS, SILU, ROPE_HALVES, .flags = GATES_NORMED | SECTIONS_MIXED},
@@ -466,8 +521,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"gemma4*", RMS, GELU, ROPE_HALVES, .flags = GEMMA4, .local = 6},
     {"deepseek2*", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
     {"deepseek2* mistral4", RMS, SILU, ROPE_PAIRS, .flags = YARN_SCORES},
-    {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = 0},
-    {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = 0},
+    {"orion stablelm", LAYERNORM, SILU, ROPE_HALVES, .flags = MAY_BE_PARALLEL},
+    {"falcon gptneox phi2 starcoder2", LAYERNORM, GELU, ROPE_HALVES, .flags = MAY_BE_PARALLEL},
     {"dbrx", LAYERNORM, SILU, ROPE_HALVES, .flags = GATES_NORMED},
     {"nemotron jais2", LAYERNORM, RELU2, ROPE_HALVES, .flags = 0},
     {"nemotron_h nemotron_h_moe*", RMS, RELU2, ROPE_NONE, .flags = GATES_SIGMOID},
@@ -568,15 +623,15 @@ static const Key KEYS[] = {
     {"nextn_predict_layers", INT(n_predict), 0, 1 << 14, NULL},
     {"embedding_length", INT(dim), 1, 1 << 20, NULL},
     {"context_length", INT(n_ctx), 1, INT_MAX, NULL},
-    {"pooling_type", INT(pooling), -1, 3, NULL},
+    {"pooling_type", INT(pooling), -1, 4, NULL},
     {"attention.layer_norm_epsilon", KEY_REAL, offsetof(Config, eps), 0, 1, NULL},
     {"attention.layer_norm_epsilon", REAL(eps_rms), "nemotron_h nemotron_h_moe"},   // or the next
     {"attention.layer_norm_rms_epsilon", KEY_REAL, offsetof(Config, eps_rms), 0, 1, NULL},
-    {"embedding_scale", REAL(embd_scale), "granite granitehybrid granitemoe granite-swa minicpm"},
+    {"embedding_scale", REAL(embd_scale), "granite granitehybrid granitemoe granite_swa minicpm"},
     {"residual_scale", REAL(residual_scale),
-     "granite granitehybrid granitemoe granite-swa minicpm"},
+     "granite granitehybrid granitemoe granite_swa minicpm"},
     {"logit_scale", REAL(logit_scale),
-     "granite* granitehybrid granitemoe* granite-swa* minicpm command-r* cohere2*"},
+     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2*"},
     {"final_logit_softcapping", REAL(logit_cap), "gemma2 gemma3 gemma4"},
     {"attention.head_count", INT(n_head), 0, 1 << 14, NULL},
     {"attention.head_count", OF_LAYER(n_head), 0, 1 << 14, NULL},
@@ -594,12 +649,13 @@ static const Key KEYS[] = {
     {"attention.sliding_window", INT(window), 0, INT_MAX, "cohere2* gemma-embedding* gpt-oss*"},
     {"attention.sliding_window_pattern", OF_LAYER(pattern), 0, INT_MAX, NULL},
     {"attention.causal", INT(causal), 0, 1, NULL},
-    {"attention.scale", REAL(attn_scale), "granite granitehybrid granitemoe granite-swa"},
+    {"attention.scale", REAL(attn_scale), "granite granitehybrid granitemoe granite_swa"},
     {"attn_logit_softcapping", REAL(attn_cap), "gemma2"},
     {"attention.value_scale", REAL(value_scale), "mimo2"},
-    {"attention.rope_pattern", OF_LAYER(rotated), 0, 1, "granite-swa"},
+    {"attention.rope_pattern", OF_LAYER(rotated), 0, 1, "granite_swa"},
     {"attention.clamp_kqv", REAL(clamp_qkv), "olmo dbrx"},
     {"attention.temperature_scale", REAL(temp_scale), "mistral3 deepseek2 mistral4"},
+    {"rope.scaling_beta", REAL(temp_scale), "mistral3 deepseek2 mistral4"},   // so says Ollama
     {"attention.temperature_length", INT(temp_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", INT(parallel), 0, 1, "gptneox*"},
     {"rope.dimension_count", INT(n_rot), -1, 4096, NULL},               // -1: all of a head
@@ -608,6 +664,8 @@ static const Key KEYS[] = {
     {"rope.freq_base", REAL(rope_base), NULL},
     {"rope.freq_base_swa", REAL(rope_base_local),
      "gemma2 gemma3 gemma4 gemma-embedding gpt-oss mimo2 modern-bert"},
+    {"rope.global.freq_base", REAL(rope_base), "gemma3 gemma4"},        // Ollama's names
+    {"rope.local.freq_base", REAL(rope_base_local), "gemma3 gemma4"},
     {"rope.scale_linear", REAL(rope_factor), NULL},
     {"rope.scaling.factor", REAL(rope_factor), NULL},
     {"rope.scaling.attn_factor", REAL(rope_attn), NULL},
@@ -617,6 +675,9 @@ static const Key KEYS[] = {
     {"rope.scaling.yarn_beta_fast", REAL(yarn_fast), "mistral3"},
     {"rope.scaling.yarn_beta_slow", REAL(yarn_slow), "mistral3"},
     {"rope.scaling.yarn_log_multiplier", REAL(yarn_log), "mistral3 deepseek2 mistral4"},
+    {"rope.scaling.beta_fast", REAL(yarn_fast), "mistral3"},            // Ollama's names
+    {"rope.scaling.beta_slow", REAL(yarn_slow), "mistral3"},
+    {"rope.scaling.mscale_all_dim", REAL(yarn_log), "mistral3 deepseek2 mistral4"},
     {"feed_forward_length", OF_LAYER(ff), 0, 1 << 20, NULL},
     {"expert_count", INT(n_expert), 0, 4096, NULL},
     {"expert_used_count", OF_LAYER(n_used), 0, 4096, NULL},
@@ -636,6 +697,30 @@ static const Key KEYS[] = {
     {"shortconv.l_cache", INT(conv), 1, 64, "lfm2* lfm2moe*"},
 };
 
+// Tensors that such a model always has, although the engine could run without them.
+static const struct { const char *name, *archs; } NEEDS[] = {
+    {"attn_q_norm.weight", "bailingmoe2 command-r dots1 exaone-moe exaone4 gemma-embedding gemma3 "
+     "gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 lfm2 lfm2moe mellum minimax-m2 olmo2 olmoe "
+     "qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3vl qwen3vlmoe"},
+    {"post_attention_norm.weight", "exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 glm4moe "
+     "gpt-oss olmo2 qwen35 qwen35moe qwen3next seed_oss"},
+    {"post_ffw_norm.weight", "exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 olmo2"},
+    {"attn_norm.bias", "bloom falcon gpt2 gptneox jais2 nemotron orion phi2 stablelm starcoder "
+     "starcoder2"},
+    {"attn_output.bias", "bloom gpt-oss gpt2 gptneox jais2 jina-bert-v2 pangu-embedded phi2 "
+     "starcoder starcoder2"},
+    {"attn_sinks.weight", "gpt-oss granite_swa"},
+    {"ffn_gate_inp.bias", "gpt-oss"}, {"ffn_up_exps.bias", "gpt-oss"},
+    {"ffn_down_exps.bias", "gpt-oss"}, {"rope_freqs.weight", "gemma4"},
+    {"exp_probs_b.bias", "glm4moe lfm2moe minimax-m2 nemotron_h_moe"},
+    {"ffn_up_shexp.weight", "bailingmoe bailingmoe2 deepseek deepseek2 dots1 hunyuan-moe qwen2moe "
+     "qwen35moe qwen3next"},
+    {"ffn_gate_inp_shexp.weight", "qwen2moe qwen35moe qwen3next"},
+    {"ffn_down.bias", "bloom gpt2 gptneox jais2 jina-bert-v2 phi2 starcoder starcoder2"},
+    {"token_embd_norm.weight", "bert bloom jina-bert-v2 modern-bert nomic-bert"},
+    {"position_embd.weight", "bert gpt2 starcoder"}, {"ssm_norm.weight", "mamba2 granitehybrid"},
+};
+
 typedef struct {
     Gguf gguf;
     Config config;
@@ -646,6 +731,7 @@ typedef struct {
     Matrix layer_embd, layer_proj;             // layers' own inputs [..][n_layer * per_layer]
     Norm embd_norm, out_norm, layer_norm;
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] RoPE frequency divisors
+    Tokens suppressed;                         // ids that are never sampled
     Map *owned;                                // [n_owned] vectors that were converted to f32
     size_t n_owned;
     struct Tokenizer *tokenizer;
@@ -670,7 +756,9 @@ typedef struct {
 static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", ld->m->config.name, key);
-    return gguf_find(&ld->m->gguf, name);
+    Meta *v = gguf_find(&ld->m->gguf, name);
+    if (v) v->used = true;
+    return v;
 }
 
 // a number, or this layer's in an array of them
@@ -702,11 +790,13 @@ static void load_keys(Loader *ld, void *to, bool layer) {
     }
 }
 
-static const Tensor *find_tensor(const Loader *ld, const char *name, const char *suffix) {
+// NULL: there is no such tensor, or it holds nothing
+static Tensor *find_tensor(const Loader *ld, const char *name, const char *suffix) {
     const Gguf *g = &ld->m->gguf;
     char full[128];
     Str key = {full, snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix)};
-    return ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof(Tensor), name_compare) : NULL;
+    Tensor *t = ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare) : NULL;
+    return t && tensor_bytes(t) > 0 ? t : NULL;
 }
 
 static void need_data(Loader *ld, const void *data, const char *name, const char *suffix) {
@@ -725,8 +815,9 @@ static void *own(Loader *ld, size_t size) {   // pages that live with the model,
 
 // a vector of n values (0: of any length), in the file or converted to f32; NULL: there is none
 static const float *load_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
-    const Tensor *t = find_tensor(ld, name, suffix);
+    Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
+    t->used = true;
     size_t have = (size_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (n && have != n)
         refuse(ld, "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
@@ -755,15 +846,14 @@ static Norm need_norm(Loader *ld, const char *name, int n) {
 
 // a [rows][cols] matrix, or n of them; rows 0: however many the file has
 static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
-    const Tensor *t = find_tensor(ld, name, ".weight");
+    Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
+    t->used = true;
     const int *ne = t->ne;
     if (!rows) rows = ne[1];
     if (ne[0] != cols || ne[1] != rows || ne[2] != n || ne[3] != 1)
         refuse(ld, "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
                STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
-    if (find_tensor(ld, name, ".input_scale"))
-        refuse(ld, "tensor %.*s: input scales are not supported", STR_ARG(t->name));
     if (!ld->ok) return (Matrix){0};
     const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
     bool scaled = strcmp(name, "ffn_gate_inp");   // a router's .scale is of its input
@@ -819,6 +909,10 @@ static void load_attention(Loader *ld, Layer *w) {
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k},
                          {v_is_k ? "attn_k" : "attn_v", v, &w->v}},
                fused || !shares ? 3 : 1);
+    if (shares && !fused) {   // a file may hold what nobody reads
+        load_matrix(ld, "attn_k", c->dim, k, 1);
+        load_matrix(ld, "attn_v", c->dim, v, 1);
+    }
     if (shares) w->k = w->v = (Matrix){0};
     w->o = need_matrix(ld, "attn_output", w->n_head * w->vd, c->dim, 1);
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
@@ -905,10 +999,79 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (w->ff || !mixes || find_tensor(ld, "ffn_up", ".weight"))
+    else if ((w->ff && !w->mixer) || !mixes || find_tensor(ld, "ffn_up", ".weight")) {
         w->ff = load_ffn(ld, FFN_NAMES, c->dim, w->ff, 1, (Matrix *[]){&w->gate, &w->up, &w->down});
+        if (c->act == SILU || (c->act == GELU && a->norm == RMS))
+            need_data(ld, w->gate.data, "ffn_gate", ".weight");
+    }
     w->parallel = w->parallel && mixes && w->up.data;   // both are there
+    if (w->parallel && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
+        need_data(ld, NULL, "ffn_norm", ".weight");
     if (c->per_layer) load_inputs(ld, w);
+}
+
+static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {
+    snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", l);
+    return find_tensor(ld, name, suffix);
+}
+
+// Layers with the same mixer have tensors of the same names, and so have those with the same kind
+// of FFN; windows count where values may be keys (Gemma 4) or sinks are in windowed layers only.
+static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows) {
+    if (ffn) return !a->router.data == !b->router.data && !a->up.data == !b->up.data;
+    return a->mixer == b->mixer && !a->n_kv == !b->n_kv && !a->k.data == !b->k.data &&
+           (!windows || !a->window == !b->window);
+}
+
+// Layer l has a tensor of this name. Have its neighbours, the next of its kind on both sides?
+static void check_neighbours(Loader *ld, int l, const char *name) {
+    const Layer *w = ld->m->layers;
+    bool ffn = strstr(name, "ff") || !strncmp(name, "exp", 3);
+    bool windows = !strncmp(name, "attn_v.", 7) || ld->m->config.arch->flags & LOCAL_SINKS;
+    for (int k, step = -1; step <= 1; step += 2) {
+        for (k = l + step; k >= 0 && k < ld->m->config.n_layer; k += step)
+            if (layers_alike(&w[l], &w[k], ffn, windows)) break;
+        bool normed = k == 0 && ld->m->embd_norm.w && !strncmp(name, "attn_norm.", 10);
+        if (k < 0 || k == ld->m->config.n_layer || normed) continue;
+        if (layer_tensor(ld, k, name, "")) continue;
+        const char *dot = strstr(name, ".scale");   // a scale may belong to a format
+        char of[100];
+        snprintf(of, sizeof of, "%.*s.weight", dot ? (int)(dot - name) : 0, name);
+        const Tensor *a = layer_tensor(ld, l, of, ""), *b = layer_tensor(ld, k, of, "");
+        if (!a || !b || a->type == b->type)
+            refuse(ld, "tensor blk.%d.%s is missing; layer %d has it", k, name, l);
+    }
+}
+
+// Nothing in the file may be passed over but what does not run: other modalities, the heads of
+// rerankers, NVFP4's scales of activations, blocks that predict further tokens. And nothing may be
+// missing that such a model has.
+static void check_tensors(Loader *ld) {
+    const Gguf *g = &ld->m->gguf;
+    const Config *c = &ld->m->config;
+    const Tensor *end = g->tensors + g->n_tensors;
+    for (const Tensor *t = g->tensors; t < end && ld->ok; t++) {
+        Str rest = t->name;
+        int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
+        char name[100];
+        bool predicts = l >= c->n_layer && l < c->n_layer + c->n_predict &&
+                        layer_tensor(ld, l, "nextn.eh_proj", ".weight");
+        bool idle = predicts || tensor_bytes(t) == 0 || str_cut(&rest, "v.") ||
+                    str_cut(&rest, "mm.") || str_cut(&rest, "a.") || str_cut(&rest, "cls.") ||
+                    memmem(rest.s, rest.n, ".input_scale", 12);
+        snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
+        if (t->used && l >= 0) check_neighbours(ld, l, strchr(name, '.') + 1);
+        else if (!t->used && !idle)
+            refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
+                   STR_ARG(t->name), c->name, c->n_layer);
+    }
+    for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
+        const char *name = NEEDS[i].name;
+        const Tensor *t = g->tensors;
+        size_t n = find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs) ? strlen(name) : 0;
+        while (t < end && (t->name.n < n || memcmp(t->name.s + t->name.n - n, name, n))) t++;
+        if (t == end) refuse(ld, "tensor %s is missing", name);
+    }
 }
 
 // the first row of ARCHS that has the file's architecture and size
@@ -1023,6 +1186,8 @@ static bool weights_load(Model *m, Error *e) {
     m->freqs = load_vector(&ld, "rope_freqs", ".weight", c->n_rot / 2);
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", c->n_rot / 2);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", c->n_rot / 2);
+    if (!m->freqs_long != !m->freqs_short)
+        need_data(&ld, NULL, m->freqs_long ? "rope_factors_short" : "rope_factors_long", ".weight");
     m->embd = need_matrix(&ld, "token_embd", c->dim, 0, 1);
     m->output = load_matrix(&ld, "output", c->dim, 0, 1);
     if (!m->output.data) m->output = m->embd;   // the two are tied
@@ -1031,6 +1196,8 @@ static bool weights_load(Model *m, Error *e) {
         refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
+    if (m->embd.bias || m->embd.scale || m->pos_embd.bias || m->type_embd.bias)
+        refuse(&ld, "tensor token_embd: bias or scale");
     bool last = c->arch->flags & ENCODER || find_tensor(&ld, "output_norm", ".weight");
     if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
@@ -1045,6 +1212,10 @@ static bool weights_load(Model *m, Error *e) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
     }
+    if (ld.ok) check_tensors(&ld);
+    const Meta *never = gguf_find(&m->gguf, "tokenizer.ggml.suppress_tokens");
+    for (uint64_t i = 0; never && gguf_size[never->elem] && i < never->n; i++)
+        if (!tokens_add(&m->suppressed, meta_int(never, i))) refuse(&ld, "out of memory");
     return ld.ok;
 }
 
@@ -1563,22 +1734,6 @@ static void output_logits(Session *s, int first, int n) {
 // and that alone decides who sees it. Keys were rotated by it, so nothing moves when the ring
 // wraps, and generation goes on past any limit but that of learned positions.
 
-static bool tokens_room(Tokens *t, size_t n) {   // for n tokens in all
-    if (n <= t->room) return true;
-    size_t room = larger(n, 2 * t->room);
-    int32_t *id = realloc(t->id, room * sizeof *id);
-    if (!id) return false;
-    t->id = id;
-    t->room = room;
-    return true;
-}
-
-bool tokens_add(Tokens *t, int32_t id) {
-    if (!tokens_room(t, t->n + 1)) return false;
-    t->id[t->n++] = id;
-    return true;
-}
-
 // Sets freq [n_rot/2], radians per position of each pair; returns a factor for cosines and sines.
 // Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
 // factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
@@ -1979,12 +2134,15 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-// last[n_last]: the tokens that the penalty sees; c: room for n_vocab candidates
-static int32_t sample(const Sampling *o, const float *logits, size_t n, const int32_t *last,
-                      int n_last, uint64_t *rng, Candidate *c) {
-    double total, sum;
-    for (size_t i = 0; i < n; i++)   // NaN never wins
+static void sample_begin(Candidate *c, const float *logits, size_t n) {   // NaN never wins
+    for (size_t i = 0; i < n; i++)
         c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
+}
+
+// c [n]: candidates, which it reorders; last [n_last]: the tokens that the penalty sees
+static int32_t sample(const Sampling *o, Candidate *c, size_t n, const int32_t *last, int n_last,
+                      uint64_t *rng) {
+    double total, sum;
     sample_penalty(c, n, last, n_last, o->repeat_penalty);
     if (o->temp < 1e-30f) {   // 0, or logits / temp would overflow
         sort_top(c, n, 1);
@@ -2000,10 +2158,14 @@ static int32_t sample(const Sampling *o, const float *logits, size_t n, const in
 
 int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
-    int n = o->repeat_last_n;
+    const Tokens *never = &s->m->suppressed;
+    Candidate *c = s->candidates;
+    int n = o->repeat_last_n, n_vocab = s->m->config.n_vocab;
     if (n < 0 || n > (int)s->history.n) n = s->history.n;
-    return sample(o, logits, s->m->config.n_vocab, s->history.id + s->history.n - n, n, &s->rng,
-                  s->candidates);
+    sample_begin(c, logits, n_vocab);
+    for (size_t i = 0; i < never->n; i++)
+        if (never->id[i] >= 0 && never->id[i] < n_vocab) c[never->id[i]].logit = -FLT_MAX;
+    return sample(o, c, n_vocab, s->history.id + s->history.n - n, n, &s->rng);
 }
 
 // ---- 11. generate ----
@@ -2014,6 +2176,7 @@ void model_close(Model *m) {
     free(m->tokenizer);
     free(m->owned);
     free(m->layers);
+    free(m->suppressed.id);
     gguf_close(&m->gguf);
     *m = (Model){0};
 }
@@ -2023,6 +2186,11 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){0};
     if (!gguf_open(&m->gguf, path, e)) return false;
+    Str type = gguf_str(&m->gguf, "general.type");
+    Str arch = gguf_str(&m->gguf, "general.architecture");
+    if (find_str(type, "adapter imatrix mmproj") || find_str(arch, "clip controlvector"))
+        return fail(e, "%s: no language model but what goes with one: type %.*s, architecture %.*s",
+                    path, STR_ARG(type), STR_ARG(arch));
     bool ok = tokenizer_load(m, &why) && (!weights || weights_load(m, &why));
     return ok || fail(e, "%s: %s", path, why.text);
 }
@@ -2099,6 +2267,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
     w->ff = load_ffn(ld, sparse, wide, 0, n, (Matrix *[]){&w->gate, &w->up, &w->down});
     if (gated) need_data(ld, w->gate.data, sparse[0], ".weight");
+    if (!w->down.scale) w->down.scale = load_vector(ld, "ffn_gate_inp", ".per_expert_scale", n);
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
         w->router_norm = (Norm){scale, NULL, c->dim, c->dim};
@@ -2466,6 +2635,9 @@ static bool load_recurrent(Loader *ld, Layer *w) {
     if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
     if (find_tensor(ld, "ssm_in", ".weight")) w->mixer = MIX_SPACE;
     if (!w->mixer) return true;
+    if (w->mixer == MIX_SPACE && find_tensor(ld, "ssm_ba", ".weight"))
+        refuse(ld, "layer %d: an early file of Qwen3-Next (ssm_in has q, k, v and z); make it anew",
+               ld->l);
     bool conv = w->mixer == MIX_CONV;
     const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
     if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
@@ -2567,9 +2739,10 @@ static void load_latent(Loader *ld, Layer *w) {
     w->k = need_matrix(ld, "attn_kv_a_mqa", c->dim, w->hd, 1);
     w->latent_norm = need_norm(ld, "attn_kv_a_norm", c->lora);
     w->k_b = load_matrix(ld, "attn_k_b", nope, c->lora, n);
+    Matrix both = load_matrix(ld, "attn_kv_b", c->lora, n * (nope + vd), 1);
     if (w->k_b.data) w->v_b = need_matrix(ld, "attn_v_b", c->lora, vd, n);
     else {   // one tensor has, for each head, rows for keys and rows for values
-        Matrix both = need_matrix(ld, "attn_kv_b", c->lora, n * (nope + vd), 1);
+        need_data(ld, both.data, "attn_kv_b", ".weight");
         if (both.bias || both.scale) refuse(ld, "tensor attn_kv_b: bias or scale");
         both.step = (nope + vd) * quant_row_bytes(both.type, c->lora);
         w->k_b = load_turned(ld, &both, n, nope);
@@ -3324,6 +3497,7 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     size_t i = 0;
     *t = (Tokenizer){0};
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
+    if (str_eq(pre, "gemma4") && gguf_find(g, "tokenizer.ggml.merges")) model = pre;   // Ollama
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
@@ -6190,6 +6364,7 @@ typedef struct {
     int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
+    uint64_t given;                  // bit i: OPTIONS[i] was
     bool talks, misused;             // a chat because nothing was asked for; no template for it
     Tokens bench;                    // P and N
     Options o;
@@ -6294,6 +6469,7 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
     char *end;
+    cli->given |= (uint64_t)1 << (o - OPTIONS);
     if (o->kind == SWITCH) return *(bool *)at = true;
     if (o->kind == TEXT) return (*(const char **)at = text) != NULL;
     if (list) list->n = 0;
@@ -6554,11 +6730,12 @@ static double token_bytes(const Session *s, int pos) {
     double sum = 0;
     for (size_t i = 0; i < m->gguf.n_tensors; i++) {
         const Tensor *t = &m->gguf.tensors[i];
-        bool layer = t->name.n > 4 && !memcmp(t->name.s, "blk.", 4);
+        Str rest = t->name;
+        bool layer = str_cut(&rest, "blk.");
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
-        if (layer && atoi(t->name.s + 4) >= c->n_layer) continue;   // it is not run
+        if (!t->used || (layer && atoi(rest.s) >= c->n_layer)) continue;   // it is not run
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
@@ -6661,15 +6838,32 @@ static void print_statistics(const Cli *cli) {
             s->gpu ? GPU_NAME : "cpu");
 }
 
+// names the keys of RoPE, attention, experts and sampling that nobody has read, but for those whose
+// numbers the shapes of tensors say as well
+static void print_unread(const Model *m) {
+    static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
+        "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers";
+    for (const Meta *v = m->gguf.meta; v < m->gguf.meta + m->gguf.n_meta; v++) {
+        Str rest = v->key;
+        bool counts = str_cut(&rest, "general.sampling.");
+        if (str_cut(&rest, m->config.name) && str_cut(&rest, ".") && !find_str(rest, shapes))
+            counts = str_cut(&rest, "rope.") || str_cut(&rest, "attention.") ||
+                     str_cut(&rest, "expert");
+        if (counts && !v->used) fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
+    }
+}
+
 // prints to stderr what is said at the end, unless something failed
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
     if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
+    if (s->m) print_unread(&cli->m);
     if (cli->gpu && !*GPU_NAME)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
-    if (cli->o.window > n_ctx && s->m && cli->m.config.causal)
-        fprintf(stderr, "note: -c %d is larger than the model's context of %d\n", window, n_ctx);
+    if (cli->o.window > n_ctx && s->m)
+        fprintf(stderr, "note: %s %d is larger than the model's context of %d\n",
+                cli->m.config.causal ? "-c" : "the text's length", window, n_ctx);
     if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id)
         fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
                 "-c %d keeps them\n", n - window, n);
@@ -6942,7 +7136,8 @@ static void print_formats(const Gguf *g) {
 static void print_file(const Cli *cli) {
     static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
         "architecture name size_label file_type context_length embedding_length block_count "
-        "attention.head_count ggml.model ggml.pre";
+        "attention.head_count ggml.model ggml.pre sampling.temp sampling.top_k sampling.top_p "
+        "sampling.min_p sampling.penalty_repeat sampling.penalty_last_n";
     const Gguf *g = &cli->m.gguf;
     for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
         const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
@@ -6969,6 +7164,26 @@ static bool print_info(Cli *cli) {
     return true;
 }
 
+// What the model's makers ask for, in general.sampling, stands behind the user's options.
+static void sampling_defaults(Cli *cli) {
+    static const char *const keys[] = {"temp", "top_k", "top_p", "min_p", "penalty_repeat",
+                                       "penalty_last_n"};   // in OPTIONS' order
+    const Option *o = OPTIONS;
+    while (o->at != PICK(temp)) o++;
+    for (size_t i = 0; i < COUNT(keys); i++, o++) {
+        char name[64];
+        snprintf(name, sizeof name, "general.sampling.%s", keys[i]);
+        Meta *v = gguf_find(&cli->m.gguf, name);
+        if (!v || !gguf_size[v->type]) continue;
+        v->used = true;
+        double x = fmin(fmax(meta_float(v, 0), o->low), o->high);
+        void *at = (char *)cli + o->at;
+        if (cli->given >> (o - OPTIONS) & 1) continue;
+        if (o->kind == NUMBER) *(float *)at = x;
+        else *(int *)at = x;
+    }
+}
+
 static bool run(Cli *cli) {
     Model *m = &cli->m;
     if (cli->help) return print_usage();
@@ -6976,6 +7191,7 @@ static bool run(Cli *cli) {
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);
     if (cli->info && m->tokenizer) print_file(cli);   // the file was read
     if (!ok) return false;
+    sampling_defaults(cli);
     bool template = gguf_find(&m->gguf, "tokenizer.chat_template");
     cli->misused = cli->talks && !template;   // on a terminal, without a PROMPT
     if (cli->misused) return fail(&cli->e, "no PROMPT given; see --help");
@@ -6985,6 +7201,9 @@ static bool run(Cli *cli) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
     }
+    if (cli->embed && m->config.pooling > 3)
+        return fail(&cli->e, "%s: pooling_type %d is a reranker's: it has no embedding", cli->model,
+                    m->config.pooling);
     bool encoder = m->config.arch->flags & ENCODER;
     if ((encoder || (!m->config.causal && !cli->logits)) && !cli->embed && !cli->info)
         return fail(&cli->e, "%s: %s is for embeddings; use --embed", cli->model, m->config.name);

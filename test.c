@@ -251,12 +251,14 @@ static void put_text(Bytes *b, const char *s) {
 }
 
 // How a broken file differs from a good one; the writer applies it.
-enum { GOOD, BYTES, CUT, KEY, NEW_KEY, NO_KEY, TWICE, NO_TENSOR, DIM, FOLD, TYPE, OFFSET };
+enum { GOOD, BYTES, CUT, KEY, NEW_KEY, NO_KEY, TWICE, NEW_TENSOR, NO_TENSOR, DIM, FOLD, TYPE,
+       OFFSET };
 typedef struct {
     const char *expect;   // part of the message
     int how;              // BYTES: a is where, b how many
                           // FOLD: [n] becomes [n/b,b]
                           // CUT: a bytes behind the metadata remain; b: none at all
+                          // NEW_TENSOR: of a values
     const char *name;     // of the key or tensor; the bytes
     int64_t a, b;         // KEY: type, value; DIM: which (-1: their number), size
     const char *text;     // KEY: a string's value, or the strings of an array
@@ -360,7 +362,9 @@ static void put_weights(Writer *w, const char *name, const int ne[3], const floa
     for (; copies > 0; copies--) {
         put(&w->data, NULL, -w->data.n % (w->align ? w->align : 32));
         put_entry(w, name, ne, QUANT_F32, w->data.n);
-        put(&w->data, x, size_of(ne) * sizeof *x);
+        const Spoil *s = &w->spoil;   // a smaller shape has fewer bytes, too
+        bool less = spoils(w, DIM, name) && s->a >= 0 && s->b < ne[s->a];
+        put(&w->data, x, size_of(ne) / (less ? ne[s->a] : 1) * (less ? s->b : 1) * sizeof *x);
     }
 }
 
@@ -413,7 +417,7 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   M a state space  C a short convolution  H either in even layers, attention in odd ones
 //   3 layers of a state space, attention or an FFN alone, in turn  L latent experts
 //   Q the norm of the embedding is that of the output  F no norm before the first attention
-//   I dense layers behind an embedding
+//   I dense layers behind an embedding  R factors of RoPE's frequencies
 // and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32,
 // Z W Y a layer without attention, without a recurrent mixer, without FFN, X without attn_norm.
 
@@ -422,7 +426,7 @@ enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 // name:dimensions:letters, of which x must be there, !x must not, and +x brings a bias
 static const char PARTS[] =
     "token_embd:32,64:^ dense_2:32,40:^I dense_3:40,24:^I position_embd:32,96:^P "
-    "token_types:32,2:^E token_embd_norm:32:^N+n "
+    "token_types:32,2:^E rope_freqs:8:^R token_embd_norm:32:^N+n "
     "output_norm:32:^!0!E!Q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n "
     "ffn_norm:32:!0!p!E!1!a!w+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
     "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
@@ -517,6 +521,7 @@ static void put_model(Writer *w, const Shape *m) {
         if (strchr(m->letters, 'F') && l == 0) kind = "X";
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
     }
+    if (w->spoil.how == NEW_TENSOR) put_tensor(w, w->spoil.name, (int[3]){w->spoil.a}, 1, 0.1f);
 }
 
 #define DELTA_KEYS "ssm.conv_kernel=4 ssm.state_size=8 ssm.group_count=2 ssm.time_step_rank=4 " \
@@ -971,13 +976,21 @@ static const Spoil BROKEN[] = {
     {"split.count is out of range", NEW_KEY, "split.count", GGUF_I16, -1, NULL},
     {"must be named", NEW_KEY, "split.count", GGUF_U16, 2, NULL},
     {"1 to 4 dimensions", DIM, "output.weight", -1, 5, NULL},
-    {"dimension 1 is 0", DIM, "output.weight", 1, 0, NULL},
-    {"unknown tensor type 4", TYPE, "output.weight", 4, 0, NULL},
+    {"tensor token_embd.weight is missing", DIM, "token_embd.weight", 1, 0, NULL},
+    {"dimension 1 is 2147483648", DIM, "output.weight", 1, (int64_t)1 << 31, NULL},
+    {"unknown tensor type 99", TYPE, "output.weight", 99, 0, NULL},
+    {"Q4_0_8_8 is a type that GGUF has given up", TYPE, "output.weight", 33, 0, NULL},
     {"not whole q4_K blocks", TYPE, "output.weight", 12, 0, NULL},
     {"not a multiple of the alignment", OFFSET, "output.weight", 8, 0, NULL},
-    {"past the end of the file", OFFSET, "output.weight", (int64_t)1 << 40, 0, NULL},
-    {"is it truncated", DIM, "output.weight", 1, 1 << 30, NULL},
+    {"output.weight: 8320 bytes of f32, but the offset of blk.0.attn_norm.weight leaves it 8192",
+     DIM, "output.weight", 1, 65, NULL},
+    {"output.weight: 4096 bytes of f16, but the offset of blk.0.attn_norm.weight leaves it 8192",
+     TYPE, "output.weight", 1, 0, NULL},
+    {"leaves it -", OFFSET, "blk.0.attn_k.weight", 0, 0, NULL},
+    {"is it truncated", CUT, "", 4000, 0, NULL},
     {"output.weight appears twice", TWICE, "output.weight", 0, 0, NULL},
+    {"no language model", KEY, "general.architecture", GGUF_STR, 0, "clip"},
+    {"no language model", NEW_KEY, "general.type", GGUF_STR, 0, "adapter"},
     {"general.architecture is missing", NO_KEY, "general.architecture", 0, 0, NULL},
     {"architecture mamba is not supported", KEY, "general.architecture", GGUF_STR, 0, "mamba"},
     {"block_count is missing", NO_KEY, "llama.block_count", 0, 0, NULL},
@@ -1101,6 +1114,77 @@ static void test_gguf_shapes(void) {
     }
     CHECK(!memcmp(got[0], got[1], 3 * VOCAB * sizeof(float)), "a folded norm differs");
     CHECK(!find_str((Str){"llama gemma", 11}, "llama gemma"), "two names are taken for one");
+}
+
+// Nothing in a file is passed over, and nothing that such a model has may be missing.
+static void test_gguf_whole(void) {
+    static const char nextn[] = "nextn_predict_layers=1";
+    static const struct { Shape shape; Spoil spoil; } rows[] = {
+        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "mark", 0, 0, NULL}},   // it holds nothing
+        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8, 0, NULL}},
+        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "mm.0.weight", 8, 0, NULL}},
+        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "a.position_embd.weight", 8, 0, NULL}},
+        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "cls.output.weight", 8, 0, NULL}},
+        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "blk.1.attn_q.input_scale", 1, 0, NULL}},
+        {{"llama", 3, "", nextn}, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8, 0, NULL}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS}, {.how = GOOD}},   // with a feed_forward_length, no FFN
+        {{"llama", 3, "", nextn}, {"blk.2.attn_k.weight: no part of a llama model of 2 layers",
+                                   GOOD, "", 0, 0, NULL}},
+        {{"llama", 2, "", ""}, {"q.bias: no part", NEW_TENSOR, "blk.2.attn_q.bias", 64, 0, NULL}},
+        {{"llama", 2, "", ""}, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8, 0,
+                                NULL}},
+        {{"llama", 2, "", ""}, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1, 0, NULL}},
+        {{"llama", 2, "", ""}, {"bias or scale", NEW_TENSOR, "token_embd.bias", 64, 0, NULL}},
+        {{"llama", 2, "", ""}, {"blk.0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR,
+                                "blk.1.attn_q.scale", 1, 0, NULL}},
+        {{"llama", 3, "b", ""}, {"blk.1.attn_k.bias is missing; layer 0", NO_TENSOR,
+                                 "blk.1.attn_k.bias", 0, 0, NULL}},
+        {{"llama", 2, "", ""}, {"1.ffn_gate.weight is", NO_TENSOR, "blk.1.ffn_gate.weight", 0, 0,
+                                NULL}},
+        {{"llama", 2, "", ""}, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight", 0, 0,
+                                NULL}},
+        {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL, GOOD, "", 0, 0, NULL}},
+        {{"glm4moe", 3, "abxsr", EXPERT_KEYS}, {"blk.2.exp_probs_b.bias is", NO_TENSOR,
+                                                "blk.2.exp_probs_b.bias", 0, 0, NULL}},
+        // the one layer without a window may have no values of its own, one of two may not
+        {{"gemma4", 2, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
+         {NULL, NO_TENSOR, "blk.1.attn_v.weight", 0, 0, NULL}},
+        {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
+         {"blk.3.attn_v.weight is", NO_TENSOR, "blk.3.attn_v.weight", 0, 0, NULL}},
+        {{"qwen3", 2, "", ""}, {"tensor attn_q_norm.weight is missing", GOOD, "", 0, 0, NULL}},
+        {{"gemma4", 2, "tk", GEMMA4_KEYS}, {"rope_freqs.weight is missing", GOOD, "", 0, 0, NULL}},
+        {{"gpt-oss", 2, "boaxB", EXPERT_KEYS WINDOW_KEYS}, {"attn_sinks", GOOD, "", 0, 0, NULL}},
+        {{"gpt-oss", 2, "boaxBi", EXPERT_KEYS WINDOW_KEYS}, {"blk.1.attn_sinks.weight is",
+          NO_TENSOR, "blk.1.attn_sinks.weight", 0, 0, NULL}},
+        {{"phi3", 2, "fu", ""}, {"rope_factors_long.weight is missing", NEW_TENSOR,
+                                 "rope_factors_short.weight", 8, 0, NULL}},
+        {{"qwen3next", 2, "dDakxmsS", DELTA_KEYS EXPERT_KEYS}, {"an early file of Qwen3-Next",
+          NEW_TENSOR, "blk.0.ssm_in.weight", 32, 0, NULL}},
+    };
+    // another engine's names for numbers
+    static const struct { const char *arch, *letters, *key; size_t at; } names[] = {
+        {"mistral3", "", "rope.scaling.beta_fast", offsetof(Config, yarn_fast)},
+        {"mistral3", "", "rope.scaling.beta_slow", offsetof(Config, yarn_slow)},
+        {"mistral3", "", "rope.scaling.mscale_all_dim", offsetof(Config, yarn_log)},
+        {"mistral3", "", "rope.scaling_beta", offsetof(Config, temp_scale)},
+        {"gemma3", "tk", "rope.global.freq_base", offsetof(Config, rope_base)},
+        {"gemma3", "tk", "rope.local.freq_base", offsetof(Config, rope_base_local)},
+    };
+    const char *path = scratch("whole.gguf");
+    for (size_t i = 0; i < COUNT(rows); i++) {
+        Writer w = {.spoil = rows[i].spoil};
+        put_model(&w, &rows[i].shape);
+        key_text(&w, "tokenizer.ggml.model", "none");
+        write_gguf(&w, path);
+        if (rows[i].spoil.expect) refused(path, rows[i].spoil.expect);
+        else open_model(path);
+    }
+    for (size_t i = 0; i < COUNT(names); i++) {
+        const Model *m = random_model(&(Shape){names[i].arch, 2, names[i].letters,
+                                               text_of("%s=7.5", names[i].key)});
+        float got = *(const float *)((const char *)&m->config + names[i].at);
+        CHECK(got == 7.5f, "%s: %g", names[i].key, got);
+    }
 }
 
 // ==== ops ====
@@ -1415,15 +1499,15 @@ static const Shape SHAPES[] = {
     {"mamba2", 3, "MZY", SPACE_KEYS "attention.head_count=0 feed_forward_length=0"},
     {"nemotron_h", 3, "3Mg1oB", ALONE_KEYS "rope.dimension_count=13"},
     {"nemotron_h_moe", 3, "3Mg1xsrL", ALONE_KEYS EXPERT_KEYS "expert_weights_scale=2."},
-    {"nemotron_h_moe", 3, "3Mg1xB", ALONE_KEYS EXPERT_KEYS "expert_weights_norm=1"},
+    {"nemotron_h_moe", 3, "3Mg1xrB", ALONE_KEYS EXPERT_KEYS "expert_weights_norm=1"},
     {"granitehybrid", 4, "HMxs", SPACE_KEYS EXPERT_KEYS "logit_scale=2. residual_scale=.5"},
     {"falcon-h1", 3, "M", SPACE_KEYS}, {"lfm2", 4, "HCkNQ", WINDOW_KEYS "shortconv.l_cache=3"},
     {"lfm2moe", 4, "HCkNQxr", EXPERT_KEYS "shortconv.l_cache=3 expert_gating_func=2"},
-    {"gemma4", 4, "tTkxez", EXPERT_KEYS GEMMA4_KEYS
+    {"gemma4", 4, "tTkxezR", EXPERT_KEYS GEMMA4_KEYS
      "embedding_length_per_layer_input=6 attention.sliding_window_pattern=2"},
-    {"gemma4", 6, "tk", GEMMA4_KEYS}, {"deepseek2", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS GROUP_KEYS
+    {"gemma4", 6, "tkR", GEMMA4_KEYS}, {"deepseek2", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS GROUP_KEYS
      "attention.temperature_scale=0.1 attention.temperature_length=8"},
-    {"deepseek2", 47, "cyx", EXPERT_KEYS LATENT_KEYS "expert_weights_norm=1"},
+    {"deepseek2", 47, "cyxs", EXPERT_KEYS LATENT_KEYS "expert_weights_norm=1"},
     {"mistral4", 3, "cqx", EXPERT_KEYS LATENT_KEYS}, {"plm", 3, "cygT", LATENT_KEYS},
     {"minicpm3", 3, "cqy", LATENT_KEYS}, {"qwen2vl", 3, "b", ""}, {"qwen3vl", 3, "k", ""},
     {"qwen3vlmoe", 3, "kx", EXPERT_KEYS}, {"hunyuan_vl", 3, "kT", ""}, {"paddleocr", 3, "T", ""},
@@ -1433,7 +1517,7 @@ static const Shape SHAPES[] = {
     {"mimo2", 6, "ixr", EXPERT_KEYS WINDOW_KEYS "attention.value_scale=0.5 rope.dimension_count=8"},
     {"mellum", 4, "kx", EXPERT_KEYS WINDOW_KEYS}, {"jais2", 3, "nboBg", ""},
     {"dbrx", 3, "fxw", EXPERT_KEYS "attention.clamp_kqv=1."}, {"llama-embed", 3, "", ""},
-    {"granite-swa", 4, "ixs", EXPERT_KEYS WINDOW_KEYS "logit_scale=2. attention.rope_pattern=1"},
+    {"granite_swa", 4, "ixs", EXPERT_KEYS WINDOW_KEYS "logit_scale=2. attention.rope_pattern=1"},
     {"jina-bert-v2", 3, "nboBuENhK", ""}, {"gemma-embedding", 6, "tkT", WINDOW_KEYS},
     {"modern-bert", 4, "fuNTF", WINDOW_KEYS "attention.causal=0"},
 };
@@ -1449,6 +1533,7 @@ static void check_tensors_used(Session *s, const int32_t *ids, int n, const floa
         int layer = -1;
         sscanf(t->name.s, "blk.%d.", &layer);
         if (layer > 1 && layer < s->m->config.n_layer - 1) continue;
+        if (!strncmp(t->name.s, "rope_", 5)) continue;   // the session has read it
         memcpy(old, t->data, 4 * count);
         for (size_t k = 0; k < count; k++) changed[k] = 0.2f - old[k];
         ssize_t wrote = pwrite(fd, changed, 4 * count, at);
@@ -1686,7 +1771,8 @@ static void test_sampler_stages(void) {
 static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng) {
     static const int32_t last[] = {1, 2};
     Candidate c[8];
-    return sample(&o, x, n, last, 2, rng, c);
+    sample_begin(c, x, n);
+    return sample(&o, c, n, last, 2, rng);
 }
 
 static void test_sampler_choice(void) {
@@ -1897,6 +1983,10 @@ static void test_tokenizer_special(void) {
     key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
     const char *got = ids_of(written_tokenizer(&phi), "a\n<u> \n\tb<s>\nb", 15, NULL, false, true);
     CHECK(!strcmp(got, "0 4 3 1 2 4 1"), "Phi-3: %s", got);
+    Writer other = {0};   // Ollama calls Gemma 4's `llama`; without its merges it would be one
+    key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", "a b");
+    put_keys(&other, "tokenizer.ggml", "bos_token_id=3");
+    CHECK(written_tokenizer(&other)->kind == TOKENIZER_BPE, "Gemma 4 by its other name");
     // the ids of special tokens lie outside the vocabulary: a note, and defaults
     key_vocab(&far, "gpt2", "gpt-2", "a,b", "a b");
     put_keys(&far, "tokenizer.ggml", "bos_token_id=2 eos_token_id=9");
@@ -2274,6 +2364,60 @@ static void test_cli_completion(void) {
               "^note: .* 2 tokens .*-c 5 .*\nprefill .*\n$");
     check_llm("printf 'a\\000b' | llm $S -f - -n 0 | tr '\\000' 0", 0, "^a0b\n$", "");
     check_llm("llm $S Once -n 5 >/dev/full", 1, "^$", "standard output");
+}
+
+// a model without a vocabulary, which prints ids
+static void write_ids(Writer *w, const char *name, const char *keys) {
+    test.seed = 1;
+    put_model(w, &(Shape){"llama", 2, "", keys});
+    key_text(w, "tokenizer.ggml.model", "none");
+    write_gguf(w, scratch(name));
+}
+
+// what a file asks for stands behind the user's options; what the engine does not use is said
+static void test_cli_wishes(void) {
+    static const char *const command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5%s";
+    Writer made = {0}, mute = {0}, plain = {0}, odd = {0}, ranks = {0};
+    key_float(&made, "general.sampling.temp", 3);
+    key_int(&made, "general.sampling.top_k", 9);
+    key_float(&made, "general.sampling.top_p", 0.9f);
+    key_float(&made, "general.sampling.min_p", 0.02f);
+    key_float(&made, "general.sampling.penalty_repeat", 1.5f);
+    key_int(&made, "general.sampling.penalty_last_n", 7);
+    write_ids(&made, "made.gguf", "");
+    write_ids(&plain, "plain.gguf", "");
+    check_llm(text_of(command, "made.gguf", ""), 0, "^[0-9]+( [0-9]+){29}\n$", "^prefill");
+    const char *got = cli.out;
+    shell(text_of(command, "plain.gguf", " --temp 3 --top-k 9 --top-p 0.9 --min-p 0.02 "
+                  "--repeat-penalty 1.5 --repeat-last-n 7"));
+    CHECK(!strcmp(got, cli.out), "the file's sampling: '%s', want '%s'", got, cli.out);
+    shell(text_of(command, "plain.gguf", ""));
+    CHECK(strcmp(got, cli.out), "the file's sampling is ignored");
+    shell(text_of(command, "plain.gguf", " --temp 0"));
+    got = cli.out;
+    shell(text_of(command, "made.gguf", " --temp 0 --repeat-penalty 1"));
+    CHECK(!strcmp(got, cli.out), "the user's options do not win: '%s'", cli.out);
+    check_llm("llm $D/made.gguf --info", 0, "general.sampling.temp = 3\n", "^$");
+
+    int32_t never[] = {atoi(got), -1, 64};   // the first id, and two that are none
+    key_array(&mute, "tokenizer.ggml.suppress_tokens", GGUF_I32, 3, never, sizeof never);
+    write_ids(&mute, "mute.gguf", "");
+    for (int temp = 0; temp < 3; temp++) {
+        shell(text_of(command, "mute.gguf", text_of(" --temp %d --top-k 0 --top-p 1", 8 * temp)));
+        CHECK(cli.status == 0 && !strstr(text_of(" %s", cli.out), text_of(" %d ", never[0])),
+              "%d is said: '%s'", never[0], cli.out);
+    }
+    key_float(&odd, "general.sampling.xtc_threshold", 0.5f);
+    write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 expert_shared_count=0 other=1");
+    check_llm("llm $D/odd.gguf --tokens 1 -n 1", 0, "", "^note: key general.sampling.xtc_threshold "
+              "is not used\nnote: key llama.rope.scaling.odd is not used\nprefill");
+    write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4");
+    check_llm("llm $D/ranks.gguf --tokens 1 -n 1", 0, "^[0-9]+\n$",
+              "^note: key llama.attention.odd is not used\nprefill");
+    check_refusal(1, "$D/ranks.gguf --tokens 1 --embed", "pooling_type 4");
+    random_model(&(Shape){"nomic-bert", 1, "nfEN", "context_length=3"});
+    check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "",
+              "^note: .* 4 .* context of 3\n");
 }
 
 // perplexity as llama-perplexity has it; a mean of an encoder's rows as llama.cpp's, signs and all
@@ -4652,12 +4796,12 @@ typedef struct { const char *name; void (*fn)(void); } Test;
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
-    T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes)
+    T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
     T(golden_models) T(every_architecture) T(ring) T(regenerate)
     T(session_refusals) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_linear) T(chat_templates) T(allocations)
-    T(cli_refusals) T(cli_output) T(cli_completion) T(cli_numbers) T(cli_chat)
+    T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
     T(cli_terminal) T(cli_logits) T(cli_interrupt)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
