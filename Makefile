@@ -389,9 +389,13 @@ clean:
 	    test_fuzz *.log test.tmp
 	rm -rf test_fuzz.d
 
+# paths may have blanks: the shell takes them from its environment
+export PREFIX DESTDIR
 install: llm
-	install -d $(DESTDIR)$(PREFIX)/bin
-	install llm $(DESTDIR)$(PREFIX)/bin/llm
+	install -d "$$DESTDIR$$PREFIX/bin"
+	install llm "$$DESTDIR$$PREFIX/bin/llm"
+uninstall:
+	rm -f "$$DESTDIR$$PREFIX/bin/llm"
 
 .PHONY: all run test test-cuda bench-cuda valgrind test-arm tsan lint fuzz bench scenarios \
-    lines unicode clean install
+    lines unicode clean install uninstall

@@ -37,6 +37,7 @@
 // close accepts zeroed and half-opened structs. Only Part V exits or prints, except for the one
 // note that says the GPU has left the work to the CPU.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
+#define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -100,19 +101,25 @@ static const char *find_str(Str word, const char *words) {
     return NULL;
 }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 // An arena hands out pieces of one block of memory, 64-byte aligned. Without a block (base NULL) it
 // only counts: the same function runs once to learn the size and once to place the pieces. Setting
 // `used` back lets buffers that never live together share bytes; `peak` remembers the most in use.
-typedef struct { char *base; size_t size, used, peak; } Arena;   // sizes in bytes
+// Sizes, in bytes, have 64 bits also where an address has 32: what is counted may be too large.
+typedef struct { char *base; uint64_t size, used, peak; } Arena;
 
-static void *arena_take(Arena *a, size_t count, size_t size) {
-    size_t at = a->used;
+static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
+    uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
     a->peak = larger(a->peak, a->used);
     assert(!a->base || a->used <= a->size);   // otherwise the counting run was wrong
     return a->base ? a->base + at : NULL;
+}
+
+// realloc for so many items; also NULL if their bytes are more than a size_t counts
+static void *resize(void *p, uint64_t count, size_t size) {
+    return count > SIZE_MAX / size ? NULL : realloc(p, count * size);
 }
 
 // ids of tokens, in memory that grows by doubling (tokens_add)
@@ -121,7 +128,7 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // free(id) when done
 static bool tokens_room(Tokens *t, size_t n) {   // for n tokens in all
     if (n <= t->room) return true;
     size_t room = larger(n, 2 * t->room);
-    int32_t *id = realloc(t->id, room * sizeof *id);
+    int32_t *id = resize(t->id, room, sizeof *id);
     if (!id) return false;
     t->id = id;
     t->room = room;
@@ -216,7 +223,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     if (m->elem >= GGUF_TYPES)
         return fail(e, "unknown %s type %u", m->type == GGUF_ARR ? "element" : "value", m->elem);
     if (m->n > (uint64_t)(c->end - c->p))   // an element takes a byte at least
-        return fail(e, "%zu values do not fit into the file", (size_t)m->n);
+        return fail(e, "%.0f values do not fit into the file", (double)m->n);
     take(c, m->n * gguf_size[m->elem]);     // nothing for strings, whose size is 0 in the table
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
     m->end = c->p;
@@ -237,7 +244,7 @@ static bool read_tensor(Cursor *c, Tensor *t, size_t align, Error *e) {
         return fail(e, "1 to 4 dimensions expected, found %d", t->n_dims);
     for (int i = 0; i < 4; i++) {
         if (ne[i] > INT32_MAX)   // 0: the tensor is a mark that holds nothing
-            return fail(e, "dimension %d is %zu, expected 0 to %d", i, (size_t)ne[i], INT32_MAX);
+            return fail(e, "dimension %d is %.0f, expected 0 to %d", i, (double)ne[i], INT32_MAX);
         t->ne[i] = ne[i];
     }
     if (t->offset % align)
@@ -257,7 +264,7 @@ static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile
 
 // points t->data at the tensor's bytes, which must lie in the map; offsets count from `start`
 static bool tensor_place(Tensor *t, const Map *map, size_t start, Error *e) {
-    size_t at = t->offset;
+    uint64_t at = t->offset;
     double size = tensor_bytes(t), room = fmax(0, (double)map->size - start - at);
     if (size > room) return fail(e, "%.0f bytes, the file has %.0f: is it truncated?", size, room);
     t->data = map->base + start + at;
@@ -320,11 +327,13 @@ static bool map_file(Map *map, const char *path, Error *e) {
     int fd = open(path, O_RDONLY | O_NONBLOCK);   // a pipe by that name must not block
     if (fd < 0) return fail(e, "%s", strerror(errno));
     bool regular = !fstat(fd, &st) && S_ISREG(st.st_mode);
-    map->size = regular ? st.st_size : 0;
+    uint64_t size = regular ? st.st_size : 0;
+    map->size = size < SIZE_MAX ? size : SIZE_MAX;   // which cannot be mapped
     void *p = map->size ? mmap(NULL, map->size, PROT_READ, MAP_SHARED, fd, 0) : NULL;
     close(fd);   // the map stays
     if (!regular) return fail(e, "not a regular file");
-    if (p == MAP_FAILED) return fail(e, "mmap: %s", strerror(errno));
+    if (p == MAP_FAILED)
+        return fail(e, "mmap of %.0f MB: %s", size / 1048576.0, strerror(errno));
     map->base = p;
     return map->size >= 24 || fail(e, "%zu bytes are too few for a GGUF file", map->size);
 }
@@ -351,11 +360,11 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
     if (n_tensors > map->size / 32 || n_meta > map->size / 13)
-        return fail(e, "%zu tensors and %zu metadata keys do not fit into %zu bytes",
-                    (size_t)n_tensors, (size_t)n_meta, map->size);
-    Meta *m = realloc(g->meta, (g->n_meta + n_meta + 1) * sizeof *m);
+        return fail(e, "%llu tensors and %llu metadata keys do not fit into %zu bytes",
+                    (unsigned long long)n_tensors, (unsigned long long)n_meta, map->size);
+    Meta *m = resize(g->meta, g->n_meta + n_meta + 1, sizeof *m);
     if (m) g->meta = m;
-    Tensor *t = realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *t);
+    Tensor *t = resize(g->tensors, g->n_tensors + n_tensors + 1, sizeof *t);
     if (t) g->tensors = t;
     if (!m || !t) return fail(e, "out of memory");
 
@@ -803,24 +812,26 @@ static void need_data(Loader *ld, const void *data, const char *name, const char
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-static void *own(Loader *ld, size_t size) {   // pages that live with the model, for a GPU to share
+static void *own(Loader *ld, uint64_t size) {   // pages that live with the model, a GPU shares them
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
-    void *v = owned ? aligned_alloc(16384, (size + 16383) / 16384 * 16384) : NULL;
+    void *v = owned && size < PTRDIFF_MAX ? aligned_alloc(16384, (size + 16383) / 16384 * 16384)
+                                          : NULL;
     if (v) m->owned[m->n_owned++] = (Map){v, size};
     else refuse(ld, "out of memory");
     return v;
 }
 
 // a vector of n values (0: of any length), in the file or converted to f32; NULL: there is none
-static const float *load_vector(Loader *ld, const char *name, const char *suffix, size_t n) {
+static const float *load_vector(Loader *ld, const char *name, const char *suffix, uint64_t n) {
     Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
     t->used = true;
-    size_t have = (size_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+    uint64_t have = (uint64_t)t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (n && have != n)
-        refuse(ld, "tensor %.*s: want %zu values, file has %zu", STR_ARG(t->name), n, have);
+        refuse(ld, "tensor %.*s: want %.0f values, file has %.0f", STR_ARG(t->name), (double)n,
+               (double)have);
     if (!ld->ok) return NULL;
     if (t->type == QUANT_F32) return (const float *)t->data;
     float *v = own(ld, have * sizeof *v);
@@ -855,7 +866,7 @@ static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int 
         refuse(ld, "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
                STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (!ld->ok) return (Matrix){0};
-    const float *bias = load_vector(ld, name, ".bias", (size_t)rows * n);
+    const float *bias = load_vector(ld, name, ".bias", (uint64_t)rows * n);
     bool scaled = strcmp(name, "ffn_gate_inp");   // a router's .scale is of its input
     const float *scale = scaled ? load_vector(ld, name, ".scale", n) : NULL;
     return (Matrix){t->data, t->type, rows, cols, bias, scale,
@@ -1386,7 +1397,7 @@ static void recurrent(Session *s);
 static void latent_attention(Session *s);
 static void layer_inputs(Session *s);   // what each layer gets of its own
 static const Norm *layer_input(Session *s, const Norm *post);   // and how it adds that
-static size_t delta_state_size(const Config *c);   // floats of a layer's state
+static uint64_t delta_state_size(const Config *c);   // floats of a layer's state
 typedef void RowFn(Session *s, size_t i);          // a step for row i, see each_row
 static RowFn split_gate_row, gate_row;             // of gated attention
 
@@ -1416,13 +1427,15 @@ enum { MAGIC_BITS = 0x4b400000 };         // MAGIC_BITS + x, where x is rounded 
 static inline float exp_fast(float x) {
     x = x < -88 ? -88 : x;
     x = x > 89 ? 89 : x;
-    float y = x * 1.44269504f + MAGIC, i = y - MAGIC;
+    float y = x * 1.44269504f + MAGIC;
+    int32_t bits;
+    memcpy(&bits, &y, sizeof bits);
+    bits -= MAGIC_BITS;
+    float i = bits;   // y - MAGIC, also where a CPU computes with 80 bits
     float r = x - i * 0.693145752f - i * 1.42860677e-6f;
     float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
               r * (1 / 720.0f + r * (1 / 5040.0f)))))));
-    int32_t bits;
-    memcpy(&bits, &y, sizeof bits);
-    bits = (int32_t)((uint32_t)(bits - MAGIC_BITS + 127) << 23);   // 2^i as a float's exponent
+    bits = (int32_t)((uint32_t)(bits + 127) << 23);   // 2^i as a float's exponent
     memcpy(&y, &bits, sizeof y);
     return p * y;
 }
@@ -1779,7 +1792,7 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
 // Places every cache, or counts. Recurrent layers lie together, so that a snapshot is one copy.
 static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    size_t start = a->used, f = sizeof(float), half = sizeof(uint16_t);
+    uint64_t start = a->used, f = sizeof(float), half = sizeof(uint16_t);
     s->recurrent = arena_take(a, 0, 0);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
@@ -1799,14 +1812,14 @@ static void plan_caches(Session *s, Arena *a) {
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
         cache->rows = cache->window + s->o.chunk + cache->keep;
-        cache->v = cache->k = arena_take(a, (size_t)w->n_kv * cache->rows, w->hd * half);
-        if (!w->k_b.data) cache->v = arena_take(a, (size_t)w->n_kv * cache->rows, w->vd * half);
+        cache->v = cache->k = arena_take(a, (uint64_t)w->n_kv * cache->rows, w->hd * half);
+        if (!w->k_b.data) cache->v = arena_take(a, (uint64_t)w->n_kv * cache->rows, w->vd * half);
         cache->pos = arena_take(a, cache->rows, sizeof(int32_t));
     }
 }
 
 // The most scratch that matmul and attention take: forward counts it for one token and for a chunk.
-static size_t plan_calls(Session *s) {
+static uint64_t plan_calls(Session *s) {
     s->calls = (Arena){0};
     for (int n = 1, k = 0; k < 2; k++, n = s->o.chunk) {
         int rows = n < LOGIT_ROWS ? n : LOGIT_ROWS;
@@ -1820,8 +1833,8 @@ static size_t plan_calls(Session *s) {
 // logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    size_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
-    size_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, latent = 0;
+    uint64_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
+    uint64_t q = 0, k = 0, v = 0, att = 0, mix = 0, z = 0, ff = 0, latent = 0;
     int turns[] = {c->n_rot, c->n_rot_local};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
@@ -1845,7 +1858,7 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * turns[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, turns[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
-    size_t mark = a->used;
+    uint64_t mark = a->used;
     s->q = arena_take(a, n * q, f);
     s->k = arena_take(a, n * k, f);
     s->v = arena_take(a, n * v, f);
@@ -1867,7 +1880,7 @@ static void plan_scratch(Session *s, Arena *a) {
     s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
     s->weight = arena_take(a, n * c->n_used, f);
     a->used = mark;
-    s->logits = arena_take(a, (size_t)LOGIT_ROWS * c->n_vocab, f);
+    s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
     s->candidates = arena_take(a, c->n_vocab, 2 * f);
 }
 
@@ -1889,10 +1902,11 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
                        Error *e) {
     Arena a = {0};
     plan(s, &a);
-    size_t size = larger(a.peak, 1);
-    void *p = size > (size_t)1 << 46 ? MAP_FAILED
+    const uint64_t most = SIZE_MAX < 1ull << 46 ? SIZE_MAX : 1ull << 46;
+    uint64_t size = larger(a.peak, 1);
+    void *p = size > most ? MAP_FAILED
               : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (p == MAP_FAILED) return fail(e, "no memory for %zu MB of %s", size >> 20, what);
+    if (p == MAP_FAILED) return fail(e, "no memory for %.0f MB of %s", (double)(size >> 20), what);
     *map = (Map){p, size};
     a = (Arena){.base = p, .size = size};
     plan(s, &a);
@@ -2479,8 +2493,8 @@ enum { DELTA_ROWS = 64, CONV_BLOCK = 64 };
 
 static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
 
-static size_t delta_state_size(const Config *c) {
-    return (size_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
+static uint64_t delta_state_size(const Config *c) {
+    return (uint64_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
 // Causal convolution over time of one block of channels, then SiLU, or gates (see section 16):
@@ -2648,9 +2662,9 @@ static bool load_recurrent(Loader *ld, Layer *w) {
         if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
             refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
                    ld->l, c->n_value, c->n_key, c->dv, c->dk);
-        if (ld->ok && delta_state_size(c) > (size_t)64 * qkv * c->dim)
-            refuse(ld, "layer %d: a state of %zu numbers is too large for its weights", ld->l,
-                   delta_state_size(c));
+        if (ld->ok && delta_state_size(c) > (uint64_t)64 * qkv * c->dim)
+            refuse(ld, "layer %d: a state of %.0f numbers is too large for its weights",
+                   ld->l, (double)delta_state_size(c));
         if (!ld->ok) return false;
         (w->mixer == MIX_SPACE ? load_space : load_delta)(ld, w, qkv, values);
         w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
@@ -2700,7 +2714,7 @@ static void recurrent(Session *s) {
 // Kb of all heads, which a file may hold as rows that make keys: turned, in memory of its own
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     size_t lora = w->cols, size = lora * nope;
-    uint16_t *to = ld->ok ? own(ld, n_head * size * sizeof *to) : NULL;
+    uint16_t *to = ld->ok ? own(ld, (uint64_t)n_head * size * sizeof *to) : NULL;
     float row[4096];
     for (int i = 0; to && i < n_head * nope; i++) {
         Matrix head = matrix_expert(w, i / nope);
@@ -2912,6 +2926,9 @@ static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 static uint32_t byte_to_char(uint8_t b) {
     return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
 }
+
+// bytes of a text at most; to tokenize one takes 200 times as many
+enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1 };
 
 // A dictionary of the file's own strings: a hash table of their indices. Of equal strings the first
 // counts. The merges of BPE are such strings, too: "left right".
@@ -3288,7 +3305,7 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
               bool add_special, bool parse_special, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
-    if (n > 1 << 28) return fail(e, "%zu bytes of text are too many", n);
+    if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
     Arena a = {0};
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
@@ -3407,6 +3424,7 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
         uint32_t *slot = dictionary_slot(d, s);
         if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
+        if (s.n > TEXT_MAX) return fail(e, "%s: a string of %zu bytes", key, s.n);
         if (s.n && !*slot) *slot = i + 1;
     }
     return true;
@@ -3880,7 +3898,7 @@ static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     for (size_t i = 0; string && i < v.s.n; i++) {
         char c = v.s.s[i], code[8] = {'\\'}, *at = c ? strchr(known, c) : NULL;
         if (at) code[1] = letter[at - known];
-        else if (c >= 0 && c < ' ') sprintf(code, "\\u%04x", c);
+        else if ((uint8_t)c < ' ') sprintf(code, "\\u%04x", c);
         s = concat(t, s, code[1] ? str(code) : (Str){v.s.s + i, 1});
     }
     if (v.kind == V_NONE || v.kind == V_BOOL)
@@ -4644,7 +4662,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     for (size_t i = 0; i < n_messages; i++)
         size += messages[i].role.n + messages[i].content.n + 100;
     Template t = {.e = e, .steps = 5000000 + 200 * size};
-    t.size = t.memory = (64 << 20) + 400 * size;
+    t.size = t.memory = (16 << 20) + 400 * size;
     t.block = calloc(2, t.size);   // the second half is the shadow
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
@@ -5503,7 +5521,7 @@ typedef struct {
     const Matmul *job;
     const Tile *tile;
     const void *acts;                  // packed by this job or an earlier one, or job->x
-    size_t act_bytes;                  // of tile->tokens tokens
+    uint64_t act_bytes;                // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows;                 // of its tasks
     int whole;                         // so many blocks of rows are one task, the others two
@@ -5586,7 +5604,7 @@ static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul 
     j->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     j->tile = tile;
     j->acts = job->x;
-    j->act_bytes = (w->cols + 255) / 256 * tile->act_bytes;
+    j->act_bytes = (uint64_t)(w->cols + 255) / 256 * tile->act_bytes;
     while (same < j && (same->job->x != job->x || same->job->n != job->n ||
                         same->job->w->cols != w->cols || same->tile != tile)) same++;
     if (same < j) j->acts = same->acts;
@@ -6077,6 +6095,9 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
 static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
 static void gpu_store(Session *s) { (void)s; }
+__attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
+    return (void)s, (void)p, (void)n, 0;
+}
 #endif
 
 // ---- 33. AMX ----
@@ -6538,13 +6559,18 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
            fail(&cli->e, "no PROMPT given; see --help");
 }
 
-// the bytes of a file, - for standard input; free(*text)
+// the bytes of a file, - for standard input, or more than a text may have; free(*text)
 static bool read_file(Cli *cli, const char *path, char **text, size_t *n) {
-    const size_t most = (1 << 28) + 1;   // what tokenize refuses; memory is taken as it is filled
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    *text = malloc(most);
-    *n = f && *text ? fread(*text, 1, most, f) : 0;
-    bool ok = (f && *text && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
+    char *more = NULL;
+    *text = NULL;
+    *n = 0;
+    for (size_t room = 4096; f && *n <= TEXT_MAX && (more = realloc(*text, room)); room *= 2) {
+        *text = more;
+        *n += fread(more + *n, 1, room - *n, f);
+        if (*n < room) break;
+    }
+    bool ok = (more && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
     if (f && f != stdin) fclose(f);
     return ok;
 }
@@ -6974,7 +7000,7 @@ static bool run_ppl(Cli *cli) {
     Score p = {.ids = cli->ids.id, .n_vocab = cli->m.config.n_vocab};
     if (windows < 2 || n < 3)
         return fail(&cli->e, "%s: %zu tokens; at -c %zu perplexity takes %zu at least", cli->ppl,
-                    cli->ids.n, n, larger(2 * n, 6));
+                    cli->ids.n, n, (size_t)larger(2 * n, 6));
     for (size_t w = 0; w < windows; w++, p.ids += n) {
         if (t->add_bos) cli->ids.id[w * n] = t->bos;
         session_truncate(&cli->s, 0);
@@ -7023,9 +7049,10 @@ static void read_slice(Task t) {
     for (int j = 0; j < 32; j++) p[0] += sum[j];   // or the sums would be optimised away
 }
 
-// bytes a second that all threads read of cli->work
+// bytes a second that all threads read of cli->work, or that the GPU copies
 static double read_rate(Cli *cli) {
-    double start = now();
+    double gpu = gpu_rate(&cli->s, cli->work, (size_t)SLICES * SLICE), start = now();
+    if (gpu > 0) return gpu;
     parallel(cli->s.pool, read_slice, cli->work, NULL, SLICES);
     return (double)SLICES * SLICE / (now() - start);
 }
@@ -7033,13 +7060,14 @@ static double read_rate(Cli *cli) {
 static bool run_bench(Cli *cli) {
     Session *s = &cli->s;
     int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1], n = n_prompt;
-    double decode = 0, best = 0, moved = 0;
+    double decode = 0, best, moved = 0;
     for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
         if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
             return fail(&cli->e, "out of memory");
 
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
     memset(cli->work, 1, (size_t)SLICES * SLICE);
+    best = read_rate(cli);
     if (!session_eval(s, cli->ids.id, n < s->o.chunk ? n : s->o.chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
@@ -7159,8 +7187,9 @@ static bool print_info(Cli *cli) {
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
     memset(cli->work, 1, (size_t)SLICES * SLICE);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
-    printf("speed: a token reads %.1f MB; %d threads read %.1f GB/s here, so at most %.1f tok/s\n",
-           moved / 1048576, s->o.threads, rate * 1e-9, rate / moved);
+    printf("speed: a token reads %.1f MB; ", moved / 1048576);
+    printf(s->gpu ? "the GPU copies" : "%d threads read", s->o.threads);
+    printf(" %.1f GB/s here, so at most %.1f tok/s\n", rate * 1e-9, rate / moved);
     return true;
 }
 
@@ -7212,8 +7241,10 @@ static bool run(Cli *cli) {
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;
-    size_t work = larger(2 * wide * sizeof(double), m->tokenizer->piece_max);
-    cli->work = calloc(1, cli->bench.id || cli->info ? (size_t)SLICES * SLICE : work);
+    wide = larger(wide, m->tokenizer->piece_max / sizeof(double));
+    bool measures = cli->bench.id || cli->info;
+    cli->work = measures ? aligned_alloc(1 << 14, (size_t)SLICES * SLICE)   // for a GPU to share
+                         : calloc(wide, 2 * sizeof(double));
     if (!cli->work) return fail(&cli->e, "out of memory");
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);

@@ -95,6 +95,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
     X(cuMemsetD8Async, (char *, unsigned char, size_t, void *)) \
     X(cuMemcpyHtoDAsync_v2, (char *, const void *, size_t, void *)) \
     X(cuMemcpyDtoHAsync_v2, (void *, const char *, size_t, void *)) \
+    X(cuMemcpyDtoDAsync_v2, (char *, const char *, size_t, void *)) \
     X(cuModuleLoadData, (void **, const void *)) \
     X(cuModuleGetFunction, (void **, void *, const char *)) \
     X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
@@ -110,7 +111,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **))
 enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20,
-       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2 };
+       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100 };
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
@@ -137,31 +138,47 @@ extern const char kernels_text[] __asm__("kernels_text"), quant_text[] __asm__("
 #define cuda(g, name, ...) cuda_check(g, (g)->device->name(__VA_ARGS__), #name)
 static bool cuda_check(Gpu *g, int error, const char *name) {
     const char *text = NULL;
-    if (error) g->device->cuGetErrorString(error, &text);
-    return !error || gpu_fail(g, name, text);
+    char number[32];
+    snprintf(number, sizeof number, "error %d", error);
+    if (error && g->device->cuGetErrorString) g->device->cuGetErrorString(error, &text);
+    return !error || gpu_fail(g, name, text ? text : number);
 }
 
-// Finds the libraries and the first GPU. Without one the CPU runs, and nothing is said.
+// Opens the first of n libraries that is there, or notes that one is there but cannot be opened.
+static void *cuda_library(Gpu *g, const char *const *names, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        void *library = dlopen(names[i], RTLD_NOW);
+        if (library) return g->why[0] = 0, library;
+        const char *error = dlerror();   // "NAME: ... No such file ..", or another file's name
+        if (!strstr(error, names[i]) || !strstr(error, "No such file"))
+            gpu_fail(g, "a library of CUDA does not open", error);
+    }
+    return NULL;
+}
+
+// Finds the libraries and the first GPU. Where there is no driver or no GPU the CPU runs, and
+// nothing is said.
 static bool device_open(Gpu *g) {
-    static const char *const compilers[] = {"libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
+    static const char *const drivers[] = {"libcuda.so.1"}, *const compilers[] = {"libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
         "libnvrtc.so.11.2", "/usr/local/cuda/lib64/libnvrtc.so"};
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *compiler = NULL, *from = driver;
-    int devices = 0, major, minor;
+    void *from = cuda_library(g, drivers, COUNT(drivers));
+    const char *missing = NULL;
+    int devices = 0, error, major, minor;
     Device *d = g->device = calloc(1, sizeof *d);
     g->longest = SIZE_MAX / 2;
-    if (!driver || !d) return false;
-    for (size_t i = 0; i < COUNT(compilers) && !compiler; i++)
-        compiler = dlopen(compilers[i], RTLD_NOW);
-    bool missing = false;
-#define X(name, types) missing |= !(*(void **)&d->name = dlsym(from, #name));
+    if (!from || !d) return false;
+#define X(name, types) missing = (*(void **)&d->name = dlsym(from, #name)) ? missing : #name;
     DRIVER(X)
-    if (missing || d->cuInit(0) || d->cuDeviceGetCount(&devices) || !devices) return false;
-    if (!compiler)
+    error = d->cuInit ? d->cuInit(0) : 0;
+    if (error == NO_DEVICE || !cuda_check(g, error, "cuInit")) return false;
+    if (missing) return gpu_fail(g, "the NVIDIA driver has no function", missing);
+    if (!cuda(g, cuDeviceGetCount, &devices) || !devices) return false;
+    from = cuda_library(g, compilers, COUNT(compilers));
+    if (!from)
         return gpu_fail(g, "there is an NVIDIA GPU, but no libnvrtc, which compiles for it", NULL);
-    from = compiler;
     COMPILER(X)
 #undef X
-    if (missing) return gpu_fail(g, "libnvrtc is too old", NULL);
+    if (missing) return gpu_fail(g, "libnvrtc has no function", missing);
     bool ok = cuda(g, cuCtxCreate_v2, &d->context, 0, 0) &&
               cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
@@ -380,6 +397,11 @@ static void device_fetch(Gpu *g, void *p, size_t bytes) {   // and waits for it
 static void device_often(Gpu *g, void *p, size_t bytes) {   // fetched so it comes faster
     g->device->cuMemHostRegister_v2(p, bytes, 0);
 }
+
+static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
+    cuda(g, cuMemcpyDtoDAsync_v2, device_address(g, to), device_address(g, from), bytes,
+         g->device->stream);
+}
 #else
 // ---- Apple: Objective-C, by hand ----
 //
@@ -425,6 +447,9 @@ void objc_autoreleasePoolPop(void *);
     X(set_bytes, "setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t)) \
     X(set_shared, "setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t)) \
     X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
+    X(blit_encoder, "blitCommandEncoder", id, (id, SEL)) \
+    X(copy, "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:", void, \
+      (id, SEL, id, size_t, id, size_t, size_t)) \
     X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
     X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
     X(error, "error", id, (id, SEL)) X(describe, "localizedDescription", id, (id, SEL))
@@ -579,6 +604,16 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
 static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
 static void device_fetch(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
 static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
+
+static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {   // in its own encoder
+    Device *d = g->device;
+    const Shared *a = gpu_find(g, from), *b = gpu_find(g, to);
+    if (!d->encoder) return;
+    send(end_encoding, d->encoder);
+    d->encoder = send(blit_encoder, d->commands[d->n_commands - 1]);
+    send(copy, d->encoder, a->buffer, (const char *)from - a->base, b->buffer,
+         (char *)to - b->base, bytes);
+}
 #endif
 
 // ---- what is the same on both ----
@@ -1344,6 +1379,24 @@ static void warm_up(Session *s) {
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     gpu_store(s);
+}
+
+// Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU. p [n], whole
+// pages, is shared for that when it first comes.
+__attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
+    enum { COPIES = 8 };
+    Gpu *g = s->gpu;
+    if (!g) return 0;
+    device_begin(g);
+    bool ok = g->shared[g->n_shared - 1].base == p || gpu_share(g, (Map){p, n}, false) ||
+              gpu_fail(g, "it cannot take this much memory", NULL);
+    ok = ok && device_wait(g);
+    double start = now();
+    if (ok) device_begin(g);
+    for (int i = 0; ok && i < COPIES; i++) device_copy(g, (char *)p + n / 2, p, n / 2);
+    if (ok && device_wait(g)) return COPIES * (double)n / (now() - start);
+    gpu_close(s);
+    return 0;
 }
 
 static void gpu_open(Session *s) {
