@@ -3761,8 +3761,8 @@ static Value operate(Template *t, Str op, Value a, Value b) {
     double x = number(a), y = number(b), left = fmod(x, y);
     if (!y && strchr("/%", o)) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
-    if (op.n == 2) x -= left;                       // x // y
-    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '%' ? left : x / y;
+    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '%' ? left :
+               op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
     if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
     return is_int(a) && is_int(b) && !str_eq(op, "/") ? int_value((int64_t)z) : float_value(z);
 }
@@ -3935,16 +3935,15 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     List l = {0}, all;
     if (is(f, "length")) return int_value(length(t, v));
     if (is(f, "list keys")) return list_value(items_of(t, v));
-    if (is(f, "first")) return member(t, list_value(items_of(t, v)), int_value(0));
-    if (is(f, "last")) return member(t, list_value(items_of(t, v)), int_value(-1));
     if (is(f, "default d")) return !v.kind || (truth(a[2]) && !truth(v)) ? a[1] : v;
     if (is(f, "join") && v.kind == V_STRING) return string_value(join(t, v.s, items_of(t, a[1])));
     if (is(f, "join")) return string_value(join(t, to_text(t, a[1]), items_of(t, v)));
     if (is(f, "items")) return list_value(pairs_of(t, v));
     if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
     if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
-    if (is(f, "min"))
-        return member(t, list_value(sorted(t, items_of(t, v), a[2], false)), int_value(0));
+    if (is(f, "min")) v = list_value(sorted(t, items_of(t, v), a[2], false));
+    if (is(f, "first last min"))
+        return member(t, list_value(items_of(t, v)), int_value(-(*f.s == 'l')));
     if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
     if (is(f, "select reject")) return chosen(t, f, v, none, a[1], (List){a + 2, 1});
     if (is(f, "selectattr rejectattr")) return chosen(t, f, v, a[1], a[2], (List){a + 3, 1});
@@ -4106,8 +4105,9 @@ static bool read_text(Template *t, Value *v) {
 
 // Reads on to the end of a tag that cannot be read, or is not known; but of none that ends a block.
 static bool read_wrong(Template *t, Value *v) {
-    const char *place = v->s.s = t->p;
+    const char *place = t->p;
     Str name = tag_word(t->tag_end);
+    *v = (Value){0};
     if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
                                    "endgeneration endraw")) return false;
     while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
@@ -4215,7 +4215,6 @@ static bool read_choice(Template *t, const char *g, Node ***at) {
             begun = begun || found;
             while (found && g[n] == '*' && read_item(t, g, n, at)) {}
             fits = fits && !t->stuck && (found || (g[n] && strchr("*?", g[n])));
-            if (begun && !fits && !strncmp(g, "'end", 4)) unexpected(t);   // a block has no end
             t->stuck = t->stuck || (begun && !fits);
             g += n;
             g += strspn(g, " *?");
@@ -4435,9 +4434,7 @@ static Value eval(Template *t, const Node *n) {
     if (first && first->rule == R_wrong) eval(t, first);
     switch (n->rule) {
     case R_number: case R_string: case R_text: break;
-    case R_wrong:
-        t->p = v.s.s;
-        unexpected(t);
+    case R_wrong: unexpected(t);
     case R_name: v = look_up(t, v); break;
     case R_value: case R_if: case R_elif:
         if (n->rule == R_value) k = truth(eval(t, first->next)) ? first : first->next->next;
