@@ -3554,8 +3554,8 @@ static void tokenizer_close(Tokenizer *t) {
 //
 // How a model wants a conversation written, its file says in a program: a template in Jinja, the
 // language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
-// loop controls. This interpreter prints the same bytes. It knows what published templates use, and
-// stops at the rest with an error that names it.
+// loop controls. This interpreter prints the same bytes. It knows what published templates use in a
+// chat; what it does not know is an error, which names it, where it is reached.
 //
 // GRAMMAR is read as it stands: a parser tries its rules on the source and makes a tree of nodes.
 // `eval` turns a node into its value, which for a statement is the text that it prints.
@@ -3579,9 +3579,10 @@ typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rende
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000,
        DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
-enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP, V_MACRO };
-static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "str", "list",
-                                          "generator", "dict", "loop", "macro"};
+enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
+       V_MACRO };
+static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
+                                          "list", "generator", "dict", "loop", "macro"};
 typedef struct Value Value;
 typedef struct Node Node;
 typedef struct { Value *v; size_t n; } List;   // also of a tuple
@@ -3591,6 +3592,7 @@ struct Value {
     int kind;
     union {
         int64_t i;                          // also of a bool
+        double f;
         Str s;                              // of what is undefined its name
         List list;                          // also of a generator, which map and the like return
         Dict *dict;                         // also of a namespace or loop
@@ -3601,12 +3603,13 @@ struct Node {                               // what the parser found at source
     int rule;
     Value v;                                // of a word, name, number, string or text
     Node *first, *next;                     // its children, its neighbour
-    const char *source;
+    const char *source;                     // NULL: of a builtin
 };
 typedef struct { List list; Dict named; } Args;
 typedef struct {
     const char *source, *p;                 // read up to p; later what runs
     const char *tag_end;                    // the last tag ends here, or a text does
+    bool stuck;                             // this tag cannot be read beyond p
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
     Dict *scope;                            // the names that are set here; outer: those around it
     Dict *builtins;
@@ -3743,16 +3746,19 @@ static Str recased(Template *t, Str s, char how) {
 static Value string_value(Str s) { return (Value){.kind = V_STRING, .s = s}; }
 static Value word_value(const char *s) { return string_value(str(s)); }
 static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
+static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
 static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
 static Value list_value(List l) { return (Value){.kind = V_LIST, .list = l}; }
 static Value dict_value(Dict *d) { return (Value){.kind = V_DICT, .dict = d}; }
 static Value undefined_value(Str name) { return (Value){.kind = V_UNDEFINED, .s = name}; }
 static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
+static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
+static double number(Value v) { return v.kind == V_FLOAT ? v.f : v.i; }
 
 // What `if` makes of v: empty, zero, none and undefined are false. A generator is always true, as
 // jinja2's is, so `if messages|selectattr(..)` is wrong here where it is wrong there.
 static bool truth(Value v) {
-    if (is_int(v)) return v.i != 0;
+    if (is_number(v)) return number(v) != 0;
     if (v.kind == V_STRING || v.kind == V_LIST) return (v.kind == V_LIST ? v.list.n : v.s.n) > 0;
     return v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
 }
@@ -3788,7 +3794,7 @@ static List elements(Value v) {
 enum { UNLIKE = 2 };
 static int order(Template *t, Value a, Value b) {
     int c = 0;
-    if (is_int(a) && is_int(b)) return (a.i > b.i) - (a.i < b.i);
+    if (is_number(a) && is_number(b)) return (number(a) > number(b)) - (number(a) < number(b));
     if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
     if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
     List x = elements(a), y = elements(b);
@@ -3814,10 +3820,6 @@ static void set(Template *t, Dict *d, Value key, Value v) {
     Value *old = entry(t, d, key);
     if (old) *old = v;
     else push(t, &d->pairs, key), push(t, &d->pairs, v);
-}
-
-static void set_all(Template *t, Dict *d, List pairs) {
-    for (size_t i = 0; i < pairs.n; i += 2) set(t, d, pairs.v[i], pairs.v[i + 1]);
 }
 
 static Dict *new_dict(Template *t, Dict *outer) {
@@ -3873,12 +3875,17 @@ static Value member(Template *t, Value v, Value key) {
 }
 
 static Str to_text(Template *t, Value v) {   // as Python's str writes it, but no list or dict
-    char s[24];
+    char s[32];
     if (v.kind == V_STRING) return v.s;
     if (v.kind == V_UNDEFINED) return NOTHING;
     if (v.kind == V_NONE) return str("None");
     if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
-    snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
+    if (v.kind == V_FLOAT) {   // in the fewest digits that are this number
+        int digits = 0, e;
+        while (snprintf(s, sizeof s, "%.*e", digits, v.f), strtod(s, NULL) != v.f) digits++;
+        e = atoi(strchr(s, 'e') + 1);
+        if (e >= -4 && e < 16) snprintf(s, sizeof s, "%.*f", digits > e ? digits - e : 1, v.f);
+    } else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
 }
 
@@ -3903,7 +3910,8 @@ static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     }
     if (v.kind == V_NONE || v.kind == V_BOOL)
         s = concat(t, s, str(v.kind == V_NONE ? "null" : v.i ? "true" : "false"));
-    else if (!string && !list && !dict) s = concat(t, s, to_text(t, must_be(t, v, V_INT)));
+    else if (!v.kind) must_be(t, v, V_DICT);
+    else if (!string && !list && !dict) s = concat(t, s, to_text(t, v));
     t->depth--;
     if (l.n) s = concat(t, s, line);
     return concat(t, s, str(string ? "\"" : dict ? "}" : list ? "]" : ""));
@@ -3923,7 +3931,7 @@ static bool contains(Template *t, Value in, Value v) {
     return i < l.n;
 }
 
-// a op b: + adds numbers, lists and strings, * repeats a string. Numbers are whole, of 53 bits.
+// a op b: + adds numbers, lists and strings, * repeats a string. Whole numbers have 53 bits.
 static Value operate(Template *t, Str op, Value a, Value b) {
     int o = *op.s;
     if (o == '~') return string_value(concat(t, to_text(t, a), to_text(t, b)));
@@ -3941,24 +3949,25 @@ static Value operate(Template *t, Str op, Value a, Value b) {
         return a;
     }
     if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
-    if (!is_int(a) || !is_int(b)) stop_types(t, op, a, b);
-    if (o == '%' && !b.i) stop(t, "division by zero");
-    double x = a.i, y = b.i, left = o == '%' ? fmod(x, y) : 0;
+    if (!is_number(a) || !is_number(b) || str_eq(op, "**")) stop_types(t, op, a, b);
+    double x = number(a), y = number(b), left = fmod(x, y);
+    if (!y && strchr("/%", o)) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
-    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : left;
+    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '%' ? left :
+               op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
     if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
-    return int_value((int64_t)z);
+    return is_int(a) && is_int(b) && !str_eq(op, "/") ? int_value((int64_t)z) : float_value(z);
 }
 
 static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or v is test(x)
-    static const char *const kinds[] = {"undefined", "none", "boolean", "integer", "string", "", "",
-                                        "mapping"};
+    static const char *const kinds[] = {"undefined", "none", "boolean", "integer", "float",
+                                        "string", "", "", "mapping"};
     for (int k = 0; k < (int)COUNT(kinds); k++)
         if (is(test, kinds[k])) return v.kind == k;
     bool sequence = !v.kind || v.kind == V_STRING || v.kind == V_LIST || v.kind == V_DICT;
     if (is(test, "defined")) return v.kind != V_UNDEFINED;
     if (is(test, "true false")) return v.kind == V_BOOL && v.i == (*test.s == 't');
-    if (is(test, "number")) return is_int(v);
+    if (is(test, "number")) return is_number(v);
     if (is(test, "sequence")) return sequence;
     if (is(test, "iterable")) return sequence || v.kind == V_GENERATOR;
     if (is(test, "eq equalto")) return !order(t, v, x);
@@ -4044,7 +4053,7 @@ static Str date(Template *t, Str format) {
 static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
-    "format (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
+    "format braces (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
     "int (v, default=0)", "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
     "default d (v, default_value='', boolean=false)", "length list first last (v)",
     "items keys dictsort (v)",
@@ -4075,12 +4084,16 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
             if (!memcmp(p, x.s, x.n)) at = p;
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
-    if (is(f, "format")) {   // of {} alone
-        List parts = split(t, s, str("{}"), -1);
-        for (size_t i = 1; i < parts.n; i++) {
-            if (i > 5 || !a[i].kind) stop(t, "a format has more {} than values");
-            parts.v[i].s = concat(t, concat(t, NOTHING, to_text(t, a[i])), parts.v[i].s);
+    if (is(f, "format braces")) {   // the filter knows %s alone, the method {}
+        bool method = *f.s == 'b';
+        List parts = split(t, s, str(method ? "{}" : "%s"), -1);
+        for (size_t i = 0; i < parts.n; i++) {
+            Str *part = &parts.v[i].s;
+            if (i > 5 || !a[i].kind || strpbrk(copy(t, *part), method ? "{}" : "%"))
+                stop(t, "a format knows %s alone, with a value for each", method ? "{}" : "%s");
+            if (i) *part = concat(t, concat(t, NOTHING, to_text(t, a[i])), *part);
         }
+        if (!method && parts.n < 6 && a[parts.n].kind) stop(t, "a format has too many values");
         s = join(t, NOTHING, parts);
     }
     if (is(f, "indent")) {
@@ -4114,16 +4127,15 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     List l = {0}, all;
     if (is(f, "length")) return int_value(length(t, v));
     if (is(f, "list keys")) return list_value(items_of(t, v));
-    if (is(f, "first")) return member(t, list_value(items_of(t, v)), int_value(0));
-    if (is(f, "last")) return member(t, list_value(items_of(t, v)), int_value(-1));
     if (is(f, "default d")) return !v.kind || (truth(a[2]) && !truth(v)) ? a[1] : v;
     if (is(f, "join") && v.kind == V_STRING) return string_value(join(t, v.s, items_of(t, a[1])));
     if (is(f, "join")) return string_value(join(t, to_text(t, a[1]), items_of(t, v)));
     if (is(f, "items")) return list_value(pairs_of(t, v));
     if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
     if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
-    if (is(f, "min"))
-        return member(t, list_value(sorted(t, items_of(t, v), a[2], false)), int_value(0));
+    if (is(f, "min")) v = list_value(sorted(t, items_of(t, v), a[2], false));
+    if (is(f, "first last min"))
+        return member(t, list_value(items_of(t, v)), int_value(-(*f.s == 'l')));
     if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
     if (is(f, "select reject")) return chosen(t, f, v, none, a[1], (List){a + 2, 1});
     if (is(f, "selectattr rejectattr")) return chosen(t, f, v, a[1], a[2], (List){a + 3, 1});
@@ -4147,9 +4159,12 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return string_value(json(t, NOTHING, v, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int")) {
-        char *s = copy(t, to_text(t, v)), *end;
-        int64_t i = strtoll(s, &end, 10);
-        return is_int(v) ? int_value(v.i) : end > s && !*end ? int_value(i) : a[1];
+        char *s = copy(t, strip(t, to_text(t, v), none, LEFT | RIGHT)), *end;
+        double i = strtod(s, &end);   // not, as Python, 0x1 or inf
+        if (v.kind == V_BOOL) return int_value(v.i);
+        if (end == s || *end || strpbrk(s, "xXnN")) return a[1];
+        if (!(fabs(i) < 9e15)) stop(t, "a number is too large");
+        return int_value((int64_t)i);
     }
     if (is(f, "range")) {
         bool one = a[1].kind == V_NONE;
@@ -4174,34 +4189,40 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 // as a rule says, but goes on otherwise, is an error. A rule up to `atom` that finds but one part
 // is that part, so 1 is a number and not a sum of one product. A block also reads the {% behind it,
 // of the tag that ends it.
+//
+// Much that is not known here stands in branches that no chat reaches. So a tag that goes on
+// otherwise becomes `wrong`, a node that is an error when it is evaluated.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*")         X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
     X(not, "`not` not | compare")           X(sum, "join ((`+` | `-`) join)*") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
-    X(join, "product (`~` product)*")       X(product, "unary ((`*` | `%`) unary)*") \
-    X(unary, "(sign | postfix) (filter | test)*")           X(sign, "`-` (sign | postfix)") \
+    X(join, "product (`~` product)*") X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
+    X(unary, "(sign | postfix) (filter | test)*")   X(sign, "(`-` | `+`) (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
-    X(atom, "string | number | list | dict | '(' tuple ')' | name") \
+    X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
     X(list, "'[' (value (',' value?)*)? ']'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
     X(member, "'.' (name args? | number)")  X(args, "'(' (arg (',' arg?)*)? ')'") \
-    X(arg, "(`**` | `*`)? value ('=' value)?") \
-    X(filter, "'|' name args?")             X(test, "'is' `not`? name args?") \
-    X(block, "(text | print | '{%' statement?)*")           X(print, "'{{' tuple '}}'") \
-    X(statement, "if | for | set | macro | pipe | generation | break | continue") \
-    X(if, "'if' value '%}' block (elif | else)? 'endif' '%}'") \
-    X(elif, "'elif' value '%}' block (elif | else)?")       X(else, "'else' '%}' block") \
-    X(for, "'for' targets 'in' or cond? '%}' block 'endfor' '%}'") X(cond, "'if' value") \
-    X(targets, "target (',' target)*")      X(target, "'(' targets ')' | name ('.' name)?") \
-    X(set, "'set' targets ('=' tuple '%}' | '%}' block 'endset' '%}')") \
-    X(macro, "'macro' name params '%}' block 'endmacro' '%}'") \
-    X(params, "'(' (param (',' param?)*)? ')'")             X(param, "name ('=' value)?") \
-    X(pipe, "'filter' inline '%}' block 'endfilter' '%}'")  X(inline, "name args?") \
-    X(generation, "'generation' '%}' block 'endgeneration' '%}'") \
-    X(break, "'break' '%}'")  X(continue, "'continue' '%}'")  X(builtin, "name* params") \
-    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0)
+    X(arg, "(`**` | `*`)? value ('=' value)?")                  X(filter, "'|' name args?") \
+    X(test, "'is' `not`? name (args | postfix)?") \
+    X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
+    X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
+    X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
+    X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
+    X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
+    X(cond, "'if' value")                   X(targets, "target (',' target)*") \
+    X(target, "'(' targets ')' | name ('.' name)?") \
+    X(set, "'set' targets ('=' (tuple '%}' | wrong) | ('%}' | wrong) block 'endset' '%}')") \
+    X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
+    X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
+    X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
+    X(pipe, "'filter' (inline '%}' | wrong) block 'endfilter' '%}'") X(inline, "name args?") \
+    X(raw, "'raw' text '{%' 'endraw' '%}'")                 X(builtin, "name* params") \
+    X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
+    X(break, "'break' '%}'")                X(continue, "'continue' '%}'") \
+    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) };
 #undef X
@@ -4238,17 +4259,32 @@ static bool read_word(Template *t, Str word) {
     return true;
 }
 
+static Str tag_word(const char *tag) {   // the first word behind {% or {{
+    Str s = {skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')), 0};
+    while (in_name(s.s[s.n])) s.n++;
+    return s;
+}
+
 // Reads a comment, of which nothing is left, or text up to the next tag. That one takes the white
 // space in front of it: with - all, and a statement or comment without + what its line begins with.
+// Behind the word raw it reads the end of that tag, which leaves a newline, and up to endraw.
 static bool read_text(Template *t, Value *v) {
-    const char *start = t->p, *end = start, *line;
-    if (start != t->tag_end) return false;   // within a tag
-    if (!strncmp(start, "{#", 2)) {
+    const char *start = t->p, *end, *line;
+    bool raw = start != t->tag_end && str_eq(tag_word(t->tag_end), "raw");
+    if (start != t->tag_end && !raw) return false;   // within a tag
+    if (!raw && !strncmp(start, "{#", 2)) {
         for (t->p += 2; !read_end(t, '#'); t->p++)
             if (!*t->p) t->p = start, unexpected(t);
         return true;
     }
-    while (*(end += strcspn(end, "{")) && !strchr("{%#", end[1])) end++;
+    if (raw) {
+        line = skip_space(start);
+        if (strncmp(line + (*line == '-'), "%}", 2)) return false;
+        start = *line == '-' ? skip_space(line + 3) : line + 2;
+    }
+    for (end = start; *(end += strcspn(end, "{")); end++)
+        if (raw ? end[1] == '%' && str_eq(tag_word(end), "endraw") : strchr("{%#", end[1]) != NULL)
+            break;
     char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
     *v = string_value((Str){start, end - start});
     for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
@@ -4256,7 +4292,20 @@ static bool read_text(Template *t, Value *v) {
     if (sign == '-') v->s = strip(t, v->s, (Value){0}, RIGHT);
     else if (begins && sign != '+' && (kind == '%' || kind == '#')) v->s.n = line - start;
     t->p = t->tag_end = end;
-    return end > start;
+    return raw || end > start;
+}
+
+// Reads on to the end of a tag that cannot be read, or is not known; but of none that ends a block.
+static bool read_wrong(Template *t, Value *v) {
+    const char *place = t->p;
+    Str name = tag_word(t->tag_end);
+    *v = (Value){0};
+    if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
+                                   "endgeneration endraw")) return false;
+    while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
+        if (!*t->p++) t->p = place, unexpected(t);
+    t->stuck = false;
+    return true;
 }
 
 // Reads what stands between quotes, also in several strings side by side.
@@ -4269,7 +4318,8 @@ static bool read_string(Template *t, Value *v) {
         for (t->p++; *t->p != quote;) {
             size_t n = strcspn(t->p, (char[]){quote, '\\', 0});
             const char *letter = n || !t->p[1] ? NULL : strchr(letters, t->p[1]);
-            if (!t->p[n] || (!n && (!t->p[1] || strchr("xuUN01234567", t->p[1])))) unexpected(t);
+            t->stuck = !t->p[n] || (!n && (!t->p[1] || strchr("xuUN01234567", t->p[1])));
+            if (t->stuck) return false;
             if (!n) n = 2;   // \ and what is no escape
             v->s = concat(t, v->s, letter ? str(meant[letter - letters]) : (Str){t->p, n});
             t->p += n;
@@ -4279,9 +4329,13 @@ static bool read_string(Template *t, Value *v) {
 
 static bool read_number(Template *t, Value *v) {
     if (!isdigit((uint8_t)*t->p)) return false;
-    *v = int_value(strtoll(t->p, (char **)&t->p, 10));
-    if (*t->p == '.' || in_name(*t->p) || v->i > 1ll << 53) unexpected(t);
-    return true;
+    char *end;
+    *v = int_value(strtoll(t->p, &end, 10));
+    bool fraction = *end == '.' ? isdigit((uint8_t)end[1]) : (*end | 32) == 'e';
+    if (fraction && t->p[-1] != '.') *v = float_value(strtod(t->p, &end));   // x.0.5 has none
+    t->stuck = in_name(*end) || (v->kind == V_INT && v->i > 1ll << 53) || isinf(number(*v));
+    if (!t->stuck) t->p = end;
+    return !t->stuck;
 }
 
 static bool read_name(Template *t, Value *v) {   // which is none of the words between values
@@ -4294,7 +4348,7 @@ static bool read_name(Template *t, Value *v) {   // which is none of the words b
 }
 
 static bool (*const READERS[])(Template *, Value *) = {
-    read_name, read_string, read_number, read_text};
+    read_name, read_string, read_number, read_text, read_wrong};
 
 // Nodes are added at *at, which is then where the next one goes.
 static void add_node(Template *t, Node ***at, Node node) {
@@ -4309,7 +4363,7 @@ static bool read_rule(Template *t, int r, Node ***at) {   // reads what a rule s
     Node *first = NULL, **last = &first;
     Value v = {0};
     if (r != R_text && r != R_block) t->p = skip_space(t->p);
-    const char *start = t->p;
+    const char *start = t->source ? t->p : NULL;
     enter(t);
     bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) : READERS[r - R_name](t, &v);
     t->depth--;
@@ -4330,6 +4384,7 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     Str word = {g + 1, n - 2};
     int r = 0;
+    if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
     if (*g == '\'') return read_word(t, word);
     if (*g == '`') {
@@ -4345,17 +4400,19 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
 static bool read_choice(Template *t, const char *g, Node ***at) {
     for (;; g += 2) {
         bool fits = true, begun = false;
+        Node **first = *at;
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
             bool found = fits && read_item(t, g, n, at);
             begun = begun || found;
             while (found && g[n] == '*' && read_item(t, g, n, at)) {}
-            fits = fits && (found || (g[n] && strchr("*?", g[n])));
-            if (begun && !fits) unexpected(t);
+            fits = fits && !t->stuck && (found || (g[n] && strchr("*?", g[n])));
+            t->stuck = t->stuck || (begun && !fits);
             g += n;
             g += strspn(g, " *?");
         }
         if (fits) return true;
+        *(*at = first) = NULL;
         if (*g != '|') return false;
     }
 }
@@ -4404,12 +4461,13 @@ static Value look_up(Template *t, Value name) {
 // place, or else by name, or else their default. A namespace, which has none, keeps all names.
 static Value call(Template *t, Value f, Args a) {
     const Macro *m = must_be(t, f, V_MACRO).macro;
-    const char *where = t->p;
     Dict *scope = t->scope, *own = t->scope = new_dict(t, m->scope);
-    Value given[8] = {{0}};
+    Value given[8] = {{0}}, key = word_value("caller"), *caller = entry(t, &a.named, key);
     size_t n = 0;
     enter(t);
     t->depth += CALL_DEPTH;
+    if (m->params->rule == R_wrong) eval(t, m->params);
+    if (m->body && caller) set(t, own, key, *caller);
     for (const Node *p = m->params->first; p; p = p->next, n++) {
         Value name = p->first->v, *named = entry(t, &a.named, name), v = undefined_value(name.s);
         if (n < a.list.n) v = a.list.v[n];
@@ -4425,7 +4483,6 @@ static Value call(Template *t, Value f, Args a) {
             stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
     Value v = m->body ? eval(t, m->body) : n ? builtin(t, m->name, given) : dict_value(own);
     t->scope = scope;
-    t->p = where;
     t->depth -= CALL_DEPTH + 1;
     return v;
 }
@@ -4447,8 +4504,10 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
         const Node *k = n->first;
         size_t stars = k->rule == R_word ? k->v.s.n : 0;
         Value v = eval(t, k->next ? k->next : k);
-        if (stars == 2) set_all(t, &a.named, must_be(t, v, V_DICT).dict->pairs);
-        else if (stars == 1) push_all(t, &a.list, items_of(t, v));
+        List pairs = stars == 2 ? must_be(t, v, V_DICT).dict->pairs : (List){0};
+        for (size_t i = 0; i < pairs.n; i += 2) set(t, &a.named, pairs.v[i], pairs.v[i + 1]);
+        if (stars == 2) continue;
+        if (stars == 1) push_all(t, &a.list, items_of(t, v));
         else if (k->next) set(t, &a.named, k->v, v);
         else push(t, &a.list, v);
     }
@@ -4460,9 +4519,11 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     const Node *k = n->first, *args = child(n, R_args), *name = child(n, R_name);
     const Node *to = child(n, R_bound);
     Value none = {0};
+    t->p = n->source;
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_test) {
         List a = arguments(t, args).list;
+        if (!args && name->next) push(t, &a, eval(t, name->next));
         return bool_value(passes(t, name->v.s, v, a.n ? *a.v : none) == (k == name));
     }
     if (n->rule == R_item) {
@@ -4475,7 +4536,8 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     bool method = args && (text || (v.kind == V_DICT && is(k->v.s, OF_DICTS)));
     if (!method) v = member(t, v, k->v);
     if (!args) return v;
-    return method ? apply(t, k->v.s, v, arguments(t, args)) : call(t, v, arguments(t, args));
+    Str f = is(k->v.s, "format") ? str("braces") : k->v.s;   // the filter is another one
+    return method ? apply(t, f, v, arguments(t, args)) : call(t, v, arguments(t, args));
 }
 
 // Operands with operators between them. and, or give the operand that decides and leave the rest
@@ -4485,6 +4547,7 @@ static Value eval_chain(Template *t, const Node *n) {
     for (const Node *op = n->first->next; op; op = op->next->next) {
         if (n->rule <= R_and && truth(v) == (n->rule == R_or)) break;
         Value right = eval(t, op->next);
+        t->p = op->source;
         v = n->rule <= R_and ? right : operate(t, op->v.s, v, right);
     }
     return v;
@@ -4517,6 +4580,14 @@ static void set_loop(Template *t, Dict *loop, List items, size_t i) {   // what 
     set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
 }
 
+// what a block with names of its own prints
+static Value captured(Template *t, const Node *block) {
+    t->scope = new_dict(t, t->scope);
+    Value v = eval(t, block);
+    t->scope = t->scope->outer;
+    return v;
+}
+
 // Each turn has its own names. The test goes first, as the loop knows its length. break and
 // continue leave the body by t->flow, which stops every block on the way.
 static Value run_for(Template *t, const Node *n) {
@@ -4524,6 +4595,7 @@ static Value run_for(Template *t, const Node *n) {
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
     Dict *scope = t->scope, *outer = new_dict(t, scope);
     Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)}, text = string_value(NOTHING);
+    bool done = false;   // a turn went to its end
     for (size_t i = 0; i < all.n && test; i++) {
         t->scope = new_dict(t, outer);
         assign(t, targets, all.v[i]);
@@ -4536,28 +4608,25 @@ static Value run_for(Template *t, const Node *n) {
         set_loop(t, loop.dict, items, i);
         assign(t, targets, items.v[i]);
         text.s = concat(t, text.s, eval(t, body).s);
+        done = done || !t->flow;
     }
     t->flow = 0;
     t->scope = scope;
+    if (!done && (n = child(n, R_else))) text.s = concat(t, text.s, captured(t, n).s);
     return text;
-}
-
-// what a block with names of its own prints
-static Value captured(Template *t, const Node *block) {
-    t->scope = new_dict(t, t->scope);
-    Value v = eval(t, block);
-    t->scope = t->scope->outer;
-    return v;
 }
 
 // the value of an expression; of a statement or a block of them the text it prints
 static Value eval(Template *t, const Node *n) {
     const Node *first = n->first, *k = first, *block = child(n, R_block);
+    const char *where = t->p;   // errors are of the node that is evaluated, not of its children
     Value v = n->v;
     enter(t);
-    t->p = n->source;
+    if (n->source) t->p = n->source;
+    if (first && first->rule == R_wrong) eval(t, first);
     switch (n->rule) {
     case R_number: case R_string: case R_text: break;
+    case R_wrong: unexpected(t);
     case R_name: v = look_up(t, v); break;
     case R_value: case R_if: case R_elif:
         if (n->rule == R_value) k = truth(eval(t, first->next)) ? first : first->next->next;
@@ -4566,7 +4635,7 @@ static Value eval(Template *t, const Node *n) {
         break;
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
     case R_sign: v = operate(t, first->v.s, int_value(0), eval(t, first->next)); break;
-    case R_tuple: case R_list:
+    case R_tuple: case R_list: case R_atom:
         for (v = list_value((List){0}); k; k = k->next)
             if (k->rule != R_word) push(t, &v.list, eval(t, k));
         break;
@@ -4579,20 +4648,29 @@ static Value eval(Template *t, const Node *n) {
     case R_postfix: case R_unary:
         for (v = eval(t, first); (k = k->next);) v = suffixed(t, v, k);
         break;
-    case R_block: case R_else: case R_print: case R_statement:
+    case R_block: case R_else: case R_print: case R_statement: case R_raw:
         for (v = string_value(NOTHING); k && !t->flow; k = k->next) {
             Str s = to_text(t, eval(t, k));
             v.s = v.s.n ? concat(t, v.s, s) : s;
         }
         break;
     case R_for: v = run_for(t, n); break;
-    case R_set: assign(t, first, block ? captured(t, block) : eval(t, first->next)); break;
+    case R_set:
+        assign(t, first, first->next == block ? captured(t, block) : eval(t, first->next));
+        break;
     case R_generation: v = captured(t, block); break;
     case R_pipe: v = suffixed(t, captured(t, block), first); break;
+    case R_call: {   // the macro gets the block as one of its own, `caller`
+        Args a = arguments(t, first->next->next);
+        set(t, &a.named, word_value("caller"), macro_value(t, str("caller"), first, block));
+        v = call(t, look_up(t, first->next->v), a);
+        break;
+    }
     case R_macro: set(t, t->scope, first->v, macro_value(t, first->v.s, first->next, block)); break;
     case R_break: case R_continue: t->flow = n->rule; break;
     default: v = eval_chain(t, n);
     }
+    if (!t->flow) t->p = where;
     t->depth--;
     return v;
 }
@@ -4632,6 +4710,8 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     set(t, t->scope, word_value("add_generation_prompt"), bool_value(true));
     set(t, t->scope, word_value("bos_token"), string_value(concat(t, NOTHING, bos)));
     set(t, t->scope, word_value("eos_token"), string_value(concat(t, NOTHING, eos)));
+    set(t, t->scope, word_value("tools"), (Value){.kind = V_NONE});
+    set(t, t->scope, word_value("documents"), (Value){.kind = V_NONE});
     if (think >= 0) set(t, t->scope, word_value("enable_thinking"), bool_value(think));
     Str text = eval(t, root).s;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);

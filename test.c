@@ -2092,7 +2092,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
     {"targets in brackets", "{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}"
      "{% for (k, v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}",
      "1234567"},
-    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}", "12s"},
+    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}"
+     "{{ messages.0.role ~ [[1, 2], 3].0[1] ~ [[4]].0.0 }}", "12ssystem24"},
     {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
      " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
      "{{ messages[2].content }}{{ messages[1].content|tojson }}"
@@ -2120,25 +2121,49 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "{{ {'a': [1, 2], 'b': []}|tojson(indent=1) }}",
      "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}, \"c\": [null, true]}"
      "{\n \"a\": [\n  1,\n  2\n ],\n \"b\": []\n}"},
-    {"formats", "{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}",
-     "<1|a>a\n\n  b-c"},
-    {"a format's values", "{{ '{}'.format() }}", "!more {} than values"},
+    {"formats", "{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}"
+     "{{ '{}%s'|format(1.5) ~ '%s{}'.format(2) }}", "<1|a>a\n\n  b-c{}1.5%s2"},
+    {"a format's values", "{{ '{}'.format() }}", "!{} alone, with a value for each"},
+    {"values", "{{ '%s'|format(1, 2) }}", "!too many"}, {"%d", "{{ '%d'|format(1) }}", "!alone"},
+    {"%%", "{{ '%%%s'|format(1) }}", "!%s alone"}, {"{0}", "{{ '{0}'.format(1) }}", "!{} alone"},
     {"numbers", "{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}"
-     "{{ range(5, 0, -2)|join }}", "1504531"},
+     "{{ range(5, 0, -2)|join ~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}",
+     "1504531-43.51-110"},
+    {"fractions", "{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }}"
+     " {{ [1e-5, 1.5e16, 1e15]|tojson ~ (1.0 == 1) ~ (0.5 < 0.2) ~ (0.5 is float) }}{{ 1 if 0.0 }}",
+     "0.2 0.001 0.30000000000000004 [1e-05, 1.5e+16, 1000000000000000.0]TrueFalseTrue"},
     {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
-     "<s></s>22 Nov 2026False"},
+     "<s></s>22 Nov 2026True"},
     {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(50000) %}"
      "{% set n.s = n.s + '0123456789' %}{% endfor %}{{ n.s|length }}", "500000"},
     {"an error names its line", "\n\n{{ x.y }}", "!line 3: 'x' is undefined"},
+    {"a filter's", "\n{{\n'a'|tojson(\n1\n) }}", "!line 3: tojson"},
+    {"split", "\n{{ 'a'\n.split(\n'') }}", "!line 3:"}, {"+", "{{ 1\n+\n'' }}", "!line 2: int"},
+    {"a test's", "{{ 1\nis odd }}", "!line 2:"}, {"range", "\n{{ range(0,\n1, '') }}", "!line 2:"},
+    {"a macro's", "\n{% macro f(a) %}{% endmacro %}\n{{ f(1,\n2) }}", "!line 3: 'f' takes"},
+    {"a break's", "{{ 1 }}\n{% break %}\n\n", "!line 2: break outside"},
+    {"errors that nobody reaches", "{% if 0 %}{{ x|a.b }}{% no a %}{% no %}{% endno %}{% endno %}"
+     "{% for a in b recursive %}{% endfor %}{% set a | d %}{% endset %}{{ '\\x41' }}{% set a = ? %}"
+     "{% call a.b() %}{% endcall %}{% filter a.b %}{% endfilter %}{% else %}a{% endif %}{% macro "
+     "f(a=?) %}{% endmacro %}{{ 1 if 1 else 2 ** 3 }}{% if 1 %}b{% elif ? %}{% endif %}", "a1b"},
+    {"one that is reached", "a\n{% if 1 %}\n{% no %}{% endif %}", "!line 3: unexpected no %}"},
+    {"elif", "{% if 0 %}{% elif\nx ? 1 %}{% endif %}", "!line 2: unexpected ? 1 %}"},
+    {"for", "{% for a in b c %}{% endfor %}", "!unexpected c %}"},
+    {"a call's", "{% macro f(\na=?) %}{% endmacro %}\n{{ f() }}", "!line 2: unexpected ?"},
+    {"no if", "{% if 0 %}{% no %}{% endfor %}", "!ted endf"}, {"no }}", "{% if 0 %}{{ 2 3", "!d 3"},
     {"raise_exception", "{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
     {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
-    {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% if 0 %}{% get %}", "!unexpected get"},
+    {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% get %}", "!unexpected get"},
     {"types of in", "{{ 1 in 'abc' }}", "!int in str"}, {"a comment", "a{# b", "!unexpected {# b"},
-    {"raw", "{% raw %}{% endraw %}", "!unexpected raw"}, {"a float", "{{ 1.5 }}", "!unexpected ."},
-    {"a quotient", "{{ 1 / 2 }}", "!unexpected /"}, {"a power", "{{ 2 ** 3 }}", "!unexpected * 3"},
-    {"else of a loop", "{% for i in x %}{% else %}{% endfor %}", "!unexpected else"},
-    {"an escape", "{{ '\\x41' }}", "!unexpected \\x41"},
-    {"a call", "{% call f() %}{% endcall %}", "!unexpected call"},
+    {"raw", "a {%- raw -%} {{ x }}{% if %} {%- endraw %}\nb{% raw %}\n{# {{\n {% endraw -%} c",
+     "a{{ x }}{% if %}b\n{# {{\nc"},
+    {"no endraw", "{% raw %}a", "!unexpected"}, {"a power", "{{ 2 ** 3 }}", "!int ** int"},
+    {"else of a loop", "{% for i in [1] if i > 1 %}{% else %}a{% set x = 1 %}{% endfor %}{{ x }}"
+     "{% for i in [1] %}b{% else %}c{% endfor %}{% for i in [1, 2] %}{{ i }}{% for j in [] %}"
+     "{% else %}{% break %}{% endfor %}{% endfor %}{% for i in [1] %}d{% continue %}{% else %}e"
+     "{% endfor %}", "ab1de"}, {"an escape", "{{ '\\x41' }}", "!unexpected \\x41"},
+    {"call", "{% macro f(a) %}{{ a ~ caller(2, c=bos_token) if caller else a }}{% endmacro %}"
+     "{% call(b, c) f(1) %}{{ b ~ c }}{% endcall %}{{ f(3) }}", "12<s>3"},
     {"a method", "{{ 'a'.rsplit('b') }}", "!'rsplit' is undefined"},
     {"a test", "{{ 1 is odd }}", "!no test 'odd'"},
     {"no namespace", "{% set x.y = 1 %}", "!'x' is undefined"},
