@@ -251,14 +251,14 @@ static void put_text(Bytes *b, const char *s) {
 }
 
 // How a broken file differs from a good one; the writer applies it.
-enum { GOOD, BYTES, CUT, KEY, NEW_KEY, NO_KEY, TWICE, NEW_TENSOR, NO_TENSOR, DIM, FOLD, TYPE,
-       OFFSET };
+enum { GOOD, BYTES, CUT, KEY, NEW_KEY, NO_KEY, TWICE, NEW_TENSOR, NO_TENSOR, RENAME, DIM,
+       FOLD, TYPE, OFFSET };
 typedef struct {
     const char *expect;   // part of the message
     int how;              // BYTES: a is where, b how many
                           // FOLD: [n] becomes [n/b,b]
                           // CUT: a bytes behind the metadata remain; b: none at all
-                          // NEW_TENSOR: of a values
+                          // NEW_TENSOR: of a values; RENAME: to text
     const char *name;     // of the key or tensor; the bytes
     int64_t a, b;         // KEY: type, value; DIM: which (-1: their number), size
     const char *text;     // KEY: a string's value, or the strings of an array
@@ -345,7 +345,7 @@ static void put_entry(Writer *w, const char *name, const int ne[3], int type, si
     int fold = spoils(w, FOLD, name) ? s->b : 1, folded[3] = {ne[0] / fold, fold};
     if (fold > 1) ne = folded;
     int dims = 1 + (ne[1] > 0) + (ne[2] > 0);
-    put_text(&w->tensors, name);
+    put_text(&w->tensors, spoils(w, RENAME, name) ? s->text : name);
     put_int(&w->tensors, dim && s->a < 0 ? s->b : dims, 4);
     for (int d = 0; d < dims; d++) put_int(&w->tensors, dim && s->a == d ? s->b : ne[d], 8);
     put_int(&w->tensors, spoils(w, TYPE, name) ? s->a : type, 4);
@@ -1143,6 +1143,11 @@ static void test_gguf_whole(void) {
                                 NULL}},
         {{"llama", 2, "", ""}, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight", 0, 0,
                                 NULL}},
+        {{"llama", 2, "g", ""}, {"blk.0.ffn_gate.weight is missing", GOOD, "", 0, 0, NULL}},
+        {{"llama", 2, "1", ""}, {"blk.0.ffn_norm.weight is missing", GOOD, "", 0, 0, NULL}},
+        {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.shared_kv_layers=2"}, {.how = GOOD}},
+        {{"gemma4", 1, "tTkxeR", EXPERT_KEYS GEMMA4_KEYS}, {NULL, RENAME,
+          "blk.0.ffn_down_exps.scale", 0, 0, "blk.0.ffn_gate_inp.per_expert_scale"}},
         {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL, GOOD, "", 0, 0, NULL}},
         {{"glm4moe", 3, "abxsr", EXPERT_KEYS}, {"blk.2.exp_probs_b.bias is", NO_TENSOR,
                                                 "blk.2.exp_probs_b.bias", 0, 0, NULL}},
