@@ -708,7 +708,7 @@ static const Key KEYS[] = {
 
 // Tensors that such a model always has, although the engine could run without them.
 static const struct { const char *name, *archs; } NEEDS[] = {
-    {"attn_q_norm.weight", "bailingmoe2 command-r dots1 exaone-moe exaone4 gemma-embedding gemma3 "
+    {"attn_q_norm.weight", "bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 "
      "gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 lfm2 lfm2moe mellum minimax-m2 olmo2 olmoe "
      "qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3vl qwen3vlmoe"},
     {"post_attention_norm.weight", "exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 glm4moe "
