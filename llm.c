@@ -52,6 +52,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -4713,6 +4714,7 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     set(t, t->scope, word_value("tools"), (Value){.kind = V_NONE});
     set(t, t->scope, word_value("documents"), (Value){.kind = V_NONE});
     if (think >= 0) set(t, t->scope, word_value("enable_thinking"), bool_value(think));
+    if (think >= 0) set(t, t->scope, word_value("thinking"), bool_value(think));
     Str text = eval(t, root).s;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
     text = str_from(concat(t, concat(t, NOTHING, str(" ")), text), 1);   // in the block
@@ -4731,9 +4733,9 @@ static void clear_memory(Template *t) {   // for another run
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
-// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. The content
-// of a message is a text. Where a trial shows that the template prints only such, it is a list of
-// parts: {"type": "text", "text": ..}.
+// enable_thinking and thinking are, -1: undefined. False: e says why, in one line, and out is
+// empty. The content of a message is a text. Where a trial shows that the template prints only
+// such, it is a list of parts: {"type": "text", "text": ..}.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
@@ -4790,6 +4792,15 @@ static double now(void) {   // seconds since some moment
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+// Shows how far something is on a line of the terminal, in place of what stood there; "" wipes it.
+// It needs no escape sequence, and the line fits: pieces of one that wraps would stay.
+static __attribute__((unused)) void show_progress(const char *text) {
+    struct winsize size = {0};
+    ioctl(STDERR_FILENO, TIOCGWINSZ, &size);
+    int width = size.ws_col && size.ws_col < 80 ? size.ws_col - 1 : 79;
+    fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
 // Weights come from memory once, so they are prefetched. A core's L1 keeps some 16
@@ -6453,7 +6464,9 @@ static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
 // ---- 34. the command line ----
 
 #ifndef LLM_NO_MAIN
+#include <poll.h>
 #include <sys/resource.h>
+#include <termios.h>
 
 typedef struct { char *s; size_t n, room; } Text;   // that grows by doubling
 
@@ -6467,6 +6480,7 @@ typedef struct {
     bool info, verbose;
     uint64_t given;                  // bit i: OPTIONS[i] was
     bool talks, misused;             // a chat because nothing was asked for; no template for it
+    bool dims;                       // thoughts, on a terminal that takes escape sequences
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
@@ -6485,12 +6499,13 @@ typedef struct {
     // of a chat
     ChatMessage *message;            // [n_message] with texts of our own
     size_t n_message;
-    Text said, answer;               // a line of the user's, what the model is writing
+    Text said, answer;               // what the user is typing, what the model is writing
 } Cli;
 
 static volatile sig_atomic_t interrupted;   // times, since it was last reset
 
-static void on_interrupt(int sig) { interrupted += sig == SIGINT; }
+// a terminal's; SIGCONT only ends a wait
+static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGTERM ? 2 : 0; }
 
 // SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
 static void on_lost_file(int sig) {
@@ -6515,10 +6530,10 @@ static const Option OPTIONS[] = {
     {"-m MODEL", TEXT, AT(model), 0, 0, "the model, instead of the first argument"},
     {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, instead of the second argument"},
     {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for standard input"},
-    {"-i", SWITCH, AT(chat), 0, 0, "chat: the model's own template, turn after turn"},
+    {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with it"},
     {"--chat", SWITCH, AT(answer_once), 0, 0, "PROMPT through the template, one answer"},
     {"--system TEXT", TEXT, AT(system), 0, 0, "the system message of a chat; @FILE reads it"},
-    {"--think on|off", TEXT, AT(think), 0, 0, "enable_thinking of the template, where it has it"},
+    {"--think on|off", TEXT, AT(think), 0, 0, "thoughts or none, where the template has a switch"},
     {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
     {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1 (chats): no limit"},
     {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
@@ -6636,7 +6651,7 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
     return prompts || cli->chat || piped || cli->bench.id || cli->info ||
-           fail(&cli->e, "no PROMPT given; see --help");
+           fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
 // the bytes of a file, - for standard input, or more than a text may have; free(*text)
@@ -6653,6 +6668,12 @@ static bool read_file(Cli *cli, const char *path, char **text, size_t *n) {
     bool ok = (more && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
     if (f && f != stdin) fclose(f);
     return ok;
+}
+
+// the length of a text without the newline at its end, which belongs to its file
+static size_t less_newline(const char *s, size_t n) {
+    if (!n || s[n - 1] != '\n') return n;
+    return n - 1 - (n > 1 && s[n - 2] == '\r');
 }
 
 // Text that a user gives must be UTF-8; the library itself takes any bytes.
@@ -6699,21 +6720,92 @@ static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from t
 
 // appends a message, with a copy of its text
 static bool chat_add(Cli *cli, Str role, const char *s, size_t n) {
+    if (!check_utf8(cli, s, n)) return false;
     ChatMessage *more = realloc(cli->message, (cli->n_message + 1) * sizeof *more);
     if (more) cli->message = more;
     char *copy = more ? malloc(n + 1) : NULL;
     if (!copy) return fail(&cli->e, "out of memory");
     memcpy(copy, s, n);
     more[cli->n_message++] = (ChatMessage){role, {copy, n}};
-    return check_utf8(cli, s, n);
+    return true;
 }
 
 static bool chat_has_system(const Cli *cli) {
     return cli->n_message && str_eq(cli->message[0].role, "system");
 }
 
-static bool chat_system(Cli *cli, const char *s, size_t n) {   // the first message, new or changed
+// Is a line [n] @system, @user or @assistant, be it behind backslashes? Returns find_str's pointer
+// behind the role, or NULL.
+static const char *find_role(const char *line, size_t n, size_t *backslashes) {
+    for (*backslashes = 0; n && *line == '\\'; line++, n--) ++*backslashes;
+    return n && *line == '@' ? find_str((Str){line + 1, n - 1}, "system user assistant") : NULL;
+}
+
+// Messages from a text [n]: a line that is @system, @user or @assistant begins one, which goes on
+// to the next such line or the end, less its last newline. Where a message itself has such a line,
+// a backslash stands before it. Lines end as the first one does, with \n or \r\n.
+static bool chat_read(Cli *cli, const char *s, size_t n) {
+    const char *end = s + n, *next, *newline = memchr(s, '\n', n);
+    bool crlf = newline && newline > s && newline[-1] == '\r';
+    Text *text = &cli->said;
+    Str role = NOTHING;
+    if (n > 2 && !memcmp(s, "\xEF\xBB\xBF", 3)) s += 3;   // which Windows writes
+    for (size_t backslashes;; s = next) {
+        newline = memchr(s, '\n', end - s);
+        next = newline ? newline + 1 : end;
+        n = (newline ? newline : end) - s;
+        if (crlf && n && s[n - 1] == '\r') n--;
+        const char *found = find_role(s, n, &backslashes);
+        bool begins = found && !backslashes;
+        if (!role.n && !begins)
+            return fail(&cli->e, "a conversation begins with a line @system, @user or @assistant");
+        if ((begins || s == end) && role.n &&
+            !chat_add(cli, role, text->s ? text->s : "", text->n - text_ends(text, "\n")))
+            return false;
+        if (s == end) return true;
+        if (begins) role = (Str){found - (n - 1), n - 1}, text->n = 0;
+        else if (!text_add(cli, text, s + !!found, n - !!found) ||
+                 !text_add(cli, text, "\n", newline != NULL))
+            return false;
+    }
+}
+
+// writes the conversation as chat_read reads it
+static bool chat_save(const Cli *cli, const char *path) {
+    FILE *f = fopen(path, "w");
+    for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {
+        fprintf(f, "@%.*s\n", STR_ARG(m->role));
+        for (size_t at = 0, n, backslashes; at <= m->content.n; at += n + 1) {
+            const char *line = m->content.s + at, *newline = memchr(line, '\n', m->content.n - at);
+            n = newline ? (size_t)(newline - line) : m->content.n - at;
+            if (find_role(line, n, &backslashes)) putc('\\', f);
+            fwrite(line, 1, n, f);
+            putc('\n', f);
+        }
+    }
+    return f && !(ferror(f) | fclose(f));
+}
+
+// renders messages with the model's template; think as template_render
+static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
+    const Tokenizer *t = cli->m.tokenizer;
+    Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template");
+    return template_render(template, m, n, token_at(t, t->bos).text, token_at(t, t->eos).text,
+                           think, r, &cli->e);
+}
+
+static bool chat_render_all(Cli *cli, Rendered *r) {
+    int think = cli->think ? !strcmp(cli->think, "on") : -1;
+    return chat_render(cli, cli->message, cli->n_message, think, r);
+}
+
+// the first message, new or changed, unless the template refuses it
+static bool chat_system(Cli *cli, const char *s, size_t n) {
+    ChatMessage trial[] = {{str("system"), {s, n}}, {str("user"), str("Hello")}};
     bool had = chat_has_system(cli);
+    Rendered r;
+    if (!chat_render(cli, trial, 2, -1, &r)) return false;
+    rendered_free(&r);
     if (!chat_add(cli, str("system"), s, n)) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
@@ -6722,45 +6814,16 @@ static bool chat_system(Cli *cli, const char *s, size_t n) {   // the first mess
     return true;
 }
 
-// Messages from a text [n]: a line that is @system, @user or @assistant begins one, which goes on
-// to the next such line or the end, less its last newline. /save writes this form.
-static bool chat_read(Cli *cli, const char *s, size_t n) {
-    const char *begin = s, *end = s + n, *next;
-    Str role = NOTHING;
-    for (const char *line = s;; line = next) {
-        const char *found = NULL, *newline = memchr(line, '\n', end - line);
-        Str rest = {line + 1, (newline ? newline : end) - line - 1};   // of the line, behind @
-        if (line < end && *line == '@') found = find_str(rest, "system user assistant");
-        next = newline ? newline + 1 : end;
-        if (!role.n && !found)
-            return fail(&cli->e, "a conversation begins with a line @system, @user or @assistant");
-        if (!found && line < end) continue;
-        n = line - begin;
-        if (role.n && !chat_add(cli, role, begin, n - (n > 0 && line[-1] == '\n'))) return false;
-        if (line == end) return true;
-        role = (Str){found - rest.n, rest.n};
-        begin = next;
-    }
-}
-
-// writes the conversation as chat_read reads it
-static bool chat_save(const Cli *cli, const char *path) {
-    FILE *f = fopen(path, "w");
-    for (size_t i = 0; f && i < cli->n_message; i++) {
-        fprintf(f, "@%.*s\n", STR_ARG(cli->message[i].role));
-        fwrite(cli->message[i].content.s, 1, cli->message[i].content.n, f);
-        putc('\n', f);
-    }
-    return f && !(ferror(f) | fclose(f));
-}
-
-// renders the whole conversation with the template
-static bool chat_render(Cli *cli, Rendered *r) {
-    const Tokenizer *t = cli->m.tokenizer;
-    Str template = gguf_str(&cli->m.gguf, "tokenizer.chat_template");
-    int think = cli->think ? !strcmp(cli->think, "on") : -1;
-    return template_render(template, cli->message, cli->n_message,
-                           token_at(t, t->bos).text, token_at(t, t->eos).text, think, r, &cli->e);
+// says so if the template has no switch for --think
+static void chat_check_think(Cli *cli) {
+    ChatMessage trial = {str("user"), str("Hello")};
+    Rendered off, on;
+    bool ok = chat_render(cli, &trial, 1, 0, &off);
+    ok = chat_render(cli, &trial, 1, 1, &on) && ok;
+    if (ok && on.n == off.n && !memcmp(on.text, off.text, on.n))
+        fputs("note: the chat template has no switch for --think\n", stderr);
+    rendered_free(&on);
+    rendered_free(&off);
 }
 
 // sets cli->ids to the whole conversation, and cli->answer to what the template opens in it
@@ -6768,7 +6831,7 @@ static bool chat_ids(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     Tokens *ids = &cli->ids;
     Rendered r;
-    if (!chat_render(cli, &r)) return false;
+    if (!chat_render_all(cli, &r)) return false;
     ids->n = cli->answer.n = 0;
     bool ok = tokenize(t, r.text, r.n, r.mark, false, true, ids, &cli->e);
     if (ok && t->add_bos && !(ids->n && ids->id[0] == t->bos)) {
@@ -6790,20 +6853,49 @@ static bool chat_ids(Cli *cli) {
     return ok;
 }
 
-// adds the messages that the command line gives
+// adds the messages that the command line gives; -f FILE may be a conversation
 static bool chat_open(Cli *cli) {
     char *text = NULL;
-    size_t n;
+    size_t n = cli->n_prompt;
     const char *system = cli->system;
     bool ok = true, file = system && *system == '@', piped = cli->render && !cli->prompt;
     if (!gguf_str(&cli->m.gguf, "tokenizer.chat_template").n)
         return fail(&cli->e, "%s: the model has no chat template", cli->model);
-    if (file) ok = read_file(cli, system + 1, &text, &n) && chat_add(cli, str("system"), text, n);
-    else if (system) ok = chat_add(cli, str("system"), system, strlen(system));
-    if (ok && cli->prompt) ok = chat_add(cli, str("user"), cli->prompt, cli->n_prompt);
     if (piped) ok = read_file(cli, "-", &text, &n) && chat_read(cli, text, n);
+    else if (cli->file) ok = chat_read(cli, cli->prompt, n);
+    if (cli->file && !cli->n_message) n = less_newline(cli->prompt, n);
+    if (cli->prompt && !cli->n_message) ok = chat_add(cli, str("user"), cli->prompt, n);
+    if (ok && file)
+        ok = read_file(cli, system + 1, &text, &n) && chat_system(cli, text, less_newline(text, n));
+    else if (ok && system) ok = chat_system(cli, system, strlen(system));
     free(text);
+    if (ok && cli->think) chat_check_think(cli);
     return ok && (!cli->answer_once || chat_ids(cli));
+}
+
+// A terminal by itself gives one line at a time, cut at 4,095 bytes, and hides a line that is half
+// typed. So llm edits the lines of a chat. While the model answers, while llm is stopped and when
+// it ends, the terminal is as it `was`.
+
+enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
+
+static bool terminal_set(const struct termios *was, bool edit) {
+    struct termios mode = *was;
+    if (edit) mode.c_iflag &= ~ICRNL;
+    if (edit) mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
+    signal(SIGTERM, edit ? on_signal : SIG_DFL);
+    signal(SIGCONT, edit ? on_signal : SIG_DFL);   // behind which the mode may be another
+    return !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+}
+
+// the next byte within ms (-1: no limit); EOF at the end; NONE: none came, or a signal
+static int terminal_key(int ms) {
+    uint8_t c;
+    int n;   // a signal that comes shortly before poll does not end it
+    do n = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, ms < 0 ? 500 : ms);
+    while (n == 0 && ms < 0 && !interrupted);
+    if (n < 1) return NONE;
+    return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
 // ---- 36. modes ----
@@ -6815,9 +6907,9 @@ static bool load_prompt(Cli *cli) {
     if (!file && cli->prompt) cli->n_prompt = strlen(cli->prompt);
     if (file && !read_file(cli, file, &cli->text, &cli->n_prompt)) return false;
     if (file) cli->prompt = cli->text;
-    if (cli->file && cli->n_prompt && cli->text[cli->n_prompt - 1] == '\n') cli->n_prompt--;
     if (cli->chat || cli->answer_once || cli->render) return chat_open(cli);
     if (!cli->prompt) return true;
+    if (cli->file) cli->n_prompt = less_newline(cli->text, cli->n_prompt);
     cli->ids.n = 0;
     if (!check_utf8(cli, cli->prompt, cli->n_prompt) ||
         !tokenize(t, cli->prompt, cli->n_prompt, NULL, true, cli->special, &cli->ids, &cli->e))
@@ -6862,7 +6954,7 @@ static bool print_answer(Cli *cli, int32_t id, size_t n) {
     for (; ok && s.n > 0; s.s++, s.n--) {
         if (!control) putchar(*s.s);
         ok = text_add(cli, &cli->answer, s.s, 1);
-        for (size_t i = 0; i < COUNT(THOUGHTS) && isatty(STDOUT_FILENO); i++) {
+        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
             if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
             if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
         }
@@ -6884,7 +6976,7 @@ static bool print_token(void *ctx, int32_t id) {
 }
 
 static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
-    if (cli->progress.shown) fputs("\r\033[K", stderr);
+    if (cli->progress.shown) show_progress("");
     cli->progress.shown = false;
 }
 
@@ -6897,9 +6989,11 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
         cli->n_prompts += cli->first ? 0 : n;
         cli->n_reused += cli->first ? 0 : reused;
     } else if (done < n && isatty(STDERR_FILENO)) {
+        char text[80];
+        snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
+                 (done - reused) / (now() - cli->progress.start));
+        show_progress(text);
         cli->progress.shown = true;
-        fprintf(stderr, "\rprefill %d of %d tokens, %.0f tok/s", done, n,
-                (done - reused) / (now() - cli->progress.start));
     }
     return !interrupted;
 }
@@ -6907,7 +7001,7 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
 // evaluates cli->ids, and prints what follows
 static bool reply(Cli *cli) {
     size_t n = cli->ids.n, n_new = cli->n_new;
-    bool dim = cli->answer.n && isatty(STDOUT_FILENO);   // the template has opened its thoughts
+    bool dim = cli->answer.n && cli->dims;   // the template has opened its thoughts
     double start = now();
     cli->first = 0;
     if (dim) fputs("\033[2m", stdout);
@@ -6921,7 +7015,7 @@ static bool reply(Cli *cli) {
     cli->decode += end - cli->first;
     if (seen > n) cli->n_decoded += seen - n;
     else cli->n_prompts -= n - seen;   // an interrupt left the rest
-    if (dim || (cli->n_message && isatty(STDOUT_FILENO))) fputs("\033[0m", stdout);
+    if (cli->n_message && cli->dims) fputs("\033[0m", stdout);
     if (ok || interrupted || cli->n_new > n_new) putchar('\n');
     fflush(stdout);
     return ok;
@@ -6976,65 +7070,132 @@ static void print_notes(const Cli *cli) {
     print_statistics(cli);
 }
 
-// answers the last message; one Ctrl-C ends the answer, a second one the chat
+// Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
-    if (!chat_ids(cli)) return false;
-    bool ok = reply(cli) || interrupted == 1;
+    bool ok = chat_ids(cli) && (reply(cli) || interrupted == 1);
     if (interrupted == 1) interrupted = cli->e.text[0] = 0;
     Text *a = &cli->answer;
     Str content = {a->s ? a->s : "", a->n};
     for (const char *at; (at = memmem(content.s, content.n, FINAL, strlen(FINAL)));)
         content = (Str){at + strlen(FINAL), a->s + a->n - at - strlen(FINAL)};
     if (content.n == a->n && a->n && memmem(a->s, a->n, "<|channel|>", 11)) content.n = 0;
-    return ok && chat_add(cli, str("assistant"), content.s, content.n);
+    ok = ok && chat_add(cli, str("assistant"), content.s, content.n);
+    if (!ok) chat_clear(cli, cli->n_message - 1);
+    return ok;
 }
 
-// a line that begins with a slash
-static bool chat_command(Cli *cli, char *word) {
-    char *value = strchr(word, ' ');
-    if (value) *value++ = 0;
-    if (!strcmp(word, "/system") && value) return chat_system(cli, value, strlen(value));
-    if (!strcmp(word, "/reset")) chat_clear(cli, chat_has_system(cli));
-    else if (!strcmp(word, "/stats")) print_statistics(cli);
-    else if (strcmp(word, "/save") || !value)
+static bool chat_command(Cli *cli, Str word, const char *value) {
+    if (str_eq(word, "/system") && *value) return chat_system(cli, value, strlen(value));
+    if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
+    else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
+    else if (!str_eq(word, "/save") || !*value)
         fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in \\ goes "
               "on; Ctrl-C stops an answer\n", stderr);
     else if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
     return true;
 }
 
-// Reads what the user says next into cli->said, with a NUL at its end: one line, or more as long as
-// they end in a backslash. False at the end of the input, or if cli->e says what failed.
+// Edits what the user says until Enter. A newline goes into the text if more waits behind it, as in
+// a paste, or a backslash stands before it. False at the end of the input, or if something failed.
+static bool chat_type(Cli *cli, const struct termios *was) {
+    Text *said = &cli->said;
+    int out = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO;
+    size_t from = 0;   // where the line begins that is edited
+    bool ok = true, more = true;
+    dprintf(out, "> ");
+    for (int c, next = 0; ok && more;) {
+        c = next > 0 ? next : terminal_key(-1);
+        next = 0;
+        interrupted += c == 'C' - '@';
+        if (c == EOF || (c == 'D' - '@' && !said->n)) return false;
+        if (interrupted > 1 || (interrupted && !said->n)) return false;
+        if (interrupted || c == NONE || c == 'Z' - '@') {
+            terminal_set(was, false);
+            if (c == 'Z' - '@') kill(0, SIGTSTP);
+            if (interrupted) said->n = from = interrupted = 0;
+            terminal_set(was, true);
+            dprintf(out, "\n> %.*s", (int)(said->n - from), said->n ? said->s + from : "");
+        } else if (c == '\r' || c == '\n') {
+            next = terminal_key(PASTE);
+            if (c == '\r' && next == '\n') next = terminal_key(PASTE);
+            bool goes_on = said->n > from && text_ends(said, "\\");
+            said->n -= goes_on;
+            more = goes_on || next > 0;
+            dprintf(out, goes_on && next <= 0 ? "\n> " : "\n");
+            if (more) ok = text_add(cli, said, "\n", 1);
+            from = said->n;
+        } else if (c == '\033') {   // ESC [ numbers letter, or ESC O letter: an arrow, Home, F1
+            c = terminal_key(PASTE);
+            if (c == 'O') terminal_key(PASTE);
+            if (c == '[') while ((c = terminal_key(PASTE)) >= ' ' && c < '@') {}
+        } else if (c == '\b' || c == 127 || c == 'U' - '@' || c == 'W' - '@') {
+            for (bool end = false; said->n > from && !end;) {   // a character; a line; a word
+                while (--said->n > from && (said->s[said->n] & 0xC0) == 0x80) {}
+                bool wide = (uint8_t)said->s[said->n] >= 0xE3;   // East Asian, emojis
+                dprintf(out, wide ? "\b\b  \b\b" : "\b \b");
+                end = c == 'W' - '@' ? text_ends(said, " ") : c != 'U' - '@';
+            }
+        } else if (c == '\t' || c >= ' ') {
+            ok = text_add(cli, said, &(char){c}, 1);
+            dprintf(out, "%c", c == '\t' ? ' ' : c);
+        }
+    }
+    return ok;
+}
+
+// Reads what the user says next into cli->said, with a NUL at its end. What is not typed at the
+// prompt comes in lines: one, or more as long as they end in a backslash. False at the end of the
+// input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
-    bool ok = true;
+    struct termios was;
+    bool ok = true, cut = false, terminal = isatty(STDIN_FILENO);
+    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;   // typed or piped
     int c = '\\';
-    for (said->n = 0; ok && c == '\\';) {
-        if (isatty(STDIN_FILENO)) fputs("> ", stderr);
+    said->n = 0;
+    if (terminal && !ahead && !tcgetattr(STDIN_FILENO, &was) && terminal_set(&was, true)) {
+        ok = chat_type(cli, &was);
+        terminal_set(&was, false);
+        c = 0;
+    }
+    while (ok && c == '\\') {
+        size_t from = said->n;
+        if (terminal) fputs("> ", stderr);
         while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(cli, said, &(char){c}, 1);
         if (c == EOF && (!said->n || interrupted)) return false;
+        cut = cut || (terminal && said->n - from >= TERMINAL_LINE);
         if (c == '\n' && text_ends(said, "\r")) said->n--;
         if (c == '\n' && text_ends(said, "\\")) c = '\\', said->s[said->n - 1] = '\n';
     }
+    if (cut) said->n = 0, fputs("llm: the terminal cut this line: it is not sent\n", stderr);
     return ok && text_add(cli, said, "", 1);
 }
 
+// What fails ends a turn and not the chat, unless nobody is there to go on with it.
 static bool run_chat(Cli *cli) {
-    bool ok = !cli->prompt || chat_answer(cli);
-    while (ok && !interrupted && !ferror(stdout) && chat_listen(cli)) {
-        const Text *said = &cli->said;
+    const Text *said = &cli->said;
+    size_t n = cli->n_message;
+    bool ok = !n || !str_eq(cli->message[n - 1].role, "user") || chat_answer(cli);
+    for (;;) {
+        if (!ok && (interrupted || ferror(stdout) || !isatty(STDIN_FILENO))) return false;
+        if (!ok) fprintf(stderr, "llm: %s; what was said is dropped\n", cli->e.text);
+        ok = true;
+        cli->e.text[0] = 0;
+        if (interrupted || ferror(stdout) || !chat_listen(cli)) return !cli->e.text[0];
+        Str word = {said->s, strcspn(said->s, " ")};
+        const char *value = word.s + word.n + strspn(word.s + word.n, " ");
         if (said->n == 1) continue;
-        if (!strcmp(said->s, "/quit")) break;
-        if (*said->s == '/') ok = chat_command(cli, said->s);
-        else ok = chat_add(cli, str("user"), said->s, said->n - 1) && chat_answer(cli);
+        if (!find_str(word, "/system /reset /stats /save /quit /help"))   // it is for the model
+            ok = chat_add(cli, str("user"), said->s, said->n - 1) && chat_answer(cli);
+        else if (str_eq(word, "/quit") && !*value) return true;
+        else ok = chat_command(cli, word, value);
     }
-    return ok && !cli->e.text[0];
 }
 
 // prints what the template makes of the conversation, and nothing else
 static bool run_render(Cli *cli) {
     Rendered r;
-    if (!chat_render(cli, &r)) return false;
+    if (!chat_render_all(cli, &r)) return false;
     fwrite(r.text, 1, r.n, stdout);
     rendered_free(&r);
     return true;
@@ -7345,7 +7506,9 @@ int main(int argc, char **argv) {
     Cli cli = {.n_predict = -2,   // not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt}, NULL);   // ends reads, too
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_signal}, NULL);   // ends reads, too
+    const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
+    cli.dims = isatty(STDOUT_FILENO) && !(term && !strcmp(term, "dumb")) && !(plain && *plain);
     sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
     bool asked = parse_options(&cli, argc, argv), ok = asked && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))

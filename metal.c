@@ -220,11 +220,12 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
         if (!cuda(g, cuMemcpyHtoDAsync_v2, (char *)s->buffer + at, s->base + at, n,
                   g->device->stream))
             return false;
-        if (talks)
-            fprintf(stderr, "\rto the GPU: %zu of %zu MB, %.1f GB/s ", (at + n) >> 20,
-                    s->size >> 20, (at + n) / 1e9 / (now() - start));
+        char text[80];
+        snprintf(text, sizeof text, "to the GPU: %zu of %zu MB, %.1f GB/s", (at + n) >> 20,
+                 s->size >> 20, (at + n) / 1e9 / (now() - start));
+        if (talks) show_progress(text);
     }
-    if (talks) fprintf(stderr, "\r\x1b[K");
+    if (talks) show_progress("");
     return true;
 }
 

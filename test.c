@@ -2301,7 +2301,7 @@ static void test_cli_refusals(void) {
         "--repeat-penalty 0", "--repeat-last-n -2", "--seed 1x", "--seed 18446744073709551616",
         "--keep -1"};
     static const struct { int status; const char *arguments, *says; } bad[] = {
-        {2, "", "MODEL"}, {2, "$S", "PROMPT"}, {2, "$S one two", "two"},
+        {2, "", "MODEL"}, {2, "$S", "PROMPT.*-f -"}, {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"}, {2, "$S -f x --tokens 1", "prompts"},
         {2, "$S one --ppl x", "prompts"}, {1, "$S hi --keep 2147483647", "2147483647 pinned"},
         {2, "$S one two three", "prompts"}, {2, "$S --tokens 1,x", "x"},
@@ -2349,6 +2349,7 @@ static void test_cli_output(void) {
         {"printf 'Once upon a time' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
         {"printf 'Once upon a time\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
         {"printf 'Once upon a time\n\n' | llm $S -f - --tokenize", "^1656 329 659 258 530 198\n$"},
+        {"printf 'Once upon a time\r\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
         {"llm $S --tokenize ''", "^\n$"}, {"llm golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"llm $S --tokenize -- --help", "^[0-9 ]+\n$"},
         {"llm $S --tokenize -p --help", "^[0-9 ]+\n$"},
@@ -2557,7 +2558,7 @@ static void test_cli_chat(void) {
         const char *said = chats[i].said, *kept = chats[i].kept;
         const char *counts = text_of("reused %d of %d tokens", chats[i].reused, chats[i].n);
         write_scripted(chats[i].template, chats[i].chain, 4);
-        shell("printf 'a<|im_end|>\\r\\nb\\\\\\nc\\n/nothing\\nd\\n/save '$D'/saved\\n/stats\\n' | "
+        shell("printf 'a<|im_end|>\\r\\nb\\\\\\nc\\n/help\\nd\\n/save '$D'/saved\\n/stats\\n' | "
               "llm $D/chat.gguf -i --temp 0");
         CHECK(!strcmp(cli.out, text_of("%s\n%s\n%s\n", said, said, said)), "%zu: '%s'", i, cli.out);
         bool counted = matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$");
@@ -2574,7 +2575,7 @@ static void test_cli_chat(void) {
     check_llm("llm $D/chat.gguf --chat a --system b -n 3", 0,
               "^<\\|channel\\|>analysis<\\|message\\|>\n$", "");
     check_llm("printf 'b\n' >$D/b; llm $D/chat.gguf --render a --system @$D/b", 0,
-              "^<.start.>system<.message.>b\n<.end.><.start.>user<.message.>a<", "");
+              "^<.start.>system<.message.>b<.end.><.start.>user<.message.>a<", "");
     check_llm("printf 'a\\377' | llm $D/chat.gguf -i", 1, "", "byte 1");
     check_llm("llm $D/chat.gguf --info -v", 0, "padding_token_id = 4294967295\n", "^$");
     // --tokenize shows the EOS that the file asks for, but a text that goes on has none
@@ -2584,37 +2585,120 @@ static void test_cli_chat(void) {
     CHECK(!strcmp(cli.out, "<|start|>system<|message|>A\n<|end|><|start|>user<|message|><|end|>"
                   "<|start|>assistant<|message|>b\n@users<|end|><|start|>assistant"),
           "'%s'", cli.out);
+    check_llm("printf '@user\r\na\r\n@assistant\r\n\r\nb' | llm $D/chat.gguf --render", 0,
+              "^<.start.>user<.message.>a<.end.><.start.>assistant<.message.>\nb<", "^$");
+    // a conversation goes on and is written as it was read; any other text is a first message
+    check_llm("printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
+              "printf '/save '$D/again | llm $D/chat.gguf -i -f $D/a; cmp $D/a $D/again",
+              0, "^$", "^$");
+    check_llm("printf 'a\n@user\r\n' >$D/b; printf '/save '$D/again | "
+              "llm $D/chat.gguf -i -f $D/b -n 1 >&2; cat $D/again", 0,
+              "^@user\na\n.@user\n@assistant\n", "");
+    // --think sets what has either name; it is said where neither is looked at
+    static const char *const think[][3] = {
+        {"{{ enable_thinking }}", "^True$", "^$"}, {"{{ thinking }}", "^True$", "^$"},
+        {"{{ messages[0].thinking }}", "^$", "^note: [^\n]*--think\n$"}};
+    for (size_t i = 0; i < COUNT(think); i++) {
+        write_scripted(think[i][0], "t hm", 4);
+        check_llm("llm $D/chat.gguf --render a --think on", 0, think[i][1], think[i][2]);
+    }
 }
 
-// On a terminal: a prompt for the user, progress that is wiped, thoughts that are dimmed.
+enum { SCREEN = 1 << 16 };   // bytes that are shown, at most
+
+// Adds what a terminal shows to `seen`, until that ends in `last` (NULL: until all is over).
+static bool wait_for(int master, char *seen, const char *last) {
+    size_t from = strlen(seen), n = from, least = last ? strlen(last) : SCREEN;
+    while (n - from < least || strcmp(seen + n - least, last)) {
+        bool ready = poll(&(struct pollfd){master, POLLIN, 0}, 1, 60000) > 0;
+        CHECK(ready, "nothing happens behind '%s'", seen);
+        ssize_t k = ready ? read(master, seen + n, SCREEN - 1 - n) : 0;
+        if (k <= 0) return false;
+        n += k;
+    }
+    return true;
+}
+
+// Runs a command on a terminal and returns what that shows. `typed` are pairs, NULL at the end: how
+// the screen must end before something is typed ("": before the command starts), and what that is.
+static const char *on_terminal(const char *command, int columns, const char *const *typed) {
+    char *seen = need(SCREEN);
+    struct termios mode;
+    int master = posix_openpt(O_RDWR | O_NOCTTY);
+    REQUIRE(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");
+    const char *tty = ptsname(master), *start = "NO_COLOR= TERM=xterm %s <%s >%s 2>%s";
+    ioctl(master, TIOCSWINSZ, &(struct winsize){24, columns, 0, 0});
+    if (*typed && !**typed) {
+        CHECK(write(master, typed[1], strlen(typed[1])) > 0, "nothing can be typed");
+        wait_for(master, seen, "\n");   // the terminal's echo
+        typed += 2;
+    }
+    FILE *child = popen(text_of(start, command, tty, tty, tty), "r");
+    REQUIRE(child, "no shell");
+    for (; *typed; typed += 2) {
+        bool asked = wait_for(master, seen, *typed);
+        if (!CHECK(asked, "%s: '%s', not '%s'", command, seen, *typed)) break;
+        CHECK(write(master, typed[1], strlen(typed[1])) > 0, "nothing can be typed");
+    }
+    wait_for(master, seen, NULL);
+    tcgetattr(master, &mode);
+    CHECK((mode.c_lflag & ICANON) && (mode.c_lflag & ECHO), "%s leaves another mode", command);
+    close(master);
+    pclose(child);
+    return seen;
+}
+
+// A terminal shows a prompt, progress that fits and is wiped, thoughts that are dimmed.
 static void test_cli_terminal(void) {
-    static const struct { const char *arguments, *typed, *pattern; } shown[] = {
-        {"$D/chat.gguf -i --temp 0", "a\n\4",
-         "> \033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
-        {"$D/control.gguf --temp 0", "a\n\4",   // without a PROMPT it is a chat
+    char *cut = memset(need(5001), 'a', 5000);
+    cut[4999] = '\n';
+    const struct { const char *command; int columns; const char *typed[5], *pattern; } shown[] = {
+        {"$LLM $D/chat.gguf -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
+         "^> a\r\n\033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
+        {"$LLM $D/control.gguf --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
-        {"$D/chat.gguf a -n 1", "", "note: --chat answers"},
-        {"$S", "", "^llm: no PROMPT given; see --help\r\n$"},
-        {"$S 'Once upon a time' -b 2 -n 1 -t 1", "",
-         "\rprefill 2 of 5 tokens, [0-9]+ tok/s\rprefill 4 of .*\r\033\\[K"}};
+        {"$LLM $D/chat.gguf -i", 80, {"", cut, "\r\n> ", "\4"},
+         "> llm: the terminal cut[^\n]*\n> $"},
+        {"$LLM $D/chat.gguf a -n 1", 80, {NULL}, "note: --chat answers"},
+        {"TERM=dumb $LLM $D/chat.gguf --chat aa -b 9 --temp 0", 80, {NULL},
+         "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
+        {"NO_COLOR=1 $LLM $D/chat.gguf --chat a --temp 0", 80, {NULL}, "^hm</think>yes[^\033]*$"},
+        {"$LLM $S", 80, {NULL}, "^llm: no PROMPT given; see --help\r\n$"},
+        {"$LLM $S 'Once upon a time' -b 2 -n 1 -t 1", 20, {NULL},
+         "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
     write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
     write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
-        char text[1 << 16];
-        size_t n = 0;
-        int master = posix_openpt(O_RDWR | O_NOCTTY);
-        REQUIRE(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");
-        const char *tty = ptsname(master), *arguments = shown[i].arguments;
-        (void)!write(master, shown[i].typed, strlen(shown[i].typed));   // the echo comes first
-        FILE *child = popen(text_of("$LLM %s <%s >%s 2>%s", arguments, tty, tty, tty), "r");
-        REQUIRE(child, "no shell");
-        for (ssize_t k; (k = read(master, text + n, sizeof text - 1 - n)) > 0;) n += k;
-        text[n] = 0;
-        pclose(child);
-        close(master);
-        CHECK(matches(text, shown[i].pattern), "%s: '%s'", arguments, text);
+        const char *seen = on_terminal(shown[i].command, shown[i].columns, shown[i].typed);
+        CHECK(matches(seen, shown[i].pattern), "%s: '%s'", shown[i].command, seen);
     }
+}
+
+// What is typed: keys that edit, Ctrl-C behind half a line, a paste, a byte that is not UTF-8, what
+// is no command, a line that goes on, what the template refuses, a long line.
+static void test_cli_typing(void) {
+    char *system = need(6000);
+    memset(system, 'x', 5000);
+    memcpy(system, "/system ", 8);
+    system[4999] = '\n';
+    const char *const typed[] = {
+        "> ", "wrong\25ab\u00E9\177c dd\27\033[1;5A\033OHe\n", "\r\n> ", "half", "half", "\3",
+        "\r\n> ", "one\ntwo\r\nthree\n", "\r\n> ", "Gr\374\n", "\r\n> ", "/nothing x\\\n",
+        "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
+        "\r\n> ", "/system s\n", "\r\n> ", text_of("/save %s\n", scratch("saved")),
+        "\r\n> ", "/quit \n", NULL};
+    write_scripted("{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
+                   "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
+    const char *seen = on_terminal("$LLM $D/chat.gguf -i --temp 0", 80, typed);
+    bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
+    CHECK(told, "%s", seen);
+    const char *saved = read_all(scratch("saved"), NULL);
+    size_t n = strspn(system + 8, "x");
+    CHECK(!strncmp(saved, "@system\n", 8) && !strncmp(saved + 8, system + 8, n) &&
+              !strcmp(saved + 8 + n, "\n@user\nabc e\n@assistant\nyes\n@user\none\ntwo\nthree\n"
+                      "@assistant\nyes\n@user\n/nothing x\n\\@user\n@assistant\nyes\n"),
+          "'%s'", saved);
 }
 
 static void test_cli_logits(void) {
@@ -4832,7 +4916,7 @@ static const Test TESTS[] = {
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
-    T(cli_terminal) T(cli_logits) T(cli_interrupt)
+    T(cli_terminal) T(cli_typing) T(cli_logits) T(cli_interrupt)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
