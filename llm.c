@@ -186,7 +186,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     if (m->elem >= GGUF_TYPES)
         return fail(e, "unknown %s type %u", m->type == GGUF_ARR ? "element" : "value", m->elem);
     if (m->n > (uint64_t)(c->end - c->p))   // an element takes a byte at least
-        return fail(e, "%.0f values do not fit into the file", (double)m->n);
+        return fail(e, "%llu values do not fit into the file", (unsigned long long)m->n);
     take(c, m->n * gguf_size[m->elem]);     // nothing for strings, whose size is 0 in the table
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
     m->end = c->p;
@@ -205,7 +205,8 @@ static bool read_tensor(Cursor *c, Tensor *t, Error *e) {
         return fail(e, "1 to 4 dimensions expected, found %d", t->n_dims);
     for (int i = 0; i < 4; i++) {
         if (ne[i] < 1 || ne[i] > INT32_MAX)
-            return fail(e, "dimension %d is %.0f, expected 1 to %d", i, (double)ne[i], INT32_MAX);
+            return fail(e, "dimension %d is %llu, expected 1 to %d", i, (unsigned long long)ne[i],
+                        INT32_MAX);
         t->ne[i] = ne[i];
     }
     if (!quant_name(t->type)) return fail(e, "unknown tensor type %d", t->type);
@@ -220,11 +221,11 @@ static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile
 
 // points t->data at the tensor's bytes, which must lie in the map; offsets count from `start`
 static bool tensor_place(Tensor *t, const Map *map, size_t start, size_t align, Error *e) {
-    uint64_t at = t->offset;
+    unsigned long long at = t->offset;
     double size = tensor_bytes(t), room = (double)map->size - start - at;
     if (at % align)
-        return fail(e, "offset %.0f is not a multiple of the alignment %zu", (double)at, align);
-    if (room < 0) return fail(e, "offset %.0f is past the end of the file", (double)at);
+        return fail(e, "offset %llu is not a multiple of the alignment %zu", at, align);
+    if (room < 0) return fail(e, "offset %llu is past the end of the file", at);
     if (size > room) return fail(e, "%.0f bytes, the file has %.0f: is it truncated?", size, room);
     t->data = map->base + start + at;
     return true;
@@ -319,8 +320,8 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
     // a tensor's entry takes at least 32 bytes, a key with its value at least 13
     if (n_tensors > map->size / 32 || n_meta > map->size / 13)
-        return fail(e, "%.0f tensors and %.0f metadata keys do not fit into %zu bytes",
-                    (double)n_tensors, (double)n_meta, map->size);
+        return fail(e, "%llu tensors and %llu metadata keys do not fit into %zu bytes",
+                    (unsigned long long)n_tensors, (unsigned long long)n_meta, map->size);
     Meta *m = resize(g->meta, g->n_meta + n_meta + 1, sizeof *m);
     if (m) g->meta = m;
     Tensor *t = resize(g->tensors, g->n_tensors + n_tensors + 1, sizeof *t);
@@ -727,8 +728,8 @@ static void *own(Loader *ld, uint64_t size) {   // pages that live with the mode
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
-    void *v = owned && size < PTRDIFF_MAX ? aligned_alloc(16384, (size + 16383) / 16384 * 16384)
-                                          : NULL;
+    size = (size + 16383) / 16384 * 16384;
+    void *v = owned && size < SIZE_MAX ? aligned_alloc(16384, size) : NULL;
     if (v) m->owned[m->n_owned++] = (Map){v, size};
     else refuse(ld, "out of memory");
     return v;
@@ -1748,9 +1749,8 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
                        Error *e) {
     Arena a = {0};
     plan(s, &a);
-    const uint64_t most = SIZE_MAX < 1ull << 46 ? SIZE_MAX : 1ull << 46;
     uint64_t size = larger(a.peak, 1);
-    void *p = size > most ? MAP_FAILED
+    void *p = size != (size_t)size || size >> 46 ? MAP_FAILED
               : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (p == MAP_FAILED) return fail(e, "no memory for %.0f MB of %s", (double)(size >> 20), what);
     *map = (Map){p, size};
@@ -3597,6 +3597,7 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
     stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
 }
 
+__attribute__((noinline))   // `old` would lie in a register where setjmp is
 static void push(Template *t, List *l, Value v) {
     Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
     l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
@@ -4478,46 +4479,39 @@ static void clear_memory(Template *t) {   // for another run
         memset(t->block + half * t->size + t->memory, 0, t->size - t->memory);
 }
 
-// Renders a conversation in t->size bytes of memory. The content of a message is a text. Where a
-// trial shows that the template prints only such, it is a list of parts: {"type": "text", "text":
-// ..}.
-static bool template_try(Template *t, Str template, const ChatMessage *messages, size_t n_messages,
-                         Str bos, Str eos, int think, Rendered *out) {
-    static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
-    bool shows[2] = {false, false};   // with a text, with parts
-    t->block = calloc(2, t->size);   // the second half is the shadow
-    *out = (Rendered){0};
-    if (!t->block) return fail(t->e, "out of memory");
-    for (int parts = 0; parts < 2 && !shows[0]; parts++) {
-        Template trial = *t;
-        shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
-                       memchr(out->mark, FOREIGN, out->n);
-        clear_memory(&trial);
-        t->full |= trial.full;
-    }
-    *out = (Rendered){0};
-    bool ok = !t->full &&
-              template_run(t, template, messages, n_messages, bos, eos, think, shows[1], out);
-    if (!ok) free(t->block);
-    return ok;
-}
-
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
-// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. Most
-// templates run in the memory of the first attempt; whoever takes too much starts again with more.
+// enable_thinking is, -1: undefined. False: e says why, in one line, and out is empty. The content
+// of a message is a text. Where a trial shows that the template prints only such, it is a list of
+// parts: {"type": "text", "text": ..}. Few templates need more memory than the first attempt has.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
-    uint64_t size = template.n, room = 1 << 20;
+    static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
+    bool shows[2] = {false, false}, ok;   // with a text, with parts
+    uint64_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)
         size += messages[i].role.n + messages[i].content.n + 100;
-    uint64_t most = (64 << 20) + 400 * size;
+    uint64_t most = (64 << 20) + 400 * size, room = 1 << 20;
     if (most > PTRDIFF_MAX) most = PTRDIFF_MAX;
-    for (;; room *= 4) {
-        if (room > most) room = most;
-        Template t = {.e = e, .steps = 5000000 + 200 * size, .size = room, .memory = room};
-        bool ok = template_try(&t, template, messages, n_messages, bos, eos, think, out);
-        if (ok || !t.full || room == most) return ok;
-    }
+    Template t;
+    do {
+        t = (Template){.e = e, .steps = 5000000 + 200 * size, .size = room, .memory = room};
+        t.block = calloc(2, room);   // the second half is the shadow
+        *out = (Rendered){0};
+        if (!t.block) return fail(e, "out of memory");
+        for (int parts = 0; parts < 2 && !shows[0]; parts++) {
+            Template trial = t;
+            shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
+                           memchr(out->mark, FOREIGN, out->n);
+            t.full |= trial.full;
+            clear_memory(&trial);
+        }
+        *out = (Rendered){0};
+        ok = !t.full && template_run(&t, template, messages, n_messages, bos, eos, think, shows[1],
+                                     out);
+        if (!ok) free(t.block);
+        room = 4 * room < most ? 4 * room : most;
+    } while (t.full && t.size < most);
+    return ok;
 }
 
 // ==== Part IV: speed =============================================================================
@@ -5937,9 +5931,7 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
 static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
 static void gpu_store(Session *s) { (void)s; }
-__attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
-    return (void)s, (void)p, (void)n, 0;
-}
+static inline double gpu_rate(Session *s, void *p, size_t n) { return (void)s, (void)p, n * 0.0; }
 #endif
 
 // ---- 33. AMX ----
