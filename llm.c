@@ -224,7 +224,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     if (m->elem >= GGUF_TYPES)
         return fail(e, "unknown %s type %u", m->type == GGUF_ARR ? "element" : "value", m->elem);
     if (m->n > (uint64_t)(c->end - c->p))   // an element takes a byte at least
-        return fail(e, "%.0f values do not fit into the file", (double)m->n);
+        return fail(e, "%llu values do not fit into the file", (unsigned long long)m->n);
     take(c, m->n * gguf_size[m->elem]);     // nothing for strings, whose size is 0 in the table
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
     m->end = c->p;
@@ -817,8 +817,8 @@ static void *own(Loader *ld, uint64_t size) {   // pages that live with the mode
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
-    void *v = owned && size < PTRDIFF_MAX ? aligned_alloc(16384, (size + 16383) / 16384 * 16384)
-                                          : NULL;
+    size = (size + 16383) / 16384 * 16384;
+    void *v = owned && size < SIZE_MAX ? aligned_alloc(16384, size) : NULL;
     if (v) m->owned[m->n_owned++] = (Map){v, size};
     else refuse(ld, "out of memory");
     return v;
@@ -1903,9 +1903,8 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
                        Error *e) {
     Arena a = {0};
     plan(s, &a);
-    const uint64_t most = SIZE_MAX < 1ull << 46 ? SIZE_MAX : 1ull << 46;
     uint64_t size = larger(a.peak, 1);
-    void *p = size > most ? MAP_FAILED
+    void *p = size != (size_t)size || size >> 46 ? MAP_FAILED
               : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (p == MAP_FAILED) return fail(e, "no memory for %.0f MB of %s", (double)(size >> 20), what);
     *map = (Map){p, size};
@@ -3776,6 +3775,7 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
     stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
 }
 
+__attribute__((noinline))   // `old` would lie in a register where setjmp is
 static void push(Template *t, List *l, Value v) {
     Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
     l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
@@ -6186,9 +6186,7 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
 static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
 static void gpu_store(Session *s) { (void)s; }
-__attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
-    return (void)s, (void)p, (void)n, 0;
-}
+static inline double gpu_rate(Session *s, void *p, size_t n) { return (void)s, (void)p, n * 0.0; }
 #endif
 
 // ---- 33. AMX ----

@@ -159,8 +159,9 @@ static void *cuda_library(Gpu *g, const char *const *names, size_t n) {
 // Finds the libraries and the first GPU. Where there is no driver or no GPU the CPU runs, and
 // nothing is said.
 static bool device_open(Gpu *g) {
-    static const char *const drivers[] = {"libcuda.so.1"}, *const compilers[] = {"libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12",
-        "libnvrtc.so.11.2", "/usr/local/cuda/lib64/libnvrtc.so"};
+    static const char *const drivers[] = {"libcuda.so.1"}, *const compilers[] = {
+        "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2",
+        "/usr/local/cuda/lib64/libnvrtc.so"};
     void *from = cuda_library(g, drivers, COUNT(drivers));
     const char *missing = NULL;
     int devices = 0, error, major, minor;
@@ -1382,20 +1383,18 @@ static void warm_up(Session *s) {
     gpu_store(s);
 }
 
-// Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU. p [n], whole
-// pages, is shared for that when it first comes.
-__attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
+// Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU. p [n],
+// whole pages, is shared for that when it first comes.
+static inline double gpu_rate(Session *s, void *p, size_t n) {
     enum { COPIES = 8 };
     Gpu *g = s->gpu;
     if (!g) return 0;
     device_begin(g);
-    bool ok = g->shared[g->n_shared - 1].base == p || gpu_share(g, (Map){p, n}, false) ||
-              gpu_fail(g, "it cannot take this much memory", NULL);
-    ok = ok && device_wait(g);
+    if (g->shared[g->n_shared - 1].base != p && !gpu_share(g, (Map){p, n}, false))
+        gpu_fail(g, "it cannot take this much memory", NULL);
     double start = now();
-    if (ok) device_begin(g);
-    for (int i = 0; ok && i < COPIES; i++) device_copy(g, (char *)p + n / 2, p, n / 2);
-    if (ok && device_wait(g)) return COPIES * (double)n / (now() - start);
+    for (int i = 0; !g->why[0] && i < COPIES; i++) device_copy(g, (char *)p + n / 2, p, n / 2);
+    if (device_wait(g)) return COPIES * (double)n / (now() - start);
     gpu_close(s);
     return 0;
 }

@@ -16,6 +16,7 @@
 #undef _FORTIFY_SOURCE   // its longjmp forbids the GPU in software to change stacks
 #endif
 #define _GNU_SOURCE
+#define _FILE_OFFSET_BITS 64
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -24,16 +25,19 @@
 #include <unistd.h>
 
 // What the engine allocates, be it memory, maps or threads: how often it asked, the number of the
-// request that fails (0: none), and how many it has not given back.
-static size_t allocations, failing;
+// request that fails (0: none), the most bytes, and how many it has not given back.
+static size_t allocations, failing, largest;
 static long living;
 
-static bool granted(void) { return errno = ENOMEM, ++allocations != failing; }
+static bool granted(size_t n) {
+    if (n > largest) largest = n;
+    return errno = ENOMEM, ++allocations != failing;
+}
 static void *born(void *p) { return living += p && p != MAP_FAILED, p; }
 static void freed(void *p) { living -= p != NULL, free(p); }
 
 static void *resized(void *p, size_t n) {
-    void *q = granted() ? realloc(p, n) : NULL;
+    void *q = granted(n) ? realloc(p, n) : NULL;
     living += q && !p;
     return q;
 }
@@ -46,15 +50,15 @@ static void *map_copy(size_t n, int fd) {
 #define mmap(p, n, prot, flags, fd, at) born(map_copy(n, fd))
 #define munmap(p, n) freed(p)
 #else
-#define mmap(...) born(granted() ? mmap(__VA_ARGS__) : MAP_FAILED)
+#define mmap(...) born(granted(0) ? mmap(__VA_ARGS__) : MAP_FAILED)
 #define munmap(p, n) (living--, munmap(p, n))
 #endif
-#define pthread_create(...) (granted() && !pthread_create(__VA_ARGS__) ? living++, 0 : ENOMEM)
+#define pthread_create(...) (granted(0) && !pthread_create(__VA_ARGS__) ? living++, 0 : ENOMEM)
 #define pthread_join(...) (living--, pthread_join(__VA_ARGS__))
-#define malloc(n) born(granted() ? malloc(n) : NULL)
-#define calloc(n, size) born(granted() ? calloc(n, size) : NULL)
+#define malloc(n) born(granted(n) ? malloc(n) : NULL)
+#define calloc(n, size) born(granted((n) * (size)) ? calloc(n, size) : NULL)
 #define realloc(p, n) resized(p, n)
-#define aligned_alloc(align, n) born(granted() ? aligned_alloc(align, n) : NULL)
+#define aligned_alloc(align, n) born(granted(n) ? aligned_alloc(align, n) : NULL)
 #define free(p) freed(p)
 #define main llm_main
 #ifdef LLM_CUDA
@@ -258,7 +262,7 @@ typedef struct {
     int how;              // BYTES: a is where, b how many
                           // FOLD: [n] becomes [n/b,b]
                           // CUT: a bytes behind the metadata remain; b: none at all
-                          // NEW_TENSOR: of a values; RENAME: to text
+                          // NEW_TENSOR: of a values; RENAME: to text; TYPE: b: its bytes, too
     const char *name;     // of the key or tensor; the bytes
     int64_t a, b;         // KEY: type, value; DIM: which (-1: their number), size
     const char *text;     // KEY: a string's value, or the strings of an array
@@ -363,8 +367,10 @@ static void put_weights(Writer *w, const char *name, const int ne[3], const floa
         put(&w->data, NULL, -w->data.n % (w->align ? w->align : 32));
         put_entry(w, name, ne, QUANT_F32, w->data.n);
         const Spoil *s = &w->spoil;   // a smaller shape has fewer bytes, too
-        bool less = spoils(w, DIM, name) && s->a >= 0 && s->b < ne[s->a];
-        put(&w->data, x, size_of(ne) / (less ? ne[s->a] : 1) * (less ? s->b : 1) * sizeof *x);
+        size_t bytes = size_of(ne) * sizeof *x;
+        if (spoils(w, DIM, name) && s->a >= 0 && s->b < ne[s->a]) bytes = bytes / ne[s->a] * s->b;
+        if (spoils(w, TYPE, name) && s->b) bytes = quant_row_bytes(s->a, size_of(ne));
+        put(&w->data, x, bytes);
     }
 }
 
@@ -830,7 +836,7 @@ static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) 
     op(p, &a_, __VA_ARGS__); \
     a_ = (Arena){.base = aligned(a_.peak), .size = a_.peak}; \
     op(p, &a_, __VA_ARGS__); \
-    CHECK(!a_.used, #op " keeps %zu bytes", a_.used); \
+    CHECK(!a_.used, #op " keeps %zu bytes", (size_t)a_.used); \
     a_.size - a_.peak; })   /* more would fail an assert */
 
 static void run_matmul(Pool *p, const Matmul *jobs, int k) {
@@ -2225,7 +2231,7 @@ static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
 // Each allocation on the way from a file to its first words fails once. Each time one line says so,
 // and nothing is left behind.
 static void test_allocations(void) {
-    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 0, NULL}};   // it is copied
+    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 1, NULL}};   // it is copied
     put_model(&w, &(Shape){"qwen3next", 2, "dDakx", DELTA_KEYS EXPERT_KEYS});
     key_vocab(&w, "gpt2", NULL, "a,b,ab", "a b");
     const char *path = scratch("way.gguf");
@@ -2258,6 +2264,21 @@ static void test_allocations(void) {
         CHECK(living == before, "allocation %zu: %ld are left behind", k, living - before);
         if (!reached) printf("  %zu allocations failed, one at a time\n", k - 1);
     }
+    // short texts take little, and what does not fit into a size_t is counted, but never taken
+    Arena a = {0};
+    arena_take(&a, 1ull << 33, 3);
+    CHECK(a.peak == 3ull << 33 && !resize(NULL, SIZE_MAX / 8 + 2, 8), "a size wraps");
+    Rendered r = {0};
+    Cli reads = {0};
+    size_t n = 0;
+    Error e = {""};
+    largest = 0;
+    CHECK(read_file(&reads, "golden/archs/bert.tokens", &reads.text, &n), "%s", reads.e.text);
+    template = str("{{ messages[0].content }}");
+    CHECK(template_render(template, &hi, 1, NOTHING, NOTHING, -1, &r, &e), "%s", e.text);
+    CHECK(n && largest < 40 << 20, "%zu bytes for a short text", largest);
+    rendered_free(&r);
+    freed(reads.text);
 }
 
 // ==== the command line ====
@@ -2365,6 +2386,9 @@ static void test_cli_output(void) {
         {"llm $S Once -n 1 --gpu chain --seed 1", "^Once.*\n$"},
         {"llm $G/bert.gguf --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){63}\n$"},
         {"llm $S --embed hello", "^-?[0-9.e-]+( -?[0-9.e-]+){255}\n$"},
+        {"cd $D && : >llm && m=\"make -sf $OLDPWD/Makefile -o llm PREFIX=\" p=\"$PWD/it's ours\""
+         " && $m\"$p\" install && ls \"$p/bin\" && $m\"$p\" uninstall && ls \"$p/bin\"",
+         "^llm\n$"},
         {"llm --help", "^usage: llm MODEL([^\n]*\n){1,42}$"},   // no more than a screen
     };
     for (size_t i = 0; i < COUNT(good); i++) check_llm(good[i].command, 0, good[i].pattern, "");
@@ -3176,7 +3200,7 @@ static const SoftClass SOFT_CLASS(NSObject), SOFT_CLASS(NSString), SOFT_CLASS(NS
     SOFT_CLASS(NSArray), SOFT_CLASS(MTLCompileOptions), SOFT_CLASS(MTLFunctionConstantValues),
     SOFT_CLASS(MTLDevice), SOFT_CLASS(MTLBuffer), SOFT_CLASS(MTLLibrary), SOFT_CLASS(MTLFunction),
     SOFT_CLASS(MTLComputePipelineState), SOFT_CLASS(MTLCommandQueue), SOFT_CLASS(MTLCommandBuffer),
-    SOFT_CLASS(MTLComputeCommandEncoder);
+    SOFT_CLASS(MTLComputeCommandEncoder), SOFT_CLASS(MTLBlitCommandEncoder);
 
 __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
     va_list v;
@@ -3274,6 +3298,18 @@ M(size_t, get_status) { return SELF->status; }
 M(id, get_error) { return soft_string(&NSError, SELF->p ? SELF->p : "it\ndid not run"); }
 M(id, new_commands) { return soft_autorelease(soft_child(&MTLCommandBuffer, self)); }
 M(id, new_encoder) { return soft_autorelease(soft_child(&MTLComputeCommandEncoder, self)); }
+
+M(id, new_blit) {
+    if (SELF->status-- != 1) soft_fault("two encoders at a time");
+    return soft_autorelease(soft_child(&MTLBlitCommandEncoder, self));
+}
+
+M(void, copy, id from, size_t at, id to, size_t to_at, size_t n) {
+    SoftObject *a = from, *b = to;
+    if (at > a->n || n > a->n - at || to_at > b->n || n > b->n - to_at || n % 4)
+        return soft_fault("copy of %zu bytes from %zu to %zu", n, at, to_at);
+    memcpy((char *)b->p + to_at, (char *)a->p + at, n);
+}
 
 M(void, set_constant, const void *p, size_t type, size_t i) {
     if (i >= N_CONSTANTS || type != 29) return soft_fault("constant %zu of type %zu", i, type);
@@ -3471,6 +3507,11 @@ static const struct { const SoftClass *of; const char *name, *type; void *code; 
     METHOD(MTLComputeCommandEncoder, "dispatchThreadgroups:threadsPerThreadgroup:", void,
            (id, SEL, MTLSize, MTLSize), dispatch)
     METHOD(MTLComputeCommandEncoder, "endEncoding", void, (id, SEL), end_encoding)
+    METHOD(MTLCommandBuffer, "blitCommandEncoder", id, (id, SEL), new_blit)
+    METHOD(MTLBlitCommandEncoder, "endEncoding", void, (id, SEL), end_encoding)
+    METHOD(MTLBlitCommandEncoder,
+           "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:", void,
+           (id, SEL, id, size_t, id, size_t, size_t), copy)
 };
 
 id MTLCreateSystemDefaultDevice(void) {
@@ -3524,6 +3565,7 @@ static int lab_little(size_t *room, size_t *all) { return *room = 1 << 10, *all 
 #undef dlsym
 static void *lab_symbol(void *from, const char *name) {
     if (!soft.broken || strcmp(name, soft.broken)) return dlsym(from, name);
+    if (!strcmp(name, "cuGraphDestroy") || !strcmp(name, "nvrtcGetCUBIN")) return NULL;
     return strcmp(name, "cuMemGetInfo_v2") ? (void *)lab_broken : (void *)lab_little;
 }
 
@@ -4432,7 +4474,9 @@ enum { OPENING, ALWAYS, TOKEN };   // at open; there or later; with the last tok
 static const struct { const char *method, *says; int when; } FAILURES[] = {
 #ifdef LLM_CUDA
 #define SAYS(name, when) {#name, #name, when}
-    {"cuInit", "", OPENING}, {"cuDeviceGetCount", "", OPENING}, SAYS(cuCtxCreate_v2, OPENING),
+    SAYS(cuInit, OPENING), SAYS(cuDeviceGetCount, OPENING), SAYS(cuCtxCreate_v2, OPENING),
+    {"cuGraphDestroy", "the NVIDIA driver has no function: cuGraphDestroy", OPENING},
+    {"nvrtcGetCUBIN", "libnvrtc has no function: nvrtcGetCUBIN", OPENING},
     {"cuMemGetInfo_v2", "MB more, where 0 of 8 MB are free", OPENING},
     SAYS(cuMemAlloc_v2, OPENING), SAYS(cuModuleLoadData, OPENING),
     SAYS(cuStreamBeginCapture_v2, TOKEN), SAYS(cuStreamEndCapture, TOKEN),
@@ -4507,6 +4551,22 @@ static void check_cut(const Model *m) {
     soft.longest = 0;
 }
 
+// what measures the GPU's memory: copies of the first half of a buffer to the second
+static void check_rate(const Model *m) {
+    enum { SIZE = 1 << 20 };
+    Session s;
+    open_gpu(&s, m, (Options){.threads = 1});
+    char *p = guarded(SIZE);
+    double first = gpu_rate(&s, p, SIZE);
+    for (int i = 0; i < SIZE; i++) p[i] = i >> 12;
+    if (s.gpu) device_send(s.gpu, p, SIZE);
+    double rate = gpu_rate(&s, p, SIZE);
+    if (s.gpu) device_fetch(s.gpu, p, SIZE);
+    CHECK(first > 0 && rate > 0 && !memcmp(p, p + SIZE / 2, SIZE / 2), "%.3g bytes/s", rate);
+    session_close(&s);
+    unguard(p, SIZE);
+}
+
 // scratch for the slices of a long ring, that of the only layer
 static void check_parts(const Model *m) {
     Session s;
@@ -4543,6 +4603,7 @@ static void test_metal_failures(void) {
     }
     if (RECORDER) check_cut(open_model("golden/story.gguf"));
     check_parts(m);
+    check_rate(m);
     for (size_t i = 0; i < COUNT(lacks); i++) {
         Model other = *m;
         Arch late = *m->config.arch;
