@@ -2528,40 +2528,57 @@ static struct {
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #define TSAN(x) x
-#define HIDDEN __attribute__((no_sanitize("thread"), noinline))   // the emulator itself
+#define HIDDEN __attribute__((no_sanitize("thread")))   // the emulator itself
 #else
 #define TSAN(x)
-#define HIDDEN __attribute__((noinline))
+#define HIDDEN
 #endif
 
 // ---- the emulator ----
 
 enum { SIMD = 32, MAX_THREADS = 1024, BEHIND = 64 };
-enum { STACK = 4 << 20 };   // stacks so far apart that valgrind tells them apart
+// stacks so far apart that valgrind tells them apart; each begins at other lines of a cache
+enum { STACK = 4 << 20, SHIFT = 17 * 64 };
 #define LINE(site) ((site) & 0xffff)
 
+// Most of a rendezvous is a switch. Compilers have one that leaves it to them what must be kept.
+#if defined(__x86_64__) || !defined(__clang__)
+typedef void *EmuPlace[5];
+#define emu_stay(place) __builtin_setjmp(place)
+#define emu_go(place) __builtin_longjmp(place, 1)
+#else
+typedef jmp_buf EmuPlace;
+#define emu_stay(place) _setjmp(place)
+#define emu_go(place) _longjmp(place, 1)
+#endif
+
 typedef struct {
-    jmp_buf go;
-    ucontext_t start;
+    EmuPlace place;
     const char *op;                              // the rendezvous it waits at
-    int site, turn, begun;
-    union { double x; float m[4]; } slot[2];     // what it left there; two, for fast lanes
+    int site, begun;
     void *fiber;
 } EmuThread;
 
+typedef float Float8 __attribute__((vector_size(32)));
+typedef struct { float a[8][8]; Float8 b[8], c[8]; } EmuProduct;   // a b is added to c
+
 static struct {
-    uint32_t seed;
-    int threads, groups, now, alive, waiting;    // size, SIMD-groups, running thread, ...
+    uint32_t seed, now;                          // now: the running thread
+    int threads, groups, alive, waiting;         // size, SIMD-groups, ...
     int first;                                   // its thread 0 is t[first]
     uint32_t live[SIMD], ready[SIMD], simd[SIMD], active[SIMD];   // [SIMD-group] a bit a lane
+    uint32_t some;                               // a bit a SIMD-group: is a lane of it ready?
     uint32_t released[SIMD], folded[SIMD];       // rendezvous so far, and the last that was folded
     double fold[SIMD];
+    double slot[2][MAX_THREADS];                 // what lanes leave at a rendezvous; two, in turn,
+    EmuProduct product[2][SIMD];                 // for fast lanes
     int tg;                                      // this threadgroup
     uint8_t *shared;                             // its memory
     void (*kernel)(void *);
     void *argument;
     int bar_site;                                // the barrier that threads wait at
     jmp_buf host;
+    ucontext_t start;
     char *stacks;
     char error[200];
     EmuThread t[MAX_THREADS];
@@ -2590,106 +2607,123 @@ HIDDEN static int emu_bit(uint32_t m) {   // one of the bits of m, by the schedu
     return __builtin_ctz(m);
 }
 
+HIDDEN static int emu_lane(void) { return emu.now % SIMD; }
+
+HIDDEN static void emu_set_ready(int g, uint32_t lanes) {
+    emu.ready[g] = lanes;
+    emu.some = (emu.some & ~(1u << g)) | (uint32_t)!!lanes << g;
+}
+
+static void emu_fiber(void);
+
+HIDDEN __attribute__((noinline)) static void emu_enter(EmuThread *t) {
+    if (!t->begun) {                             // make its fiber
+        TSAN(if (t->fiber) __tsan_destroy_fiber(t->fiber);)
+        TSAN(t->fiber = __tsan_create_fiber(0);)
+        getcontext(&emu.start);
+        emu.start.uc_stack.ss_sp = emu.stacks + (size_t)(t - emu.t) * STACK;
+        emu.start.uc_stack.ss_size = STACK - (t - emu.t) * SHIFT;
+        makecontext(&emu.start, emu_fiber, 0);
+    }
+    TSAN(__tsan_switch_to_fiber(t->fiber, __tsan_switch_to_fiber_no_sync);)
+    if (t->begun++) emu_go(t->place);
+    setcontext(&emu.start);
+}
+
 HIDDEN static void emu_switch(void) {   // give way to whichever thread is next
-    uint32_t some = 0;
-    int old = emu.now, next;
-    for (int g = 0; g < emu.groups; g++) some |= (uint32_t)(emu.ready[g] != 0) << g;
-    if (!some)
+    uint32_t old = emu.now, next;
+    if (!emu.some)
         emu_fail("deadlock: %s line %d waits for threads that will not come", EMU(old).op,
                  LINE(EMU(old).site));
-    next = emu_bit(some);
+    next = emu_bit(emu.some);
     next = next * SIMD + emu_bit(emu.ready[next]);
     if (next == old) return;
     emu.now = next;
-    if (old >= 0 && _setjmp(EMU(old).go)) return;
-    TSAN(__tsan_switch_to_fiber(EMU(next).fiber, __tsan_switch_to_fiber_no_sync);)
-    if (EMU(next).begun) _longjmp(EMU(next).go, 1);
-    EMU(next).begun = 1;
-    setcontext(&EMU(next).start);
+    if (old < MAX_THREADS && emu_stay(EMU(old).place)) return;
+    emu_enter(&EMU(next));
 }
 
-HIDDEN static void emu_release_simd(int g) {   // have all live lanes come to the same place?
+HIDDEN static void emu_release_simd(int g) {   // have all live lanes come?
     if (!emu.live[g] || emu.simd[g] != emu.live[g]) return;
-    int one = __builtin_ctz(emu.live[g]);
-    EmuThread *a = &EMU(g * SIMD + one);
-    for (int i = 0; i < SIMD; i++) {
-        EmuThread *b = &EMU(g * SIMD + i);
-        if (emu.live[g] >> i & 1 && a->site != b->site)
-            emu_fail("divergence: lane %d at %s line %d, lane %d at %s line %d", one, a->op,
-                     LINE(a->site), i, b->op, LINE(b->site));
-    }
-    emu.active[g] = emu.ready[g] = emu.simd[g];
+    emu.active[g] = emu.simd[g];
+    emu_set_ready(g, emu.simd[g]);
     emu.simd[g] = 0;
     emu.released[g]++;
 }
 
 // Waits until every live lane of this SIMD-group has come; returns which they are
 HIDDEN static uint32_t emu_simd(const char *op, int site) {
-    EmuThread *t = &EMU(emu.now);
-    int g = emu.now / SIMD;
-    uint32_t bit = 1u << emu.now % SIMD;
+    int g = emu.now / SIMD, one = emu.simd[g] ? __builtin_ctz(emu.simd[g]) : emu_lane();
+    EmuThread *t = &EMU(emu.now), *other = &EMU(g * SIMD + one);
     t->op = op;
     t->site = site;
-    emu.ready[g] &= ~bit;
-    emu.simd[g] |= bit;
+    if (site != other->site)
+        emu_fail("divergence: lane %d at %s line %d, lane %d at %s line %d", one, other->op,
+                 LINE(other->site), emu_lane(), op, LINE(site));
+    emu_set_ready(g, emu.ready[g] & ~(1u << emu_lane()));
+    emu.simd[g] |= 1u << emu_lane();
     emu_release_simd(g);
     emu_switch();
     return emu.active[g];
 }
 
 HIDDEN static uint32_t emu_give(const char *op, int site, double x) {   // holds float and int
-    EMU(emu.now).turn ^= 1;
-    EMU(emu.now).slot[EMU(emu.now).turn].x = x;
+    emu.slot[emu.released[emu.now / SIMD] % 2][emu.now] = x;
     return emu_simd(op, site);
+}
+
+// what a lane left at the rendezvous that was released last
+HIDDEN static double emu_left(int lane) {
+    uint32_t g = emu.now / SIMD;
+    return emu.slot[(emu.released[g] - 1) % 2][g * SIMD + lane];
+}
+
+// Is this lane the first one behind a rendezvous? It does what is done once for all.
+HIDDEN static bool emu_first(int g) {
+    bool first = emu.folded[g] != emu.released[g];
+    emu.folded[g] = emu.released[g];
+    return first;
 }
 
 // simd_sum, simd_max or simd_min: in lane order, by whichever lane comes first
 HIDDEN static double emu_fold(const char *op, int site, double x) {
     int g = emu.now / SIMD;
     uint32_t active = emu_give(op, site, x);
-    if (emu.folded[g] == emu.released[g]) return emu.fold[g];
-    emu.folded[g] = emu.released[g];
-    for (int i = 0, n = 0; i < SIMD; i++) {
-        if (!(active >> i & 1)) continue;
-        double a = emu.fold[g], b = EMU(g * SIMD + i).slot[EMU(emu.now).turn].x;
+    if (!emu_first(g)) return emu.fold[g];
+    double a = emu_left(__builtin_ctz(active));
+    while (active &= active - 1) {
+        double b = emu_left(__builtin_ctz(active));
         a = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b);
-        emu.fold[g] = n++ ? a : b;
     }
-    return emu.fold[g];
+    return emu.fold[g] = a;
 }
 
 HIDDEN static double emu_take(const char *op, int site, double x, int lane) {
     uint32_t active = emu_give(op, site, x);
     if (lane < 0 || lane >= SIMD || !(active >> lane & 1))
         emu_fail("%s line %d reads lane %d, which is not active", op, LINE(site), lane);
-    return EMU(emu.now / SIMD * SIMD + lane).slot[EMU(emu.now).turn].x;
+    return emu_left(lane);
 }
-
-HIDDEN static int emu_lane(void) { return emu.now % SIMD; }
 
 // Of an 8 x 8 matrix each lane holds two neighbours in a row, as it is on Apple's GPUs.
-HIDDEN static int emu_row(void) { return emu_lane() / 16 * 4 + emu_lane() / 2 % 4; }
-HIDDEN static int emu_col(void) { return emu_lane() / 8 % 2 * 4 + emu_lane() % 2 * 2; }
-HIDDEN static int emu_holder(int row, int col) {
-    return row / 4 * 16 + col / 4 * 8 + row % 4 * 2 + col / 2 % 2;
-}
+HIDDEN static int emu_row(void) { return emu.now / 16 % 2 * 4 + emu.now / 2 % 4; }
+HIDDEN static int emu_col(void) { return emu.now / 8 % 2 * 4 + emu.now % 2 * 2; }
 
-HIDDEN static void emu_multiply(int site, const float *ab, const float *c, float *d) {
-    EmuThread *t = &EMU(emu.now);
-    t->turn ^= 1;
-    memcpy(t->slot[t->turn].m, ab, sizeof t->slot[0].m);
+HIDDEN static void emu_multiply(int site, const float *a, const float *b, const float *c, float *d)
+{
+    int g = emu.now / SIMD, row = emu_row(), col = emu_col();
+    EmuProduct *p = &emu.product[emu.released[g] % 2][g];
+    for (int i = 0; i < 2; i++) {
+        p->a[row][col + i] = a[i];
+        p->b[row][col + i] = b[i];
+        p->c[row][col + i] = c[i];
+    }
     if (emu_simd("simdgroup_multiply", site) != ~0u)
         emu_fail("simdgroup_multiply line %d without all 32 lanes", LINE(site));
-    int base = emu.now / SIMD * SIMD, row = emu_row(), col = emu_col();
-    float sum[2] = {c[0], c[1]};
-    for (int k = 0; k < 8; k++) {
-        float a = EMU(base + emu_holder(row, k)).slot[t->turn].m[k % 2];
-        const float *b = EMU(base + emu_holder(k, col)).slot[t->turn].m + 2;
-        sum[0] += a * b[0];
-        sum[1] += a * b[1];
-    }
-    d[0] = sum[0];
-    d[1] = sum[1];
+    for (int i = 0, first = emu_first(g); i < 8 && first; i++)
+        for (int k = 0; k < 8; k++) p->c[i] += p->a[i][k] * p->b[k];
+    d[0] = p->c[row][col];
+    d[1] = p->c[row][col + 1];
 }
 
 HIDDEN static void emu_simd_barrier(int site) {
@@ -2710,10 +2744,10 @@ HIDDEN static void emu_barrier(int site) {
                  LINE(emu.bar_site));
     TSAN(__tsan_release(&emu.order_tg);)
     emu.bar_site = site;
-    emu.ready[emu.now / SIMD] &= ~(1u << emu.now % SIMD);
+    emu_set_ready(emu.now / SIMD, emu.ready[emu.now / SIMD] & ~(1u << emu_lane()));
     if (++emu.waiting == emu.threads) {
         emu.waiting = 0;
-        for (int g = 0; g < emu.groups; g++) emu.ready[g] = emu.live[g];
+        for (int g = 0; g < emu.groups; g++) emu_set_ready(g, emu.live[g]);
     }
     emu_switch();
     TSAN(__tsan_acquire(&emu.order_tg);)
@@ -2727,7 +2761,7 @@ HIDDEN static void emu_fiber(void) {
         int g = emu.now / SIMD;
         uint32_t bit = 1u << emu.now % SIMD;
         emu.live[g] &= ~bit;
-        emu.ready[g] &= ~bit;
+        emu_set_ready(g, emu.ready[g] & ~bit);
         if (emu.waiting)
             emu_fail("a thread leaves the kernel while %d wait at threadgroup_barrier line %d",
                      emu.waiting, LINE(emu.bar_site));
@@ -2736,24 +2770,10 @@ HIDDEN static void emu_fiber(void) {
             emu_switch();
             continue;
         }
-        if (_setjmp(EMU(emu.now).go)) continue;
+        if (emu_stay(EMU(emu.now).place)) continue;
         TSAN(__tsan_switch_to_fiber(emu.host_fiber, __tsan_switch_to_fiber_no_sync);)
         _longjmp(emu.host, 2);
     }
-}
-
-HIDDEN static void emu_start(int i) {   // make thread i's fiber, or take it again
-    EmuThread *t = &EMU(i);
-    if (t->begun) return;
-    if (!emu.stacks)
-        emu.stacks = mmap(NULL, (size_t)MAX_THREADS * STACK, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TSAN(if (t->fiber) __tsan_destroy_fiber(t->fiber);)
-    TSAN(t->fiber = __tsan_create_fiber(0);)
-    getcontext(&t->start);
-    t->start.uc_stack.ss_sp = emu.stacks + (size_t)(t - emu.t) * STACK;
-    t->start.uc_stack.ss_size = STACK;
-    makecontext(&t->start, emu_fiber, 0);
 }
 
 HIDDEN static void emu_threadgroup(void) {
@@ -2763,10 +2783,10 @@ HIDDEN static void emu_threadgroup(void) {
     TSAN(emu.host_fiber = __tsan_get_current_fiber();)
     TSAN(__tsan_release(&emu.begin);)
     TSAN(emu.first = (emu.first + emu.threads) % MAX_THREADS;)   // no order between neighbours
-    for (int i = 0; i < emu.threads; i++) emu_start(i);
     for (int g = 0; g < emu.groups; g++) {
         int lanes = emu.threads - g * SIMD;
-        emu.live[g] = emu.ready[g] = lanes < SIMD ? (1u << lanes) - 1 : ~0u;
+        emu.live[g] = lanes < SIMD ? (1u << lanes) - 1 : ~0u;
+        emu_set_ready(g, emu.live[g]);
         emu.simd[g] = 0;
     }
     emu.now = -1;
@@ -2780,6 +2800,9 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void (*
                                   void *argument) {
     long shift = emu_random(), step = groups % 7919 ? 7919 : 1;   // a prime: visits each once
     uint8_t *all = memset(malloc(groups * (bytes + BEHIND)), 0xfe, groups * (bytes + BEHIND));
+    if (!emu.stacks)
+        emu.stacks = mmap(NULL, (size_t)MAX_THREADS * STACK, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     emu.error[0] = 0;
     emu.threads = threads;
     emu.kernel = kernel;
@@ -2845,7 +2868,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define simdgroup_float8x8(x) \
     ((simdgroup_float8x8){{emu_row() == emu_col() ? (x) : 0, emu_row() == emu_col() + 1 ? (x) : 0}})
 #define simdgroup_multiply_accumulate(d, a, b, c) \
-    emu_multiply(SITE, (float[4]){(a).e[0], (a).e[1], (b).e[0], (b).e[1]}, (c).e, (d).e)
+    emu_multiply(SITE, (float[2]){(a).e[0], (a).e[1]}, (float[2]){(b).e[0], (b).e[1]}, (c).e, (d).e)
 #define simdgroup_multiply(d, a, b) \
     simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
 
