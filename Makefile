@@ -59,7 +59,7 @@ test_words: test.c $(ENGINE)
 test_book: test.c $(ENGINE)
 	$(CC) $(WARN) -O2 -DLLM_PLAIN test.c -o $@ $(LIBS)
 test_avx2: test.c $(ENGINE)
-	$(CC) $(WARN) -g1 -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) -g1 -O2 $(AVX2) test.c -o $@ $(TEST_LIBS)
 test_asan: test.c $(ENGINE)
 	$(CC) $(WARN) -g1 -O1 $(NATIVE) $(SANITIZE) test.c -o $@ $(TEST_LIBS)
 
