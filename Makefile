@@ -280,7 +280,7 @@ FNR == 1 { part = FILENAME }
 }
 END {
     unicode = part_lines["llm.c Unicode"]; grids = part_lines["quant.h grids"]; one = "llm.c Part I:"
-    budget("llm.c", lines["llm.c"] - unicode, 7040); budget("  its Unicode tables", unicode, 250)
+    budget("llm.c", lines["llm.c"] - unicode, 7041); budget("  its Unicode tables", unicode, 250)
     budget("  Part I, the first sitting", part_lines[one], 1990)
     budget("  lines before forward", forward - 1, 1510)
     budget("  words of quant.h beside it", part_lines["quant.h the"], 375)

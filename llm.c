@@ -559,12 +559,10 @@ typedef struct {
     const char *archs;       // that read it (NULL: all); those with a star require it
 } Key;
 
-// sizes of arrays below
-enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, LONGEST_CONV = 64, WIDEST_LATENT = 4096 };
-
 #define INT(field) KEY_INT, offsetof(Config, field)
 #define REAL(field) KEY_REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
 #define OF_LAYER(field) KEY_LAYER, offsetof(Layer, field)
+enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
     {"block_count", INT(n_layer), 1, 1 << 14, NULL},
@@ -590,7 +588,7 @@ static const Key KEYS[] = {
     {"attention.value_length_swa", INT(vd_local), 0, 4096, "gemma4*"},
     {"attention.key_length_mla", INT(latent_hd), 0, 4096, NULL},
     {"attention.value_length_mla", INT(latent_vd), 0, 4096, NULL},
-    {"attention.kv_lora_rank", INT(lora), 0, WIDEST_LATENT, NULL},
+    {"attention.kv_lora_rank", INT(lora), 0, MOST_LATENT, NULL},
     {"attention.shared_kv_layers", INT(n_shared), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
@@ -631,12 +629,12 @@ static const Key KEYS[] = {
      "bailingmoe bailingmoe2 deepseek2 dots1 exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
     {"expert_weights_scale", REAL(gates_scale), "bailingmoe bailingmoe2 deepseek deepseek2 dots1 "
      "exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
-    {"ssm.conv_kernel", INT(conv), 0, LONGEST_CONV, NULL},
+    {"ssm.conv_kernel", INT(conv), 0, MOST_TAPS, NULL},
     {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
     {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
     {"ssm.state_size", INT(dk), 0, 4096, NULL},
     {"ssm.inner_size", INT(dv), 0, 1 << 20, NULL},                      // of all value heads
-    {"shortconv.l_cache", INT(conv), 1, LONGEST_CONV, "lfm2* lfm2moe*"},
+    {"shortconv.l_cache", INT(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
 };
 
 typedef struct {
@@ -2330,7 +2328,7 @@ static void delta_conv(Session *s, size_t block) {
     bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
-    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[LONGEST_CONV][CONV_BLOCK];
+    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[MOST_TAPS][CONV_BLOCK];
     float *b = s->att + first, *c = s->z + first;
     for (int j = 0; j <= past; j++)
         for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
@@ -2532,7 +2530,7 @@ static void recurrent(Session *s) {
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     size_t lora = w->cols, size = lora * nope;
     uint16_t *to = ld->ok ? own(ld, n_head * size * sizeof *to) : NULL;
-    float row[WIDEST_LATENT];
+    float row[MOST_LATENT];
     for (int i = 0; to && i < n_head * nope; i++) {
         Matrix head = matrix_expert(w, i / nope);
         matrix_row(&head, i % nope, row);
