@@ -2569,7 +2569,7 @@ enum { STACK = 4 << 20, SHIFT = 17 * 64 };
 #if defined(__clang__) && !defined(__x86_64__)
 #define emu_stay(place) _setjmp(place)
 #define emu_go(place) _longjmp(place, 1)
-#else   // a switch for which the compiler keeps what it must
+#else   // fewer instructions: the compiler keeps what the code needs
 #define emu_stay(place) __builtin_setjmp((void *)(place))
 #define emu_go(place) __builtin_longjmp((void *)(place), 1)
 #endif
@@ -2588,8 +2588,8 @@ typedef struct {                                 // a SIMD-group
     uint32_t live, ready, simd, active;          // a bit a lane; simd: it waits at site
     uint32_t released, folded;                   // rendezvous so far, and the last that was folded
     int site;
-    double fold, slot[2][SIMD];                  // what lanes left there; two, in turn, for those
-    EmuProduct product[2];                       // that are fast
+    double fold, slot[2][SIMD];                  // what lanes leave there: two, in turn, as fast
+    EmuProduct product[2];                       // lanes are at the next one already
 } EmuGroup;
 
 static struct {
@@ -2785,7 +2785,7 @@ HIDDEN static void emu_fiber(void) {
 HIDDEN static void emu_threadgroup(void) {
     emu.groups = (emu.threads + SIMD - 1) / SIMD;
     emu.alive = emu.threads;
-    emu.waiting = 0;
+    emu.waiting = emu.ready = 0;
     TSAN(emu.host_fiber = __tsan_get_current_fiber();)
     TSAN(__tsan_release(&emu.begin);)
     TSAN(emu.first = (emu.first + emu.threads) % MAX_THREADS;)   // no order between neighbours
