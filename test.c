@@ -2677,6 +2677,7 @@ static const char *on_terminal(const char *command, int columns, const char *con
     REQUIRE(master >= 0 && !grantpt(master) && !unlockpt(master), "no terminal");
     const char *tty = ptsname(master), *start = "NO_COLOR= TERM=xterm %s <%s >%s 2>%s";
     ioctl(master, TIOCSWINSZ, &(struct winsize){24, columns, 0, 0});
+    fcntl(master, F_SETFD, FD_CLOEXEC);   // so that a command that hangs ends when this is closed
     if (*typed && !**typed) {
         CHECK(write(master, typed[1], strlen(typed[1])) > 0, "nothing can be typed");
         wait_for(master, seen, "\n");   // the terminal's echo
