@@ -3516,7 +3516,8 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     size_t i = 0;
     *t = (Tokenizer){0};
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
-    if (str_eq(pre, "gemma4") && gguf_find(g, "tokenizer.ggml.merges")) model = pre;   // Ollama
+    bool merges = gguf_find(g, "tokenizer.ggml.merges");
+    if (str_eq(model, "llama") && str_eq(pre, "gemma4") && merges) model = pre;   // Ollama
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
