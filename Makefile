@@ -49,7 +49,7 @@ run: llm
 # Each build of the tests covers other code: this CPU's SIMD, the same in plain C, quant.h with four
 # codes in a word as on a GPU, the plain engine of Part I alone; the first also under sanitizers, and
 # AVX2 under valgrind, both with the lines that these name; what they do not read, the rest of -g,
-# takes half of the time to compile.
+# takes half of the time to compile. valgrind takes long for a multiply-add: compilers make none.
 test_native: test.c $(ENGINE)
 	$(CC) $(WARN) -O3 $(NATIVE) test.c -o $@ $(TEST_LIBS)
 test_plain: test.c $(ENGINE)
@@ -59,7 +59,7 @@ test_words: test.c $(ENGINE)
 test_book: test.c $(ENGINE)
 	$(CC) $(WARN) -O2 -DLLM_PLAIN test.c -o $@ $(LIBS)
 test_avx2: test.c $(ENGINE)
-	$(CC) $(WARN) -g1 -O1 $(AVX2) test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) -g1 -O2 -ffp-contract=off $(AVX2) test.c -o $@ $(TEST_LIBS)
 test_asan: test.c $(ENGINE)
 	$(CC) $(WARN) -g1 -O1 $(NATIVE) $(SANITIZE) test.c -o $@ $(TEST_LIBS)
 
@@ -286,7 +286,7 @@ END {
     budget("  words of quant.h beside it", part_lines["quant.h the"], 375)
     budget("quant.h", lines["quant.h"] - grids, 1210); budget("  its grids", grids, 280)
     budget("metal.c", lines["metal.c"], 1360); budget("kernels.metal", lines["kernels.metal"], 1935)
-    budget("test.c", lines["test.c"], 4725); budget("  the GPU in software", part_lines["test.c a GPU"], 780)
+    budget("test.c", lines["test.c"], 4728); budget("  the GPU in software", part_lines["test.c a GPU"], 785)
     budget("lines over 100 columns", wide, 0)
     for (file in lines) budget("semicolons on 100 lines of " file, 100 * semicolons[file] / ends[file], 130)
     share("comments in Part I of llm.c", 100 * comments[one] / part_lines[one], 20)
