@@ -80,7 +80,7 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
 MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 
-# you changed something: everything that can be checked on this machine (about 5 minutes), two builds
+# you changed something: everything that can be checked on this machine (about 6 minutes), two builds
 # or runs at a time, the longest first; what they said is shown when all have ended
 RUNS = $(if $(shell command -v valgrind 2>&1),valgrind) asan native plain words book lines
 test:
@@ -280,13 +280,13 @@ FNR == 1 { part = FILENAME }
 }
 END {
     unicode = part_lines["llm.c Unicode"]; grids = part_lines["quant.h grids"]; one = "llm.c Part I:"
-    budget("llm.c", lines["llm.c"] - unicode, 7040); budget("  its Unicode tables", unicode, 250)
+    budget("llm.c", lines["llm.c"] - unicode, 7041); budget("  its Unicode tables", unicode, 250)
     budget("  Part I, the first sitting", part_lines[one], 1990)
     budget("  lines before forward", forward - 1, 1510)
     budget("  words of quant.h beside it", part_lines["quant.h the"], 375)
     budget("quant.h", lines["quant.h"] - grids, 1210); budget("  its grids", grids, 280)
     budget("metal.c", lines["metal.c"], 1360); budget("kernels.metal", lines["kernels.metal"], 1935)
-    budget("test.c", lines["test.c"], 4728); budget("  the GPU in software", part_lines["test.c a GPU"], 785)
+    budget("test.c", lines["test.c"], 4752); budget("  the GPU in software", part_lines["test.c a GPU"], 785)
     budget("lines over 100 columns", wide, 0)
     for (file in lines) budget("semicolons on 100 lines of " file, 100 * semicolons[file] / ends[file], 130)
     share("comments in Part I of llm.c", 100 * comments[one] / part_lines[one], 20)

@@ -562,6 +562,7 @@ typedef struct {
 #define INT(field) KEY_INT, offsetof(Config, field)
 #define REAL(field) KEY_REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
 #define OF_LAYER(field) KEY_LAYER, offsetof(Layer, field)
+enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
     {"block_count", INT(n_layer), 1, 1 << 14, NULL},
@@ -587,7 +588,7 @@ static const Key KEYS[] = {
     {"attention.value_length_swa", INT(vd_local), 0, 4096, "gemma4*"},
     {"attention.key_length_mla", INT(latent_hd), 0, 4096, NULL},
     {"attention.value_length_mla", INT(latent_vd), 0, 4096, NULL},
-    {"attention.kv_lora_rank", INT(lora), 0, 4096, NULL},
+    {"attention.kv_lora_rank", INT(lora), 0, MOST_LATENT, NULL},
     {"attention.shared_kv_layers", INT(n_shared), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
@@ -618,22 +619,22 @@ static const Key KEYS[] = {
     {"rope.scaling.yarn_beta_slow", REAL(yarn_slow), "mistral3"},
     {"rope.scaling.yarn_log_multiplier", REAL(yarn_log), "mistral3 deepseek2 mistral4"},
     {"feed_forward_length", OF_LAYER(ff), 0, 1 << 20, NULL},
-    {"expert_count", INT(n_expert), 0, 4096, NULL},
+    {"expert_count", INT(n_expert), 0, MOST_EXPERTS, NULL},
     {"expert_used_count", OF_LAYER(n_used), 0, 4096, NULL},
-    {"expert_group_count", INT(n_group), 0, 64, NULL},
-    {"expert_group_used_count", INT(n_group_used), 0, 64, NULL},
+    {"expert_group_count", INT(n_group), 0, MOST_GROUPS, NULL},
+    {"expert_group_used_count", INT(n_group_used), 0, MOST_GROUPS, NULL},
     {"expert_gating_func", INT(gating), 1, 2,
      "bailingmoe2* deepseek2 dots1 exaone-moe glm4moe hy_v3 lfm2moe* minimax-m2 mistral4"},
     {"expert_weights_norm", INT(gates_normed), 0, 1,
      "bailingmoe bailingmoe2 deepseek2 dots1 exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
     {"expert_weights_scale", REAL(gates_scale), "bailingmoe bailingmoe2 deepseek deepseek2 dots1 "
      "exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
-    {"ssm.conv_kernel", INT(conv), 0, 64, NULL},
+    {"ssm.conv_kernel", INT(conv), 0, MOST_TAPS, NULL},
     {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
     {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
     {"ssm.state_size", INT(dk), 0, 4096, NULL},
     {"ssm.inner_size", INT(dv), 0, 1 << 20, NULL},                      // of all value heads
-    {"shortconv.l_cache", INT(conv), 1, 64, "lfm2* lfm2moe*"},
+    {"shortconv.l_cache", INT(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
 };
 
 typedef struct {
@@ -2129,7 +2130,7 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 // Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
 // two best scores: those of experts in other groups become the lowest there is.
 static void drop_groups(const Config *c, float *score) {
-    Candidate group[64];
+    Candidate group[MOST_GROUPS];
     int size = c->n_expert / c->n_group;
     for (int g = 0; g < c->n_group; g++) {
         float best = -FLT_MAX, second = -FLT_MAX;
@@ -2151,7 +2152,7 @@ static void choose_experts(Session *s, size_t i) {
     int n_used = s->m->layers[s->l].n_used;
     float *p = s->route + i * c->n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, score[4096];
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, score[MOST_EXPERTS];
     bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
@@ -2175,7 +2176,7 @@ static void choose_experts(Session *s, size_t i) {
 // order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
 // token's sum does not depend on its neighbours.
 static void sort_choices(const Session *s, int n) {
-    int start[4097] = {0}, n_expert = s->m->config.n_expert;
+    int start[MOST_EXPERTS + 1] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
     for (int e = 0; e < n_expert; e++) start[e + 1] += start[e];
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
@@ -2327,7 +2328,7 @@ static void delta_conv(Session *s, size_t block) {
     bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
-    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
+    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[MOST_TAPS][CONV_BLOCK];
     float *b = s->att + first, *c = s->z + first;
     for (int j = 0; j <= past; j++)
         for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
@@ -2529,7 +2530,7 @@ static void recurrent(Session *s) {
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     size_t lora = w->cols, size = lora * nope;
     uint16_t *to = ld->ok ? own(ld, n_head * size * sizeof *to) : NULL;
-    float row[4096];
+    float row[MOST_LATENT];
     for (int i = 0; to && i < n_head * nope; i++) {
         Matrix head = matrix_expert(w, i / nope);
         matrix_row(&head, i % nope, row);
