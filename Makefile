@@ -80,7 +80,7 @@ VALGRIND = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-ki
 ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
 MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 
-# you changed something: everything that can be checked on this machine (about 5 minutes), two builds
+# you changed something: everything that can be checked on this machine (about 6 minutes), two builds
 # or runs at a time, the longest first; what they said is shown when all have ended
 RUNS = $(if $(shell command -v valgrind 2>&1),valgrind) asan native plain words book lines
 test:
