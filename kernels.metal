@@ -236,7 +236,7 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
-// The next two have llm.c's numbers. RoPE rotates pairs (2i, 2i + 1) or (i, i + n_rot / 2).
+// The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
 enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 
@@ -276,7 +276,7 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 // The geometry of the launches
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
-    UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*; independent
+    UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: independent
     NORM_THREADS = 256,                               // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
@@ -284,13 +284,13 @@ enum {
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
-    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // its least rows; threadgroups fill a GPU
+    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // fewest rows in one; so many fill a GPU
     MERGE_THREADS = 128,
     BLOCK_THREADS = 1024,
     GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, in chunks of different sizes
     GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // rows of W in a tile, threads for it
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
-    CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // words of a group's codes; of a row
+    CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // words of a group; of a row of two
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
     NARROW_MAX = 256,                                 // largest in flash_attention, delta_rule
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
@@ -320,7 +320,7 @@ struct kernel_matrix {
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args {
     int32_t cols, groups;                  // weights are w[groups][cols]: row r has w[r % groups]
-    float eps, factor, scale;              // of the norm; of what the epilogue makes
+    float eps, factor, scale;              // factor: before the epilogue; scale: after it
 };
 struct input_args { int32_t n, cols, step; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
