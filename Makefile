@@ -76,7 +76,7 @@ SUM = awk '/^== / { name = substr($$0, 4) } \
         if (bad) print "FAILED: " name; said = bad = 0 } \
     END { printf "%d passed, %d failed, %d skipped\n", p, f, s; exit f > 0 || p == 0 }' test.log
 
-# you changed something: all that can be checked on this machine, in some 5 minutes, two builds or
+# you changed something: all that can be checked on this machine, in some 6 minutes, two builds or
 # runs at a time, the longest first; each says when it begins and how it ends, the logs come last
 CHECKS = $(if $(shell command -v valgrind 2>&1),avx2) asan native plain words book
 test:
@@ -96,13 +96,13 @@ bench-cuda: test_cuda
 valgrind: llm test_avx2
 	$(CHECKER) ./test_avx2
 
-# you have no ARM machine: NEON, with and without dot products of bytes, in an emulator
-# (apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
+# you have no ARM machine: NEON, with and without dot products of bytes, and 32 bits, in an emulator
+# (apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross gcc-arm-linux-gnueabihf qemu-user)
 test-arm:
-	for cpu in armv8-a armv8.2-a+dotprod; do \
-	    aarch64-linux-gnu-gcc $(WARN) -O1 -march=$$cpu -static test.c -o test_arm $(LIBS) && \
-	    LLM="qemu-aarch64 -cpu max ./test_arm llm --cpu" \
-	    qemu-aarch64 -cpu max ./test_arm --quick || exit 1; \
+	for cc in "aarch64-linux-gnu-gcc -march=armv8-a" arm-linux-gnueabihf-gcc \
+	    "aarch64-linux-gnu-gcc -march=armv8.2-a+dotprod"; do \
+	    $$cc $(WARN) -O1 -static test.c -o test_arm $(LIBS) && qemu="qemu-$${cc%%-*} -cpu max" && \
+	    LLM="$$qemu ./test_arm llm --cpu" $$qemu ./test_arm --quick || exit 1; \
 	done
 
 # you changed kernels.metal: races in it

@@ -224,7 +224,7 @@ static bool read_meta(Cursor *c, Meta *m, Error *e) {
     if (m->elem >= GGUF_TYPES)
         return fail(e, "unknown %s type %u", m->type == GGUF_ARR ? "element" : "value", m->elem);
     if (m->n > (uint64_t)(c->end - c->p))   // an element takes a byte at least
-        return fail(e, "%.0f values do not fit into the file", (double)m->n);
+        return fail(e, "%llu values do not fit into the file", (unsigned long long)m->n);
     take(c, m->n * gguf_size[m->elem]);     // nothing for strings, whose size is 0 in the table
     for (uint64_t i = 0; m->elem == GGUF_STR && i < m->n && !c->bad; i++) read_str(c);
     m->end = c->p;
@@ -627,6 +627,7 @@ typedef struct {
 #define INT(field) KEY_INT, offsetof(Config, field)
 #define REAL(field) KEY_REAL, offsetof(Config, field), -FLT_MAX, FLT_MAX
 #define OF_LAYER(field) KEY_LAYER, offsetof(Layer, field)
+enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
     {"block_count", INT(n_layer), 1, 1 << 14, NULL},
@@ -652,7 +653,7 @@ static const Key KEYS[] = {
     {"attention.value_length_swa", INT(vd_local), 0, 4096, "gemma4*"},
     {"attention.key_length_mla", INT(latent_hd), 0, 4096, NULL},
     {"attention.value_length_mla", INT(latent_vd), 0, 4096, NULL},
-    {"attention.kv_lora_rank", INT(lora), 0, 4096, NULL},
+    {"attention.kv_lora_rank", INT(lora), 0, MOST_LATENT, NULL},
     {"attention.shared_kv_layers", INT(n_shared), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT(window), 0, INT_MAX, NULL},
@@ -689,22 +690,22 @@ static const Key KEYS[] = {
     {"rope.scaling.beta_slow", REAL(yarn_slow), "mistral3"},
     {"rope.scaling.mscale_all_dim", REAL(yarn_log), "mistral3 deepseek2 mistral4"},
     {"feed_forward_length", OF_LAYER(ff), 0, 1 << 20, NULL},
-    {"expert_count", INT(n_expert), 0, 4096, NULL},
+    {"expert_count", INT(n_expert), 0, MOST_EXPERTS, NULL},
     {"expert_used_count", OF_LAYER(n_used), 0, 4096, NULL},
-    {"expert_group_count", INT(n_group), 0, 64, NULL},
-    {"expert_group_used_count", INT(n_group_used), 0, 64, NULL},
+    {"expert_group_count", INT(n_group), 0, MOST_GROUPS, NULL},
+    {"expert_group_used_count", INT(n_group_used), 0, MOST_GROUPS, NULL},
     {"expert_gating_func", INT(gating), 1, 2,
      "bailingmoe2* deepseek2 dots1 exaone-moe glm4moe hy_v3 lfm2moe* minimax-m2 mistral4"},
     {"expert_weights_norm", INT(gates_normed), 0, 1,
      "bailingmoe bailingmoe2 deepseek2 dots1 exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
     {"expert_weights_scale", REAL(gates_scale), "bailingmoe bailingmoe2 deepseek deepseek2 dots1 "
      "exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"},
-    {"ssm.conv_kernel", INT(conv), 0, 64, NULL},
+    {"ssm.conv_kernel", INT(conv), 0, MOST_TAPS, NULL},
     {"ssm.group_count", INT(n_key), 0, 1 << 14, NULL},
     {"ssm.time_step_rank", INT(n_value), 0, 1 << 14, NULL},
     {"ssm.state_size", INT(dk), 0, 4096, NULL},
     {"ssm.inner_size", INT(dv), 0, 1 << 20, NULL},                      // of all value heads
-    {"shortconv.l_cache", INT(conv), 1, 64, "lfm2* lfm2moe*"},
+    {"shortconv.l_cache", INT(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
 };
 
 // Tensors that such a model always has, although the engine could run without them.
@@ -817,8 +818,8 @@ static void *own(Loader *ld, uint64_t size) {   // pages that live with the mode
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
     if (owned) m->owned = owned;
-    void *v = owned && size < PTRDIFF_MAX ? aligned_alloc(16384, (size + 16383) / 16384 * 16384)
-                                          : NULL;
+    size = (size + 16383) / 16384 * 16384;
+    void *v = owned && size < SIZE_MAX ? aligned_alloc(16384, size) : NULL;
     if (v) m->owned[m->n_owned++] = (Map){v, size};
     else refuse(ld, "out of memory");
     return v;
@@ -1903,9 +1904,8 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
                        Error *e) {
     Arena a = {0};
     plan(s, &a);
-    const uint64_t most = SIZE_MAX < 1ull << 46 ? SIZE_MAX : 1ull << 46;
     uint64_t size = larger(a.peak, 1);
-    void *p = size > most ? MAP_FAILED
+    void *p = size != (size_t)size || size >> 46 ? MAP_FAILED
               : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (p == MAP_FAILED) return fail(e, "no memory for %.0f MB of %s", (double)(size >> 20), what);
     *map = (Map){p, size};
@@ -2313,7 +2313,7 @@ static Matrix matrix_expert(const Matrix *w, int i) {
 // Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
 // two best scores: those of experts in other groups become the lowest there is.
 static void drop_groups(const Config *c, float *score) {
-    Candidate group[64];
+    Candidate group[MOST_GROUPS];
     int size = c->n_expert / c->n_group;
     for (int g = 0; g < c->n_group; g++) {
         float best = -FLT_MAX, second = -FLT_MAX;
@@ -2335,7 +2335,7 @@ static void choose_experts(Session *s, size_t i) {
     int n_used = s->m->layers[s->l].n_used;
     float *p = s->route + i * c->n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, score[4096];
+    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, score[MOST_EXPERTS];
     bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
@@ -2359,7 +2359,7 @@ static void choose_experts(Session *s, size_t i) {
 // order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
 // token's sum does not depend on its neighbours.
 static void sort_choices(const Session *s, int n) {
-    int start[4097] = {0}, n_expert = s->m->config.n_expert;
+    int start[MOST_EXPERTS + 1] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
     for (int e = 0; e < n_expert; e++) start[e + 1] += start[e];
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
@@ -2511,7 +2511,7 @@ static void delta_conv(Session *s, size_t block) {
     bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
     int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
-    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[64][CONV_BLOCK];
+    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[MOST_TAPS][CONV_BLOCK];
     float *b = s->att + first, *c = s->z + first;
     for (int j = 0; j <= past; j++)
         for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
@@ -2716,7 +2716,7 @@ static void recurrent(Session *s) {
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     size_t lora = w->cols, size = lora * nope;
     uint16_t *to = ld->ok ? own(ld, (uint64_t)n_head * size * sizeof *to) : NULL;
-    float row[4096];
+    float row[MOST_LATENT];
     for (int i = 0; to && i < n_head * nope; i++) {
         Matrix head = matrix_expert(w, i / nope);
         matrix_row(&head, i % nope, row);
@@ -3516,7 +3516,8 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     size_t i = 0;
     *t = (Tokenizer){0};
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
-    if (str_eq(pre, "gemma4") && gguf_find(g, "tokenizer.ggml.merges")) model = pre;   // Ollama
+    bool merges = gguf_find(g, "tokenizer.ggml.merges");
+    if (str_eq(model, "llama") && str_eq(pre, "gemma4") && merges) model = pre;   // Ollama
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
@@ -3776,6 +3777,7 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
     stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
 }
 
+__attribute__((noinline))   // `old` would lie in a register where setjmp is
 static void push(Template *t, List *l, Value v) {
     Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
     l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
@@ -6186,9 +6188,7 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
 static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
 static void gpu_store(Session *s) { (void)s; }
-__attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
-    return (void)s, (void)p, (void)n, 0;
-}
+static inline double gpu_rate(Session *s, void *p, size_t n) { return (void)s, (void)p, n * 0.0; }
 #endif
 
 // ---- 33. AMX ----
