@@ -7534,7 +7534,17 @@ int main(int argc, char **argv) {
 // ---- appendix: Unicode ----
 //
 // UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
-// of characters, each range with a value; `make unicode` writes them. A range is up to 3 numbers:
+// of characters, each range with a value, made from the standard's UnicodeData.txt:
+//   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
+//     the category. But letters of ASCII are u (Lu) or l, and of the other letters those of Lu, Ll
+//     or Lt are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
+//     10A0-10C5, 13A0-13FD, 1C90-2CFF, A640-A78E, AB70-FF5A, 10400-104FB, 10C80-10CF2, 118A0-118DF
+//     and 1E900-1E943; the rest are x.
+//   - LOWER: the lower case (field 14, from 1) minus the character. Where that is 1, both of the
+//     pair have the value 0 if the upper case is even, else -1.
+//   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
+//     decomposition of that one, and so on; for Hangul syllable number i, U+1100 + i / 588.
+// Characters in a row that have one value are one range. It is written as up to 3 numbers:
 //   - twice how many characters lie between the range before and this one, plus 1 if this one has
 //     more than one character;
 //   - only if it has: how many more;
