@@ -4762,19 +4762,19 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 // ==== Part IV: speed =============================================================================
 //
-// Nearly all time goes into the products of matmul. One token (decode) reads every weight once and
-// uses it once: it runs at the speed of memory, provided that codes turn into products fast enough.
-// A chunk (prefill) uses each weight n times: panels of weights are decoded once, stay in the cache
-// and meet all tokens of the chunk. Block formats meet activations rounded to int8 with a scale per
-// 32 (with AMX, in prefill, to bf16), so that one instruction multiplies up to 64 bytes; float
-// weights meet float activations. The number of threads never changes a sum.
+// Nearly all time goes into matrix products. One token (decode) reads every weight and uses it
+// once: memory sets the speed, if codes turn into products fast enough. A chunk (prefill) uses each
+// weight n times: panels of weights are decoded once, stay in the cache and meet all tokens of the
+// chunk. Weights of block formats meet activations that are rounded to int8, with a scale per 32
+// (in prefill with AMX: to bf16), so that one instruction multiplies up to 64 bytes. Float weights
+// meet float activations. The number of threads never changes a sum.
 
 #include <pthread.h>
 #include <stdatomic.h>
 #ifdef __APPLE__
 #include <sys/sysctl.h>
-enum { RSS_PER_MB = 1 << 20 };   // ru_maxrss counts bytes there, kilobytes elsewhere
-static int count_cpus(void) {   // performance cores
+enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes; in Linux, in kilobytes
+static int count_cpus(void) {   // the performance cores
     int n = 0;
     size_t size = sizeof n;
     return sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0) || n < 1 ? 1 : n;
@@ -4794,8 +4794,8 @@ static double now(void) {   // seconds since some moment
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-// Shows how far something is on a line of the terminal, in place of what stood there; "" wipes it.
-// It needs no escape sequence, and the line fits: pieces of one that wraps would stay.
+// Writes text over the terminal's current line; "" wipes the line. Text is cut to the terminal's
+// width, because spaces cannot wipe a line that has wrapped.
 static __attribute__((unused)) void show_progress(const char *text) {
     struct winsize size = {0};
     ioctl(STDERR_FILENO, TIOCGWINSZ, &size);
@@ -4803,13 +4803,13 @@ static __attribute__((unused)) void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// Weights come from memory once, so they are prefetched. A core's L1 keeps some 16
-// requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
-// far ahead of the reader, and L2 to fill L1 shortly before.
+// Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight; at 100 ns each
+// that is 10 GB/s. L2 has 48. So L2 fetches from memory far ahead of the reader, and L1 from L2
+// shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, as measured on a Xeon
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
 #else
-enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // on a Zen 4: floats come 5 to 20 % faster
+enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // the fastest on a Zen 4
 #endif
 
 INLINE void prefetch_l2(const void *p, int bytes) {
@@ -4822,16 +4822,16 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
 
 // ---- 21. threads ----
 //
-// parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
-// thread claims k tasks by subtracting k: if `left` was i > 0 before, tasks n - i, n - i + 1 and so
-// on are its own; if it was 0 or less, nothing is left to claim. It takes many while many are left,
-// as each claim of a core makes all others fetch the counter anew, in 100 ns. `running` counts the
-// tasks that are not finished. Only when it has come down to 0 does parallel return, and only then
-// can the next call overwrite fn, task and n: whoever has claimed a task finds them as they were. A
-// worker that wakes up late finds nothing to claim and touches nothing, so nobody waits for it.
-// Threads that wait spin for 200 us, because waking them takes long, and then sleep.
+// parallel shares n tasks between the caller and the pool's workers. `left` starts at n. A thread
+// claims k tasks by subtracting k: if `left` was i > 0, it runs tasks n - i, n - i + 1 .. n - i + k
+// - 1; if `left` was 0 or less, nothing is left to claim. A thread claims many tasks while many are
+// left, because after each claim all other cores fetch the counter anew, which takes 100 ns.
+// `running` counts the tasks that are not finished. parallel returns when it is 0, and only then
+// can the next call overwrite fn and task: a thread that has claimed a task reads its own call's.
+// A worker that wakes up late claims nothing and writes nothing, so nobody waits for it. A thread
+// that waits spins for 200 us before it sleeps, because waking it takes long.
 
-enum { LINE_PAIR = 128 };        // bytes; so far apart cores do not write to each other's lines
+enum { LINE_PAIR = 128 };        // bytes; what is so far apart never shares a cache line
 
 struct Pool {
     int threads;
@@ -4841,22 +4841,23 @@ struct Pool {
     TaskFn *fn;                  // the call: fn(task) with i from 0 on
     Task task;                   // its i: how many tasks there are
     char before_left[LINE_PAIR];
-    atomic_int left;             // tasks nobody has claimed; may fall below 0
+    atomic_int left;             // tasks that nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
-    atomic_int running;          // tasks not finished
+    atomic_int running;          // tasks that are not finished
     char behind[LINE_PAIR];
-    atomic_int sleeping, ids;
+    atomic_int sleeping, ids;    // threads that sleep; workers that have a number
     atomic_bool quit;
     pthread_t thread[];          // [threads - 1]
 };
 
-// AMX, at the end of this part: may we use its tile registers? They are set up before tasks and
-// released after them, as they make context switches slow.
+// AMX's tile registers: may we use them? They are set up before a thread's tasks and released after
+// them, because they slow down context switches.
 static bool amx_allow(void);
 static void amx_use(bool on);
 
-// Denormals cost 100 cycles and weigh nothing: workers, and the caller during a call, flush them to
-// zero. cpu_pause in a waiting loop leaves more of a core to its other thread, which may have work.
+// A denormal number costs 100 cycles and is nearly nothing: workers flush denormals to zero, and so
+// does the caller during a call. cpu_pause, in a waiting loop, leaves more of the core to its other
+// thread.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
@@ -4891,9 +4892,9 @@ static void pool_work(Pool *p, int thread) {
     int left, done = 0;
     if (p->amx) amx_use(true);
     while ((left = atomic_load(&p->left)) > 0) {
-        int some = 1 + left / (4 * p->threads);
-        left = atomic_fetch_sub(&p->left, some);
-        for (int i = left; i > 0 && i > left - some; i--, done++)
+        int claim = 1 + left / (4 * p->threads);
+        left = atomic_fetch_sub(&p->left, claim);
+        for (int i = left; i > 0 && i > left - claim; i--, done++)
             p->fn((Task){p->task.ctx, p->task.of, p->task.i - i, thread});
     }
     if (p->amx) amx_use(false);
@@ -4966,8 +4967,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 }
 
 #ifdef LLM_PLAIN
-// Products and attention as Part I defines them: with these two, and threads for the rest, the
-// engine is slow, but needs none of what follows, `cc -DLLM_PLAIN llm.c -lm`.
+// Part I's definitions of products and attention do the work: slowly, but without what follows.
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     (void)p;
     for (int j = 0; j < k; j++) {
@@ -4992,19 +4992,21 @@ static void narrow(const float *x, int n, uint16_t *to) {
 #else
 // ---- 22. vectors ----
 //
-// Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
-// dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
-//   VNNI    one instruction; it takes w as unsigned: to signed codes a bias is added
-//   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
+// Arithmetic is plain C on compiler vectors as wide as the CPU's. These words need intrinsics:
+//
+//   dot_bytes(sum, w, x)    adds w[0] * x[0] + .. + w[3] * x[3], four bytes a lane, to each lane
+//     VNNI: one instruction, which takes w as unsigned: CODE_BIAS is added to signed codes
+//     AVX2: vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
 //           sign of w is the same product and fits: a pair is at most 2 * 128 * 127
-//   NEON    sdot, or widening products
-// Where codes are small, AVX2 takes them as unsigned too, with a bias, and adds some pairs before
-// it widens them: dot_pairs(sum, pairs, w, x, first, last), mostly 2 instructions in place of 5.
-// dot_scaled(dot, scale) scales a sum that began at MAGIC_BITS. MAGIC times the scale of any format
-// is exact, so that one multiply-add takes it off again and rounds once, as two steps would.
-// evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
-// sums of a's pairs, then of b's. CODE_BIAS, PAIRS and INT8_TILE say which products of bytes there
-// are: with a bias, in pairs, and whether they beat floats where there are many tokens.
+//     NEON: sdot, or widening products
+//   dot_pairs(sum, pairs, w, x, first, last)    AVX2 for small unsigned codes: adds some pairs in
+//     16 bits before it widens them, mostly 2 instructions in place of 5; PAIRS: there is one
+//   dot_scaled(dot, scale)    dot * scale of a dot product that began at MAGIC_BITS. MAGIC times
+//     any format's scale is exact: one multiply-add takes it off and rounds once, as two steps do
+//   evens(v), odds(v)    both lanes of each pair get its first, its second number
+//   pair_sums(a, b)    the sums of a's pairs, then of b's
+//
+// INT8_TILE: with many tokens, too, products of bytes are faster than products of floats.
 
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
@@ -5055,7 +5057,7 @@ enum { CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
 INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
     __m256i more = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
     *pairs = (vi)(first ? more : _mm256_add_epi16((__m256i)*pairs, more));
-    __asm__("" : "+x"(*pairs));   // or gcc 12 would add in another order, from memory
+    __asm__("" : "+x"(*pairs));   // or gcc reorders the sums and keeps them in memory
     if (last) sum += (vi)_mm256_madd_epi16((__m256i)*pairs, _mm256_set1_epi16(1));
     return sum;
 }
@@ -5126,10 +5128,10 @@ INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
 
 // ---- 23. products of one token ----
 
-// Rounds 32 floats to int8 codes q = x / d. Returns d, rounded to f16 as ggml stores it, and the
-// sums of the first 16 codes, the other 16, and all. Positive floats order like their bits, and
-// adding MAGIC leaves the nearest integer in the low bits: compilers turn these integer loops into
-// vector code. The sums are unsigned because a NaN's bits overflow.
+// Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml; sum gets the
+// sums of the first 16 codes, of the other 16, and of all. Positive floats have the order of their
+// bits, and adding MAGIC leaves the nearest integer in the low bits: compilers turn these integer
+// loops into vector code. lo and hi are unsigned because a NaN's bits overflow.
 static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
@@ -5149,9 +5151,9 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
-// 256 activations of one token, codes in the order that decoders give to weights: number 8 k + j
-// of group g (32 numbers) is q[k][g][j]. Of half h of group g: d[2 g + h] is the scale, s[2 g + h]
-// the scale times the sum of the 16 codes.
+// 256 activations of one token, in 8 groups of 32. q[k][g][j] is the code of number 8 k + j of
+// group g: decoders put the codes of weights in the same order. d[2 g + half] is the scale of half
+// a group, s[2 g + half] the scale times the sum of its 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
 static void token_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
@@ -5163,20 +5165,32 @@ static void token_pack(const Matmul *job, int t, int64_t k, int64_t end, void *a
         if (g == 0 && end - i < 256) memset(b, 0, sizeof *b);
         float d = round_32(job->x + t * x_step(job->w) + i, q, sum);
         UNROLL for (int j = 0; j < 4; j++) memcpy(b->q[j][g], q + 8 * j, 8);
-        for (int h = 0; h < 2; h++) {
-            b->d[2 * g + h] = d;
-            b->s[2 * g + h] = d * sum[h];
+        for (int half = 0; half < 2; half++) {
+            b->d[2 * g + half] = d;
+            b->s[2 * g + half] = d * sum[half];
         }
     }
 }
 
-// decodes 256 weights: d[i] * q + m[i] in half i % 2 of group i / 2, q ordered as in TokenActs
-#define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m   // reads b once
+// decodes 256 weights d q + m, ordered as in TokenActs: q[256], d[16], m[16]; restrict lets
+// compilers read b once
+#define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
-// out[rows] = consecutive rows of weights times one token's activations: floats for float weights,
-// TokenActs[cols/256] for block formats
+// out[rows] = consecutive rows of weights times one token's activations x: floats [cols] for float
+// weights, TokenActs [cols/256] for block formats
 #define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
 typedef void MatvecFn(MATVEC_ARGS);
+
+typedef struct {
+    MatvecFn *matvec;
+    int bytes;                 // of 256 weights
+    bool block;                // not floats
+    bool per16, offsets;       // d and m of each 16 weights, not 32; m is not always 0
+    int bias;                  // makes signed codes unsigned
+    int max_pairs;             // that dot_pairs may add in 16 bits; 0: use dot_bytes
+} Format;
+
+static const Format formats[64];   // by type
 
 // Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of
 // TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in
@@ -5184,33 +5198,34 @@ typedef void MatvecFn(MATVEC_ARGS);
 // then converted and scaled once. With a scale per 16 weights (per16) this is done twice: for
 // k = 0, 1 with the scale of the group's first half, for k = 2, 3 with that of its second.
 //
-// A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
-// Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
-// to them, and sum[1] collects d times the activations, which block_matvec takes off `bias` times.
-INLINE void dot256(DecodeFn *decode, const uint8_t *b, bool per16, int bias, int fit,
-                   const TokenActs *x, vf sum[2]) {
+// A weight d q + m also adds m times its activation: sum[1] collects m times the known sums of
+// activations. Formats without m have signed codes. Where products take unsigned ones, `bias` is
+// added to the codes, sum[1] collects d times the sums, and block_matvec takes off bias * sum[1].
+INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const TokenActs *x,
+                   vf sum[2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
-    bool as_signed = bias && !CODE_BIAS && !fit;
-    int run = per16 || fit == 2 ? 2 : 4;
+    bool as_signed = f->bias && !CODE_BIAS && !f->max_pairs;
+    int run = f->per16 || f->max_pairs == 2 ? 2 : 4;
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}}, pairs;
-        if (!as_signed) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
+        if (!as_signed) sum[1] += load_f32((f->bias ? d : m) + i) * load_f32(x->s + i);
         UNROLL for (int k = 0; k < 4; k++) {
-            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(as_signed ? 0 : bias));
-            vi y = load_i32(x->q[k][i / 2]), *to = &dot[per16 ? k / 2 : 0];
-            *to = fit ? dot_pairs(*to, &pairs, w, y, k % run == 0, k % run == run - 1)
-                      : dot_bytes(*to, w, y);
+            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(as_signed ? 0 : f->bias));
+            vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
+            *to = f->max_pairs ? dot_pairs(*to, &pairs, w, y, k % run == 0, k % run == run - 1)
+                               : dot_bytes(*to, w, y);
         }
         vf first = __builtin_convertvector(dot[0], vf), other = __builtin_convertvector(dot[1], vf);
-        sum[0] += first * (per16 ? evens(scale) : scale);
-        if (per16) sum[0] += other * odds(scale);
+        sum[0] += first * (f->per16 ? evens(scale) : scale);
+        if (f->per16) sum[0] += other * odds(scale);
     }
 }
 
-// A horizontal sum costs as much as a block, so LANES rows share one.
+// Sets out[r] to the sum of sum's lanes. LANES rows share the work, which costs as much as a block:
+// `sums` keeps their vectors until it is full.
 INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out) {
     int i = r % LANES;
     sums[i] = sum;
@@ -5219,9 +5234,9 @@ INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out)
     memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
 }
 
-INLINE void block_matvec(DecodeFn *decode, int bytes, bool per16, int bias, int fit,
-                         const uint8_t *w, int64_t rows, int64_t cols, const TokenActs *x,
-                         float *out) {
+INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, int64_t rows,
+                         int64_t cols, const TokenActs *x, float *out) {
+    int bytes = f->bytes;
     vf sums[LANES] = {{0}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
@@ -5230,17 +5245,17 @@ INLINE void block_matvec(DecodeFn *decode, int bytes, bool per16, int bias, int 
         const TokenActs *a = x;
         for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
-            dot256(decode, b, per16, bias, fit, a, sum);
+            dot256(decode, f, b, a, sum);
         }
         if (cols % 256) {
             prefetch_ahead(b, bytes);
-            dot256(decode, memcpy(last, b, cols % 256 * bytes / 256), per16, bias, fit, a, sum);
+            dot256(decode, f, memcpy(last, b, cols % 256 * bytes / 256), a, sum);
         }
-        put_sum(sums, sum[0] + sum[1] * (bias ? -(float)bias : 1), r, rows, out);
+        put_sum(sums, sum[0] + sum[1] * (f->bias ? -(float)f->bias : 1), r, rows, out);
     }
 }
 
-// four sums at a time: an addition takes four cycles, but one can start in each
+// four sums at a time: an addition takes four cycles, and one can start in each
 INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
                          int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
@@ -5265,20 +5280,11 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     }
 }
 
-// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 times the
-// largest code: twice the bias, or, without one, what a weight's bits in the file can hold.
-#define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
-#define FIT(bias, bits)                                                                            \
-    (!PAIRS ? 0 : TOP_CODE(bias, bits) <= 16 ? 8 : TOP_CODE(bias, bits) <= 32 ? 4 :                \
-     TOP_CODE(bias, bits) <= 64 ? 2 : 0)
-
-// A function for each format. Decoders and loads are constant arguments above: after inlining, each
-// format has a loop of its own.
+// Each format has a function of its own: decoder, load and Format are constants in what is inlined.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        block_matvec(unpack_##name, 256 / weights * bytes, per16, bias,                            \
-                     FIT(bias, bytes * 8 / weights), w, rows, cols, x, out);                       \
+        block_matvec(unpack_##name, &formats[id], w, rows, cols, x, out);                          \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -5286,15 +5292,18 @@ static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x
 static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
 static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
 
-typedef struct { MatvecFn *matvec; int bytes, block, per16, offsets, bias, fit; } Format;
+// A pair is at most 254 times the largest code, which is twice the bias or, without one, what a
+// weight's bits in the file can hold.
+#define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
+#define MAX_PAIRS(top) (!PAIRS ? 0 : (top) <= 16 ? 8 : (top) <= 32 ? 4 : (top) <= 64 ? 2 : 0)
 
-static const Format formats[64] = {   // bytes: of 256 weights; block: not floats
+static const Format formats[64] = {
     [QUANT_F32] = {.matvec = matvec_f32, .bytes = 1024},
     [QUANT_F16] = {.matvec = matvec_f16, .bytes = 512},
     [QUANT_BF16] = {.matvec = matvec_bf16, .bytes = 512},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     [id] = {matvec_##name, 256 / weights * bytes, true, per16, !bias, bias,                        \
-            FIT(bias, bytes * 8 / weights)},
+            MAX_PAIRS(TOP_CODE(bias, bytes * 8 / weights))},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
@@ -5306,13 +5315,13 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 
 // ---- 24. tiles: products of many tokens ----
 //
-// out[n][rows] is computed in tiles of some tokens times 16 or 32 rows, with sums in registers.
-// Rows lie across the lanes and activations are broadcast: nothing is summed across lanes. A task
-// has up to `task_rows` rows of one matrix. It decodes `depth` weights of each to panels, which
-// stay in the L2 cache while all tokens of the chunk pass by; a tile's activations stay in L1 while
-// the task's rows pass by. Then it goes on with the next `depth` weights, which add to out.
+// out [n][rows] is computed in tiles of some tokens times 16 or 32 rows, whose sums stay in
+// registers. Rows lie across the lanes and activations are broadcast, so no lanes are added up. A
+// task has up to `task_rows` rows of one matrix. It decodes `depth` weights of each row to panels,
+// which stay in L2 while it multiplies them with all tokens of the chunk; a tile's activations stay
+// in L1 meanwhile. Then it takes the next `depth` weights, whose products it adds to out.
 //
-// What differs between CPUs and formats is a Tile: three functions and the sizes they need. Only
+// A Tile is what differs between CPUs and formats: three functions and the sizes they need. Only
 // these functions know how packed activations and panels are laid out.
 
 typedef struct {
@@ -5323,12 +5332,12 @@ typedef struct {
 } Product;
 
 typedef struct {
-    int tokens, rows;              // of one product; beyond the job's there may be fewer
+    int tokens, rows;              // of a Product; the job may end before
     int step;                      // columns that a task packs, of `tokens` tokens; whole 256
-    int depth, task_rows;          // weights decoded at a time; most rows of a task
+    int depth, task_rows;          // weights of a row in a panel; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
     size_t panel_bytes;            // of `depth` weights of `rows` rows
-    // packs activations k .. end-1 of tokens t .. t+tokens-1; NULL: job->x serves as it is
+    // packs activations k .. end-1 of tokens t .. t+tokens-1; NULL: job->x is used as it is
     void (*pack)(const Matmul *job, int t, int64_t k, int64_t end, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+rows-1
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
@@ -5336,13 +5345,15 @@ typedef struct {
     void (*multiply)(const Product *p);
 } Tile;
 
-enum { TILE = 16, VECTORS = TILE / LANES };
+// a panel has 16 rows, in so many vectors; a tile of floats or int8 has so many panels
+enum { TILE = 16, VECTORS = TILE / LANES, PANELS = LANES == 16 ? 2 : 1 };
 
-// n words of 32 bits (floats, or four codes) of 16 rows, `stride` words apart, to n columns of 16
+// Copies n words of 32 bits (a float or four codes) from each of 16 rows, which lie `stride` words
+// apart, to n columns of 16.
 #if defined(SIMD_VNNI)
-// Four words at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, one row in
-// each 128 bits. Transposing the 4 x 4 words that four vectors have in the same 128 bits, which
-// takes two steps of unpacking, then yields four whole columns.
+// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, each row's
+// in 128 bits. Four vectors thus have 4 x 4 words in each 128 bits: two steps of unpacking
+// transpose these, and each vector is a column.
 static void transpose(const void *rows, int stride, int n, void *to) {
     for (int k = 0; k < n; k += 4) {
         float *column = (float *)to + TILE * k;
@@ -5370,12 +5381,12 @@ static void transpose(const void *rows, int stride, int n, void *to) {
 }
 #endif
 
-// Adds sums of `tokens` tokens from t on and 16 rows from r on to out, as far as the job has them.
-// The first weights overwrite out instead; after the last, the matrix's scale and bias are applied.
+// Adds the sums of `tokens` tokens from t on and 16 rows from r on to out, as far as the job has
+// them; sums of the first weights overwrite out. The last ones bring the matrix's scale and bias.
 static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VECTORS]) {
     const Matrix *w = p->job->w;
     bool first = p->k == 0, last = p->k + p->depth == w->cols;
-    int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // none: a tile past the end
+    int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // past the end 0 or less
     float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
     if (last && w->bias && rows > 0) memcpy(bias, w->bias + r, rows * sizeof *bias);
     for (int k = 0; k < tokens && t + k < p->job->n && rows > 0; k++) {
@@ -5391,36 +5402,35 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 
 // ---- 25. the float tile ----
 //
-// It serves float weights, and all formats where there is no int8 tile. Attention without AMX
+// It multiplies float weights, and all formats where there is no int8 tile. Attention without AMX
 // uses tile_float for both of its products.
 
 // As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
-       PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
+       PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4 };
 typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
 
-// out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step] for all panels i and
-// tokens t, or is added to out. In x a token's numbers lie `step` apart, two tokens `next`; a panel
-// of w is w_size numbers, one of out out_size.
-INLINE void tile_float(const float *w, int panels, size_t w_size, const float *x, int tokens,
-                       size_t next, size_t step, int depth, bool adds, float *out,
-                       size_t out_size) {
-    vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS] = {{{{0}}}};
+// out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
+// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, those of out
+// out_size, tokens of x `next`.
+INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens, size_t next,
+                       size_t step, int depth, bool adds, float *out, size_t out_size) {
+    vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}};
     for (int k = 0; k < depth; k++, x += step)
-        UNROLL for (int i = 0; i < panels; i++)
+        UNROLL for (int i = 0; i < PANELS; i++)
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 vf column = load_f32(w + i * w_size + k * TILE + v * LANES);
                 UNROLL for (int t = 0; t < tokens; t++) sum[i][t][v] += column * x[t * next];
             }
-    UNROLL for (int i = 0; i < panels; i++, out += out_size)
+    UNROLL for (int i = 0; i < PANELS; i++, out += out_size)
         UNROLL for (int j = 0; j < tokens * VECTORS; j++) {
             vf s = sum[i][j / VECTORS][j % VECTORS];
             store(out + j * LANES, adds ? load_f32(out + j * LANES) + s : s);
         }
 }
 
-// A matmul's activations are packed, to [cols][PACKED_TOKENS]: rows that lie a power of two apart
-// would fall into the same few lines of L1.
+// Packs activations to [cols][PACKED_TOKENS]. As they are, rows that lie a power of two apart would
+// compete for the same few lines of L1.
 static void float_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
     for (int64_t i = k; i < end; i += 16)
         for (int c = 0; c < PACKED_TOKENS; c++) {
@@ -5432,8 +5442,8 @@ static void float_pack(const Matmul *job, int t, int64_t k, int64_t end, void *a
 
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
-    for (int j = 0; j < PACKED_ROWS; j++) {
-        prefetch_l2(weight_at(w, r + PACKED_ROWS + j, k), depth * formats[w->type].bytes / 256);
+    for (int j = 0; j < PANELS * TILE; j++) {
+        prefetch_l2(weight_at(w, r + PANELS * TILE + j, k), depth * formats[w->type].bytes / 256);
         quant_dequantize(w->type, weight_at(w, r + j, k), rows[j % TILE], depth);
         if (j % TILE == TILE - 1)
             transpose(rows, FLOAT_DEPTH, depth, (FloatPanel *)panel + j / TILE);
@@ -5441,33 +5451,28 @@ static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void 
 }
 
 static void float_multiply(const Product *p) {
-    vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS];
-    tile_float(p->panel, PACKED_ROWS / TILE, FLOAT_DEPTH * TILE, p->acts, PACKED_TOKENS, 1,
-               PACKED_TOKENS, p->depth, false, (float *)sum, PACKED_TOKENS * TILE);
-    for (int i = 0; i < PACKED_ROWS / TILE; i++)
+    vf sum[PANELS][PACKED_TOKENS][VECTORS];
+    tile_float(p->panel, FLOAT_DEPTH * TILE, p->acts, PACKED_TOKENS, 1, PACKED_TOKENS, p->depth,
+               false, (float *)sum, PACKED_TOKENS * TILE);
+    for (int i = 0; i < PANELS; i++)
         tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, sum[i]);
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .step = 1024, .rows = PACKED_ROWS, .depth = FLOAT_DEPTH,
+    .tokens = PACKED_TOKENS, .step = 1024, .rows = PANELS * TILE, .depth = FLOAT_DEPTH,
     .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
-    .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
+    .panel_bytes = PANELS * sizeof(FloatPanel),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
 
 // ---- 26. the int8 tile ----
 //
-// Dot products start at the bits of MAGIC, so that, seen as floats, they are MAGIC + dot, and need
-// no conversion from integers. Per 32 weights of a vector of rows and a token there are 8 products,
-// then 2 instructions for a scale and 1 for an offset. With AVX-512 that is 512 multiply-adds in 10
-// instructions, 5 cycles; with AVX2 and small codes, where a product is two instructions and a sum
-// of pairs another two, 256 in 20, 7 cycles. A tile has as many rows and tokens as registers hold,
-// two sums for each vector; on x86 two vectors of rows share the loads of activations. With NEON 32
-// weights of 16 rows and four tokens, 2,048 multiply-adds, are 128 sdot, 48 instructions for the
-// scales, and loads: in all 251 by clang 14, 348 by gcc 12.
+// A dot product starts at the bits of MAGIC. Seen as a float it then is MAGIC + dot, so that no
+// integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called 8
+// times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers
+// hold, with two sums for each vector; on x86 two vectors of rows share the loads of activations.
 
-enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : LANES == 8 ? 3 : 4,
-       INT8_ROWS = LANES == 16 ? 32 : 16 };
+enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : LANES == 8 ? 3 : 4 };
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
 INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {   // one load for four tokens
@@ -5484,8 +5489,8 @@ INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {
 #endif
 typedef struct {                       // 32 activations of some tokens
     int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
-    float d[INT8_TOKENS];              // the scale
-    float s[3][INT8_TOKENS];           // times the sum of the first 16 codes, the other 16, all
+    float d[INT8_TOKENS];              // scales
+    float s[3][INT8_TOKENS];           // d * sum of the first 16 codes, of the other 16, of all
     int32_t start[3][INT8_TOKENS];     // of their dot products: MAGIC, less what CODE_BIAS adds
 } Int8Acts;
 typedef struct {                       // weights of 16 rows
@@ -5508,13 +5513,14 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
         }
 }
 
-// What the bias adds is taken off by the offsets m (dot_pairs) or by Int8Acts.start (CODE_BIAS).
-// Q2_K's codes, at most 3, are multiplied by their 4-bit scales, eight in a word: one scale stays.
+// A bias makes signed codes unsigned. What it adds is taken off by offsets m (for dot_pairs) or by
+// Int8Acts.start (CODE_BIAS). Q2_K has 4-bit scales of codes up to 3: the two are multiplied here,
+// eight codes in a word, and all weights of a block share one scale.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
-    int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
+    int bias = f->max_pairs ? f->bias : f->offsets ? 0 : CODE_BIAS;
     bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
-    for (Int8Panel *p = panel, *end = p + INT8_ROWS / TILE; p < end; p++, r += TILE)
+    for (Int8Panel *p = panel, *end = p + PANELS; p < end; p++, r += TILE)
         for (int i = 0; i < depth; i += 256) {
             uint64_t q[TILE][32];
             float d[TILE][16], m[TILE][16];
@@ -5524,35 +5530,37 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
                 prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the tile below
                 quant_decode(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
                 for (int c = 0; c < 256; c++) codes[c] += bias;
-                for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
-                for (int c = 0; c < 4 && folds; c++)
-                    for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
-                for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
+                if (f->max_pairs && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
+                if (!folds) continue;
+                for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
+                for (int c = 0; c < 16; c++) d[j][c] = quant_half(b->d);
             }
             transpose(q, 64, 64, p->q[i / 4]);
             transpose(d, 16, 16, p->d[i / 16]);
-            if (f->offsets || f->fit) transpose(m, 16, 16, p->m[i / 16]);
+            if (f->offsets || f->max_pairs) transpose(m, 16, 16, p->m[i / 16]);
         }
 }
 
-// 32 weights of a row have 1 or 2 scales and 0 to 2 offsets. One step takes the weights of a scale.
+// total[i][t][16] = products of panel i with token t. 32 weights of a row have 1 or 2 scales and 0
+// to 2 offsets; a step takes the `step` weights that share a scale.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
-                      int fit, vf total[][INT8_TOKENS][VECTORS]) {
-    enum { T = INT8_TOKENS, V = INT8_ROWS / LANES };
+                      int max_pairs, vf total[][INT8_TOKENS][VECTORS]) {
+    enum { T = INT8_TOKENS, V = PANELS * VECTORS };
     vf sum[V][T] = {{{0}}};
-    int step = 32 / scales, run = fit < step / 4 ? fit : step / 4, each = offsets / scales;
+    int step = 32 / scales, run = max_pairs < step / 4 ? max_pairs : step / 4;
+    int each = offsets / scales;
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
         UNROLL for (int half = 0; half < scales; half++) {
-            size_t part = scales > 1 ? half : 2, code = g / 8 * 64 + g % 8 * 2;
+            size_t all = scales > 1 ? half : 2, code = g / 8 * 64 + g % 8 * 2;
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
-                    dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? MAGIC_BITS : x->start[part][t]);
+                    dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? MAGIC_BITS : x->start[all][t]);
             UNROLL for (int i = 0; i < step / 4; i++) {
                 size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
                 UNROLL for (int v = 0; v < V; v++) {
                     vi q = load_i32(w[v / VECTORS].q[at][v % VECTORS * LANES]);
-                    if (!fit) dot_tokens(dot[v], q, x->q[j]);
+                    if (!max_pairs) dot_tokens(dot[v], q, x->q[j]);
                     else UNROLL for (int t = 0; t < T; t++)
                         dot[v][t] = dot_pairs(dot[v][t], &pairs[v][t], q, four_codes(x->q[j][t]),
                                               i % run == 0, i % run == run - 1);
@@ -5575,27 +5583,27 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
 
 static void int8_multiply(const Product *p) {
     const Format *f = &formats[p->job->w->type];
-    vf sum[INT8_ROWS / TILE][INT8_TOKENS][VECTORS];
-    int fit = PAIRS ? f->fit : 0, offsets = !PAIRS && f->offsets;
+    vf sum[PANELS][INT8_TOKENS][VECTORS];
+    int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
 #define MULTIPLY(...) tile_int8(p->panel, p->acts, p->depth, __VA_ARGS__, sum)
-    if (fit == 8 && !f->per16) MULTIPLY(1, 1, 8);
-    else if (fit == 4 && !f->per16) MULTIPLY(1, 1, 4);
-    else if (fit == 2 && !f->per16) MULTIPLY(1, 1, 2);
-    else if (fit == 2) MULTIPLY(2, 2, 2);
-    else if (fit) MULTIPLY(2, 2, 4);
+    if (pairs == 8 && !f->per16) MULTIPLY(1, 1, 8);
+    else if (pairs == 4 && !f->per16) MULTIPLY(1, 1, 4);
+    else if (pairs == 2 && !f->per16) MULTIPLY(1, 1, 2);
+    else if (pairs == 2) MULTIPLY(2, 2, 2);
+    else if (pairs) MULTIPLY(2, 2, 4);
     else if (f->per16 && offsets) MULTIPLY(1, 2, 0);
     else if (f->per16) MULTIPLY(2, 0, 0);
     else if (offsets) MULTIPLY(1, 1, 0);
     else MULTIPLY(1, 0, 0);
 #undef MULTIPLY
-    for (int i = 0; i < INT8_ROWS / TILE; i++)
+    for (int i = 0; i < PANELS; i++)
         tile_out(p, p->r + TILE * i, p->t, INT8_TOKENS, sum[i]);
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .step = 1024, .rows = INT8_ROWS, .depth = INT8_DEPTH,
+    .tokens = INT8_TOKENS, .step = 1024, .rows = PANELS * TILE, .depth = INT8_DEPTH,
     .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
-    .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
+    .panel_bytes = PANELS * sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
@@ -5842,23 +5850,23 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 // The portable variant: both products are the float tile. Keys, row by row, meet columns of
 // queries; values, column by column, meet rows of weights. With AVX-512 two query tiles share each
 // broadcast number: 16 multiply-adds for 10 loads, where one tile's 8 would wait for 9.
-enum { FLOAT_KEYS = 64, FLOAT_TILES = PACKED_ROWS / TILE };
+enum { FLOAT_KEYS = 64 };
 
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
-    float s[FLOAT_TILES][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
+    float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int deep = whole_32(a->hd), wide = whole_32(a->vd);
-    size_t next = FLOAT_TILES > 1 ? q[1].out - q[0].out : 0;   // the queries lie as far apart
+    size_t next = PANELS > 1 ? q[1].out - q[0].out : 0;   // the queries lie as far apart
     for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
-        tile_float(q->q, FLOAT_TILES, next, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false,
+        tile_float(q->q, next, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false,
                    s[0] + TILE * j, FLOAT_KEYS * TILE);
-    for (int i = 0; i < FLOAT_TILES; i++) tile_softmax(a, b, &q[i], s[i]);
+    for (int i = 0; i < PANELS; i++) tile_softmax(a, b, &q[i], s[i]);
     for (int e = 0; e < a->vd; e += FLOAT_TOKENS)
-        tile_float(s[0], FLOAT_TILES, FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, wide, b->n,
+        tile_float(s[0], FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, wide, b->n,
                    true, q->out + TILE * e, next);
 }
 
 static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = FLOAT_TILES, .task_queries = 256, .attend = float_attend,
+    .keys = FLOAT_KEYS, .tiles = PANELS, .task_queries = 256, .attend = float_attend,
 };
 
 static const AttentionTile amx_attention;   // at the end of this part
