@@ -5609,9 +5609,9 @@ static const Tile int8_tile = {
 
 // ---- 27. matmul ----
 
-static const Tile *amx_tile(const Matrix *w);   // at the end of this part
+static const Tile *amx_tile(const Matrix *w);
 
-// one token is no tile, but its activations are packed in the same way
+// The activations of a single token are packed like a tile's.
 static const Tile float_token = {.tokens = 1, .rows = 1},
     block_token = {.tokens = 1, .rows = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                    .pack = token_pack};
@@ -5622,8 +5622,8 @@ typedef struct {
     const void *acts;                  // packed by this job or an earlier one, or job->x
     uint64_t act_bytes;                // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
-    int64_t task_rows;                 // of its tasks
-    int whole;                         // so many blocks of rows are one task, the others two
+    int64_t task_rows;                 // of a block of rows
+    int whole;                         // blocks that are one task each; the others are two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -5633,40 +5633,41 @@ typedef struct {
 } MatmulCall;
 
 static void pack_task(Task t) {
-    const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
-    while (t.i >= j[1].first_pack) j++;
-    const Tile *tile = j->tile;
-    int groups = (j->job->n + tile->tokens - 1) / tile->tokens, i = t.i - j->first_pack;
-    int64_t k = i / groups * tile->step, end = k + tile->step, cols = j->job->w->cols;
-    tile->pack(j->job, i % groups * tile->tokens, k, end < cols ? end : cols,
-               (char *)j->acts + i % groups * j->act_bytes + k / 256 * tile->act_bytes);
+    const JobPlan *plan = ((const MatmulCall *)t.ctx)->job;
+    while (t.i >= plan[1].first_pack) plan++;
+    const Tile *tile = plan->tile;
+    int groups = (plan->job->n + tile->tokens - 1) / tile->tokens, i = t.i - plan->first_pack;
+    int64_t k = i / groups * tile->step, end = k + tile->step, cols = plan->job->w->cols;
+    tile->pack(plan->job, i % groups * tile->tokens, k, end < cols ? end : cols,
+               (char *)plan->acts + i % groups * plan->act_bytes + k / 256 * tile->act_bytes);
 }
 
 // rows r .. end-1 for one token
-static void multiply_token(const JobPlan *j, int64_t r, int64_t end) {
-    const Matrix *w = j->job->w;
-    float *out = j->job->out, scale = w->scale ? *w->scale : 1;
-    formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, j->acts, out + r);
+static void multiply_token(const JobPlan *plan, int64_t r, int64_t end) {
+    const Matrix *w = plan->job->w;
+    float *out = plan->job->out, scale = w->scale ? *w->scale : 1;
+    formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, plan->acts, out + r);
     for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
 // rows r .. end-1 for tokens t .. t_end-1
-static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, int t, int t_end,
+static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
-    const Matrix *w = j->job->w;
-    const Tile *tile = j->tile;
+    const Matrix *w = plan->job->w;
+    const Tile *tile = plan->tile;
     int groups = (t_end - t + tile->tokens - 1) / tile->tokens;
-    Product p = {.job = j->job};
-    static _Thread_local bool back;   // a task begins with what the last one left in L2
-    back = !back;
+    Product p = {.job = plan->job};
+    static _Thread_local bool backwards;   // every other task: it begins with what L2 still has
+    backwards = !backwards;
     for (p.k = 0; p.k < w->cols; p.k += tile->depth) {
         char *panel = panels;
         p.depth = w->cols - p.k < tile->depth ? (int)(w->cols - p.k) : tile->depth;
         for (p.r = r; p.r < end; p.r += tile->rows, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
         for (int i = 0; i < groups; i++) {
-            p.t = t + (back ? groups - 1 - i : i) * tile->tokens;
-            p.acts = j->acts + p.t / tile->tokens * j->act_bytes + p.k / 256 * tile->act_bytes;
+            p.t = t + (backwards ? groups - 1 - i : i) * tile->tokens;
+            p.acts = plan->acts + p.t / tile->tokens * plan->act_bytes;
+            p.acts += p.k / 256 * tile->act_bytes;
             p.panel = panels;
             for (p.r = r; p.r < end; p.r += tile->rows, p.panel += tile->panel_bytes)
                 tile->multiply(&p);
@@ -5675,127 +5676,128 @@ static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, int t, int 
 }
 
 static void matmul_task(Task t) {
-    const MatmulCall *c = t.ctx;
-    const JobPlan *j = c->job;
-    while (t.i >= j[1].first_task) j++;
-    int i = t.i - j->first_task, n = j->job->n, pair = 2 * j->tile->tokens;
-    int middle = (n + pair - 1) / pair * j->tile->tokens;
-    // half blocks first .. last-1; a lone one is half the rows (one token) or half the tokens
-    int first = i < j->whole ? 2 * i : i + j->whole, last = first + (i < j->whole ? 2 : 1);
-    int64_t half = j->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
+    const MatmulCall *call = t.ctx;
+    const JobPlan *plan = call->job;
+    while (t.i >= plan[1].first_task) plan++;
+    int i = t.i - plan->first_task, n = plan->job->n, pair = 2 * plan->tile->tokens;
+    int middle = (n + pair - 1) / pair * plan->tile->tokens;
+    // This task is half blocks first .. last-1. If it is one alone, it has half of the block's rows
+    // for a single token, else half of the tokens.
+    int first = i < plan->whole ? 2 * i : i + plan->whole, last = first + (i < plan->whole ? 2 : 1);
+    int64_t half = plan->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
     int64_t end = (n == 1 ? last : (last + 1) / 2 * 2) * half;
-    if (end > j->job->w->rows) end = j->job->w->rows;
-    if (n == 1) multiply_token(j, r, end);
-    else multiply_tiles(j, r, end, first % 2 ? middle : 0, last % 2 ? middle : n,
-                        c->panels + t.thread * c->panel_bytes);
+    if (end > plan->job->w->rows) end = plan->job->w->rows;
+    if (n == 1) multiply_token(plan, r, end);
+    else multiply_tiles(plan, r, end, first % 2 ? middle : 0, last % 2 ? middle : n,
+                        call->panels + t.thread * call->panel_bytes);
 }
 
 // Plans to pack `job`, unless an earlier one packs the same. The tile depends on format and CPU,
-// never on size: small tests run the code that large models run.
-static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul *job) {
+// never on sizes: small tests run the code that large models run.
+static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
+    const JobPlan *same = call->job;
     bool block = formats[w->type].block;
-    const Tile *tile = job->n == 1 ? block ? &block_token : &float_token
-                       : p->amx ? amx_tile(w) : INT8_TILE && block ? &int8_tile : &float_tile;
-    const JobPlan *same = c->job;
-    size_t packs = 0;
-    j->job = job;
-    j->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
-    j->tile = tile;
-    j->acts = job->x;
-    j->act_bytes = (uint64_t)(w->cols + 255) / 256 * tile->act_bytes;
-    while (same < j && (same->job->x != job->x || same->job->n != job->n ||
-                        same->job->w->cols != w->cols || same->tile != tile)) same++;
-    if (same < j) j->acts = same->acts;
+    const Tile *tile = INT8_TILE && block ? &int8_tile : &float_tile;
+    if (p->amx) tile = amx_tile(w);
+    if (job->n == 1) tile = block ? &block_token : &float_token;
+    size_t groups = (job->n + tile->tokens - 1) / tile->tokens, packs = 0;
+    plan->job = job;
+    plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
+    plan->tile = tile;
+    plan->acts = job->x;
+    plan->act_bytes = (uint64_t)(w->cols + 255) / 256 * tile->act_bytes;
+    while (same < plan && (same->job->x != job->x || same->job->n != job->n ||
+                           same->job->w->cols != w->cols || same->tile != tile)) same++;
+    if (same < plan) plan->acts = same->acts;
     else if (tile->pack) {
-        size_t groups = (job->n + tile->tokens - 1) / tile->tokens;
         packs = groups * ((w->cols - 1) / tile->step + 1);
-        j->acts = arena_take(a, groups, j->act_bytes);
+        plan->acts = arena_take(arena, groups, plan->act_bytes);
     }
-    c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
-    j[1].first_pack = j->first_pack + packs;
+    call->panel_bytes = larger(call->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
+    plan[1].first_pack = plan->first_pack + packs;
 }
 
-// Cuts a call's products into tasks of whole cache lines of out, all of about the same bytes of
-// weights: four per thread (each of them reads all activations), or three for a single token.
-// Some cores are slower (two threads may share one), so the last blocks of rows are cut into two
-// tasks: of half the rows for a single token, of half the tokens each where there are so many that
-// decoding the weights twice costs less than waiting does.
-static void plan_tasks(const Pool *p, JobPlan *j, int k) {
+// Cuts the rows of k jobs into blocks of about as many bytes of weights and whole cache lines of
+// out. There are four per thread, as each task reads all activations, or three for a single token.
+// A block is a task. Some cores are slower (two threads may share one), so each of the last blocks
+// is two tasks: for a single token of half the rows, else of half the tokens, if they are so many
+// that decoding the weights twice costs less than waiting.
+static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     size_t bytes = 0;
-    for (int i = 0; i < k; i++) bytes += j[i].row_bytes * j[i].job->w->rows;
-    for (; k--; j++) {
-        bool one = j->job->n == 1;   // reads long runs of memory: 512 KB are the fastest
-        size_t share = bytes / (p->threads * (one ? 3 : 4)) / j->row_bytes;
-        size_t most = one ? (512 << 10) / j->row_bytes : (size_t)j->tile->task_rows;
+    for (int i = 0; i < k; i++) bytes += plan[i].row_bytes * plan[i].job->w->rows;
+    for (; k--; plan++) {
+        bool one = plan->job->n == 1;   // 512 KB are the fastest, as memory likes long runs
+        size_t share = bytes / (p->threads * (one ? 3 : 4)) / plan->row_bytes;
+        size_t most = one ? (512 << 10) / plan->row_bytes : (size_t)plan->tile->task_rows;
         size_t rows = share < most ? share : most;
-        j->task_rows = larger(rows / 32, 1) * 32;
-        int blocks = (j->job->w->rows + j->task_rows - 1) / j->task_rows;
-        int halved = k ? 0 : one ? p->threads : j->job->n >= 256 ? p->threads / 2 : 0;
-        j->whole = blocks > halved ? blocks - halved : 0;
-        j[1].first_task = j->first_task + 2 * blocks - j->whole;
+        plan->task_rows = larger(rows / 32, 1) * 32;
+        int blocks = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
+        int halved = k ? 0 : one ? p->threads : plan->job->n >= 256 ? p->threads / 2 : 0;
+        plan->whole = blocks > halved ? blocks - halved : 0;
+        plan[1].first_task = plan->first_task + 2 * blocks - plan->whole;
     }
 }
 
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
-    MatmulCall c;
-    size_t mark = a->used;
-    c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
-    for (int j = 0; j < k; j++) plan_job(p, a, &c, &c.job[j], &jobs[j]);
-    plan_tasks(p, c.job, k);
-    c.panels = arena_take(a, p->threads, c.panel_bytes);
-    if (a->base) {
-        parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
-        parallel(p, matmul_task, &c, NULL, c.job[k].first_task);
+static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
+    MatmulCall call;
+    size_t mark = arena->used;
+    call.job[0].first_pack = call.job[0].first_task = call.panel_bytes = 0;
+    for (int j = 0; j < k; j++) plan_job(p, arena, &call, &call.job[j], &jobs[j]);
+    plan_tasks(p, call.job, k);
+    call.panels = arena_take(arena, p->threads, call.panel_bytes);
+    if (arena->base) {
+        parallel(p, pack_task, &call, NULL, call.job[k].first_pack);
+        parallel(p, matmul_task, &call, NULL, call.job[k].first_task);
     }
-    a->used = mark;
+    arena->used = mark;
 }
 
 // ---- 28. attention ----
 //
-// Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of rows. A query keeps
-// the largest score so far, the sum of exp(score - largest), and the sum of the values so weighted;
-// when a larger score comes, both sums fade by exp(old largest - new largest). So no n x n buffer
-// is needed, and the query heads that share a KV head share each block. The largest score so far
-// starts at -FLT_MAX, a masked score is -INFINITY: so nothing computes inf - inf, which is a NaN.
+// Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
+// `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
+// values. When top grows, both sums fade by exp(old top - new top). So no n x n buffer is needed,
+// and the query heads that share a KV head share each block. top starts at -FLT_MAX, and a masked
+// score is -INFINITY: no difference is inf - inf, which would be a NaN.
 
-// Do queries at positions first .. last see rows r .. r+n-1 of the cache? If none sees any, the
-// rows are passed over; if all see all, they need no mask.
+// How much do queries at positions first .. last see of rows r .. r+n-1? Rows that none sees are
+// passed over; rows that all see need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int n, int first, int last) {
     int any = 0, all = 1, end = r + n < a->rows ? r + n : a->rows;
     for (int j = r; j < end; j++) {
-        int p = a->pos_k[j], nearest = p < first ? first : p < last ? p : last;
-        any |= attention_sees(a, nearest, p);
-        all &= attention_sees(a, first, p) & attention_sees(a, last, p);
+        int key = a->pos_k[j], nearest = key < first ? first : key < last ? key : last;
+        any |= attention_sees(a, nearest, key);
+        all &= attention_sees(a, first, key) & attention_sees(a, last, key);
     }
     return !any ? NONE_SEEN : all ? ALL_SEEN : SOME_SEEN;
 }
 
-// a ring fills in order: rows from here on have never been written
+// a ring fills in order: it has written so many of its rows
 static int rows_used(const Attention *a) {
     return a->pos + a->n < a->rows ? a->pos + a->n : a->rows;
 }
 
 // ---- 29. attention of many queries ----
 //
-// A task has one KV head and some queries of all its heads, 16 to a QueryTile. They lie across the
-// lanes, so that maxima, sums and masks need no sums across lanes: scores are [key][16], results
-// [vd][16]. Keys and values come as floats, rows of whole 32 numbers with zeros behind hd and vd.
-// What differs between CPUs is an AttentionTile: how it packs all this for the two products,
-// scores = keys x queries and results += transposed values x weights.
+// A task has one KV head and some queries of all heads that share it, 16 to a QueryTile. Queries
+// lie across the lanes: scores are [key][16], results [vd][16], and no lanes are added up. Keys and
+// values are made floats, in rows of hd32 and vd32: hd and vd rounded up to whole 32, with zeros
+// behind. An AttentionTile is what differs between CPUs: how it packs all this for the products
+// scores = keys * queries and results += transposed values * weights.
 
 typedef struct {                       // 16 queries of heads that share a KV head
-    void *q;                           // packed, in as many bytes as 16 rows of floats
-    float *out;                        // [whole_32(vd)][16] values, weighted and summed
-    float top[TILE], sum[TILE];        // largest score so far; sum of exp(score - top)
+    void *q;                           // packed, in as many bytes as [16][hd32] floats
+    float *out;                        // [vd32][16] weighted sums of values
+    float top[TILE], sum[TILE];        // largest score so far; sum of weights
     float slope[TILE];                 // ALiBi
     int32_t pos[TILE];
 } QueryTile;
 
 typedef struct {                       // n rows of a KV head's cache
-    float *k, *v;                      // [n][whole_32(hd)], [n][whole_32(vd)]
-    void *packed;                      // both, in as many bytes
+    float *k, *v;                      // [n][hd32], [n][vd32]
+    void *packed;                      // both, in as many bytes; NULL: they are used as they are
     const int32_t *pos;                // [n]
     int n;
     bool masked;                       // some query does not see all of them
@@ -5804,18 +5806,17 @@ typedef struct {                       // n rows of a KV head's cache
 typedef struct {
     int keys;                          // rows in a block
     int tiles;                         // query tiles that `attend` takes at once
-    int task_queries;                  // of all heads of a KV head, at most: they stay in L2
-    // NULL: floats will do, of queries in columns
-    void (*pack_queries)(const float *q, int width, void *to);         // from [16][width]
-    void (*pack_keys)(const Attention *a, const KeyBlock *b);
-    // scores, tile_softmax, and what the block adds to the results
+    int task_queries;                  // most queries of a task, all heads counted: they stay in L2
+    void (*pack_queries)(const float *q, int width, void *to);         // [16][width]
+    void (*pack_keys)(const Attention *a, const KeyBlock *b);          // NULL: not needed
+    // computes scores, calls tile_softmax, and adds the block's weighted values to the results
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
 static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// Turns scores s[n][16], whose queries have been scaled, into weights exp(score - top) with the new
-// top, and adds them to q->sum; what was summed before fades.
+// Turns scores s[n][16] of scaled queries into weights exp(score - top), with the new top, and adds
+// them to q->sum; the sums of earlier blocks fade.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -5823,12 +5824,12 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
     memcpy(top, q->top, sizeof top);
     if (a->softcap > 0) soft_cap(s, b->n * TILE, a->softcap);
     for (int j = 0; j < b->n; j++) {
-        int p = b->pos[j];
+        int key = b->pos[j];
         float *row = s + TILE * j;
-        for (int i = 0; a->slopes && i < TILE; i++)
-            row[i] -= q->slope[i] * (float)abs(q->pos[i] - p);
-        for (int i = 0; b->masked && i < TILE; i++)
-            row[i] = attention_sees(a, q->pos[i], p) ? row[i] : -INFINITY;
+        if (a->slopes) for (int i = 0; i < TILE; i++)
+            row[i] -= q->slope[i] * (float)abs(q->pos[i] - key);
+        if (b->masked) for (int i = 0; i < TILE; i++)
+            row[i] = attention_sees(a, q->pos[i], key) ? row[i] : -INFINITY;
         UNROLL for (int v = 0; v < VECTORS; v++)
             top[v] = larger_of(top[v], load_f32(row + v * LANES));
     }
@@ -5843,114 +5844,117 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
         q->sum[i] = q->sum[i] * fade[i] + total[i];
         q->top[i] = most[i];
     }
-    for (int e = 0; fades && e < a->vd * TILE; e += LANES)
+    if (fades) for (int e = 0; e < a->vd * TILE; e += LANES)
         store(q->out + e, load_f32(q->out + e) * load_f32(fade + e % TILE));
 }
 
-// The portable variant: both products are the float tile. Keys, row by row, meet columns of
-// queries; values, column by column, meet rows of weights. With AVX-512 two query tiles share each
-// broadcast number: 16 multiply-adds for 10 loads, where one tile's 8 would wait for 9.
+// On most CPUs both products are the float tile: rows of keys times columns of queries, columns of
+// values times rows of weights. With AVX-512 two query tiles share each broadcast number: that is
+// 16 multiply-adds for 10 loads, while 8 for one tile would wait for 9 loads.
 enum { FLOAT_KEYS = 64 };
 
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
-    int deep = whole_32(a->hd), wide = whole_32(a->vd);
-    size_t next = PANELS > 1 ? q[1].out - q[0].out : 0;   // the queries lie as far apart
+    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd);
+    size_t next = PANELS > 1 ? q[1].out - q[0].out : 0;   // q[1].q is as far from q[0].q
     for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
-        tile_float(q->q, next, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false,
+        tile_float(q->q, next, b->k + j * hd32, FLOAT_TOKENS, hd32, 1, a->hd, false,
                    s[0] + TILE * j, FLOAT_KEYS * TILE);
     for (int i = 0; i < PANELS; i++) tile_softmax(a, b, &q[i], s[i]);
     for (int e = 0; e < a->vd; e += FLOAT_TOKENS)
-        tile_float(s[0], FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, wide, b->n,
+        tile_float(s[0], FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, vd32, b->n,
                    true, q->out + TILE * e, next);
 }
 
-static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = PANELS, .task_queries = 256, .attend = float_attend,
-};
+static void float_queries(const float *q, int width, void *to) { transpose(q, width, width, to); }
 
-static const AttentionTile amx_attention;   // at the end of this part
+static const AttentionTile float_attention = {
+    .keys = FLOAT_KEYS, .tiles = PANELS, .task_queries = 256,
+    .pack_queries = float_queries, .attend = float_attend,
+};
+static const AttentionTile amx_attention;
 
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
     int tasks, queries, tiles;         // a task has `queries` of each head, in `tiles` QueryTiles
-    char *work;                        // [threads][work_bytes]
+    char *work;                        // [threads][work_bytes] buffers of the threads
     size_t work_bytes;
 } ManyCall;
 
-// a thread's buffers
-static QueryTile *many_buffers(const ManyCall *c, Arena *own, KeyBlock *b) {
-    size_t keys = c->tile->keys, k = whole_32(c->a->hd) * sizeof(float),
-           v = whole_32(c->a->vd) * sizeof(float);
-    QueryTile *q = arena_take(own, c->tiles, sizeof *q);
-    b->k = arena_take(own, keys, k);
-    b->v = arena_take(own, keys, v);
-    b->packed = arena_take(own, c->tile->pack_keys ? keys : 0, k + v);
-    for (int i = 0; i < c->tiles; i++) {
-        void *packed = arena_take(own, TILE, k), *out = arena_take(own, TILE, v);
-        if (own->base) q[i] = (QueryTile){.q = packed, .out = out};
+// takes a thread's buffers from the arena
+static QueryTile *many_buffers(const ManyCall *call, Arena *arena, KeyBlock *b) {
+    size_t keys = call->tile->keys, k = whole_32(call->a->hd) * sizeof(float),
+           v = whole_32(call->a->vd) * sizeof(float);
+    QueryTile *q = arena_take(arena, call->tiles, sizeof *q);
+    b->k = arena_take(arena, keys, k);
+    b->v = arena_take(arena, keys, v);
+    b->packed = arena_take(arena, call->tile->pack_keys ? keys : 0, k + v);
+    for (int i = 0; i < call->tiles; i++) {
+        void *packed = arena_take(arena, TILE, k), *out = arena_take(arena, TILE, v);
+        if (arena->base) q[i] = (QueryTile){.q = packed, .out = out};
     }
     return q;
 }
 
-// Number j of a task is query first + j / group of head h * group + j % group. The last tiles are
-// filled up with copies of the last query. `rows` [16][whole_32(hd)] must be zeros on entry.
-static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int first, int count) {
-    const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, wide = whole_32(a->hd);
-    for (int j = 0; j < c->tiles * TILE; j++) {
-        int at = j < count ? j : count - 1, lane = j % TILE, head = h * group + at % group,
+// Packs a task's queries: number j is query first + j / group of head kv * group + j % group.
+// Copies of the last one fill the last tiles. rows [16][hd32] must be zeros on entry.
+static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first,
+                       int count) {
+    const Attention *a = call->a;
+    int group = a->n_head / a->n_kv, hd32 = whole_32(a->hd);
+    for (int j = 0; j < call->tiles * TILE; j++) {
+        int at = j < count ? j : count - 1, lane = j % TILE, head = kv * group + at % group,
             query = first + at / group;
         const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
         QueryTile *tile = &q[j / TILE];
-        for (int e = 0; e < a->hd; e++) rows[lane * wide + e] = from[e] * a->scale;
+        for (int e = 0; e < a->hd; e++) rows[lane * hd32 + e] = from[e] * a->scale;
         tile->top[lane] = -FLT_MAX;
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
         tile->pos[lane] = a->pos + query;
         if (lane < TILE - 1) continue;
-        if (c->tile->pack_queries) c->tile->pack_queries(rows, wide, tile->q);
-        else transpose(rows, wide, wide, tile->q);
+        call->tile->pack_queries(rows, hd32, tile->q);
         memset(tile->out, 0, TILE * whole_32(a->vd) * sizeof(float));
     }
 }
 
 static void many_task(Task t) {
-    const ManyCall *c = t.ctx;
-    const Attention *a = c->a;
+    const ManyCall *call = t.ctx;
+    const Attention *a = call->a;
     // the last queries see most keys: they come first, so that no thread is left alone with them
-    int group = a->n_head / a->n_kv, i = c->tasks - 1 - t.i, h = i % a->n_kv;
-    int first = i / a->n_kv * c->queries;
-    int some = a->n - first < c->queries ? a->n - first : c->queries, keys = c->tile->keys;
-    int deep = whole_32(a->hd), wide = whole_32(a->vd);
+    int task = call->tasks - 1 - t.i, kv = task % a->n_kv, group = a->n_head / a->n_kv;
+    int first = task / a->n_kv * call->queries, left = a->n - first;
+    int count = left < call->queries ? left : call->queries;
+    int keys = call->tile->keys, step = call->tile->tiles;
+    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd);
     KeyBlock b = {0};
-    Arena own = {.base = c->work + t.thread * c->work_bytes, .size = c->work_bytes};
-    QueryTile *q = many_buffers(c, &own, &b);
-    int most = rows_used(a) < keys ? whole_32(rows_used(a)) : keys;   // of a block
-    memset(b.k, 0, sizeof(float) * most * deep);
-    memset(b.v, 0, sizeof(float) * most * wide);
-    many_start(c, q, b.k, h, first, some * group);
+    Arena arena = {.base = call->work + t.thread * call->work_bytes, .size = call->work_bytes};
+    QueryTile *q = many_buffers(call, &arena, &b);
+    int most = rows_used(a) < keys ? whole_32(rows_used(a)) : keys;   // rows of a block
+    memset(b.k, 0, sizeof(float) * most * hd32);
+    memset(b.v, 0, sizeof(float) * most * vd32);
+    many_start(call, q, b.k, kv, first, count * group);
     for (int r = 0; r < rows_used(a); r += keys) {
-        int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + some - 1);
+        int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + count - 1);
         if (seen == NONE_SEEN) continue;
         int n = b.n = rows_used(a) - r < keys ? rows_used(a) - r : keys;
         b.pos = a->pos_k + r;
         b.masked = seen == SOME_SEEN;
         for (int j = 0; j < n; j++) {
-            size_t row = (size_t)h * a->rows + r + j;
-            quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * deep, a->hd);
-            quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * wide, a->vd);
+            size_t row = (size_t)kv * a->rows + r + j;
+            quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * hd32, a->hd);
+            quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * vd32, a->vd);
         }
-        if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
-        for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
-            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // the last position they see
-            for (b.n = n; !a->ahead && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or empty
-            c->tile->attend(a, &b, &q[i]);
+        if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
+        for (int i = 0; i * TILE < count * group; i += step) {
+            uint32_t last = q[i + step - 1].pos[TILE - 1];   // their last key; an empty row has -1
+            for (b.n = n; !a->ahead && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;
+            call->tile->attend(a, &b, &q[i]);
         }
     }
-    for (int j = 0; j < some * group; j++) {
+    for (int j = 0; j < count * group; j++) {
         const QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, head = h * group + j % group;
+        int lane = j % TILE, head = kv * group + j % group;
         float *to = a->out + ((size_t)(first + j / group) * a->n_head + head) * a->vd;
         float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
         float inverse = sum > 0 ? 1 / sum : 0;
@@ -5958,51 +5962,51 @@ static void many_task(Task t) {
     }
 }
 
-static void attend_many(Pool *p, Arena *a, const Attention *x) {
-    int group = x->n_head / x->n_kv;
-    ManyCall c = {.a = x, .tile = p->amx ? &amx_attention : &float_attention};
+static void attend_many(Pool *p, Arena *arena, const Attention *a) {
+    int group = a->n_head / a->n_kv;
+    ManyCall call = {.a = a, .tile = p->amx ? &amx_attention : &float_attention};
     Arena count = {0};
-    int step = TILE * c.tile->tiles, most = c.tile->task_queries;
+    int step = TILE * call.tile->tiles, most = call.tile->task_queries;
     // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
-    int share = larger(x->n * x->n_head / (4 * p->threads), step);
-    c.queries = larger((share < most ? share : most) / group, 1);
-    if (c.queries > x->n) c.queries = x->n;
-    c.tasks = x->n_kv * ((x->n + c.queries - 1) / c.queries);
-    c.tiles = (c.queries * group + step - 1) / step * c.tile->tiles;
-    many_buffers(&c, &count, &(KeyBlock){0});
-    c.work_bytes = count.peak;
-    c.work = arena_take(a, p->threads, c.work_bytes);
-    if (a->base) parallel(p, many_task, &c, NULL, c.tasks);
+    int share = larger(a->n * a->n_head / (4 * p->threads), step);
+    call.queries = larger((share < most ? share : most) / group, 1);
+    if (call.queries > a->n) call.queries = a->n;
+    call.tasks = a->n_kv * ((a->n + call.queries - 1) / call.queries);
+    call.tiles = (call.queries * group + step - 1) / step * call.tile->tiles;
+    many_buffers(&call, &count, &(KeyBlock){0});
+    call.work_bytes = count.peak;
+    call.work = arena_take(arena, p->threads, call.work_bytes);
+    if (arena->base) parallel(p, many_task, &call, NULL, call.tasks);
 }
 
 // ---- 30. attention of one query ----
 //
-// Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
-// heads that share it. A block has FEW rows. First its keys are read and then its values, both in
-// the order of memory, and with each row the same row of the next block is prefetched, so that
-// memory never waits for arithmetic. PART_BLOCKS blocks make a split, and threads take splits
-// independently: each leaves a Part per head, with a largest score and sums of its own, and
-// whoever finishes the last split of a head joins its parts.
+// Memory sets the speed: it has 2 * (hd + vd) bytes per row and KV head, read once for all query
+// heads that share them. Of a block, FEW rows, the keys are read and then the values, in the order
+// of memory, and with each row the same row of the next block is prefetched, so that memory never
+// waits for arithmetic. SPLIT_BLOCKS blocks make a split. Each split of a head has a largest score
+// and sums of its own, a Partial; the thread that finishes a head's last split joins its Partials.
 
-enum { FEW = 32, PART_BLOCKS = 4 };
-typedef struct { float top, sum, out[]; } Part;   // out[vd]
+enum { FEW = 32, SPLIT_BLOCKS = 4 };
+typedef struct { float top, sum, out[]; } Partial;   // out[vd]
 typedef struct {
     const Attention *a;
-    int32_t *block;                // [blocks] first rows of the FEW that hold something visible
-    int blocks, splits;            // splits = blocks / PART_BLOCKS, rounded up
-    int run;                       // splits of a task, one unit's after the other's
-    int heads;                     // of a unit: those that share a KV head, or some of very many
-    float *parts;                  // [n_head][splits] of Part
-    atomic_int *missing;           // [n_head] at most; splits that are not finished
+    int32_t *block;                // [blocks] first row of each block that the query sees
+    int blocks, splits;            // splits = blocks / SPLIT_BLOCKS, rounded up
+    int heads, units;              // a unit has the heads that share a KV head, or some of them
+    int run;                       // splits that a task has, one unit's after the other's
+    float *partials;               // [n_head][splits] of Partial
+    atomic_int *missing;           // [units] splits that are not finished
 } OneCall;
 
-static size_t part_floats(const Attention *a) { return sizeof(Part) / sizeof(float) + a->vd; }
+static size_t partial_floats(const Attention *a) { return sizeof(Partial) / sizeof(float) + a->vd; }
 
-static Part *part_of(const OneCall *c, int head, int split) {
-    return (Part *)(c->parts + ((size_t)head * c->splits + split) * part_floats(c->a));
+static Partial *partial_of(const OneCall *call, int head, int split) {
+    size_t i = (size_t)head * call->splits + split;
+    return (Partial *)(call->partials + i * partial_floats(call->a));
 }
 
-// s[heads][FEW] = products of n keys with queries of neighbouring heads
+// s[heads][FEW] = products of n keys k with the queries of neighbouring heads
 INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
                        int n, int heads, float s[][FEW]) {
     vf sum[4][FEW];
@@ -6026,50 +6030,50 @@ INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, co
     }
 }
 
-// as tile_softmax, for one query and keys across the lanes
+// does what tile_softmax does, for one query and with keys across the lanes
 static void one_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
-                        Part *restrict part) {
-    float slope = a->slopes ? a->slopes[head] : 0, top = part->top;
+                        Partial *restrict partial) {
+    float slope = a->slopes ? a->slopes[head] : 0, top = partial->top;
     vf most = {0}, sum = {0};
     for (int j = 0; j < FEW; j++) s[j] *= a->scale;
     if (a->softcap > 0) soft_cap(s, FEW, a->softcap);
-    for (int j = 0; slope > 0 && j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
+    if (slope > 0) for (int j = 0; j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
     for (int j = 0; j < FEW; j++) s[j] = attention_sees(a, a->pos, pos[j]) ? s[j] : -INFINITY;
     UNROLL for (int j = 0; j < FEW; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
     for (int j = 0; j < FEW; j++) s[j] = exp_fast(s[j] - top);
     UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
-    float fade = exp_fast(part->top - top);
-    part->top = top;
+    float fade = exp_fast(partial->top - top);
+    partial->top = top;
     UNROLL for (int n = LANES; n > 1; n /= 2) sum = pair_sums(sum, sum);
-    part->sum = part->sum * fade + sum[0];
-    for (int e = 0; fade < 1 && e < a->vd; e++) part->out[e] *= fade;
+    partial->sum = partial->sum * fade + sum[0];
+    if (fade < 1) for (int e = 0; e < a->vd; e++) partial->out[e] *= fade;
 }
 
-// out[heads][..] += weights s times n rows of values: `wide` vectors of each, with their sums in
-// registers; out's rows are `stride` floats apart
+// out[heads][vectors * LANES] += weights s times so much of n rows of values, with all sums in
+// registers; rows of out lie `stride` floats apart
 INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
-                        int heads, int wide, float s[][FEW], float *out, size_t stride) {
+                        int heads, int vectors, float s[][FEW], float *out, size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < wide; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
+        UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
     for (int j = 0; j < n; j++, v += a->v_step, next += a->v_step) {
-        prefetch_l2(next, 2 * wide * LANES);
-        UNROLL for (int i = 0; i < wide; i++) {
+        prefetch_l2(next, 2 * vectors * LANES);
+        UNROLL for (int i = 0; i < vectors; i++) {
             vf value = load_f16(v + i * LANES);
             UNROLL for (int h = 0; h < heads; h++) sum[h][i] += value * s[h][j];
         }
     }
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < wide; i++) store(out + h * stride + i * LANES, sum[h][i]);
+        UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
 }
 
 INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
                        int heads, float s[][FEW], float *out, size_t stride) {
-    int e = 0, wide = heads == 4 || LANES == 8 ? 4 : 8;   // by the number of registers
-    for (; e + wide * LANES <= a->vd; e += wide * LANES)
-        one_columns(a, v + e, next + e, n, heads, wide, s, out + e, stride);
+    int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
+    for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
+        one_columns(a, v + e, next + e, n, heads, vectors, s, out + e, stride);
     for (; e + LANES <= a->vd; e += LANES)
         one_columns(a, v + e, next + e, n, heads, 1, s, out + e, stride);
     for (int h = 0; h < heads && e < a->vd; h++)
@@ -6078,92 +6082,97 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
-// Adds block b of KV head h to the parts of `heads` of its query heads, from number g on. Only the
-// first ones (g == 0) prefetch a block: this KV head's next one, or the first of the next head.
-INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
-    const Attention *a = c->a;
-    int r = c->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
-    size_t head = h * (a->n_head / a->n_kv) + g, split = b / PART_BLOCKS;
-    size_t row = (size_t)h * a->rows + r, next = row, stride = part_floats(a) * c->splits;
+// Adds block b of a KV head to the Partials of `heads` of its query heads, from number g on. Only
+// the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
+INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
+    const Attention *a = call->a;
+    int r = call->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
+    size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
+    size_t row = (size_t)kv * a->rows + r, next = row, stride = partial_floats(a) * call->splits;
     int32_t pos[FEW];
     float s[4][FEW];
-    if (g == 0 && b + 1 < c->blocks) next = row - r + c->block[b + 1];
-    else if (g == 0 && h + 1 < a->n_kv) next = row - r + a->rows + c->block[0];
+    if (g == 0 && b + 1 < call->blocks) next = row - r + call->block[b + 1];
+    else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + call->block[0];
     memset(pos, -1, sizeof pos);
     memcpy(pos, a->pos_k + r, n * sizeof *pos);
     one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, n, heads, s);
     for (int i = 0; i < heads; i++)
-        one_softmax(a, pos, head + i, s[i], part_of(c, head + i, split));
+        one_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
     one_values(a, a->v + row * a->v_step, a->v + next * a->v_step, n, heads, s,
-               part_of(c, head, split)->out, stride);
+               partial_of(call, head, split)->out, stride);
 }
 
-// adds up the parts of a head, faded to the largest score of all, and divides by the weights' sum
-static void one_join(const OneCall *c, int head) {
-    const Attention *a = c->a;
+// joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
+static void one_join(const OneCall *call, int head) {
+    const Attention *a = call->a;
     float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : -FLT_MAX;
-    for (int i = 0; i < c->splits; i++) {
-        const Part *part = part_of(c, head, i);
-        top = part->top > top ? part->top : top;
+    for (int i = 0; i < call->splits; i++) {
+        const Partial *partial = partial_of(call, head, i);
+        top = partial->top > top ? partial->top : top;
     }
     float sum = a->sinks ? exp_fast(a->sinks[head] - top) : 0;
     memset(out, 0, a->vd * sizeof *out);
-    for (int i = 0; i < c->splits; i++) {
-        const Part *part = part_of(c, head, i);
-        float fade = exp_fast(part->top - top);
-        sum += part->sum * fade;
-        for (int e = 0; part->sum > 0 && e < a->vd; e++) out[e] += part->out[e] * fade;
+    for (int i = 0; i < call->splits; i++) {
+        const Partial *partial = partial_of(call, head, i);
+        float fade = exp_fast(partial->top - top);
+        sum += partial->sum * fade;
+        if (partial->sum > 0) for (int e = 0; e < a->vd; e++) out[e] += partial->out[e] * fade;
     }
     for (int e = 0; e < a->vd; e++) out[e] = sum > 0 ? out[e] / sum : 0;
 }
 
 static void one_task(Task t) {
-    const OneCall *c = t.ctx;
-    const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, end = (t.i + 1) * c->run;
-    for (int i = t.i * c->run; i < end && i < a->n_head / c->heads * c->splits; i++) {
-        int unit = i / c->splits, split = i % c->splits, b = split * PART_BLOCKS;
-        int first = unit * c->heads, h = first / group, last = first % group + c->heads;
-        for (int g = 0; g < c->heads; g++) {
-            Part *part = part_of(c, first + g, split);
-            memset(part, 0, part_floats(a) * sizeof(float));
-            part->top = -FLT_MAX;
+    const OneCall *call = t.ctx;
+    const Attention *a = call->a;
+    int group = a->n_head / a->n_kv, end = (t.i + 1) * call->run;
+    for (int i = t.i * call->run; i < end && i < call->units * call->splits; i++) {
+        int unit = i / call->splits, split = i % call->splits, b = split * SPLIT_BLOCKS;
+        int first = unit * call->heads, kv = first / group, last = first % group + call->heads;
+        for (int g = 0; g < call->heads; g++) {
+            Partial *partial = partial_of(call, first + g, split);
+            memset(partial, 0, partial_floats(a) * sizeof(float));
+            partial->top = -FLT_MAX;
         }
-        for (; b < (split + 1) * PART_BLOCKS && b < c->blocks; b++) {
+        for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
             int g = first % group;
-            for (; g + 4 <= last; g += 4) one_block(c, h, b, g, 4);
-            for (; g + 2 <= last; g += 2) one_block(c, h, b, g, 2);
-            for (; g < last; g++) one_block(c, h, b, g, 1);
+            for (; g + 4 <= last; g += 4) one_block(call, kv, b, g, 4);
+            for (; g + 2 <= last; g += 2) one_block(call, kv, b, g, 2);
+            for (; g < last; g++) one_block(call, kv, b, g, 1);
         }
-        bool done = atomic_fetch_sub(&c->missing[unit], 1) == 1;
-        for (int g = 0; done && g < c->heads; g++) one_join(c, first + g);
+        bool done = atomic_fetch_sub(&call->missing[unit], 1) == 1;
+        for (int g = 0; done && g < call->heads; g++) one_join(call, first + g);
     }
 }
 
-static void attend_one(Pool *p, Arena *a, const Attention *x) {
-    OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW, .heads = x->n_head / x->n_kv};
-    int end = rows_used(x);
-    c.block = arena_take(a, c.blocks, sizeof *c.block);
-    if (a->base) c.blocks = 0;
-    for (int r = 0; a->base && r < end; r += FEW)
-        if (block_seen(x, r, FEW, x->pos, x->pos)) c.block[c.blocks++] = r;
-    c.splits = (c.blocks + PART_BLOCKS - 1) / PART_BLOCKS;
-    while (c.heads > 8 && c.heads % 2 == 0 && x->n_head / c.heads * c.splits < 4 * p->threads)
-        c.heads /= 2;   // too few tasks
-    int units = x->n_head / c.heads;
-    c.missing = arena_take(a, x->n_head, sizeof *c.missing);
-    c.parts = arena_take(a, (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
-    if (!a->base) return;
-    for (int h = 0; h < units; h++) atomic_init(&c.missing[h], c.splits);
-    c.run = (int)larger(units * c.splits / (4 * p->threads), 1);   // long runs, yet four a thread
-    parallel(p, one_task, &c, NULL, (units * c.splits + c.run - 1) / c.run);
+static void attend_one(Pool *p, Arena *arena, const Attention *a) {
+    OneCall call = {.a = a, .blocks = (a->rows + FEW - 1) / FEW, .heads = a->n_head / a->n_kv,
+                    .units = a->n_kv};
+    call.block = arena_take(arena, call.blocks, sizeof *call.block);
+    if (arena->base) {
+        call.blocks = 0;
+        for (int r = 0; r < rows_used(a); r += FEW)
+            if (block_seen(a, r, FEW, a->pos, a->pos)) call.block[call.blocks++] = r;
+    }
+    call.splits = (call.blocks + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS;
+    while (call.heads > 8 && call.heads % 2 == 0 && call.units * call.splits < 4 * p->threads) {
+        call.heads /= 2;   // there would be too few tasks
+        call.units *= 2;
+    }
+    int all = call.units * call.splits;
+    call.missing = arena_take(arena, a->n_head, sizeof *call.missing);
+    call.partials = arena_take(arena, (size_t)a->n_head * call.splits * partial_floats(a),
+                               sizeof *call.partials);
+    if (!arena->base) return;
+    for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
+    call.run = larger(all / (4 * p->threads), 1);   // a long run in memory, yet four tasks a thread
+    parallel(p, one_task, &call, NULL, (all + call.run - 1) / call.run);
 }
 
-static void attention(Pool *p, Arena *a, const Attention *x) {
-    size_t mark = a->used;
-    if (x->n == 1) attend_one(p, a, x);
-    else attend_many(p, a, x);
-    a->used = mark;
+static void attention(Pool *p, Arena *arena, const Attention *a) {
+    size_t mark = arena->used;
+    if (a->n == 1) attend_one(p, arena, a);
+    else attend_many(p, arena, a);
+    arena->used = mark;
 }
 
 // ---- 31. narrow ----
