@@ -4993,20 +4993,17 @@ static void narrow(const float *x, int n, uint16_t *to) {
 // ---- 22. vectors ----
 //
 // Arithmetic is plain C on compiler vectors as wide as the CPU's. These words need intrinsics:
-//
-//   dot_bytes(sum, w, x)    adds w[0] * x[0] + .. + w[3] * x[3], four bytes a lane, to each lane
-//     VNNI: one instruction, which takes w as unsigned: CODE_BIAS is added to signed codes
-//     AVX2: vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
-//           sign of w is the same product and fits: a pair is at most 2 * 128 * 127
-//     NEON: sdot, or widening products
-//   dot_pairs(sum, pairs, w, x, first, last)    AVX2 for small unsigned codes: adds some pairs in
-//     16 bits before it widens them, mostly 2 instructions in place of 5; PAIRS: there is one
-//   dot_scaled(dot, scale)    dot * scale of a dot product that began at MAGIC_BITS. MAGIC times
-//     any format's scale is exact: one multiply-add takes it off and rounds once, as two steps do
-//   evens(v), odds(v)    both lanes of each pair get its first, its second number
-//   pair_sums(a, b)    the sums of a's pairs, then of b's
-//
-// INT8_TILE: with many tokens, too, products of bytes are faster than products of floats.
+//   dot_bytes   adds four products of bytes, w[0..3] * x[0..3], to each lane. VNNI takes w as
+//               unsigned: CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
+//               unsigned times signed bytes in 16 bits; |w| times x with the sign of w is the same
+//               product and fits: a pair is at most 2 * 128 * 127
+//   dot_pairs   the same for small unsigned codes if PAIRS: adds some pairs before it widens them,
+//               mostly 2 instructions in place of 5
+//   dot_scaled  scales a dot product that began at MAGIC_BITS. MAGIC times the scale of any format
+//               is exact: one multiply-add takes it off and rounds once, as two steps would
+//   evens, odds give both lanes of a pair its first or its second number
+//   pair_sums   the sums of a's pairs, then of b's
+// INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
 
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
@@ -5156,18 +5153,18 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 // a group, s[2 g + half] the scale times the sum of its 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-static void token_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
+static void token_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
     TokenActs *a = acts;
-    for (int64_t i = k; i < end; i += 32) {
-        TokenActs *b = a + (i - k) / 256;
+    (void)w, (void)token;
+    if (n < 256) memset(a, 0, sizeof *a);
+    for (int g = 0; g < n / 32; g++) {
         int8_t q[32];
-        int32_t g = i / 32 % 8, sum[3];
-        if (g == 0 && end - i < 256) memset(b, 0, sizeof *b);
-        float d = round_32(job->x + t * x_step(job->w) + i, q, sum);
-        UNROLL for (int j = 0; j < 4; j++) memcpy(b->q[j][g], q + 8 * j, 8);
+        int32_t sum[3];
+        float d = round_32(x + 32 * g, q, sum);
+        UNROLL for (int j = 0; j < 4; j++) memcpy(a->q[j][g], q + 8 * j, 8);
         for (int half = 0; half < 2; half++) {
-            b->d[2 * g + half] = d;
-            b->s[2 * g + half] = d * sum[half];
+            a->d[2 * g + half] = d;
+            a->s[2 * g + half] = d * sum[half];
         }
     }
 }
@@ -5332,17 +5329,16 @@ typedef struct {
 } Product;
 
 typedef struct {
-    int tokens, rows;              // of a Product; the job may end before
+    int tokens, panels;            // of a Product; the job may end before
     int step;                      // columns that a task packs, of `tokens` tokens; whole 256
     int depth, task_rows;          // weights of a row in a panel; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
-    size_t panel_bytes;            // of `depth` weights of `rows` rows
-    // packs activations k .. end-1 of tokens t .. t+tokens-1; NULL: job->x is used as it is
-    void (*pack)(const Matmul *job, int t, int64_t k, int64_t end, void *acts);
-    // decodes weights k .. k+depth-1 of rows r .. r+rows-1
+    size_t panel_bytes;            // of `depth` weights of 16 rows
+    // packs n <= 256 activations of one of the tokens; NULL: job->x is used as it is
+    void (*pack)(const Matrix *w, const float *x, int n, int token, void *acts);
+    // decodes weights k .. k+depth-1 of rows r .. r+15
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
-    // adds the products to out, by tile_out
-    void (*multiply)(const Product *p);
+    void (*multiply)(const Product *p, vf *sum);   // to sum[panels][tokens][16]
 } Tile;
 
 // a panel has 16 rows, in so many vectors; a tile of floats or int8 has so many panels
@@ -5381,19 +5377,20 @@ static void transpose(const void *rows, int stride, int n, void *to) {
 }
 #endif
 
-// Adds the sums of `tokens` tokens from t on and 16 rows from r on to out, as far as the job has
-// them; sums of the first weights overwrite out. The last ones bring the matrix's scale and bias.
-static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VECTORS]) {
+// Adds sums [tokens][16] of panel i to out, as far as the job has their rows and tokens; those of
+// the first weights overwrite out. The last ones bring the matrix's scale and bias.
+static void tile_out(const Product *p, int i, int tokens, const vf *sum) {
     const Matrix *w = p->job->w;
     bool first = p->k == 0, last = p->k + p->depth == w->cols;
+    int64_t r = p->r + i * TILE;
     int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // past the end 0 or less
     float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
     if (last && w->bias && rows > 0) memcpy(bias, w->bias + r, rows * sizeof *bias);
-    for (int k = 0; k < tokens && t + k < p->job->n && rows > 0; k++) {
-        float *out = p->job->out + (t + k) * out_step(w) + r, *y = rows < TILE ? edge : out;
+    for (int t = p->t; t < p->t + tokens && t < p->job->n && rows > 0; t++, sum += VECTORS) {
+        float *out = p->job->out + t * out_step(w) + r, *y = rows < TILE ? edge : out;
         if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
         for (int v = 0; v < VECTORS; v++) {
-            vf value = sum[k][v] + (first ? (vf){0} : load_f32(y + LANES * v));
+            vf value = sum[v] + (first ? (vf){0} : load_f32(y + LANES * v));
             store(y + LANES * v, value * scale + load_f32(bias + LANES * v));
         }
         if (rows < TILE) memcpy(out, edge, rows * sizeof *edge);
@@ -5408,7 +5405,6 @@ static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VE
 // As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
        PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4 };
-typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
 // token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, those of out
@@ -5431,37 +5427,29 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
 
 // Packs activations to [cols][PACKED_TOKENS]. As they are, rows that lie a power of two apart would
 // compete for the same few lines of L1.
-static void float_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    for (int64_t i = k; i < end; i += 16)
-        for (int c = 0; c < PACKED_TOKENS; c++) {
-            const float *x = job->x + (t + c < job->n ? t + c : t) * x_step(job->w);
-            float *to = (float *)acts + c;
-            for (int64_t j = i; j < end && j < i + 16; j++) to[(j - k) * PACKED_TOKENS] = x[j];
-        }
+static void float_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+    (void)w;
+    for (int j = 0; j < n; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
 }
 
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
-    for (int j = 0; j < PANELS * TILE; j++) {
+    for (int j = 0; j < TILE; j++) {
         prefetch_l2(weight_at(w, r + PANELS * TILE + j, k), depth * formats[w->type].bytes / 256);
-        quant_dequantize(w->type, weight_at(w, r + j, k), rows[j % TILE], depth);
-        if (j % TILE == TILE - 1)
-            transpose(rows, FLOAT_DEPTH, depth, (FloatPanel *)panel + j / TILE);
+        quant_dequantize(w->type, weight_at(w, r + j, k), rows[j], depth);
     }
+    transpose(rows, FLOAT_DEPTH, depth, panel);
 }
 
-static void float_multiply(const Product *p) {
-    vf sum[PANELS][PACKED_TOKENS][VECTORS];
+static void float_multiply(const Product *p, vf *sum) {
     tile_float(p->panel, FLOAT_DEPTH * TILE, p->acts, PACKED_TOKENS, 1, PACKED_TOKENS, p->depth,
                false, (float *)sum, PACKED_TOKENS * TILE);
-    for (int i = 0; i < PANELS; i++)
-        tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, sum[i]);
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .step = 1024, .rows = PANELS * TILE, .depth = FLOAT_DEPTH,
+    .tokens = PACKED_TOKENS, .panels = PANELS, .step = 1024, .depth = FLOAT_DEPTH,
     .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
-    .panel_bytes = PANELS * sizeof(FloatPanel),
+    .panel_bytes = FLOAT_DEPTH * TILE * sizeof(float),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
 
@@ -5498,19 +5486,18 @@ typedef struct {                       // weights of 16 rows
     float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
 } Int8Panel;
 
-static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    Int8Acts *a = acts;
-    for (int64_t i = k; i < end; i += 32, a++)
-        for (int c = 0; c < INT8_TOKENS; c++) {
-            int8_t q[32];
-            int32_t sum[3];
-            a->d[c] = round_32(job->x + (t + c < job->n ? t + c : t) * x_step(job->w) + i, q, sum);
-            UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][c], q + 4 * j, 4);
-            UNROLL for (int j = 0; j < 3; j++) {
-                a->s[j][c] = a->d[c] * sum[j];
-                a->start[j][c] = (int32_t)(MAGIC_BITS - (uint32_t)CODE_BIAS * sum[j]);
-            }
+static void int8_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+    (void)w;
+    for (Int8Acts *a = acts, *end = a + n / 32; a < end; a++, x += 32) {
+        int8_t q[32];
+        int32_t sum[3];
+        a->d[token] = round_32(x, q, sum);
+        UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][token], q + 4 * j, 4);
+        UNROLL for (int j = 0; j < 3; j++) {
+            a->s[j][token] = a->d[token] * sum[j];
+            a->start[j][token] = (int32_t)(MAGIC_BITS - (uint32_t)CODE_BIAS * sum[j]);
         }
+    }
 }
 
 // A bias makes signed codes unsigned. What it adds is taken off by offsets m (for dot_pairs) or by
@@ -5518,33 +5505,33 @@ static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *ac
 // eight codes in a word, and all weights of a block share one scale.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
+    Int8Panel *p = panel;
     int bias = f->max_pairs ? f->bias : f->offsets ? 0 : CODE_BIAS;
     bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
-    for (Int8Panel *p = panel, *end = p + PANELS; p < end; p++, r += TILE)
-        for (int i = 0; i < depth; i += 256) {
-            uint64_t q[TILE][32];
-            float d[TILE][16], m[TILE][16];
-            for (int j = 0; j < TILE; j++) {
-                int8_t *codes = (int8_t *)q[j];
-                const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
-                prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the tile below
-                quant_decode(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
-                for (int c = 0; c < 256; c++) codes[c] += bias;
-                if (f->max_pairs && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
-                if (!folds) continue;
-                for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
-                for (int c = 0; c < 16; c++) d[j][c] = quant_half(b->d);
-            }
-            transpose(q, 64, 64, p->q[i / 4]);
-            transpose(d, 16, 16, p->d[i / 16]);
-            if (f->offsets || f->max_pairs) transpose(m, 16, 16, p->m[i / 16]);
+    for (int i = 0; i < depth; i += 256) {
+        uint64_t q[TILE][32];
+        float d[TILE][16], m[TILE][16];
+        for (int j = 0; j < TILE; j++) {
+            int8_t *codes = (int8_t *)q[j];
+            const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
+            prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the panel below
+            quant_decode(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
+            for (int c = 0; c < 256; c++) codes[c] += bias;
+            if (f->max_pairs && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
+            if (!folds) continue;
+            for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
+            for (int c = 0; c < 16; c++) d[j][c] = quant_half(b->d);
         }
+        transpose(q, 64, 64, p->q[i / 4]);
+        transpose(d, 16, 16, p->d[i / 16]);
+        if (f->offsets || f->max_pairs) transpose(m, 16, 16, p->m[i / 16]);
+    }
 }
 
 // total[i][t][16] = products of panel i with token t. 32 weights of a row have 1 or 2 scales and 0
-// to 2 offsets; a step takes the `step` weights that share a scale.
+// to 2 offsets: `step` weights share a scale.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
-                      int max_pairs, vf total[][INT8_TOKENS][VECTORS]) {
+                      int max_pairs, vf *total) {
     enum { T = INT8_TOKENS, V = PANELS * VECTORS };
     vf sum[V][T] = {{{0}}};
     int step = 32 / scales, run = max_pairs < step / 4 ? max_pairs : step / 4;
@@ -5578,12 +5565,12 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
             }
         }
     UNROLL for (int v = 0; v < V; v++)
-        UNROLL for (int t = 0; t < T; t++) total[v / VECTORS][t][v % VECTORS] = sum[v][t];
+        UNROLL for (int t = 0; t < T; t++)
+            total[(v / VECTORS * T + t) * VECTORS + v % VECTORS] = sum[v][t];
 }
 
-static void int8_multiply(const Product *p) {
+static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
-    vf sum[PANELS][INT8_TOKENS][VECTORS];
     int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
 #define MULTIPLY(...) tile_int8(p->panel, p->acts, p->depth, __VA_ARGS__, sum)
     if (pairs == 8 && !f->per16) MULTIPLY(1, 1, 8);
@@ -5596,14 +5583,11 @@ static void int8_multiply(const Product *p) {
     else if (offsets) MULTIPLY(1, 1, 0);
     else MULTIPLY(1, 0, 0);
 #undef MULTIPLY
-    for (int i = 0; i < PANELS; i++)
-        tile_out(p, p->r + TILE * i, p->t, INT8_TOKENS, sum[i]);
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .step = 1024, .rows = PANELS * TILE, .depth = INT8_DEPTH,
-    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
-    .panel_bytes = PANELS * sizeof(Int8Panel),
+    .tokens = INT8_TOKENS, .panels = PANELS, .step = 1024, .depth = INT8_DEPTH,
+    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
@@ -5612,9 +5596,8 @@ static const Tile int8_tile = {
 static const Tile *amx_tile(const Matrix *w);
 
 // The activations of a single token are packed like a tile's.
-static const Tile float_token = {.tokens = 1, .rows = 1},
-    block_token = {.tokens = 1, .rows = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
-                   .pack = token_pack};
+static const Tile float_token = {.tokens = 1},
+    block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs), .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
@@ -5635,11 +5618,18 @@ typedef struct {
 static void pack_task(Task t) {
     const JobPlan *plan = ((const MatmulCall *)t.ctx)->job;
     while (t.i >= plan[1].first_pack) plan++;
+    const Matmul *job = plan->job;
     const Tile *tile = plan->tile;
-    int groups = (plan->job->n + tile->tokens - 1) / tile->tokens, i = t.i - plan->first_pack;
-    int64_t k = i / groups * tile->step, end = k + tile->step, cols = plan->job->w->cols;
-    tile->pack(plan->job, i % groups * tile->tokens, k, end < cols ? end : cols,
-               (char *)plan->acts + i % groups * plan->act_bytes + k / 256 * tile->act_bytes);
+    int groups = (job->n + tile->tokens - 1) / tile->tokens, i = t.i - plan->first_pack;
+    int first = i % groups * tile->tokens;
+    int64_t k = i / groups * tile->step, end = k + tile->step;
+    char *acts = (char *)plan->acts + i % groups * plan->act_bytes + k / 256 * tile->act_bytes;
+    if (end > job->w->cols) end = job->w->cols;
+    for (; k < end; k += 256, acts += tile->act_bytes)
+        for (int j = 0; j < tile->tokens; j++) {   // copies of the first token fill the last tile
+            const float *x = job->x + (first + j < job->n ? first + j : first) * x_step(job->w) + k;
+            tile->pack(job->w, x, end - k < 256 ? end - k : 256, j, acts);
+        }
 }
 
 // rows r .. end-1 for one token
@@ -5655,22 +5645,27 @@ static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, i
                            char *panels) {
     const Matrix *w = plan->job->w;
     const Tile *tile = plan->tile;
-    int groups = (t_end - t + tile->tokens - 1) / tile->tokens;
+    int groups = (t_end - t + tile->tokens - 1) / tile->tokens, rows = tile->panels * TILE;
     Product p = {.job = plan->job};
+    end = (end + rows - 1) / rows * rows;
+    vf sum[64 * VECTORS];   // of at most 2 panels and 32 tokens
     static _Thread_local bool backwards;   // every other task: it begins with what L2 still has
     backwards = !backwards;
     for (p.k = 0; p.k < w->cols; p.k += tile->depth) {
         char *panel = panels;
         p.depth = w->cols - p.k < tile->depth ? (int)(w->cols - p.k) : tile->depth;
-        for (p.r = r; p.r < end; p.r += tile->rows, panel += tile->panel_bytes)
+        for (p.r = r; p.r < end; p.r += TILE, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
         for (int i = 0; i < groups; i++) {
             p.t = t + (backwards ? groups - 1 - i : i) * tile->tokens;
             p.acts = plan->acts + p.t / tile->tokens * plan->act_bytes;
             p.acts += p.k / 256 * tile->act_bytes;
             p.panel = panels;
-            for (p.r = r; p.r < end; p.r += tile->rows, p.panel += tile->panel_bytes)
-                tile->multiply(&p);
+            for (p.r = r; p.r < end; p.r += rows, p.panel += tile->panels * tile->panel_bytes) {
+                tile->multiply(&p, sum);
+                for (int v = 0; v < tile->panels; v++)
+                    tile_out(&p, v, tile->tokens, sum + v * tile->tokens * VECTORS);
+            }
         }
     }
 }
@@ -5714,7 +5709,7 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
         packs = groups * ((w->cols - 1) / tile->step + 1);
         plan->acts = arena_take(arena, groups, plan->act_bytes);
     }
-    call->panel_bytes = larger(call->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
+    call->panel_bytes = larger(call->panel_bytes, tile->task_rows / TILE * tile->panel_bytes);
     plan[1].first_pack = plan->first_pack + packs;
 }
 
@@ -6210,11 +6205,11 @@ __attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
 
 // ---- 33. AMX ----
 //
-// One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
-// Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
-// the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
-// f32 weights take the six products above a float's precision, f16 the four with two parts,
-// 17 bits, of the activations, bf16 two. 2 x 2 tiles share their operands: one load per product.
+// One instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Weights
+// of block formats become bf16, scales and offsets included, and meet activations in bf16: that is
+// closer to exact than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take
+// the six largest of nine products; f16 weights take four, with two parts of each activation, 17
+// bits, and bf16 weights two. 2 x 2 tiles share their operands: one load per product.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
@@ -6223,16 +6218,15 @@ __attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
 enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
        MAX_PARTS = 3 };
 
-// Linux grants the tile registers on request.
-static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }   // asks Linux
 
-// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, because gcc 12
-// believes that only its first 8 bytes are read, and would leave out stores to the rest.
+// Palette 1; eight tile registers with 64 bytes in each of 16 rows. It is a constant, as gcc may take
+// only 8 bytes for read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
 
-typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of each
+typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of a token
 
 static int weight_parts(const Matrix *w) {
     return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
@@ -6242,31 +6236,29 @@ static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weigh
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
 }
-INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
+INLINE vf upper_bits(vf x) {   // rounded to the nearest bf16
     typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// 32 floats, each as a sum of `parts` bf16, `next` bytes apart; each part rounds what is left over
+// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; a part rounds what the
+// ones before leave
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// to AmxActs [(end - k)/32][parts]
-static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    int parts = act_parts(job->w);
+// to AmxActs [n/32][parts]
+static void amx_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
     AmxActs *a = acts;
-    for (int64_t i = k; i < end; i += 32, a += parts)
-        for (int c = 0; c < AMX_TOKENS; c++) {
-            const float *x = job->x + (t + c < job->n ? t + c : t) * x_step(job->w) + i;
-            float edge[32] = {0};
-            if (end - i < 32) x = memcpy(edge, x, (end - i) * sizeof *x);
-            store_parts(a->x[c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
-        }
+    for (; n > 0; n -= 32, x += 32, a += act_parts(w)) {
+        float edge[32] = {0};
+        const float *from = n < 32 ? memcpy(edge, x, n * sizeof *x) : x;
+        store_parts(a->x[token], sizeof *a, act_parts(w), load_f32(from), load_f32(from + 16));
+    }
 }
 
-// [16][width] to columns of pairs, [width/32][parts] tiles
+// Copies x [16][width] to [width/32][parts] tiles. A tile is 32 columns, in pairs: [16][16][2].
 static void amx_columns(const float *x, int width, int parts, char *to) {
     for (int i = 0; i < width; i += 32) {
         uint16_t rows[MAX_PARTS][TILE][32];
@@ -6278,18 +6270,18 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
     }
 }
 
-// up to 256 float weights of 16 rows
+// up to 256 float weights of 16 rows, to 8 [parts] tiles
 static void amx_floats(const Matrix *w, int64_t r, int64_t k, int n, char *to) {
     float x[TILE][256];
     if (n < 256) memset(x, 0, sizeof x);
     for (int j = 0; j < TILE; j++) {
-        prefetch_l2(weight_at(w, r + TILE + j, k), formats[w->type].bytes);   // the tile below
+        prefetch_l2(weight_at(w, r + TILE + j, k), formats[w->type].bytes);   // the panel below
         quant_dequantize(w->type, weight_at(w, r + j, k), x[j], n);
     }
     amx_columns(x[0], 256, weight_parts(w), to);
 }
 
-// 16 weights, a pair from each of 8 rows; d and m are of 16 rows, of which these begin at `from`
+// 16 weights: a pair from each of 8 rows, of which the first is row `from` of d and m [16]
 INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from) {
     __m512i row = (__m512i)((vi){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7} + from);
     __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
@@ -6297,8 +6289,8 @@ INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from
                                _mm512_permutexvar_ps(row, _mm512_loadu_ps(m)));
 }
 
-// 256 weights of 16 rows, to 8 tiles. They are transposed while they are codes, fewer bytes: those
-// of 8 rows, 16 bytes of each, are 8 x 8 pairs, transposed by interleaving rows i and i + 4 thrice.
+// 256 weights of 16 rows, to 8 tiles. They are transposed as codes, which are fewer bytes: 16 codes
+// from each of 8 rows are 8 x 8 pairs, which interleaving rows i and i + 4 three times transposes.
 static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     _Alignas(64) int8_t q[2][8][256], pairs[2][4][8][4][16];   // of half h: [h % 4][8][h / 4]
     _Alignas(64) float rows[TILE][2][16], scales[2][16][TILE];
@@ -6306,7 +6298,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     const uint8_t *b = weight_at(w, r, k);
     size_t next = w->cols * f->bytes / 256;
     for (int j = 0; j < TILE; j++, b += r + j < w->rows ? next : 0) {
-        prefetch_l2(b + TILE * next, f->bytes);   // a row of the tile below
+        prefetch_l2(b + TILE * next, f->bytes);   // a row of the panel below
         quant_decode(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
     }
     transpose(rows, 32, f->offsets ? 32 : 16, scales);
@@ -6320,7 +6312,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
         UNROLL for (int i = 0; i < 8; i++)
             _mm512_storeu_si512(pairs[n / 4][i / 4 * 2 + n % 4 / 2][n % 2 * 4 + i % 4], v[3][i]);
     }
-    for (int h = 0; h < 16; h++) {
+    for (int h = 0; h < 16; h++) {   // half a group
         const float *d = scales[0][h], *m = f->offsets ? scales[1][h] : rows[0][1];   // all -0.0f
         UNROLL for (int i = 0; i < 8; i++, to += 64)
             store_bf16(to, pair_weights(pairs[0][h % 4][i][h / 4], d, m, 0),
@@ -6328,21 +6320,16 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     }
 }
 
-// Two halves of 16 rows. In each, a tile is 32 weights of 16 rows as columns of pairs, [16][16][2];
-// there are [depth/32][parts] of them.
 static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
-    for (int half = 0; half < 2; half++, r += TILE) {
-        char *to = (char *)panel + half * (amx_tile(w)->panel_bytes / 2);
-        for (int i = 0; i < depth; i += 256, to += 8 * weight_parts(w) * TILE_BYTES)
-            if (formats[w->type].block) amx_block(w, r, k + i, to);
-            else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
-    }
+    char *to = panel;
+    for (int i = 0; i < depth; i += 256, to += 8 * weight_parts(w) * TILE_BYTES)
+        if (formats[w->type].block) amx_block(w, r, k + i, to);
+        else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
 }
 
-// out[2 * i + j] gets the 16 x 16 sums of rows 16 i .. of a times the columns of b + j * next, n
-// tiles deep, each of so many parts; or they are added to what it has.
-// Part i of a is about 2^-(8 i) of it: its product with part j of b matters where i + j < order.
-// With out[2] NULL the second 16 rows of a are left out.
+// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or is added
+// to. a and b are n tiles deep, each of so many parts. Part i of a number is about 2^-(8 i) of it,
+// so parts i of a and j of b are multiplied if i + j < order. out[2] NULL: a has only 16 rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -6359,9 +6346,9 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
     }
     for (int k = 0; k < n; k++, a += a_parts, columns += b_parts * TILE_BYTES)
         for (int j = 0; j < b_parts; j++)
-            for (int c = order - j < a_parts ? order - j : a_parts, m = 0; m < c; m++) {
+            for (int count = order - j < a_parts ? order - j : a_parts, m = 0; m < count; m++) {
                 const char *y = columns + j * TILE_BYTES;
-                int i = j % 2 ? m : c - 1 - m;   // in turns, so the tile loaded last is reused
+                int i = j % 2 ? m : count - 1 - m;   // to and fro: the tile loaded last is reused
                 bool loads = m > 0 || j % 2 == 0;
                 if (loads) _tile_loadd(4, a[i].x, 64);
                 if (m == 0) _tile_loadd(6, y, 64);
@@ -6380,21 +6367,18 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
     _tile_stored(3, out[3], 64);
 }
 
-static void amx_multiply(const Product *p) {
+static void amx_multiply(const Product *p, vf *sum) {
     const Matrix *w = p->job->w;
-    vf sum[2][AMX_TOKENS][VECTORS];
-    float *first = (float *)sum[0], *second = (float *)sum[1];   // of rows
-    bool more = p->t + TILE < p->job->n;                         // than half of the tokens
+    float *first = (float *)sum, *second = first + AMX_TOKENS * TILE;   // panel
+    bool more = p->t + TILE < p->job->n;                                // than half of the tokens
     float *out[] = {first, second, more ? first + TILE * TILE : NULL, second + TILE * TILE};
-    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
+    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes,
                 (p->depth + 31) / 32, 3, false, out);
-    tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
-    tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
 }
 
-#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .step = 256, .rows = 2 * TILE, \
+#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .panels = 2, .step = 256, \
     .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
-    .panel_bytes = 2 * deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
+    .panel_bytes = deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
     .multiply = amx_multiply}
 static const Tile amx_tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
                                  AMX_TILE(AMX_FLOATS, 3, 3)};
@@ -6402,34 +6386,34 @@ static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
     return &amx_tiles[act_parts(w) - 1];
 }
 
-// Attention splits each number into two bf16: three products, and still four times as fast as
-// floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
+// In attention each number is the sum of two bf16. Three products of them are still four times as
+// fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
 
 static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
-// keys to AmxActs [AMX_KEYS/32][hd/32][2]; behind them the values, transposed to rows of keys, to
-// AmxActs [vd/32][AMX_KEYS/32][2]
+// Packs keys to AmxActs [n/32][hd/32][2] and values, transposed to [vd][n], to AmxActs
+// [vd/32][AMX_KEYS/32][2], which lie behind the room for AMX_KEYS keys.
 static void amx_keys(const Attention *a, const KeyBlock *b) {
-    int deep = whole_32(a->hd), wide = whole_32(a->vd), keys = whole_32(b->n);
+    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd), keys = whole_32(b->n);
     float lo[32][TILE], hi[32][TILE];
-    AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * deep / 32 * 2;
+    AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * hd32 / 32 * 2;
     for (int j = 0; j < keys; j += 32)
-        for (int e = 0; e < deep; e += 32, to += 2)
+        for (int e = 0; e < hd32; e += 32, to += 2)
             for (int i = 0; i < 32; i++) {
-                const float *x = b->k + (j + i) * deep + e;
+                const float *x = b->k + (j + i) * hd32 + e;
                 store_parts(to->x[i], sizeof *to, 2, load_f32(x), load_f32(x + 16));
             }
-    for (int e = 0; e < wide; e += 32, values += AMX_KEYS / 32 * 2)
+    for (int e = 0; e < vd32; e += 32, values += AMX_KEYS / 32 * 2)
         for (int j = 0; j < keys; j += 32) {
-            transpose(b->v + j * wide + e, wide, 32, lo);
-            transpose(b->v + (j + 16) * wide + e, wide, 32, hi);
+            transpose(b->v + j * vd32 + e, vd32, 32, lo);
+            transpose(b->v + (j + 16) * vd32 + e, vd32, 32, hi);
             to = values + j / 32 * 2;
             for (int i = 0; i < 32; i++)
                 store_parts(to->x[i], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
         }
 }
 
-// two rows of 16 floats as columns of pairs of bf16: upper bits, and a tile further what remains
+// stores rows a and b as columns of pairs: their upper bits, and one tile further what remains
 INLINE void store_pairs(uint32_t *to, vf a, vf b) {
     for (int p = 0; p < 2; p++, to += TILE_BYTES / 4) {
         vf x = upper_bits(a), y = upper_bits(b);
@@ -6439,7 +6423,7 @@ INLINE void store_pairs(uint32_t *to, vf a, vf b) {
     }
 }
 
-// two query tiles at once, as a product is 2 x 2 tiles
+// attends for two query tiles at once, as a product is 2 x 2 tiles
 static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[2][AMX_KEYS][TILE] __attribute__((aligned(64)));
     uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
