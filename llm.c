@@ -4803,9 +4803,8 @@ static __attribute__((unused)) void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight; at 100 ns each
-// that is 10 GB/s. L2 has 48. So L2 fetches from memory far ahead of the reader, and L1 from L2
-// shortly before.
+// Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
+// each; L2 has 48. So L2 fetches from memory far ahead of the reader; L1 from L2 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
 enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
 #else
@@ -4855,9 +4854,8 @@ struct Pool {
 static bool amx_allow(void);
 static void amx_use(bool on);
 
-// A denormal number costs 100 cycles and is nearly nothing: workers flush denormals to zero, and so
-// does the caller during a call. cpu_pause, in a waiting loop, leaves more of the core to its other
-// thread.
+// A denormal number costs 100 cycles and is nearly 0: workers, and the caller during a call, flush
+// it to 0. cpu_pause, in a loop that waits, leaves more of a core to its other thread.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
@@ -5009,6 +5007,7 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
     return (vf)(((vi)a & more) | ((vi)b & ~more));
@@ -5329,7 +5328,7 @@ typedef struct {
 } Product;
 
 typedef struct {
-    int tokens, panels;            // of a Product; the job may end before
+    int tokens;                    // of a Product, at most MAX_TOKENS; the job may have fewer
     int step;                      // columns that a task packs, of `tokens` tokens; whole 256
     int depth, task_rows;          // weights of a row in a panel; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
@@ -5338,11 +5337,11 @@ typedef struct {
     void (*pack)(const Matrix *w, const float *x, int n, int token, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+15
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
-    void (*multiply)(const Product *p, vf *sum);   // to sum[panels][tokens][16]
+    void (*multiply)(const Product *p, vf *sum);   // to sum[PANELS][tokens][16]
 } Tile;
 
-// a panel has 16 rows, in so many vectors; a tile of floats or int8 has so many panels
-enum { TILE = 16, VECTORS = TILE / LANES, PANELS = LANES == 16 ? 2 : 1 };
+// A panel has TILE rows, which are so many vectors, and a tile of products so many panels.
+enum { TILE = 16, VECTORS = TILE / LANES, PANELS = LANES == 16 ? 2 : 1, MAX_TOKENS = 32 };
 
 // Copies n words of 32 bits (a float or four codes) from each of 16 rows, which lie `stride` words
 // apart, to n columns of 16.
@@ -5377,23 +5376,26 @@ static void transpose(const void *rows, int stride, int n, void *to) {
 }
 #endif
 
-// Adds sums [tokens][16] of panel i to out, as far as the job has their rows and tokens; those of
-// the first weights overwrite out. The last ones bring the matrix's scale and bias.
-static void tile_out(const Product *p, int i, int tokens, const vf *sum) {
+// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens; those of the
+// first weights overwrite out. The last ones bring the matrix's scale and bias.
+static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
     bool first = p->k == 0, last = p->k + p->depth == w->cols;
-    int64_t r = p->r + i * TILE;
-    int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // past the end 0 or less
-    float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
-    if (last && w->bias && rows > 0) memcpy(bias, w->bias + r, rows * sizeof *bias);
-    for (int t = p->t; t < p->t + tokens && t < p->job->n && rows > 0; t++, sum += VECTORS) {
-        float *out = p->job->out + t * out_step(w) + r, *y = rows < TILE ? edge : out;
-        if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
-        for (int v = 0; v < VECTORS; v++) {
-            vf value = sum[v] + (first ? (vf){0} : load_f32(y + LANES * v));
-            store(y + LANES * v, value * scale + load_f32(bias + LANES * v));
+    float scale = last && w->scale ? *w->scale : 1;
+    for (int64_t r = p->r; r < smaller(p->r + PANELS * TILE, w->rows); r += TILE) {
+        int rows = smaller(w->rows - r, TILE);
+        float bias[TILE] = {0}, edge[TILE] = {0};
+        if (last && w->bias) memcpy(bias, w->bias + r, rows * sizeof *bias);
+        const vf *sum = sums + (r - p->r) / LANES * tokens;
+        for (int t = p->t; t < smaller(p->t + tokens, p->job->n); t++, sum += VECTORS) {
+            float *out = p->job->out + t * out_step(w) + r, *y = rows < TILE ? edge : out;
+            if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
+            for (int v = 0; v < VECTORS; v++) {
+                vf value = sum[v] + (first ? (vf){0} : load_f32(y + LANES * v));
+                store(y + LANES * v, value * scale + load_f32(bias + LANES * v));
+            }
+            if (rows < TILE) memcpy(out, edge, rows * sizeof *edge);
         }
-        if (rows < TILE) memcpy(out, edge, rows * sizeof *edge);
     }
 }
 
@@ -5447,7 +5449,7 @@ static void float_multiply(const Product *p, vf *sum) {
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .panels = PANELS, .step = 1024, .depth = FLOAT_DEPTH,
+    .tokens = PACKED_TOKENS, .step = 1024, .depth = FLOAT_DEPTH,
     .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
     .panel_bytes = FLOAT_DEPTH * TILE * sizeof(float),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
@@ -5586,14 +5588,19 @@ static void int8_multiply(const Product *p, vf *sum) {
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .panels = PANELS, .step = 1024, .depth = INT8_DEPTH,
+    .tokens = INT8_TOKENS, .step = 1024, .depth = INT8_DEPTH,
     .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
 // ---- 27. matmul ----
 
-static const Tile *amx_tile(const Matrix *w);
+// AMX splits numbers into bf16 parts: so many for a weight, and for an activation that meets it.
+static int weight_parts(const Matrix *w) {
+    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
+}
+static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
+static const Tile amx_tiles[3];   // by act_parts - 1
 
 // The activations of a single token are packed like a tile's.
 static const Tile float_token = {.tokens = 1},
@@ -5622,13 +5629,12 @@ static void pack_task(Task t) {
     const Tile *tile = plan->tile;
     int groups = (job->n + tile->tokens - 1) / tile->tokens, i = t.i - plan->first_pack;
     int first = i % groups * tile->tokens;
-    int64_t k = i / groups * tile->step, end = k + tile->step;
+    int64_t k = i / groups * tile->step, end = smaller(k + tile->step, job->w->cols);
     char *acts = (char *)plan->acts + i % groups * plan->act_bytes + k / 256 * tile->act_bytes;
-    if (end > job->w->cols) end = job->w->cols;
     for (; k < end; k += 256, acts += tile->act_bytes)
         for (int j = 0; j < tile->tokens; j++) {   // copies of the first token fill the last tile
             const float *x = job->x + (first + j < job->n ? first + j : first) * x_step(job->w) + k;
-            tile->pack(job->w, x, end - k < 256 ? end - k : 256, j, acts);
+            tile->pack(job->w, x, smaller(end - k, 256), j, acts);
         }
 }
 
@@ -5645,15 +5651,15 @@ static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, i
                            char *panels) {
     const Matrix *w = plan->job->w;
     const Tile *tile = plan->tile;
-    int groups = (t_end - t + tile->tokens - 1) / tile->tokens, rows = tile->panels * TILE;
+    int groups = (t_end - t + tile->tokens - 1) / tile->tokens, rows = PANELS * TILE;
     Product p = {.job = plan->job};
-    end = (end + rows - 1) / rows * rows;
-    vf sum[64 * VECTORS];   // of at most 2 panels and 32 tokens
+    vf sum[PANELS * MAX_TOKENS * VECTORS];
     static _Thread_local bool backwards;   // every other task: it begins with what L2 still has
     backwards = !backwards;
+    end = (end + rows - 1) / rows * rows;
     for (p.k = 0; p.k < w->cols; p.k += tile->depth) {
         char *panel = panels;
-        p.depth = w->cols - p.k < tile->depth ? (int)(w->cols - p.k) : tile->depth;
+        p.depth = smaller(w->cols - p.k, tile->depth);
         for (p.r = r; p.r < end; p.r += TILE, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
         for (int i = 0; i < groups; i++) {
@@ -5661,10 +5667,9 @@ static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, i
             p.acts = plan->acts + p.t / tile->tokens * plan->act_bytes;
             p.acts += p.k / 256 * tile->act_bytes;
             p.panel = panels;
-            for (p.r = r; p.r < end; p.r += rows, p.panel += tile->panels * tile->panel_bytes) {
+            for (p.r = r; p.r < end; p.r += rows, p.panel += PANELS * tile->panel_bytes) {
                 tile->multiply(&p, sum);
-                for (int v = 0; v < tile->panels; v++)
-                    tile_out(&p, v, tile->tokens, sum + v * tile->tokens * VECTORS);
+                tile_out(&p, tile->tokens, sum);
             }
         }
     }
@@ -5680,8 +5685,7 @@ static void matmul_task(Task t) {
     // for a single token, else half of the tokens.
     int first = i < plan->whole ? 2 * i : i + plan->whole, last = first + (i < plan->whole ? 2 : 1);
     int64_t half = plan->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
-    int64_t end = (n == 1 ? last : (last + 1) / 2 * 2) * half;
-    if (end > plan->job->w->rows) end = plan->job->w->rows;
+    int64_t end = smaller((n == 1 ? last : (last + 1) / 2 * 2) * half, plan->job->w->rows);
     if (n == 1) multiply_token(plan, r, end);
     else multiply_tiles(plan, r, end, first % 2 ? middle : 0, last % 2 ? middle : n,
                         call->panels + t.thread * call->panel_bytes);
@@ -5694,7 +5698,7 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     const JobPlan *same = call->job;
     bool block = formats[w->type].block;
     const Tile *tile = INT8_TILE && block ? &int8_tile : &float_tile;
-    if (p->amx) tile = amx_tile(w);
+    if (p->amx) tile = &amx_tiles[act_parts(w) - 1];
     if (job->n == 1) tile = block ? &block_token : &float_token;
     size_t groups = (job->n + tile->tokens - 1) / tile->tokens, packs = 0;
     plan->job = job;
@@ -5725,8 +5729,7 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
         bool one = plan->job->n == 1;   // 512 KB are the fastest, as memory likes long runs
         size_t share = bytes / (p->threads * (one ? 3 : 4)) / plan->row_bytes;
         size_t most = one ? (512 << 10) / plan->row_bytes : (size_t)plan->tile->task_rows;
-        size_t rows = share < most ? share : most;
-        plan->task_rows = larger(rows / 32, 1) * 32;
+        plan->task_rows = larger(smaller(share, most) / 32, 1) * 32;
         int blocks = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
         int halved = k ? 0 : one ? p->threads : plan->job->n >= 256 ? p->threads / 2 : 0;
         plan->whole = blocks > halved ? blocks - halved : 0;
@@ -5760,7 +5763,7 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 // passed over; rows that all see need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int n, int first, int last) {
-    int any = 0, all = 1, end = r + n < a->rows ? r + n : a->rows;
+    int any = 0, all = 1, end = smaller(r + n, a->rows);
     for (int j = r; j < end; j++) {
         int key = a->pos_k[j], nearest = key < first ? first : key < last ? key : last;
         any |= attention_sees(a, nearest, key);
@@ -5770,9 +5773,7 @@ static int block_seen(const Attention *a, int r, int n, int first, int last) {
 }
 
 // a ring fills in order: it has written so many of its rows
-static int rows_used(const Attention *a) {
-    return a->pos + a->n < a->rows ? a->pos + a->n : a->rows;
-}
+static int rows_used(const Attention *a) { return smaller(a->pos + a->n, a->rows); }
 
 // ---- 29. attention of many queries ----
 //
@@ -5800,11 +5801,11 @@ typedef struct {                       // n rows of a KV head's cache
 
 typedef struct {
     int keys;                          // rows in a block
-    int tiles;                         // query tiles that `attend` takes at once
     int task_queries;                  // most queries of a task, all heads counted: they stay in L2
-    void (*pack_queries)(const float *q, int width, void *to);         // [16][width]
-    void (*pack_keys)(const Attention *a, const KeyBlock *b);          // NULL: not needed
-    // computes scores, calls tile_softmax, and adds the block's weighted values to the results
+    // from [16][width]; NULL: floats in columns, keys as they are
+    void (*pack_queries)(const float *q, int width, void *to);
+    void (*pack_keys)(const Attention *a, const KeyBlock *b);
+    // of PANELS query tiles: scores, tile_softmax, and the weighted values added to the results
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
@@ -5861,11 +5862,8 @@ static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
                    true, q->out + TILE * e, next);
 }
 
-static void float_queries(const float *q, int width, void *to) { transpose(q, width, width, to); }
-
 static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = PANELS, .task_queries = 256,
-    .pack_queries = float_queries, .attend = float_attend,
+    .keys = FLOAT_KEYS, .task_queries = 256, .attend = float_attend,
 };
 static const AttentionTile amx_attention;
 
@@ -5873,24 +5871,10 @@ typedef struct {
     const Attention *a;
     const AttentionTile *tile;
     int tasks, queries, tiles;         // a task has `queries` of each head, in `tiles` QueryTiles
-    char *work;                        // [threads][work_bytes] buffers of the threads
-    size_t work_bytes;
+    QueryTile *q;                      // [threads][tiles]
+    float *work;                       // [threads][work_size] for KeyBlock and QueryTiles
+    size_t work_size;
 } ManyCall;
-
-// takes a thread's buffers from the arena
-static QueryTile *many_buffers(const ManyCall *call, Arena *arena, KeyBlock *b) {
-    size_t keys = call->tile->keys, k = whole_32(call->a->hd) * sizeof(float),
-           v = whole_32(call->a->vd) * sizeof(float);
-    QueryTile *q = arena_take(arena, call->tiles, sizeof *q);
-    b->k = arena_take(arena, keys, k);
-    b->v = arena_take(arena, keys, v);
-    b->packed = arena_take(arena, call->tile->pack_keys ? keys : 0, k + v);
-    for (int i = 0; i < call->tiles; i++) {
-        void *packed = arena_take(arena, TILE, k), *out = arena_take(arena, TILE, v);
-        if (arena->base) q[i] = (QueryTile){.q = packed, .out = out};
-    }
-    return q;
-}
 
 // Packs a task's queries: number j is query first + j / group of head kv * group + j % group.
 // Copies of the last one fill the last tiles. rows [16][hd32] must be zeros on entry.
@@ -5908,7 +5892,8 @@ static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, 
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
         tile->pos[lane] = a->pos + query;
         if (lane < TILE - 1) continue;
-        call->tile->pack_queries(rows, hd32, tile->q);
+        if (call->tile->pack_queries) call->tile->pack_queries(rows, hd32, tile->q);
+        else transpose(rows, hd32, hd32, tile->q);
         memset(tile->out, 0, TILE * whole_32(a->vd) * sizeof(float));
     }
 }
@@ -5918,21 +5903,21 @@ static void many_task(Task t) {
     const Attention *a = call->a;
     // the last queries see most keys: they come first, so that no thread is left alone with them
     int task = call->tasks - 1 - t.i, kv = task % a->n_kv, group = a->n_head / a->n_kv;
-    int first = task / a->n_kv * call->queries, left = a->n - first;
-    int count = left < call->queries ? left : call->queries;
-    int keys = call->tile->keys, step = call->tile->tiles;
-    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd);
-    KeyBlock b = {0};
-    Arena arena = {.base = call->work + t.thread * call->work_bytes, .size = call->work_bytes};
-    QueryTile *q = many_buffers(call, &arena, &b);
-    int most = rows_used(a) < keys ? whole_32(rows_used(a)) : keys;   // rows of a block
+    int first = task / a->n_kv * call->queries, count = smaller(a->n - first, call->queries);
+    int keys = call->tile->keys, hd32 = whole_32(a->hd), vd32 = whole_32(a->vd), both = hd32 + vd32;
+    float *work = call->work + t.thread * call->work_size;
+    QueryTile *q = call->q + t.thread * call->tiles;
+    for (int i = 0; i < call->tiles; i++, work += TILE * both)
+        q[i] = (QueryTile){.q = work, .out = work + TILE * hd32};
+    KeyBlock b = {.k = work, .v = work + keys * hd32, .packed = work + keys * both};
+    int most = smaller(whole_32(rows_used(a)), keys);   // rows of a block
     memset(b.k, 0, sizeof(float) * most * hd32);
     memset(b.v, 0, sizeof(float) * most * vd32);
     many_start(call, q, b.k, kv, first, count * group);
     for (int r = 0; r < rows_used(a); r += keys) {
         int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + count - 1);
         if (seen == NONE_SEEN) continue;
-        int n = b.n = rows_used(a) - r < keys ? rows_used(a) - r : keys;
+        int n = b.n = smaller(rows_used(a) - r, keys);
         b.pos = a->pos_k + r;
         b.masked = seen == SOME_SEEN;
         for (int j = 0; j < n; j++) {
@@ -5941,8 +5926,8 @@ static void many_task(Task t) {
             quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * vd32, a->vd);
         }
         if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
-        for (int i = 0; i * TILE < count * group; i += step) {
-            uint32_t last = q[i + step - 1].pos[TILE - 1];   // their last key; an empty row has -1
+        for (int i = 0; i * TILE < count * group; i += PANELS) {
+            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // their last key; empty rows: -1
             for (b.n = n; !a->ahead && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;
             call->tile->attend(a, &b, &q[i]);
         }
@@ -5958,19 +5943,17 @@ static void many_task(Task t) {
 }
 
 static void attend_many(Pool *p, Arena *arena, const Attention *a) {
-    int group = a->n_head / a->n_kv;
+    int group = a->n_head / a->n_kv, step = PANELS * TILE;
     ManyCall call = {.a = a, .tile = p->amx ? &amx_attention : &float_attention};
-    Arena count = {0};
-    int step = TILE * call.tile->tiles, most = call.tile->task_queries;
     // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
     int share = larger(a->n * a->n_head / (4 * p->threads), step);
-    call.queries = larger((share < most ? share : most) / group, 1);
-    if (call.queries > a->n) call.queries = a->n;
+    call.queries = smaller(larger(smaller(share, call.tile->task_queries) / group, 1), a->n);
     call.tasks = a->n_kv * ((a->n + call.queries - 1) / call.queries);
-    call.tiles = (call.queries * group + step - 1) / step * call.tile->tiles;
-    many_buffers(&call, &count, &(KeyBlock){0});
-    call.work_bytes = count.peak;
-    call.work = arena_take(arena, p->threads, call.work_bytes);
+    call.tiles = (call.queries * group + step - 1) / step * PANELS;
+    int rows = call.tiles * TILE + call.tile->keys * (call.tile->pack_keys ? 2 : 1);
+    call.work_size = rows * (whole_32(a->hd) + whole_32(a->vd));
+    call.q = arena_take(arena, p->threads * call.tiles, sizeof *call.q);
+    call.work = arena_take(arena, p->threads * call.work_size, sizeof *call.work);
     if (arena->base) parallel(p, many_task, &call, NULL, call.tasks);
 }
 
@@ -6081,7 +6064,7 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
 // the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
 INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
-    int r = call->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
+    int r = call->block[b], n = smaller(a->rows - r, FEW);
     size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row, stride = partial_floats(a) * call->splits;
     int32_t pos[FEW];
@@ -6205,33 +6188,28 @@ __attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
 
 // ---- 33. AMX ----
 //
-// One instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Weights
-// of block formats become bf16, scales and offsets included, and meet activations in bf16: that is
-// closer to exact than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take
-// the six largest of nine products; f16 weights take four, with two parts of each activation, 17
-// bits, and bf16 weights two. 2 x 2 tiles share their operands: one load per product.
+// One instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
+// formats become bf16, with scales and offsets, and meet bf16 activations: that is closer to exact
+// than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six largest
+// of nine products; f16 weights take four, with two parts, 17 bits, of each activation; bf16 weights
+// take two. 2 x 2 tiles share their operands: one load per product.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 #include <sys/syscall.h>
-enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
-       MAX_PARTS = 3 };
+enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = MAX_TOKENS, AMX_KEYS = 128,
+       TILE_BYTES = 1024, MAX_PARTS = 3 };
 
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }   // asks Linux
 
-// Palette 1; eight tile registers with 64 bytes in each of 16 rows. It is a constant, as gcc may take
-// only 8 bytes for read, and would leave out stores to the rest.
+// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, as gcc believes that
+// only its first 8 bytes are read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
 
 typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of a token
-
-static int weight_parts(const Matrix *w) {
-    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
-}
-static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
 
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
@@ -6327,9 +6305,9 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
         else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
 }
 
-// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or is added
-// to. a and b are n tiles deep, each of so many parts. Part i of a number is about 2^-(8 i) of it,
-// so parts i of a and j of b are multiplied if i + j < order. out[2] NULL: a has only 16 rows.
+// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, added to
+// what is there if `adds`. a and b are n tiles deep, each of some parts. Part i of a number is about
+// 2^-8i of it: parts i and j are multiplied if i + j < order. out[2] NULL: only 16 rows of a count.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -6372,19 +6350,16 @@ static void amx_multiply(const Product *p, vf *sum) {
     float *first = (float *)sum, *second = first + AMX_TOKENS * TILE;   // panel
     bool more = p->t + TILE < p->job->n;                                // than half of the tokens
     float *out[] = {first, second, more ? first + TILE * TILE : NULL, second + TILE * TILE};
-    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes,
-                (p->depth + 31) / 32, 3, false, out);
+    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w),
+                amx_tiles[act_parts(w) - 1].panel_bytes, (p->depth + 31) / 32, 3, false, out);
 }
 
-#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .panels = 2, .step = 256, \
+#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .step = 256, \
     .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
     .panel_bytes = deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
     .multiply = amx_multiply}
-static const Tile amx_tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
-                                 AMX_TILE(AMX_FLOATS, 3, 3)};
-static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
-    return &amx_tiles[act_parts(w) - 1];
-}
+static const Tile amx_tiles[3] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
+                                  AMX_TILE(AMX_FLOATS, 3, 3)};   // blocks; f16 and bf16; f32
 
 // In attention each number is the sum of two bf16. Three products of them are still four times as
 // fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
@@ -6442,22 +6417,20 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
                         load_f32(s[t][j + 1]));
     }
     for (int e = 0; e < a->vd; e += 32, values += AMX_KEYS / 32 * 2) {
-        float *a_out = q[0].out + e * TILE, *b_out = q[1].out + e * TILE;
-        float *out[] = {a_out, b_out, a_out + TILE * TILE, b_out + TILE * TILE};
+        float *out[] = {q[0].out + e * TILE, q[1].out + e * TILE,
+                        q[0].out + (e + 16) * TILE, q[1].out + (e + 16) * TILE};
         amx_product(values, 2, weights[0], 2, sizeof weights[0], keys / 32, 2, true, out);
     }
 }
 
 static const AttentionTile amx_attention = {
-    .keys = AMX_KEYS, .tiles = 2, .task_queries = 512,
+    .keys = AMX_KEYS, .task_queries = 512,
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
 #else
 static bool amx_allow(void) { return false; }
 static void amx_use(bool on) { (void)on; }
-#ifndef LLM_PLAIN
-static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
-#endif
+
 #endif
 
 // ==== Part V: main ===============================================================================
