@@ -5070,9 +5070,7 @@ INLINE vf evens(vf v) { return (vf)_mm256_moveldup_ps((__m256)v); }
 INLINE vf odds(vf v) { return (vf)_mm256_movehdup_ps((__m256)v); }
 #else
 INLINE vf dot_scaled(vi dot, vf scale) { return ((vf)dot - MAGIC) * scale; }
-INLINE vf pair_sums(vf a, vf b) {
-    return (vf){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
-}
+INLINE vf pair_sums(vf a, vf b) { return (vf){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]}; }
 INLINE vf evens(vf v) { return (vf){v[0], v[0], v[2], v[2]}; }
 INLINE vf odds(vf v) { return (vf){v[1], v[1], v[3], v[3]}; }
 #if defined(QUANT_NEON)
@@ -5313,12 +5311,12 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 //
 // out [n][rows] is computed in tiles of some tokens times 16 or 32 rows, whose sums stay in
 // registers. Rows lie across the lanes and activations are broadcast, so no lanes are added up. A
-// task has up to `task_rows` rows of one matrix. It decodes `depth` weights of each row to panels,
-// which stay in L2 while it multiplies them with all tokens of the chunk; a tile's activations stay
-// in L1 meanwhile. Then it takes the next `depth` weights, whose products it adds to out.
+// task decodes `depth` weights of each of its rows to panels, which stay in L2 while it multiplies
+// them with all tokens of the chunk; a tile's activations stay in L1 meanwhile. Then it takes the
+// next `depth` weights, whose products it adds to out.
 //
-// A Tile is what differs between CPUs and formats: three functions and the sizes they need. Only
-// these functions know how packed activations and panels are laid out.
+// A Tile is what differs between CPUs and formats. Only its three functions know how packed
+// activations and panels are laid out.
 
 typedef struct {
     const Matmul *job;
@@ -5536,8 +5534,7 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
                       int max_pairs, vf *total) {
     enum { T = INT8_TOKENS, V = PANELS * VECTORS };
     vf sum[V][T] = {{{0}}};
-    int step = 32 / scales, run = max_pairs < step / 4 ? max_pairs : step / 4;
-    int each = offsets / scales;
+    int step = 32 / scales, run = smaller(max_pairs, step / 4), each = offsets / scales;
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
         UNROLL for (int half = 0; half < scales; half++) {
             size_t all = scales > 1 ? half : 2, code = g / 8 * 64 + g % 8 * 2;
@@ -5717,11 +5714,10 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     plan[1].first_pack = plan->first_pack + packs;
 }
 
-// Cuts the rows of k jobs into blocks of about as many bytes of weights and whole cache lines of
-// out. There are four per thread, as each task reads all activations, or three for a single token.
-// A block is a task. Some cores are slower (two threads may share one), so each of the last blocks
-// is two tasks: for a single token of half the rows, else of half the tokens, if they are so many
-// that decoding the weights twice costs less than waiting.
+// Cuts the rows of k jobs into blocks of whole cache lines of out and about equal bytes of weights,
+// four per thread, as each reads all activations, or three for a single token. A block is a task.
+// As some cores are slower (two threads may share one), the last blocks are two tasks each, of half
+// the rows for a single token, else of half the tokens, if these are worth decoding weights twice.
 static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += plan[i].row_bytes * plan[i].job->w->rows;
@@ -5966,22 +5962,20 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
 // and sums of its own, a Partial; the thread that finishes a head's last split joins its Partials.
 
 enum { FEW = 32, SPLIT_BLOCKS = 4 };
-typedef struct { float top, sum, out[]; } Partial;   // out[vd]
+typedef struct { float top, sum, out[]; } Partial;   // largest score; sum of weights; [vd] values
 typedef struct {
     const Attention *a;
     int32_t *block;                // [blocks] first row of each block that the query sees
     int blocks, splits;            // splits = blocks / SPLIT_BLOCKS, rounded up
     int heads, units;              // a unit has the heads that share a KV head, or some of them
     int run;                       // splits that a task has, one unit's after the other's
-    float *partials;               // [n_head][splits] of Partial
+    float *partials;               // [n_head][splits] Partials
+    size_t size;                   // floats of a Partial
     atomic_int *missing;           // [units] splits that are not finished
 } OneCall;
 
-static size_t partial_floats(const Attention *a) { return sizeof(Partial) / sizeof(float) + a->vd; }
-
 static Partial *partial_of(const OneCall *call, int head, int split) {
-    size_t i = (size_t)head * call->splits + split;
-    return (Partial *)(call->partials + i * partial_floats(call->a));
+    return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
 // s[heads][FEW] = products of n keys k with the queries of neighbouring heads
@@ -6066,7 +6060,7 @@ INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
     int r = call->block[b], n = smaller(a->rows - r, FEW);
     size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
-    size_t row = (size_t)kv * a->rows + r, next = row, stride = partial_floats(a) * call->splits;
+    size_t row = (size_t)kv * a->rows + r, next = row, stride = call->size * call->splits;
     int32_t pos[FEW];
     float s[4][FEW];
     if (g == 0 && b + 1 < call->blocks) next = row - r + call->block[b + 1];
@@ -6108,7 +6102,7 @@ static void one_task(Task t) {
         int first = unit * call->heads, kv = first / group, last = first % group + call->heads;
         for (int g = 0; g < call->heads; g++) {
             Partial *partial = partial_of(call, first + g, split);
-            memset(partial, 0, partial_floats(a) * sizeof(float));
+            memset(partial, 0, call->size * sizeof(float));
             partial->top = -FLT_MAX;
         }
         for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
@@ -6124,7 +6118,7 @@ static void one_task(Task t) {
 
 static void attend_one(Pool *p, Arena *arena, const Attention *a) {
     OneCall call = {.a = a, .blocks = (a->rows + FEW - 1) / FEW, .heads = a->n_head / a->n_kv,
-                    .units = a->n_kv};
+                    .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
     call.block = arena_take(arena, call.blocks, sizeof *call.block);
     if (arena->base) {
         call.blocks = 0;
@@ -6138,8 +6132,7 @@ static void attend_one(Pool *p, Arena *arena, const Attention *a) {
     }
     int all = call.units * call.splits;
     call.missing = arena_take(arena, a->n_head, sizeof *call.missing);
-    call.partials = arena_take(arena, (size_t)a->n_head * call.splits * partial_floats(a),
-                               sizeof *call.partials);
+    call.partials = arena_take(arena, (size_t)a->n_head * call.splits, call.size * sizeof(float));
     if (!arena->base) return;
     for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
     call.run = larger(all / (4 * p->threads), 1);   // a long run in memory, yet four tasks a thread
@@ -6189,10 +6182,10 @@ __attribute__((unused)) static double gpu_rate(Session *s, void *p, size_t n) {
 // ---- 33. AMX ----
 //
 // One instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
-// formats become bf16, with scales and offsets, and meet bf16 activations: that is closer to exact
-// than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six largest
-// of nine products; f16 weights take four, with two parts, 17 bits, of each activation; bf16 weights
-// take two. 2 x 2 tiles share their operands: one load per product.
+// formats become bf16, scales and offsets included, and so do their activations: closer to exact
+// than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
+// largest of nine products, f16 weights four, with two parts (17 bits) of each activation, bf16
+// weights two. 2 x 2 tiles share their operands: one load per product.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
@@ -6203,8 +6196,8 @@ enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = MAX_TOKENS, AMX_KEYS = 1
 
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }   // asks Linux
 
-// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, as gcc believes that
-// only its first 8 bytes are read, and would leave out stores to the rest.
+// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, because gcc thinks
+// that only its first 8 bytes are read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
@@ -6305,9 +6298,9 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
         else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
 }
 
-// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, added to
-// what is there if `adds`. a and b are n tiles deep, each of some parts. Part i of a number is about
-// 2^-8i of it: parts i and j are multiplied if i + j < order. out[2] NULL: only 16 rows of a count.
+// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or, if
+// `adds`, is added to. a and b are n tiles deep, each of some parts. Part i of a number is about
+// 2^-8i of it: parts i and j are multiplied if i + j < order. out[2] NULL: a has only 16 rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -6388,14 +6381,10 @@ static void amx_keys(const Attention *a, const KeyBlock *b) {
         }
 }
 
-// stores rows a and b as columns of pairs: their upper bits, and one tile further what remains
-INLINE void store_pairs(uint32_t *to, vf a, vf b) {
-    for (int p = 0; p < 2; p++, to += TILE_BYTES / 4) {
-        vf x = upper_bits(a), y = upper_bits(b);
-        store(to, (vf)((vi)_mm512_srli_epi32((__m512i)x, 16) | (vi)y));
-        a -= x;
-        b -= y;
-    }
+// a[0], b[0], a[1], b[1] .. a[7], b[7], or from `first` on
+INLINE vf interleave(vf a, vf b, int first) {
+    __m512i at = (__m512i)((vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23} + first);
+    return (vf)_mm512_permutex2var_ps((__m512)a, at, (__m512)b);
 }
 
 // attends for two query tiles at once, as a product is 2 x 2 tiles
@@ -6412,9 +6401,11 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
         memset(s[t][b->n], 0, (keys - b->n) * sizeof s[t][0]);
-        for (int j = 0; j < keys; j += 2)
-            store_pairs(weights[t][j / 32][0][j / 2 % 16], load_f32(s[t][j]),
-                        load_f32(s[t][j + 1]));
+        for (int j = 0; j < keys; j += 2) {
+            vf x = load_f32(s[t][j]), y = load_f32(s[t][j + 1]);
+            store_parts(weights[t][j / 32][0][j / 2 % 16], TILE_BYTES, 2, interleave(x, y, 0),
+                        interleave(x, y, 8));
+        }
     }
     for (int e = 0; e < a->vd; e += 32, values += AMX_KEYS / 32 * 2) {
         float *out[] = {q[0].out + e * TILE, q[1].out + e * TILE,
