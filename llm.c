@@ -3610,6 +3610,7 @@ typedef struct { List list; Dict named; } Args;
 typedef struct {
     const char *source, *p;                 // read up to p; later what runs
     const char *tag_end;                    // the last tag ends here, or a text does
+    bool raw;                               // that tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
     Dict *scope;                            // the names that are set here; outer: those around it
@@ -4199,15 +4200,15 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(not, "`not` not | compare")           X(sum, "join ((`+` | `-`) join)*") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
     X(join, "product (`~` product)*") X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
-    X(unary, "(sign | postfix) (filter | test)*")   X(sign, "(`-` | `+`) (sign | postfix)") \
+    X(unary, "(sign | postfix) ('|' filter | test)*") X(sign, "(`-` | `+`) (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
     X(list, "'[' (value (',' value?)*)? ']'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
     X(member, "'.' (name args? | number)")  X(args, "'(' (arg (',' arg?)*)? ')'") \
-    X(arg, "(`**` | `*`)? value ('=' value)?")                  X(filter, "'|' name args?") \
-    X(test, "'is' `not`? name (args | postfix)?") \
+    X(arg, "(`**` | `*`)? value ('=' value)?")              X(filter, "name args?") \
+    X(test, "'is' `not`? name postfix?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
@@ -4219,11 +4220,11 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
     X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
-    X(pipe, "'filter' (inline '%}' | wrong) block 'endfilter' '%}'") X(inline, "name args?") \
-    X(raw, "'raw' text '{%' 'endraw' '%}'")                 X(builtin, "name* params") \
+    X(pipe, "'filter' (filter '%}' | wrong) block 'endfilter' '%}'") \
+    X(raw, "'raw' '%}' text? '{%' 'endraw' '%}'")           X(builtin, "name* params") \
     X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
     X(break, "'break' '%}'")                X(continue, "'continue' '%}'") \
-    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0)
+    X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0) X(word, 0)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) };
 #undef X
@@ -4236,83 +4237,84 @@ __attribute__((noreturn)) static void unexpected(Template *t) {
     stop(t, "unexpected %.*s", (int)(s.n - behind(t, s, 20).n), s.s);
 }
 
-// Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
+static Str name_at(const char *p) {   // empty: there is none
+    Str s = {p, 0};
+    while (in_name(p[s.n])) s.n++;
+    return s;
+}
+
+static Str tag_name(const char *tag) {   // the name behind {% or {{
+    return name_at(skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')));
+}
+
+// Reads the end of a tag, such as -%}, and the white space that goes with it: all behind -, and
+// behind a comment or a statement but raw one newline.
 static bool read_end(Template *t, char close) {
     const char *p = t->p;
     size_t sign = *p == '-' || (*p == '+' && close != '}');
     if (p[sign] != close || p[sign + 1] != '}') return false;
+    t->raw = close == '%' && str_eq(tag_name(t->tag_end), "raw");
     t->p = *p == '-' ? skip_space(p + 3) : p + 2 + sign;
-    if (!sign && close != '}') t->p += *t->p == '\n';
+    if (!sign && close != '}' && !t->raw) t->p += *t->p == '\n';
     t->tag_end = t->p;
     return true;
 }
 
-// Is this word or sign here? Reads it; with the beginning of a tag its sign.
-static bool read_word(Template *t, Str word) {
+// Reads a word or sign; the beginning of a tag with its sign.
+static bool read_word(Template *t, Value *v) {
+    Str word = v->s;
     bool tag = word.n == 2 && *word.s == '{';
     if (tag && t->p != t->tag_end) return false;   // within another one
     t->p = skip_space(t->p);
     if (word.n == 2 && word.s[1] == '}') return read_end(t, *word.s);
     const char *end = t->p + word.n;
     if (strncmp(t->p, word.s, word.n) || (in_name(*word.s) && in_name(*end))) return false;
-    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // it is of the end: -%}
+    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // the end of a tag: -%}
     t->p = end + (tag && (*end == '-' || *end == '+'));
     return true;
 }
 
-static Str tag_word(const char *tag) {   // the first word behind {% or {{
-    Str s = {skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')), 0};
-    while (in_name(s.s[s.n])) s.n++;
-    return s;
-}
-
-// Reads a comment, of which nothing is left, or text up to the next tag. That one takes the white
-// space in front of it: with - all, and a statement or comment without + what its line begins with.
-// Behind the word raw it reads the end of that tag, which leaves a newline, and up to endraw.
+// Reads a comment, of which nothing is left, or text up to the next tag, behind raw up to endraw.
+// That tag takes the white space in front of it: with - all, and a statement or comment without +
+// what its line begins with.
 static bool read_text(Template *t, Value *v) {
-    const char *start = t->p, *end, *line;
-    bool raw = start != t->tag_end && str_eq(tag_word(t->tag_end), "raw");
-    if (start != t->tag_end && !raw) return false;   // within a tag
-    if (!raw && !strncmp(start, "{#", 2)) {
+    const char *start = t->p, *end = start, *line;
+    if (start != t->tag_end) return false;   // within a tag
+    *v = string_value(NOTHING);
+    if (!t->raw && !strncmp(start, "{#", 2)) {
         for (t->p += 2; !read_end(t, '#'); t->p++)
             if (!*t->p) t->p = start, unexpected(t);
         return true;
     }
-    if (raw) {
-        line = skip_space(start);
-        if (strncmp(line + (*line == '-'), "%}", 2)) return false;
-        start = *line == '-' ? skip_space(line + 3) : line + 2;
-    }
-    for (end = start; *(end += strcspn(end, "{")); end++)
-        if (raw ? end[1] == '%' && str_eq(tag_word(end), "endraw") : strchr("{%#", end[1]) != NULL)
+    for (; *(end += strcspn(end, "{")); end++)
+        if (t->raw ? end[1] == '%' && str_eq(tag_name(end), "endraw") : strchr("{%#", end[1]) != 0)
             break;
     char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
-    *v = string_value((Str){start, end - start});
+    v->s = (Str){start, end - start};
     for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
     bool begins = line == t->source || line[-1] == '\n';
     if (sign == '-') v->s = strip(t, v->s, (Value){0}, RIGHT);
     else if (begins && sign != '+' && (kind == '%' || kind == '#')) v->s.n = line - start;
     t->p = t->tag_end = end;
-    return raw || end > start;
+    return end > start;
 }
 
 // Reads on to the end of a tag that cannot be read, or is not known; but of none that ends a block.
 static bool read_wrong(Template *t, Value *v) {
     const char *place = t->p;
-    Str name = tag_word(t->tag_end);
+    Str name = tag_name(t->tag_end);
     *v = (Value){0};
     if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
                                    "endgeneration endraw")) return false;
     while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
         if (!*t->p++) t->p = place, unexpected(t);
-    t->stuck = false;
+    t->stuck = t->raw = false;
     return true;
 }
 
 // Reads what stands between quotes, also in several strings side by side.
 static bool read_string(Template *t, Value *v) {
-    static const char letters[] = "abfnrtv\\'\"\n", *const meant[] = {
-        "\a", "\b", "\f", "\n", "\r", "\t", "\v", "\\", "'", "\"", ""};
+    static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
     const char *start = t->p;
     *v = string_value(NOTHING);
     for (char quote; (quote = *t->p) == '"' || quote == '\''; t->p = skip_space(t->p + 1))
@@ -4322,7 +4324,8 @@ static bool read_string(Template *t, Value *v) {
             t->stuck = !t->p[n] || (!n && (!t->p[1] || strchr("xuUN01234567", t->p[1])));
             if (t->stuck) return false;
             if (!n) n = 2;   // \ and what is no escape
-            v->s = concat(t, v->s, letter ? str(meant[letter - letters]) : (Str){t->p, n});
+            Str what = letter ? (Str){meant + (letter - letters), *letter != '\n'} : (Str){t->p, n};
+            v->s = concat(t, v->s, what);
             t->p += n;
         }
     return t->p > start;
@@ -4340,38 +4343,18 @@ static bool read_number(Template *t, Value *v) {
 }
 
 static bool read_name(Template *t, Value *v) {   // which is none of the words between values
-    Str s = {t->p, 0};
-    while (in_name(s.s[s.n])) s.n++;
+    Str s = name_at(t->p);
     *v = string_value(s);
-    bool yes = s.n && !isdigit((uint8_t)*s.s) && !is(s, "and or not if elif else in is");
-    if (yes) t->p += s.n;
-    return yes;
+    if (!s.n || isdigit((uint8_t)*s.s) || is(s, "and or not if elif else in is")) return false;
+    t->p += s.n;
+    return true;
 }
 
+// Each reads one thing, gives it or its text in *v, and returns false where it is not here.
 static bool (*const READERS[])(Template *, Value *) = {
-    read_name, read_string, read_number, read_text, read_wrong};
-
-// Nodes are added at *at, which is then where the next one goes.
-static void add_node(Template *t, Node ***at, Node node) {
-    Node *n = **at = obtain(t, sizeof node);
-    *n = node;
-    *at = &n->next;
-}
+    read_name, read_string, read_number, read_text, read_wrong, read_word};
 
 static bool read_choice(Template *t, const char *g, Node ***at);
-
-static bool read_rule(Template *t, int r, Node ***at) {   // reads what a rule says
-    Node *first = NULL, **last = &first;
-    Value v = {0};
-    if (r != R_text && r != R_block) t->p = skip_space(t->p);
-    const char *start = t->source ? t->p : NULL;
-    enter(t);
-    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) : READERS[r - R_name](t, &v);
-    t->depth--;
-    if (yes && r <= R_atom && first && !first->next) **at = first, *at = last;
-    else if (yes) add_node(t, at, (Node){r, v, first, NULL, start});
-    return yes;
-}
 
 static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     size_t n = 1;
@@ -4381,20 +4364,28 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar; false: it is not here, and nothing has been read.
+// Reads one item of n characters of grammar; false: it is not here, and nothing has been read. Its
+// node goes to *at, which is then where the next one goes.
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
-    Str word = {g + 1, n - 2};
-    int r = 0;
+    Node node = {.v = string_value((Str){g + 1, n - 2})}, **last = &node.first;
     if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
-    if (*g == '\'') return read_word(t, word);
-    if (*g == '`') {
-        bool yes = read_word(t, word);
-        if (yes) add_node(t, at, (Node){.rule = R_word, .v = string_value(word), .source = t->p});
-        return yes;
-    }
-    while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
-    return read_rule(t, r, at);
+    if (*g == '\'') return read_word(t, &node.v);
+    int r = 0;
+    while (r < R_word && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
+    const char *grammar = RULES[r].grammar;
+    if (r != R_text && r != R_block) t->p = skip_space(t->p);
+    node.rule = r;
+    if (grammar) node.v = (Value){0};
+    node.source = t->source ? t->p : NULL;
+    enter(t);
+    bool yes = grammar ? read_choice(t, grammar, &last) : READERS[r - R_name](t, &node.v);
+    t->depth--;
+    if (!yes) return false;
+    bool alone = r <= R_atom && node.first && !node.first->next;
+    **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
+    *at = alone ? last : &(**at)->next;
+    return true;
 }
 
 // Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
@@ -4442,7 +4433,7 @@ static void read_builtins(Template *t) {
     for (size_t i = 0; i < COUNT(BUILTINS); i++) {
         Node *row = NULL, **at = &row;
         t->p = BUILTINS[i];
-        read_rule(t, R_builtin, &at);
+        read_item(t, "builtin", 7, &at);
         for (const Node *k = row->first; k->rule == R_name; k = k->next)
             set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
     }
@@ -4523,9 +4514,8 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     t->p = n->source;
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_test) {
-        List a = arguments(t, args).list;
-        if (!args && name->next) push(t, &a, eval(t, name->next));
-        return bool_value(passes(t, name->v.s, v, a.n ? *a.v : none) == (k == name));
+        Value x = name->next ? eval(t, name->next) : none;
+        return bool_value(passes(t, name->v.s, v, x) == (k == name));
     }
     if (n->rule == R_item) {
         Value from = k->rule == R_word ? none : eval(t, k);
@@ -4691,7 +4681,7 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
         if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
             *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
     if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_rule(t, R_block, &at);
+    read_item(t, "block", 5, &at);
     if (t->p < to || t->p != t->tag_end) unexpected(t);
     for (size_t i = 0; i < n; i++) {
         Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
