@@ -3573,8 +3573,7 @@ static void tokenizer_close(Tokenizer *t) {
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
-// the content of a message whose role is not "assistant". Both lie in the block, which
-// rendered_free frees.
+// a message that the model did not write. rendered_free frees both.
 typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
@@ -3650,7 +3649,8 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
     n = (n + 7) / 8 * 8;
     if (n > t->memory) stop(t, "it takes too much memory");
     t->memory -= n;
-    return t->block + t->memory;
+    memset(t->block + t->size + t->memory, 0, n);   // its shadow
+    return memset(t->block + t->memory, 0, n);
 }
 
 // ---- its texts
@@ -3693,7 +3693,7 @@ static Str repeat(Template *t, Str s, int64_t n) {
     return out;
 }
 
-static char *copy(Template *t, Str s) {   // with a NUL behind it; it may be changed
+static char *copy(Template *t, Str s) {   // in the block, with a NUL behind it; it may be changed
     return (char *)concat(t, concat(t, NOTHING, s), (Str){"", 1}).s;
 }
 
@@ -3795,19 +3795,18 @@ static List elements(Value v) {
 // -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 enum { UNLIKE = 2 };
 static int order(Template *t, Value a, Value b) {
-    int c = 0;
     if (is_number(a) && is_number(b)) return (number(a) > number(b)) - (number(a) < number(b));
     if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
     if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
+    bool text = a.kind == V_STRING;
     List x = elements(a), y = elements(b);
+    size_t n = text ? a.s.n : x.n, m = text ? b.s.n : y.n, both = n < m ? n : m;
+    int c = text ? memcmp(a.s.s, b.s.s, both) : 0;
     enter(t);
-    for (size_t i = 0; !c && i < x.n && i < y.n; i++) c = order(t, x.v[i], y.v[i]);
+    spend(t, text ? both / 64 : 0);
+    for (size_t i = 0; !text && !c && i < both; i++) c = order(t, x.v[i], y.v[i]);
     t->depth--;
-    if (a.kind != V_STRING) return c ? c : (x.n > y.n) - (x.n < y.n);
-    size_t n = a.s.n < b.s.n ? a.s.n : b.s.n;
-    c = memcmp(a.s.s, b.s.s, n);
-    spend(t, n / 64);
-    return c ? (c > 0) - (c < 0) : (a.s.n > b.s.n) - (a.s.n < b.s.n);
+    return c && !text ? c : c ? (c > 0) - (c < 0) : (n > m) - (n < m);
 }
 
 // Dicts have few keys and keep their order: they are searched from the front.
@@ -3966,12 +3965,11 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
                                         "string", "", "", "mapping"};
     for (int k = 0; k < (int)COUNT(kinds); k++)
         if (is(test, kinds[k])) return v.kind == k;
-    bool sequence = !v.kind || v.kind == V_STRING || v.kind == V_LIST || v.kind == V_DICT;
     if (is(test, "defined")) return v.kind != V_UNDEFINED;
     if (is(test, "true false")) return v.kind == V_BOOL && v.i == (*test.s == 't');
     if (is(test, "number")) return is_number(v);
-    if (is(test, "sequence")) return sequence;
-    if (is(test, "iterable")) return sequence || v.kind == V_GENERATOR;
+    if (is(test, "sequence") && v.kind == V_GENERATOR) return false;
+    if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
     if (is(test, "eq equalto")) return !order(t, v, x);
     stop(t, "there is no test '%.*s'", STR_ARG(test));
 }
@@ -4018,14 +4016,12 @@ static Value key_of(Template *t, Value v, Value attribute) {
 
 static List sorted(Template *t, List l, Value attribute, bool reverse) {
     List out = {0};
+    Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
         Value key = key_of(t, l.v[i], attribute);
         push(t, &out, l.v[i]);
-        for (k = i; k; k--) {
-            Value before = key_of(t, out.v[k - 1], attribute);
-            if (!operate(t, str(reverse ? ">" : "<"), key, before).i) break;
+        for (k = i; k && operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i; k--)
             out.v[k] = out.v[k - 1];
-        }
         out.v[k] = l.v[i];
     }
     return out;
@@ -4079,11 +4075,11 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
     if (is(f, "startswith endswith find rfind")) {
         Str x = must_be(t, a[1], V_STRING).s;
-        const char *end = s.s + s.n - x.n, *at = find(t, s, x);
-        if (*f.s == 's') return bool_value(x.n <= s.n && !memcmp(s.s, x.s, x.n));
-        if (*f.s == 'e') return bool_value(x.n <= s.n && !memcmp(end, x.s, x.n));
-        for (const char *p = end; at && *f.s == 'r' && p > at; p--, spend(t, 1 + x.n / 64))
-            if (!memcmp(p, x.s, x.n)) at = p;
+        const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
+        if (*f.s == 's') return bool_value(at == s.s);
+        if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
+        for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
+        at = *f.s == 'r' ? last : at;
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
     if (is(f, "format braces")) {   // the filter knows %s alone, the method {}
@@ -4494,14 +4490,11 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
     for (const Node *n = args ? args->first : NULL; n; n = n->next) {
         const Node *k = n->first;
-        size_t stars = k->rule == R_word ? k->v.s.n : 0;
         Value v = eval(t, k->next ? k->next : k);
-        List pairs = stars == 2 ? must_be(t, v, V_DICT).dict->pairs : (List){0};
-        for (size_t i = 0; i < pairs.n; i += 2) set(t, &a.named, pairs.v[i], pairs.v[i + 1]);
-        if (stars == 2) continue;
-        if (stars == 1) push_all(t, &a.list, items_of(t, v));
-        else if (k->next) set(t, &a.named, k->v, v);
-        else push(t, &a.list, v);
+        if (!k->next) push(t, &a.list, v);
+        else if (k->rule != R_word) set(t, &a.named, k->v, v);
+        else if (k->v.s.n == 1) push_all(t, &a.list, items_of(t, v));   // *v
+        else push_all(t, &a.named.pairs, must_be(t, v, V_DICT).dict->pairs);   // **v
     }
     return a;
 }
@@ -4707,19 +4700,14 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     if (think >= 0) set(t, t->scope, word_value("thinking"), bool_value(think));
     Str text = eval(t, root).s;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
-    text = str_from(concat(t, concat(t, NOTHING, str(" ")), text), 1);   // in the block
-    *out = (Rendered){(char *)text.s, (unsigned char *)shadow(t, text.s), text.n, t->block};
+    char *printed = copy(t, text);
+    *out = (Rendered){printed, (unsigned char *)shadow(t, printed), text.n, t->block};
     return true;
 }
 
 static void rendered_free(Rendered *r) {
     free(r->block);
     *r = (Rendered){0};
-}
-
-static void clear_memory(Template *t) {   // for another run
-    for (int half = 0; half < 2; half++)
-        memset(t->block + half * t->size + t->memory, 0, t->size - t->memory);
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
@@ -4735,14 +4723,13 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
         size += messages[i].role.n + messages[i].content.n + 100;
     Template t = {.e = e, .steps = 5000000 + 200 * size};
     t.size = t.memory = (16 << 20) + 400 * size;
-    t.block = calloc(2, t.size);   // the second half is the shadow
+    t.block = malloc(2 * t.size);   // the second half is the shadow
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
     for (int parts = 0; parts < 2 && !shows[0]; parts++) {
         Template trial = t;
         shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
                        memchr(out->mark, FOREIGN, out->n);
-        clear_memory(&trial);
     }
     *out = (Rendered){0};
     bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, shows[1], out);
