@@ -3051,8 +3051,8 @@ typedef struct Tokenizer {
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
 
-// What a token is. An id need not be in the vocabulary: many models have rows for more tokens, as
-// padding. Such a token has no text and is unused.
+// An id need not be in the vocabulary: many models have rows for more tokens, as padding. Such a
+// token has no text and is unused.
 typedef struct { Str text; int type; } Token;   // its type with the flags
 
 static Token token_at(const Tokenizer *t, int32_t id) {
@@ -3091,8 +3091,8 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
     return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-// The end of the match of the alternative `rule` at ch, or NULL; the piece ends at `end`.
-// Backtracks as regular expressions do: an item takes all it can, then less and less.
+// Returns where the match of the alternative `rule` at ch ends, or NULL; the piece ends at `end`.
+// An item first takes all it can, then less and less.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
@@ -3151,9 +3151,9 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
 }
 
-// Joining. A word is a row of parts, at first its characters. The leaves of a tree hold what it
-// costs to join the part at a byte with the next one, other nodes the lesser of their children: the
-// root is the cheapest pair, of equal ones the leftmost. Joining two parts changes three leaves: a
+// A word is a row of parts, at first its characters. A leaf of a tree holds what it costs to join
+// the part at its byte with the next one; any other node holds the lesser of its children. So the
+// root is the cheapest pair, of equal ones the leftmost. To join two parts changes three leaves: a
 // word of n bytes takes O(n log n).
 static void pair_update(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
@@ -3264,39 +3264,26 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
-// Does the text at s count as this special token?
-static bool token_cuts(const Work *w, int32_t id, const char *s, size_t n) {
-    if (!token_is(w->t, id, w->types)) return false;
-    int type = token_at(w->t, id).type & ~(TOKEN_EOG | TOKEN_STRIP);
-    bool anyone = type == TOKEN_USER;   // may write it
-    return anyone || !w->mark || !memchr(w->mark + (s - w->all), 1, n);
-}
-
-// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
+// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand. In
+// what a user wrote, only tokens that anyone may write are cut out.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     for (len = len < n ? len : n; len > 0; len--) {
         for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
             if (!t->special_first[(uint8_t)s[i]]) continue;
             int32_t id = dictionary_find(&t->tokens, s + i, len);
-            if (id < 0 || !token_cuts(w, id, s + i, len)) continue;
+            int type = token_at(t, id).type;
+            bool marked = w->mark && memchr(w->mark + (s + i - w->all), 1, len);
+            bool anyone = (type & ~(TOKEN_EOG | TOKEN_STRIP)) == TOKEN_USER;
+            if (!token_is(t, id, w->types) || (marked && !anyone)) continue;
             text_tokenize(w, s, i, len - 1);
             w->out->id[w->out->n++] = id;
             w->space = t->space_prefix;
             s += i + len, n -= i + len, i = -1;
-            if (token_at(t, id).type & TOKEN_STRIP)
-                while (n > 0 && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
+            while (type & TOKEN_STRIP && n && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
         }
     }
     if (n) fragment_tokenize(w, s, n);
-}
-
-// places the buffers for a text of n bytes, a word of which is spelled in at most m bytes
-static void work_place(Work *w, Arena *a, size_t n, size_t m) {
-    w->ch = arena_take(a, n + 2, sizeof *w->ch);
-    w->text = arena_take(a, 2 * m, 1);
-    w->part = arena_take(a, m, sizeof *w->part);
-    w->cost = arena_take(a, 2 * m, sizeof *w->cost);
 }
 
 // Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
@@ -3308,19 +3295,19 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
-    Arena a = {0};
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
-    work_place(&w, &a, n, m);
-    a = (Arena){.base = tokens_room(out, out->n + m) ? malloc(a.peak) : NULL, .size = a.peak};
-    if (!a.base) return fail(e, "out of memory");
-    work_place(&w, &a, n, m);
+    w.cost = malloc((n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2));
+    if (!w.cost || !tokens_room(out, out->n + m)) return free(w.cost), fail(e, "out of memory");
+    w.ch = (Char *)(w.cost + 2 * m);
+    w.part = (uint32_t *)(w.ch + n + 2);
+    w.text = (char *)(w.part + m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
     text_tokenize(&w, text, n, t->tokens.longest);
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
-    free(a.base);
+    free(w.cost);
     return true;
 }
 
@@ -3553,21 +3540,19 @@ static void tokenizer_close(Tokenizer *t) {
 }
 // ---- 20. chat templates ----
 //
-// How a model wants a conversation written, its file says in a program: a template in Jinja, the
-// language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
-// loop controls. This interpreter prints the same bytes. It knows what published templates use in a
-// chat; what it does not know is an error, which names it, where it is reached.
+// A model's file says in a program how it wants a conversation written: in a template, whose
+// language is Jinja as Hugging Face sets that up, with trim_blocks, lstrip_blocks, loop controls.
+// This interpreter prints the same bytes as Python's. It knows what published templates use in a
+// chat. What it does not know is an error that names it, once it is reached.
 //
-// GRAMMAR is read as it stands: a parser tries its rules on the source and makes a tree of nodes.
-// `eval` turns a node into its value, which for a statement is the text that it prints.
+// The parser tries the rules of GRAMMAR on the source and makes a tree of nodes. `eval` turns a
+// node into its value; a statement's is the text that it prints.
 //
-// Texts are UTF-8 and lie in one block of memory. Behind the block lies its shadow, with a byte for
-// each of the block's: FOREIGN if that came from a message that the model did not write. Only
-// `concat` copies text, and it copies the shadow, too: whatever becomes of a text, the mark stays
-// with its bytes. Values do not change, but for namespaces, so a part of a text is a view.
+// All memory is one block. A second one, its shadow, has a byte for each of its bytes, which is
+// FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
+// copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
 //
-// An error leaves by longjmp; all memory is in the block. Depth, steps and memory have limits, so
-// every template ends.
+// An error leaves by longjmp. Every template ends, since depth, steps and memory have limits.
 #include <ctype.h>
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
@@ -4033,8 +4018,7 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
     return l;
 }
 
-// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
-// can know it.
+// strftime of now, in local time; or of what SOURCE_DATE_EPOCH says, in UTC, which a test can know
 static Str date(Template *t, Str format) {
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
     time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
@@ -4118,8 +4102,8 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
     return (Value){.kind = V_GENERATOR, .list = l};
 }
 
-// What a filter, method or function returns; a: its arguments. It is not inlined, as its buffers
-// would take room on the stack at each of DEEPEST levels.
+// What a filter, method or function returns; a: its arguments. Inlined, its buffers would take room
+// on the stack at each of DEEPEST levels.
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0}, all;
@@ -4183,13 +4167,12 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. Those from name on are read by functions. The first word decides: what begins
-// as a rule says, but goes on otherwise, is an error. A rule up to `atom` that finds but one part
-// is that part, so 1 is a number and not a sum of one product. A block also reads the {% behind it,
-// of the tag that ends it.
+// found as children. A rule up to `atom` that finds one part is that part, so 1 is a number and not
+// a sum of one product. A block also reads the {% of the tag that ends it. READERS has a function
+// for each rule from `name` on.
 //
-// Much that is not known here stands in branches that no chat reaches. So a tag that goes on
-// otherwise becomes `wrong`, a node that is an error when it is evaluated.
+// The first word decides: a tag that begins as a rule says, and goes on otherwise, becomes `wrong`,
+// a node that is an error when it is evaluated. Many such stand in branches that no chat reaches.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*")         X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
@@ -4257,8 +4240,7 @@ static bool read_end(Template *t, char close) {
 }
 
 // Reads a word or sign; the beginning of a tag with its sign.
-static bool read_word(Template *t, Value *v) {
-    Str word = v->s;
+static bool read_word(Template *t, Str word) {
     bool tag = word.n == 2 && *word.s == '{';
     if (tag && t->p != t->tag_end) return false;   // within another one
     t->p = skip_space(t->p);
@@ -4348,7 +4330,7 @@ static bool read_name(Template *t, Value *v) {   // which is none of the words b
 
 // Each reads one thing, gives it or its text in *v, and returns false where it is not here.
 static bool (*const READERS[])(Template *, Value *) = {
-    read_name, read_string, read_number, read_text, read_wrong, read_word};
+    read_name, read_string, read_number, read_text, read_wrong};
 
 static bool read_choice(Template *t, const char *g, Node ***at);
 
@@ -4363,19 +4345,17 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
 // Reads one item of n characters of grammar; false: it is not here, and nothing has been read. Its
 // node goes to *at, which is then where the next one goes.
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
-    Node node = {.v = string_value((Str){g + 1, n - 2})}, **last = &node.first;
     if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
-    if (*g == '\'') return read_word(t, &node.v);
-    int r = 0;
+    if (*g == '\'') return read_word(t, (Str){g + 1, n - 2});
+    int r = *g == '`' ? R_word : 0;
     while (r < R_word && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
-    const char *grammar = RULES[r].grammar;
     if (r != R_text && r != R_block) t->p = skip_space(t->p);
-    node.rule = r;
-    if (grammar) node.v = (Value){0};
-    node.source = t->source ? t->p : NULL;
+    Node node = {.rule = r, .source = t->source ? t->p : NULL}, **last = &node.first;
+    if (r == R_word) node.v = string_value((Str){g + 1, n - 2});
     enter(t);
-    bool yes = grammar ? read_choice(t, grammar, &last) : READERS[r - R_name](t, &node.v);
+    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) :
+               r < R_word ? READERS[r - R_name](t, &node.v) : read_word(t, node.v.s);
     t->depth--;
     if (!yes) return false;
     bool alone = r <= R_atom && node.first && !node.first->next;
@@ -4407,10 +4387,9 @@ static bool read_choice(Template *t, const char *g, Node ***at) {
 
 // ---- it runs
 //
-// Names live in scopes, one for the template and one for each turn of a loop, each call of a macro
-// and each block whose text is captured; an `if` has none. A name is set in the innermost scope
-// and looked up from there outwards: what a loop sets is gone behind it. A macro sees the scope
-// where it stands, not that of its caller.
+// The template has a scope of names, and so has each turn of a loop, each call of a macro and each
+// block whose text is captured. A name is set in the innermost scope and looked up from there
+// outwards: what a loop sets is gone behind it. A macro sees the scope where it stands.
 
 static Value eval(Template *t, const Node *n);
 
@@ -4553,17 +4532,6 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-static void set_loop(Template *t, Dict *loop, List items, size_t i) {   // what it knows in turn i
-    Value none = undefined_value(str("an element"));
-    set(t, loop, word_value("index0"), int_value(i));
-    set(t, loop, word_value("index"), int_value(i + 1));
-    set(t, loop, word_value("first"), bool_value(i == 0));
-    set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
-    set(t, loop, word_value("length"), int_value(items.n));
-    set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
-    set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
-}
-
 // what a block with names of its own prints
 static Value captured(Template *t, const Node *block) {
     t->scope = new_dict(t, t->scope);
@@ -4577,19 +4545,25 @@ static Value captured(Template *t, const Node *block) {
 static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
-    Dict *scope = t->scope, *outer = new_dict(t, scope);
-    Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)}, text = string_value(NOTHING);
+    Dict *scope = t->scope, *outer = new_dict(t, scope), *loop = new_dict(t, NULL);
+    Value text = string_value(NOTHING), none = undefined_value(str("an element"));
     bool done = false;   // a turn went to its end
     for (size_t i = 0; i < all.n && test; i++) {
         t->scope = new_dict(t, outer);
         assign(t, targets, all.v[i]);
         if (truth(eval(t, test->first))) push(t, &items, all.v[i]);
     }
-    set(t, outer, word_value("loop"), loop);
+    set(t, outer, word_value("loop"), (Value){.kind = V_LOOP, .dict = loop});
+    set(t, loop, word_value("length"), int_value(items.n));
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
         t->scope = new_dict(t, outer);
-        set_loop(t, loop.dict, items, i);
+        set(t, loop, word_value("index0"), int_value(i));
+        set(t, loop, word_value("index"), int_value(i + 1));
+        set(t, loop, word_value("first"), bool_value(i == 0));
+        set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
+        set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
+        set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
         assign(t, targets, items.v[i]);
         text.s = concat(t, text.s, eval(t, body).s);
         done = done || !t->flow;
