@@ -3102,11 +3102,10 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
         return n || *rule == '~' ? rule_match(rule + 1, ch + n, end) : NULL;
     }
     if (*rule == 'w') {   // L, then L, M, or a space and L
-        Char *to = ch;
-        if (ch < end && ch->set & CLASS('L'))
-            for (to++; to < end && to->set & (CLASS('L') | CLASS('M') | CLASS(' ')); to++)
-                if (to->set & CLASS(' ') && !(to + 1 < end && to[1].set & CLASS('L'))) break;
-        return to > ch ? rule_match(rule + 1, to, end) : NULL;
+        if (ch == end || !(ch->set & CLASS('L'))) return NULL;
+        for (ch++; ch < end && ch->set & (CLASS('L') | CLASS('M') | CLASS(' ')); ch++)
+            if (ch->set & CLASS(' ') && !(ch + 1 < end && ch[1].set & CLASS('L'))) break;
+        return rule_match(rule + 1, ch, end);
     }
     bool none = *rule == '[' && rule[1] == '^';
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
@@ -3701,18 +3700,17 @@ static const char *find(Template *t, Str s, Str what) {   // NULL: it is not the
     return memmem(s.s, s.n, what.s, what.n);
 }
 
-// s without the white space at its sides, or without what is in set, if that is a string
-enum { LEFT = 1, RIGHT = 2 };
-static Str strip(Template *t, Str s, Value set, int sides) {
-    for (int side = LEFT; side <= RIGHT; side++)
-        while (side & sides && s.n) {
-            size_t at = side == LEFT ? 0 : s.n - 1, n;
-            while (at && (s.s[at] & 0xC0) == 0x80) at--;
-            uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
-            spend(t, 1);
-            if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
-            s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
-        }
+// s without the white space on one side, or without what is in set, if that is a string
+enum { LEFT, RIGHT };
+static Str strip(Template *t, Str s, Value set, int side) {
+    while (s.n) {
+        size_t at = side == LEFT ? 0 : s.n - 1, n;
+        while (at && (s.s[at] & 0xC0) == 0x80) at--;
+        uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
+        spend(t, 1);
+        if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
+        s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
+    }
     return s;
 }
 
@@ -3762,20 +3760,13 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
     stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
 }
 
-static void push(Template *t, List *l, Value v) {
-    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
-    l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
-    l->n++;
-}
-
 static void push_all(Template *t, List *l, List more) {
-    for (size_t i = 0; i < more.n; i++) push(t, l, more.v[i]);
+    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof *l->v} : NOTHING;
+    l->v = (Value *)concat(t, old, (Str){(char *)more.v, more.n * sizeof *more.v}).s;
+    l->n += more.n;
 }
 
-// of a list; of a dict key, value, key, ..
-static List elements(Value v) {
-    return v.kind == V_DICT ? v.dict->pairs : v.kind == V_STRING ? (List){0} : v.list;
-}
+static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1}); }
 
 // -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 enum { UNLIKE = 2 };
@@ -3783,15 +3774,16 @@ static int order(Template *t, Value a, Value b) {
     if (is_number(a) && is_number(b)) return (number(a) > number(b)) - (number(a) < number(b));
     if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
     if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
-    bool text = a.kind == V_STRING;
-    List x = elements(a), y = elements(b);
+    bool text = a.kind == V_STRING, dict = a.kind == V_DICT;
+    List x = dict ? a.dict->pairs : a.list, y = dict ? b.dict->pairs : b.list;
     size_t n = text ? a.s.n : x.n, m = text ? b.s.n : y.n, both = n < m ? n : m;
     int c = text ? memcmp(a.s.s, b.s.s, both) : 0;
     enter(t);
     spend(t, text ? both / 64 : 0);
     for (size_t i = 0; !text && !c && i < both; i++) c = order(t, x.v[i], y.v[i]);
     t->depth--;
-    return c && !text ? c : c ? (c > 0) - (c < 0) : (n > m) - (n < m);
+    if (!c) c = (n > m) - (n < m);
+    return text ? (c > 0) - (c < 0) : c;
 }
 
 // Dicts have few keys and keep their order: they are searched from the front.
@@ -3879,7 +3871,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes it, but n
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
     bool string = v.kind == V_STRING, dict = v.kind == V_DICT, list = v.kind == V_LIST;
-    List l = dict || list ? elements(v) : (List){0};
+    List l = dict ? v.dict->pairs : list ? v.list : (List){0};
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
     enter(t);
     s = concat(t, s, str(string ? "\"" : dict ? "{" : list ? "[" : ""));
@@ -4052,8 +4044,8 @@ static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 // What a filter or method of a text returns; a: all its arguments.
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
-    if (is(f, "trim strip")) s = strip(t, s, a[1], LEFT | RIGHT);
-    if (is(f, "lstrip rstrip")) s = strip(t, s, a[1], *f.s == 'l' ? LEFT : RIGHT);
+    if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
+    if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
     if (is(f, "split"))
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
@@ -4126,12 +4118,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return found ? *found : a[2];
     }
     if (is(f, "unique")) {
-        List keys = {0};
-        for (all = items_of(t, v); all.n; all.n--, all.v++) {
-            Value key = key_of(t, *all.v, a[2]);
-            if (!contains(t, list_value(keys), key)) push(t, &l, *all.v);
-            push(t, &keys, key);
-        }
+        Value keys = list_value(l), key;
+        for (all = items_of(t, v); all.n; all.n--, all.v++, push(t, &keys.list, key))
+            if (!contains(t, keys, key = key_of(t, *all.v, a[2]))) push(t, &l, *all.v);
         return (Value){.kind = V_GENERATOR, .list = l};
     }
     if (is(f, "tojson")) {
@@ -4141,7 +4130,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return string_value(json(t, NOTHING, v, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int")) {
-        char *s = copy(t, strip(t, to_text(t, v), none, LEFT | RIGHT)), *end;
+        char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
         double i = strtod(s, &end);   // not, as Python, 0x1 or inf
         if (v.kind == V_BOOL) return int_value(v.i);
         if (end == s || *end || strpbrk(s, "xXnN")) return a[1];
