@@ -2940,14 +2940,10 @@ typedef struct {
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
-static uint64_t hash_text(uint64_t hash, Str s) {   // FNV-1a, of a text behind another's hash
-    for (size_t i = 0; i < s.n; i++) hash = (hash ^ (uint8_t)s.s[i]) * 0x100000001B3;
-    return hash;
-}
-
 // the slot of a string, or the empty one where it would go; NULL: strings made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
-    uint64_t h = hash_text(0xCBF29CE484222325, s);
+    uint64_t h = 0xCBF29CE484222325;   // FNV-1a
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (uint8_t)s.s[i]) * 0x100000001B3;
     for (int probe = 0; probe < 1000; probe++) {
         uint32_t *slot = &d->slot[(h + probe) & d->mask];
         if (!*slot || !name_compare(&d->str[*slot - 1], &s)) return slot;
@@ -3496,11 +3492,12 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// g must stay open as long as t. False: e says what is missing, wrong or unknown.
-static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
+static bool tokenizer_load(Model *m, Error *e) {
+    const Gguf *g = &m->gguf;
+    Tokenizer *t = m->tokenizer = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
     size_t i = 0;
-    *t = (Tokenizer){0};
+    if (!t) return fail(e, "out of memory");
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
     if (str_eq(pre, "gemma4") && gguf_find(g, "tokenizer.ggml.merges")) model = pre;   // Ollama
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
@@ -3520,12 +3517,6 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
         snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
     }
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
-}
-
-static bool tokenizer_load(Model *m, Error *e) {
-    m->tokenizer = calloc(1, sizeof *m->tokenizer);
-    if (!m->tokenizer) return fail(e, "out of memory");
-    return tokenizer_open(m->tokenizer, &m->gguf, e);
 }
 
 static void tokenizer_close(Tokenizer *t) {
@@ -4010,20 +4001,8 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
     return l;
 }
 
-// strftime of now, in local time; or of what SOURCE_DATE_EPOCH says, in UTC, which a test can know
-static Str date(Template *t, Str format) {
-    const char *epoch = getenv("SOURCE_DATE_EPOCH");
-    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
-    struct tm tm;
-    char s[400] = "";
-    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
-    if (!strftime(s, sizeof s, copy(t, format), &tm) && format.n) stop(t, "a date is too long");
-    return concat(t, NOTHING, str(s));
-}
-
-// A row: names, and parameters, to which `call` gives values. The first is what a filter or method
-// stands behind. To add one, add its name here, and that of a method or function below, too; then
-// what it returns; then a test.
+// A row has names and parameters; a filter or method stands behind the first. To add one, add its
+// name here, that of a method or function below, too; then what it returns; then a test.
 static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
@@ -4041,8 +4020,18 @@ static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip
 static const char OF_DICTS[] = "get items keys";
 static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 
-// What a filter or method of a text returns; a: all its arguments.
+// What a filter, method or function of a text returns; a: all its arguments.
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
+    if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
+    if (is(f, "strftime_now")) {   // in UTC what SOURCE_DATE_EPOCH says, which a test can know
+        const char *epoch = getenv("SOURCE_DATE_EPOCH");
+        time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
+        struct tm tm;
+        char out[400] = "";
+        if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
+        if (!strftime(out, sizeof out, copy(t, s), &tm) && s.n) stop(t, "a date is too long");
+        s = concat(t, NOTHING, str(out));
+    }
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
     if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
     if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
@@ -4147,8 +4136,6 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         }
         return list_value(l);
     }
-    if (is(f, "raise_exception")) stop(t, "%s", copy(t, to_text(t, v)));
-    if (is(f, "strftime_now")) return string_value(date(t, to_text(t, v)));
     return text_builtin(t, f, to_text(t, v), a);
 }
 
@@ -4171,18 +4158,17 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(unary, "(sign | postfix) ('|' filter | test)*") X(sign, "(`-` | `+`) (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
-    X(list, "'[' (value (',' value?)*)? ']'") \
+    X(list, "'[' (value (',' value?)*)? ']'")   X(args, "'(' (arg (',' arg?)*)? ')'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
-    X(member, "'.' (name args? | number)")  X(args, "'(' (arg (',' arg?)*)? ')'") \
+    X(member, "'.' (name args? | number)")  X(test, "'is' `not`? name postfix?") \
     X(arg, "(`**` | `*`)? value ('=' value)?")              X(filter, "name args?") \
-    X(test, "'is' `not`? name postfix?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
-    X(cond, "'if' value")                   X(targets, "target (',' target)*") \
+    X(targets, "target (',' target)*")      X(cond, "'if' value") \
     X(target, "'(' targets ')' | name ('.' name)?") \
     X(set, "'set' targets ('=' (tuple '%}' | wrong) | ('%}' | wrong) block 'endset' '%}')") \
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
@@ -4508,9 +4494,8 @@ static Value eval_chain(Template *t, const Node *n) {
 // Sets what targets name, each x, namespace.x or more targets: one to v, several to the items of v,
 // of which there must be as many.
 static void assign(Template *t, const Node *targets, Value v) {
-    List items = {&v, 1};
+    List items = targets->first->next ? items_of(t, v) : (List){&v, 1};
     size_t i = 0;
-    if (targets->first->next) items = items_of(t, v);
     for (const Node *target = targets->first; target; target = target->next, i++) {
         const Node *name = target->first, *key = name->next;
         if (i >= items.n) continue;
