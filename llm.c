@@ -3051,8 +3051,8 @@ typedef struct Tokenizer {
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
 
-// What a token is. An id need not be in the vocabulary: many models have rows for more tokens, as
-// padding. Such a token has no text and is unused.
+// An id need not be in the vocabulary: many models have rows for more tokens, as padding. Such a
+// token has no text and is unused.
 typedef struct { Str text; int type; } Token;   // its type with the flags
 
 static Token token_at(const Tokenizer *t, int32_t id) {
@@ -3091,8 +3091,8 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
     return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-// The end of the match of the alternative `rule` at ch, or NULL; the piece ends at `end`.
-// Backtracks as regular expressions do: an item takes all it can, then less and less.
+// Returns where the match of the alternative `rule` at ch ends, or NULL; the piece ends at `end`.
+// An item first takes all it can, then less and less.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
@@ -3102,11 +3102,10 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
         return n || *rule == '~' ? rule_match(rule + 1, ch + n, end) : NULL;
     }
     if (*rule == 'w') {   // L, then L, M, or a space and L
-        Char *to = ch;
-        if (ch < end && ch->set & CLASS('L'))
-            for (to++; to < end && to->set & (CLASS('L') | CLASS('M') | CLASS(' ')); to++)
-                if (to->set & CLASS(' ') && !(to + 1 < end && to[1].set & CLASS('L'))) break;
-        return to > ch ? rule_match(rule + 1, to, end) : NULL;
+        if (ch == end || !(ch->set & CLASS('L'))) return NULL;
+        for (ch++; ch < end && ch->set & (CLASS('L') | CLASS('M') | CLASS(' ')); ch++)
+            if (ch->set & CLASS(' ') && !(ch + 1 < end && ch[1].set & CLASS('L'))) break;
+        return rule_match(rule + 1, ch, end);
     }
     bool none = *rule == '[' && rule[1] == '^';
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
@@ -3151,9 +3150,9 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
 }
 
-// Joining. A word is a row of parts, at first its characters. The leaves of a tree hold what it
-// costs to join the part at a byte with the next one, other nodes the lesser of their children: the
-// root is the cheapest pair, of equal ones the leftmost. Joining two parts changes three leaves: a
+// A word is a row of parts, at first its characters. A leaf of a tree holds what it costs to join
+// the part at its byte with the next one; any other node holds the lesser of its children. So the
+// root is the cheapest pair, of equal ones the leftmost. To join two parts changes three leaves: a
 // word of n bytes takes O(n log n).
 static void pair_update(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
@@ -3264,39 +3263,26 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
-// Does the text at s count as this special token?
-static bool token_cuts(const Work *w, int32_t id, const char *s, size_t n) {
-    if (!token_is(w->t, id, w->types)) return false;
-    int type = token_at(w->t, id).type & ~(TOKEN_EOG | TOKEN_STRIP);
-    bool anyone = type == TOKEN_USER;   // may write it
-    return anyone || !w->mark || !memchr(w->mark + (s - w->all), 1, n);
-}
-
-// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
+// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand. In
+// what a user wrote, only tokens that anyone may write are cut out.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     for (len = len < n ? len : n; len > 0; len--) {
         for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
             if (!t->special_first[(uint8_t)s[i]]) continue;
             int32_t id = dictionary_find(&t->tokens, s + i, len);
-            if (id < 0 || !token_cuts(w, id, s + i, len)) continue;
+            int type = token_at(t, id).type;
+            bool marked = w->mark && memchr(w->mark + (s + i - w->all), 1, len);
+            bool anyone = (type & ~(TOKEN_EOG | TOKEN_STRIP)) == TOKEN_USER;
+            if (!token_is(t, id, w->types) || (marked && !anyone)) continue;
             text_tokenize(w, s, i, len - 1);
             w->out->id[w->out->n++] = id;
             w->space = t->space_prefix;
             s += i + len, n -= i + len, i = -1;
-            if (token_at(t, id).type & TOKEN_STRIP)
-                while (n > 0 && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
+            while (type & TOKEN_STRIP && n && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
         }
     }
     if (n) fragment_tokenize(w, s, n);
-}
-
-// places the buffers for a text of n bytes, a word of which is spelled in at most m bytes
-static void work_place(Work *w, Arena *a, size_t n, size_t m) {
-    w->ch = arena_take(a, n + 2, sizeof *w->ch);
-    w->text = arena_take(a, 2 * m, 1);
-    w->part = arena_take(a, m, sizeof *w->part);
-    w->cost = arena_take(a, 2 * m, sizeof *w->cost);
 }
 
 // Appends the ids of text to out. add_special: the first and last tokens that the metadata asks
@@ -3308,19 +3294,19 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
-    Arena a = {0};
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = parse_special ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
-    work_place(&w, &a, n, m);
-    a = (Arena){.base = tokens_room(out, out->n + m) ? malloc(a.peak) : NULL, .size = a.peak};
-    if (!a.base) return fail(e, "out of memory");
-    work_place(&w, &a, n, m);
+    w.cost = malloc((n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2));
+    if (!w.cost || !tokens_room(out, out->n + m)) return free(w.cost), fail(e, "out of memory");
+    w.ch = (Char *)(w.cost + 2 * m);
+    w.part = (uint32_t *)(w.ch + n + 2);
+    w.text = (char *)(w.part + m);
     if (add_special && t->add_bos) out->id[out->n++] = t->bos;
     text_tokenize(&w, text, n, t->tokens.longest);
     if (add_special && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
-    free(a.base);
+    free(w.cost);
     return true;
 }
 
@@ -3510,11 +3496,12 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// g must stay open as long as t. False: e says what is missing, wrong or unknown.
-static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
+static bool tokenizer_load(Model *m, Error *e) {
+    const Gguf *g = &m->gguf;
+    Tokenizer *t = m->tokenizer = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
     size_t i = 0;
-    *t = (Tokenizer){0};
+    if (!t) return fail(e, "out of memory");
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
     bool merges = gguf_find(g, "tokenizer.ggml.merges");
     if (str_eq(model, "llama") && str_eq(pre, "gemma4") && merges) model = pre;   // Ollama
@@ -3537,12 +3524,6 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
 
-static bool tokenizer_load(Model *m, Error *e) {
-    m->tokenizer = calloc(1, sizeof *m->tokenizer);
-    if (!m->tokenizer) return fail(e, "out of memory");
-    return tokenizer_open(m->tokenizer, &m->gguf, e);
-}
-
 static void tokenizer_close(Tokenizer *t) {
     free(t->tokens.slot);
     free(t->tokens.str);
@@ -3554,28 +3535,25 @@ static void tokenizer_close(Tokenizer *t) {
 }
 // ---- 20. chat templates ----
 //
-// How a model wants a conversation written, its file says in a program: a template in Jinja, the
-// language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
-// loop controls. This interpreter prints the same bytes. It knows what published templates use in a
-// chat; what it does not know is an error, which names it, where it is reached.
+// A model's file says in a program how it wants a conversation written: in a template, whose
+// language is Jinja as Hugging Face sets that up, with trim_blocks, lstrip_blocks, loop controls.
+// This interpreter prints the same bytes as Python's. It knows what published templates use in a
+// chat. What it does not know is an error that names it, once it is reached.
 //
-// GRAMMAR is read as it stands: a parser tries its rules on the source and makes a tree of nodes.
-// `eval` turns a node into its value, which for a statement is the text that it prints.
+// The parser tries the rules of GRAMMAR on the source and makes a tree of nodes. `eval` turns a
+// node into its value; a statement's is the text that it prints.
 //
-// Texts are UTF-8 and lie in one block of memory. Behind the block lies its shadow, with a byte for
-// each of the block's: FOREIGN if that came from a message that the model did not write. Only
-// `concat` copies text, and it copies the shadow, too: whatever becomes of a text, the mark stays
-// with its bytes. Values do not change, but for namespaces, so a part of a text is a view.
+// All memory is one block. A second one, its shadow, has a byte for each of its bytes, which is
+// FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
+// copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
 //
-// An error leaves by longjmp; all memory is in the block. Depth, steps and memory have limits, so
-// every template ends.
+// An error leaves by longjmp. Every template ends, since depth, steps and memory have limits.
 #include <ctype.h>
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
-// the content of a message whose role is not "assistant". Both lie in the block, which
-// rendered_free frees.
+// a message that the model did not write. rendered_free frees both.
 typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
@@ -3611,6 +3589,7 @@ typedef struct { List list; Dict named; } Args;
 typedef struct {
     const char *source, *p;                 // read up to p; later what runs
     const char *tag_end;                    // the last tag ends here, or a text does
+    bool raw;                               // that tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
     Dict *scope;                            // the names that are set here; outer: those around it
@@ -3650,7 +3629,8 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
     n = (n + 7) / 8 * 8;
     if (n > t->memory) stop(t, "it takes too much memory");
     t->memory -= n;
-    return t->block + t->memory;
+    memset(t->block + t->size + t->memory, 0, n);   // its shadow
+    return memset(t->block + t->memory, 0, n);
 }
 
 // ---- its texts
@@ -3693,7 +3673,7 @@ static Str repeat(Template *t, Str s, int64_t n) {
     return out;
 }
 
-static char *copy(Template *t, Str s) {   // with a NUL behind it; it may be changed
+static char *copy(Template *t, Str s) {   // in the block, with a NUL behind it; it may be changed
     return (char *)concat(t, concat(t, NOTHING, s), (Str){"", 1}).s;
 }
 
@@ -3716,18 +3696,17 @@ static const char *find(Template *t, Str s, Str what) {   // NULL: it is not the
     return memmem(s.s, s.n, what.s, what.n);
 }
 
-// s without the white space at its sides, or without what is in set, if that is a string
-enum { LEFT = 1, RIGHT = 2 };
-static Str strip(Template *t, Str s, Value set, int sides) {
-    for (int side = LEFT; side <= RIGHT; side++)
-        while (side & sides && s.n) {
-            size_t at = side == LEFT ? 0 : s.n - 1, n;
-            while (at && (s.s[at] & 0xC0) == 0x80) at--;
-            uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
-            spend(t, 1);
-            if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
-            s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
-        }
+// s without the white space on one side, or without what is in set, if that is a string
+enum { LEFT, RIGHT };
+static Str strip(Template *t, Str s, Value set, int side) {
+    while (s.n) {
+        size_t at = side == LEFT ? 0 : s.n - 1, n;
+        while (at && (s.s[at] & 0xC0) == 0x80) at--;
+        uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
+        spend(t, 1);
+        if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
+        s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
+    }
     return s;
 }
 
@@ -3777,38 +3756,30 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
     stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
 }
 
-__attribute__((noinline))   // `old` would lie in a register where setjmp is
-static void push(Template *t, List *l, Value v) {
-    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
-    l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
-    l->n++;
-}
-
 static void push_all(Template *t, List *l, List more) {
-    for (size_t i = 0; i < more.n; i++) push(t, l, more.v[i]);
+    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof *l->v} : NOTHING;
+    l->v = (Value *)concat(t, old, (Str){(char *)more.v, more.n * sizeof *more.v}).s;
+    l->n += more.n;
 }
 
-// of a list; of a dict key, value, key, ..
-static List elements(Value v) {
-    return v.kind == V_DICT ? v.dict->pairs : v.kind == V_STRING ? (List){0} : v.list;
-}
+static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1}); }
 
 // -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 enum { UNLIKE = 2 };
 static int order(Template *t, Value a, Value b) {
-    int c = 0;
     if (is_number(a) && is_number(b)) return (number(a) > number(b)) - (number(a) < number(b));
     if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
     if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
-    List x = elements(a), y = elements(b);
+    bool text = a.kind == V_STRING, dict = a.kind == V_DICT;
+    List x = dict ? a.dict->pairs : a.list, y = dict ? b.dict->pairs : b.list;
+    size_t n = text ? a.s.n : x.n, m = text ? b.s.n : y.n, both = n < m ? n : m;
+    int c = text ? memcmp(a.s.s, b.s.s, both) : 0;
     enter(t);
-    for (size_t i = 0; !c && i < x.n && i < y.n; i++) c = order(t, x.v[i], y.v[i]);
+    spend(t, text ? both / 64 : 0);
+    for (size_t i = 0; !text && !c && i < both; i++) c = order(t, x.v[i], y.v[i]);
     t->depth--;
-    if (a.kind != V_STRING) return c ? c : (x.n > y.n) - (x.n < y.n);
-    size_t n = a.s.n < b.s.n ? a.s.n : b.s.n;
-    c = memcmp(a.s.s, b.s.s, n);
-    spend(t, n / 64);
-    return c ? (c > 0) - (c < 0) : (a.s.n > b.s.n) - (a.s.n < b.s.n);
+    if (!c) c = (n > m) - (n < m);
+    return text ? (c > 0) - (c < 0) : c;
 }
 
 // Dicts have few keys and keep their order: they are searched from the front.
@@ -3896,7 +3867,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes it, but n
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
     bool string = v.kind == V_STRING, dict = v.kind == V_DICT, list = v.kind == V_LIST;
-    List l = dict || list ? elements(v) : (List){0};
+    List l = dict ? v.dict->pairs : list ? v.list : (List){0};
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
     enter(t);
     s = concat(t, s, str(string ? "\"" : dict ? "{" : list ? "[" : ""));
@@ -3967,12 +3938,11 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
                                         "string", "", "", "mapping"};
     for (int k = 0; k < (int)COUNT(kinds); k++)
         if (is(test, kinds[k])) return v.kind == k;
-    bool sequence = !v.kind || v.kind == V_STRING || v.kind == V_LIST || v.kind == V_DICT;
     if (is(test, "defined")) return v.kind != V_UNDEFINED;
     if (is(test, "true false")) return v.kind == V_BOOL && v.i == (*test.s == 't');
     if (is(test, "number")) return is_number(v);
-    if (is(test, "sequence")) return sequence;
-    if (is(test, "iterable")) return sequence || v.kind == V_GENERATOR;
+    if (is(test, "sequence") && v.kind == V_GENERATOR) return false;
+    if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
     if (is(test, "eq equalto")) return !order(t, v, x);
     stop(t, "there is no test '%.*s'", STR_ARG(test));
 }
@@ -4019,14 +3989,12 @@ static Value key_of(Template *t, Value v, Value attribute) {
 
 static List sorted(Template *t, List l, Value attribute, bool reverse) {
     List out = {0};
+    Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
         Value key = key_of(t, l.v[i], attribute);
         push(t, &out, l.v[i]);
-        for (k = i; k; k--) {
-            Value before = key_of(t, out.v[k - 1], attribute);
-            if (!operate(t, str(reverse ? ">" : "<"), key, before).i) break;
+        for (k = i; k && operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i; k--)
             out.v[k] = out.v[k - 1];
-        }
         out.v[k] = l.v[i];
     }
     return out;
@@ -4038,21 +4006,8 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
     return l;
 }
 
-// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
-// can know it.
-static Str date(Template *t, Str format) {
-    const char *epoch = getenv("SOURCE_DATE_EPOCH");
-    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
-    struct tm tm;
-    char s[400] = "";
-    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
-    if (!strftime(s, sizeof s, copy(t, format), &tm) && format.n) stop(t, "a date is too long");
-    return concat(t, NOTHING, str(s));
-}
-
-// A row: names, and parameters, to which `call` gives values. The first is what a filter or method
-// stands behind. To add one, add its name here, and that of a method or function below, too; then
-// what it returns; then a test.
+// A row has names and parameters; a filter or method stands behind the first. To add one, add its
+// name here, that of a method or function below, too; then what it returns; then a test.
 static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
@@ -4070,21 +4025,31 @@ static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip
 static const char OF_DICTS[] = "get items keys";
 static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 
-// What a filter or method of a text returns; a: all its arguments.
+// What a filter, method or function of a text returns; a: all its arguments.
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
+    if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
+    if (is(f, "strftime_now")) {   // in UTC what SOURCE_DATE_EPOCH says, which a test can know
+        const char *epoch = getenv("SOURCE_DATE_EPOCH");
+        time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
+        struct tm tm;
+        char out[400] = "";
+        if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
+        if (!strftime(out, sizeof out, copy(t, s), &tm) && s.n) stop(t, "a date is too long");
+        s = concat(t, NOTHING, str(out));
+    }
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
-    if (is(f, "trim strip")) s = strip(t, s, a[1], LEFT | RIGHT);
-    if (is(f, "lstrip rstrip")) s = strip(t, s, a[1], *f.s == 'l' ? LEFT : RIGHT);
+    if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
+    if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
     if (is(f, "split"))
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
     if (is(f, "startswith endswith find rfind")) {
         Str x = must_be(t, a[1], V_STRING).s;
-        const char *end = s.s + s.n - x.n, *at = find(t, s, x);
-        if (*f.s == 's') return bool_value(x.n <= s.n && !memcmp(s.s, x.s, x.n));
-        if (*f.s == 'e') return bool_value(x.n <= s.n && !memcmp(end, x.s, x.n));
-        for (const char *p = end; at && *f.s == 'r' && p > at; p--, spend(t, 1 + x.n / 64))
-            if (!memcmp(p, x.s, x.n)) at = p;
+        const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
+        if (*f.s == 's') return bool_value(at == s.s);
+        if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
+        for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
+        at = *f.s == 'r' ? last : at;
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
     if (is(f, "format braces")) {   // the filter knows %s alone, the method {}
@@ -4123,8 +4088,8 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
     return (Value){.kind = V_GENERATOR, .list = l};
 }
 
-// What a filter, method or function returns; a: its arguments. It is not inlined, as its buffers
-// would take room on the stack at each of DEEPEST levels.
+// What a filter, method or function returns; a: its arguments. Inlined, its buffers would take room
+// on the stack at each of DEEPEST levels.
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0}, all;
@@ -4147,12 +4112,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return found ? *found : a[2];
     }
     if (is(f, "unique")) {
-        List keys = {0};
-        for (all = items_of(t, v); all.n; all.n--, all.v++) {
-            Value key = key_of(t, *all.v, a[2]);
-            if (!contains(t, list_value(keys), key)) push(t, &l, *all.v);
-            push(t, &keys, key);
-        }
+        Value keys = list_value(l), key;
+        for (all = items_of(t, v); all.n; all.n--, all.v++, push(t, &keys.list, key))
+            if (!contains(t, keys, key = key_of(t, *all.v, a[2]))) push(t, &l, *all.v);
         return (Value){.kind = V_GENERATOR, .list = l};
     }
     if (is(f, "tojson")) {
@@ -4162,7 +4124,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return string_value(json(t, NOTHING, v, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int")) {
-        char *s = copy(t, strip(t, to_text(t, v), none, LEFT | RIGHT)), *end;
+        char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
         double i = strtod(s, &end);   // not, as Python, 0x1 or inf
         if (v.kind == V_BOOL) return int_value(v.i);
         if (end == s || *end || strpbrk(s, "xXnN")) return a[1];
@@ -4179,8 +4141,6 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         }
         return list_value(l);
     }
-    if (is(f, "raise_exception")) stop(t, "%s", copy(t, to_text(t, v)));
-    if (is(f, "strftime_now")) return string_value(date(t, to_text(t, v)));
     return text_builtin(t, f, to_text(t, v), a);
 }
 
@@ -4188,44 +4148,42 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. Those from name on are read by functions. The first word decides: what begins
-// as a rule says, but goes on otherwise, is an error. A rule up to `atom` that finds but one part
-// is that part, so 1 is a number and not a sum of one product. A block also reads the {% behind it,
-// of the tag that ends it.
+// found as children. A rule up to `atom` that finds one part is that part, so 1 is a number and not
+// a sum of one product. A block also reads the {% of the tag that ends it. READERS has a function
+// for each rule from `name` on.
 //
-// Much that is not known here stands in branches that no chat reaches. So a tag that goes on
-// otherwise becomes `wrong`, a node that is an error when it is evaluated.
+// The first word decides: a tag that begins as a rule says, and goes on otherwise, becomes `wrong`,
+// a node that is an error when it is evaluated. Many such stand in branches that no chat reaches.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*")         X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
     X(not, "`not` not | compare")           X(sum, "join ((`+` | `-`) join)*") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
     X(join, "product (`~` product)*") X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
-    X(unary, "(sign | postfix) (filter | test)*")   X(sign, "(`-` | `+`) (sign | postfix)") \
+    X(unary, "(sign | postfix) ('|' filter | test)*") X(sign, "(`-` | `+`) (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
-    X(list, "'[' (value (',' value?)*)? ']'") \
+    X(list, "'[' (value (',' value?)*)? ']'")   X(args, "'(' (arg (',' arg?)*)? ')'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
-    X(member, "'.' (name args? | number)")  X(args, "'(' (arg (',' arg?)*)? ')'") \
-    X(arg, "(`**` | `*`)? value ('=' value)?")                  X(filter, "'|' name args?") \
-    X(test, "'is' `not`? name (args | postfix)?") \
+    X(member, "'.' (name args? | number)")  X(test, "'is' `not`? name postfix?") \
+    X(arg, "(`**` | `*`)? value ('=' value)?")              X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
-    X(cond, "'if' value")                   X(targets, "target (',' target)*") \
+    X(targets, "target (',' target)*")      X(cond, "'if' value") \
     X(target, "'(' targets ')' | name ('.' name)?") \
     X(set, "'set' targets ('=' (tuple '%}' | wrong) | ('%}' | wrong) block 'endset' '%}')") \
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
     X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
-    X(pipe, "'filter' (inline '%}' | wrong) block 'endfilter' '%}'") X(inline, "name args?") \
-    X(raw, "'raw' text '{%' 'endraw' '%}'")                 X(builtin, "name* params") \
+    X(pipe, "'filter' (filter '%}' | wrong) block 'endfilter' '%}'") \
+    X(raw, "'raw' '%}' text? '{%' 'endraw' '%}'")           X(builtin, "name* params") \
     X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
     X(break, "'break' '%}'")                X(continue, "'continue' '%}'") \
-    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0)
+    X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0) X(word, 0)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) };
 #undef X
@@ -4238,18 +4196,30 @@ __attribute__((noreturn)) static void unexpected(Template *t) {
     stop(t, "unexpected %.*s", (int)(s.n - behind(t, s, 20).n), s.s);
 }
 
-// Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
+static Str name_at(const char *p) {   // empty: there is none
+    Str s = {p, 0};
+    while (in_name(p[s.n])) s.n++;
+    return s;
+}
+
+static Str tag_name(const char *tag) {   // the name behind {% or {{
+    return name_at(skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')));
+}
+
+// Reads the end of a tag, such as -%}, and the white space that goes with it: all behind -, and
+// behind a comment or a statement but raw one newline.
 static bool read_end(Template *t, char close) {
     const char *p = t->p;
     size_t sign = *p == '-' || (*p == '+' && close != '}');
     if (p[sign] != close || p[sign + 1] != '}') return false;
+    t->raw = close == '%' && str_eq(tag_name(t->tag_end), "raw");
     t->p = *p == '-' ? skip_space(p + 3) : p + 2 + sign;
-    if (!sign && close != '}') t->p += *t->p == '\n';
+    if (!sign && close != '}' && !t->raw) t->p += *t->p == '\n';
     t->tag_end = t->p;
     return true;
 }
 
-// Is this word or sign here? Reads it; with the beginning of a tag its sign.
+// Reads a word or sign; the beginning of a tag with its sign.
 static bool read_word(Template *t, Str word) {
     bool tag = word.n == 2 && *word.s == '{';
     if (tag && t->p != t->tag_end) return false;   // within another one
@@ -4257,64 +4227,52 @@ static bool read_word(Template *t, Str word) {
     if (word.n == 2 && word.s[1] == '}') return read_end(t, *word.s);
     const char *end = t->p + word.n;
     if (strncmp(t->p, word.s, word.n) || (in_name(*word.s) && in_name(*end))) return false;
-    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // it is of the end: -%}
+    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // the end of a tag: -%}
     t->p = end + (tag && (*end == '-' || *end == '+'));
     return true;
 }
 
-static Str tag_word(const char *tag) {   // the first word behind {% or {{
-    Str s = {skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')), 0};
-    while (in_name(s.s[s.n])) s.n++;
-    return s;
-}
-
-// Reads a comment, of which nothing is left, or text up to the next tag. That one takes the white
-// space in front of it: with - all, and a statement or comment without + what its line begins with.
-// Behind the word raw it reads the end of that tag, which leaves a newline, and up to endraw.
+// Reads a comment, of which nothing is left, or text up to the next tag, behind raw up to endraw.
+// That tag takes the white space in front of it: with - all, and a statement or comment without +
+// what its line begins with.
 static bool read_text(Template *t, Value *v) {
-    const char *start = t->p, *end, *line;
-    bool raw = start != t->tag_end && str_eq(tag_word(t->tag_end), "raw");
-    if (start != t->tag_end && !raw) return false;   // within a tag
-    if (!raw && !strncmp(start, "{#", 2)) {
+    const char *start = t->p, *end = start, *line;
+    if (start != t->tag_end) return false;   // within a tag
+    *v = string_value(NOTHING);
+    if (!t->raw && !strncmp(start, "{#", 2)) {
         for (t->p += 2; !read_end(t, '#'); t->p++)
             if (!*t->p) t->p = start, unexpected(t);
         return true;
     }
-    if (raw) {
-        line = skip_space(start);
-        if (strncmp(line + (*line == '-'), "%}", 2)) return false;
-        start = *line == '-' ? skip_space(line + 3) : line + 2;
-    }
-    for (end = start; *(end += strcspn(end, "{")); end++)
-        if (raw ? end[1] == '%' && str_eq(tag_word(end), "endraw") : strchr("{%#", end[1]) != NULL)
+    for (; *(end += strcspn(end, "{")); end++)
+        if (t->raw ? end[1] == '%' && str_eq(tag_name(end), "endraw") : strchr("{%#", end[1]) != 0)
             break;
     char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
-    *v = string_value((Str){start, end - start});
+    v->s = (Str){start, end - start};
     for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
     bool begins = line == t->source || line[-1] == '\n';
     if (sign == '-') v->s = strip(t, v->s, (Value){0}, RIGHT);
     else if (begins && sign != '+' && (kind == '%' || kind == '#')) v->s.n = line - start;
     t->p = t->tag_end = end;
-    return raw || end > start;
+    return end > start;
 }
 
 // Reads on to the end of a tag that cannot be read, or is not known; but of none that ends a block.
 static bool read_wrong(Template *t, Value *v) {
     const char *place = t->p;
-    Str name = tag_word(t->tag_end);
+    Str name = tag_name(t->tag_end);
     *v = (Value){0};
     if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
                                    "endgeneration endraw")) return false;
     while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
         if (!*t->p++) t->p = place, unexpected(t);
-    t->stuck = false;
+    t->stuck = t->raw = false;
     return true;
 }
 
 // Reads what stands between quotes, also in several strings side by side.
 static bool read_string(Template *t, Value *v) {
-    static const char letters[] = "abfnrtv\\'\"\n", *const meant[] = {
-        "\a", "\b", "\f", "\n", "\r", "\t", "\v", "\\", "'", "\"", ""};
+    static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
     const char *start = t->p;
     *v = string_value(NOTHING);
     for (char quote; (quote = *t->p) == '"' || quote == '\''; t->p = skip_space(t->p + 1))
@@ -4324,7 +4282,8 @@ static bool read_string(Template *t, Value *v) {
             t->stuck = !t->p[n] || (!n && (!t->p[1] || strchr("xuUN01234567", t->p[1])));
             if (t->stuck) return false;
             if (!n) n = 2;   // \ and what is no escape
-            v->s = concat(t, v->s, letter ? str(meant[letter - letters]) : (Str){t->p, n});
+            Str what = letter ? (Str){meant + (letter - letters), *letter != '\n'} : (Str){t->p, n};
+            v->s = concat(t, v->s, what);
             t->p += n;
         }
     return t->p > start;
@@ -4342,38 +4301,18 @@ static bool read_number(Template *t, Value *v) {
 }
 
 static bool read_name(Template *t, Value *v) {   // which is none of the words between values
-    Str s = {t->p, 0};
-    while (in_name(s.s[s.n])) s.n++;
+    Str s = name_at(t->p);
     *v = string_value(s);
-    bool yes = s.n && !isdigit((uint8_t)*s.s) && !is(s, "and or not if elif else in is");
-    if (yes) t->p += s.n;
-    return yes;
+    if (!s.n || isdigit((uint8_t)*s.s) || is(s, "and or not if elif else in is")) return false;
+    t->p += s.n;
+    return true;
 }
 
+// Each reads one thing, gives it or its text in *v, and returns false where it is not here.
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text, read_wrong};
 
-// Nodes are added at *at, which is then where the next one goes.
-static void add_node(Template *t, Node ***at, Node node) {
-    Node *n = **at = obtain(t, sizeof node);
-    *n = node;
-    *at = &n->next;
-}
-
 static bool read_choice(Template *t, const char *g, Node ***at);
-
-static bool read_rule(Template *t, int r, Node ***at) {   // reads what a rule says
-    Node *first = NULL, **last = &first;
-    Value v = {0};
-    if (r != R_text && r != R_block) t->p = skip_space(t->p);
-    const char *start = t->source ? t->p : NULL;
-    enter(t);
-    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) : READERS[r - R_name](t, &v);
-    t->depth--;
-    if (yes && r <= R_atom && first && !first->next) **at = first, *at = last;
-    else if (yes) add_node(t, at, (Node){r, v, first, NULL, start});
-    return yes;
-}
 
 static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     size_t n = 1;
@@ -4383,20 +4322,26 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar; false: it is not here, and nothing has been read.
+// Reads one item of n characters of grammar; false: it is not here, and nothing has been read. Its
+// node goes to *at, which is then where the next one goes.
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
-    Str word = {g + 1, n - 2};
-    int r = 0;
     if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
-    if (*g == '\'') return read_word(t, word);
-    if (*g == '`') {
-        bool yes = read_word(t, word);
-        if (yes) add_node(t, at, (Node){.rule = R_word, .v = string_value(word), .source = t->p});
-        return yes;
-    }
-    while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
-    return read_rule(t, r, at);
+    if (*g == '\'') return read_word(t, (Str){g + 1, n - 2});
+    int r = *g == '`' ? R_word : 0;
+    while (r < R_word && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
+    if (r != R_text && r != R_block) t->p = skip_space(t->p);
+    Node node = {.rule = r, .source = t->source ? t->p : NULL}, **last = &node.first;
+    if (r == R_word) node.v = string_value((Str){g + 1, n - 2});
+    enter(t);
+    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) :
+               r < R_word ? READERS[r - R_name](t, &node.v) : read_word(t, node.v.s);
+    t->depth--;
+    if (!yes) return false;
+    bool alone = r <= R_atom && node.first && !node.first->next;
+    **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
+    *at = alone ? last : &(**at)->next;
+    return true;
 }
 
 // Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
@@ -4422,10 +4367,9 @@ static bool read_choice(Template *t, const char *g, Node ***at) {
 
 // ---- it runs
 //
-// Names live in scopes, one for the template and one for each turn of a loop, each call of a macro
-// and each block whose text is captured; an `if` has none. A name is set in the innermost scope
-// and looked up from there outwards: what a loop sets is gone behind it. A macro sees the scope
-// where it stands, not that of its caller.
+// The template has a scope of names, and so has each turn of a loop, each call of a macro and each
+// block whose text is captured. A name is set in the innermost scope and looked up from there
+// outwards: what a loop sets is gone behind it. A macro sees the scope where it stands.
 
 static Value eval(Template *t, const Node *n);
 
@@ -4444,7 +4388,7 @@ static void read_builtins(Template *t) {
     for (size_t i = 0; i < COUNT(BUILTINS); i++) {
         Node *row = NULL, **at = &row;
         t->p = BUILTINS[i];
-        read_rule(t, R_builtin, &at);
+        read_item(t, "builtin", 7, &at);
         for (const Node *k = row->first; k->rule == R_name; k = k->next)
             set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
     }
@@ -4505,14 +4449,11 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
     for (const Node *n = args ? args->first : NULL; n; n = n->next) {
         const Node *k = n->first;
-        size_t stars = k->rule == R_word ? k->v.s.n : 0;
         Value v = eval(t, k->next ? k->next : k);
-        List pairs = stars == 2 ? must_be(t, v, V_DICT).dict->pairs : (List){0};
-        for (size_t i = 0; i < pairs.n; i += 2) set(t, &a.named, pairs.v[i], pairs.v[i + 1]);
-        if (stars == 2) continue;
-        if (stars == 1) push_all(t, &a.list, items_of(t, v));
-        else if (k->next) set(t, &a.named, k->v, v);
-        else push(t, &a.list, v);
+        if (!k->next) push(t, &a.list, v);
+        else if (k->rule != R_word) set(t, &a.named, k->v, v);
+        else if (k->v.s.n == 1) push_all(t, &a.list, items_of(t, v));   // *v
+        else push_all(t, &a.named.pairs, must_be(t, v, V_DICT).dict->pairs);   // **v
     }
     return a;
 }
@@ -4525,9 +4466,8 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     t->p = n->source;
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_test) {
-        List a = arguments(t, args).list;
-        if (!args && name->next) push(t, &a, eval(t, name->next));
-        return bool_value(passes(t, name->v.s, v, a.n ? *a.v : none) == (k == name));
+        Value x = name->next ? eval(t, name->next) : none;
+        return bool_value(passes(t, name->v.s, v, x) == (k == name));
     }
     if (n->rule == R_item) {
         Value from = k->rule == R_word ? none : eval(t, k);
@@ -4559,9 +4499,8 @@ static Value eval_chain(Template *t, const Node *n) {
 // Sets what targets name, each x, namespace.x or more targets: one to v, several to the items of v,
 // of which there must be as many.
 static void assign(Template *t, const Node *targets, Value v) {
-    List items = {&v, 1};
+    List items = targets->first->next ? items_of(t, v) : (List){&v, 1};
     size_t i = 0;
-    if (targets->first->next) items = items_of(t, v);
     for (const Node *target = targets->first; target; target = target->next, i++) {
         const Node *name = target->first, *key = name->next;
         if (i >= items.n) continue;
@@ -4570,17 +4509,6 @@ static void assign(Template *t, const Node *targets, Value v) {
         else set(t, must_be(t, look_up(t, name->v), V_DICT).dict, key->v, items.v[i]);
     }
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
-}
-
-static void set_loop(Template *t, Dict *loop, List items, size_t i) {   // what it knows in turn i
-    Value none = undefined_value(str("an element"));
-    set(t, loop, word_value("index0"), int_value(i));
-    set(t, loop, word_value("index"), int_value(i + 1));
-    set(t, loop, word_value("first"), bool_value(i == 0));
-    set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
-    set(t, loop, word_value("length"), int_value(items.n));
-    set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
-    set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
 }
 
 // what a block with names of its own prints
@@ -4596,19 +4524,25 @@ static Value captured(Template *t, const Node *block) {
 static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
-    Dict *scope = t->scope, *outer = new_dict(t, scope);
-    Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)}, text = string_value(NOTHING);
+    Dict *scope = t->scope, *outer = new_dict(t, scope), *loop = new_dict(t, NULL);
+    Value text = string_value(NOTHING), none = undefined_value(str("an element"));
     bool done = false;   // a turn went to its end
     for (size_t i = 0; i < all.n && test; i++) {
         t->scope = new_dict(t, outer);
         assign(t, targets, all.v[i]);
         if (truth(eval(t, test->first))) push(t, &items, all.v[i]);
     }
-    set(t, outer, word_value("loop"), loop);
+    set(t, outer, word_value("loop"), (Value){.kind = V_LOOP, .dict = loop});
+    set(t, loop, word_value("length"), int_value(items.n));
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
         t->scope = new_dict(t, outer);
-        set_loop(t, loop.dict, items, i);
+        set(t, loop, word_value("index0"), int_value(i));
+        set(t, loop, word_value("index"), int_value(i + 1));
+        set(t, loop, word_value("first"), bool_value(i == 0));
+        set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
+        set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
+        set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
         assign(t, targets, items.v[i]);
         text.s = concat(t, text.s, eval(t, body).s);
         done = done || !t->flow;
@@ -4693,7 +4627,7 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
         if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
             *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
     if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_rule(t, R_block, &at);
+    read_item(t, "block", 5, &at);
     if (t->p < to || t->p != t->tag_end) unexpected(t);
     for (size_t i = 0; i < n; i++) {
         Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
@@ -4719,19 +4653,14 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     if (think >= 0) set(t, t->scope, word_value("thinking"), bool_value(think));
     Str text = eval(t, root).s;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
-    text = str_from(concat(t, concat(t, NOTHING, str(" ")), text), 1);   // in the block
-    *out = (Rendered){(char *)text.s, (unsigned char *)shadow(t, text.s), text.n, t->block};
+    char *printed = copy(t, text);
+    *out = (Rendered){printed, (unsigned char *)shadow(t, printed), text.n, t->block};
     return true;
 }
 
 static void rendered_free(Rendered *r) {
     free(r->block);
     *r = (Rendered){0};
-}
-
-static void clear_memory(Template *t) {   // for another run
-    for (int half = 0; half < 2; half++)
-        memset(t->block + half * t->size + t->memory, 0, t->size - t->memory);
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
@@ -4747,14 +4676,13 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
         size += messages[i].role.n + messages[i].content.n + 100;
     Template t = {.e = e, .steps = 5000000 + 200 * size};
     t.size = t.memory = (16 << 20) + 400 * size;
-    t.block = calloc(2, t.size);   // the second half is the shadow
+    t.block = malloc(2 * t.size);   // the second half is the shadow
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
     for (int parts = 0; parts < 2 && !shows[0]; parts++) {
         Template trial = t;
         shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
                        memchr(out->mark, FOREIGN, out->n);
-        clear_memory(&trial);
     }
     *out = (Rendered){0};
     bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, shows[1], out);
