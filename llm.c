@@ -6658,7 +6658,7 @@ static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
     size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
     char *more = room == t->room ? t->s : realloc(t->s, room);
     if (!more) return fail(&cli->e, "out of memory");
-    memcpy(more + t->n, s, n);
+    memmove(more + t->n, s, n);   // s may be a part of t
     *t = (Text){more, t->n + n, room};
     more[t->n] = 0;
     return true;
@@ -6748,25 +6748,21 @@ static bool names_role(Str line) {
 // one message of the user.
 static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
-    str_cut(&rest, "\xEF\xBB\xBF");   // which Windows writes
-    Str next = rest, line = cut_line(&next);
-    bool ok = true, crlf = line.n && line.s[line.n - 1] == '\r';
-    line.n -= crlf;
-    if (!cli->file || !names_role(line) || *line.s != '@')
-        return chat_add(cli, str("user"), &cli->text);
     Text text = {0};
+    bool ok = true, crlf = false;
+    str_cut(&rest, "\xEF\xBB\xBF");   // which Windows writes
     while (ok && rest.s) {
-        line = cut_line(&rest);
-        line.n -= crlf && line.n && line.s[line.n - 1] == '\r';
+        Str line = cut_line(&rest);
+        bool cr = line.n && line.s[line.n - 1] == '\r';
+        crlf |= cr && !role.n;
+        line.n -= cr && crlf;
         bool named = names_role(line), begins = named && *line.s == '@';
-        if (named) line = str_from(line, 1);
-        if (begins) {
-            ok = !role.n || chat_add(cli, role, &text);
-            role = line;
-        } else {
-            ok = (!text.s || text_add(cli, &text, "\n", 1)) &&
-                 text_add(cli, &text, line.s, line.n);
-        }
+        if (!role.n && !(begins && cli->file)) return chat_add(cli, str("user"), &cli->text);
+        if (begins && role.n) ok = chat_add(cli, role, &text);
+        line = str_from(line, named);
+        if (begins) role = line;
+        else if (text.s) ok = text_add(cli, &text, "\n", 1);
+        if (!begins) ok = ok && text_add(cli, &text, line.s, line.n);
     }
     ok = ok && chat_add(cli, role, &text);
     free(text.s);
@@ -6796,16 +6792,13 @@ static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Ren
                            think, r, &cli->e);
 }
 
-// the first message, new or changed, unless the template refuses it
-static bool chat_system(Cli *cli, const char *s, size_t n) {
-    ChatMessage trial[] = {{str("system"), {s, n}}, {str("user"), str("Hello")}};
+// The first message, new or changed, takes the text over, unless the template refuses it.
+static bool chat_system(Cli *cli, Text *t) {
+    ChatMessage trial[] = {{str("system"), {t->s, t->n}}, {str("user"), str("Hello")}};
     bool had = chat_has_system(cli);
-    Text copy = {0};
     Rendered r;
-    bool ok = chat_render(cli, trial, 2, -1, &r) && text_add(cli, &copy, s, n) &&
-              chat_add(cli, str("system"), &copy);
+    bool ok = chat_render(cli, trial, 2, -1, &r) && chat_add(cli, str("system"), t);
     rendered_free(&r);
-    free(copy.s);
     if (!ok) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
@@ -6835,13 +6828,10 @@ static bool chat_ids(Cli *cli) {
     if (!chat_render(cli, cli->message, cli->n_message, think, &r)) return false;
     if (cli->render) fwrite(r.text, 1, r.n, stdout);
     ids->n = cli->answer.n = 0;
-    bool ok = cli->render ||
-              tokenize(t, r.text, r.n, r.mark, false, true, ids, &cli->e);
-    if (ok && t->add_bos && !(ids->n && ids->id[0] == t->bos)) {
-        ok = tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
-        memmove(ids->id + 1, ids->id, (ids->n - 1) * sizeof *ids->id);
-        ids->id[0] = t->bos;
-    }
+    bool ok = !t->add_bos || tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
+    ok = ok && (cli->render || tokenize(t, r.text, r.n, r.mark, false, true, ids, &cli->e));
+    if (ok && t->add_bos && ids->n > 1 && ids->id[1] == t->bos)   // the template brings its own
+        memmove(ids->id, ids->id + 1, --ids->n * sizeof *ids->id);
     size_t n = r.n;
     while (n > 0 && isspace((uint8_t)r.text[n - 1])) n--;
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
@@ -6862,12 +6852,9 @@ static bool chat_open(Cli *cli) {
     if (!gguf_str(&cli->m.gguf, "tokenizer.chat_template").n)
         return fail(&cli->e, "%s: the model has no chat template", cli->model);
     if (cli->text.s && !chat_read(cli)) return false;
-    if (system && *system == '@') {
-        if (!read_file(cli, system + 1, &cli->said)) return false;
-        if (!chat_system(cli, cli->said.s, cli->said.n)) return false;
-    } else if (system && !chat_system(cli, system, strlen(system))) {
-        return false;
-    }
+    bool ok = !system || (*system == '@' ? read_file(cli, system + 1, &cli->said)
+                                         : text_add(cli, &cli->said, system, strlen(system)));
+    if (!ok || (system && !chat_system(cli, &cli->said))) return false;
     if (cli->think) chat_check_think(cli);
     return (!cli->answer_once && !cli->render) || chat_ids(cli);
 }
@@ -7036,26 +7023,20 @@ static bool print_token(void *ctx, int32_t id) {
     return !interrupted && !ferror(stdout);
 }
 
-static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
-    if (cli->progress.shown) show_progress("");
-    cli->progress.shown = false;
-}
-
-// Called before each chunk of an evaluation, and at its end; a terminal shows how far a prompt is.
+// Called before each chunk of an evaluation, and at its end. A terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
-    if (done == n) end_progress(cli);
+    bool shown = cli->progress.shown, ends = done == n || interrupted;
+    cli->progress.shown = !ends && done > reused && isatty(STDERR_FILENO);
     if (done == reused) {   // it begins
         cli->progress.start = now();
         cli->n_prompts += cli->first ? 0 : n;
         cli->n_reused += cli->first ? 0 : reused;
-    } else if (done < n && isatty(STDERR_FILENO)) {
-        char text[80];
-        snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
-                 (done - reused) / (now() - cli->progress.start));
-        show_progress(text);
-        cli->progress.shown = true;
     }
+    char text[80] = "";
+    if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
+                        (done - reused) / (now() - cli->progress.start));
+    if (shown || cli->progress.shown) show_progress(text);
     return !interrupted;
 }
 
@@ -7070,7 +7051,6 @@ static bool reply(Cli *cli) {
     bool ok = session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli, &cli->e);
     double end = now();
     size_t seen = cli->s.history.n;
-    end_progress(cli);
     if (!cli->first) cli->first = end;
     cli->prefill += cli->first - start;
     cli->decode += end - cli->first;
@@ -7158,9 +7138,10 @@ static bool run_chat(Cli *cli) {
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
         if (!is(word, "/system /reset /stats /save /quit /help"))   // it is for the model
             ok = chat_add(cli, str("user"), said) && chat_answer(cli);
-        else if (str_eq(word, "/system") && *value)
-            ok = chat_system(cli, value, strlen(value));
-        else if (str_eq(word, "/save") && *value && !chat_save(cli, value))
+        else if (str_eq(word, "/system") && *value) {
+            said->n = 0;
+            ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
+        } else if (str_eq(word, "/save") && *value && !chat_save(cli, value))
             fprintf(stderr, "%s: %s\n", value, strerror(errno));
         else if (str_eq(word, "/quit") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
@@ -7271,14 +7252,11 @@ static double read_rate(Cli *cli) {
 static bool run_bench(Cli *cli) {
     Session *s = &cli->s;
     int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1], n = n_prompt;
-    double decode = 0, best, moved = 0;
+    double decode = 0, best = read_rate(cli), moved = 0;
     for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
         if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
             return fail(&cli->e, "out of memory");
-
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    memset(cli->work, 1, (size_t)SLICES * SLICE);
-    best = read_rate(cli);
     if (!session_eval(s, cli->ids.id, n < s->o.chunk ? n : s->o.chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
@@ -7327,19 +7305,18 @@ static void print_layers(const Model *m) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    enum { ATTENTION, WINDOWED, LATENT, DENSE = LATENT + MIX_CONV + 1, EXPERTS, KINDS };
+    // three of attention, those of MIX_DELTA and so on, two of FFNs
     static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
                                         "gated delta net", "state space", "short convolution",
                                         "dense FFN", "experts"};
+    enum { DENSE = COUNT(kinds) - 2, EXPERTS };
     const Config *c = &m->config;
     const Layer *seen = m->layers;   // the first with attention, if there is one
+    int count[COUNT(kinds)] = {0};
     while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
-    int count[KINDS] = {0};
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &m->layers[l];
-        int attention = w->k_b.data ? LATENT : w->window > 0 ? WINDOWED : ATTENTION;
-        if (w->n_kv) count[attention]++;
-        if (w->mixer) count[LATENT + w->mixer]++;
+    for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
+        if (w->n_kv) count[w->k_b.data ? 2 : w->window > 0]++;
+        if (w->mixer) count[2 + w->mixer]++;
         if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
@@ -7348,27 +7325,10 @@ static void print_layers(const Model *m) {
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
            c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
            c->n_ctx);
-    for (int i = 0, any = 0; i < KINDS; i++)
+    for (size_t i = 0, any = 0; i < COUNT(kinds); i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     putchar('\n');
-}
-
-// formats of the weights, with their bytes as bars
-static void print_formats(const Gguf *g) {
-    double all = 0, size[64] = {0};
-    int count[64] = {0};
-    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
-        all += tensor_bytes(t);
-        size[t->type] += tensor_bytes(t);
-        count[t->type]++;
-    }
-    for (int type = 0; type < 64; type++) {
-        if (!count[type]) continue;
-        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(type), count[type],
-               size[type] / 1048576, 100 * size[type] / all, (int)ceil(40 * size[type] / all),
-               "########################################");
-    }
 }
 
 // what is in the file, whether or not it can run
@@ -7378,13 +7338,24 @@ static void print_file(const Cli *cli) {
         "attention.head_count ggml.model ggml.pre sampling.temp sampling.top_k sampling.top_p "
         "sampling.min_p sampling.penalty_repeat sampling.penalty_last_n";
     const Gguf *g = &cli->m.gguf;
+    double all = 0, size[64] = {0};   // bytes and tensors of each format
+    int count[64] = {0};
     for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
         const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
         Str rest = {key, m->key.s + m->key.n - key};
         if (cli->verbose || find_str(rest, keys)) print_meta(m);
     }
     putchar('\n');
-    print_formats(g);
+    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
+        size[t->type] += tensor_bytes(t);
+        all += tensor_bytes(t);
+        count[t->type]++;
+    }
+    for (int i = 0; i < 64; i++)   // with their bytes as bars
+        if (count[i])
+            printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(i), count[i],
+                   size[i] / 1048576, 100 * size[i] / all, (int)ceil(40 * size[i] / all),
+                   "########################################");
     fflush(stdout);
 }
 
@@ -7396,7 +7367,6 @@ static bool print_info(Cli *cli) {
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
-    memset(cli->work, 1, (size_t)SLICES * SLICE);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; ", moved / 1048576);
     printf(s->gpu ? "the GPU copies" : "%d threads read", s->o.threads);
@@ -7449,12 +7419,13 @@ static bool run(Cli *cli) {
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
-    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;
-    wide = larger(wide, m->tokenizer->piece_max / sizeof(double));
-    bool measures = cli->bench.id || cli->info;
-    cli->work = measures ? aligned_alloc(1 << 14, (size_t)SLICES * SLICE)   // for a GPU to share
-                         : calloc(wide, 2 * sizeof(double));
+    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows, page = 1 << 14;
+    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
+    if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
+    room = (room + page - 1) / page * page;
+    cli->work = aligned_alloc(page, room);   // for a GPU to share
     if (!cli->work) return fail(&cli->e, "out of memory");
+    memset(cli->work, 0, room);
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
     if (cli->bench.id) return run_bench(cli);
@@ -7481,7 +7452,7 @@ int main(int argc, char **argv) {
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
-    end_progress(&cli);
+    if (cli.progress.shown) show_progress("");
     if (cli.m.tokenizer && (ok || interrupted)) print_notes(&cli);
     if (!ok && !interrupted) fprintf(stderr, "llm: %s\n", cli.e.text);
     session_close(&cli.s);
