@@ -6807,17 +6807,6 @@ static bool chat_system(Cli *cli, Text *t) {
     return true;
 }
 
-// says so if the template has no switch for --think
-static void chat_check_think(Cli *cli) {
-    ChatMessage trial = {str("user"), str("Hello")};
-    Rendered off, on;
-    bool ok = chat_render(cli, &trial, 1, false, &off) & chat_render(cli, &trial, 1, true, &on);
-    if (ok && on.n == off.n && !memcmp(on.text, off.text, on.n))
-        fputs("note: the chat template has no switch for --think\n", stderr);
-    rendered_free(&on);
-    rendered_free(&off);
-}
-
 // Renders the conversation, and prints that, or makes it cli->ids, and cli->answer what the
 // template has opened in it.
 static bool chat_ids(Cli *cli) {
@@ -6849,13 +6838,19 @@ static bool chat_ids(Cli *cli) {
 // adds the messages that the command line gives
 static bool chat_open(Cli *cli) {
     const char *system = cli->system;
+    ChatMessage trial = {str("user"), str("Hello")};
+    Rendered off = {0}, on = {0};
     if (!gguf_str(&cli->m.gguf, "tokenizer.chat_template").n)
         return fail(&cli->e, "%s: the model has no chat template", cli->model);
     if (cli->text.s && !chat_read(cli)) return false;
     bool ok = !system || (*system == '@' ? read_file(cli, system + 1, &cli->said)
                                          : text_add(cli, &cli->said, system, strlen(system)));
     if (!ok || (system && !chat_system(cli, &cli->said))) return false;
-    if (cli->think) chat_check_think(cli);
+    if (cli->think && chat_render(cli, &trial, 1, 0, &off) &&
+        chat_render(cli, &trial, 1, 1, &on) && !strcmp(on.text, off.text))
+        fputs("note: the chat template has no switch for --think\n", stderr);
+    rendered_free(&on);
+    rendered_free(&off);
     return (!cli->answer_once && !cli->render) || chat_ids(cli);
 }
 
@@ -6992,35 +6987,30 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-// Prints part of an answer, a token whose n bytes of text are in cli->work, and keeps it. A control
-// token is not printed, but kept as it is spelled. Thoughts are dimmed.
-static bool print_answer(Cli *cli, int32_t id, size_t n) {
-    const Tokenizer *t = cli->m.tokenizer;
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
-    Str s = control ? token_at(t, id).text : (Str){cli->work, n};
-    for (; ok && s.n > 0; s = str_from(s, 1)) {
-        if (!control) putchar(*s.s);
-        ok = text_add(cli, &cli->answer, s.s, 1);
-        if (text_ends(&cli->answer, FINAL)) cli->answer.n = 0;
-        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
-            if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
-            if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
-        }
-    }
-    return ok;
-}
-
+// Prints a new token. In a chat its text goes into the answer, too: a control token is not printed,
+// but kept as it is spelled. Thoughts are dimmed.
 static bool print_token(void *ctx, int32_t id) {
     Cli *cli = ctx;
     const Tokenizer *t = cli->m.tokenizer;
+    Text *answer = &cli->answer;
     if (!cli->first) cli->first = now();
-    size_t n = t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0;
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
-    else if (!cli->n_message) fwrite(cli->work, 1, n, stdout);
-    else if (!print_answer(cli, id, n)) return false;
+    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
+    Str s = {cli->work, t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0};
+    if (control) s = token_at(t, id).text;
+    for (; ok && s.n > 0; s = str_from(s, 1)) {
+        if (!control) putchar(*s.s);
+        if (!cli->n_message) continue;
+        ok = text_add(cli, answer, s.s, 1);
+        if (text_ends(answer, FINAL)) answer->n = 0;
+        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
+            if (text_ends(answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
+            if (text_ends(answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
+        }
+    }
     fflush(stdout);
     cli->n_new++;
-    return !interrupted && !ferror(stdout);
+    return ok && !interrupted && !ferror(stdout);
 }
 
 // Called before each chunk of an evaluation, and at its end. A terminal shows how far a prompt is.
@@ -7300,37 +7290,6 @@ static void print_meta(const Meta *m) {
     printf(m->n > 4 ? " ...\n" : "\n");
 }
 
-// what the row of ARCHS says, and how many layers are of which kind
-static void print_layers(const Model *m) {
-    static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
-    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
-    static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    // three of attention, those of MIX_DELTA and so on, two of FFNs
-    static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
-                                        "gated delta net", "state space", "short convolution",
-                                        "dense FFN", "experts"};
-    enum { DENSE = COUNT(kinds) - 2, EXPERTS };
-    const Config *c = &m->config;
-    const Layer *seen = m->layers;   // the first with attention, if there is one
-    int count[COUNT(kinds)] = {0};
-    while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
-    for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
-        if (w->n_kv) count[w->k_b.data ? 2 : w->window > 0]++;
-        if (w->mixer) count[2 + w->mixer]++;
-        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
-    }
-    printf("architecture %s%s: %s, %s, %s\n", c->name,
-           c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
-           act[c->act], rope[c->rope]);
-    printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
-           c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
-           c->n_ctx);
-    for (size_t i = 0, any = 0; i < COUNT(kinds); i++)
-        if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
-    if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
-    putchar('\n');
-}
-
 // what is in the file, whether or not it can run
 static void print_file(const Cli *cli) {
     static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
@@ -7359,10 +7318,38 @@ static void print_file(const Cli *cli) {
     fflush(stdout);
 }
 
+// what Config says, how many layers are of which kind, the memory plan
 static bool print_info(Cli *cli) {
-    const Gguf *g = &cli->m.gguf;
-    Session *s = &cli->s;
-    print_layers(&cli->m);
+    const Model *m = &cli->m;
+    const Gguf *g = &m->gguf;
+    const Config *c = &m->config;
+    const Session *s = &cli->s;
+    static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
+    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
+    static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
+    // three of attention, those of MIX_DELTA and so on, two of FFNs
+    static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
+                                        "gated delta net", "state space", "short convolution",
+                                        "dense FFN", "experts"};
+    enum { DENSE = COUNT(kinds) - 2, EXPERTS };
+    const Layer *seen = m->layers;   // the first with attention, if there is one
+    int count[COUNT(kinds)] = {0};
+    while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
+    for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
+        if (w->n_kv) count[w->k_b.data ? 2 : w->window > 0]++;
+        if (w->mixer) count[2 + w->mixer]++;
+        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
+    }
+    printf("architecture %s%s: %s, %s, %s\n", c->name,
+           c->verified ? "" : " (unverified: no golden output)", norm[c->arch->norm],
+           act[c->act], rope[c->rope]);
+    printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
+           c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
+           c->n_ctx);
+    for (size_t i = 0, any = 0; i < COUNT(kinds); i++)
+        if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
+    if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
+    putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
