@@ -6502,9 +6502,9 @@ typedef struct {
     Text said, answer;               // what the user is typing, what the model is writing
 } Cli;
 
-static volatile sig_atomic_t interrupted;   // times, since it was last reset
+static volatile sig_atomic_t interrupted;   // how often, since it was last reset
 
-// a terminal's; SIGCONT only ends a wait
+// Ctrl-C counts once; SIGTERM counts as two, which end a chat. SIGCONT only ends a wait.
 static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGTERM ? 2 : 0; }
 
 // SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
@@ -6580,7 +6580,7 @@ static bool print_usage(void) {
     return putchar('\n'), true;
 }
 
-// one text, one number, or numbers with commas between them
+// stores what an option is given: a text, a number, or numbers with commas between them
 static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
@@ -6728,7 +6728,7 @@ static bool chat_has_system(const Cli *cli) {
     return cli->n_message && str_eq(cli->message[0].role, "system");
 }
 
-// cuts the first line off a text; a text without any line has s NULL
+// cuts the first line off a text; behind the last line, the text's s is NULL
 static Str cut_line(Str *text) {
     const char *newline = memchr(text->s, '\n', text->n);
     Str line = {text->s, newline ? (size_t)(newline - text->s) : text->n};
@@ -6792,7 +6792,7 @@ static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Ren
                            think, r, &cli->e);
 }
 
-// The first message, new or changed, takes the text over, unless the template refuses it.
+// makes a text the system message, in place of an earlier one, unless the template refuses it
 static bool chat_system(Cli *cli, Text *t) {
     ChatMessage trial[] = {{str("system"), {t->s, t->n}}, {str("user"), str("Hello")}};
     bool had = chat_has_system(cli);
@@ -6807,8 +6807,8 @@ static bool chat_system(Cli *cli, Text *t) {
     return true;
 }
 
-// Renders the conversation, and prints that, or makes it cli->ids, and cli->answer what the
-// template has opened in it.
+// Renders the conversation. --render prints it; otherwise its tokens become cli->ids. The answer
+// begins with what the template has opened for it.
 static bool chat_ids(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     Tokens *ids = &cli->ids;
@@ -6854,9 +6854,9 @@ static bool chat_open(Cli *cli) {
     return (!cli->answer_once && !cli->render) || chat_ids(cli);
 }
 
-// A terminal by itself gives one line at a time, cut at 4,095 bytes, and hides a line that is half
-// typed. So llm edits the lines of a chat. While the model answers, while llm is stopped and when
-// it ends, the terminal is as it `was`.
+// A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
+// reads single keys and edits the line itself. The terminal is again as it `was` before the model
+// answers, before llm stops, and at the end.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
 enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
@@ -6880,8 +6880,8 @@ static int next_byte(int ms) {
     return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
-// A key that is no text. It erases a character, a word or all of the line that begins at `from`; of
-// an arrow, Home or F1 the rest is swallowed: [ or O, numbers, and a letter.
+// Obeys a key that is no text. It may erase a character, a word or all of the line that begins at
+// `from`. An arrow, Home or F1 does nothing: behind ESC it sends [ or O, numbers and a letter.
 static void edit_line(Text *said, size_t from, int key, int screen) {
     bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
     while (erases && said->n > from) {
@@ -6965,7 +6965,8 @@ static bool load_prompt(Cli *cli) {
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
 }
 
-// what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
+// bytes that one token reads: each weight once (of the experts the chosen ones), one row of each
+// embedding, the keys and values in sight
 static double token_bytes(const Session *s, int pos) {
     const Model *m = s->m;
     const Config *c = &m->config;
@@ -7013,7 +7014,7 @@ static bool print_token(void *ctx, int32_t id) {
     return ok && !interrupted && !ferror(stdout);
 }
 
-// Called before each chunk of an evaluation, and at its end. A terminal shows how far a prompt is.
+// session_run calls this before each chunk and at the end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     bool shown = cli->progress.shown, ends = done == n || interrupted;
@@ -7030,7 +7031,7 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     return !interrupted;
 }
 
-// evaluates cli->ids, and prints what follows
+// evaluates cli->ids and prints what the model writes behind them
 static bool reply(Cli *cli) {
     size_t n = cli->ids.n, n_new = cli->n_new;
     bool dim = cli->answer.n && cli->dims;   // the template has opened its thoughts
@@ -7069,8 +7070,8 @@ static void print_statistics(const Cli *cli) {
             s->gpu ? GPU_NAME : "cpu");
 }
 
-// names the keys of RoPE, attention, experts and sampling that nobody has read, but for those whose
-// numbers the shapes of tensors say as well
+// Notes each key of RoPE, attention, experts or sampling that no code has read. The keys in
+// `shapes` are no loss: the shapes of tensors give the same numbers.
 static void print_unread(const Model *m) {
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers";
@@ -7084,7 +7085,7 @@ static void print_unread(const Model *m) {
     }
 }
 
-// prints to stderr what is said at the end, unless something failed
+// prints notes and statistics, which come last
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
@@ -7112,7 +7113,7 @@ static bool chat_answer(Cli *cli) {
     return ok;
 }
 
-// What fails ends a turn and not the chat, unless nobody is there to go on with it.
+// An error ends a turn, and not the chat, unless the input is no terminal.
 static bool run_chat(Cli *cli) {
     Text *said = &cli->said;
     size_t n = cli->n_message;
