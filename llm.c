@@ -6361,43 +6361,43 @@ static void amx_use(bool on) { (void)on; }
 #include <sys/resource.h>
 #include <termios.h>
 
-typedef struct { char *s; size_t n, room; } Text;   // that grows by doubling
+// bytes that grow by doubling; behind them stands a NUL, unless n was made smaller
+typedef struct { char *s; size_t n, room; } Text;
 
 typedef struct {
     // what was asked for
-    const char *model, *file, *logits, *ppl, *gpu, *system, *think;
-    const char *prompt;              // [n_prompt] bytes, for --ppl those of its file
-    size_t n_prompt;
+    const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think;
     int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
+    bool talks;                      // a chat because nothing was asked for
     uint64_t given;                  // bit i: OPTIONS[i] was
-    bool talks, misused;             // a chat because nothing was asked for; no template for it
-    bool dims;                       // thoughts, on a terminal that takes escape sequences
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
+    int failure;                     // the exit code if something fails
     Error e;
     Model m;
     Session s;
-    char *text;                      // of a file
-    Tokens ids;                      // of the prompt; or what --bench runs
+    Text text;                       // PROMPT, or what the file holds
+    Tokens ids;                      // of the prompt, or what --bench runs
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;
     Detokenizer detokenizer;
+    bool dims;                       // thoughts, on a terminal that takes escape sequences
     // statistics: tokens of prompts, of these found in the cache; new ones, of these evaluated
     size_t n_prompts, n_reused, n_new, n_decoded;
     double first, prefill, decode;   // when the first new token came; seconds before and after
     struct { double start; bool shown; } progress;   // of an evaluation
     // of a chat
-    ChatMessage *message;            // [n_message] with texts of our own
+    ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
     Text said, answer;               // what the user is typing, what the model is writing
 } Cli;
 
-static volatile sig_atomic_t interrupted;   // times, since it was last reset
+static volatile sig_atomic_t interrupted;   // how often, since it was last reset
 
-// a terminal's; SIGCONT only ends a wait
+// Ctrl-C counts once; SIGTERM counts as two, which end a chat. SIGCONT only ends a wait.
 static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGTERM ? 2 : 0; }
 
 // SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
@@ -6473,7 +6473,7 @@ static bool print_usage(void) {
     return putchar('\n'), true;
 }
 
-// one text, one number, or numbers with commas between them
+// stores what an option is given: a text, a number, or numbers with commas between them
 static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
@@ -6526,71 +6526,66 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     if (cli->help || cli->version) return true;
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
     cli->o.gpu_int8 = cli->gpu && !strcmp(cli->gpu, "int8");
-    if (cli->gpu && !cli->o.gpu_block && !cli->o.gpu_int8 && strcmp(cli->gpu, "chain"))
+    if (cli->gpu && !find_str(str(cli->gpu), "chain block int8"))
         return fail(&cli->e, "--gpu: expected chain, block or int8, not '%s'", cli->gpu);
-    bool template = cli->chat || cli->answer_once || cli->render, piped = cli->render && !prompts;
-    bool mode = template || prompts || cli->tokenize || cli->embed || cli->logits;
-    cli->talks = isatty(STDIN_FILENO) && !mode && !cli->bench.id && !cli->info;
+    if (cli->think && !find_str(str(cli->think), "on off"))
+        return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
+    if (cli->render && !prompts) cli->file = "-", prompts = 1;
+    bool template = cli->chat || cli->answer_once || cli->render;
+    bool mode = prompts || template || cli->tokenize || cli->embed || cli->logits;
+    bool measures = cli->bench.id || cli->info;
+    cli->talks = !mode && !measures && isatty(STDIN_FILENO);
     cli->chat |= cli->talks;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    if (cli->think && strcmp(cli->think, "on") && strcmp(cli->think, "off"))
-        return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
     if (!template && (cli->system || cli->think))
         return fail(&cli->e, "--system and --think are for -i, --chat and --render");
-    if (piped && cli->system)
-        return fail(&cli->e, "--render without PROMPT reads a conversation; no --system beside it");
     if (template && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
     if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || piped || cli->bench.id || cli->info ||
+    return prompts || cli->chat || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
-// the bytes of a file, - for standard input, or more than a text may have; free(*text)
-static bool read_file(Cli *cli, const char *path, char **text, size_t *n) {
-    FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    char *more = NULL;
-    *text = NULL;
-    *n = 0;
-    for (size_t room = 4096; f && *n <= TEXT_MAX && (more = realloc(*text, room)); room *= 2) {
-        *text = more;
-        *n += fread(more + *n, 1, room - *n, f);
-        if (*n < room) break;
-    }
-    bool ok = (more && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (f && f != stdin) fclose(f);
-    return ok;
-}
-
-// the length of a text without the newline at its end, which belongs to its file
-static size_t less_newline(const char *s, size_t n) {
-    if (!n || s[n - 1] != '\n') return n;
-    return n - 1 - (n > 1 && s[n - 2] == '\r');
-}
-
-// Text that a user gives must be UTF-8; the library itself takes any bytes.
-static bool check_utf8(Cli *cli, const char *s, size_t n) {
-    for (size_t i = 0, used; i < n; i += used) {
-        uint32_t character = utf8_decode(s + i, n - i, &used);
-        if (!utf8_valid(character, used))
-            return fail(&cli->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)s[i]);
-    }
-    return true;
-}
-
 static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
-    char *more = t->n + n <= t->room ? t->s : realloc(t->s, 2 * (t->n + n));
+    size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
+    char *more = room == t->room ? t->s : realloc(t->s, room);
     if (!more) return fail(&cli->e, "out of memory");
-    if (more != t->s) *t = (Text){more, t->n, 2 * (t->n + n)};
-    memcpy(t->s + t->n, s, n);
-    t->n += n;
+    memmove(more + t->n, s, n);   // s may be a part of t
+    *t = (Text){more, t->n + n, room};
+    more[t->n] = 0;
     return true;
 }
 
 static bool text_ends(const Text *t, const char *with) {
     size_t n = strlen(with);
     return t->n >= n && !memcmp(t->s + t->n - n, with, n);
+}
+
+// Reads a file, or standard input if the path is -. The newline at the end belongs to the file and
+// not to the text, but for --ppl. A text that is too long is not read to its end.
+static bool read_file(Cli *cli, const char *path, Text *t) {
+    FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
+    char part[4096];
+    bool ok = true;
+    for (size_t n = 1; f && ok && n && t->n <= TEXT_MAX;) {
+        n = fread(part, 1, sizeof part, f);
+        ok = text_add(cli, t, part, n);
+    }
+    if (!f || ferror(f)) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (f && f != stdin) fclose(f);
+    if (path != cli->ppl) t->n -= text_ends(t, "\r\n") ? 2 : text_ends(t, "\n");
+    return ok;
+}
+
+// Text that a user gives must be UTF-8; the library itself takes any bytes.
+static bool check_utf8(Cli *cli, const Text *t) {
+    for (size_t i = 0, used; i < t->n; i += used) {
+        uint32_t character = utf8_decode(t->s + i, t->n - i, &used);
+        if (!utf8_valid(character, used))
+            return fail(&cli->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)t->s[i]);
+    }
+    return true;
 }
 
 // ---- 35. conversations ----
@@ -6611,15 +6606,14 @@ static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from t
     while (cli->n_message > from) free((char *)cli->message[--cli->n_message].content.s);
 }
 
-// appends a message, with a copy of its text
-static bool chat_add(Cli *cli, Str role, const char *s, size_t n) {
-    if (!check_utf8(cli, s, n)) return false;
+// appends a message, which takes the text over
+static bool chat_add(Cli *cli, Str role, Text *t) {
+    if (!text_add(cli, t, "", 0) || !check_utf8(cli, t)) return false;
     ChatMessage *more = realloc(cli->message, (cli->n_message + 1) * sizeof *more);
-    if (more) cli->message = more;
-    char *copy = more ? malloc(n + 1) : NULL;
-    if (!copy) return fail(&cli->e, "out of memory");
-    memcpy(copy, s, n);
-    more[cli->n_message++] = (ChatMessage){role, {copy, n}};
+    if (!more) return fail(&cli->e, "out of memory");
+    more[cli->n_message++] = (ChatMessage){role, {t->s, t->n}};
+    cli->message = more;
+    *t = (Text){0};
     return true;
 }
 
@@ -6627,40 +6621,45 @@ static bool chat_has_system(const Cli *cli) {
     return cli->n_message && str_eq(cli->message[0].role, "system");
 }
 
-// Is a line [n] @system, @user or @assistant, be it behind backslashes? Returns find_str's pointer
-// behind the role, or NULL.
-static const char *find_role(const char *line, size_t n, size_t *backslashes) {
-    for (*backslashes = 0; n && *line == '\\'; line++, n--) ++*backslashes;
-    return n && *line == '@' ? find_str((Str){line + 1, n - 1}, "system user assistant") : NULL;
+// cuts the first line off a text; behind the last line, the text's s is NULL
+static Str cut_line(Str *text) {
+    const char *newline = memchr(text->s, '\n', text->n);
+    Str line = {text->s, newline ? (size_t)(newline - text->s) : text->n};
+    *text = newline ? str_from(*text, line.n + 1) : (Str){NULL, 0};
+    return line;
 }
 
-// Messages from a text [n]: a line that is @system, @user or @assistant begins one, which goes on
-// to the next such line or the end, less its last newline. Where a message itself has such a line,
-// a backslash stands before it. Lines end as the first one does, with \n or \r\n.
-static bool chat_read(Cli *cli, const char *s, size_t n) {
-    const char *end = s + n, *next, *newline = memchr(s, '\n', n);
-    bool crlf = newline && newline > s && newline[-1] == '\r';
-    Text *text = &cli->said;
-    Str role = NOTHING;
-    if (n > 2 && !memcmp(s, "\xEF\xBB\xBF", 3)) s += 3;   // which Windows writes
-    for (size_t backslashes;; s = next) {
-        newline = memchr(s, '\n', end - s);
-        next = newline ? newline + 1 : end;
-        n = (newline ? newline : end) - s;
-        if (crlf && n && s[n - 1] == '\r') n--;
-        const char *found = find_role(s, n, &backslashes);
-        bool begins = found && !backslashes;
-        if (!role.n && !begins)
-            return fail(&cli->e, "a conversation begins with a line @system, @user or @assistant");
-        if ((begins || s == end) && role.n &&
-            !chat_add(cli, role, text->s ? text->s : "", text->n - text_ends(text, "\n")))
-            return false;
-        if (s == end) return true;
-        if (begins) role = (Str){found - (n - 1), n - 1}, text->n = 0;
-        else if (!text_add(cli, text, s + !!found, n - !!found) ||
-                 !text_add(cli, text, "\n", newline != NULL))
-            return false;
+// Is a line @system, @user or @assistant, be it behind backslashes?
+static bool names_role(Str line) {
+    while (str_cut(&line, "\\")) {}
+    return str_cut(&line, "@") && is(line, "system user assistant");
+}
+
+// Makes messages of the text that was given. A file is a conversation if its first line is @system,
+// @user or @assistant: each such line begins a message. Where a message itself has such a line, a
+// backslash stands before it. Lines end as the first one does, with \n or \r\n. All other text is
+// one message of the user.
+static bool chat_read(Cli *cli) {
+    Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
+    Text text = {0};
+    bool ok = true, crlf = false;
+    str_cut(&rest, "\xEF\xBB\xBF");   // which Windows writes
+    while (ok && rest.s) {
+        Str line = cut_line(&rest);
+        bool cr = line.n && line.s[line.n - 1] == '\r';
+        crlf |= cr && !role.n;
+        line.n -= cr && crlf;
+        bool named = names_role(line), begins = named && *line.s == '@';
+        if (!role.n && !(begins && cli->file)) return chat_add(cli, str("user"), &cli->text);
+        if (begins && role.n) ok = chat_add(cli, role, &text);
+        line = str_from(line, named);
+        if (begins) role = line;
+        else if (text.s) ok = text_add(cli, &text, "\n", 1);
+        if (!begins) ok = ok && text_add(cli, &text, line.s, line.n);
     }
+    ok = ok && chat_add(cli, role, &text);
+    free(text.s);
+    return ok;
 }
 
 // writes the conversation as chat_read reads it
@@ -6668,11 +6667,10 @@ static bool chat_save(const Cli *cli, const char *path) {
     FILE *f = fopen(path, "w");
     for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {
         fprintf(f, "@%.*s\n", STR_ARG(m->role));
-        for (size_t at = 0, n, backslashes; at <= m->content.n; at += n + 1) {
-            const char *line = m->content.s + at, *newline = memchr(line, '\n', m->content.n - at);
-            n = newline ? (size_t)(newline - line) : m->content.n - at;
-            if (find_role(line, n, &backslashes)) putc('\\', f);
-            fwrite(line, 1, n, f);
+        for (Str rest = m->content; rest.s;) {
+            Str line = cut_line(&rest);
+            if (names_role(line)) putc('\\', f);
+            fwrite(line.s, 1, line.n, f);
             putc('\n', f);
         }
     }
@@ -6687,19 +6685,14 @@ static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Ren
                            think, r, &cli->e);
 }
 
-static bool chat_render_all(Cli *cli, Rendered *r) {
-    int think = cli->think ? !strcmp(cli->think, "on") : -1;
-    return chat_render(cli, cli->message, cli->n_message, think, r);
-}
-
-// the first message, new or changed, unless the template refuses it
-static bool chat_system(Cli *cli, const char *s, size_t n) {
-    ChatMessage trial[] = {{str("system"), {s, n}}, {str("user"), str("Hello")}};
+// makes a text the system message, in place of an earlier one, unless the template refuses it
+static bool chat_system(Cli *cli, Text *t) {
+    ChatMessage trial[] = {{str("system"), {t->s, t->n}}, {str("user"), str("Hello")}};
     bool had = chat_has_system(cli);
     Rendered r;
-    if (!chat_render(cli, trial, 2, -1, &r)) return false;
+    bool ok = chat_render(cli, trial, 2, -1, &r) && chat_add(cli, str("system"), t);
     rendered_free(&r);
-    if (!chat_add(cli, str("system"), s, n)) return false;
+    if (!ok) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
     else memmove(m + 1, m, cli->n_message++ * sizeof *m);
@@ -6707,31 +6700,20 @@ static bool chat_system(Cli *cli, const char *s, size_t n) {
     return true;
 }
 
-// says so if the template has no switch for --think
-static void chat_check_think(Cli *cli) {
-    ChatMessage trial = {str("user"), str("Hello")};
-    Rendered off, on;
-    bool ok = chat_render(cli, &trial, 1, 0, &off);
-    ok = chat_render(cli, &trial, 1, 1, &on) && ok;
-    if (ok && on.n == off.n && !memcmp(on.text, off.text, on.n))
-        fputs("note: the chat template has no switch for --think\n", stderr);
-    rendered_free(&on);
-    rendered_free(&off);
-}
-
-// sets cli->ids to the whole conversation, and cli->answer to what the template opens in it
+// Renders the conversation. --render prints it; otherwise its tokens become cli->ids. The answer
+// begins with what the template has opened for it.
 static bool chat_ids(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     Tokens *ids = &cli->ids;
+    int think = cli->think ? !strcmp(cli->think, "on") : -1;
     Rendered r;
-    if (!chat_render_all(cli, &r)) return false;
+    if (!chat_render(cli, cli->message, cli->n_message, think, &r)) return false;
+    if (cli->render) fwrite(r.text, 1, r.n, stdout);
     ids->n = cli->answer.n = 0;
-    bool ok = tokenize(t, r.text, r.n, r.mark, false, true, ids, &cli->e);
-    if (ok && t->add_bos && !(ids->n && ids->id[0] == t->bos)) {
-        ok = tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
-        memmove(ids->id + 1, ids->id, (ids->n - 1) * sizeof *ids->id);
-        ids->id[0] = t->bos;
-    }
+    bool ok = !t->add_bos || tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
+    ok = ok && (cli->render || tokenize(t, r.text, r.n, r.mark, false, true, ids, &cli->e));
+    if (ok && t->add_bos && ids->n > 1 && ids->id[1] == t->bos)   // the template brings its own
+        memmove(ids->id, ids->id + 1, --ids->n * sizeof *ids->id);
     size_t n = r.n;
     while (n > 0 && isspace((uint8_t)r.text[n - 1])) n--;
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
@@ -6746,31 +6728,31 @@ static bool chat_ids(Cli *cli) {
     return ok;
 }
 
-// adds the messages that the command line gives; -f FILE may be a conversation
+// adds the messages that the command line gives
 static bool chat_open(Cli *cli) {
-    char *text = NULL;
-    size_t n = cli->n_prompt;
     const char *system = cli->system;
-    bool ok = true, file = system && *system == '@', piped = cli->render && !cli->prompt;
+    ChatMessage trial = {str("user"), str("Hello")};
+    Rendered off = {0}, on = {0};
     if (!gguf_str(&cli->m.gguf, "tokenizer.chat_template").n)
         return fail(&cli->e, "%s: the model has no chat template", cli->model);
-    if (piped) ok = read_file(cli, "-", &text, &n) && chat_read(cli, text, n);
-    else if (cli->file) ok = chat_read(cli, cli->prompt, n);
-    if (cli->file && !cli->n_message) n = less_newline(cli->prompt, n);
-    if (cli->prompt && !cli->n_message) ok = chat_add(cli, str("user"), cli->prompt, n);
-    if (ok && file)
-        ok = read_file(cli, system + 1, &text, &n) && chat_system(cli, text, less_newline(text, n));
-    else if (ok && system) ok = chat_system(cli, system, strlen(system));
-    free(text);
-    if (ok && cli->think) chat_check_think(cli);
-    return ok && (!cli->answer_once || chat_ids(cli));
+    if (cli->text.s && !chat_read(cli)) return false;
+    bool ok = !system || (*system == '@' ? read_file(cli, system + 1, &cli->said)
+                                         : text_add(cli, &cli->said, system, strlen(system)));
+    if (!ok || (system && !chat_system(cli, &cli->said))) return false;
+    if (cli->think && chat_render(cli, &trial, 1, 0, &off) &&
+        chat_render(cli, &trial, 1, 1, &on) && !strcmp(on.text, off.text))
+        fputs("note: the chat template has no switch for --think\n", stderr);
+    rendered_free(&on);
+    rendered_free(&off);
+    return (!cli->answer_once && !cli->render) || chat_ids(cli);
 }
 
-// A terminal by itself gives one line at a time, cut at 4,095 bytes, and hides a line that is half
-// typed. So llm edits the lines of a chat. While the model answers, while llm is stopped and when
-// it ends, the terminal is as it `was`.
+// A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
+// reads single keys and edits the line itself. The terminal is again as it `was` before the model
+// answers, before llm stops, and at the end.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
+enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
 
 static bool terminal_set(const struct termios *was, bool edit) {
     struct termios mode = *was;
@@ -6781,8 +6763,8 @@ static bool terminal_set(const struct termios *was, bool edit) {
     return !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
 }
 
-// the next byte within ms (-1: no limit); EOF at the end; NONE: none came, or a signal
-static int terminal_key(int ms) {
+// the next byte of the input within ms (-1: no limit); EOF at its end; NONE: none came, or a signal
+static int next_byte(int ms) {
     uint8_t c;
     int n;   // a signal that comes shortly before poll does not end it
     do n = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, ms < 0 ? 500 : ms);
@@ -6791,22 +6773,84 @@ static int terminal_key(int ms) {
     return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
+// Obeys a key that is no text. It may erase a character, a word or all of the line that begins at
+// `from`. An arrow, Home or F1 does nothing: behind ESC it sends [ or O, numbers and a letter.
+static void edit_line(Text *said, size_t from, int key, int screen) {
+    bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
+    while (erases && said->n > from) {
+        while (--said->n > from && (said->s[said->n] & 0xC0) == 0x80) {}
+        bool wide = (uint8_t)said->s[said->n] >= 0xE3;   // East Asian, emojis
+        dprintf(screen, wide ? "\b\b  \b\b" : "\b \b");
+        erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
+    }
+    if (key == ESCAPE)
+        while ((key = next_byte(PASTE)) > 0 && strchr("[O;0123456789", key)) {}
+}
+
+// Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
+// or comes at once, as a paste does. On a terminal the user edits the line, unless it was typed
+// ahead. False at the end of the input, or if cli->e says what failed.
+static bool chat_listen(Cli *cli) {
+    Text *said = &cli->said;
+    struct termios was;
+    int screen = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO, next = NONE;
+    bool terminal = isatty(STDIN_FILENO), ok = true, more = true, cut = false;
+    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
+    bool edits = terminal && !ahead && !tcgetattr(STDIN_FILENO, &was) && terminal_set(&was, true);
+    said->n = 0;
+    if (terminal) dprintf(screen, "> ");
+    for (size_t from = 0; ok && more;) {   // from: where the line begins that is edited
+        int c = next > 0 ? next : next_byte(-1);
+        next = NONE;
+        interrupted += edits && c == CTRL_C;
+        bool leaves = interrupted > 1 || (interrupted && !(edits && said->n));
+        if (leaves || c == EOF || (edits && c == CTRL_D && !said->n)) {
+            ok = !leaves && said->n;   // a last line without a newline
+            more = false;
+        } else if (c == '\n' || (edits && c == '\r')) {
+            if (edits) next = next_byte(PASTE);
+            if (c == '\r' && next == '\n') next = next_byte(PASTE);
+            cut |= terminal && !edits && said->n - from >= TERMINAL_LINE;
+            said->n -= text_ends(said, "\r");
+            bool goes_on = said->n > from && text_ends(said, "\\");
+            said->n -= goes_on;
+            more = goes_on || next > 0;
+            if (edits) dprintf(screen, "\n");
+            if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
+            if (more) ok = text_add(cli, said, "\n", 1);
+            from = said->n;
+        } else if (edits && (interrupted || c == NONE || c == CTRL_Z)) {
+            terminal_set(&was, false);
+            if (c == CTRL_Z) kill(0, SIGTSTP);
+            if (interrupted) said->n = from = interrupted = 0;
+            terminal_set(&was, true);
+            dprintf(screen, "\n> %.*s", (int)(said->n - from), said->n ? said->s + from : "");
+        } else if (edits && c != '\t' && (c < ' ' || c == DELETE)) {
+            edit_line(said, from, c, screen);
+        } else if (c != NONE) {
+            ok = text_add(cli, said, &(char){c}, 1);
+            if (edits) dprintf(screen, "%c", c == '\t' ? ' ' : c);
+        }
+    }
+    if (edits) terminal_set(&was, false);
+    if (cut) said->n = 0, fputs("llm: the terminal cut this line: it is not sent\n", stderr);
+    return ok && text_add(cli, said, "", 0);
+}
+
 // ---- 36. modes ----
 
 // loads the text that was given, if any, and makes its ids
 static bool load_prompt(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
-    const char *file = cli->ppl ? cli->ppl : cli->file;
-    if (!file && cli->prompt) cli->n_prompt = strlen(cli->prompt);
-    if (file && !read_file(cli, file, &cli->text, &cli->n_prompt)) return false;
-    if (file) cli->prompt = cli->text;
+    const char *file = cli->ppl ? cli->ppl : cli->file, *prompt = cli->prompt;
+    Text *text = &cli->text;
+    if (file && !read_file(cli, file, text)) return false;
+    if (!file && prompt && !text_add(cli, text, prompt, strlen(prompt))) return false;
+    if (!check_utf8(cli, text)) return false;
     if (cli->chat || cli->answer_once || cli->render) return chat_open(cli);
-    if (!cli->prompt) return true;
-    if (cli->file) cli->n_prompt = less_newline(cli->text, cli->n_prompt);
+    if (!text->s) return true;
     cli->ids.n = 0;
-    if (!check_utf8(cli, cli->prompt, cli->n_prompt) ||
-        !tokenize(t, cli->prompt, cli->n_prompt, NULL, true, cli->special, &cli->ids, &cli->e))
-        return false;
+    if (!tokenize(t, text->s, text->n, NULL, true, cli->special, &cli->ids, &cli->e)) return false;
     bool complete = !cli->tokenize && !cli->embed && !cli->logits && !cli->ppl;
     if (complete && t->add_eos) cli->ids.n--;   // a text to be continued has no end
     if (cli->ids.n || cli->tokenize) return true;
@@ -6814,19 +6858,18 @@ static bool load_prompt(Cli *cli) {
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
 }
 
-// what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
+// bytes that one token reads: each weight once (of the experts the chosen ones), one row of each
+// embedding, the keys and values in sight
 static double token_bytes(const Session *s, int pos) {
     const Model *m = s->m;
     const Config *c = &m->config;
     double sum = 0;
-    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
-        const Tensor *t = &m->gguf.tensors[i];
+    for (const Tensor *t = m->gguf.tensors; t < m->gguf.tensors + m->gguf.n_tensors; t++) {
         Str rest = t->name;
-        bool layer = str_cut(&rest, "blk.");
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
-        if (!t->used || (layer && atoi(rest.s) >= c->n_layer)) continue;   // it is not run
+        if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
@@ -6838,60 +6881,50 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-// Prints part of an answer, a token whose n bytes of text are in cli->work, and keeps it. A control
-// token is not printed, but kept as it is spelled. Thoughts are dimmed.
-static bool print_answer(Cli *cli, int32_t id, size_t n) {
-    const Tokenizer *t = cli->m.tokenizer;
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
-    Str s = control ? token_at(t, id).text : (Str){cli->work, n};
-    for (; ok && s.n > 0; s.s++, s.n--) {
-        if (!control) putchar(*s.s);
-        ok = text_add(cli, &cli->answer, s.s, 1);
-        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
-            if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
-            if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
-        }
-    }
-    return ok;
-}
-
+// Prints a new token. In a chat its text goes into the answer, too: a control token is not printed,
+// but kept as it is spelled. Thoughts are dimmed.
 static bool print_token(void *ctx, int32_t id) {
     Cli *cli = ctx;
     const Tokenizer *t = cli->m.tokenizer;
+    Text *answer = &cli->answer;
     if (!cli->first) cli->first = now();
-    size_t n = t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0;
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
-    else if (!cli->n_message) fwrite(cli->work, 1, n, stdout);
-    else if (!print_answer(cli, id, n)) return false;
+    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
+    Str s = {cli->work, t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0};
+    if (control) s = token_at(t, id).text;
+    for (; ok && s.n > 0; s = str_from(s, 1)) {
+        if (!control) putchar(*s.s);
+        if (!cli->n_message) continue;
+        ok = text_add(cli, answer, s.s, 1);
+        if (text_ends(answer, FINAL)) answer->n = 0;
+        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
+            if (text_ends(answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
+            if (text_ends(answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
+        }
+    }
     fflush(stdout);
     cli->n_new++;
-    return !interrupted && !ferror(stdout);
+    return ok && !interrupted && !ferror(stdout);
 }
 
-static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
-    if (cli->progress.shown) show_progress("");
-    cli->progress.shown = false;
-}
-
-// Called before each chunk of an evaluation, and at its end; a terminal shows how far a prompt is.
+// session_run calls this before each chunk and at the end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
-    if (done == n) end_progress(cli);
+    bool shown = cli->progress.shown, ends = done == n || interrupted;
+    cli->progress.shown = !ends && done > reused && isatty(STDERR_FILENO);
     if (done == reused) {   // it begins
         cli->progress.start = now();
         cli->n_prompts += cli->first ? 0 : n;
         cli->n_reused += cli->first ? 0 : reused;
-    } else if (done < n && isatty(STDERR_FILENO)) {
-        char text[80];
-        snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
-                 (done - reused) / (now() - cli->progress.start));
-        show_progress(text);
-        cli->progress.shown = true;
     }
+    char text[80] = "";
+    if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
+                        (done - reused) / (now() - cli->progress.start));
+    if (shown || cli->progress.shown) show_progress(text);
     return !interrupted;
 }
 
-// evaluates cli->ids, and prints what follows
+// evaluates cli->ids and prints what the model writes behind them
 static bool reply(Cli *cli) {
     size_t n = cli->ids.n, n_new = cli->n_new;
     bool dim = cli->answer.n && cli->dims;   // the template has opened its thoughts
@@ -6902,7 +6935,6 @@ static bool reply(Cli *cli) {
     bool ok = session_generate(&cli->s, cli->ids.id, n, cli->n_predict, print_token, cli, &cli->e);
     double end = now();
     size_t seen = cli->s.history.n;
-    end_progress(cli);
     if (!cli->first) cli->first = end;
     cli->prefill += cli->first - start;
     cli->decode += end - cli->first;
@@ -6931,8 +6963,8 @@ static void print_statistics(const Cli *cli) {
             s->gpu ? GPU_NAME : "cpu");
 }
 
-// names the keys of RoPE, attention, experts and sampling that nobody has read, but for those whose
-// numbers the shapes of tensors say as well
+// Notes each key of RoPE, attention, experts or sampling that no code has read. The keys in
+// `shapes` are no loss: the shapes of tensors give the same numbers.
 static void print_unread(const Model *m) {
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers";
@@ -6946,7 +6978,7 @@ static void print_unread(const Model *m) {
     }
 }
 
-// prints to stderr what is said at the end, unless something failed
+// prints notes and statistics, which come last
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
@@ -6965,133 +6997,43 @@ static void print_notes(const Cli *cli) {
 
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
+    Text *a = &cli->answer;
     bool ok = chat_ids(cli) && (reply(cli) || interrupted == 1);
     if (interrupted == 1) interrupted = cli->e.text[0] = 0;
-    Text *a = &cli->answer;
-    Str content = {a->s ? a->s : "", a->n};
-    for (const char *at; (at = memmem(content.s, content.n, FINAL, strlen(FINAL)));)
-        content = (Str){at + strlen(FINAL), a->s + a->n - at - strlen(FINAL)};
-    if (content.n == a->n && a->n && memmem(a->s, a->n, "<|channel|>", 11)) content.n = 0;
-    ok = ok && chat_add(cli, str("assistant"), content.s, content.n);
+    if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
+    ok = ok && chat_add(cli, str("assistant"), a);
     if (!ok) chat_clear(cli, cli->n_message - 1);
     return ok;
 }
 
-static bool chat_command(Cli *cli, Str word, const char *value) {
-    if (str_eq(word, "/system") && *value) return chat_system(cli, value, strlen(value));
-    if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
-    else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-    else if (!str_eq(word, "/save") || !*value)
-        fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in \\ goes "
-              "on; Ctrl-C stops an answer\n", stderr);
-    else if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
-    return true;
-}
-
-// Edits what the user says until Enter. A newline goes into the text if more waits behind it, as in
-// a paste, or a backslash stands before it. False at the end of the input, or if something failed.
-static bool chat_type(Cli *cli, const struct termios *was) {
-    Text *said = &cli->said;
-    int out = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO;
-    size_t from = 0;   // where the line begins that is edited
-    bool ok = true, more = true;
-    dprintf(out, "> ");
-    for (int c, next = 0; ok && more;) {
-        c = next > 0 ? next : terminal_key(-1);
-        next = 0;
-        interrupted += c == 'C' - '@';
-        if (c == EOF || (c == 'D' - '@' && !said->n)) return false;
-        if (interrupted > 1 || (interrupted && !said->n)) return false;
-        if (interrupted || c == NONE || c == 'Z' - '@') {
-            terminal_set(was, false);
-            if (c == 'Z' - '@') kill(0, SIGTSTP);
-            if (interrupted) said->n = from = interrupted = 0;
-            terminal_set(was, true);
-            dprintf(out, "\n> %.*s", (int)(said->n - from), said->n ? said->s + from : "");
-        } else if (c == '\r' || c == '\n') {
-            next = terminal_key(PASTE);
-            if (c == '\r' && next == '\n') next = terminal_key(PASTE);
-            bool goes_on = said->n > from && text_ends(said, "\\");
-            said->n -= goes_on;
-            more = goes_on || next > 0;
-            dprintf(out, goes_on && next <= 0 ? "\n> " : "\n");
-            if (more) ok = text_add(cli, said, "\n", 1);
-            from = said->n;
-        } else if (c == '\033') {   // ESC [ numbers letter, or ESC O letter: an arrow, Home, F1
-            c = terminal_key(PASTE);
-            if (c == 'O') terminal_key(PASTE);
-            if (c == '[') while ((c = terminal_key(PASTE)) >= ' ' && c < '@') {}
-        } else if (c == '\b' || c == 127 || c == 'U' - '@' || c == 'W' - '@') {
-            for (bool end = false; said->n > from && !end;) {   // a character; a line; a word
-                while (--said->n > from && (said->s[said->n] & 0xC0) == 0x80) {}
-                bool wide = (uint8_t)said->s[said->n] >= 0xE3;   // East Asian, emojis
-                dprintf(out, wide ? "\b\b  \b\b" : "\b \b");
-                end = c == 'W' - '@' ? text_ends(said, " ") : c != 'U' - '@';
-            }
-        } else if (c == '\t' || c >= ' ') {
-            ok = text_add(cli, said, &(char){c}, 1);
-            dprintf(out, "%c", c == '\t' ? ' ' : c);
-        }
-    }
-    return ok;
-}
-
-// Reads what the user says next into cli->said, with a NUL at its end. What is not typed at the
-// prompt comes in lines: one, or more as long as they end in a backslash. False at the end of the
-// input, or if cli->e says what failed.
-static bool chat_listen(Cli *cli) {
-    Text *said = &cli->said;
-    struct termios was;
-    bool ok = true, cut = false, terminal = isatty(STDIN_FILENO);
-    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;   // typed or piped
-    int c = '\\';
-    said->n = 0;
-    if (terminal && !ahead && !tcgetattr(STDIN_FILENO, &was) && terminal_set(&was, true)) {
-        ok = chat_type(cli, &was);
-        terminal_set(&was, false);
-        c = 0;
-    }
-    while (ok && c == '\\') {
-        size_t from = said->n;
-        if (terminal) fputs("> ", stderr);
-        while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(cli, said, &(char){c}, 1);
-        if (c == EOF && (!said->n || interrupted)) return false;
-        cut = cut || (terminal && said->n - from >= TERMINAL_LINE);
-        if (c == '\n' && text_ends(said, "\r")) said->n--;
-        if (c == '\n' && text_ends(said, "\\")) c = '\\', said->s[said->n - 1] = '\n';
-    }
-    if (cut) said->n = 0, fputs("llm: the terminal cut this line: it is not sent\n", stderr);
-    return ok && text_add(cli, said, "", 1);
-}
-
-// What fails ends a turn and not the chat, unless nobody is there to go on with it.
+// An error ends a turn, and not the chat, unless the input is no terminal.
 static bool run_chat(Cli *cli) {
-    const Text *said = &cli->said;
+    Text *said = &cli->said;
     size_t n = cli->n_message;
     bool ok = !n || !str_eq(cli->message[n - 1].role, "user") || chat_answer(cli);
     for (;;) {
-        if (!ok && (interrupted || ferror(stdout) || !isatty(STDIN_FILENO))) return false;
+        if (interrupted || ferror(stdout) || (!ok && !isatty(STDIN_FILENO))) return ok;
         if (!ok) fprintf(stderr, "llm: %s; what was said is dropped\n", cli->e.text);
         ok = true;
         cli->e.text[0] = 0;
-        if (interrupted || ferror(stdout) || !chat_listen(cli)) return !cli->e.text[0];
+        if (!chat_listen(cli)) return !cli->e.text[0];
+        if (!said->n) continue;
         Str word = {said->s, strcspn(said->s, " ")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (said->n == 1) continue;
-        if (!find_str(word, "/system /reset /stats /save /quit /help"))   // it is for the model
-            ok = chat_add(cli, str("user"), said->s, said->n - 1) && chat_answer(cli);
+        if (!is(word, "/system /reset /stats /save /quit /help"))   // it is for the model
+            ok = chat_add(cli, str("user"), said) && chat_answer(cli);
+        else if (str_eq(word, "/system") && *value) {
+            said->n = 0;
+            ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
+        } else if (str_eq(word, "/save") && *value && !chat_save(cli, value))
+            fprintf(stderr, "%s: %s\n", value, strerror(errno));
         else if (str_eq(word, "/quit") && !*value) return true;
-        else ok = chat_command(cli, word, value);
+        else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
+        else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
+        else if (!str_eq(word, "/save") || !*value)
+            fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
+                  "\\ goes on; Ctrl-C stops an answer\n", stderr);
     }
-}
-
-// prints what the template makes of the conversation, and nothing else
-static bool run_render(Cli *cli) {
-    Rendered r;
-    if (!chat_render_all(cli, &r)) return false;
-    fwrite(r.text, 1, r.n, stdout);
-    rendered_free(&r);
-    return true;
 }
 
 static bool write_row(void *ctx, int i, const float *logits) {
@@ -7194,14 +7136,11 @@ static double read_rate(Cli *cli) {
 static bool run_bench(Cli *cli) {
     Session *s = &cli->s;
     int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1], n = n_prompt;
-    double decode = 0, best, moved = 0;
+    double decode = 0, best = read_rate(cli), moved = 0;
     for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
         if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
             return fail(&cli->e, "out of memory");
-
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    memset(cli->work, 1, (size_t)SLICES * SLICE);
-    best = read_rate(cli);
     if (!session_eval(s, cli->ids.id, n < s->o.chunk ? n : s->o.chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
@@ -7245,24 +7184,54 @@ static void print_meta(const Meta *m) {
     printf(m->n > 4 ? " ...\n" : "\n");
 }
 
-// what the row of ARCHS says, and how many layers are of which kind
-static void print_layers(const Model *m) {
+// what is in the file, whether or not it can run
+static void print_file(const Cli *cli) {
+    static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
+        "architecture name size_label file_type context_length embedding_length block_count "
+        "attention.head_count ggml.model ggml.pre sampling.temp sampling.top_k sampling.top_p "
+        "sampling.min_p sampling.penalty_repeat sampling.penalty_last_n";
+    const Gguf *g = &cli->m.gguf;
+    double all = 0, size[64] = {0};   // bytes and tensors of each format
+    int count[64] = {0};
+    for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
+        const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
+        Str rest = {key, m->key.s + m->key.n - key};
+        if (cli->verbose || find_str(rest, keys)) print_meta(m);
+    }
+    putchar('\n');
+    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
+        size[t->type] += tensor_bytes(t);
+        all += tensor_bytes(t);
+        count[t->type]++;
+    }
+    for (int i = 0; i < 64; i++)   // with their bytes as bars
+        if (count[i])
+            printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(i), count[i],
+                   size[i] / 1048576, 100 * size[i] / all, (int)ceil(40 * size[i] / all),
+                   "########################################");
+    fflush(stdout);
+}
+
+// what Config says, how many layers are of which kind, the memory plan
+static bool print_info(Cli *cli) {
+    const Model *m = &cli->m;
+    const Gguf *g = &m->gguf;
+    const Config *c = &m->config;
+    const Session *s = &cli->s;
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    enum { ATTENTION, WINDOWED, LATENT, DENSE = LATENT + MIX_CONV + 1, EXPERTS, KINDS };
+    // three of attention, those of MIX_DELTA and so on, two of FFNs
     static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
                                         "gated delta net", "state space", "short convolution",
                                         "dense FFN", "experts"};
-    const Config *c = &m->config;
+    enum { DENSE = COUNT(kinds) - 2, EXPERTS };
     const Layer *seen = m->layers;   // the first with attention, if there is one
+    int count[COUNT(kinds)] = {0};
     while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
-    int count[KINDS] = {0};
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &m->layers[l];
-        int attention = w->k_b.data ? LATENT : w->window > 0 ? WINDOWED : ATTENTION;
-        if (w->n_kv) count[attention]++;
-        if (w->mixer) count[LATENT + w->mixer]++;
+    for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
+        if (w->n_kv) count[w->k_b.data ? 2 : w->window > 0]++;
+        if (w->mixer) count[2 + w->mixer]++;
         if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
@@ -7271,55 +7240,14 @@ static void print_layers(const Model *m) {
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
            c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
            c->n_ctx);
-    for (int i = 0, any = 0; i < KINDS; i++)
+    for (size_t i = 0, any = 0; i < COUNT(kinds); i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     putchar('\n');
-}
-
-// formats of the weights, with their bytes as bars
-static void print_formats(const Gguf *g) {
-    double all = 0, size[64] = {0};
-    int count[64] = {0};
-    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
-        all += tensor_bytes(t);
-        size[t->type] += tensor_bytes(t);
-        count[t->type]++;
-    }
-    for (int type = 0; type < 64; type++) {
-        if (!count[type]) continue;
-        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(type), count[type],
-               size[type] / 1048576, 100 * size[type] / all, (int)ceil(40 * size[type] / all),
-               "########################################");
-    }
-}
-
-// what is in the file, whether or not it can run
-static void print_file(const Cli *cli) {
-    static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
-        "architecture name size_label file_type context_length embedding_length block_count "
-        "attention.head_count ggml.model ggml.pre sampling.temp sampling.top_k sampling.top_p "
-        "sampling.min_p sampling.penalty_repeat sampling.penalty_last_n";
-    const Gguf *g = &cli->m.gguf;
-    for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
-        const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
-        Str rest = {key, m->key.s + m->key.n - key};
-        if (cli->verbose || find_str(rest, keys)) print_meta(m);
-    }
-    putchar('\n');
-    print_formats(g);
-    fflush(stdout);
-}
-
-static bool print_info(Cli *cli) {
-    const Gguf *g = &cli->m.gguf;
-    Session *s = &cli->s;
-    print_layers(&cli->m);
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
-    memset(cli->work, 1, (size_t)SLICES * SLICE);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; ", moved / 1048576);
     printf(s->gpu ? "the GPU copies" : "%d threads read", s->o.threads);
@@ -7334,16 +7262,13 @@ static void sampling_defaults(Cli *cli) {
     const Option *o = OPTIONS;
     while (o->at != PICK(temp)) o++;
     for (size_t i = 0; i < COUNT(keys); i++, o++) {
-        char name[64];
-        snprintf(name, sizeof name, "general.sampling.%s", keys[i]);
-        Meta *v = gguf_find(&cli->m.gguf, name);
+        char text[64];
+        snprintf(text, sizeof text, "general.sampling.%s", keys[i]);
+        Meta *v = gguf_find(&cli->m.gguf, text);
         if (!v || !gguf_size[v->type]) continue;
         v->used = true;
-        double x = fmin(fmax(meta_float(v, 0), o->low), o->high);
-        void *at = (char *)cli + o->at;
-        if (cli->given >> (o - OPTIONS) & 1) continue;
-        if (o->kind == NUMBER) *(float *)at = x;
-        else *(int *)at = x;
+        snprintf(text, sizeof text, "%.17g", fmin(fmax(meta_float(v, 0), o->low), o->high));
+        if (!(cli->given >> (o - OPTIONS) & 1)) parse_value(cli, o, text);
     }
 }
 
@@ -7351,15 +7276,16 @@ static bool run(Cli *cli) {
     Model *m = &cli->m;
     if (cli->help) return print_usage();
     if (cli->version) return puts("llm 1.0"), true;
+    cli->failure = 1;
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);
     if (cli->info && m->tokenizer) print_file(cli);   // the file was read
     if (!ok) return false;
     sampling_defaults(cli);
     bool template = gguf_find(&m->gguf, "tokenizer.chat_template");
-    cli->misused = cli->talks && !template;   // on a terminal, without a PROMPT
-    if (cli->misused) return fail(&cli->e, "no PROMPT given; see --help");
+    if (cli->talks && !template)
+        return cli->failure = 2, fail(&cli->e, "no PROMPT given; see --help");
     if (!load_prompt(cli)) return false;
-    if (cli->render) return run_render(cli);
+    if (cli->render) return true;
     if (cli->tokenize) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
@@ -7374,12 +7300,13 @@ static bool run(Cli *cli) {
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
-    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;
-    wide = larger(wide, m->tokenizer->piece_max / sizeof(double));
-    bool measures = cli->bench.id || cli->info;
-    cli->work = measures ? aligned_alloc(1 << 14, (size_t)SLICES * SLICE)   // for a GPU to share
-                         : calloc(wide, 2 * sizeof(double));
+    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows, page = 1 << 14;
+    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
+    if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
+    room = (room + page - 1) / page * page;
+    cli->work = aligned_alloc(page, room);   // for a GPU to share
     if (!cli->work) return fail(&cli->e, "out of memory");
+    memset(cli->work, 0, room);
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
     if (cli->bench.id) return run_bench(cli);
@@ -7390,23 +7317,23 @@ static bool run(Cli *cli) {
     if (cli->answer_once) return reply(cli);
     if (template && isatty(STDERR_FILENO))
         fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
-    if (cli->prompt && !cli->hide_prompt) fwrite(cli->prompt, 1, cli->n_prompt, stdout);
-    cli->detokenizer.started = cli->n_prompt > 0;
+    if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
+    cli->detokenizer.started = cli->text.n > 0;
     return reply(cli);
 }
 
 int main(int argc, char **argv) {
-    Cli cli = {.n_predict = -2,   // not given
+    Cli cli = {.failure = 2, .n_predict = -2,   // not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_signal}, NULL);   // ends reads, too
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dims = isatty(STDOUT_FILENO) && !(term && !strcmp(term, "dumb")) && !(plain && *plain);
     sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
-    bool asked = parse_options(&cli, argc, argv), ok = asked && run(&cli);
+    bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
-    end_progress(&cli);
+    if (cli.progress.shown) show_progress("");
     if (cli.m.tokenizer && (ok || interrupted)) print_notes(&cli);
     if (!ok && !interrupted) fprintf(stderr, "llm: %s\n", cli.e.text);
     session_close(&cli.s);
@@ -7415,11 +7342,11 @@ int main(int argc, char **argv) {
     free(cli.message);
     free(cli.said.s);
     free(cli.answer.s);
-    free(cli.text);
+    free(cli.text.s);
     free(cli.ids.id);
     free(cli.bench.id);
     free(cli.work);
-    return interrupted ? 130 : ok ? 0 : asked && !cli.misused ? 1 : 2;
+    return interrupted ? 130 : ok ? 0 : cli.failure;
 }
 
 #endif   // LLM_NO_MAIN
