@@ -2297,15 +2297,14 @@ static void test_allocations(void) {
     CHECK(a.peak == 3ull << 33 && !resize(NULL, SIZE_MAX / 8 + 2, 8), "a size wraps");
     Rendered r = {0};
     Cli reads = {0};
-    size_t n = 0;
     Error e = {""};
     largest = 0;
-    CHECK(read_file(&reads, "golden/archs/bert.tokens", &reads.text, &n), "%s", reads.e.text);
+    CHECK(read_file(&reads, "golden/archs/bert.tokens", &reads.said), "%s", reads.e.text);
     template = str("{{ messages[0].content }}");
     CHECK(template_render(template, &hi, 1, NOTHING, NOTHING, -1, &r, &e), "%s", e.text);
-    CHECK(n && largest < 40 << 20, "%zu bytes for a short text", largest);
+    CHECK(reads.said.n && largest < 40 << 20, "%zu bytes for a short text", largest);
     rendered_free(&r);
-    freed(reads.text);
+    freed(reads.said.s);
 }
 
 // ==== the command line ====
