@@ -236,8 +236,11 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: there is a norm, and it has these
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
-// The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
+// The next two are numbered as in llm.c, which has the first itself. RoPE's pairs are (2i, 2i + 1) or
+// (i, i + n_rot / 2).
+#ifndef METAL_HOST
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
+#endif
 enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 
 // The variants of a kernel: metal.c sets these constants when it makes a pipeline, so the compiler
