@@ -1857,7 +1857,11 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"ffn_gate_inp_shexp.weight", "qwen2moe qwen35moe qwen3next"},
     {"ffn_down.bias", "bloom gpt2 gptneox jais2 jina-bert-v2 phi2 starcoder starcoder2"},
     {"token_embd_norm.weight", "bert bloom jina-bert-v2 modern-bert nomic-bert"},
-    {"position_embd.weight", "bert gpt2 starcoder"}, {"ssm_norm.weight", "mamba2 granitehybrid"},
+    {"position_embd.weight", "bert gpt2 starcoder"}, {"ssm_conv1d.bias", "mamba2"},
+    {"ssm_norm.weight", "mamba2 granitehybrid nemotron_h nemotron_h_moe"},
+    {"output.weight", "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox "
+     "internlm2 mellum mimo2 minimax-m2 nemotron olmo2 olmoe orion phi2 plamo plm qwen2moe stablelm "
+     "xverse"},
 };
 
 // ---- 12. loading ----
@@ -2055,6 +2059,8 @@ static void load_attention(Loader *ld, Layer *w) {
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
+    if (w->k.data && !w->q_norm.w != !w->k_norm.w)
+        require(ld, NULL, w->q_norm.w ? "attn_k_norm" : "attn_q_norm", ".weight");
 }
 
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
@@ -2159,8 +2165,8 @@ static void load_layer(Loader *ld, Layer *w) {
     if (c->per_layer) load_inputs(ld, w);
 }
 
-static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {
-    snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", l);
+static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {   // -1: none
+    snprintf(ld->prefix, sizeof ld->prefix, l < 0 ? "" : "blk.%d.", l);
     return find_tensor(ld, name, suffix);
 }
 
@@ -2176,7 +2182,7 @@ static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows)
 static void check_neighbours(Loader *ld, int l, const char *name) {
     const Layer *w = ld->m->layers;
     bool ffn = strstr(name, "ff") || !strncmp(name, "exp", 3);
-    bool windows = !strncmp(name, "attn_v.", 7) || ld->arch->flags & LOCAL_SINKS;
+    bool windows = !strcmp(name, "attn_v.weight") || ld->arch->flags & LOCAL_SINKS;
     for (int k, step = -1; step <= 1; step += 2) {
         for (k = l + step; k >= 0 && k < ld->m->config.n_layer; k += step)
             if (layers_alike(&w[l], &w[k], ffn, windows)) break;
@@ -2198,8 +2204,7 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
-    const Tensor *end = g->tensors + g->n_tensors;
-    for (const Tensor *t = g->tensors; t < end && ld->ok; t++) {
+    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && ld->ok; t++) {
         Str rest = t->name;
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
@@ -2215,11 +2220,10 @@ static void check_tensors(Loader *ld) {
                    STR_ARG(t->name), c->name, c->n_layer);
     }
     for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
-        const char *name = NEEDS[i].name;
-        const Tensor *t = g->tensors;
-        size_t n = find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs) ? strlen(name) : 0;
-        while (t < end && (t->name.n < n || memcmp(t->name.s + t->name.n - n, name, n))) t++;
-        if (t == end) refuse(ld, "tensor %s is missing", name);
+        bool found = !find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs);
+        for (int l = -1; l < c->n_layer && !found; l++)
+            found = layer_tensor(ld, l, NEEDS[i].name, "");
+        if (!found) refuse(ld, "tensor %s is missing", NEEDS[i].name);
     }
 }
 
@@ -2607,7 +2611,8 @@ static void add_shared_row(Session *s, const void *arg, size_t i) {
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
-    Matmul in[] = {{&w->router, s->normed, s->route, n}, {&w->latent_down, s->normed, s->latent, n}};
+    Matmul in[] = {{&w->router, s->normed, s->route, n},
+                   {&w->latent_down, s->normed, s->latent, n}};
     bool latent = w->latent_down.data;
     s->expert_in = latent ? s->latent : s->normed;
     s->expert_sum = latent ? s->latent_sum : s->out;
@@ -2628,7 +2633,7 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// Compiler vectors of LANES floats, as wide as the CPU's registers: Part IV adds what else they do.
+// Compiler vectors of LANES floats, as wide as the CPU's registers; the part about speed adds to them.
 #define INLINE QUANT_INLINE
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
@@ -2687,7 +2692,7 @@ static uint64_t delta_state_size(const Config *c) {
     return (uint64_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
-// Causal convolution over time of one block of channels, then SiLU, or gates (of the short convolution):
+// Causal convolution over time of one block of channels, then SiLU; a short convolution has gates:
 //
 //   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
 //
@@ -3001,7 +3006,8 @@ static void latent_attention(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     bool two = w->q_a.data;   // products that make q
     int n = s->n;
-    Matmul in[] = {{&w->k, s->normed, s->k, n}, {two ? &w->q_a : &w->q, s->normed, two ? s->z : s->mix, n}};
+    Matmul in[] = {{&w->k, s->normed, s->k, n},
+                   {two ? &w->q_a : &w->q, s->normed, two ? s->z : s->mix, n}};
     matmul(s->pool, &s->calls, in, 2);
     if (two) each_row(s, latent_query_row, &w->q_a_norm, n);
     if (two) product(s, &w->q, s->z, s->mix);

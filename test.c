@@ -1520,7 +1520,7 @@ static const Shape SHAPES[] = {
     {"gemma4", 6, "tkR", GEMMA4_KEYS}, {"deepseek2", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS GROUP_KEYS
      "attention.temperature_scale=0.1 attention.temperature_length=8"},
     {"deepseek2", 47, "cyxs", EXPERT_KEYS LATENT_KEYS "expert_weights_norm=1"},
-    {"mistral4", 3, "cqx", EXPERT_KEYS LATENT_KEYS}, {"plm", 3, "cygT", LATENT_KEYS},
+    {"mistral4", 3, "cqx", EXPERT_KEYS LATENT_KEYS}, {"plm", 3, "cyg", LATENT_KEYS},
     {"minicpm3", 3, "cqy", LATENT_KEYS}, {"qwen2vl", 3, "b", ""}, {"qwen3vl", 3, "k", ""},
     {"qwen3vlmoe", 3, "kx", EXPERT_KEYS}, {"hunyuan_vl", 3, "kT", ""}, {"paddleocr", 3, "T", ""},
     {"bailingmoe2", 3, "fkxsr", EXPERT_KEYS GROUP_KEYS "rope.dimension_count=8"},
