@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// kernels.metal: the GPU kernels, in the words that Metal and C have in common. Metal compiles this
+// kernels.metal: the GPU kernels, in what Metal, CUDA C++ and C have in common. Metal compiles this
 // text after quant.h; the tests include it in a C program and run it on a GPU made of software.
 //
 //    1. arguments         structs, function constants and sizes, which metal.c includes, too
@@ -7,11 +7,11 @@
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row
 //       norm              norm
-//       quantize          round_32, but with float scales and sums of unrounded activations
+//       quantize          round_32, but scales are float, and sums those of unrounded activations
 //    4. gemv              matmul for one token; the epilogues are add and activate; head_products
 //       qk_norm           norm, of whole projections in qkv_part
 //       attention         attention; if FUSED, qkv_part before it
-//       attention_merge   attention, the end of it for a long ring
+//       attention_merge   the end of attention, for a long ring
 //       latent_row        latent_row
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
@@ -19,26 +19,26 @@
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
 //       experts_down      experts, for one token, after gemv
-//       sort_choices      sort_choices, and which tiles gemm computes
+//       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
 //       delta_rule        delta_gates_row, then delta_block or space_block
 //
-// Names: tg is the threadgroup and tid a thread in it; sg is one of its nsg SIMD-groups, and lane a
-// thread in that; `shared` is the threadgroup's memory. g is a group of 32 weights, t a token, r a
-// row. Grids have one dimension. Shapes are written outermost first, as in x[n][cols].
+// Names: tg is the threadgroup, tid a thread in it, sg one of its nsg SIMD-groups and lane a thread
+// in that; all are numbers. `shared` is the threadgroup's memory. g is a group of 32 weights, t a
+// token, r a row. Grids have one dimension. Shapes are outermost first, as in x[n][cols].
 //
-// Rules: a pointer's type begins with its address space. Threadgroup memory comes in by a single
-// argument. simd_* functions and barriers stand only where all lanes, or all threads, arrive
-// together. Metal has no double: write 1.0f. A large number takes the place of infinity, because
+// Rules: a pointer's type begins with its address space. Threadgroup memory comes as one argument,
+// `shared`. simd_* functions stand only where all lanes arrive together, barriers where all threads
+// do. Metal has no double: write 1.0f. A large number takes the place of infinity, because
 // exp(inf - inf) is NaN.
 //
-// To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes in
-// section 1 and its dispatch in metal.c, then add one line to KERNEL_TESTS in test.c.
+// To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
+// under "arguments" and its dispatch in metal.c, then add one line to KERNEL_TESTS in test.c.
 #ifdef __CUDACC__
-// The words of Metal in CUDA C++. A SIMD-group is a warp. Of an 8 x 8 matrix lane l holds two
-// neighbours, columns l % 4 * 2 and the next of row l / 4; of a turned one it holds these two rows
-// of column l / 4.
+// Metal's types and functions, defined in CUDA C++. A SIMD-group is a warp. Lane l holds two
+// numbers of an 8 x 8 matrix: row l / 4, columns l % 4 * 2 and the next. If the matrix is `turned`,
+// that is transposed, they are column l / 4, rows l % 4 * 2 and the next.
 typedef signed char int8_t;
 typedef unsigned char uchar, uint8_t;
 typedef unsigned short ushort, uint16_t;
@@ -139,9 +139,9 @@ void turn(float *e) {
     e[1] = __uint_as_float(low >> 16 | (high & 0xffff0000));
 }
 
-// A tensor core multiplies floats of 11 bits, so a float is taken apart into three of them, and a
-// half is one: all products are exact. Its left operand has 16 rows; two parts of the same 8 rows
-// are in there, whose products add up to the result. Its sums are cut off, so c is added outside.
+// A tensor core multiplies floats of 11 bits. A float is split into three parts of 11 bits, a half
+// is one part: then all products are exact. The left operand has 16 rows, which take two parts of
+// our 8 rows; the two results are added. A tensor core cuts sums off, so c is added outside of it.
 float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
 void multiply_parts(float *d, const float *high, const float *low, const float *b) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
@@ -190,7 +190,7 @@ void simdgroup_multiply(simdgroup_float8x8 &d, simdgroup_matrix<A> a, simdgroup_
     simdgroup_multiply_accumulate(d, a, b, simdgroup_float8x8(0.0f));
 }
 
-// what a launch binds: a buffer becomes a pointer of whatever type its parameter has
+// what a launch binds: buffers, which become pointers of their parameters' types, and arguments
 struct Any {
     void *p;
     template <class T> operator T *() const { return (T *)p; }
@@ -225,16 +225,16 @@ using namespace metal;
 
 // ---- 1. arguments ----
 //
-// What the kernels and metal.c must agree on stands here and nowhere else, except for the order of
-// the buffers, which is in each kernel's signature.
+// All that the kernels and metal.c must agree on stands here, except for the order of the buffers,
+// which is in each kernel's signature.
 
 #ifndef KERNEL_ARGS
 #define KERNEL_ARGS
 
 enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   // ggml's type numbers
-// y = v, other + v, activation(other) * v, activation(v)
+// the result for a product v: v, other + v, activation(other) * v, activation(v)
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
-enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: there is a norm, and it has these
+enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
 // The next two are numbered as in llm.c, which has the first itself. RoPE's pairs are (2i, 2i + 1) or
 // (i, i + n_rot / 2).
@@ -248,30 +248,30 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 #define FUNCTION_CONSTANTS(X) \
     X(FORMAT_0) X(FORMAT_1) X(FORMAT_2) X(FORMAT_3)   /* formats of up to four matrices */ \
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
-    X(NORMED)        /* NORM bits, of norm, and of what gemv does to its input first */ \
+    X(NORMED)        /* NORM bits: of norm, or of the norm that gemv applies to its input */ \
     X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
     X(BIASES)        /* bit i: matrix i has a bias */ \
     X(SCALES)        /* bit i: each expert's matrix i has a factor of its own */ \
-    X(EXPERTS)       /* matrices are those of the experts that were chosen, or of heads */ \
+    X(EXPERTS)       /* whether each chosen expert, or each head, has a matrix of its own */ \
     X(EPILOGUE)      /* what becomes of a product */ \
-    X(ACTIVATION)    /* of the gate */ \
+    X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
-    X(VALUE_STEP)    /* attention: from a row of V to the next; VALUE_DIM, or V begins K's rows */ \
-    X(QUERY_HEADS)   /* attention: query heads of a threadgroup */ \
+    X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
+    X(QUERY_HEADS)   /* attention: query heads that a threadgroup computes */ \
     X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
-    X(QK_NORMED)     /* bits 0, 1: heads of Q, of K are normed; 2, 3: all Q, all K at once */ \
-    X(QK_LATE)       /* after RoPE, not before */ \
-    X(GATED)         /* each head's query is followed by a gate of its output; see delta_conv */ \
+    X(QK_NORMED)     /* bits 0, 1: each head of Q, of K is normed; bits 2, 3: Q, K as a whole */ \
+    X(QK_LATE)       /* they are normed after RoPE, not before */ \
+    X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
-    X(FUSED)         /* attention: it also applies RoPE and writes the cache */ \
+    X(FUSED)         /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
-    X(UNIT_ROWS)     /* gemv: rows of a unit at most */ \
+    X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(TILE_TOKENS)   /* gemm: tokens in a tile */ \
     X(INT8)          /* gemm: products of int8 codes */ \
-    X(ASKS)          /* delta_rule: the delta rule, not a state space */
+    X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */
 #define X(name) C_##name,
 enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 #undef X
@@ -279,41 +279,40 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 // The geometry of the launches
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
-    UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: each by itself
+    UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: independent
     NORM_THREADS = 256,                               // at most
-    GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a SIMD-group takes at most 4 rows
-    GEMV_FILL = 2048,                                 // SIMD-groups fill a GPU
+    GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
+    GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
-    ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at a time
-    ATTENTION_HEADS = 2,                              // share what they read; more cost registers
-    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // rows worth a threadgroup; these fill a GPU
+    ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
+    ATTENTION_HEADS = 2,                              // query heads that share the rows they read
+    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // fewest rows in one; so many fill a GPU
     MERGE_THREADS = 128,
     BLOCK_THREADS = 1024,
-    GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, by how many there are
-    GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // in a tile
+    GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, in chunks of different sizes
+    GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // rows of W in a tile, threads for it
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
-    CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // the same as codes; a group's words of 4
-    HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; quads of a lane
-    NARROW_MAX = 256,                                 // HEAD_DIM of flash_attention, delta_rule
+    CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // words of a group; of a row of two
+    HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
+    NARROW_MAX = 256,                                 // largest in flash_attention, delta_rule
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
-    FLASH_QUERIES = 32, FLASH_KEYS = 32,              // a tile; a SIMD-group takes 8 queries
+    FLASH_QUERIES = 32, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 8 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 8, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
-    // floats of threadgroup memory
-    NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // a sum from each SIMD-group
+    NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
     SORT_THREADS = 1024,                              // at most
-    DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; a block of memory
-    FLASH_STRIDE = FLASH_KEYS + 4,                    // of scores: no two lanes meet in a bank
-    FLASH_HALVES = FLASH_KEYS + 8,                    // of probabilities, which are half
-    // a SIMD-group's scores, probabilities (two in a float), diagonal matrix
+    DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a block of S
+    FLASH_STRIDE = FLASH_KEYS + 4,                    // row of scores: no lanes meet in a bank
+    FLASH_HALVES = FLASH_KEYS + 8,                    // row of probabilities, which are half
+    // floats of a SIMD-group's scores, probabilities (two in a float), diagonal matrix
     FLASH_OWN = 8 * FLASH_STRIDE + 8 * FLASH_HALVES / 2 + 8 * 8
 };
 
-// Fixed-width scalars only, so that Metal and C lay the structs out alike. A matrix W[rows][cols]
-// begins `start` bytes after the bound address, which Metal wants aligned; its products are
-// multiplied by `scale`. Of experts' matrices that is the first one; the others lie `step` bytes
-// apart, and their biases bias_step floats. Results of gemv lie out_step floats apart, `rows` or
-// more. What a product and its bias make is multiplied by `factor`.
+// Structs have fixed-width scalars only, so that Metal and C lay them out alike. A matrix
+// W[rows][cols] begins `start` bytes after the bound address, which Metal wants aligned. The
+// product W x is multiplied by `scale`. Where each expert has a matrix, `start` is that of the
+// first one; matrices lie `step` bytes apart, their biases bias_step floats. The results of gemv
+// for two inputs lie out_step floats apart, which is at least `rows`.
 struct kernel_matrix {
     uint32_t start, row_bytes;
     int32_t rows;
@@ -323,8 +322,8 @@ struct kernel_matrix {
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args {
-    int32_t cols, groups;                  // groups: rows that follow each other, and share weights
-    float eps, factor, scale;              // scale: of the sum
+    int32_t cols, groups;                  // weights are w[groups][cols]: row r has w[r % groups]
+    float eps, factor, scale;              // factor: before the epilogue; scale: after it
 };
 struct input_args { int32_t n, cols, step; };
 struct quantize_args { int32_t groups; };                        // of 32, in all rows together
@@ -332,14 +331,14 @@ struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
-    int32_t units;                         // of all matrices; of gemm: tiles of tokens at most
-    float eps, softcap, factor;
+    int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
+    float eps, softcap, factor;            // factor: of W x + bias
 };
 struct attention_args {
     int32_t n;                             // queries
     int32_t n_head, n_kv, n_rot, sinks;    // sinks: 1 if each head has an attention sink
     int32_t rows, window, keep;            // of the ring; see visible
-    int32_t slices, q_step, k_step;        // from a head's QK norm to the next: 0, they share it
+    int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx;                     // see temperature; temp 0: none
 };
@@ -351,19 +350,19 @@ struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
 struct conv_args { int32_t n, channels, past; };
 struct delta_args {
     int32_t n, n_key, n_value, dv, tiled;  // tiled: see DELTA_TILED in llm.c
-    int32_t share, step;                   // of alpha and beta: heads side by side, floats a token
+    int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
     float eps;
 };
 
-// What changes from token to token, in a buffer of its own: the position of the first, and 1 if the
-// rows of the ring get their positions, 0 in a warm-up.
+// What changes from pass to pass is in a buffer of its own, now[NOW_SIZE]: the first token's
+// position; and 1 if the rows of the ring get their positions, 0 if not (in a warm-up).
 enum { NOW_POS, NOW_PLACED, NOW_SIZE };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
-// Rows that a SIMD-group of gemv computes together, its unit. They share each load of x, at the
-// price of registers; the more bytes a weight has, the fewer rows keep the memory busy. Of `all`
-// rows of a product a unit has fewer, if there would be too few units otherwise.
+// A unit is the rows that a SIMD-group of gemv computes together. They share each load of x, at the
+// price of registers; the more bytes a weight has, the fewer rows keep the memory busy. Units are
+// smaller where `all` rows of a product would make too few of them.
 static inline int gemv_most(int all) {
     return all >= 4 * GEMV_FILL ? 4 : all >= 2 * GEMV_FILL ? 2 : 1;
 }
@@ -379,13 +378,13 @@ static inline int gemv_units(int format, int rows, int most) {
 // floats of threadgroup memory for gemm: a tile of x, and one of W as half
 static inline int gemm_floats(int tile) { return (tile + GEMM_ROWS / 2) * GEMM_STRIDE; }
 
-// the most tiles that n choices of experts can make: each expert's last one may be ragged
+// the most tiles that n choices of experts can make: each expert's last tile may not be full
 static inline int expert_tiles(int n, int n_expert, int tile) {
     return n_expert < n ? n / tile + n_expert : n;
 }
 
-// Lanes that share a row. Each holds at most two quads, four neighbouring numbers, of its key and
-// of its value, more only of heads above 256; a SIMD-group has 32 / lanes rows at a time.
+// Lanes that share a row of the ring. A lane holds at most two quads (four neighbours) of its key
+// and two of its value, more only if heads are wider than 256. A SIMD-group takes 32 / lanes rows.
 static inline int attention_lanes(int head, int value) {
     int lanes = 4;
     while (lanes < SIMD_LANES && (8 * lanes < head || 8 * lanes < value)) lanes *= 2;
@@ -395,7 +394,7 @@ static inline int attention_quads(int head, int value) {
     int wide = div_up(head > value ? head : value, 4 * SIMD_LANES);
     return wide > 2 ? wide : 2;
 }
-// SIMD-groups, as many as threadgroup memory has room for
+// the most SIMD-groups that threadgroup memory has room for
 static inline int attention_most(int head, int value) {
     return attention_quads(head, value) > 2 ? ATTENTION_SIMDGROUPS / 2 : ATTENTION_SIMDGROUPS;
 }
@@ -403,13 +402,13 @@ static inline int attention_most(int head, int value) {
 // rows that a SIMD-group takes in one step
 static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
 
-// memory for queries, a key, and output, maximum and sum of all lanes that share rows
+// floats of threadgroup memory: queries, a key; output, maximum and sum of each set of lanes
 static inline int attention_floats(int heads, int head, int value, int nsg, int lanes) {
     return (heads + 1) * head + nsg * (SIMD_LANES / lanes) * heads * (value + 2);
 }
 
-// flash_attention: columns of a staged head as whole 8 x 8 matrices, from one row to the next (8
-// more, so that rows begin in other banks), and floats of a tile: keys or values as half
+// flash_attention stages heads as whole 8 x 8 matrices: columns of a head; halves from one row to
+// the next (8 more, so that rows begin in different banks); floats of a tile of keys or values
 static inline int flash_cols(int head) { return div_up(head, 8) * 8; }
 static inline int flash_row(int head) { return flash_cols(head) + 8; }
 static inline int flash_tile(int head, int value) {
@@ -433,11 +432,11 @@ constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E
 
 // ---- 2. groups ----
 //
-// A lane works on whole groups of 32 weights. A group of a block format is codes, scales and
-// offsets, w[i] = d[i / 16] * q[i] + m[i / 16]; one of a float format is read weight by weight.
+// A lane works on whole groups of 32 weights. In a block format a group has codes, scales and
+// offsets, w[i] = d[i / 16] * q[i] + m[i / 16]; in a float format it is read weight by weight.
 
-// q[32], d[2] and m[2] of group g of a row; four codes, signed bytes, in each word of q. Decoders
-// count groups from the start of 256 weights.
+// Decodes group g of a row to words[8], four codes (signed bytes) in each, d[2] and m[2]. A decoder
+// is given the first block of 256 weights, and counts groups from there.
 static inline void group_decode(int format, device const uchar *row, uint g, thread uint *words,
         thread float *d, thread float *m) {
     thread int8_t *q = (thread int8_t *)words;
@@ -454,7 +453,7 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 
 static inline float group_code(thread const uint *q, int i) { return quant_code(q[i / 4], i % 4); }
 
-// Does a format have offsets m? Formats whose codes can be negative do not.
+// Does a format have offsets m? Exactly those with bias 0 do: see QUANT_TYPES.
 static inline bool format_offsets(int format) {
 #define X(id, name, weights, bytes, per16, bias) (format == id && bias == 0) ||
     return QUANT_TYPES(X) false;
@@ -485,7 +484,7 @@ static inline float half_weight(int format, uint bits) {   // of 16 bits
     return format == FORMAT_F16 ? quant_f16_to_f32(bits) : quant_from_bits(bits << 16);
 }
 
-// the same of a row of a float format
+// the same for weights, of a row of a float format
 static inline float4 four_weights(int format, device const uchar *row, int i, int cols) {
     float4 w = {0.0f, 0.0f, 0.0f, 0.0f};
     if (format == FORMAT_F32) return four_floats((device const float *)row, i, cols);
@@ -514,10 +513,10 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     QUANT_UNROLL for (int i = 0; i < 32; i++) w[i] = d[i / 16] * group_code(q, i) + m[i / 16];
 }
 
-// The input of a SIMD-group's product: x[cols], perhaps staged in xs[X_FLOATS], and perhaps normed
-// to (x - mean) * scale * w + bias. For a plain RMSNorm the scale is 1 here, because the product
-// sums the squares as well, and the caller divides by their root. Other norms, for which norm_first
-// is true, need mean and scale beforehand.
+// The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may be
+// normed to (x - mean) * scale * w + bias. An RMSNorm without bias has scale 1 here: the product
+// also sums the squares of x, and the caller divides it by their root. Other norms, for which
+// norm_first is true, need mean and scale beforehand.
 struct row_input {
     device const float *x, *w, *bias;
     int norm, cols;                                       // NORM bits, or 0
@@ -543,7 +542,7 @@ static inline int row_index(int i, int step) {
     return step > 0 ? i / HEAD_DIM * step + i % HEAD_DIM : i;
 }
 
-// the sum of v over the threadgroup, for every thread; part[nsg], or NULL: over the SIMD-group
+// the sum of v over the threadgroup, in every thread; part[nsg], or NULL: over the SIMD-group
 static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg, uint lane) {
     v = simd_sum(v);
     if (!part) return v;
@@ -569,12 +568,12 @@ static inline float norm_scale(device const float *x, int step, float limit, int
     return rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
 }
 
-// The products of R rows of W with x, a lane's share of them:
+// A lane's share of the products of R rows of W with x:
 //   sum[r] += sum of w[r][i] * normed(x[i]),   *square += sum of x[i] * x[i]
 // Rows past `last` repeat it; the caller ignores them.
 //
-// Of a float format neighbouring lanes take neighbouring weights, four each, so that together they
-// load whole cache lines. The loads of several steps are under way at once.
+// In a float format neighbouring lanes take neighbouring weights, four each, so that together they
+// load whole cache lines. The loads of DOT_STEPS steps overlap.
 static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
         thread const struct row_input *in, thread float *sum, thread float *square) {
     int cols = in->cols;
@@ -597,11 +596,10 @@ static inline void floats_dot(int format, int R, device const uchar *w, ulong ro
     }
 }
 
-// Of a block format a lane takes every 32nd group, with codes, scales and offsets as the decoder
-// gives them. Its 32 floats of x come by way of threadgroup memory, xs[X_FLOATS]: the SIMD-group
-// loads 1024 neighbours in whole cache lines and leaves each group where its lane finds it; without
-// that memory, xs NULL, each lane loads its own. The sums of 16 x, which a group's offsets
-// multiply, are computed once for all R rows.
+// The same in a block format, where a lane decodes every 32nd group. Its 32 floats of x come by way
+// of threadgroup memory, xs[X_FLOATS]: the SIMD-group loads 1024 neighbours in whole cache lines,
+// and leaves each group where its lane finds it. If xs is NULL, each lane loads its own. The sums
+// of 16 x, which a group's offsets multiply, are computed once for all R rows.
 static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
         thread const struct row_input *in, thread float *sum, thread float *square) {
     threadgroup float *xs = in->xs;
@@ -659,7 +657,7 @@ static inline float activation(float x) {
     return r * r;
 }
 
-// stores v in y, after soft cap and epilogue
+// *y = v after soft cap and epilogue
 static inline void finish(device float *y, float v, float cap, float other) {
     v = softcap(v, cap);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
@@ -678,7 +676,7 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
 // ---- 3. embed, norms ----
 
-// x[cols] = scale * row r of W, or += that
+// x[cols] = scale * row r of W; with `more` it is added to x
 static inline void embed_part(int format, device const uchar *w, constant struct kernel_matrix *m,
         int r, int cols, bool more, device float *x, uint lane) {
     device const uchar *row = w + m->start + (ulong)r * m->row_bytes;
@@ -692,8 +690,8 @@ static inline void embed_part(int format, device const uchar *w, constant struct
     }
 }
 
-// x[n][cols] = W[ids[n]][cols], and the rows for its position and for token type 0 where a model
-// has them. Grid: a SIMD-group for each token, whose lanes keep to their own groups.
+// x[n][cols]: x[t] = row ids[t] of W, plus the rows of its position and of token type 0 where a
+// model has these. Grid: a SIMD-group for each token; a lane keeps to its own groups.
 kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
         device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
         device const int *now [[buffer(4)]], device float *x [[buffer(5)]],
@@ -706,8 +704,8 @@ kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *posit
 }
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
-// CENTRED, by way of the epilogue: Gemma normalises what it adds to x, the delta rule has a gate.
-// Of `groups` rows that follow each other each has weights of its own.
+// CENTRED. An epilogue follows, because Gemma adds a normed result to x, and the delta rule has a
+// gate. The weights are w[groups][cols]: row r has w[r % groups].
 // Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
 kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
         device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
@@ -725,7 +723,8 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
     }
 }
 
-// gate[n][cols] = activation(gate) * the layer's part of a token's inputs, which lie `step` apart.
+// gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t. The inputs of two
+// tokens lie `step` apart.
 // Grid: a thread for each number.
 kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *inputs [[buffer(1)]],
         constant struct input_args *a [[buffer(2)]], PLACE) {
@@ -733,9 +732,9 @@ kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *in
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
 }
 
-// Activations for gemm's INT8 variant: 32 of them share a scale, x = scale * q. It stands behind
-// their 8 words of codes, and then two sums of 16, which the weights' offsets multiply:
-// codes[groups][CODE_GROUP]. Grid: a SIMD-group for each group.
+// Quantises activations for gemm's INT8 variant: x = scale * q, with a scale for 32 of them.
+// codes[groups][CODE_GROUP] has 8 words of codes, the scale, and two sums of 16 x, which the
+// weights' offsets multiply. Grid: a SIMD-group for each group.
 kernel void quantize(device const float *x [[buffer(0)]], device float *codes [[buffer(1)]],
         constant struct quantize_args *a [[buffer(2)]], PLACE) {
     int g = tg * nsg + sg;
@@ -754,16 +753,16 @@ kernel void quantize(device const float *x [[buffer(0)]], device float *codes [[
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
 // Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column (LayerNorm:
-// 16) from the cache, besides R * (0.5 to 4) bytes a column of weights; one more dispatch would
-// cost more.
+// 16) from the cache, where it loads R * (0.5 to 4) bytes of weights anyway; one more dispatch
+// would cost more.
 
-// rows in a unit; with the GLU or experts, all matrices have as many as the first
+// rows in a unit; with the GLU or experts, units of all matrices are as large as the first one's
 static inline int unit_rows(int format) {
     return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS);
 }
 
-// v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for a unit's rows of
-// matrix `part`, or of that of an expert (0: there are none)
+// v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for the rows of a unit.
+// W is matrix `part`; where each expert has one, it is that of `expert`, which is 0 elsewhere
 static inline void gemv_product(int format, int part, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         constant struct product_args *a, thread float *v) {
@@ -782,7 +781,7 @@ static inline void gemv_product(int format, int part, int unit, int expert, devi
     }
 }
 
-// y = gemv_product's rows, with the epilogue: gate[R] holds the GLU's factors, other[rows] summands
+// y = gemv_product's v after the epilogue, which multiplies by gate[R] (GLU) or adds other[rows]
 static inline void gemv_unit(int format, int part, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
@@ -796,13 +795,13 @@ static inline void gemv_unit(int format, int part, int unit, int expert, device 
                    EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
 
-// y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices of the same x (Q, K and V).
+// y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices with the same x (Q, K and V).
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
-// the GLU. Each has threadgroup memory of its own. Routers of experts have it do this for each
-// token of a chunk: gemm's halves would decide near-ties. EXPERTS: W0, or the GLU, of one token's
-// chosen experts; then t counts these, and y0 is [n_used][rows]. EXPERTS_HEADS: t counts heads of
-// tokens, each head with a matrix, x and y of its own.
+// the GLU, with threadgroup memory of its own. Routers use gemv for each token of a chunk, too:
+// gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the
+// GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
+// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own.
 kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
@@ -842,18 +841,18 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     else gemv_unit(FORMAT_2, part, u, 0, w, bias, 0, &in, gate, other, y, a);
 }
 
-// Where a head's pair p has its first (which = 0) or second number. After the n_rot numbers that
-// RoPE rotates, pairs are neighbours, and pass unchanged.
+// The place of the first (which = 0) or second number of pair p in a head. Behind the n_rot numbers
+// that RoPE rotates, pairs are neighbours, and stay as they are.
 static inline int pair_index(int p, int which, int n_rot) {
     bool apart = PAIRING == PAIRING_HALVES && p < n_rot / 2;
     return apart ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
-// from a head's query to the next: between them is the gate of a gated head
+// from a head's query to the next one's; if GATED, the head's gate is between them
 static inline int query_step(void) { return GATED ? 2 * HEAD_DIM : HEAD_DIM; }
 
-// The norm of one head of Q (which = 0) or K, in a SIMD-group's pairs: RMSNorm, or LayerNorm if
-// CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each has its own.
+// Norms one head of Q (which = 0) or K, whose pairs are in v as in head_rope: RMSNorm, or LayerNorm
+// if CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each head has its own.
 static inline void head_norm(int which, int head, device const float *w, device const float *bias,
         constant struct attention_args *a, uint lane, thread float *v) {
     float mean = 0.0f, square = 0.0f;
@@ -873,9 +872,9 @@ static inline void head_norm(int which, int head, device const float *w, device 
         }
 }
 
-// QK norm and RoPE of one head by one SIMD-group: lane l gets pairs l, l + 32, ... in v, turned
-// into (x0 * cos - x1 * sin, x0 * sin + x1 * cos). The host has computed angles[n_rot / 2][2], the
-// cosine and sine of each pair's angle, in double. qk_norm has already applied the limit.
+// QK norm and RoPE of one head by one SIMD-group. Lane l gets pairs l, l + 32, ... in v, each of
+// them rotated: (x0 * cos - x1 * sin, x0 * sin + x1 * cos). angles[n_rot / 2][2] are the cosine and
+// sine of each pair's angle, from the host. Where qk_norm has run, it has applied the limit.
 static inline void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
@@ -892,7 +891,7 @@ static inline void head_rope(int which, int head, device const float *x, device 
     if (QK_LATE) head_norm(which, head, w, bias, a, lane, v);
 }
 
-// the same to threadgroup memory, out[HEAD_DIM], where every lane can read every number
+// head_rope's result in threadgroup memory, out[HEAD_DIM], where every lane can read all of it
 static inline void head_stage(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, threadgroup float *out) {
@@ -923,38 +922,37 @@ kernel void qk_norm(device const float *q_norm [[buffer(0)]],
 }
 
 // Does a query at pos_q see the key at pos_k (-1: the row is empty)? It sees itself, the window - 1
-// positions before it (and behind it, if not causal), and the first `keep`, wherever in the ring
-// their rows are.
+// positions before it (and as many after it, unless CAUSAL), and the first `keep` positions.
 static inline bool visible(int pos_k, int pos_q, constant struct attention_args *a) {
     return pos_k >= 0 && pos_k - pos_q < (CAUSAL ? 1 : a->window) &&
            (pos_q - pos_k < a->window || pos_k < a->keep);
 }
 
-// the row for a position: the first `keep` rows are pinned, the others are a ring
+// the row for a position: the first `keep` rows are pinned, in the others positions go round
 static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
-// rows of the ring that are used, with those of the new tokens, of which the first is at pos
+// rows of the ring that are used once it has the n new tokens, of which the first is at pos
 static inline int used_rows(int pos, constant struct attention_args *a) {
     return min(pos + a->n, a->rows);
 }
 
-// a factor for the query at a position: some models sharpen attention far out
+// 1 + temp * ln(floor(pos / n_ctx) + 1), a factor of the query: some models sharpen attention so
 static inline float temperature(int pos, constant struct attention_args *a) {
     if (a->temp == 0.0f) return 1.0f;
     return 1.0f + a->temp * log(floor((float)pos / a->n_ctx) + 1.0f);
 }
 
-// the score of q and k from their product, times log2(e): exp(x) is then exp2. `far` is how far
-// apart they are, `slope` the head's of ALiBi.
+// the score of q and k from their product, times log2(e), since exp(x) = exp2(x * log2(e)); `far`
+// is the distance of their positions, `slope` the head's in ALiBi
 static inline float score_of(float dot, float slope, int far, constant struct attention_args *a) {
     float score = softcap(dot, a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
     return ALIBI ? score - slope * (float)far : score;
 }
 
-// What becomes of o = sum of exp2(score - m) * value: it is divided by the sum of exp2(score - m),
-// to which an attention sink adds a score without a value, and multiplied by the gate's sigmoid.
+// The end of attention, from o = sum of exp2(score - m) * value and sum = sum of exp2(score - m):
+// o / sum, times the gate's sigmoid. An attention sink is one more score, which has no value.
 static inline float attention_value(float o, float m, float sum, device const float *sink,
         device const float *gate, constant struct attention_args *a) {
     if (a->sinks) {
@@ -966,13 +964,13 @@ static inline float attention_value(float o, float m, float sum, device const fl
     return sum > 0.0f ? o / sum : 0.0f;                   // 0 if the query sees nothing
 }
 
-// A lane's part of an online softmax for one query: its quads of the query and of o, where m is the
-// largest score so far. Lanes that share rows agree on m and sum; others have their own.
+// A lane's part of an online softmax for one query: its quads of the query and of o; m, the largest
+// score so far; and the sum. Lanes that share rows have the same m and sum.
 struct softmax_state { float q[4 * QUADS_MAX], o[4 * QUADS_MAX], m, sum; };
 static inline int quads(void) { return attention_quads(HEAD_DIM, VALUE_DIM); }   // of a row
 
-// Where the lane's quad e begins in a row of `dim` numbers. Lanes have neighbouring quads, so that
-// what they load together is in one place. A lane with nothing left repeats the last quad.
+// Where the lane's quad e begins in a row of `dim` numbers. Neighbouring lanes have neighbouring
+// quads, so that their loads are adjacent. A lane that has no quad e is given the last one.
 static inline int lane_quad(int e, int dim, uint lane) {
     return min(4 * ((int)lane % ROW_LANES + e * ROW_LANES), dim - 4);
 }
@@ -980,8 +978,8 @@ static inline bool lane_has(int e, int dim, uint lane) {
     return 4 * ((int)lane % ROW_LANES + e * ROW_LANES) < dim;
 }
 
-// Adds n rows, of which the lane has some quads each: k[n][quads], v[n][quads]. A row that is not
-// `seen` is ignored. As there are several, their products overlap, and o is rescaled only once.
+// Adds n rows, of which the lane has the quads k[n][quads] and v[n][quads]. A row that is not
+// `seen` is ignored. The products of the n rows overlap, and o is rescaled once for all of them.
 static inline void softmax_add(int n, thread const half4 *k, thread const half4 *v,
         thread const int *seen, thread const int *far, float slope,
         constant struct attention_args *a, thread struct softmax_state *state) {
@@ -1006,10 +1004,10 @@ static inline void softmax_add(int n, thread const half4 *k, thread const half4 
     }
 }
 
-// One step through the ring, the rows from r0 on, for all of the threadgroup's queries. Positions
-// come first and tell which rows are seen; then all keys and values are on the way together. What
-// stands in a row that is not seen may be anything, even NaN: a visible row is read in its place.
-// Row `slot` is written by this dispatch, perhaps at this moment, and left out.
+// Adds one step of rows of the ring, from r0 on, for all of the threadgroup's queries. Positions
+// are loaded first, and tell which rows are seen; then all keys and values are loaded at once. A
+// row that is not seen may hold anything, even NaN, so a row that is seen is read in its place. Row
+// `slot` is left out: this dispatch writes it, perhaps at this moment.
 static inline void attention_rows(device const half *k, device const half *v,
         device const int *pos_k, int pos, int slot, int r0, int used, thread const float *slopes,
         constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
@@ -1017,7 +1015,7 @@ static inline void attention_rows(device const half *k, device const half *v,
     int at = r < used && r != slot ? pos_k[r] : -1;
     int row = visible(at, pos, a) ? r : -1, some = simd_max(row);
     half4 ks[QUADS_MAX * ATTENTION_ROWS], vs[QUADS_MAX * ATTENTION_ROWS];
-    if (some < 0) return;                                 // so do all lanes
+    if (some < 0) return;                                 // all lanes: none sees a row
     QUANT_UNROLL for (int i = 0; i < ATTENTION_ROWS; i++) {
         int of = i * (SIMD_LANES / ROW_LANES) + (int)lane / ROW_LANES;
         int mine = simd_shuffle(row, of), where = simd_shuffle(at, of);
@@ -1035,7 +1033,7 @@ static inline void attention_rows(device const half *k, device const half *v,
         softmax_add(ATTENTION_ROWS, ks, vs, seen, far, slopes[h], a, &state[h]);
 }
 
-// the newest key and value, which are in no row yet
+// adds the newest key and value, which may not be in their row yet
 static inline void attention_newest(threadgroup const float *k, device const float *v, int pos,
         constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
     half4 ks[QUADS_MAX], vs[QUADS_MAX];
@@ -1049,9 +1047,9 @@ static inline void attention_newest(threadgroup const float *k, device const flo
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
 }
 
-// Merges, through threadgroup memory, the parts of all lanes and SIMD-groups that had other rows.
+// Merges, through threadgroup memory, the parts of lanes and SIMD-groups that had different rows.
 // The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and sum of each
-// head to out[n_head][slices][VALUE_DIM + 2].
+// head and slice go to out[n_head][slices][VALUE_DIM + 2].
 static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
         device const float *q, device const float *sinks, device float *out, int head, int heads,
         int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
@@ -1084,14 +1082,14 @@ static inline void attention_output(thread struct softmax_state *state, threadgr
     }
 }
 
-// out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q k) * v, for few queries.
+// out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
 // FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Each threadgroup
 // then computes the newest key itself, since another may still be writing it.
-// Grid: for each token and KV head, threadgroups of QUERY_HEADS query heads each, and of these as
-// many as a long ring has slices; then `out` is parts[n_head][slices][VALUE_DIM + 2]. SIMD-groups
-// take turns at the rows, and merge at the end. Bound by memory: for each of its numbers a row has
-// 4 bytes of K and V, and a query head 4 FLOP. Two heads at 4 rows a lane take 100 registers; four
-// would take 170, so fewer SIMD-groups would be there to hide how long a load takes.
+// Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
+// ring is cut into slices, with a threadgroup for each; then `out` is parts[n_head][slices][..].
+// Its SIMD-groups take turns at the rows, and merge at the end. Bound by memory: 4 bytes of K and V
+// serve 4 FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers
+// that too few SIMD-groups could run at once to hide how long a load takes.
 kernel void attention(device const float *v_new [[buffer(0)]],
         device const float *angles [[buffer(1)]],                              // [n_rot / 2][2]
         device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
@@ -1141,7 +1139,7 @@ kernel void attention(device const float *v_new [[buffer(0)]],
     for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
     for (int i = tid; writes && i < VALUE_DIM; i += all)
         v[(ulong)slot * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
-    if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // which nobody reads
+    if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
     if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
     for (int r = (slice * nsg + sg) * rows; r < used; r += a->slices * nsg * rows)
@@ -1170,11 +1168,11 @@ kernel void attention_merge(device const float *q [[buffer(0)]],
     out[i] = attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
 }
 
-// Of a chunk's latent rows[n][HEAD_DIM] the first VALUE_DIM numbers are normed and the other n_rot
-// rotated, on the way to the cache. Of the heads of p[n][n_head][q_step], queries before their
-// product with k_b, the last n_rot are rotated and go to q[n][n_head][HEAD_DIM]. A model's
-// temperature multiplies the queries, in p as well. Grid: a SIMD-group for each token's row, and
-// one for each of its heads.
+// Writes rows[n][HEAD_DIM], a chunk's latent rows, to the cache: the first VALUE_DIM numbers
+// normed, the other n_rot rotated. p[n][n_head][q_step] are queries before their product with k_b:
+// the last n_rot numbers of each head are rotated, and go to the end of its q[n][n_head][HEAD_DIM].
+// All of a query, p too, is multiplied by its temperature. Grid: a SIMD-group for each token's row,
+// and one for each of its heads.
 kernel void latent_row(device float *p [[buffer(0)]], device float *q [[buffer(1)]],
         device const float *rows [[buffer(2)]], device half *k [[buffer(3)]],
         device int *pos_k [[buffer(4)]], device const float *weights [[buffer(5)]],
@@ -1224,11 +1222,11 @@ static inline void block_add(int format, int part, device const uchar *w, int co
 
 // The rest of a layer after attention, by one threadgroup of BLOCK_THREADS threads:
 //   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
-// It shows fusion taken to its end, and why to stop short of that: a threadgroup runs on one core.
-// A layer of Qwen3-0.6B has 12 MB of these weights at 8 bits. One of an M1's eight cores may load
-// some 8 of its 68 GB/s, which takes 1.5 ms; the chain of section 4 takes 0.2 ms, and a few
-// microseconds for two more dispatches. x and h are in device memory, but only this threadgroup
-// writes them, so barriers are enough.
+// It shows fusion taken to its end, and why to stop before that: a threadgroup runs on one core. A
+// layer of Qwen3-0.6B has 12 MB of these weights at 8 bits. One of an M1's eight cores may load
+// some 8 of its 68 GB/s, which takes 1.5 ms. The three dispatches of decode use all cores: 0.2 ms,
+// and a few microseconds for two dispatches more. x and h are in device memory, but only this
+// threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *gate [[buffer(1)]],
         device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
@@ -1251,13 +1249,13 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 // ---- 6. prefill ----
 //
 // A chunk is bound by arithmetic: each weight serves all of its tokens. Tiles of both operands are
-// staged in threadgroup memory, and whole SIMD-groups multiply them as 8 x 8 matrices. Weights,
-// f32 and bf16 ones too, are rounded to the 11 bits of half there. Activations stay float, because
-// those of Gemma overflow half; so do all sums.
+// staged in threadgroup memory, and SIMD-groups multiply them as 8 x 8 matrices. All weights, f32
+// and bf16 ones too, are rounded to half, with its 11 bits. Activations stay float, because those
+// of Gemma overflow half; sums are float, too.
 
-// ws[GEMM_ROWS][GEMM_STRIDE] = a step's columns of rows from `row` on, as half. Of a float format
-// neighbouring threads take neighbouring weights, four each; of a block format a thread decodes a
-// group, neighbours the two of a row. INT8: see tile_multiply_codes.
+// ws[GEMM_ROWS][GEMM_STRIDE] = a step's columns of the rows from `row` on, as half. In a float
+// format neighbouring threads take neighbouring weights, four each; in a block format each thread
+// decodes a group, and neighbours the two groups of a row. INT8: see tile_multiply_codes.
 static inline void stage_weights(int format, device const uchar *w,
         constant struct kernel_matrix *m, int row, int k0, int cols, uint tid,
         threadgroup float *ws) {
@@ -1299,7 +1297,7 @@ static inline void stage_floats(device const float *x, device const int *order, 
     }
 }
 
-// the same of what quantize made, two groups: xs[TILE_TOKENS][CODE_STRIDE]
+// xs[TILE_TOKENS][CODE_STRIDE] = the two groups of a step, as quantize made them
 static inline void stage_codes(device const float *codes, int token, int k0,
         constant struct product_args *a, uint tid, threadgroup float *xs) {
     int groups = a->cols / 32, quads = CODE_GROUP / 4;
@@ -1322,7 +1320,7 @@ static inline int tile_row(int j, uint sg) {
     return 8 * j + (TILE_TOKENS > GEMM_FEW ? (int)sg % 2 * 32 : (int)sg * 16);
 }
 
-// c += xs ws' for those blocks; xs[TILE_TOKENS][GEMM_STRIDE], ws[GEMM_ROWS][GEMM_STRIDE]
+// c += xs times ws transposed, for those blocks; xs[TILE_TOKENS][..], ws[GEMM_ROWS][GEMM_STRIDE]
 static inline void tile_multiply(threadgroup const float *xs, threadgroup const half *ws, uint sg,
         thread simdgroup_float8x8 *c) {
     simdgroup_float8x8 mx[4];
@@ -1339,9 +1337,9 @@ static inline void tile_multiply(threadgroup const float *xs, threadgroup const 
     }
 }
 
-// The same for codes: a thread computes 4 x 4 outputs. It adds up 16 products as integers; scales,
-// and offsets times sums of 16 activations, follow in float. A group of ws has, behind 8 words of
-// codes, two scales and two offsets.
+// The same for codes, where a thread computes 4 x 4 outputs. It adds 16 products as integers; the
+// rest is float: their scales, and offsets times sums of 16 activations. A group of ws has 8 words
+// of codes, two scales and two offsets.
 static inline int code_token(int i, uint tid) { return (int)tid / 16 * 4 + i / 4; }
 static inline int code_row(int i, uint tid) { return (int)tid % 16 + i % 4 * 16; }
 static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup const float *ws,
@@ -1361,8 +1359,8 @@ static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup 
         }
 }
 
-// The finished tile passes through threadgroup memory, where neighbouring threads take the outputs
-// of neighbouring rows for the epilogue, except those past the last token or row.
+// The finished tile passes through threadgroup memory, from which neighbouring threads take outputs
+// of neighbouring rows through the epilogue to y. Outputs past the last token or row are dropped.
 static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *sums,
         threadgroup float *tile, device const float *bias, float scale, device const float *other,
         device float *y, int part, constant struct product_args *a, int token, int end, int row,
@@ -1387,15 +1385,15 @@ static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *
 }
 
 // y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
-// which may read other[tokens][rows]; likewise y1 and y2, if there are matrices W1 and W2 for the
-// same x (Q, K and V).
+// which may read other[tokens][rows]. y1 and y2 are made in the same way of W1 and W2, where there
+// are several matrices for the same x (Q, K and V).
 // Grid: tiles of TILE_TOKENS x GEMM_ROWS outputs; those of the same rows are neighbours, so that
 // weights come from memory about once per chunk. In each step all threads decode two groups of 64
 // rows of W, and stage the same columns of x: for 64 tokens that is 2 * 64 * 64 * 64 FLOP on 16 KB
 // of x and 4 to 9 KB of W, some 25 FLOP a byte from the cache.
-// INT8 takes codes of activations from quantize, and tiles of GEMM_SOME tokens. Neither Metal nor
-// CUDA's common words have a dot product of bytes: four products take four multiplications and the
-// unpacking, where a matrix of half does 16 or more in that time. So it is off by default.
+// INT8 takes activations as quantize's codes, in tiles of GEMM_SOME tokens. What Metal and CUDA
+// have in common has no dot product of bytes: four products take four multiplications, and
+// unpacking, while a matrix of half does 16 or more in that time. So it is off by default.
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
 kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
@@ -1482,8 +1480,8 @@ kernel void rope(device const float *v_new [[buffer(0)]], device const float *an
         }
 }
 
-// The first tile after r0 of which any query sees a key; `key` becomes the position in its row
-// `lane`, and `ahead` that in the tile behind it, which is loaded before it is needed.
+// The first tile after that at r0 in which some query sees a key. *key becomes the position in its
+// row number `lane`, *ahead that in the tile behind it, which is loaded before it is needed.
 static inline int flash_next(device const int *pos_k, int r0, int used, int first, int last,
         uint lane, constant struct attention_args *a, thread int *key, thread int *ahead) {
     bool seen = false;
@@ -1498,9 +1496,8 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
     return r0;
 }
 
-// A thread's share, every 128th quad, of the rows of the ring from r0 on. Empty rows, which may
-// hold NaN, become zeros (a probability of 0 would not remove it), and so do the columns that make
-// a head whole 8 x 8 matrices.
+// Loads a thread's share, every 128th quad, of the tile at r0. Empty rows become zeros, since they
+// may hold NaN, and 0 * NaN is NaN; so do the columns that fill a head up to whole 8 x 8 matrices.
 static inline void flash_fetch(device const half *from, int dim, int r0, int key, uint tid,
         thread half4 *quads) {
     const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
@@ -1523,10 +1520,10 @@ static inline void flash_stage(thread const half4 *quads, int dim, uint tid,
     }
 }
 
-// Online softmax of a SIMD-group's scores[8][FLASH_STRIDE]: four lanes share a query, with every
-// fourth key each. They become probabilities[8][FLASH_HALVES]: half serves well, as none is above 1
-// and the sum is that of the rounded ones. Returns the factor by which earlier sums shrink, which
-// also goes into a diagonal matrix for flash_values.
+// Online softmax of a SIMD-group's scores[8][FLASH_STRIDE] to probabilities[8][FLASH_HALVES]: four
+// lanes share a query, and each takes every fourth key. Half is enough, as no probability is above
+// 1 and the rounded ones are summed. Returns the factor by which earlier sums shrink, and writes it
+// to a diagonal matrix for flash_values.
 static inline float flash_softmax(threadgroup const float *scores, threadgroup half *probabilities,
         threadgroup float *diagonal, int keys, int pos, float slope, uint lane,
         constant struct attention_args *a, thread float *m, thread float *sum) {
@@ -1554,7 +1551,7 @@ static inline float flash_softmax(threadgroup const float *scores, threadgroup h
     return shrink;
 }
 
-// the scaled queries of a tile, as matrices of half
+// q = the SIMD-group's 8 queries, scaled, as matrices of half
 static inline void flash_queries(device const float *x, int n, uint tid, uint sg,
         constant struct attention_args *a, threadgroup half *tile, thread simdgroup_half8x8 *q) {
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
@@ -1602,8 +1599,8 @@ static inline void flash_values(threadgroup const half *probabilities,
         }
 }
 
-// out = what becomes of o, through threadgroup memory: of each 8 x 8 matrix a lane takes two
-// numbers of row lane / 4, the query whose maximum and sum it has
+// out = attention_value of o, which passes through threadgroup memory: a lane takes two numbers of
+// each 8 x 8 matrix, from row lane / 4, since it has the maximum and sum of that query
 static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup float *scores,
         device float *out, bool inside, float m, float sum, device const float *sink,
         device const float *gate, uint lane, constant struct attention_args *a) {
@@ -1619,11 +1616,11 @@ static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup f
     }
 }
 
-// As attention, for a chunk and with matrices. Grid: a threadgroup for FLASH_QUERIES queries of one
-// head. The ring passes by in tiles of FLASH_KEYS rows, without those that none of the queries
-// sees. Scores, maxima, sums and outputs are float, and outputs stay in registers. exp(x) is
-// computed as exp2(x * log2(e)), with the factor in the queries' scale. 32 queries share each key
-// and value, which makes 32 FLOP a byte of the ring, against 1 or 2 in attention.
+// The same as attention, for a chunk, with products of matrices. Grid: a threadgroup for each
+// FLASH_QUERIES queries of a head. It takes the ring in tiles of FLASH_KEYS rows, and skips tiles
+// in which no query sees a key. Scores, maxima, sums and outputs are float; outputs stay in
+// registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale has the factor log2(e). A
+// byte of the ring serves 32 queries and 32 FLOP, against 1 or 2 FLOP in attention.
 kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
         device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
         device const int *now [[buffer(4)]], device const float *slopes [[buffer(5)]],
@@ -1674,19 +1671,20 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
 
 // ---- 7. experts ----
 //
-// A router chooses n_used of n_expert FFNs for each token. Which ones, only the GPU knows: kernels
-// read the numbers from `chosen`, and the host encodes the same dispatches whatever they are. For
-// one token that is
+// A router chooses n_used of n_expert FFNs for each token. Only the GPU knows which: kernels read
+// their numbers from `chosen`, and the host encodes the same dispatches for any choice. For one
+// token they are
 //   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) |
 //   experts_down (the weighted sum, added to x)
-// which read the chosen experts' weights alone. A chunk's choices are sorted by expert, so that
+// and read the weights of the chosen experts only. A chunk's choices are sorted by expert, so that
 // gemm decodes an expert's weights once for all its tokens; then each token adds up its results.
 
-// For each token the numbers of the n_used experts with the highest score, best first, and their
-// weights. Scores are probabilities, by softmax or sigmoid, plus a bias that does not count in the
-// weights. These are divided by their sum if `normed`, which is then not taken below 2^-14. Where
-// there are groups, the experts outside the best ones get a probability of -1: see drop_groups.
-// Grid: a SIMD-group for each token. route[n][n_expert] is the router's product, and is used up.
+// chosen[n][n_used] = the experts with the highest scores for each token, best first, and
+// weight[n][n_used]. A score is a probability, by softmax or sigmoid, plus a bias; a weight is the
+// probability, without bias. If `normed`, the weights are divided by their sum, or by 2^-14 if that
+// is larger (the smallest normal half, as in llama.cpp). Experts outside the group_used best groups
+// get a probability of -1: see drop_groups.
+// Grid: a SIMD-group for each token. route[n][n_expert], the router's product, is overwritten.
 kernel void choose_experts(device float *route [[buffer(0)]],
         device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
         device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]], PLACE) {
@@ -1704,7 +1702,7 @@ kernel void choose_experts(device float *route [[buffer(0)]],
     all = a->sigmoid ? 1.0f : simd_sum(all);
     int groups = a->n_group > 1 ? a->n_group : 0, size = groups ? a->n_expert / groups : 0;
     simdgroup_barrier(mem_flags::mem_device);             // probabilities are there
-    for (int g = lane; g < groups; g += SIMD_LANES) {     // what it is worth
+    for (int g = lane; g < groups; g += SIMD_LANES) {     // a group's worth
         float one = UNSEEN, two = size > 1 ? UNSEEN : 0.0f;
         for (int e = g * size; e < (g + 1) * size; e++) {
             float score = route[e] / all + (BIASES & 1 ? bias[e] : 0.0f);
@@ -1724,7 +1722,7 @@ kernel void choose_experts(device float *route [[buffer(0)]],
     for (int k = 0; k < a->n_used; k++) {
         float best = UNSEEN, p = 0.0f;
         int at = a->n_expert;
-        for (int e = lane; e < a->n_expert; e += SIMD_LANES) {   // each lane: of its own experts
+        for (int e = lane; e < a->n_expert; e += SIMD_LANES) {   // best of a lane's experts
             float score = route[e] / all + (BIASES & 1 ? bias[e] : 0.0f);
             bool left = score < last || (score == last && e > before);
             if (!left || score <= best || route[e] < 0.0f) continue;
@@ -1736,16 +1734,16 @@ kernel void choose_experts(device float *route [[buffer(0)]],
         before = simd_min(best == last ? at : a->n_expert);      // of equals the first
         p = simd_sum(at == before ? p : 0.0f);
         sum += p;
-        if (lane == 0) chosen[k] = min(before, a->n_expert - 1); // none is left among NaN
+        if (lane == 0) chosen[k] = min(before, a->n_expert - 1); // none, if all are NaN
         if (lane == 0) weight[k] = p;
     }
     float scale = a->normed ? a->scale / max(sum, 6.103515625e-5f) : a->scale;
     for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
 }
 
-// y[dim] = sum over the chosen experts e of weight[e] * (down_e up[e]), with the epilogue; if there
-// is a shared expert, its product is added, times the sigmoid of its router's product if `weighed`.
-// Grid: a SIMD-group for each unit of rows, so that nobody else adds to them.
+// y[dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue. A
+// shared expert's product is added, multiplied by the sigmoid of its router's product if `weighed`.
+// Grid: a SIMD-group for each unit of rows, which only it adds to.
 kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const uchar *shared_down [[buffer(1)]], device const float *bias0 [[buffer(2)]],
         device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
@@ -1774,10 +1772,10 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
             finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
 }
 
-// A chunk's choices, sorted by expert: order[i] is the number of the i-th choice, token * n_used +
-// k, and place[] the other way round. tile[tiles][3] is an expert (-1: none), and the first and the
-// end of up to a->tile of its choices. One threadgroup; a thread takes every nsg * 32nd expert, and
-// looks for it in all choices: some thousand steps, while products take millions.
+// Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
+// place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
+// a->tile of its choices. One threadgroup; a thread takes every nsg * 32nd expert, and looks for it
+// in all choices: some thousand steps, while products take millions.
 kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
         device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
         constant struct sort_args *a [[buffer(4)]], PLACE) {
@@ -1810,7 +1808,7 @@ kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *ord
     for (int i = used + (int)tid; i < a->tiles; i += threads) tile[3 * i] = -1;
 }
 
-// y[n][dim] = sum of weight * out over a token's choices, and of the shared expert's result, with
+// y[n][dim] = the sum of weight * out over a token's choices, plus the shared expert's result, with
 // the epilogue. Grid: a threadgroup for each token.
 kernel void weigh_experts(device const float *out [[buffer(0)]],
         device const float *weight [[buffer(1)]], device const int *place [[buffer(2)]],
@@ -1830,7 +1828,7 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
 
 // ---- 8. recurrent mixers ----
 //
-// The gated delta rule: one token, and a chunk with other products:
+// The gated delta rule, for one token (for a chunk, gemm takes the place of gemv):
 //   gemv (norm; q, k, v and z) | gemv (norm; alpha, beta) | delta_conv | delta_rule |
 //   norm (of each head, times silu(z)) | gemv (added to x)
 // A state space:
@@ -1839,11 +1837,11 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
 // The short convolution:
 //   gemv (norm; u, b, c) | delta_conv | gemv (added to x)
 
-// The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which come
-// from the state, and then the chunk's; the result of token t takes the place of row t. The taps
-// are [channels][past + 1]. If GATED, there is no SiLU: b[n][channels] multiplies the chunk first,
-// and the result, times z[n][channels], takes the place of b. Grid: a thread for each channel, so
-// that neighbours read neighbours and nobody else needs what it writes.
+// The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which are
+// copied from the state, and then the chunk's rows; the result of token t overwrites row t. Taps
+// are [channels][past + 1]. If GATED, there is no SiLU: the chunk is multiplied by b[n][channels]
+// first, and the result, times z[n][channels], overwrites b. Grid: a thread for each channel, so
+// that neighbours read neighbours, and no thread needs what another writes.
 kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],
         device const float *taps [[buffer(2)]], device const float *bias [[buffer(3)]],
         device float *b [[buffer(4)]], device const float *z [[buffer(5)]],
@@ -1878,16 +1876,16 @@ static inline float softplus(float x) {
     return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
 }
 
-// For each value head, whose state S[dv][dk] stays in registers while the tokens pass:
-//   S *= g,   S += b * (v - S k) k',   out = S q       k, q of unit length, q also by 1 / sqrt(dk)
+// For each value head, whose state S[dv][dk] is in registers while tokens pass (k' is k as a row):
+//   S *= g,   S += b * (v - S k) k',   out = S q / sqrt(dk)      where k and q have unit length
 //   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
-// or, unless it ASKS, where x takes the place of v, and k and q are as they come,
+// or for a state space (not ASKS), where x takes the place of v, and k and q keep their length,
 //   S *= g,   S += softplus(alpha + dt) * x k',   out = (S q + skip * x) * silu(z)
 // Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
-// fourth number from l / 8 on. So S k is two shuffles away, rows need nothing of one another, and
+// fourth number from l / 8 on. So S k takes two shuffles, rows need nothing of one another, and
 // SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
-// of a SIMD-group are neighbours. A row of mix[n] has q of n_key heads, k of them, and v; or x, k
-// and q.
+// of a SIMD-group are neighbours. A row of mix[n] has q and k of n_key heads, and v; or in a state
+// space x, k and q.
 kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],

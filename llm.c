@@ -18,36 +18,34 @@
 //
 // Short names: n is the number of tokens in a call, pos the position of the first, l a layer, h a
 // head and hd its width, dim the width of the residual stream (the vector per token that all layers
-// add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session, w
-// a Layer, e an Error. Shapes stand outermost first: x [n][dim] is n rows of dim floats.
+// add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
+// (one conversation), w a Layer, e an Error; in the sampler c is the candidates. Shapes stand
+// outermost first: x [n][dim] is n rows of dim floats.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c". A program calls
 //
 //   bool model_open(Model *, path, Error *)
 //       maps the file. The Model is read-only from then on: sessions may share it
-//   void model_close(Model *)
 //   bool session_open(Session *, const Model *, Options, Error *)
 //       a Session owns its threads, KV cache and scratch
-//   void session_close(Session *)
+//   void model_close(Model *), session_close(Session *)
+//       accept a zeroed or half-opened struct, too
 //   const float *session_eval(Session *, ids, n, Error *)
 //       returns the logits, a score for each id that may come next, valid until the next call;
-//       NULL: an error. ids is the whole history, of which it reuses what the cache holds
+//       NULL: an error. ids is the whole text so far; what the cache holds of it is not run again
 //   int32_t session_sample(Session *, logits)
 //       draws the next id, as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, OnToken, Error *)
 //   tokenize, detokenize, template_render: see Part IV
 //
-// A close function accepts a zeroed or half-opened struct. Only Part VI exits. Only it prints, too,
-// but for what session_open says about a GPU on stderr.
+// Only Part VI calls exit or prints; but session_open says on stderr if a GPU cannot be used, and
+// shows its loading on a terminal.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -55,15 +53,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
 #ifdef LLM_PLAIN
 #define QUANT_PLAIN            // no SIMD in the formats either
 #endif
-#include "quant.h"
+#include "quant.h"             // weights in blocks of a few bits each, f16, and QUANT_INLINE
 
 // ==== Part I: the model =========================================================================
 
@@ -109,8 +103,9 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;
 // ---- 2. the types of a model ----
 //
 // A model is its hyperparameters, a Config, and its weights: a Layer for each layer, and what comes
-// before the first and behind the last. Part II fills these types from a file, and checks all that
-// Part I relies on.
+// before the first and after the last. Part II fills these types from a file, and checks all that
+// Part I relies on. On a first reading n_layer, n_vocab, dim, n_head, n_kv, hd and ff are enough:
+// in a plain Llama most of the rest is 0, NULL or 1.
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };              // BARE: LayerNorm without weights
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // activation; GELU in its tanh form
@@ -119,55 +114,45 @@ enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };     // recurrent mixers
 
 typedef struct {
     char name[32];             // of the architecture
-    bool verified;             // its logits are checked against llama.cpp's
     int n_layer;               // layers that run
-    int n_layer_mtp;           // layers behind them that predict further tokens; they do not run
     int n_ctx;                 // tokens of the longest text in training
     int n_vocab;               // rows of the output matrix
     int dim;                   // width of the residual stream
     int norm;                  // NORM_RMS, NORM_LAYER or NORM_BARE
     float eps;                 // what a norm adds to the mean square
-    float eps_rms;             // eps of RMSNorm, as the file says it
     int act;                   // ACT_SILU, ...
     float embd_scale;          // factor of the embeddings
     float residual_scale;      // factor of what a block adds to the stream
     float logit_scale;         // factor of the logits
     float logit_cap;           // soft cap of the logits; 0: none
-    int causal;                // a token sees none behind it
+    int causal;                // a token does not see later ones
     bool encoder;              // norms follow the residual sum, and there are no logits
-    int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
     // attention
     int n_head;                // query heads of layer 0
     int hd, vd;                // width of a head's query and key; of its value
-    int hd_local, vd_local;    // the same in windowed layers
     int window;                // of layers that have one
-    int side_by_side;          // attention and FFN read the same stream
-    bool qk_norm_late;         // queries and keys are normed behind RoPE, not before it
+    bool qk_norm_late;         // queries and keys are normed after RoPE, not before it
     bool values_normed;        // values are normed, too, without weights
-    float attn_scale;          // factor of the scores
+    float attn_scale;          // factor of the scores, mostly 1/sqrt(hd)
     float attn_cap;            // soft cap of the scores; 0: none
     float clamp_qkv;           // q, k and v are clamped to -clamp_qkv .. clamp_qkv; 0: not at all
-    float alibi;               // largest slope of ALiBi is 2^(-alibi / n_head); 0: no ALiBi
-    float value_scale;         // factor of attention's result
+    float alibi;               // max_bias of ALiBi, see alibi_slopes; 0: no ALiBi
     float temp_scale;          // factor of queries far out, see sharpen; 0: none
     int temp_length;           // the factor grows every so many tokens
     // RoPE
     int rope;                  // ROPE_NONE, ROPE_PAIRS or ROPE_HALVES
     int n_rot, n_rot_local;    // how many values of a head are rotated; in windowed layers
-    int rope_tuned;            // a file may say that it is to have no RoPE (0)
-    int rope_sections;         // not 0: the pairing is ROPE_HALVES
     int section[4];            // pairs turned by an image's time, height and width; by nothing
     bool sections_mixed;       // the sections take turns
     float rope_base, rope_base_local;   // of the frequencies; in windowed layers
     bool local_unscaled;       // windowed layers ignore the scaling that follows
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor;         // frequencies are divided by it
-    float rope_alpha;          // raises the base (NTK-aware scaling); 0: not
     float rope_attn;           // factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only
     float yarn_fast, yarn_slow;   // turns in n_ctx_orig tokens: between them it blends
-    float yarn_log;            // strength of its factor of cosines and sines
-    // experts
+    float yarn_log;            // how much of its factor of cosines and sines is taken back, 0 to 1
+    // experts (Part III)
     int n_expert;              // in a layer
     int n_used;                // that a token uses at most
     int n_group, n_group_used; // experts stand in n_group groups, of which so many are used
@@ -175,16 +160,27 @@ typedef struct {
     int gates_normed;          // the weights of the chosen experts are divided by their sum
     float gates_scale;         // factor of their weights
     float router_scale;        // factor of the router's product, where its input is normed
-    // other mixers
+    // other mixers (Part III)
     int conv;                  // inputs of a recurrent mixer's convolution
     int n_key, n_value;        // its key heads and value heads
     int dk, dv;                // width of a key, of a value
     bool key_tiled;            // value head h reads key head h % n_key, not h / (n_value / n_key)
     int lora;                  // width of latent attention's latent
     int latent_hd, latent_vd;  // widths of the queries and values that it stands for
-    int n_shared;              // the last so many layers read the caches of earlier ones
     int per_layer;             // width of each layer's own input; 0: none
-} Config;
+    // only for loading, and for the command line
+    bool verified;             // its logits are checked against llama.cpp's
+    int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
+    int n_layer_mtp;           // layers after the others that predict further tokens: not run
+    int n_shared;              // the last so many layers read the caches of earlier ones
+    int side_by_side;          // of all layers
+    int hd_local, vd_local;    // hd and vd of windowed layers
+    float eps_rms;             // eps of RMSNorm, as the file says it
+    float value_scale;         // factor of attention's result
+    int rope_tuned;            // 0: the file wants no RoPE after all
+    int rope_sections;         // not 0: the pairing is ROPE_HALVES
+    float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
+} Config;                      // (yes or no is an int where a table of keys fills it)
 
 // A view of a weight matrix in the file: a tensor, or the rows of one that hold q, an expert, ...
 typedef struct {
@@ -198,7 +194,7 @@ typedef struct {
 } Matrix;
 
 // Weights and biases [n] of a norm, or NULL. Values are normed in groups of `group`; 0: a row is
-// one group. With n smaller than a row, all groups share the weights.
+// one group. Where n is a group's size, all groups share the weights.
 typedef struct { const float *w, *b; int n, group; } Norm;
 
 typedef struct {
@@ -206,16 +202,15 @@ typedef struct {
     int hd, vd, n_rot;         // as in Config
     int window;                // a token sees so many before it, with itself; 0: the session's
     int rotated;               // queries and keys have RoPE
-    int source;                // the layer whose cache it reads; its own as a rule
+    int source;                // the layer whose cache it reads, mostly itself
     int pattern;               // how a file says which layers have a window
-    int mixer;                 // MIX_NONE or the recurrent mixer, instead of attention or with it
+    int mixer;                 // MIX_NONE, or a recurrent mixer in place of attention or beside it
     int side_by_side;          // attention and FFN read the same stream
     int ff, n_used;            // width of the FFN or an expert; experts that a token uses
     Norm attn_norm, attn_post_norm;   // before the mixer; of its result
     Norm ffn_norm, ffn_post_norm;     // the same of the FFN
-    Norm attn_norm_2;          // one more behind the mixer (JinaBERT)
-    const float *out_scale;    // [1] factor of the stream behind the layer, or NULL
-    // attention
+    Norm attn_norm_2;          // one more after attention (JinaBERT)
+    const float *out_scale;    // [1] factor of the stream after the layer, or NULL
     Matrix q, k, v, o;         // q has 2 x hd rows a head where attention is gated
     Norm q_norm, k_norm;       // of each head [hd], of all at once, or each its own [heads][hd]
     const float *sinks;        // [n_head] a score beside those of the keys, or NULL
@@ -224,14 +219,11 @@ typedef struct {
     Matrix router, shared_gate, shared_up, shared_down, shared_router, latent_down, latent_up;
     const float *router_bias;  // [n_expert] for the choice only, or NULL
     Norm router_norm, expert_norm, expert_post, shared_post;   // experts beside a dense FFN
-    // latent attention, where there is a k_b
-    Matrix q_a, k_b, v_b;
+    Matrix q_a, k_b, v_b;      // latent attention, where there is a k_b
     Norm q_a_norm, latent_norm;
-    // the layer's own input
-    Matrix input_gate, input_proj;
+    Matrix input_gate, input_proj;      // of the layer's own input
     Norm input_norm;
-    // recurrent mixers
-    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;
+    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // of the recurrent mixer
     const float *conv, *conv_bias;      // [channels][conv], [channels]
     const float *dt_bias, *a, *skip;    // [n_value]
     Norm delta_norm;
@@ -245,11 +237,11 @@ typedef struct {
     Matrix pos_embd;           // [n_ctx][dim] learned positions, or none
     Matrix type_embd;          // its first row is added to each embedding (BERT), or none
     Norm embd_norm, out_norm;  // of the embeddings; before the output
-    Matrix dense[2];           // of the pooled embedding, one behind the other
+    Matrix dense[2];           // of the pooled embedding, one after the other
     Matrix layer_embd, layer_proj; Norm layer_norm;   // of layers' own inputs
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] divisors of RoPE's frequencies
     Tokens suppressed;         // ids that are never sampled
-    Map *owned;                // [n_owned] weights that are no longer as the file has them
+    Map *owned;                // [n_owned] copies of weights that had to be changed
     size_t n_owned;
     struct Tokenizer *tokenizer;
 } Model;
@@ -262,13 +254,14 @@ typedef struct {
     float top_p;               // 1: off
     float min_p;               // 0: off
     float repeat_penalty;      // 1: off
-    int repeat_last_n;         // tokens that the penalty sees; -1: all
+    int repeat_last_n;         // tokens that the penalty sees, the prompt's too; 0: none, -1: all
     uint64_t seed;
 } Sampling;
 
 typedef struct {               // 0: the default
-    int window, keep;          // tokens that a query sees back; the first so many it always sees
-    int chunk, threads;        // tokens in a chunk of the prompt; CPU threads
+    int window;                // tokens that a query sees back (n_ctx, 4096 at most)
+    int keep;                  // the first so many tokens are always seen (0)
+    int chunk, threads;        // tokens of the prompt run at once (512); CPU threads (all)
     bool cpu;                  // no GPU
     bool gpu_block, gpu_int8;  // on a GPU: a layer in one dispatch, int8 prefill
     Sampling sampling;         // has no defaults; all 0 is greedy
@@ -278,7 +271,7 @@ typedef struct {               // 0: the default
 // rows; for a recurrent mixer the last inputs of its convolution and a state of fixed size.
 typedef struct {
     uint16_t *k, *v;           // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied;
-                               // v may be k: a latent's values begin as its keys do
+                               // latent attention has v == k: a value is the start of its key
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
     int window, keep;          // a query sees `window` tokens back, and the first `keep` tokens
@@ -315,12 +308,12 @@ typedef struct Session {
     float *normed;             // [n][dim] the normed copy of x that a block reads
     float *out;                // [n][dim] the result of a block
     float *inputs;             // [n][n_layer][per_layer] each layer's own
-    float *angles[2];          // [n][n_rot] cos, sin pairs: layers that see all, windowed ones
+    float *angles[2];          // [n][n_rot] cos, sin pairs: [1] of windowed layers
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines
     float *slopes;             // [n_head] of ALiBi
     float *q, *k, *v, *att;    // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z;            // of recurrent mixers, gated and latent attention
+    float *mix, *z;            // of recurrent mixers, gated and latent attention (Part III)
     float *beta_alpha;         // [n][2 * n_value] of the delta rule
     float *decay, *write_gate; // [n][n_value] how much a state forgets, and takes in
     float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
@@ -333,7 +326,7 @@ typedef struct Session {
     float *weight;             // [n][n_used] of the chosen experts
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
-    Arena calls;               // scratch of matmul and attention
+    Arena op_scratch;          // of matmul and attention
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -361,7 +354,8 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as f
     quant_dequantize(w->type, w->data + r * quant_row_bytes(w->type, w->cols), out, w->cols);
 }
 
-// out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias
+// out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias. A row of weights is
+// unpacked once for all n tokens: that is why a prompt runs in chunks.
 static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) {   // row [cols]
     const Matrix *w = job->w;
     for (int64_t r = 0; r < w->rows; r++) {
@@ -395,10 +389,11 @@ typedef struct {
 } Attention;
 
 // Does a query see a key? Both are positions; key -1 is an empty row. A query sees a window that
-// ends with itself, `ahead` keys behind it (0 in a causal model), and the first `keep` keys.
+// ends with itself, up to `ahead` later keys (0 in a causal model), and the first `keep` keys. Bits
+// and no branches: a loop over keys is vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
-    int near = (query - key < a->window) | (key < a->keep);   // | and &: without branches, so that
-    return (key >= 0) & (key - query <= a->ahead) & near;     // a loop over keys is vector code
+    int near = (query - key < a->window) | (key < a->keep);
+    return (key >= 0) & (key - query <= a->ahead) & near;
 }
 
 // out = softmax(scale * q . k + mask) v for each query and head, over the rows of the ring. Groups
@@ -425,10 +420,12 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
             const uint16_t *v = a->v + (first_row + r) * a->v_step;
             float p = expf(score[r] - top);   // at most 1: nothing overflows
             sum += p;
-            for (int j = 0; p > 0 && j < a->vd; j++) out[j] += p * quant_f16_to_f32(v[j]);
+            if (p == 0) continue;
+            for (int j = 0; j < a->vd; j++) out[j] += p * quant_f16_to_f32(v[j]);
         }
         if (a->sinks) sum += expf(a->sinks[h] - top);
-        for (int j = 0; j < a->vd && sum > 0; j++) out[j] /= sum;
+        if (sum == 0) continue;   // it sees nothing
+        for (int j = 0; j < a->vd; j++) out[j] /= sum;
     }
 }
 
@@ -436,16 +433,17 @@ static void attention(Pool *p, Arena *a, const Attention *x);   // scratch: as m
 static void narrow(const float *x, int n, uint16_t *to);        // floats to f16
 static inline float exp_fast(float x);   // e^x to 1e-7; 0 below -87.7, infinite above 88.4
 
-// A step for row i of a chunk, or for part i of its work; arg is what else it works on.
+// A step for token i of a chunk, or for part i of all its work; arg is what else it works on.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 
-// More mixers read s->normed and leave their result in s->out.
+// Blocks of Part III read s->normed and leave their result in s->out.
 static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
 static RowFn split_gate_row, gate_row;                // of gated attention
+static void sharpen(const Config *c, float *q, size_t n, int pos);   // attention far out
 static void layer_inputs(Session *s);                 // makes what each layer gets of its own
-static const Norm *layer_input(Session *s, const Norm *post);   // and adds that to the stream
+static const Norm *layer_input(Session *s, const Norm *post);   // ends a block, runs one with it
 static uint64_t delta_state_size(const Config *c);    // floats of a recurrent layer's state
 
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
@@ -457,8 +455,8 @@ static void gpu_open(Session *s);
 static void gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
-static void gpu_fetch(Session *s, void *p, size_t bytes);   // the GPU may have written what is read
-static void gpu_store(Session *s);   // positions and recurrent states have changed
+static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
+static void gpu_store(Session *s);   // after the CPU has changed positions or recurrent states
 
 // ---- 5. ops ----
 //
@@ -487,10 +485,11 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
         float mean = kind == NORM_RMS ? 0 : sum16(x, group, 0, false) / group;
         float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
         for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
+        int at = w->n ? g % w->n : 0;   // 0 where all groups share the weights
         if (w->w)
-            for (int i = 0; i < group; i++) out[i] *= w->w[g % w->n + i];
+            for (int i = 0; i < group; i++) out[i] *= w->w[at + i];
         if (w->b)
-            for (int i = 0; i < group; i++) out[i] += w->b[g % w->n + i];
+            for (int i = 0; i < group; i++) out[i] += w->b[at + i];
     }
 }
 
@@ -543,8 +542,15 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 //
 // Prefill (a chunk of the prompt) and decode (one new token, matrix times vector) are one function:
 // n tokens at positions pos .. pos+n-1 pass all layers, and the residual stream is left in s->x.
-// Each block reads s->normed, a normed copy of the stream, and leaves in s->out what is added to
-// the stream. Besides products and attention all steps go row by row, a task for each token.
+//
+//   x = embd[id]                        [n][dim]
+//   each layer:  x += attention(norm(x))        tokens look at each other
+//                x += ffn(norm(x))              each token by itself
+//   logits = output * norm(x)           [n_vocab]
+//
+// A block, attention or FFN, reads s->normed and leaves in s->out what is added to the stream. The
+// norm before it runs at the end of the block before it (see Between). Besides products and
+// attention all steps go row by row, a task for each token.
 
 typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
 static void run_row(Task t) {
@@ -552,14 +558,14 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// Calls fn for rows 0 .. n-1. While s->calls only counts scratch (see plan_calls), it does nothing.
+// Calls fn for rows 0 .. n-1; in a dry run (see count_op_scratch) it does nothing.
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
-    if (s->calls.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, NULL, n);
+    if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, NULL, n);
 }
 
 // out [n][rows] = x [n][cols] * transposed w: one product for the chunk's tokens
 static void product(Session *s, const Matrix *w, const float *x, float *out) {
-    matmul(s->pool, &s->calls, &(Matmul){w, x, out, s->n}, 1);
+    matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
 // x = the token's row of the embedding matrix, scaled; plus, where the model has them, the row of
@@ -608,8 +614,8 @@ static void norm_row(Session *s, const void *arg, size_t i) {
 // Between two blocks the result of one joins the stream, and the input of the other is made.
 typedef struct {
     const Norm *post;          // of out before the sum; in an encoder of the sum
-    const float *scale;        // [1] factor of the stream behind the sum, or NULL
-    const Norm *again;         // x = norm(x + normed) behind all that, or NULL
+    const float *scale;        // [1] factor of the stream after the sum, or NULL
+    const Norm *again;         // the block's input is added, too, and the sum normed; or NULL
     const Norm *norm;          // makes the next block's input; NULL: s->normed stays as it is
     bool norm_first;           // of the stream before the sum: both blocks read the same stream
 } Between;
@@ -636,14 +642,6 @@ static void between_row(Session *s, const void *arg, size_t i) {
 static int cache_row(const Cache *cache, int pos) {
     int keep = cache->keep;
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
-}
-
-// q [n] *= 1 + temp_scale * ln(floor(pos / temp_length) + 1), which sharpens attention far out
-static void sharpen(const Config *c, float *q, size_t n, int pos) {
-    if (c->temp_scale == 0) return;
-    float by = c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1) + 1;
-    if (by != 1)
-        for (size_t j = 0; j < n; j++) q[j] *= by;
 }
 
 // Clamps, norms and rotates queries or keys x [heads][hd]; turn: the position's cosines and sines.
@@ -699,20 +697,21 @@ static void attend(Session *s) {
                    .keep = cache->keep, .ahead = c->causal ? 0 : cache->window - 1,
                    .scale = c->attn_scale, .softcap = c->attn_cap, .sinks = w->sinks,
                    .slopes = c->alibi > 0 ? s->slopes : NULL};
-    attention(s->pool, &s->calls, &a);
+    attention(s->pool, &s->op_scratch, &a);
 }
 
 static void attention_block(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n;
     bool gated = w->q.rows > (int64_t)w->n_head * w->hd;
-    // one token is split into a part per KV head, unless a norm spans heads or differs among them
+    // in decode there is one token: so that all threads have work, its heads are split, unless a
+    // norm spans them or differs among them
     bool heads_alone = (!w->q_norm.w || w->q_norm.n == w->hd) &&
                        (!w->k_norm.w || w->k_norm.n == w->hd);
     int parts = n == 1 && heads_alone ? w->n_kv : 1;
     Matmul in[] = {{&w->q, s->normed, gated ? s->mix : s->q, n}, {&w->k, s->normed, s->k, n},
                    {&w->v, s->normed, s->v, n}};
-    matmul(s->pool, &s->calls, in, w->k.rows ? 3 : 1);
+    matmul(s->pool, &s->op_scratch, in, w->k.rows ? 3 : 1);
     if (gated) each_row(s, split_gate_row, w, n);
     each_row(s, qkv_part, &parts, n * parts);
     attend(s);
@@ -732,7 +731,7 @@ static void activate_row(Session *s, const void *arg, size_t i) {   // up = act(
 static void ffn(Session *s, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->normed, s->up, n}, {f->gate, s->normed, s->gate, n}};
-    matmul(s->pool, &s->calls, in, f->gate->data ? 2 : 1);
+    matmul(s->pool, &s->op_scratch, in, f->gate->data ? 2 : 1);
     each_row(s, activate_row, f, n);
     product(s, f->down, s->up, out);
 }
@@ -750,13 +749,13 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         const Layer *w = &s->m->layers[s->l];
         bool attends = w->n_kv > 0, has_ffn = w->up.data, last = s->l + 1 == c->n_layer;
         const Norm *ffn_norm = w->side_by_side && !w->ffn_norm.w ? NULL : &w->ffn_norm;
-        Between mixers = {.post = &NO_NORM};   // both read the same input
+        Between mixers = {.post = &NO_NORM};   // attention and recurrent read the same input
         Between blocks = {.post = &w->attn_post_norm, .again = &w->attn_norm_2, .norm = ffn_norm,
                           .norm_first = w->side_by_side};
         Between layers = {.post = &w->ffn_post_norm, .scale = w->out_scale,
                           .norm = last ? NULL : &w[1].attn_norm};
 
-        // tokens look at each other: by attention, by a memory of fixed size, or by both
+        // tokens look at each other, by attention, by a memory of fixed size, or by both
         if (w->k_b.data) latent_attention(s);
         else if (attends) attention_block(s);
         if (attends && w->mixer) each_row(s, between_row, &mixers, n);
@@ -771,7 +770,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     }
 }
 
-// x = cap * tanh(x / cap): a score or logit cannot leave -cap .. cap
+// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap
 static void soft_cap(float *x, size_t n, float cap) {   // tanh(y) = 1 - 2 / (e^(2y) + 1)
     for (size_t i = 0; i < n; i++) x[i] = cap * (1 - 2 / (exp_fast(2 * x[i] / cap) + 1));
 }
@@ -782,7 +781,7 @@ static void output_logits(Session *s, int first, int n) {
     size_t count = (size_t)n * c->n_vocab;
     Matmul out = {&s->m->output, s->normed + (size_t)first * c->dim, s->logits, n};
     for (int i = 0; i < n; i++) norm_row(s, &s->m->out_norm, first + i);
-    matmul(s->pool, &s->calls, &out, 1);
+    matmul(s->pool, &s->op_scratch, &out, 1);
     if (c->logit_scale != 1)
         for (size_t i = 0; i < count; i++) s->logits[i] *= c->logit_scale;
     if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);
@@ -792,8 +791,13 @@ static void output_logits(Session *s, int first, int n) {
 //
 // A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows, so that writing a
 // chunk overwrites no row that one of its own queries must still see. A row stores its position,
-// and that alone decides who sees it. Keys were rotated by it, so nothing moves when the ring
-// wraps, and generation goes on past any limit but that of learned positions.
+// and that alone decides who sees it. With keep 2, window 4 and chunk 2, after position 9:
+//
+//   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
+//   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
+//
+// Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
+// past any limit but that of learned positions.
 
 // realloc for so many items; also NULL if their bytes are more than a size_t counts
 static void *resize(void *p, uint64_t count, size_t size) {
@@ -881,7 +885,7 @@ static void plan_caches(Session *s, Arena *a) {
             *cache = s->cache[w->source];
             continue;
         }
-        bool whole = !w->window || w->window >= s->o.window;
+        bool whole = !w->window || w->window >= s->o.window;   // the smaller window counts
         cache->window = whole ? s->o.window : w->window;
         cache->keep = whole ? s->o.keep : 0;
         cache->rows = cache->window + s->o.chunk + cache->keep;
@@ -891,23 +895,25 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
-// The most scratch that matmul and attention take: forward counts it for one token and for a chunk.
-static uint64_t plan_calls(Session *s) {
+// The most scratch that matmul and attention take, by a dry run: with an arena that only counts,
+// forward touches no data. One token and a chunk may take different ways.
+static uint64_t count_op_scratch(Session *s) {
     int counts[] = {1, s->o.chunk};
-    s->calls = (Arena){0};
+    s->op_scratch = (Arena){0};
     for (int k = 0; k < 2; k++) {
         int rows = counts[k] < LOGIT_ROWS ? counts[k] : LOGIT_ROWS;
         forward(s, NULL, counts[k], 0);
-        matmul(s->pool, &s->calls, &(Matmul){&s->m->output, s->normed, NULL, rows}, 1);
+        matmul(s->pool, &s->op_scratch, &(Matmul){&s->m->output, s->normed, NULL, rows}, 1);
     }
-    return s->calls.peak;
+    return s->op_scratch.peak;
 }
 
 // Every buffer that forward uses, for the widest layer. Those of attention, of the FFN, and the
 // logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    uint64_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used), calls = plan_calls(s);
+    uint64_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
+    uint64_t op_scratch = count_op_scratch(s);
     struct { uint64_t q, k, v, att, mix, z, ff, latent; } most = {0};   // floats of a token
     int turns[] = {c->n_rot, c->n_rot_local};
     for (int l = 0; l < c->n_layer; l++) {
@@ -924,8 +930,8 @@ static void plan_scratch(Session *s, Arena *a) {
         most.latent = larger(most.latent, w->latent_down.rows);
     }
     uint64_t expert = c->n_expert ? rows * larger(c->dim, most.latent) : 0;
-    s->calls.base = arena_take(a, 1, calls);
-    s->calls.size = calls;
+    s->op_scratch.base = arena_take(a, 1, op_scratch);
+    s->op_scratch.size = op_scratch;
     s->x = arena_take(a, n * c->dim, f);
     s->normed = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
@@ -982,8 +988,9 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
     Arena a = {0};
     plan(s, &a);
     uint64_t size = larger(a.peak, 1);
-    void *p = size != (size_t)size || size >> 46 ? MAP_FAILED
-              : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    bool fits = size <= SIZE_MAX && size < 1ull << 46;
+    void *p = !fits ? MAP_FAILED
+                    : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (p == MAP_FAILED) return fail(e, "no memory for %.0f MB of %s", (double)(size >> 20), what);
     *map = (Map){p, size};
     a = (Arena){.base = p, .size = size};
@@ -1038,19 +1045,19 @@ static bool rows_resident(const Session *s, int p) {
 }
 
 // What to evaluate, and who gets the result: ids [n] is the whole text; fn, if it is not NULL, gets
-// the row of each token from .. n-1 in order, and returns false to stop. A row is the logits
-// [n_vocab] behind a token, or (hidden) the normed residual stream [dim].
+// the rows of the tokens from .. n-1 in order, and returns false to stop. A row is the logits
+// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim].
 typedef bool OnRow(void *ctx, int i, const float *row);
 typedef struct { const int32_t *ids; int n, from; bool hidden; OnRow *fn; void *ctx; } Request;
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns its
-// length, which is r->from at most: the caller wants the rows of the tokens from there on.
+// length, which is r->from at most: rows from there on must be made.
 //
 //   decode          the text is the history and one more token: there is nothing to cut
 //   prefix reuse    both begin alike: the history is cut back to where they differ
 //   full prefill    nothing is alike, or rows that are still needed were overwritten
 //
-// What an encoder made of a token depends on those behind it, and cannot be reused at all.
+// In a model that is not causal all depends on later tokens, too, and nothing can be reused.
 static int session_reuse(Session *s, const Request *r) {
     int p = 0, n_history = s->history.n;
     while (p < n_history && p < r->n && s->history.id[p] == r->ids[p]) p++;
@@ -1080,7 +1087,7 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
 }
 
 // How many of the `left` tokens that remain are the next chunk? With recurrent layers the last
-// token runs alone, behind a snapshot of the states: another answer then costs one token.
+// token runs alone, after a snapshot of the states: another answer then costs one token.
 static int chunk_size(const Session *s, int left, bool snapshot) {
     if (left > s->o.chunk) return s->o.chunk;
     return snapshot && left > 1 ? left - 1 : left;
@@ -1117,7 +1124,7 @@ static bool give_rows(Session *s, const Request *r, int p, int first, int count,
 
 // Evaluates a text chunk by chunk, reusing what the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool ids_are_history = r.ids == s->history.id;   // which may move
+    bool ids_are_history = r.ids == s->history.id;   // which tokens_room may move
     if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (ids_are_history) r.ids = s->history.id;
@@ -1127,7 +1134,8 @@ static bool session_run(Session *s, Request r, Error *e) {
         count = chunk_size(s, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) save_states(s, p);
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from <= p ? 0 : r.from - p < count ? r.from - p : count;   // row for r.fn
+        int first = r.from > p ? r.from - p : 0;   // the first row that r.fn is to get
+        if (first > count) first = count;
         bool gpu = gpu_forward(s, r.ids + p, count, p, r.hidden ? count : first);
         if (!gpu) forward(s, r.ids + p, count, p);
         if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)count * s->m->config.dim * sizeof *s->x);
@@ -1158,7 +1166,7 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
 }
 
 // Brings the k best of n to the front, in order. Candidates not worse than the k-th best so far are
-// gathered behind the first k; when there are k of them, all 2k are sorted, and the k best stay:
+// gathered past the first k; when there are k of them, all 2k are sorted, and the k best stay:
 // about n log k steps, and no copy.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
@@ -1211,7 +1219,8 @@ static float best_logit(const Candidate *c, size_t n) {
     return top;
 }
 
-// Adds up weights, exp(logit - best), until they are enough; returns how many that takes.
+// Softmax without its division: a candidate's weight is exp(logit - best), its share weight / total.
+// Adds up weights until they are enough; returns how many that takes.
 static size_t sum_until(const Candidate *c, size_t n, double enough, double *sum) {
     float top = best_logit(c, n);
     size_t i = 0;
@@ -1286,9 +1295,9 @@ int32_t session_sample(Session *s, const float *logits) {
 
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 
-// Generates up to n_predict ids (-1: no limit; 0: it only evaluates) behind ids [n], and hands each
+// Generates up to n_predict ids (-1: no limit; 0: it only evaluates) after ids [n], and hands each
 // to on_token. An end-of-generation id ends it, and is not handed out. A generated id is stored
-// behind the session's history, and evaluated with it to get the next one.
+// after the session's history, and evaluated with it to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
     int made = 0;
@@ -1307,6 +1316,14 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 // ==== Part II: the file =========================================================================
 //
 // From the bytes of a GGUF file to the types of a model.
+
+#include <errno.h>             // what Part I does not need
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
 
 // ---- 10. GGUF ----
 //
@@ -2422,8 +2439,17 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 // FFN, recurrent mixers instead of attention, whose memory of earlier tokens has a fixed size, keys
 // and values made of a latent; and what else a layer may add to the stream.
 
-// ---- 13. gated attention ----
+// ---- 13. gated attention, attention far out ----
 //
+// Ministral 3 sharpens attention far out: q [n] *= 1 + temp_scale * ln(floor(pos / temp_length) + 1)
+
+static void sharpen(const Config *c, float *q, size_t n, int pos) {
+    if (c->temp_scale == 0) return;
+    float by = c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1) + 1;
+    if (by != 1)
+        for (size_t j = 0; j < n; j++) q[j] *= by;
+}
+
 // A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
 // projection are query and gate of the first head, of the second, ...; split_gate_row parts them.
 
@@ -2588,9 +2614,9 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
         back[jobs] = (Matmul){&down[jobs], h, order ? s->expert_out + r * dim : x, n};
     }
     each_row(s, gather_row, order, rows);
-    matmul(s->pool, &s->calls, in, k);
+    matmul(s->pool, &s->op_scratch, in, k);
     each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
-    matmul(s->pool, &s->calls, back, jobs);
+    matmul(s->pool, &s->op_scratch, back, jobs);
     for (int r = 0; order && r < rows; r++)
         add_scaled(s->expert_sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim,
                    s->weight[order[r]]);
@@ -2617,10 +2643,10 @@ static void experts(Session *s) {
     s->expert_in = latent ? s->latent : s->normed;
     s->expert_sum = latent ? s->latent_sum : s->out;
     if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
-    matmul(s->pool, &s->calls, in, 1 + latent);
+    matmul(s->pool, &s->op_scratch, in, 1 + latent);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
-    if (s->calls.base) {
+    if (s->op_scratch.base) {
         sort_choices(s, rows);
         memset(s->expert_sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
@@ -2885,7 +2911,7 @@ static void recurrent(Session *s) {
     Matmul in[] = {{&w->conv_in, s->normed, mix, n}, {&w->z, s->normed, s->z, n},
                    {fused ? &w->beta_alpha : &w->alpha, s->normed, alpha, n},
                    {&w->beta, s->normed, s->write_gate, n}};
-    matmul(s->pool, &s->calls, in, delta && !fused ? 4 : 3);
+    matmul(s->pool, &s->op_scratch, in, delta && !fused ? 4 : 3);
     each_row(s, delta_conv, w, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     if (!conv) {
         each_row(s, delta_gates_row, w, n);
@@ -2998,7 +3024,7 @@ static void head_products(Session *s, const Matrix *w, const float *x, float *ou
             part[k] = matrix_expert(w, h + k);
             jobs[k] = (Matmul){&part[k], x + (h + k) * wide, out + (h + k) * to, s->n};
         }
-        matmul(s->pool, &s->calls, jobs, k);
+        matmul(s->pool, &s->op_scratch, jobs, k);
     }
 }
 
@@ -3008,7 +3034,7 @@ static void latent_attention(Session *s) {
     int n = s->n;
     Matmul in[] = {{&w->k, s->normed, s->k, n},
                    {two ? &w->q_a : &w->q, s->normed, two ? s->z : s->mix, n}};
-    matmul(s->pool, &s->calls, in, 2);
+    matmul(s->pool, &s->op_scratch, in, 2);
     if (two) each_row(s, latent_query_row, &w->q_a_norm, n);
     if (two) product(s, &w->q, s->z, s->mix);
     each_row(s, latent_row, w, n);

@@ -2,8 +2,8 @@
 // metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
 // GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on
 // a device made of software. llm.c has the prototypes of what it calls, gpu_open to gpu_store. When
-// gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it cannot
-// hold the model (gpu_lacks), or a call of its system has failed.
+// gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it lacks what
+// the model needs (gpu_lacks, or memory), or a call of the driver has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -15,12 +15,12 @@ _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE
 
 // ---- the device ----
 //
-// The functions device_* stand here twice, for NVIDIA and for Apple; nothing else knows either.
+// The functions device_* stand here twice, for NVIDIA and for Apple; no other code knows which.
 
 enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
-// memory of the host, and what the device has for it: its buffer, or the address of a copy
+// memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
-// a kernel with function constants; n buffers, threads of a threadgroup at most
+// a kernel compiled with these function constants; it has n buffers, and at most so many threads
 typedef struct {
     const char *kernel;
     int constant[N_CONSTANTS], n;
@@ -28,15 +28,15 @@ typedef struct {
     void *state;
 } Variant;
 
-// one dispatch: buffers 0 to n - 1, NULL where the variant ignores one; then come the arguments
+// one dispatch; bound: buffers 0 to n - 1, NULL where the variant ignores one (n: its arguments)
 typedef struct {
     const char *kernel;
     const void *bound[MAX_BOUND];
     int n;
-    size_t groups, threads, shared;   // threadgroups; for each its threads, and floats it shares
+    size_t groups, threads, shared;   // threadgroups; threads and shared floats of each
     int constant[N_CONSTANTS];
 } Dispatch;
-// its groups and threads: a SIMD-group for each of n
+// groups and threads of a Dispatch with a SIMD-group for each of n
 #define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
 typedef struct Device Device;
@@ -50,7 +50,7 @@ typedef struct {
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
     float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8
-    float *gate, *up;           // of experts: [chunk * n_used][ff]; gate is also their output
+    float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *inputs;              // [chunk][n_layer][per_layer]
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
@@ -58,7 +58,7 @@ typedef struct {
     char why[300];              // what went wrong first, or empty
 } Gpu;
 
-// notes what went wrong, unless something did before; more: what the system says about it, or NULL
+// keeps the first message of what went wrong; more: what the system says about it, or NULL
 static bool gpu_fail(Gpu *g, const char *what, const char *more) {
     if (!g->why[0])
         snprintf(g->why, sizeof g->why, "%s%s%s", what, more ? ": " : "", more ? more : "");
@@ -67,7 +67,7 @@ static bool gpu_fail(Gpu *g, const char *what, const char *more) {
     return false;
 }
 
-static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points into
+static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory that p points into
     int i = g->n_shared - 1;
     while (i >= 0 && (size_t)((const char *)p - g->shared[i].base) >= g->shared[i].size) i--;
     assert(i >= 0);   // all memory of a session is shared when it is opened
@@ -77,9 +77,9 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // what p points 
 #ifdef LLM_CUDA
 // ---- NVIDIA ----
 //
-// The driver of CUDA and its compiler are found at run time. Buffers are copies in the GPU's
-// memory: what one side writes, the other sees after device_send or device_fetch. Each variant of a
-// kernel is a program of its own, kept in ~/.cache/llm, named by a hash of all that it is made of.
+// CUDA's driver and compiler are found at run time. A buffer is a copy in the GPU's memory, which
+// device_send brings up to date for the GPU, and device_fetch for the host. Each variant of a
+// kernel is compiled by itself; ~/.cache/llm keeps its code, named by a hash of its sources.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -113,16 +113,16 @@ enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 6
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
-typedef struct { size_t n; char *bytes; } Code;   // malloc'ed; n 0: what the compiler says instead
+typedef struct { size_t n; char *bytes; } Code;   // malloc'ed; n 0: bytes are the compiler's errors
 
 struct Device {
 #define X(name, types) int (*name) types;
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    void *graph;                // the launches of a token with this key, or NULL
+    void *graph;                // the launches of a token whose token_key is `key`, or NULL
     uint64_t key;
-    bool records;               // launches go to the graph
+    bool records;               // launches are captured for the graph
     char arch[32];
     Code code[MAX_PIPELINES];   // compiled, but not loaded yet
 };
@@ -142,7 +142,7 @@ static bool cuda_check(Gpu *g, int error, const char *name) {
     return !error || gpu_fail(g, name, text ? text : number);
 }
 
-// Opens the first of n libraries that is there, or notes that one is there but cannot be opened.
+// Opens the first of n libraries that can be opened. Where one exists but does not open, says so.
 static void *cuda_library(Gpu *g, const char *const *names, size_t n) {
     for (size_t i = 0; i < n; i++) {
         void *library = dlopen(names[i], RTLD_NOW);
@@ -154,8 +154,8 @@ static void *cuda_library(Gpu *g, const char *const *names, size_t n) {
     return NULL;
 }
 
-// Finds the libraries and the first GPU. Where there is no driver or no GPU the CPU runs, and
-// nothing is said.
+// Finds the libraries and the first GPU. If there is no driver or no GPU, it fails without a
+// message: then the CPU does the work, as a matter of course.
 static bool device_open(Gpu *g) {
     static const char *const drivers[] = {"libcuda.so.1"}, *const compilers[] = {
         "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2",
@@ -186,7 +186,7 @@ static bool device_open(Gpu *g) {
     return ok;
 }
 
-static void device_release(Gpu *g) {   // buffers; the rest goes with the context
+static void device_release(Gpu *g) {   // frees buffers; the context frees the rest
     for (int i = 0; i < g->n_shared; i++) g->device->cuMemFree_v2(g->shared[i].buffer);
 }
 
@@ -200,7 +200,7 @@ static void device_close(Gpu *g) {
     free(d);
 }
 
-// Copies what stands in the host's memory, if it is filled, and says on a terminal how far it is.
+// Makes the GPU's copy of s: zeros, or if `filled` what the host has, with progress on a terminal.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
     size_t room, all;
     if (!cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
@@ -233,9 +233,9 @@ static char *device_address(const Gpu *g, const void *p) {
     return (char *)at->buffer + ((const char *)p - at->base);
 }
 
-// What a variant is compiled from: constants, and a function that calls the kernel. At most 256
-// threads leave each as many registers as it may use; of gemv 8 or 12 threadgroups shall fit, or it
-// would wait for memory in vain.
+// The source of a variant: its constants, and a function that calls the kernel. In a threadgroup of
+// 256 threads each thread may use as many registers as there can be. Of gemv, 8 or 12 threadgroups
+// must fit on a core, or too few loads would be under way at once.
 static void cuda_source(const Variant *p, char *s) {
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, p->constant[C_##name]);
     FUNCTION_CONSTANTS(X)
@@ -250,7 +250,7 @@ static void cuda_source(const Variant *p, char *s) {
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
 }
 
-// the file of a variant: its code, and behind it a hash of that
+// the path of a variant's file, whose name is a hash of the sources; false: no place to keep it
 static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size) {
     const char *texts[] = {g->device->arch, quant_text, kernels_text, source};
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
@@ -268,7 +268,7 @@ static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size)
     return true;
 }
 
-static Code cuda_cached(const char *path) {   // none where it is not there, or damaged
+static Code cuda_cached(const char *path) {   // empty if the file is missing or damaged
     Code c = {0};
     Map file = {0};
     uint64_t hash;
@@ -282,7 +282,7 @@ static Code cuda_cached(const char *path) {   // none where it is not there, or 
     return c;
 }
 
-static void cuda_keep(const char *path, Code c) {   // under its name only when complete
+static void cuda_keep(const char *path, Code c) {   // the file gets its name when it is complete
     char draft[600];
     uint64_t hash = hash_text(0, (Str){c.bytes, c.n});
     snprintf(draft, sizeof draft, "%s.%d", path, (int)getpid());
@@ -291,7 +291,7 @@ static void cuda_keep(const char *path, Code c) {   // under its name only when 
     if (f && (fclose(f) || !written || rename(draft, path))) unlink(draft);
 }
 
-static void cuda_compile(Task t) {   // code of variant number t.i, if it has none
+static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
     Gpu *g = t.ctx;
     Device *d = g->device;
     Code *c = &d->code[t.i];
@@ -316,7 +316,7 @@ static void cuda_compile(Task t) {   // code of variant number t.i, if it has no
     if (c->n && keeps) cuda_keep(path, *c);
 }
 
-static bool cuda_ready(Gpu *g) {   // makes all variants that were noted
+static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are not loaded
     bool ok = true;
     parallel(g->pool, cuda_compile, g, NULL, g->n_pipelines);
     for (int i = 0; i < g->n_pipelines; i++) {
@@ -333,7 +333,7 @@ static bool cuda_ready(Gpu *g) {   // makes all variants that were noted
     return ok;
 }
 
-static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // made with the others
+static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // cuda_ready compiles it
     (void)g;
     p->n = d->n;
     p->threads = d->threads > 256 ? 1024 : p->constant[C_UNIT_ROWS] ? d->threads : 256;
@@ -342,8 +342,8 @@ static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // made w
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 
-// The launches of a token are captured as a graph, which begins each of them sooner than a call
-// could, and is launched again as long as the key is the same.
+// Launches the graph of an earlier token with the same key, which begins each dispatch sooner than
+// a call could. Otherwise returns false; with a key, this token's launches are captured as a graph.
 static bool device_again(Gpu *g, uint64_t key) {
     Device *d = g->device;
     if (!key || g->why[0]) return false;
@@ -353,7 +353,7 @@ static bool device_again(Gpu *g, uint64_t key) {
     return false;
 }
 
-static void cuda_recorded(Gpu *g) {   // makes the graph, and launches it
+static void cuda_recorded(Gpu *g) {   // makes a graph of what was captured, and launches it
     Device *d = g->device;
     void *launches = NULL;
     if (!d->records) return;
@@ -377,7 +377,7 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
     memcpy(x.bytes, a, n);
-    size_t shared = 16 * div_up(d->shared, 4);   // whole float4: compilers read such
+    size_t shared = 16 * div_up(d->shared, 4);   // whole float4, as kernels read
     cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, shared,
          g->device->stream, (void *[]){&x}, NULL);
 }
@@ -387,14 +387,14 @@ static void device_send(Gpu *g, const void *p, size_t bytes) {
         cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
 }
 
-static void device_fetch(Gpu *g, void *p, size_t bytes) {   // and waits for it
+static void device_fetch(Gpu *g, void *p, size_t bytes) {   // waits for the GPU
     cuda_recorded(g);
     if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context) &&
         cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, g->device->stream))
         cuda(g, cuStreamSynchronize, g->device->stream);
 }
 
-static void device_often(Gpu *g, void *p, size_t bytes) {   // fetched so it comes faster
+static void device_often(Gpu *g, void *p, size_t bytes) {   // pins it, so it is fetched faster
     g->device->cuMemHostRegister_v2(p, bytes, 0);
 }
 
@@ -405,11 +405,11 @@ static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
 #else
 // ---- Apple: Objective-C, by hand ----
 //
-// The host and the GPU share all memory.
+// The host and the GPU share all memory, so nothing is sent or fetched.
 //
-// A method is a C function, found by name. It must be called through its exact type: on arm64 the
-// arguments of a variadic call travel in other places. Apple's rules of ownership: what "new",
-// "alloc", "Copy" or "Create" returns is ours to release; all else belongs to the autorelease pool.
+// A method is a C function, found by name. It must be called through its exact type: on arm64 a
+// variadic call passes its arguments elsewhere. Apple's rules of ownership: we release what "new",
+// "alloc", "Copy" or "Create" returns; all other objects belong to the autorelease pool.
 
 typedef void *id, *SEL;
 typedef void (*IMP)(void);
@@ -422,7 +422,7 @@ IMP class_getMethodImplementation(id, SEL);
 void *objc_autoreleasePoolPush(void);
 void objc_autoreleasePoolPop(void *);
 
-// X(name here, selector, result, parameters), where NSUInteger is size_t
+// X(name for send, selector, result, parameters); NSUInteger is size_t
 #define METHODS(X) \
     X(make, "new", id, (id, SEL)) X(retain, "retain", id, (id, SEL)) \
     X(release, "release", void, (id, SEL)) X(count, "count", size_t, (id, SEL)) \
@@ -463,7 +463,7 @@ void objc_autoreleasePoolPop(void *);
 METHODS(X)
 #undef X
 
-static size_t nil_method(void) { return 0; }   // what answers a message to nil
+static size_t nil_method(void) { return 0; }   // a message to nil returns 0
 
 // sends the message `name` to an object: looks its method up, and calls it
 #define send(name, object, ...) ({ \
@@ -482,8 +482,8 @@ extern const char metal_source[] __asm__("metal_source");
 enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
-    int n_commands;             // of this forward
-    void *pool;                 // of the objects that the opening or a forward autoreleases
+    int n_commands;             // command buffers of this pass
+    void *pool;                 // autorelease pool of device_open, or of a pass
 };
 
 // gpu_fail, with an NSError
@@ -491,12 +491,12 @@ static bool metal_fail(Gpu *g, const char *what, id error) {
     return gpu_fail(g, what, send(utf8, send(describe, error)));
 }
 
-static bool device_open(Gpu *g) {   // and compiles the kernels
+static bool device_open(Gpu *g) {   // also compiles the kernels
     id error = NULL;
     Device *d = g->device = calloc(1, sizeof *d);
     if (!d) return gpu_fail(g, "out of memory", NULL);
     d->pool = objc_autoreleasePoolPush();
-    // under ssh or tmux there is no default device, but there may be a device all the same
+    // under ssh or tmux there is no default device, but there may be others
     d->device = MTLCreateSystemDefaultDevice();
     id all = d->device ? NULL : MTLCopyAllDevices();
     if (send(count, all)) d->device = send(retain, send(object_at, all, 0));
@@ -510,10 +510,10 @@ static bool device_open(Gpu *g) {   // and compiles the kernels
     send(set_fast_math, options, false);   // the kernels must tell NaN from numbers
     d->library = send(new_library, d->device, text, options, &error);
     send(release, options);
-    return d->library || metal_fail(g, "kernels.metal", error);   // error alone: a warning
+    return d->library || metal_fail(g, "kernels.metal", error);   // error is also set by warnings
 }
 
-static void device_release(Gpu *g) {   // variants and buffers
+static void device_release(Gpu *g) {   // releases variants and buffers
     for (int i = 0; i < g->n_pipelines; i++) send(release, g->pipeline[i].state);
     for (int i = 0; i < g->n_shared; i++) send(release, g->shared[i].buffer);
 }
@@ -592,12 +592,12 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     id encoder = g->device->encoder;
     send(set_pipeline, encoder, p->state);
     for (int i = 0; i < d->n; i++) {
-        const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants some
+        const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants one
         const Shared *at = gpu_find(g, from);
         send(set_buffer, encoder, at->buffer, from - at->base, i);
     }
     send(set_bytes, encoder, a, n, d->n);
-    send(set_shared, encoder, d->shared ? 16 * div_up(d->shared, 4) : 16, 0);   // all have some
+    send(set_shared, encoder, d->shared ? 16 * div_up(d->shared, 4) : 16, 0);   // Metal wants some
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
@@ -618,7 +618,7 @@ static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {   //
 
 // ---- what is the same on both ----
 
-// lets the GPU see memory, which is filled or all zeros
+// lets the GPU see memory of the host, which is filled or all zeros
 static bool gpu_share(Gpu *g, Map map, bool filled) {
     Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
     if (!more) return false;
@@ -629,7 +629,7 @@ static bool gpu_share(Gpu *g, Map map, bool filled) {
     return ok;
 }
 
-// a kernel with these function constants, made when it is first asked for
+// the variant of d's kernel with d's function constants; it is made when it is first asked for
 static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
     Variant *p = g->pipeline, *end = p + g->n_pipelines;
     for (; p < end; p++)
@@ -643,7 +643,7 @@ static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
     return p;
 }
 
-// Also called after a failure: one line tells which, and without s->gpu the CPU does the work.
+// Also called after a failure, which it prints in one line; without s->gpu the CPU does the work.
 static void gpu_close(Session *s) {
     Gpu *g = s->gpu;
     if (!g) return;
@@ -662,25 +662,25 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
     else if (!g->dry) device_dispatch(g, p, d, args, size);
 }
 
-// the same of a Dispatch with these fields
+// gpu_dispatch of a Dispatch with these fields
 #define run_kernel(s, args, ...) \
     gpu_dispatch((s)->gpu, &(Dispatch){__VA_ARGS__}, &(args), sizeof(args))
 
 // ---- operations ----
 //
-// Each encodes one dispatch, or two where it says so; kernels.metal says what a kernel computes.
+// Each encodes one dispatch, or as many as it says; kernels.metal says what a kernel computes.
 
 // threads for n values: whole SIMD-groups, and at most `most` threads
 static int threads_for(int n, int most) {
     return n < most ? div_up(n, SIMD_LANES) * SIMD_LANES : most;
 }
 
-static int gemm_tokens(int n) {   // in a tile
+static int gemm_tokens(int n) {   // tokens in a tile, for n tokens
     return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
 }
 
-// attention: query heads in a threadgroup, of the `group` that shares a KV head; threadgroups for a
-// token; and slices of a long ring, a threadgroup each, where there would be too few otherwise
+// attention: query heads in a threadgroup, where `group` share a KV head; threadgroups for a token;
+// slices of a long ring, with a threadgroup each, where a token alone has too few for the GPU
 static int attention_heads(int group) { return group < ATTENTION_HEADS ? group : ATTENTION_HEADS; }
 static int attention_parts(int n_head, int n_kv) {
     return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
@@ -691,19 +691,19 @@ static int attention_slices(int used, int parts) {
     return slices > 1 ? slices : 1;
 }
 
-// what is done with a product and its bias, or with a norm's result: see finish
+// what is done with a product and its bias, times factor, or with a norm's result: see finish
 typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
 static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
 
 // rows of floats, and the norm that is still to be applied to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
 
-// A matrix may begin at any byte. What is bound is the multiple of 16 before it.
+// A matrix may begin at any byte. We bind the multiple of 16 before it, and pass the difference.
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-// Binds w as matrix i, its bias as buffer bias + i (NO_BIAS: behind all that the kernel has), and
-// sets its arguments and constants. Of experts' matrices it is the first one, and the kernel reads
-// their factors.
+// Binds w as matrix i and its bias as buffer bias + i (NO_BIAS: a buffer that the kernel does not
+// have), and sets its arguments and constants. With `experts`, w is the first expert's matrix, and
+// the kernel reads a factor for each expert.
 enum { NO_BIAS = MAX_BOUND - 4 };
 static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
                         bool experts) {
@@ -719,7 +719,7 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
     d->constant[C_RAGGED] |= w->cols % 32 != 0;
 }
 
-// x[n][cols] = scale * rows g->ids[n] of an embedding, with those of positions and token type
+// x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions) and w[2] (token types)
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
     Gpu *g = s->gpu;
     struct embed_args a = {.cols = w[0]->cols};
@@ -745,9 +745,9 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
                              [C_EPILOGUE] = e.kind});
 }
 
-// y[i][n][rows] = w[i] times the input, for up to three matrices, with the epilogue; the GLU makes
-// y[0] of two. experts: of the choices of n tokens, as gemm says, or n counts heads with a matrix
-// each.
+// y[i][n][rows] = w[i] times the input, for k matrices, at most three, with the epilogue; the GLU
+// makes y[0] of two. experts: y has rows for the choices of n tokens, as gemm says; or, if it is
+// EXPERTS_HEADS, n counts heads, which have a matrix each.
 typedef struct {
     const Matrix *const *w;
     int k;
@@ -758,8 +758,8 @@ typedef struct {
     int experts;
 } Products;
 
-// What gemv and gemm have in common. In the place of a matrix that is not there stands the last
-// one's format: matrices of one format share their code.
+// Binds what gemv and gemm have in common. If there are less than three matrices, the others get
+// the last one's format, since matrices of one format share their code.
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Layer *l = &s->m->layers[s->l];
     *a = (struct product_args){
@@ -802,7 +802,7 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
-// a tile of gemm for n tokens' choices of experts, by how many an expert gets on average
+// tokens in a tile of gemm for the experts of n tokens, by how many an expert gets on average
 static int experts_tile(const Session *s, int n) {
     return gemm_tokens(n * s->m->layers[s->l].n_used / s->m->config.n_expert);
 }
@@ -822,8 +822,8 @@ static void run_gemm(Session *s, Products p, bool int8) {   // int8: the input i
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// Quantises the input to g->codes, if gemm's products can be of integers: that takes more than a
-// few tokens, and formats with codes (only float formats have rows of a single weight).
+// Quantises the input to g->codes, if gemm can multiply integers: this takes more than a few
+// tokens, and formats with codes (float formats are those that have rows of a single weight).
 static bool run_quantize(Session *s, const Products *p) {
     Gpu *g = s->gpu;
     struct quantize_args a = {p->n * (p->w[0]->cols / 32)};
@@ -833,7 +833,7 @@ static bool run_quantize(Session *s, const Products *p) {
     return can;
 }
 
-// one dispatch, and one more if the input becomes codes first
+// one dispatch, and one more if the input is quantised first
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
     Products p = {w, k, in, y, n, e, EXPERTS_NONE};
@@ -845,7 +845,7 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
     run_products(s, &w, 1, in, &y, n, e);
 }
 
-// norm(x), if the model has this norm: left to gemv for one token, a dispatch into h for a chunk
+// norm(x), if the model has this norm: for one token gemv applies it, for a chunk a dispatch into h
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
@@ -858,7 +858,7 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// The slices of a layer's ring after n tokens more, and SIMD-groups for each, one for each step.
+// The slices of a layer's ring once it has n more tokens; nsg: SIMD-groups for each, one a step.
 static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
     int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
     int slices = n > 1 ? 1 : attention_slices(used, attention_parts(w->n_head, w->n_kv));
@@ -867,7 +867,7 @@ static int attention_spread(const Session *s, const Layer *w, int rows, int n, i
     return slices;
 }
 
-// one of attention's kernels: of the buffers in d it takes n, from `first` on
+// runs one of attention's kernels, whose buffers are the n from `first` on in d
 static void run_part(Gpu *g, Dispatch d, const struct attention_args *a, const char *kernel,
                      int first, int n, size_t groups, size_t threads, size_t shared) {
     Dispatch part = {kernel, {NULL}, n, groups, threads, shared, {0}};
@@ -876,8 +876,8 @@ static void run_part(Gpu *g, Dispatch d, const struct attention_args *a, const c
     gpu_dispatch(g, &part, a, sizeof *a);
 }
 
-// QK norm over a whole projection, RoPE and the write to the cache, and s->att[n][n_head][vd]: one
-// dispatch for one token, else two; one more each for such a norm and to merge a long ring's slices
+// QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
+// for a chunk; one more for a norm of a whole projection, and one more to merge a ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
@@ -919,7 +919,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     else
         run_part(g, d, &a, "attention", 0, 15, (size_t)n * parts * slices, nsg * SIMD_LANES,
                  attention_floats(heads, w->hd, w->vd, nsg, lanes));
-    d.bound[12] = q;   // the slopes have served
+    d.bound[12] = q;   // in the place of the slopes, which merging does not need
     d.bound[15] = s->att;
     if (slices > 1)
         run_part(g, d, &a, "attention_merge", 12, 4, div_up(w->n_head * w->vd, MERGE_THREADS),
@@ -929,7 +929,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
 // y[n][n_head][..] = each head's matrix times x[n][n_head][..]
 static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int n) {
     int n_head = s->m->layers[s->l].n_head;
-    Matrix one = *w;   // of a head
+    Matrix one = *w;   // steps from head to head
     one.x_step /= n_head;
     one.out_step /= n_head;
     w = &one;
@@ -963,8 +963,8 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     run_heads(s, &w->v_b, s->att, s->mix, n);
 }
 
-// y[n][ff] = activation(gate in) * (up in), or activation(up in): one dispatch for one token, or
-// two for a chunk with a gate, whose product is h[n][ff]. Of experts each n has n_used rows.
+// y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate: one dispatch, or
+// two for a chunk with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows.
 static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, float *h, float *y,
                     int n, int experts) {
     const Matrix *pair[2] = {gate, up};
@@ -985,8 +985,8 @@ static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) *
                {[C_ACTIVATION] = c->act});
 }
 
-// The router's choice, and all of the chosen experts but their last product; what the shared expert
-// has by then goes to s->up, its router's product to s->gathered.
+// The router's choice, and the chosen experts up to their last product, in g->up. The shared expert
+// gets as far in s->up; its router's product goes to s->gathered.
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -994,7 +994,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     float *to[2] = {s->route, s->gathered};
     struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed, c->n_group,
                             c->n_group_used, c->gates_scale};
-    Input x = in;   // of the router, and then of the experts
+    Input x = in;   // first the router's, then the experts'
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
     run_gemv(s, (Products){routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE,
                           EXPERTS_NONE});
@@ -1016,8 +1016,8 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     run_ffn(s, &w->gate, &w->up, x, g->gate, g->up, n, EXPERTS_GATHER);
 }
 
-// y[n][dim] = the weighted sum of the experts' results, and of the shared expert's (its data NULL:
-// there is none), with the epilogue: one dispatch for one token, two or three for a chunk
+// y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
+// with the epilogue: one dispatch for one token, two or three for a chunk
 static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, float *y, int n,
                             Epilogue e) {
     Gpu *g = s->gpu;
@@ -1044,8 +1044,8 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// The same, with what may follow: from a latent sum two more dispatches; with norms of both results
-// (Gemma 4) each has a product and a norm of its own.
+// The same, where other steps may follow: if the sum is latent, it is multiplied by latent_up, and
+// the shared expert is added; if both results are normed (Gemma 4), each has a product and a norm.
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     const Matrix none = {0}, *shared = &w->shared_down;
     Input up = {s->up, NULL};   // of the shared expert
@@ -1062,8 +1062,8 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
-// s->att[n][n_value][dv], by a recurrent mixer: products (one dispatch, or two if alpha and beta
-// are apart; see run_products), convolution, rule, norm. The short convolution ends after its own.
+// s->att[n][n_value][dv], by a recurrent mixer: run_products once, or twice if alpha and beta are
+// two matrices, then convolution, rule and norm. A short convolution has neither rule nor norm.
 static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
@@ -1088,12 +1088,12 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
                UNITS(c->n_value * div_up(c->dv, DELTA_UNIT)), 0,
                {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
-    Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // of a state space the rule has applied it
+    Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // a state space: the rule has applied it
     if (w->delta_norm.w)
         run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows, asks ? gate : STORE);
 }
 
-// The rest of a layer after attention in one dispatch, with --gpu block and if ffn_block can do it
+// The rest of a layer after attention in one dispatch, if --gpu block asks for it and ffn_block can
 static bool run_block(Session *s, const Layer *w) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
@@ -1117,9 +1117,9 @@ static bool run_block(Session *s, const Layer *w) {
 
 // ---- forward ----
 
-// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); w NULL:
-// the experts' sum instead of w in. tmp[n][dim] holds the input of `post`. The layer's last block
-// applies its scale, too.
+// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); if w is
+// NULL, the experts' sum takes the place of w in. tmp[n][dim] holds the input of `post`. At the end
+// of a layer's last block the layer's scale is applied, too.
 static void run_residual(Session *s, const Layer *l, const Matrix *w, const float *in,
                          const Norm *post, const float *base, float *tmp, float *y, int n) {
     const Config *c = &s->m->config;
@@ -1136,8 +1136,8 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     if (again) run_norm(s, tmp, &l->attn_norm_2, c->norm, c->dim, y, n, STORE);
 }
 
-// One layer, as in forward. In a parallel one the FFN reads the stream that attention read, so the
-// sum with attention's result waits in s->out; so it does for a recurrent mixer beside attention.
+// One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
+// attention's result waits in s->out; so it does if a recurrent mixer stands beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
     float *to[3] = {is_gated(w) ? s->mix : s->q, s->k, s->v};
@@ -1179,8 +1179,8 @@ static void run_output(Session *s, int first, int n) {
                 (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
 }
 
-// Sends what the pass of n tokens reads besides weights and caches. Rows of the caches get their
-// positions, except in the warm-up, which has no ids, so that no query ever sees its rows.
+// Sends what a pass of n tokens reads besides weights and caches. The rows of the caches get their
+// positions, but not in a warm-up, which has no ids: then no query ever sees these rows.
 static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -1223,7 +1223,7 @@ static void run_layers(Session *s, int n) {
     }
 }
 
-// what the dispatches of a token depend on, besides the session: equal keys, equal dispatches
+// a hash of all that changes a token's dispatches in a session: equal keys, equal dispatches
 static uint64_t token_key(const Session *s, int rows) {
     uint64_t key = rows + 1;
     for (int l = 0, nsg = 0; l < s->m->config.n_layer; l++) {
@@ -1234,9 +1234,9 @@ static uint64_t token_key(const Session *s, int rows) {
     return key;
 }
 
-// The end of a pass, and its logits. After a failure the CPU evaluates the history before pos, and
-// the chunk from there to `end`, if what the GPU has left is of no use to it: because it lies in
-// the GPU's memory, or a recurrent state is half-way.
+// The end of a pass: fetches its logits. After a failure the CPU may be unable to go on from what
+// the GPU has done, which lies in the GPU's memory, or has changed a recurrent state half-way. Then
+// the CPU evaluates the history up to pos again, and the chunk from pos to `end`.
 static bool gpu_finish(Session *s, int rows, int pos, int end) {
     device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = device_wait(s->gpu);
@@ -1283,9 +1283,9 @@ static void gpu_store(Session *s) {
 
 // ---- open ----
 
-// what the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
-// a layer's scale or own input where no norm ends the layer, scales of latent heads, a QK norm over
-// all heads that comes after RoPE, tensors not aligned to 16 bytes
+// What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4;
+// a layer's scale or own inputs if the layer does not end with a norm; scales of latent heads; a QK
+// norm over all heads after RoPE; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     for (int l = 0; l < c->n_layer; l++) {
@@ -1304,7 +1304,7 @@ static const char *gpu_lacks(const Model *m) {
     return gguf_int(m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
 
-// Places what only the GPU needs, in an arena that may only count.
+// Places what only the GPU needs in an arena, which may only count the bytes.
 static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -1330,9 +1330,9 @@ static void plan_gpu(Session *s, Arena *a) {
     g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
 }
 
-// Shares a map as one buffer, or as several, none longer than Metal takes: cut where a tensor
-// begins that would not end inside. Buffers begin and end with a page, which two may share:
-// gpu_find takes the later one.
+// Shares a map as one buffer, or as several if Metal does not take one so long. It is cut where a
+// tensor begins that would not end inside the buffer. Buffers consist of whole pages, and two may
+// have a page in common: gpu_find takes the later one.
 static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     size_t page = sysconf(_SC_PAGESIZE), most = g->longest / page * page;
     uint8_t *stop = map->base + map->size, *from = map->base, *next;
@@ -1349,8 +1349,8 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
-// Shares all that kernels read or write: memory of our own, the model's files, the vectors that
-// were converted to f32, KV cache and scratch.
+// Shares all that kernels read or write: g->own, the model's files, the vectors that were converted
+// to f32, KV cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
@@ -1362,9 +1362,9 @@ static bool share_all(Session *s) {
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
-// Notes the pipelines of a chunk, of few tokens and of one far on, by encoding what never runs;
-// then runs a token, which brings weights into memory, in a row that no query sees. (Metal makes
-// pipelines as they are noted, CUDA all together at the first launch.)
+// Makes the variants that a chunk, few tokens, and a token far on need, by encoding these passes
+// dry: nothing runs. (CUDA compiles the variants later, all together at the first launch.) Then it
+// runs one token, whose row no query ever sees; this brings the weights into memory.
 static void warm_up(Session *s) {
     Gpu *g = s->gpu;
     int n[5] = {s->o.chunk, GEMM_SOME, 2, 1, 1};

@@ -1,46 +1,46 @@
 // SPDX-License-Identifier: MIT
 // quant.h: every quantised weight format of GGUF, in one header. C11, C++17, Metal, CUDA.
 //
-//   #include "quant.h"                       // anywhere, in any number of files; nothing to link
+//   #include "quant.h"                        // in any number of files; there is nothing to link
 //
-//   int type = quant_type_from_name("q4_K");                  // ggml's number, 12
-//   size_t bytes = quant_row_bytes(type, 4096);               // 2304; 0 if not whole blocks
-//   if (!quant_dequantize(type, src, dst, 4096)) ...    // floats, ggml's bit for bit
-//   puts(quant_name(type));                                   // "q4_K"
+//   int type = quant_type_from_name("q4_K");             // 12, ggml's number for it; -1: unknown
+//   size_t bytes = quant_row_bytes(type, 4096);          // 2304; 0: n is not whole blocks
+//   bool ok = quant_dequantize(type, src, dst, 4096);    // float dst[4096], bit for bit ggml's
+//   puts(quant_name(type));                              // q4_K
 //
-// ONE IDEA. A block format is int8 codes times a scale plus an offset, per 16 weights:
+// ONE IDEA. A block format stores an int8 code q per weight, a scale d and an offset m per 16:
 //
 //   w[i] = d[i/16] * q[i] + m[i/16]
 //
-// so each format needs one decoder, which gives the three and does no arithmetic on weights:
+// So a format needs one decoder, which unpacks q, d and m, and leaves the formula to its caller:
 //
 //   decode_X(const block_X *b, int g, int n, int8_t *q, float *d, float *m)
 //
-// A decoder sees 256 weights, as 8 groups of 32, whatever the size of a block; b is the first of
-// their blocks. It is asked in one of two ways:
+// A decoder works on 256 weights, which are 8 groups of 32, whatever the size of a block; b points
+// to the first of their blocks. There are two ways to call it:
 //
-//   decode_X(b, g, 1, q, d, m)   group g alone, as a GPU lane wants it: q[32], d[2], m[2], in order
-//   decode_X(b, 0, 8, q, d, m)   all groups, as a CPU wants them: d[16], m[16], in order, but codes
-//                                as q[4][8][8]: weight 32*g + 8*k + j is at q[64*k + 8*g + j]
+//   decode_X(b, g, 1, q, d, m)   group g alone, for a thread of a GPU: q[32], d[2], m[2], in order
+//   decode_X(b, 0, 8, q, d, m)   all groups, for a CPU: d[16] and m[16] in order, but codes as
+//                                q[4][8][8]: weight 32*g + 8*k + j is at q[64*k + 8*g + j]
 //
-// Why that order? A CPU multiplies 32 or 64 codes with activations in one instruction, and adds
-// four neighbouring products to one integer. Here a group's four runs of 8 codes lie 64 bytes
-// apart, each at the same place of its 64 bytes: so one lane meets one group in all four registers,
-// the four results are added as integers, and d and m are applied once at the end.
+// Why that order? A CPU multiplies 64 codes by 64 activations in one instruction (32 without
+// AVX-512), and adds each four neighbouring products in one lane. A group has four eights, those of
+// k = 0..3; they lie 64 bytes apart, so their sums come out in the same two lanes of four results.
+// Results with the same scale are added as integers; d and m are applied once, at the end.
 //
-// Only the blocks of the n groups are read, and they may have any address; the end of a row is
-// decoded from a copy with zeros behind. Formats without offsets give m = -0.0f, which changes no
-// float that it is added to (+0.0f would turn -0.0f into +0.0f). Every d*q is exact in a float, so
-// the result is ggml's even where multiply-add is fused.
+// A decoder reads only the blocks of its n groups; on a CPU they may have any address. Where a row
+// ends before the 256th weight, quant_decode decodes a copy that ends in zeros. A format without
+// offsets sets m = -0.0f: adding it changes no float, while +0.0f would turn -0.0f into +0.0f.
+// Every product d*q is exact in a float, so a fused multiply-add gives the same bits: ggml's.
 //
-// HOW TO READ. First section 4: three formats, with byte map and formula, as all have. "Run 32" in
-// a map: 32 bytes hold the low bits of weights 0..31, above them those of 32..63, and so on. Then
-// section 3, the few words that unpack bytes: there are SIMD and plain C under them.
+// HOW TO READ. Begin at "first sitting", with three formats. In a map, "run 32" means that 32 bytes
+// hold the bits of weights 0..31, above them those of weights 32..63, and so on; when they are
+// full, 32 more bytes follow. Then go back to the functions that decoders are made of.
 //
-// HOW TO ADD A FORMAT. Map, struct and decoder; a row in QUANT_TYPES; golden blocks for the tests.
+// HOW TO ADD A FORMAT. Write map, struct and decoder, add a row to QUANT_TYPES, test golden blocks.
 //
-// OPTIONS. -march=native (at least -mavx2 -mf16c) makes it fast on x86; #define QUANT_PLAIN leaves
-// SIMD out. Metal and nvcc see all but the functions above (nvcc wants cuda_fp16.h before it).
+// OPTIONS. On x86, -march=native (at least -mavx2 -mf16c) makes it fast; QUANT_PLAIN, if defined,
+// leaves SIMD out. GPUs get the decoders without the four functions above; nvcc needs cuda_fp16.h.
 //
 // LICENCE. MIT, copyright (c) 2026 the llm authors.
 // Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
@@ -58,7 +58,7 @@
 #define QUANT_H
 
 // ---- 1. dialect ----
-// The words in which C, C++, Metal and CUDA differ. A pointer's first word is its address space.
+// What C, C++, Metal and CUDA spell differently. A pointer's type begins with its address space.
 
 #if defined(__METAL_VERSION__)
 #define QUANT_WORDS
@@ -71,7 +71,7 @@
 #else
 #if defined(__CUDACC__)
 #define QUANT_WORDS
-#define QUANT_TABLE static __device__ __align__(4) const   // not __constant__: lanes part
+#define QUANT_TABLE static __device__ __align__(4) const   // __constant__ serves one address a time
 #define QUANT_INLINE static __device__ __forceinline__
 #define QUANT_UNROLL _Pragma("unroll")
 #else
@@ -82,7 +82,7 @@
 #ifdef __clang__
 #define QUANT_UNROLL _Pragma("clang loop unroll(full)")
 #pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wpass-failed"           // loops over n < 8 groups stay loops
+#pragma clang diagnostic ignored "-Wpass-failed"           // with n < 8 not every loop unrolls
 #else
 #define QUANT_UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -108,9 +108,9 @@
 #endif
 
 // ---- 2. numbers in bytes ----
-// Files are little endian, and nothing in them is aligned: bytes are put together one by one, which
-// a CPU's compiler turns into one load. A GPU's does not. But what has an even number of bytes lies
-// at an even address, except in MXFP4, and words of a block of 4 * n bytes at a multiple of four.
+// Files are little endian, and a block may begin at any byte: numbers are put together byte by
+// byte, which a CPU's compiler turns into one load. A GPU's does not, but its tensors are aligned:
+// so are numbers of 2 bytes, and words (here they always have 32 bits) in blocks of 4 * n bytes.
 
 #if defined(__METAL_VERSION__) || defined(__CUDACC__)
 QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
@@ -120,7 +120,7 @@ QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
     return quant_u16(p) | quant_u16(p + 2) << 16;
 }
 // The word at p + i (i a multiple of 4) in a block of `size` bytes, from one aligned word or two.
-// `inside`, where more of the block follows: always from two, so that neighbours share loads.
+// `inside` says that more of the block follows: then from two, as neighbours share these loads.
 QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
     if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)(p + i);
     if (size % 2 == 0 && !inside) return quant_u32(p + i);
@@ -141,12 +141,14 @@ QUANT_INLINE uint32_t quant_word(const uint8_t *p, int i, int size, bool inside)
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
 }
-// of 16 bytes at p, two per group, the eight from i (0 or 8) on; n = 1: group g's alone, in place
+// Each group has two of the 16 bytes at p. Returns the 8 from p[i] on (i is 0 or 8); if n is 1,
+// only group g's two, at their place among their 8, the others zero; i does not matter then
 QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, int n) {
     return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
-// half to float, exactly; and byte i of a word, a code: CUDA converts a word faster than a byte
+// quant_code: byte i of a word, which is a code (CUDA converts a word faster than a byte);
+// quant_from_bits: a float from its bits; quant_f16_to_f32: half to float, exactly
 #if defined(__CUDACC__)
 QUANT_INLINE float quant_code(uint32_t v, int i) {
     int32_t code;
@@ -187,9 +189,9 @@ QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
     return quant_f16_to_f32(quant_u16(p));
 }
 
-// Spreads eight adjacent fields of 1 to 4 bits to the eight bytes of a word: the upper four move
-// to the upper half, then in each half the upper two, then in each quarter the upper one. It is a
-// macro because x may be a vector of words.
+// Spreads eight adjacent fields of 1 to 4 bits to the eight bytes of a uint64_t: the upper four
+// move to the upper half, then in each half the upper two, then in each quarter the upper one. It
+// is a macro because x may be a vector of uint64_t.
 #define QUANT_SPREAD(x, bits)                                                                      \
     (x = (x | x << (32 - 4 * bits)) & 0x0000000100000001 * ((1u << 4 * bits) - 1),                 \
      x = (x | x << (16 - 2 * bits)) & 0x0001000100010001 * ((1u << 2 * bits) - 1),                 \
@@ -202,18 +204,18 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) {
 QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x, bits); }
 #endif
 
-// ---- 3. the words decoders are made of ----
-// The words stand on vectors of QUANT_LANES codes: 64 in AVX-512, 32 in AVX2, 16 in NEON and on
-// other CPUs, 4 in a 32-bit word on a GPU (and with QUANT_WORDS, for tests), 1 in plain C, which
-// says what a word means. With n = 8 the loops unroll: codes stay in registers from word to word,
-// and on to a caller that loads q, d and m as they were stored, QUANT_LANES bytes at a time.
+// ---- 3. the functions decoders are made of ----
+// A decoder calls quant_fields, quant_add, quant_scales and their like, each of which goes over all
+// codes or scales. These are written once, on vectors (quant_v) of QUANT_LANES codes: 1 in plain C,
+// where you see what each vector function does; 4 in a word on a GPU (and with QUANT_WORDS, for
+// tests); 16 with NEON and on other CPUs; 32 with AVX2; 64 with AVX-512. With n = 8 loops unroll,
+// and codes stay in registers from one function to the next, and to a caller that loads vectors.
 //
-// Vectors are made of EIGHTS: runs of eight consecutive weights, which stay together in q[4][8][8].
-// The t-th eight of q, counted from 0, holds weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n. So
-// with n = 8, eights 0 to 7 begin the eight groups, eights 8 to 15 continue them, and so on; with
-// n = 1 the four eights of one group follow each other.
+// An EIGHT is eight consecutive weights, which stay together in q[4][8][8]. Eight number t of q
+// holds weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n. With n = 8, eights 0 to 7 are the first
+// ones of the 8 groups, eights 8 to 15 the second ones, and so on; with n = 1 all are group g's.
 
-// first weight of the t-th eight, counted from that of group g; a vector longer than q repeats some
+// first weight of eight t, counted from that of group g; a vector longer than q repeats some
 QUANT_INLINE int quant_eight(int t, int n) { return t % n * 32 + t / n % 4 * 8; }
 
 #pragma GCC diagnostic push
@@ -226,16 +228,17 @@ QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) { *q = (in
 QUANT_INLINE quant_v quant_each(int c) { return c; }
 QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) { return a + b; }
 QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) { return minus ? -v : v; }
-// blocks have `size` bytes, `field` of them this field's (0: in blocks of less than 256 weights)
+// loads eight t from p + block[t] + byte[t]. A block has `size` bytes, of which `field` hold what
+// is loaded (0: a block has less than 256 weights)
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
     return p[*block + *byte];
 }
-// weight j's bit of the words, as 0 or 255
+// the bit for q[j], as 0 or 255; w[n]: a word for each group, a bit for each of its weights
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
     return w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 1 ? 255 : 0;
 }
-// weight j's field of 2 or 4 bits of the words
+// the field of 2 or 4 bits for q[j]; w[n * bits]: the fields of all weights, in order
 QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j, int n) {
     int bit = (quant_eight(j / 8, n) + j % 8) * bits;
     return (int)(w[bit / 32] >> bit % 32 & ((1u << bits) - 1));
@@ -274,13 +277,13 @@ QUANT_INLINE quant_v quant_take(QUANT_THREAD const uint32_t *w, int bits, int j,
 
 #if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
 enum { QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
-typedef int32_t quant_i;                                            // scales
-// bits to .. to+bits-1, after a shift to the right by *s, or to the left if *s is negative
+typedef int32_t quant_i;                                            // scales as integers
+// v >> s, where a negative s shifts to the left; of that bits to .. to + bits - 1, and zeros
 QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
     return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
 }
 #if defined(__CUDACC__)
-// __byte_perm takes four of eight bytes, by the low three bits of the nibbles of a number
+// table[v]; byte i of __byte_perm(x, y, at) is byte k of x and y, 0..7, where k is nibble i of at
 QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
     const uint32_t *t = (const uint32_t *)table;
     uint32_t at = __byte_perm(v | v >> 4, 0, 0x4420) & 0x7777, upper = v >> 3 & 0x01010101;
@@ -294,7 +297,7 @@ QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, int size, quant
     return t;
 }
 #endif
-// the byte for the i-th 16 weights, from 16 or 8 bytes that serve `per` weights each
+// the scale of the i-th 16 weights; a byte of lo and hi serves `per` weights, 16 or 32
 QUANT_INLINE void quant_widen(QUANT_THREAD quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
     int k = i * 16 / per;
     *v = (int32_t)((k < 8 ? lo : hi) >> k % 8 * 8 & 255);
@@ -333,8 +336,8 @@ typedef uint64_t quant_u __attribute__((vector_size(16)));
 QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) { return (quant_b)(quant_u){lo, hi}; }
 
 #if defined(QUANT_AVX512)
-// Eights from their blocks and bytes, put in place by one instruction: from a field of 64 or 128
-// bytes, read whole, 16 bytes of each block, or two loads that have four small blocks each.
+// Loads the bytes around the eights, then permutes these to their places. What it loads: a field of
+// 64 or 128 bytes as a whole; of small blocks four at once, twice; of others 16 bytes of each.
 QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field,
                                 int size) {
     __m512i a = _mm512_setzero_si512(), b = a;
@@ -342,7 +345,7 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
     quant_w at;
     if (field == 32 && byte[0] == byte[1]) return (quant_v)((quant_w){0} + quant_u64(p + byte[0]));
 #ifdef __AVX512VBMI__
-    if (size <= 18 && block[7] - block[0] == 7 * size) {           // n is 8: block[0] is 0
+    if (size <= 18 && block[7] - block[0] == 7 * size) {           // so n is 8, and block[0] is 0
         QUANT_UNROLL for (int t = 0; t < 8; t++)
             at[t] = 0x0706050403020100 + ~0ull / 255 * (uint64_t)(block[t] % (block[7] - 56));
         a = _mm512_permutexvar_epi8((__m512i)at, _mm512_loadu_si512(p + byte[0]));
@@ -364,7 +367,7 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
     }
     return (quant_v)_mm512_permutex2var_epi64(a, (__m512i)at, b);
 }
-QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {           // in each 16 bytes
+QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {           // v[at] in each 16 bytes
     return (quant_v)_mm512_shuffle_epi8((__m512i)v, (__m512i)at);
 }
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
@@ -423,8 +426,8 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
 }
 #endif
 
-// The lookup is in the table plus a bias that makes it unsigned, which is then taken off. A caller
-// that adds the same bias, for dot products of unsigned bytes, lets the compiler drop both.
+// Adds a bias to the table that makes it unsigned, and takes it off what was looked up. If a caller
+// then adds the same bias, for products of unsigned bytes, the compiler drops both.
 QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
     uint8_t bias = 0;
     quant_v t;
@@ -442,7 +445,7 @@ QUANT_INLINE void quant_put(int8_t *q, int n, quant_v v) {
     __builtin_memcpy(q, &v, QUANT_LANES < 32 * n ? QUANT_LANES : 32);
 }
 #if defined(QUANT_AVX512) && defined(__GFNI__)
-// one product with 8 x 8 bits for each eight: row 7 - i, of bit i, selects bit i + s
+// GFNI multiplies an eight's bytes by 8 x 8 bits: row 7 - i makes bit i, by selecting bit i + s
 QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
     const uint64_t same = 0x0102040810204080, ones = bits < 8 ? (1ull << bits % 8 * 8) - 1 : ~0ull;
     quant_w rows = {0};
@@ -471,7 +474,7 @@ QUANT_INLINE quant_v quant_where(const uint32_t *w, int j, int n) {
     return (quant_v)((quant_pick((quant_v)x, (quant_v)at) & (quant_v)bits) == (quant_v)bits);
 }
 QUANT_INLINE quant_v quant_take(const uint32_t *w, int bits, int j, int n) {
-    quant_w x = {0};                                                // 8 fields in each lane
+    quant_w x = {0};                                                // 8 fields in each element
     QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
         int bit = quant_eight(j / 8 + t, n) * bits;
         x[t] = w[bit / 32] >> bit % 32 & (0xffffffff >> (32 - 8 * bits));
@@ -489,13 +492,13 @@ QUANT_INLINE quant_b quant_twice(uint64_t s) {
     return quant_pick(quant_join(s, 0), twice);
 }
 #endif
-// Scales, not codes, are what makes a decoder slow: 16 are converted at once, from two words. If n
-// is 1, those of group g are picked.
+// Scales cost a decoder more time than codes, so all 16 are converted at once. If n is 1,
+// quant_put_bits picks those of group g.
 QUANT_INLINE void quant_widen(quant_i *v, uint64_t lo, uint64_t hi, int per, int i) {
     quant_widen16(v, per == 16 ? quant_join(lo, hi) : quant_twice(lo));
 }
 QUANT_INLINE void quant_put_bits(float *d, const quant_i *v, int g, int n) {
-    // whole registers (gcc's memcpy takes halves), or the loads that follow wait for the stores
+    // stores whole registers: a load of more bytes than one store wrote would have to wait for it
     typedef int32_t part __attribute__((vector_size(QUANT_LANES), aligned(4), may_alias));
     if (n == 8) QUANT_UNROLL for (int i = 0; i < 64 / QUANT_LANES; i++)
         ((part *)d)[i] = ((const part *)v)[i];
@@ -517,18 +520,18 @@ QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
 #endif
 #pragma GCC diagnostic pop
 
-// Codes: fields of `bits` bits (8: bytes), from runs of `run` bytes, go to bit `to` of q: 0 begins
-// the codes, more adds bits to them. A block has `weights` weights and `size` bytes.
+// Unpacks fields of `bits` bits (8: bytes), in runs of `run` bytes, to bit `to` of the codes: 0
+// sets codes, more adds bits to them. A block has `weights` weights and `size` bytes.
 QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_t *p, int size,
                                int weights, int run, int bits, int to, int g, int n) {
     int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
     int blocks = weights < 256 ? 32 * g / weights * size : 0;
     int bytes = first / period * run + first % run, shift = first % period / run * bits;
-    if (QUANT_LANES <= 4) p += blocks + bytes, blocks = bytes = 0; // the others need to know
+    if (QUANT_LANES <= 4) p += blocks + bytes, blocks = bytes = 0; // else quant_load asks
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
         int block[8], byte[8], s[8];
         QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
-            int i = quant_eight(j / 8 + t, n) + j % 8;              // from the group's first on
+            int i = quant_eight(j / 8 + t, n) + j % 8;              // weight, from group g's first
             block[t] = blocks + i / weights * size;
             byte[t] = bytes + i % weights / period * run + i % run;
             s[t] = shift + i % period / run * bits - to;
@@ -539,12 +542,11 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
         quant_put(q + j, n, v);
     }
 }
-// q += c
 QUANT_INLINE void quant_add(QUANT_THREAD int8_t *q, int c, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
         quant_put(q + j, n, quant_sum(quant_get(q + j, n), quant_each(c)));
 }
-// d = D * (byte - bias); 16 bytes in lo and hi, or 8 in lo, are the scales of `per` weights each
+// d = D * (byte - bias); if `per` is 16 weights, lo and hi have 16 bytes, if it is 32, lo has 8
 QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint64_t hi, int per,
                                int bias, int g, int n) {
     for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
@@ -554,7 +556,7 @@ QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint
         quant_put_scale(d + i, &v, D, g, n);
     }
 }
-// the same for 4 scales, 4 offsets, 4 scales, 4 offsets: m = -M * byte; D and M are halves at p
+// d = D * scale, m = -M * offset; lo: 4 scales, 4 offsets, and hi: the next; D, M: two halves at p
 #if defined(QUANT_AVX512)
 QUANT_INLINE void quant_scales_offsets(float *d, float *m, const uint8_t *p, uint64_t lo,
                                        uint64_t hi, int g, int n) {
@@ -581,7 +583,7 @@ QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float
 #define QUANT_ARGS(X)                                                                              \
     QUANT_DEVICE const block_##X *b, int g, int n, QUANT_THREAD int8_t *q, QUANT_THREAD float *d
 #define QUANT_DECODER(X) QUANT_INLINE void decode_##X(QUANT_ARGS(X), QUANT_THREAD float *m)
-// a decoder that need not mention m, because the format has no offsets
+// the decoder of a format without offsets: it sets m, and what stands in braces only q and d
 #define QUANT_SCALED(X)                                                                            \
     QUANT_INLINE void quant_codes_##X(QUANT_ARGS(X));                                              \
     QUANT_DECODER(X) {                                                                             \
@@ -601,7 +603,7 @@ QUANT_SCALED(q8_0) {
 
 // Q4_0 ------------------------------------------------------------ 4.5 bits per weight
 // 32 weights in 18 bytes:  d f16 | qs[16]
-//   w = d * (q - 8)      q in 0..15: run 16, so byte j holds weights j (low nibble) and j + 16
+//   w = d * (q - 8)      q in 0..15: run 16: byte j holds weight j (low nibble) and weight j + 16
 typedef struct { uint8_t d[2], qs[16]; } block_q4_0;
 QUANT_SCALED(q4_0) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
@@ -612,17 +614,17 @@ QUANT_SCALED(q4_0) {
 // Q4_K ------------------------------------------------------------ 4.5 bits per weight
 // 256 weights in 144 bytes:  d f16 | dmin f16 | scales[12] | qs[128]
 //   w = d*sc * q - dmin*mn      q in 0..15: run 32; sc, mn in 0..63, one of each per 32 weights
-//   scales, 8 sc and 8 mn of 6 bits, in three rows of four bytes; j = 0..3, top bits first:
+//   scales: 8 sc and 8 mn of 6 bits, in three rows of four bytes. Byte j of a row, top bits first:
 //     bytes 0-3   | 2 top bits of sc[4+j] | 6 bits of sc[j]            |
 //     bytes 4-7   | 2 top bits of mn[4+j] | 6 bits of mn[j]            |
 //     bytes 8-11  | 4 low bits of mn[4+j] | 4 low bits of sc[4+j]      |
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
-// the scales and offsets of Q4_K and Q5_K; p: the 16 bytes d, dmin and scales
+// d and m of Q4_K and Q5_K from p, the 16 bytes d, dmin and scales
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
                                  QUANT_DEVICE const uint8_t *p, int g, int n) {
     uint64_t x = quant_word(p, 4, 4, true) | (uint64_t)quant_word(p, 8, 4, true) << 32;
     uint64_t z = quant_word(p, 12, 4, true), nibbles = 0x0f0f0f0f;
-    uint64_t low = x & 0x3f3f3f3f3f3f3f3f;                         // sc 0-3, mn 0-3
+    uint64_t low = x & 0x3f3f3f3f3f3f3f3f;                         // sc[0..3], mn[0..3]
     uint64_t high = (z & nibbles) | (z >> 4 & nibbles) << 32 | (x >> 2 & 0x3030303030303030);
     quant_scales_offsets(d, m, p, low, high, g, n);
 }
@@ -632,10 +634,9 @@ QUANT_DECODER(q4_K) {
 }
 
 // ==== end of the first sitting ===================================================================
+// ---- 5. functions for the other formats ----
 
-// ---- 5. words for the other formats ----
-
-// codes: consecutive fields of 1, 2 or 4 bits from words, lowest first
+// puts consecutive fields of 1, 2 or 4 bits of w, lowest first, at bit `to` of the codes
 QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int bits,
                                int to, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
@@ -645,18 +646,18 @@ QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32
         quant_put(q + j, n, v);
     }
 }
-// q = table[q], q below size, which is 8 or 16
+// q = table[q]; q is less than size, which is 8 or 16
 QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *table, int size,
                                int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
         quant_put(q + j, n, quant_shuffle(table, size, quant_get(q + j, n)));
 }
-// q = -q where a bit of the words is set
+// q = -q where the weight's bit in w[n] is set: a word for each group
 QUANT_INLINE void quant_negate(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32_t *w, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
         quant_put(q + j, n, quant_turn(quant_get(q + j, n), quant_where(w, j, n)));
 }
-// d = 2^(byte - 128) for the 8 bytes of s: MXFP4's E8M0, halved; 0 and 1 give denormal floats
+// d = 2^(byte - 128) for each byte of s: half of its E8M0 (MXFP4); 0 and 1 give denormal floats
 QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
     for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
         quant_i e;
@@ -666,7 +667,7 @@ QUANT_INLINE void quant_e8m0(QUANT_THREAD float *d, uint64_t s, int n) {
         quant_put_bits(d + i, &e, 0, n);
     }
 }
-// d = half of the UE4M3 (NVFP4) in each byte of lo and hi; bit 7 is ignored, 0x7f is zero
+// d = half the E4M3 (NVFP4) in each byte of lo and hi; as in ggml, bit 7 is ignored and 0x7f is 0
 QUANT_INLINE void quant_e4m3(QUANT_THREAD float *d, uint64_t lo, uint64_t hi, int n) {
     for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
         quant_i x;
@@ -729,10 +730,9 @@ QUANT_SCALED(iq4_nl) {
 
 // MXFP4 ----------------------------------------------------------- 4.25 bits per weight
 // 32 weights in 17 bytes:  e | qs[16]
-//   w = 2^(e-128) * table[q]      q in 0..15: run 16; e an E8M0 exponent, the table E2M1 floats
-//   doubled: 0 .5 1 1.5 2 3 4 6 and their negatives
-//   An MLX checkpoint has 32 nibbles in order, low first, and the same exponents: it becomes
-//   MXFP4 without loss by moving nibbles (j and j + 16 to byte j) and copying e.
+//   w = 2^(e-128) * table[q]      q in 0..15: run 16; e is an E8M0 exponent; table: E2M1 doubled
+//   An MLX checkpoint has the same exponents, and its 32 nibbles in order, low ones first. To make
+//   it MXFP4 without loss, copy e and move nibbles j and j + 16 to byte j.
 QUANT_TABLE int8_t quant_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 typedef struct { uint8_t e, qs[16]; } block_mxfp4;
 QUANT_SCALED(mxfp4) {
@@ -745,7 +745,7 @@ QUANT_SCALED(mxfp4) {
 
 // NVFP4 ----------------------------------------------------------- 4.5 bits per weight
 // 64 weights in 36 bytes:  d[4] | qs[32]
-//   w = e4m3(d[j])/2 * table[q]      j: one scale per 16 weights; q in 0..15: run 8; MXFP4's table
+//   w = e4m3(d[j])/2 * table[q]      q in 0..15: run 8; j = i/16 for weight i; MXFP4's table
 typedef struct { uint8_t d[4], qs[32]; } block_nvfp4;
 QUANT_SCALED(nvfp4) {
     uint64_t s[2] = {0, 0};
@@ -802,10 +802,10 @@ QUANT_DECODER(q5_K) {
 // Q6_K ------------------------------------------------------------ 6.5625 bits per weight
 // 256 weights in 210 bytes:  ql[128] | qh[64] | scales[16] | d f16
 //   w = d*sc * (q - 32)      q in 0..63: low 4 bits in ql, run 64, high 2 in qh, run 32
-//   scales: a signed byte per 16 weights
+//   sc: a signed byte per 16 weights
 typedef struct { uint8_t ql[128], qh[64], scales[16], d[2]; } block_q6_K;
 QUANT_SCALED(q6_K) {
-    const uint64_t top = 0x8080808080808080;                // a signed byte + 128: flip its top bit
+    const uint64_t top = 0x8080808080808080;                // flips top bits: signed bytes + 128
     quant_fields(q, b->ql, sizeof *b, 256, 64, 4, 0, g, n);
     quant_fields(q, b->qh, sizeof *b, 256, 32, 2, 4, g, n);
     quant_add(q, -32, n);
@@ -829,7 +829,7 @@ QUANT_DECODER(q2_K) {
 // Q3_K ------------------------------------------------------------ 3.4375 bits per weight
 // 256 weights in 110 bytes:  hmask[32] | qs[64] | scales[12] | d f16
 //   w = d*(sc-32) * (q - 4)      q in 0..7: low 2 bits in qs, high bit in hmask, both run 32
-//   scales: sc in 0..63 per 16 weights: low 4 bits in 8 bytes, run 8, high 2 in 4 bytes, run 4
+//   scales: sc in 0..63 per 16 weights: low 4 bits in 8 bytes, run 8; high 2 in the other 4, run 4
 typedef struct { uint8_t hmask[32], qs[64], scales[12], d[2]; } block_q3_K;
 QUANT_SCALED(q3_K) {
     const uint64_t low4 = 0x0f0f0f0f0f0f0f0f, high2 = 0x3030303030303030;
@@ -844,7 +844,7 @@ QUANT_SCALED(q3_K) {
 // IQ4_XS ---------------------------------------------------------- 4.25 bits per weight
 // 256 weights in 136 bytes:  d f16 | scales_h u16 | scales_l[4] | qs[128]
 //   w = d*(sc-32) * table[q]      q in 0..15: run 16; IQ4_NL's table
-//   scales: sc in 0..63 per 32 weights: low 4 bits in scales_l, high 2 in scales_h, in order
+//   sc in 0..63 per 32 weights: low 4 bits in scales_l, high 2 in scales_h, both in order
 typedef struct { uint8_t d[2], scales_h[2], scales_l[4], qs[128]; } block_iq4_xs;
 QUANT_SCALED(iq4_xs) {
     quant_fields(q, b->qs, sizeof *b, 256, 16, 4, 0, g, n);
@@ -865,9 +865,9 @@ QUANT_SCALED(tq2_0) {
 
 // TQ1_0 ----------------------------------------------------------- 1.6875 bits per weight
 // 256 weights in 54 bytes:  qs[52] | d f16
-//   w = d * (q - 1)      q in 0..2, a digit to base 3: the byte is the fraction 0.q0 q1 q2 q3 q4 of
-//   256, rounded up; digit k = floor(3 * frac(3^k * byte/256)). Digits for bits, a run holds five
-//   times its bytes: run 32 in qs[0..31], run 16 in qs[32..47], run 4 (four digits) in qs[48..51]
+//   w = d * (q - 1)      q in 0..2: a byte has five digits to base 3, and is 256 * 0.q0q1q2q3q4,
+//   rounded up; so q_k = floor(3 * frac(3^k * byte/256)). Runs have digits instead of bits:
+//   run 32 in qs[0..31], run 16 in qs[32..47], and run 4, of only four digits, in qs[48..51]
 QUANT_TABLE uint8_t quant_pow3[5] = {1, 3, 9, 27, 81};
 #if defined(QUANT_WORDS)
 QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, bool last,
@@ -900,8 +900,8 @@ QUANT_SCALED(tq1_0) {
 }
 
 // ---- 8. grids ----
-// Data of the formats of section 9 as ggml defines them, packed: an entry's weight j at bits 2j
-// (IQ1, IQ2: 0..2) or 4j (IQ3: 0..7).
+// The grids of the formats with a codebook, as ggml defines them, but packed: weight j of an entry
+// is at bits 2j (IQ1, IQ2: 0..2) or 4j (IQ3: 0..7).
 // MIT License. Copyright (c) 2023-2026 The ggml authors. The permission notice and the disclaimer
 // at the top of this file are this licence's too.
 
@@ -1177,11 +1177,11 @@ QUANT_TABLE uint16_t quant_grid_iq1[2048] = {
 43690};
 
 // ---- 9. formats with a codebook ----
-// Eight (IQ2, IQ1) or four (IQ3) weights are an index into a grid of the most frequent patterns.
-// Its entries are packed here, 2 or 4 bits a weight, and index a small table of values in turn;
-// so a group is 2 or 4 words of such fields. Signs, where they are apart, are a bit per weight.
+// Eight weights (IQ1, IQ2) or four (IQ3) are stored as one index into a grid of frequent patterns.
+// An entry of the grid has a field of 2 or 4 bits for each of them, the index of a value in a small
+// table. So a group is 2 or 4 words of fields. IQ2 and IQ3 also have a bit for each weight's sign.
 
-// IQ2_XXS, IQ3_XXS: 4 x 7 bits of signs to 4 x 8; the eighth makes the number of minus signs even
+// IQ2_XXS, IQ2_XS, IQ3_XXS: 4 x 7 sign bits to 4 x 8; bit 7 makes the number of ones even
 QUANT_INLINE uint32_t quant_even_signs(uint32_t x) {
     uint32_t s = (x & 0x7f) | (x << 1 & 0x7f00) | (x << 2 & 0x7f0000) | (x << 3 & 0x7f000000);
     uint32_t odd = s ^ s >> 4;
@@ -1193,10 +1193,10 @@ QUANT_INLINE uint32_t quant_even_signs(uint32_t x) {
 QUANT_TABLE int8_t quant_iq2[16] = {8, 25, 43};
 QUANT_TABLE int8_t quant_iq3_xxs[16] = {4, 12, 20, 28, 36, 44, 52, 62};
 QUANT_TABLE int8_t quant_iq3_s[16] = {1, 3, 5, 7, 9, 11, 13, 15};
-QUANT_TABLE int8_t quant_iq1[16] = {-7, 1, 9, 0, -9, -1, 7};
+QUANT_TABLE int8_t quant_iq1[16] = {-7, 1, 9, 0, -9, -1, 7};        // s = 1, then s = -1
 
-// w = count / 2 words of two grid entries. Index k is the byte p[k] and, above it, the bits that
-// `mask` selects from h << 8 >> step * k.
+// w[count / 2] = two grid entries in each word. The index of entry k is the byte p[k], and above it
+// the bits that `mask` selects from h << 8 >> step * k.
 QUANT_INLINE void quant_entries(QUANT_THREAD uint32_t *w, QUANT_CONSTANT uint16_t *grid, int count,
                                 QUANT_DEVICE const uint8_t *p, uint32_t h, int step, int mask) {
     QUANT_UNROLL for (int k = 0; k < count; k += 2)
@@ -1214,7 +1214,7 @@ QUANT_INLINE void quant_codebook(QUANT_THREAD int8_t *q, QUANT_THREAD const uint
 // IQ2_XXS --------------------------------------------------------- 2.0625 bits per weight
 // 256 weights in 66 bytes:  d f16 | qs[64]
 //   w = d*(2sc+1)/8 * sign * table[q]      q: 8 per grid entry; table 8 25 43
-//   qs: for each 32 weights 4 bytes, indices, and a word: 4 x 7 bits of signs, 4 bits sc
+//   qs: for each 32 weights 4 bytes, which are indices, and a word: 4 x 7 bits of signs, 4 bits sc
 typedef struct { uint8_t d[2], qs[64]; } block_iq2_xxs;
 QUANT_SCALED(iq2_xxs) {
     uint32_t w[16] = {0}, sign[8] = {0};
@@ -1252,7 +1252,7 @@ QUANT_SCALED(iq2_xs) {
 // IQ2_S ----------------------------------------------------------- 2.5625 bits per weight
 // 256 weights in 82 bytes:  d f16 | qs[32] | signs[32] | qh[8] | scales[8]
 //   w = d*(2sc+1)/8 * sign * table[q]      as IQ2_XS; signs: a bit per weight
-//   index: qs, and above it two bits of qh, a byte per 32 weights
+//   index: a byte of qs, and above it 2 bits of qh, which has a byte per 32 weights
 typedef struct { uint8_t d[2], qs[32], signs[32], qh[8], scales[8]; } block_iq2_s;
 QUANT_SCALED(iq2_s) {
     uint32_t w[16] = {0}, sign[8] = {0};
@@ -1286,7 +1286,7 @@ QUANT_SCALED(iq3_xxs) {
 // IQ3_S ----------------------------------------------------------- 3.4375 bits per weight
 // 256 weights in 110 bytes:  d f16 | qs[64] | qh[8] | signs[32] | scales[4]
 //   w = d*(2sc+1) * sign * table[q]      q: 4 per grid entry; table 1 3 5 7 9 11 13 15
-//   index: qs, and above it a bit of qh; signs: a bit per weight; sc: a nibble per 32 weights
+//   index: a byte of qs, above it a bit of qh; signs: a bit per weight; sc: 4 bits per 32 weights
 typedef struct { uint8_t d[2], qs[64], qh[8], signs[32], scales[4]; } block_iq3_s;
 QUANT_SCALED(iq3_s) {
     uint32_t w[32] = {0}, sign[8] = {0};
@@ -1301,8 +1301,8 @@ QUANT_SCALED(iq3_s) {
 // IQ1_S ----------------------------------------------------------- 1.5625 bits per weight
 // 256 weights in 50 bytes:  d f16 | qs[32] | qh[16]
 //   w = d*(2sc+1)/8 * (8(q - 1) + s)      q in 0..2: 8 per grid entry; s = 1 or -1
-//   index: qs, and above it 3 bits of qh, a 16-bit word per 32 weights: 4 x 3 bits, sc 3 bits, the
-//   top bit: s is -1
+//   index: a byte of qs, and above it 3 bits of qh, which has 16 bits per 32 weights, lowest first:
+//   4 x 3 bits of indices, 3 bits sc, and a bit that says: s is -1
 typedef struct { uint8_t d[2], qs[32], qh[16]; } block_iq1_s;
 QUANT_SCALED(iq1_s) {
     uint32_t w[16] = {0}, minus[8] = {0};
@@ -1322,15 +1322,15 @@ QUANT_SCALED(iq1_s) {
 // IQ1_M ----------------------------------------------------------- 1.75 bits per weight
 // 256 weights in 56 bytes:  qs[32] | qh[16] | scales[8]
 //   w = d*(2sc+1)/8 * (8(q - 1) + s)      as IQ1_S, but sc per 16 and s per 8 weights
-//   index: qs, and above it 3 bits of a nibble of qh, whose top bit says: s is -1
-//   scales: 4 16-bit words: 4 x 3 bits sc, and 4 bits of d, an f16, lowest first
+//   index: a byte of qs, and above it 3 bits of a nibble of qh, whose top bit says: s is -1
+//   scales: four times 16 bits: 4 x 3 bits sc, then 4 bits of d, which is an f16, lowest first
 typedef struct { uint8_t qs[32], qh[16], scales[8]; } block_iq1_m;
 QUANT_SCALED(iq1_m) {
     uint32_t w[16] = {0}, minus[8] = {0};
     QUANT_UNROLL for (int i = 0; i < n; i++) {
         uint32_t h = quant_u16(b->qh + 2 * (g + i));
         quant_entries(w + 2 * i, quant_grid_iq1, 4, b->qs + 4 * (g + i), h, 4, 1792);
-        minus[i] = (uint32_t)quant_spread(h >> 3 & 0x1111, 4) * 255;   // a bit: a byte of ones
+        minus[i] = (uint32_t)quant_spread(h >> 3 & 0x1111, 4) * 255;   // a byte of ones for a bit
     }
     quant_unpack(q, w, 2, 0, n);
     quant_unpack(q, minus, 1, 2, n);
@@ -1343,12 +1343,12 @@ QUANT_SCALED(iq1_m) {
 }
 
 // ---- 10. table, and public functions ----
-// In order to add a format: its row here, which also makes it known to everything below.
+// To add a format, add its row here: that makes it known to everything below.
 // X(id, name, weights_per_block, bytes_per_block, per16, bias)
 //   per16   1 if the two scales of a group may differ
-//   bias    what makes all codes of the format 0 or more when it is added, as dot products of
-//           unsigned bytes want them. It is 0 just for the formats with offsets, whose codes are
-//           never negative: `bias == 0` is how one asks whether m counts
+//   bias    code + bias is never negative: dot products of unsigned bytes want that. It is 0 for
+//           exactly the formats with offsets, whose codes are never negative anyway. So
+//           `bias == 0` asks whether a format has offsets
 
 #define QUANT_TYPES(X)                                                                             \
     X(2, q4_0, 32, 18, 0, 8)          X(3, q4_1, 32, 20, 0, 0)                                     \
@@ -1374,7 +1374,7 @@ QUANT_TYPES(QUANT_X)
 #define QUANT_API static inline __attribute__((unused))
 enum { QUANT_F32 = 0, QUANT_F16 = 1, QUANT_BF16 = 30 };
 
-// float to half, to the nearest, ties to even; NaN stays NaN
+// float to the nearest half, ties to even; NaN stays NaN
 QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
     union { float f; uint32_t u; } x = {f};
     uint32_t sign = x.u >> 16 & 0x8000, u = x.u & 0x7fffffff, shift = 126 - (u >> 23);
@@ -1424,7 +1424,7 @@ QUANT_API int quant_type_from_name(const char *name) {
     return -1;
 }
 
-// eight codes, or eight halves, to floats
+// quant_weights: eight codes to floats; quant_floats: eight halves to floats
 QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
     for (int i = 0; i < 8; i++) dst[i] = d * q[i] + m;
 }
@@ -1438,11 +1438,11 @@ QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
 }
 #endif
 
-// The codes, scales and offsets of 256 weights of a block format, or of the n < 256 that end a row
-// and zeros; in the order that a decoder has with n = 8.
+// q[4][8][8], d[16] and m[16] of 256 weights of a block format, as decode_X(b, 0, 8, ..) orders
+// them; or of the last n < 256 weights of a row, followed by zeros.
 QUANT_API void quant_decode(int ggml_type, const uint8_t *p, size_t n, int8_t *q, float *d,
                             float *m) {
-    uint8_t last[272];                                              // blocks of 256 weights at most
+    uint8_t last[272];                                              // 8 blocks of Q8_0: the most
     if (n < 256) {
         __builtin_memset(last, 0, sizeof last);
         __builtin_memcpy(last, p, quant_row_bytes(ggml_type, n));
@@ -1456,7 +1456,7 @@ QUANT_API void quant_decode(int ggml_type, const uint8_t *p, size_t n, int8_t *q
     }
 }
 
-// src, at any address, to n floats; false if the type is unknown or n is not whole blocks
+// n weights at src, any address, to floats; false if the type is unknown or n is not whole blocks
 QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size_t n) {
     const uint8_t *p = (const uint8_t *)src;
     if (n == 0 && quant_name(ggml_type)) return true;

@@ -4026,7 +4026,7 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     s.m = m;
     s.pool = pool_open(1);
     at_end(close_pool, s.pool);
-    s.calls = (Arena){.base = aligned(1 << 24), .size = 1 << 24};
+    s.op_scratch = (Arena){.base = aligned(1 << 24), .size = 1 << 24};
     return s;
 }
 
