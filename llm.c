@@ -22,21 +22,21 @@
 // (one conversation), w a Layer, e an Error; in the sampler c is the candidates. Shapes stand
 // outermost first: x [n][dim] is n rows of dim floats.
 //
-// As a library: #define LLM_NO_MAIN, #include "llm.c". A program calls
+// As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
 //   bool model_open(Model *, path, Error *)
 //       maps the file. The Model is read-only from then on: sessions may share it
 //   bool session_open(Session *, const Model *, Options, Error *)
 //       a Session owns its threads, KV cache and scratch
-//   void model_close(Model *), session_close(Session *)
-//       accept a zeroed or half-opened struct, too
+//   void session_close(Session *), model_close(Model *)
+//       in this order, also after a failed open; a zeroed struct is fine
 //   const float *session_eval(Session *, ids, n, Error *)
 //       returns the logits, a score for each id that may come next, valid until the next call;
 //       NULL: an error. ids is the whole text so far; what the cache holds of it is not run again
 //   int32_t session_sample(Session *, logits)
 //       draws the next id, as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, OnToken, Error *)
-//   tokenize, detokenize, template_render: see Part IV
+//   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
 // Only Part VI calls exit or prints; but session_open says on stderr if a GPU cannot be used, and
 // shows its loading on a terminal.
@@ -73,7 +73,8 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
     vsnprintf(e->text, sizeof e->text, format, args);
     va_end(args);
     for (uint8_t *c = (uint8_t *)e->text; *c; c++)   // names come from the file: one printable line
-        if (*c < ' ' || *c == 127 || (*c == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0)) *c = '?';
+        if (*c < ' ' || *c == 127) *c = '?';
+        else if (*c == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0) c[0] = c[1] = '?';
     return false;
 }
 
@@ -83,10 +84,9 @@ static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 typedef struct { uint8_t *base; size_t size; } Map;   // memory, in bytes
 
-// An arena hands out pieces of one block of memory. The same function plans the buffers twice: once
-// without a block (base NULL), when the arena only counts, and once to place them. Setting `used`
-// back lets buffers that never live together share bytes; `peak` is the most that was in use. What
-// is counted, in bytes, may be more than an address of 32 bits reaches.
+// An arena hands out pieces of one block of memory. A plan function runs twice: without a block
+// (base NULL), when the arena only counts, and to place the buffers. Setting `used` back lets buffers
+// that never live together share bytes; `peak` is the most in use. 64 bits: it may not fit addresses.
 typedef struct { char *base; uint64_t size, used, peak; } Arena;
 
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {   // 64-byte aligned
@@ -116,10 +116,10 @@ typedef struct {
     char name[32];             // of the architecture
     int n_layer;               // layers that run
     int n_ctx;                 // tokens of the longest text in training
-    int n_vocab;               // rows of the output matrix
+    int n_vocab;               // ids that have a logit
     int dim;                   // width of the residual stream
     int norm;                  // NORM_RMS, NORM_LAYER or NORM_BARE
-    float eps;                 // what a norm adds to the mean square
+    float eps;                 // added under a norm's root
     int act;                   // ACT_SILU, ...
     float embd_scale;          // factor of the embeddings
     float residual_scale;      // factor of what a block adds to the stream
@@ -130,32 +130,32 @@ typedef struct {
     // attention
     int n_head;                // query heads of layer 0
     int hd, vd;                // width of a head's query and key; of its value
-    int window;                // of layers that have one
+    int window;                // tokens that a query sees in layers that have one, itself included
     bool qk_norm_late;         // queries and keys are normed after RoPE, not before it
     bool values_normed;        // values are normed, too, without weights
     float attn_scale;          // factor of the scores, mostly 1/sqrt(hd)
     float attn_cap;            // soft cap of the scores; 0: none
     float clamp_qkv;           // q, k and v are clamped to -clamp_qkv .. clamp_qkv; 0: not at all
     float alibi;               // max_bias of ALiBi, see alibi_slopes; 0: no ALiBi
-    float temp_scale;          // factor of queries far out, see sharpen; 0: none
-    int temp_length;           // the factor grows every so many tokens
+    float sharpen_scale;       // of the factor of queries far out, see sharpen; 0: none
+    int sharpen_length;        // tokens after which the factor grows
     // RoPE
     int rope;                  // ROPE_NONE, ROPE_PAIRS or ROPE_HALVES
-    int n_rot, n_rot_local;    // how many values of a head are rotated; in windowed layers
+    int n_rot, n_rot_local;    // values of a head that are rotated; in windowed layers
     int section[4];            // pairs turned by an image's time, height and width; by nothing
     bool sections_mixed;       // the sections take turns
     float rope_base, rope_base_local;   // of the frequencies; in windowed layers
     bool local_unscaled;       // windowed layers ignore the scaling that follows
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor;         // frequencies are divided by it
-    float rope_attn;           // factor of cosines and sines
+    float rope_mag;            // factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only
-    float yarn_fast, yarn_slow;   // turns in n_ctx_orig tokens: between them it blends
+    float yarn_fast, yarn_slow;   // turns in n_ctx_orig tokens between which it blends
     float yarn_log;            // how much of its factor of cosines and sines is taken back, 0 to 1
     // experts (Part III)
     int n_expert;              // in a layer
     int n_used;                // that a token uses at most
-    int n_group, n_group_used; // experts stand in n_group groups, of which so many are used
+    int n_group, n_group_used; // experts stand in n_group groups, n_group_used of them are used
     int gating;                // how the router's logits become weights: 1 softmax, 2 sigmoid
     int gates_normed;          // the weights of the chosen experts are divided by their sum
     float gates_scale;         // factor of their weights
@@ -172,7 +172,7 @@ typedef struct {
     bool verified;             // its logits are checked against llama.cpp's
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
     int n_layer_mtp;           // layers after the others that predict further tokens: not run
-    int n_shared;              // the last so many layers read the caches of earlier ones
+    int n_shared;              // the last n_shared layers read the caches of earlier ones
     int side_by_side;          // of all layers
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm, as the file says it
@@ -182,25 +182,25 @@ typedef struct {
     float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
 } Config;                      // (yes or no is an int where a table of keys fills it)
 
-// A view of a weight matrix in the file: a tensor, or the rows of one that hold q, an expert, ...
+// A view of a weight matrix: a tensor, or the rows of one that hold q, an expert, ...
 typedef struct {
     const uint8_t *data;       // [rows] rows of cols weights; NULL: there is none
     int type;                  // ggml's number of the format
     int64_t rows, cols;
-    const float *bias;         // [rows], of all experts, or NULL
-    const float *scale;        // factor of the product, one per expert, or NULL
+    const float *bias;         // [rows], or [experts][rows], or NULL
+    const float *scale;        // [1] factor of the product, or [experts], or NULL
     size_t step;               // bytes from one expert's matrix to the next
     int x_step, out_step;      // floats from a token's input (output) to the next; 0: cols (rows)
 } Matrix;
 
-// Weights and biases [n] of a norm, or NULL. Values are normed in groups of `group`; 0: a row is
-// one group. Where n is a group's size, all groups share the weights.
+// Weights and biases [n] of a norm, or NULL; they repeat along the row. Values are normed in groups
+// of `group`; 0: a row is one group.
 typedef struct { const float *w, *b; int n, group; } Norm;
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd, n_rot;         // as in Config
-    int window;                // a token sees so many before it, with itself; 0: the session's
+    int window;                // as in Config; 0: the session's
     int rotated;               // queries and keys have RoPE
     int source;                // the layer whose cache it reads, mostly itself
     int pattern;               // how a file says which layers have a window
@@ -212,7 +212,7 @@ typedef struct {
     Norm attn_norm_2;          // one more after attention (JinaBERT)
     const float *out_scale;    // [1] factor of the stream after the layer, or NULL
     Matrix q, k, v, o;         // q has 2 x hd rows a head where attention is gated
-    Norm q_norm, k_norm;       // of each head [hd], of all at once, or each its own [heads][hd]
+    Norm q_norm, k_norm;       // [hd] for all heads, [heads][hd], or one norm over all heads
     const float *sinks;        // [n_head] a score beside those of the keys, or NULL
     // FFN; experts: gate, up and down hold those of all, a step apart
     Matrix gate, up, down;
@@ -233,7 +233,7 @@ typedef struct {
     struct Gguf *gguf;         // the file
     Config config;
     Layer *layers;             // [n_layer]
-    Matrix embd, output;       // [n_vocab][dim]
+    Matrix embd, output;       // [ids][dim], [n_vocab][dim]; they may be one
     Matrix pos_embd;           // [n_ctx][dim] learned positions, or none
     Matrix type_embd;          // its first row is added to each embedding (BERT), or none
     Norm embd_norm, out_norm;  // of the embeddings; before the output
@@ -248,10 +248,10 @@ typedef struct {
 
 // ---- 3. the types of a session ----
 
-typedef struct {
+typedef struct {               // no defaults: all 0 is greedy
     float temp;                // temperature; 0: greedy
     int top_k;                 // 0: off
-    float top_p;               // 1: off
+    float top_p;               // 1: off; 0: the best alone
     float min_p;               // 0: off
     float repeat_penalty;      // 1: off
     int repeat_last_n;         // tokens that the penalty sees, the prompt's too; 0: none, -1: all
@@ -259,12 +259,12 @@ typedef struct {
 } Sampling;
 
 typedef struct {               // 0: the default
-    int window;                // tokens that a query sees back (n_ctx, 4096 at most)
+    int window;                // tokens that a query sees, itself included (n_ctx, 4096 at most)
     int keep;                  // the first so many tokens are always seen (0)
     int chunk, threads;        // tokens of the prompt run at once (512); CPU threads (all)
     bool cpu;                  // no GPU
     bool gpu_block, gpu_int8;  // on a GPU: a layer in one dispatch, int8 prefill
-    Sampling sampling;         // has no defaults; all 0 is greedy
+    Sampling sampling;
 } Options;
 
 // What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
@@ -274,7 +274,7 @@ typedef struct {
                                // latent attention has v == k: a value is the start of its key
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
-    int window, keep;          // a query sees `window` tokens back, and the first `keep` tokens
+    int window, keep;          // a query sees `window` tokens, and the first `keep` ones
     float *conv, *state;       // [conv-1][channels]; delta_state_size floats
 } Cache;
 
@@ -291,7 +291,7 @@ typedef struct Session {
     Cache *cache;              // [n_layer]
     float *recurrent;          // [n_recurrent] conv and state of all layers
     float *saved;              // [n_recurrent] a copy of it at position saved_pos; -1: none
-    size_t n_recurrent;
+    size_t n_recurrent;        // floats
     int saved_pos;
     Tokens history;            // the tokens in the caches; there is room for one more
     uint64_t rng;
@@ -300,10 +300,9 @@ typedef struct Session {
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;                 // for on_chunk
     void *gpu;                 // the GPU's own
-    // what forward is working on
-    const int32_t *ids;        // [n] tokens of this chunk
+    const int32_t *ids;        // [n] tokens of the chunk that forward works on
     int n, pos, l;             // how many, position of the first, layer
-    // forward's buffers; n: at most a chunk
+    // forward's buffers; n: at most a chunk; rows: the larger of n and n_used
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that a block reads
     float *out;                // [n][dim] the result of a block
@@ -313,12 +312,12 @@ typedef struct Session {
     float rope_mag[2];         // a factor of the cosines and sines
     float *slopes;             // [n_head] of ALiBi
     float *q, *k, *v, *att;    // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z;            // of recurrent mixers, gated and latent attention (Part III)
+    float *mix, *z;            // [n + conv][..], [n][..] of the blocks of Part III
     float *beta_alpha;         // [n][2 * n_value] of the delta rule
     float *decay, *write_gate; // [n][n_value] how much a state forgets, and takes in
     float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
     float *route;              // [n][n_expert] the router's logits
-    float *gathered, *expert_out;       // [rows][dim] what the experts read; their results
+    float *gathered, *expert_out;       // [rows][dim or latent] what experts read; their results
     float *latent, *latent_sum;         // [n][latent_down.rows] input and result of latent experts
     float *expert_in, *expert_sum;      // which buffers the experts read and add to
     int32_t *chosen;           // [n][n_used] experts
@@ -335,7 +334,7 @@ typedef struct Session {
 // the two large operations compute; Part V computes the same fast.
 
 // Threads. parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and
-// waits for all. A task gets ctx and `of`, and may use the buffers of its thread.
+// waits for all. A task gets ctx and of from the caller, and may use the buffers of its thread.
 typedef struct { void *ctx; const void *of; int i, thread; } Task;
 typedef void TaskFn(Task t);
 
@@ -396,8 +395,9 @@ static inline int attention_sees(const Attention *a, int query, int key) {
     return (key >= 0) & (key - query <= a->ahead) & near;
 }
 
-// out = softmax(scale * q . k + mask) v for each query and head, over the rows of the ring. Groups
-// of heads share keys and values (GQA). A sink is one more score in the softmax, without a value.
+// out = softmax(cap(scale * q . k) - slope * distance) v over the keys that a query sees, for each
+// query and head. Groups of heads share keys and values (GQA). A sink is one more score in the
+// softmax, without a value.
 static __attribute__((unused)) void plain_attention(const Attention *a, float *score) {   // [rows]
     for (int i = 0; i < a->n * a->n_head; i++) {
         int pos = a->pos + i / a->n_head, h = i % a->n_head;
@@ -431,7 +431,7 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 
 static void attention(Pool *p, Arena *a, const Attention *x);   // scratch: as matmul
 static void narrow(const float *x, int n, uint16_t *to);        // floats to f16
-static inline float exp_fast(float x);   // e^x to 1e-7; 0 below -87.7, infinite above 88.4
+static inline float exp_fast(float x);   // e^x, relative error 1e-7, as vector code in loops
 
 // A step for token i of a chunk, or for part i of all its work; arg is what else it works on.
 typedef void RowFn(Session *s, const void *arg, size_t i);
@@ -440,10 +440,11 @@ typedef void RowFn(Session *s, const void *arg, size_t i);
 static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
-static RowFn split_gate_row, gate_row;                // of gated attention
+static void split_gate_row(Session *s, const void *layer, size_t i);   // of gated attention
+static void gate_row(Session *s, const void *layer, size_t i);
 static void sharpen(const Config *c, float *q, size_t n, int pos);   // attention far out
-static void layer_inputs(Session *s);                 // makes what each layer gets of its own
-static const Norm *layer_input(Session *s, const Norm *post);   // ends a block, runs one with it
+static void make_layer_inputs(Session *s);            // what each layer gets of its own
+static const Norm *layer_input_block(Session *s, const Norm *post);   // adds it, as a third block
 static uint64_t delta_state_size(const Config *c);    // floats of a recurrent layer's state
 
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
@@ -510,13 +511,12 @@ QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, in
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
         float g = x[i], u = gate ? up[i] : 1, y;
-        if (act == ACT_SWIGLU_OAI) {   // gpt-oss: g * sigmoid(1.702 g) * (u + 1), both clamped
+        if (act == ACT_SWIGLU_OAI) {   // gpt-oss: g at most 7, 1 + u with u within -7 .. 7
             g = g < 7 ? g : 7;
             u = 1 + (u < -7 ? -7 : u > 7 ? 7 : u);
         }
-        // SiLU is g * sigmoid(g), GELU g * sigmoid(2 k (g + 0.044715 g^3)) with k = sqrt(2 / pi)
-        float z = act == ACT_SILU ? g : 1.702f * g;
-        if (act == ACT_GELU) z = 1.595769122f * (g + 0.044715f * g * g * g);
+        float z = act == ACT_SWIGLU_OAI ? 1.702f * g : g;   // y = g * sigmoid(z)
+        if (act == ACT_GELU) z = 1.595769122f * (g + 0.044715f * g * g * g);   // 2 sqrt(2 / pi)
         y = act == ACT_RELU2 ? (g > 0 ? g * g : 0) : g / (1 + exp_fast(-z));
         out[i] = y * u;
     }
@@ -531,6 +531,11 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
 
 static void add_scaled(float *x, const float *y, int n, float scale) {   // x += scale * y
     for (int i = 0; i < n; i++) x[i] += y[i] * scale;
+}
+
+static void scale(float *x, size_t n, float by) {
+    if (by != 1)
+        for (size_t i = 0; i < n; i++) x[i] *= by;
 }
 
 static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0: not at all
@@ -549,8 +554,8 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 //   logits = output * norm(x)           [n_vocab]
 //
 // A block, attention or FFN, reads s->normed and leaves in s->out what is added to the stream. The
-// norm before it runs at the end of the block before it (see Between). Besides products and
-// attention all steps go row by row, a task for each token.
+// norm before it runs at the end of the block before it (see Between). All steps but products and
+// attention go row by row, a task for each token.
 
 typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
 static void run_row(Task t) {
@@ -568,15 +573,13 @@ static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
-// x = the token's row of the embedding matrix, scaled; plus, where the model has them, the row of
-// its position and that of token type 0; normed, where the model has a norm for it
+// x = the token's embedding, scaled, plus those of its position and of token type 0 if there are any
 static void embed_row(Session *s, const void *arg, size_t i) {
     const Model *m = arg;
     const Config *c = &m->config;
     float *x = s->x + i * c->dim, *more = s->normed + i * c->dim;
     matrix_row(&m->embd, s->ids[i], x);
-    if (c->embd_scale != 1)
-        for (int j = 0; j < c->dim; j++) x[j] *= c->embd_scale;
+    scale(x, c->dim, c->embd_scale);
     if (m->pos_embd.data) {
         matrix_row(&m->pos_embd, s->pos + i, more);
         add_scaled(x, more, c->dim, 1);
@@ -619,7 +622,6 @@ typedef struct {
     const Norm *norm;          // makes the next block's input; NULL: s->normed stays as it is
     bool norm_first;           // of the stream before the sum: both blocks read the same stream
 } Between;
-static const Norm NO_NORM = {0};
 
 static void between_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
@@ -628,8 +630,7 @@ static void between_row(Session *s, const void *arg, size_t i) {
     if (b->norm && b->norm_first) norm_row(s, b->norm, i);
     if (b->post->w && !c->encoder) norm(out, out, c->dim, b->post, c->norm, c->eps);
     add_scaled(x, out, c->dim, c->residual_scale);
-    if (b->scale)
-        for (int j = 0; j < c->dim; j++) x[j] *= *b->scale;
+    if (b->scale) scale(x, c->dim, *b->scale);
     if (b->post->w && c->encoder) norm(x, x, c->dim, b->post, c->norm, c->eps);
     if (b->again && b->again->w) {
         add_scaled(x, s->normed + i * c->dim, c->dim, 1);
@@ -738,18 +739,19 @@ static void ffn(Session *s, const Ffn *f, float *out) {
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
+    assert(n > 0 && n <= s->o.chunk);
     s->ids = ids;
     s->n = n;
     s->pos = pos;
     each_row(s, embed_row, s->m, n);
-    if (c->per_layer) layer_inputs(s);
+    if (c->per_layer) make_layer_inputs(s);
     each_row(s, angles_row, c, n);
     each_row(s, norm_row, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
         bool attends = w->n_kv > 0, has_ffn = w->up.data, last = s->l + 1 == c->n_layer;
         const Norm *ffn_norm = w->side_by_side && !w->ffn_norm.w ? NULL : &w->ffn_norm;
-        Between mixers = {.post = &NO_NORM};   // attention and recurrent read the same input
+        Between mixers = {.post = &(Norm){0}};   // x += out; both read the same input
         Between blocks = {.post = &w->attn_post_norm, .again = &w->attn_norm_2, .norm = ffn_norm,
                           .norm_first = w->side_by_side};
         Between layers = {.post = &w->ffn_post_norm, .scale = w->out_scale,
@@ -765,7 +767,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         // each token by itself: the FFN
         if (w->router.data) experts(s);
         else if (has_ffn) ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
-        if (w->input_gate.data) layers.post = layer_input(s, layers.post);   // a third block
+        if (w->input_gate.data) layers.post = layer_input_block(s, layers.post);
         each_row(s, between_row, &layers, n);
     }
 }
@@ -779,11 +781,11 @@ static void soft_cap(float *x, size_t n, float cap) {   // tanh(y) = 1 - 2 / (e^
 static void output_logits(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     size_t count = (size_t)n * c->n_vocab;
+    assert(n <= LOGIT_ROWS);
     Matmul out = {&s->m->output, s->normed + (size_t)first * c->dim, s->logits, n};
     for (int i = 0; i < n; i++) norm_row(s, &s->m->out_norm, first + i);
     matmul(s->pool, &s->op_scratch, &out, 1);
-    if (c->logit_scale != 1)
-        for (size_t i = 0; i < count; i++) s->logits[i] *= c->logit_scale;
+    scale(s->logits, count, c->logit_scale);
     if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);
 }
 
@@ -851,7 +853,7 @@ static float rope_frequencies(const Model *m, bool local, int window, double *fr
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    return (unscaled ? 1 : c->rope_attn) * (1 + longer) / (1 + c->yarn_log * longer);
+    return (unscaled ? 1 : c->rope_mag) * (1 + longer) / (1 + c->yarn_log * longer);
 }
 
 // ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
@@ -915,7 +917,7 @@ static void plan_scratch(Session *s, Arena *a) {
     uint64_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
     uint64_t op_scratch = count_op_scratch(s);
     struct { uint64_t q, k, v, att, mix, z, ff, latent; } most = {0};   // floats of a token
-    int turns[] = {c->n_rot, c->n_rot_local};
+    int n_rot[] = {c->n_rot, c->n_rot_local};
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         size_t heads = (size_t)w->n_head * w->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
@@ -936,8 +938,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->normed = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
     s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
-    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * turns[i], f);
-    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, turns[i] / 2, sizeof(double));
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
     uint64_t mark = a->used;
     s->q = arena_take(a, n * most.q, f);
@@ -1016,9 +1018,9 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!s->o.threads) s->o.threads = count_cpus();
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
-    double rows = (double)s->o.window + s->o.chunk + s->o.keep;
-    if (rows > INT32_MAX / 2)
-        return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are too large",
+    double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // positions and rows are ints
+    if (rows > INT32_MAX / 2 || o.window < 0 || o.chunk < 0 || o.keep < 0)
+        return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, s->o.chunk, s->o.keep);
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
@@ -1100,13 +1102,12 @@ static void save_states(Session *s, int p) {
     s->saved_pos = p;
 }
 
-// Makes rows first .. count-1 of the chunk at position p, LOGIT_ROWS at a time, and gives them to
-// r->fn; made: the GPU has already made the first ones.
-static bool give_rows(Session *s, const Request *r, int p, int first, int count, bool made,
-                      Error *e) {
+// Makes the rows of the chunk from row first on, LOGIT_ROWS at a time, and gives them to r->fn;
+// made: the GPU has already made the first ones.
+static bool give_rows(Session *s, const Request *r, int first, bool made, Error *e) {
     size_t width = r->hidden ? s->m->config.dim : s->m->config.n_vocab;
-    for (int i = first; i < count; i += LOGIT_ROWS, made = false) {
-        int rows = count - i < LOGIT_ROWS ? count - i : LOGIT_ROWS;
+    for (int i = first; i < s->n; i += LOGIT_ROWS, made = false) {
+        int rows = s->n - i < LOGIT_ROWS ? s->n - i : LOGIT_ROWS;
         for (int k = 0; r->hidden && k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
         if (!r->hidden && !made && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         const float *row = r->hidden ? s->normed + i * width : s->logits;
@@ -1115,8 +1116,8 @@ static bool give_rows(Session *s, const Request *r, int p, int first, int count,
             while (nan < width && isnan(row[nan])) nan++;
             if (nan == width)   // nothing can be chosen or pooled
                 return fail(e, "at token %d the model yields nothing but NaN: its weights may be "
-                               "damaged", p + i + k);
-            if (r->fn && !r->fn(r->ctx, p + i + k, row)) return fail(e, "stopped");
+                               "damaged", s->pos + i + k);
+            if (r->fn && !r->fn(r->ctx, s->pos + i + k, row)) return fail(e, "interrupted");
         }
     }
     return true;
@@ -1136,12 +1137,14 @@ static bool session_run(Session *s, Request r, Error *e) {
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
         int first = r.from > p ? r.from - p : 0;   // the first row that r.fn is to get
         if (first > count) first = count;
+        s->n = count;
+        s->pos = p;
         bool gpu = gpu_forward(s, r.ids + p, count, p, r.hidden ? count : first);
         if (!gpu) forward(s, r.ids + p, count, p);
         if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)count * s->m->config.dim * sizeof *s->x);
         memmove(s->history.id + p, r.ids + p, count * sizeof *r.ids);
         s->history.n = p + count;
-        if (!give_rows(s, &r, p, first, count, gpu, e)) return false;
+        if (!give_rows(s, &r, first, gpu, e)) return false;
     }
     return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
 }
@@ -1185,7 +1188,7 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
 
 static void sample_begin(Candidate *c, const float *logits, size_t n) {   // NaN never wins
     for (size_t i = 0; i < n; i++)
-        c[i] = (Candidate){logits[i] == logits[i] ? logits[i] : -FLT_MAX, i};
+        c[i] = (Candidate){isnan(logits[i]) ? -INFINITY : logits[i], i};
 }
 
 // Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
@@ -1219,7 +1222,7 @@ static float best_logit(const Candidate *c, size_t n) {
     return top;
 }
 
-// Softmax without its division: a candidate's weight is exp(logit - best), its share weight / total.
+// Softmax without its division: a weight is exp(logit - best), a candidate's share weight / total.
 // Adds up weights until they are enough; returns how many that takes.
 static size_t sum_until(const Candidate *c, size_t n, double enough, double *sum) {
     float top = best_logit(c, n);
@@ -1247,7 +1250,7 @@ static size_t sample_top_p(Candidate *c, size_t n, float p) {
 // drops what is less likely than p times the best: exp(logit - best) < p
 static size_t sample_min_p(Candidate *c, size_t n, float p) {
     if (p <= 0) return n;
-    float least = best_logit(c, n) + logf(p);
+    float least = best_logit(c, n) + logf(fminf(p, 1));
     size_t kept = 0;
     for (size_t i = 0; i < n; i++)
         if (c[i].logit >= least) c[kept++] = c[i];
@@ -1275,7 +1278,7 @@ static int32_t sample(const Sampling *o, Candidate *c, size_t n, const int32_t *
     n = sample_top_p(c, n, o->top_p);
     n = sample_min_p(c, n, o->min_p);
     sum_until(c, n, INFINITY, &total);
-    // the first at which the running sum passes a random share of the total
+    // the first at which the running sum reaches a random share of the total
     return c[sum_until(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
@@ -1287,7 +1290,7 @@ int32_t session_sample(Session *s, const float *logits) {
     if (n < 0 || n > (int)s->history.n) n = s->history.n;
     sample_begin(c, logits, n_vocab);
     for (size_t i = 0; i < never->n; i++)
-        if (never->id[i] >= 0 && never->id[i] < n_vocab) c[never->id[i]].logit = -FLT_MAX;
+        if (never->id[i] >= 0 && never->id[i] < n_vocab) c[never->id[i]].logit = -INFINITY;
     return sample(o, c, n_vocab, s->history.id + s->history.n - n, n, &s->rng);
 }
 
@@ -1309,7 +1312,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
         if (token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id)) break;
         ids = s->history.id;
         s->history.id[n++] = id;   // session_run left room for one
-    } while (++made != n_predict);
+    } while (n_predict < 0 || ++made < n_predict);
     return true;
 }
 
@@ -1810,9 +1813,9 @@ static const Key KEYS[] = {
     REAL("attention.value_scale", value_scale, "mimo2"),
     LAYER("attention.rope_pattern", rotated, 0, 1, "granite_swa"),
     REAL("attention.clamp_kqv", clamp_qkv, "olmo dbrx"),
-    REAL("attention.temperature_scale", temp_scale, "mistral3 deepseek2 mistral4"),
-    REAL("rope.scaling_beta", temp_scale, "mistral3 deepseek2 mistral4"),   // so says Ollama
-    INT("attention.temperature_length", temp_length, 0, INT_MAX, "deepseek2 mistral4"),
+    REAL("attention.temperature_scale", sharpen_scale, "mistral3 deepseek2 mistral4"),
+    REAL("rope.scaling_beta", sharpen_scale, "mistral3 deepseek2 mistral4"),   // so says Ollama
+    INT("attention.temperature_length", sharpen_length, 0, INT_MAX, "deepseek2 mistral4"),
     INT("use_parallel_residual", side_by_side, 0, 1, "gptneox*"),
     INT("rope.dimension_count", n_rot, -1, 4096, NULL),               // -1: all of a head
     INT("rope.dimension_sections", rope_sections, 0, INT_MAX, "glm4"),
@@ -1824,7 +1827,7 @@ static const Key KEYS[] = {
     REAL("rope.local.freq_base", rope_base_local, "gemma3 gemma4"),
     REAL("rope.scale_linear", rope_factor, NULL),
     REAL("rope.scaling.factor", rope_factor, NULL),
-    REAL("rope.scaling.attn_factor", rope_attn, NULL),
+    REAL("rope.scaling.attn_factor", rope_mag, NULL),
     REAL("rope.scaling.alpha", rope_alpha, "hunyuan-dense hunyuan_vl"),
     INT("rope.scaling.finetuned", rope_tuned, 0, 1, NULL),
     INT("rope.scaling.original_context_length", n_ctx_orig, 0, INT_MAX, NULL),
@@ -1877,8 +1880,8 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"position_embd.weight", "bert gpt2 starcoder"}, {"ssm_conv1d.bias", "mamba2"},
     {"ssm_norm.weight", "mamba2 granitehybrid nemotron_h nemotron_h_moe"},
     {"output.weight", "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox "
-     "internlm2 mellum mimo2 minimax-m2 nemotron olmo2 olmoe orion phi2 plamo plm qwen2moe stablelm "
-     "xverse"},
+     "internlm2 mellum mimo2 minimax-m2 nemotron olmo2 olmoe orion phi2 plamo plm qwen2moe "
+     "stablelm xverse"},
 };
 
 // ---- 12. loading ----
@@ -2330,7 +2333,7 @@ static void derive_config(Loader *ld) {
         c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     derive_latent(c, flags & YARN_SCORES);
-    if (!c->temp_length) c->temp_length = c->n_ctx_orig;
+    if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
     if (!c->hd_local) c->hd_local = c->hd;
     if (!c->vd_local) c->vd_local = c->vd;
     if (!c->n_rot_local) c->n_rot_local = c->hd_local < c->hd ? c->hd_local : c->n_rot;
@@ -2348,7 +2351,7 @@ static void load_config(Loader *ld) {
     else c->eps = -1;                                  // have it
     c->rope_base = 10000;
     c->rope_factor = 1;
-    c->rope_attn = 1;
+    c->rope_mag = 1;
     c->rope_tuned = 1;
     c->yarn_fast = 32;
     c->yarn_slow = 1;
@@ -2441,13 +2444,13 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 
 // ---- 13. gated attention, attention far out ----
 //
-// Ministral 3 sharpens attention far out: q [n] *= 1 + temp_scale * ln(floor(pos / temp_length) + 1)
+// Ministral 3 sharpens attention far out:
+//
+//   q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) + 1)
 
 static void sharpen(const Config *c, float *q, size_t n, int pos) {
-    if (c->temp_scale == 0) return;
-    float by = c->temp_scale * logf(floorf(pos / (float)c->temp_length) + 1) + 1;
-    if (by != 1)
-        for (size_t j = 0; j < n; j++) q[j] *= by;
+    if (c->sharpen_scale == 0) return;
+    scale(q, n, c->sharpen_scale * logf(floorf(pos / (float)c->sharpen_length) + 1) + 1);
 }
 
 // A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
@@ -2659,7 +2662,7 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// Compiler vectors of LANES floats, as wide as the CPU's registers; the part about speed adds to them.
+// Compiler vectors of LANES floats, as wide as the CPU's registers; Part V adds to them.
 #define INLINE QUANT_INLINE
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
@@ -2954,7 +2957,7 @@ static void derive_latent(Config *c, bool yarn_scores) {
     if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
     if (!yarn_scores) return;
     float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
-    c->attn_scale *= powf(c->rope_attn * (1 + cosines) * (1 + c->yarn_log * far), 2);
+    c->attn_scale *= powf(c->rope_mag * (1 + cosines) * (1 + c->yarn_log * far), 2);
     if (cosines == 0) c->yarn_log = 1;   // rope_frequencies then leaves the cosines' size at 1
 }
 
@@ -3097,7 +3100,7 @@ static void layer_inputs_row(Session *s, const void *arg, size_t i) {   // e of 
     }
 }
 
-static void layer_inputs(Session *s) {
+static void make_layer_inputs(Session *s) {
     product(s, &s->m->layer_proj, s->x, s->inputs);
     each_row(s, layer_inputs_row, &s->m->layer_embd, s->n);
 }
@@ -3109,8 +3112,8 @@ static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Ga
     activate(gate, gate, s->inputs + (i * c->n_layer + s->l) * p, p, c->act);
 }
 
-// ends the block before, whose norm is `post`; returns that of this one
-static const Norm *layer_input(Session *s, const Norm *post) {
+// Ends the block before, whose norm is `post`; runs one more, and returns its norm.
+static const Norm *layer_input_block(Session *s, const Norm *post) {
     const Layer *w = &s->m->layers[s->l];
     each_row(s, between_row, &(Between){.post = post}, s->n);
     product(s, &w->input_gate, s->x, s->gate);

@@ -891,7 +891,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
         slices, qn->n > w->hd ? w->hd : 0, kn->n > w->hd ? w->hd : 0, c->eps,
-        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->temp_length};
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
     float *q = is_gated(w) ? s->mix : s->q;
     Dispatch d = {
         .bound = {s->v, s->angles[w->window > 0], qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k,
@@ -941,7 +941,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     const Cache *kv = &s->cache[s->l];
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
                                .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
-                               .temp = c->temp_scale, .n_ctx = c->temp_length};
+                               .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,

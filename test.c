@@ -1177,7 +1177,7 @@ static void test_gguf_whole(void) {
         {"mistral3", "", "rope.scaling.beta_fast", offsetof(Config, yarn_fast)},
         {"mistral3", "", "rope.scaling.beta_slow", offsetof(Config, yarn_slow)},
         {"mistral3", "", "rope.scaling.mscale_all_dim", offsetof(Config, yarn_log)},
-        {"mistral3", "", "rope.scaling_beta", offsetof(Config, temp_scale)},
+        {"mistral3", "", "rope.scaling_beta", offsetof(Config, sharpen_scale)},
         {"gemma3", "tk", "rope.global.freq_base", offsetof(Config, rope_base)},
         {"gemma3", "tk", "rope.local.freq_base", offsetof(Config, rope_base_local)},
     };
@@ -3929,9 +3929,9 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
         .qk_norm_late = strchr(t->what, 'l'),
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
-        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .temp_length = 8,
+        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .sharpen_length = 8,
         .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
-        .temp_scale = strchr(t->what, 't') ? 0.7f : 0};
+        .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
                    .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
                    .k.rows = KV * hd, .v.rows = KV * vd,
@@ -4221,8 +4221,8 @@ static void kernel_latent(Gpu *g, int unused) {
     enum { H = 3, N = 2, LORA = 20, ROT = 12, HD = 30, ROWS = 9, POS = 5, P = 40 };
     for (int pairing = ROPE_PAIRS; pairing <= ROPE_HALVES; pairing++) {
         Lab x = lab(g);
-        x.m.config = (Config){.act = ACT_GELU, .eps = 1e-5f, .rope = pairing, .temp_scale = 0.7f,
-                              .temp_length = 2, .per_layer = P, .n_layer = 1};
+        x.m.config = (Config){.act = ACT_GELU, .eps = 1e-5f, .rope = pairing, .sharpen_scale = 0.7f,
+                              .sharpen_length = 2, .per_layer = P, .n_layer = 1};
         x.w = (Layer){.n_head = H, .hd = LORA + ROT, .vd = LORA, .n_rot = ROT, .q.rows = H * HD,
                       .latent_norm = lab_norm(g, LORA, LORA)};
         Cache c = {.k = lab_bytes(g, 2 * ROWS * x.w.hd), .pos = lab_bytes(g, 4 * ROWS), ROWS};
