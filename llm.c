@@ -85,8 +85,8 @@ static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 typedef struct { uint8_t *base; size_t size; } Map;   // memory, in bytes
 
 // An arena hands out pieces of one block of memory. A plan function runs twice: without a block
-// (base NULL), when the arena only counts, and to place the buffers. Setting `used` back lets buffers
-// that never live together share bytes; `peak` is the most in use. 64 bits: it may not fit addresses.
+// (base NULL), when the arena only counts, and to place the buffers. Setting `used` back lets
+// buffers that never live together share bytes; `peak` is the most in use. All sizes are in bytes.
 typedef struct { char *base; uint64_t size, used, peak; } Arena;
 
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {   // 64-byte aligned
@@ -573,7 +573,7 @@ static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
-// x = the token's embedding, scaled, plus those of its position and of token type 0 if there are any
+// x = the token's embedding, scaled, plus those of its position and of token type 0, if any
 static void embed_row(Session *s, const void *arg, size_t i) {
     const Model *m = arg;
     const Config *c = &m->config;
