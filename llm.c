@@ -4994,19 +4994,19 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 // ==== Part V: speed =============================================================================
 //
-// Nearly all time goes into the products of matmul. One token (decode) reads every weight once and
-// uses it once: it runs at the speed of memory, provided that codes turn into products fast enough.
-// A chunk (prefill) uses each weight n times: panels of weights are decoded once, stay in the cache
-// and meet all tokens of the chunk. Block formats meet activations rounded to int8 with a scale per
-// 32 (with AMX, in prefill, to bf16), so that one instruction multiplies up to 64 bytes; float
-// weights meet float activations. The number of threads never changes a sum.
+// Nearly all time goes into matrix products. One token (decode) reads every weight and uses it
+// once: memory sets the speed, if codes turn into products fast enough. A chunk (prefill) uses each
+// weight n times: panels of weights are decoded once, stay in the cache and meet all tokens of the
+// chunk. Weights of block formats meet activations that are rounded to int8, with a scale per 32
+// (in prefill with AMX: to bf16), so that one instruction multiplies up to 64 bytes. Float weights
+// meet float activations. The number of threads never changes a sum.
 
 #include <pthread.h>
 #include <stdatomic.h>
 #ifdef __APPLE__
 #include <sys/sysctl.h>
-enum { RSS_PER_MB = 1 << 20 };   // ru_maxrss counts bytes there, kilobytes elsewhere
-static int count_cpus(void) {   // performance cores
+enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes; in Linux, in kilobytes
+static int count_cpus(void) {   // the performance cores
     int n = 0;
     size_t size = sizeof n;
     return sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0) || n < 1 ? 1 : n;
@@ -5026,8 +5026,8 @@ static double now(void) {   // seconds since some moment
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-// Shows how far something is on a line of the terminal, in place of what stood there; "" wipes it.
-// It needs no escape sequence, and the line fits: pieces of one that wraps would stay.
+// Writes text over the terminal's current line; "" wipes the line. Text is cut to the terminal's
+// width, because spaces cannot wipe a line that has wrapped.
 static __attribute__((unused)) void show_progress(const char *text) {
     struct winsize size = {0};
     ioctl(STDERR_FILENO, TIOCGWINSZ, &size);
@@ -5035,13 +5035,12 @@ static __attribute__((unused)) void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// Weights come from memory once, so they are prefetched. A core's L1 keeps some 16
-// requests in flight, which at 100 ns is 10 GB/s; its L2 keeps 48. So memory is asked to fill L2
-// far ahead of the reader, and L2 to fill L1 shortly before.
+// Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
+// each; L2 has 48. So L2 fetches from memory far ahead of the reader; L1 from L2 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes, as measured on a Xeon
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
 #else
-enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // on a Zen 4: floats come 5 to 20 % faster
+enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // the fastest on a Zen 4
 #endif
 
 INLINE void prefetch_l2(const void *p, int bytes) {
@@ -5054,16 +5053,16 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
 
 // ---- 22. threads ----
 //
-// parallel shares n tasks between the caller and the pool's workers. `left` starts at n, and a
-// thread claims k tasks by subtracting k: if `left` was i > 0 before, tasks n - i, n - i + 1 and so
-// on are its own; if it was 0 or less, nothing is left to claim. It takes many while many are left,
-// as each claim of a core makes all others fetch the counter anew, in 100 ns. `running` counts the
-// tasks that are not finished. Only when it has come down to 0 does parallel return, and only then
-// can the next call overwrite fn, task and n: whoever has claimed a task finds them as they were. A
-// worker that wakes up late finds nothing to claim and touches nothing, so nobody waits for it.
-// Threads that wait spin for 200 us, because waking them takes long, and then sleep.
+// parallel shares n tasks between the caller and the pool's workers. `left` starts at n. A thread
+// claims k tasks by subtracting k: if `left` was i > 0, it runs tasks n - i, n - i + 1 .. n - i + k
+// - 1; if `left` was 0 or less, nothing is left to claim. A thread claims many tasks while many are
+// left, because after each claim all other cores fetch the counter anew, which takes 100 ns.
+// `running` counts the tasks that are not finished. parallel returns when it is 0, and only then
+// can the next call overwrite fn and task: a thread that has claimed a task reads its own call's.
+// A worker that wakes up late claims nothing and writes nothing, so nobody waits for it. A thread
+// that waits spins for 200 us before it sleeps, because waking it takes long.
 
-enum { LINE_PAIR = 128 };        // bytes; so far apart cores do not write to each other's lines
+enum { LINE_PAIR = 128 };        // bytes; what is so far apart never shares a cache line
 
 struct Pool {
     int threads;
@@ -5073,22 +5072,22 @@ struct Pool {
     TaskFn *fn;                  // the call: fn(task) with i from 0 on
     Task task;                   // its i: how many tasks there are
     char before_left[LINE_PAIR];
-    atomic_int left;             // tasks nobody has claimed; may fall below 0
+    atomic_int left;             // tasks that nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
-    atomic_int running;          // tasks not finished
+    atomic_int running;          // tasks that are not finished
     char behind[LINE_PAIR];
-    atomic_int sleeping, ids;
+    atomic_int sleeping, ids;    // threads that sleep; workers that have a number
     atomic_bool quit;
     pthread_t thread[];          // [threads - 1]
 };
 
-// AMX, at the end of this part: may we use its tile registers? They are set up before tasks and
-// released after them, as they make context switches slow.
+// AMX's tile registers: may we use them? They are set up before a thread's tasks and released after
+// them, because they slow down context switches.
 static bool amx_allow(void);
 static void amx_use(bool on);
 
-// Denormals cost 100 cycles and weigh nothing: workers, and the caller during a call, flush them to
-// zero. cpu_pause in a waiting loop leaves more of a core to its other thread, which may have work.
+// A denormal number costs 100 cycles and is nearly 0: workers, and the caller during a call, flush
+// it to 0. cpu_pause, in a loop that waits, leaves more of a core to its other thread.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
@@ -5123,9 +5122,9 @@ static void pool_work(Pool *p, int thread) {
     int left, done = 0;
     if (p->amx) amx_use(true);
     while ((left = atomic_load(&p->left)) > 0) {
-        int some = 1 + left / (4 * p->threads);
-        left = atomic_fetch_sub(&p->left, some);
-        for (int i = left; i > 0 && i > left - some; i--, done++)
+        int claim = 1 + left / (4 * p->threads);
+        left = atomic_fetch_sub(&p->left, claim);
+        for (int i = left; i > 0 && i > left - claim; i--, done++)
             p->fn((Task){p->task.ctx, p->task.of, p->task.i - i, thread});
     }
     if (p->amx) amx_use(false);
@@ -5198,8 +5197,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
 }
 
 #ifdef LLM_PLAIN
-// Products and attention as Part I defines them: with these two, and threads for the rest, the
-// engine is slow, but needs none of what follows, `cc -DLLM_PLAIN llm.c -lm`.
+// Part I's definitions of products and attention do the work: slowly, but without what follows.
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     (void)p;
     for (int j = 0; j < k; j++) {
@@ -5224,19 +5222,18 @@ static void narrow(const float *x, int n, uint16_t *to) {
 #else
 // ---- 23. vectors ----
 //
-// Arithmetic is plain C on compiler vectors as wide as the CPU's; a few words need intrinsics.
-// dot_bytes(sum, w, x) adds to each lane four products of bytes, w[0..3] * x[0..3]:
-//   VNNI    one instruction; it takes w as unsigned: to signed codes a bias is added
-//   AVX2    vpmaddubsw adds pairs of unsigned times signed bytes in 16 bits. |w| times x with the
-//           sign of w is the same product and fits: a pair is at most 2 * 128 * 127
-//   NEON    sdot, or widening products
-// Where codes are small, AVX2 takes them as unsigned too, with a bias, and adds some pairs before
-// it widens them: dot_pairs(sum, pairs, w, x, first, last), mostly 2 instructions in place of 5.
-// dot_scaled(dot, scale) scales a sum that began at ROUNDER_BITS. ROUNDER times the scale of any format
-// is exact, so that one multiply-add takes it off again and rounds once, as two steps would.
-// evens and odds give both lanes of a pair its first or its second number; pair_sums(a, b) are the
-// sums of a's pairs, then of b's. CODE_BIAS, PAIRS and INT8_TILE say which products of bytes there
-// are: with a bias, in pairs, and whether they beat floats where there are many tokens.
+// Arithmetic is plain C on compiler vectors as wide as the CPU's. These words need intrinsics:
+//   dot_bytes   adds four products of bytes, w[0..3] * x[0..3], to each lane. VNNI takes w as
+//               unsigned: CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
+//               unsigned times signed bytes in 16 bits; |w| times x with the sign of w is the same
+//               product and fits: a pair is at most 2 * 128 * 127
+//   dot_pairs   the same for small unsigned codes if PAIRS: adds some pairs before it widens them,
+//               mostly 2 instructions in place of 5
+//   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any format
+//               is exact: one multiply-add takes it off and rounds once, as two steps would
+//   evens, odds give both lanes of a pair its first or its second number
+//   pair_sums   the sums of a's pairs, then of b's
+// INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
 
 // Adding 1.5 * 2^23 to a float leaves no bits for a fraction: x + ROUNDER is x rounded to an
 // integer, and its bits are ROUNDER_BITS plus that integer.
@@ -5265,6 +5262,7 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
     return (vf)(((vi)a & more) | ((vi)b & ~more));
@@ -5310,7 +5308,7 @@ enum { CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
 INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
     __m256i more = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
     *pairs = (vi)(first ? more : _mm256_add_epi16((__m256i)*pairs, more));
-    __asm__("" : "+x"(*pairs));   // or gcc 12 would add in another order, from memory
+    __asm__("" : "+x"(*pairs));   // or gcc reorders the sums and keeps them in memory
     if (last) sum += (vi)_mm256_madd_epi16((__m256i)*pairs, _mm256_set1_epi16(1));
     return sum;
 }
@@ -5327,9 +5325,7 @@ INLINE vf evens(vf v) { return (vf)_mm256_moveldup_ps((__m256)v); }
 INLINE vf odds(vf v) { return (vf)_mm256_movehdup_ps((__m256)v); }
 #else
 INLINE vf dot_scaled(vi dot, vf scale) { return ((vf)dot - ROUNDER) * scale; }
-INLINE vf pair_sums(vf a, vf b) {
-    return (vf){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
-}
+INLINE vf pair_sums(vf a, vf b) { return (vf){a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]}; }
 INLINE vf evens(vf v) { return (vf){v[0], v[0], v[2], v[2]}; }
 INLINE vf odds(vf v) { return (vf){v[1], v[1], v[3], v[3]}; }
 #if defined(QUANT_NEON)
@@ -5381,10 +5377,10 @@ INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
 
 // ---- 24. products of one token ----
 
-// Rounds 32 floats to int8 codes q = x / d. Returns d, rounded to f16 as ggml stores it, and the
-// sums of the first 16 codes, the other 16, and all. Positive floats order like their bits, and
-// adding ROUNDER leaves the nearest integer in the low bits: compilers turn these integer loops into
-// vector code. The sums are unsigned because a NaN's bits overflow.
+// Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml; sum gets the
+// sums of the first 16 codes, of the other 16, and of all. Positive floats have the order of their
+// bits, and adding ROUNDER leaves the nearest integer in the low bits: compilers turn these integer
+// loops into vector code. lo and hi are unsigned because a NaN's bits overflow.
 static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
@@ -5404,34 +5400,46 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
-// 256 activations of one token, codes in the order that decoders give to weights: number 8 k + j
-// of group g (32 numbers) is q[k][g][j]. Of half h of group g: d[2 g + h] is the scale, s[2 g + h]
-// the scale times the sum of the 16 codes.
+// 256 activations of one token, in 8 groups of 32. q[k][g][j] is the code of number 8 k + j of
+// group g: decoders put the codes of weights in the same order. d[2 g + half] is the scale of half
+// a group, s[2 g + half] the scale times the sum of its 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-static void token_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
+static void token_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
     TokenActs *a = acts;
-    for (int64_t i = k; i < end; i += 32) {
-        TokenActs *b = a + (i - k) / 256;
+    (void)w, (void)token;
+    if (n < 256) memset(a, 0, sizeof *a);
+    for (int g = 0; g < n / 32; g++) {
         int8_t q[32];
-        int32_t g = i / 32 % 8, sum[3];
-        if (g == 0 && end - i < 256) memset(b, 0, sizeof *b);
-        float d = round_32(job->x + t * input_step(job->w) + i, q, sum);
-        UNROLL for (int j = 0; j < 4; j++) memcpy(b->q[j][g], q + 8 * j, 8);
-        for (int h = 0; h < 2; h++) {
-            b->d[2 * g + h] = d;
-            b->s[2 * g + h] = d * sum[h];
+        int32_t sum[3];
+        float d = round_32(x + 32 * g, q, sum);
+        UNROLL for (int j = 0; j < 4; j++) memcpy(a->q[j][g], q + 8 * j, 8);
+        for (int half = 0; half < 2; half++) {
+            a->d[2 * g + half] = d;
+            a->s[2 * g + half] = d * sum[half];
         }
     }
 }
 
-// decodes 256 weights: d[i] * q + m[i] in half i % 2 of group i / 2, q ordered as in TokenActs
-#define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m   // reads b once
+// decodes 256 weights d q + m, ordered as in TokenActs: q[256], d[16], m[16]; restrict lets
+// compilers read b once
+#define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
-// out[rows] = consecutive rows of weights times one token's activations: floats for float weights,
-// TokenActs[cols/256] for block formats
+// out[rows] = consecutive rows of weights times one token's activations x: floats [cols] for float
+// weights, TokenActs [cols/256] for block formats
 #define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
 typedef void MatvecFn(MATVEC_ARGS);
+
+typedef struct {
+    MatvecFn *matvec;
+    int bytes;                 // of 256 weights
+    bool block;                // not floats
+    bool per16, offsets;       // d and m of each 16 weights, not 32; m is not always 0
+    int bias;                  // makes signed codes unsigned
+    int max_pairs;             // that dot_pairs may add in 16 bits; 0: use dot_bytes
+} Format;
+
+static const Format formats[64];   // by type
 
 // Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of
 // TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in
@@ -5439,33 +5447,34 @@ typedef void MatvecFn(MATVEC_ARGS);
 // then converted and scaled once. With a scale per 16 weights (per16) this is done twice: for
 // k = 0, 1 with the scale of the group's first half, for k = 2, 3 with that of its second.
 //
-// A weight d q + m also adds m times the activations, whose sums are known: that goes to sum[1].
-// Formats without offsets m have signed codes; where products take unsigned ones, `bias` is added
-// to them, and sum[1] collects d times the activations, which block_matvec takes off `bias` times.
-INLINE void dot256(DecodeFn *decode, const uint8_t *b, bool per16, int bias, int fit,
-                   const TokenActs *x, vf sum[2]) {
+// A weight d q + m also adds m times its activation: sum[1] collects m times the known sums of
+// activations. Formats without m have signed codes. Where products take unsigned ones, `bias` is
+// added to the codes, sum[1] collects d times the sums, and block_matvec takes off bias * sum[1].
+INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const TokenActs *x,
+                   vf sum[2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
-    bool as_signed = bias && !CODE_BIAS && !fit;
-    int run = per16 || fit == 2 ? 2 : 4;
+    bool as_signed = f->bias && !CODE_BIAS && !f->max_pairs;
+    int run = f->per16 || f->max_pairs == 2 ? 2 : 4;
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
         vi dot[2] = {{0}}, pairs;
-        if (!as_signed) sum[1] += load_f32((bias ? d : m) + i) * load_f32(x->s + i);
+        if (!as_signed) sum[1] += load_f32((f->bias ? d : m) + i) * load_f32(x->s + i);
         UNROLL for (int k = 0; k < 4; k++) {
-            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(as_signed ? 0 : bias));
-            vi y = load_i32(x->q[k][i / 2]), *to = &dot[per16 ? k / 2 : 0];
-            *to = fit ? dot_pairs(*to, &pairs, w, y, k % run == 0, k % run == run - 1)
-                      : dot_bytes(*to, w, y);
+            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(as_signed ? 0 : f->bias));
+            vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
+            *to = f->max_pairs ? dot_pairs(*to, &pairs, w, y, k % run == 0, k % run == run - 1)
+                               : dot_bytes(*to, w, y);
         }
         vf first = __builtin_convertvector(dot[0], vf), other = __builtin_convertvector(dot[1], vf);
-        sum[0] += first * (per16 ? evens(scale) : scale);
-        if (per16) sum[0] += other * odds(scale);
+        sum[0] += first * (f->per16 ? evens(scale) : scale);
+        if (f->per16) sum[0] += other * odds(scale);
     }
 }
 
-// A horizontal sum costs as much as a block, so LANES rows share one.
+// Sets out[r] to the sum of sum's lanes. LANES rows share the work, which costs as much as a block:
+// `sums` keeps their vectors until it is full.
 INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out) {
     int i = r % LANES;
     sums[i] = sum;
@@ -5474,9 +5483,9 @@ INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out)
     memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
 }
 
-INLINE void block_matvec(DecodeFn *decode, int bytes, bool per16, int bias, int fit,
-                         const uint8_t *w, int64_t rows, int64_t cols, const TokenActs *x,
-                         float *out) {
+INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, int64_t rows,
+                         int64_t cols, const TokenActs *x, float *out) {
+    int bytes = f->bytes;
     vf sums[LANES] = {{0}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
@@ -5485,17 +5494,17 @@ INLINE void block_matvec(DecodeFn *decode, int bytes, bool per16, int bias, int 
         const TokenActs *a = x;
         for (; b < w + cols / 256 * bytes; b += bytes, a++) {
             prefetch_ahead(b, bytes);
-            dot256(decode, b, per16, bias, fit, a, sum);
+            dot256(decode, f, b, a, sum);
         }
         if (cols % 256) {
             prefetch_ahead(b, bytes);
-            dot256(decode, memcpy(last, b, cols % 256 * bytes / 256), per16, bias, fit, a, sum);
+            dot256(decode, f, memcpy(last, b, cols % 256 * bytes / 256), a, sum);
         }
-        put_sum(sums, sum[0] + sum[1] * (bias ? -(float)bias : 1), r, rows, out);
+        put_sum(sums, sum[0] + sum[1] * (f->bias ? -(float)f->bias : 1), r, rows, out);
     }
 }
 
-// four sums at a time: an addition takes four cycles, but one can start in each
+// four sums at a time: an addition takes four cycles, and one can start in each
 INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
                          int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
@@ -5520,20 +5529,11 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
     }
 }
 
-// How many pairs dot_pairs may add in 16 bits; 0: use dot_bytes. A pair is at most 254 times the
-// largest code: twice the bias, or, without one, what a weight's bits in the file can hold.
-#define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
-#define FIT(bias, bits)                                                                            \
-    (!PAIRS ? 0 : TOP_CODE(bias, bits) <= 16 ? 8 : TOP_CODE(bias, bits) <= 32 ? 4 :                \
-     TOP_CODE(bias, bits) <= 64 ? 2 : 0)
-
-// A function for each format. Decoders and loads are constant arguments above: after inlining, each
-// format has a loop of its own.
+// Each format has a function of its own: decoder, load and Format are constants in what is inlined.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        block_matvec(unpack_##name, 256 / weights * bytes, per16, bias,                            \
-                     FIT(bias, bytes * 8 / weights), w, rows, cols, x, out);                       \
+        block_matvec(unpack_##name, &formats[id], w, rows, cols, x, out);                          \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
@@ -5541,15 +5541,18 @@ static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x
 static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
 static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
 
-typedef struct { MatvecFn *matvec; int bytes, block, per16, offsets, bias, fit; } Format;
+// A pair is at most 254 times the largest code, which is twice the bias or, without one, what a
+// weight's bits in the file can hold.
+#define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
+#define MAX_PAIRS(top) (!PAIRS ? 0 : (top) <= 16 ? 8 : (top) <= 32 ? 4 : (top) <= 64 ? 2 : 0)
 
-static const Format formats[64] = {   // bytes: of 256 weights; block: not floats
+static const Format formats[64] = {
     [QUANT_F32] = {.matvec = matvec_f32, .bytes = 1024},
     [QUANT_F16] = {.matvec = matvec_f16, .bytes = 512},
     [QUANT_BF16] = {.matvec = matvec_bf16, .bytes = 512},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     [id] = {matvec_##name, 256 / weights * bytes, true, per16, !bias, bias,                        \
-            FIT(bias, bytes * 8 / weights)},
+            MAX_PAIRS(TOP_CODE(bias, bytes * 8 / weights))},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
@@ -5561,14 +5564,14 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 
 // ---- 25. tiles: products of many tokens ----
 //
-// out[n][rows] is computed in tiles of some tokens times 16 or 32 rows, with sums in registers.
-// Rows lie across the lanes and activations are broadcast: nothing is summed across lanes. A task
-// has up to `task_rows` rows of one matrix. It decodes `depth` weights of each to panels, which
-// stay in the L2 cache while all tokens of the chunk pass by; a tile's activations stay in L1 while
-// the task's rows pass by. Then it goes on with the next `depth` weights, which add to out.
+// out [n][rows] is computed in tiles of some tokens times 16 or 32 rows, whose sums stay in
+// registers. Rows lie across the lanes and activations are broadcast, so no lanes are added up. A
+// task decodes `depth` weights of each of its rows to panels, which stay in L2 while it multiplies
+// them with all tokens of the chunk; a tile's activations stay in L1 meanwhile. Then it takes the
+// next `depth` weights, whose products it adds to out.
 //
-// What differs between CPUs and formats is a Tile: three functions and the sizes they need. Only
-// these functions know how packed activations and panels are laid out.
+// A Tile is what differs between CPUs and formats. Only its three functions know how packed
+// activations and panels are laid out.
 
 typedef struct {
     const Matmul *job;
@@ -5578,26 +5581,27 @@ typedef struct {
 } Product;
 
 typedef struct {
-    int tokens, rows;              // of one product; beyond the job's there may be fewer
+    int tokens;                    // of a Product, at most MAX_TOKENS; the job may have fewer
     int step;                      // columns that a task packs, of `tokens` tokens; whole 256
-    int depth, task_rows;          // weights decoded at a time; most rows of a task
+    int depth, task_rows;          // weights of a row in a panel; most rows of a task
     size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
-    size_t panel_bytes;            // of `depth` weights of `rows` rows
-    // packs activations k .. end-1 of tokens t .. t+tokens-1; NULL: job->x serves as it is
-    void (*pack)(const Matmul *job, int t, int64_t k, int64_t end, void *acts);
-    // decodes weights k .. k+depth-1 of rows r .. r+rows-1
+    size_t panel_bytes;            // of `depth` weights of 16 rows
+    // packs n <= 256 activations of one of the tokens; NULL: job->x is used as it is
+    void (*pack)(const Matrix *w, const float *x, int n, int token, void *acts);
+    // decodes weights k .. k+depth-1 of rows r .. r+15
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
-    // adds the products to out, by tile_out
-    void (*multiply)(const Product *p);
+    void (*multiply)(const Product *p, vf *sum);   // to sum[PANELS][tokens][16]
 } Tile;
 
-enum { TILE = 16, VECTORS = TILE / LANES };
+// A panel has TILE rows, which are so many vectors, and a tile of products so many panels.
+enum { TILE = 16, VECTORS = TILE / LANES, PANELS = LANES == 16 ? 2 : 1, MAX_TOKENS = 32 };
 
-// n words of 32 bits (floats, or four codes) of 16 rows, `stride` words apart, to n columns of 16
+// Copies n words of 32 bits (a float or four codes) from each of 16 rows, which lie `stride` words
+// apart, to n columns of 16.
 #if defined(SIMD_VNNI)
-// Four words at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, one row in
-// each 128 bits. Transposing the 4 x 4 words that four vectors have in the same 128 bits, which
-// takes two steps of unpacking, then yields four whole columns.
+// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, each row's
+// in 128 bits. Four vectors thus have 4 x 4 words in each 128 bits: two steps of unpacking
+// transpose these, and each vector is a column.
 static void transpose(const void *rows, int stride, int n, void *to) {
     for (int k = 0; k < n; k += 4) {
         float *column = (float *)to + TILE * k;
@@ -5625,104 +5629,93 @@ static void transpose(const void *rows, int stride, int n, void *to) {
 }
 #endif
 
-// Adds sums of `tokens` tokens from t on and 16 rows from r on to out, as far as the job has them.
-// The first weights overwrite out instead; after the last, the matrix's scale and bias are applied.
-static void tile_out(const Product *p, int64_t r, int t, int tokens, vf sum[][VECTORS]) {
+// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens; those of the
+// first weights overwrite out. The last ones bring the matrix's scale and bias.
+static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
     bool first = p->k == 0, last = p->k + p->depth == w->cols;
-    int rows = w->rows - r < TILE ? (int)(w->rows - r) : TILE;   // none: a tile past the end
-    float scale = last && w->scale ? *w->scale : 1, bias[TILE] = {0}, edge[TILE] = {0};
-    if (last && w->bias && rows > 0) memcpy(bias, w->bias + r, rows * sizeof *bias);
-    for (int k = 0; k < tokens && t + k < p->job->n && rows > 0; k++) {
-        float *out = p->job->out + (t + k) * output_step(w) + r, *y = rows < TILE ? edge : out;
-        if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
-        for (int v = 0; v < VECTORS; v++) {
-            vf value = sum[k][v] + (first ? (vf){0} : load_f32(y + LANES * v));
-            store(y + LANES * v, value * scale + load_f32(bias + LANES * v));
+    float scale = last && w->scale ? *w->scale : 1;
+    for (int64_t r = p->r; r < smaller(p->r + PANELS * TILE, w->rows); r += TILE) {
+        int rows = smaller(w->rows - r, TILE);
+        float bias[TILE] = {0}, edge[TILE] = {0};
+        if (last && w->bias) memcpy(bias, w->bias + r, rows * sizeof *bias);
+        const vf *sum = sums + (r - p->r) / LANES * tokens;
+        for (int t = p->t; t < smaller(p->t + tokens, p->job->n); t++, sum += VECTORS) {
+            float *out = p->job->out + t * output_step(w) + r, *y = rows < TILE ? edge : out;
+            if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
+            for (int v = 0; v < VECTORS; v++) {
+                vf value = sum[v] + (first ? (vf){0} : load_f32(y + LANES * v));
+                store(y + LANES * v, value * scale + load_f32(bias + LANES * v));
+            }
+            if (rows < TILE) memcpy(out, edge, rows * sizeof *edge);
         }
-        if (rows < TILE) memcpy(out, edge, rows * sizeof *edge);
     }
 }
 
 // ---- 26. the float tile ----
 //
-// It serves float weights, and all formats where there is no int8 tile. Attention without AMX
+// It multiplies float weights, and all formats where there is no int8 tile. Attention without AMX
 // uses tile_float for both of its products.
 
 // As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
 enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
-       PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4, PACKED_ROWS = LANES == 16 ? 32 : 16 };
-typedef struct { float rows[FLOAT_DEPTH][TILE]; } FloatPanel;
+       PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4 };
 
-// out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step] for all panels i and
-// tokens t, or is added to out. In x a token's numbers lie `step` apart, two tokens `next`; a panel
-// of w is w_size numbers, one of out out_size.
-INLINE void tile_float(const float *w, int panels, size_t w_size, const float *x, int tokens,
-                       size_t next, size_t step, int depth, bool adds, float *out,
-                       size_t out_size) {
-    vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS] = {{{{0}}}};
+// out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
+// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, those of out
+// out_size, tokens of x `next`.
+INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens, size_t next,
+                       size_t step, int depth, bool adds, float *out, size_t out_size) {
+    vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}};
     for (int k = 0; k < depth; k++, x += step)
-        UNROLL for (int i = 0; i < panels; i++)
+        UNROLL for (int i = 0; i < PANELS; i++)
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 vf column = load_f32(w + i * w_size + k * TILE + v * LANES);
                 UNROLL for (int t = 0; t < tokens; t++) sum[i][t][v] += column * x[t * next];
             }
-    UNROLL for (int i = 0; i < panels; i++, out += out_size)
+    UNROLL for (int i = 0; i < PANELS; i++, out += out_size)
         UNROLL for (int j = 0; j < tokens * VECTORS; j++) {
             vf s = sum[i][j / VECTORS][j % VECTORS];
             store(out + j * LANES, adds ? load_f32(out + j * LANES) + s : s);
         }
 }
 
-// A matmul's activations are packed, to [cols][PACKED_TOKENS]: rows that lie a power of two apart
-// would fall into the same few lines of L1.
-static void float_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    for (int64_t i = k; i < end; i += 16)
-        for (int c = 0; c < PACKED_TOKENS; c++) {
-            const float *x = job->x + (t + c < job->n ? t + c : t) * input_step(job->w);
-            float *to = (float *)acts + c;
-            for (int64_t j = i; j < end && j < i + 16; j++) to[(j - k) * PACKED_TOKENS] = x[j];
-        }
+// Packs activations to [cols][PACKED_TOKENS]. As they are, rows that lie a power of two apart would
+// compete for the same few lines of L1.
+static void float_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+    (void)w;
+    for (int j = 0; j < n; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
 }
 
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     float rows[TILE][FLOAT_DEPTH] = {{0}};
-    for (int j = 0; j < PACKED_ROWS; j++) {
-        prefetch_l2(weight_at(w, r + PACKED_ROWS + j, k), depth * formats[w->type].bytes / 256);
-        quant_dequantize(w->type, weight_at(w, r + j, k), rows[j % TILE], depth);
-        if (j % TILE == TILE - 1)
-            transpose(rows, FLOAT_DEPTH, depth, (FloatPanel *)panel + j / TILE);
+    for (int j = 0; j < TILE; j++) {
+        prefetch_l2(weight_at(w, r + PANELS * TILE + j, k), depth * formats[w->type].bytes / 256);
+        quant_dequantize(w->type, weight_at(w, r + j, k), rows[j], depth);
     }
+    transpose(rows, FLOAT_DEPTH, depth, panel);
 }
 
-static void float_multiply(const Product *p) {
-    vf sum[PACKED_ROWS / TILE][PACKED_TOKENS][VECTORS];
-    tile_float(p->panel, PACKED_ROWS / TILE, FLOAT_DEPTH * TILE, p->acts, PACKED_TOKENS, 1,
-               PACKED_TOKENS, p->depth, false, (float *)sum, PACKED_TOKENS * TILE);
-    for (int i = 0; i < PACKED_ROWS / TILE; i++)
-        tile_out(p, p->r + TILE * i, p->t, PACKED_TOKENS, sum[i]);
+static void float_multiply(const Product *p, vf *sum) {
+    tile_float(p->panel, FLOAT_DEPTH * TILE, p->acts, PACKED_TOKENS, 1, PACKED_TOKENS, p->depth,
+               false, (float *)sum, PACKED_TOKENS * TILE);
 }
 
 static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .step = 1024, .rows = PACKED_ROWS, .depth = FLOAT_DEPTH,
+    .tokens = PACKED_TOKENS, .step = 1024, .depth = FLOAT_DEPTH,
     .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
-    .panel_bytes = PACKED_ROWS / TILE * sizeof(FloatPanel),
+    .panel_bytes = FLOAT_DEPTH * TILE * sizeof(float),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
 
 // ---- 27. the int8 tile ----
 //
-// Dot products start at the bits of ROUNDER, so that, seen as floats, they are ROUNDER + dot, and need
-// no conversion from integers. Per 32 weights of a vector of rows and a token there are 8 products,
-// then 2 instructions for a scale and 1 for an offset. With AVX-512 that is 512 multiply-adds in 10
-// instructions, 5 cycles; with AVX2 and small codes, where a product is two instructions and a sum
-// of pairs another two, 256 in 20, 7 cycles. A tile has as many rows and tokens as registers hold,
-// two sums for each vector; on x86 two vectors of rows share the loads of activations. With NEON 32
-// weights of 16 rows and four tokens, 2,048 multiply-adds, are 128 sdot, 48 instructions for the
-// scales, and loads: in all 251 by clang 14, 348 by gcc 12.
+// A dot product starts at the bits of ROUNDER. Seen as a float it then is ROUNDER + dot, so that no
+// integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called 8
+// times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers
+// hold, with two sums for each vector; on x86 two vectors of rows share the loads of activations.
 
-enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : LANES == 8 ? 3 : 4,
-       INT8_ROWS = LANES == 16 ? 32 : 16 };
+enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : LANES == 8 ? 3 : 4 };
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
 INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {   // one load for four tokens
@@ -5739,8 +5732,8 @@ INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {
 #endif
 typedef struct {                       // 32 activations of some tokens
     int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
-    float d[INT8_TOKENS];              // the scale
-    float s[3][INT8_TOKENS];           // times the sum of the first 16 codes, the other 16, all
+    float d[INT8_TOKENS];              // scales
+    float s[3][INT8_TOKENS];           // d * sum of the first 16 codes, of the other 16, of all
     int32_t start[3][INT8_TOKENS];     // of their dot products: ROUNDER, less what CODE_BIAS adds
 } Int8Acts;
 typedef struct {                       // weights of 16 rows
@@ -5748,66 +5741,67 @@ typedef struct {                       // weights of 16 rows
     float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
 } Int8Panel;
 
-static void int8_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    Int8Acts *a = acts;
-    for (int64_t i = k; i < end; i += 32, a++)
-        for (int c = 0; c < INT8_TOKENS; c++) {
-            int8_t q[32];
-            int32_t sum[3];
-            a->d[c] = round_32(job->x + (t + c < job->n ? t + c : t) * input_step(job->w) + i, q, sum);
-            UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][c], q + 4 * j, 4);
-            UNROLL for (int j = 0; j < 3; j++) {
-                a->s[j][c] = a->d[c] * sum[j];
-                a->start[j][c] = (int32_t)(ROUNDER_BITS - (uint32_t)CODE_BIAS * sum[j]);
-            }
+static void int8_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+    (void)w;
+    for (Int8Acts *a = acts, *end = a + n / 32; a < end; a++, x += 32) {
+        int8_t q[32];
+        int32_t sum[3];
+        a->d[token] = round_32(x, q, sum);
+        UNROLL for (int j = 0; j < 8; j++) memcpy(a->q[j][token], q + 4 * j, 4);
+        UNROLL for (int j = 0; j < 3; j++) {
+            a->s[j][token] = a->d[token] * sum[j];
+            a->start[j][token] = (int32_t)(ROUNDER_BITS - (uint32_t)CODE_BIAS * sum[j]);
         }
+    }
 }
 
-// What the bias adds is taken off by the offsets m (dot_pairs) or by Int8Acts.start (CODE_BIAS).
-// Q2_K's codes, at most 3, are multiplied by their 4-bit scales, eight in a word: one scale stays.
+// A bias makes signed codes unsigned. What it adds is taken off by offsets m (for dot_pairs) or by
+// Int8Acts.start (CODE_BIAS). Q2_K has 4-bit scales of codes up to 3: the two are multiplied here,
+// eight codes in a word, and all weights of a block share one scale.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
-    int bias = f->fit ? f->bias : f->offsets ? 0 : CODE_BIAS;
+    Int8Panel *p = panel;
+    int bias = f->max_pairs ? f->bias : f->offsets ? 0 : CODE_BIAS;
     bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
-    for (Int8Panel *p = panel, *end = p + INT8_ROWS / TILE; p < end; p++, r += TILE)
-        for (int i = 0; i < depth; i += 256) {
-            uint64_t q[TILE][32];
-            float d[TILE][16], m[TILE][16];
-            for (int j = 0; j < TILE; j++) {
-                int8_t *codes = (int8_t *)q[j];
-                const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
-                prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the tile below
-                quant_decode(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
-                for (int c = 0; c < 256; c++) codes[c] += bias;
-                for (int c = 0; c < 16 && f->fit && bias; c++) m[j][c] = d[j][c] * -bias;
-                for (int c = 0; c < 4 && folds; c++)
-                    for (int g = 0; g < 8; g++) q[j][8 * c + g] *= b->scales[2 * g + c / 2] & 15;
-                for (int c = 0; c < 16 && folds; c++) d[j][c] = quant_half(b->d);
-            }
-            transpose(q, 64, 64, p->q[i / 4]);
-            transpose(d, 16, 16, p->d[i / 16]);
-            if (f->offsets || f->fit) transpose(m, 16, 16, p->m[i / 16]);
+    for (int i = 0; i < depth; i += 256) {
+        uint64_t q[TILE][32];
+        float d[TILE][16], m[TILE][16];
+        for (int j = 0; j < TILE; j++) {
+            int8_t *codes = (int8_t *)q[j];
+            const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
+            prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the panel below
+            quant_decode(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
+            for (int c = 0; c < 256; c++) codes[c] += bias;
+            if (f->max_pairs && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
+            if (!folds) continue;
+            for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
+            for (int c = 0; c < 16; c++) d[j][c] = quant_half(b->d);
         }
+        transpose(q, 64, 64, p->q[i / 4]);
+        transpose(d, 16, 16, p->d[i / 16]);
+        if (f->offsets || f->max_pairs) transpose(m, 16, 16, p->m[i / 16]);
+    }
 }
 
-// 32 weights of a row have 1 or 2 scales and 0 to 2 offsets. One step takes the weights of a scale.
+// total[i][t][16] = products of panel i with token t. 32 weights of a row have 1 or 2 scales and 0
+// to 2 offsets: `step` weights share a scale.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
-                      int fit, vf total[][INT8_TOKENS][VECTORS]) {
-    enum { T = INT8_TOKENS, V = INT8_ROWS / LANES };
+                      int max_pairs, vf *total) {
+    enum { T = INT8_TOKENS, V = PANELS * VECTORS };
     vf sum[V][T] = {{{0}}};
-    int step = 32 / scales, run = fit < step / 4 ? fit : step / 4, each = offsets / scales;
+    int step = 32 / scales, run = smaller(max_pairs, step / 4), each = offsets / scales;
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
         UNROLL for (int half = 0; half < scales; half++) {
-            size_t part = scales > 1 ? half : 2, code = g / 8 * 64 + g % 8 * 2;
+            size_t all = scales > 1 ? half : 2, code = g / 8 * 64 + g % 8 * 2;
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
-                    dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? ROUNDER_BITS : x->start[part][t]);
+                    dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? ROUNDER_BITS : x->start[all][t]);
             UNROLL for (int i = 0; i < step / 4; i++) {
                 size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
                 UNROLL for (int v = 0; v < V; v++) {
                     vi q = load_i32(w[v / VECTORS].q[at][v % VECTORS * LANES]);
-                    if (!fit) dot_tokens(dot[v], q, x->q[j]);
+                    if (!max_pairs) dot_tokens(dot[v], q, x->q[j]);
                     else UNROLL for (int t = 0; t < T; t++)
                         dot[v][t] = dot_pairs(dot[v][t], &pairs[v][t], q, four_codes(x->q[j][t]),
                                               i % run == 0, i % run == run - 1);
@@ -5825,43 +5819,44 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
             }
         }
     UNROLL for (int v = 0; v < V; v++)
-        UNROLL for (int t = 0; t < T; t++) total[v / VECTORS][t][v % VECTORS] = sum[v][t];
+        UNROLL for (int t = 0; t < T; t++)
+            total[(v / VECTORS * T + t) * VECTORS + v % VECTORS] = sum[v][t];
 }
 
-static void int8_multiply(const Product *p) {
+static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
-    vf sum[INT8_ROWS / TILE][INT8_TOKENS][VECTORS];
-    int fit = PAIRS ? f->fit : 0, offsets = !PAIRS && f->offsets;
+    int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
 #define MULTIPLY(...) tile_int8(p->panel, p->acts, p->depth, __VA_ARGS__, sum)
-    if (fit == 8 && !f->per16) MULTIPLY(1, 1, 8);
-    else if (fit == 4 && !f->per16) MULTIPLY(1, 1, 4);
-    else if (fit == 2 && !f->per16) MULTIPLY(1, 1, 2);
-    else if (fit == 2) MULTIPLY(2, 2, 2);
-    else if (fit) MULTIPLY(2, 2, 4);
+    if (pairs == 8 && !f->per16) MULTIPLY(1, 1, 8);
+    else if (pairs == 4 && !f->per16) MULTIPLY(1, 1, 4);
+    else if (pairs == 2 && !f->per16) MULTIPLY(1, 1, 2);
+    else if (pairs == 2) MULTIPLY(2, 2, 2);
+    else if (pairs) MULTIPLY(2, 2, 4);
     else if (f->per16 && offsets) MULTIPLY(1, 2, 0);
     else if (f->per16) MULTIPLY(2, 0, 0);
     else if (offsets) MULTIPLY(1, 1, 0);
     else MULTIPLY(1, 0, 0);
 #undef MULTIPLY
-    for (int i = 0; i < INT8_ROWS / TILE; i++)
-        tile_out(p, p->r + TILE * i, p->t, INT8_TOKENS, sum[i]);
 }
 
 static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .step = 1024, .rows = INT8_ROWS, .depth = INT8_DEPTH,
-    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts),
-    .panel_bytes = INT8_ROWS / TILE * sizeof(Int8Panel),
+    .tokens = INT8_TOKENS, .step = 1024, .depth = INT8_DEPTH,
+    .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
 // ---- 28. matmul ----
 
-static const Tile *amx_tile(const Matrix *w);   // at the end of this part
+// AMX splits numbers into bf16 parts: so many for a weight, and for an activation that meets it.
+static int weight_parts(const Matrix *w) {
+    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
+}
+static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
+static const Tile amx_tiles[3];   // by act_parts - 1
 
-// one token is no tile, but its activations are packed in the same way
-static const Tile float_token = {.tokens = 1, .rows = 1},
-    block_token = {.tokens = 1, .rows = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
-                   .pack = token_pack};
+// The activations of a single token are packed like a tile's.
+static const Tile float_token = {.tokens = 1},
+    block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs), .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
@@ -5869,8 +5864,8 @@ typedef struct {
     const void *acts;                  // packed by this job or an earlier one, or job->x
     uint64_t act_bytes;                // of tile->tokens tokens
     int first_pack, first_task;        // numbers of this job's first tasks
-    int64_t task_rows;                 // of its tasks
-    int whole;                         // so many blocks of rows are one task, the others two
+    int64_t task_rows;                 // of a block of rows
+    int whole;                         // blocks that are one task each; the others are two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -5880,169 +5875,176 @@ typedef struct {
 } MatmulCall;
 
 static void pack_task(Task t) {
-    const JobPlan *j = ((const MatmulCall *)t.ctx)->job;
-    while (t.i >= j[1].first_pack) j++;
-    const Tile *tile = j->tile;
-    int groups = (j->job->n + tile->tokens - 1) / tile->tokens, i = t.i - j->first_pack;
-    int64_t k = i / groups * tile->step, end = k + tile->step, cols = j->job->w->cols;
-    tile->pack(j->job, i % groups * tile->tokens, k, end < cols ? end : cols,
-               (char *)j->acts + i % groups * j->act_bytes + k / 256 * tile->act_bytes);
+    const JobPlan *plan = ((const MatmulCall *)t.ctx)->job;
+    while (t.i >= plan[1].first_pack) plan++;
+    const Matmul *job = plan->job;
+    const Tile *tile = plan->tile;
+    int groups = (job->n + tile->tokens - 1) / tile->tokens, i = t.i - plan->first_pack;
+    int first = i % groups * tile->tokens;
+    int64_t k = i / groups * tile->step, end = smaller(k + tile->step, job->w->cols);
+    char *acts = (char *)plan->acts + i % groups * plan->act_bytes + k / 256 * tile->act_bytes;
+    for (; k < end; k += 256, acts += tile->act_bytes)
+        for (int j = 0; j < tile->tokens; j++) {   // copies of the first token fill the last tile
+            const float *x = job->x + (first + j < job->n ? first + j : first) * input_step(job->w) + k;
+            tile->pack(job->w, x, smaller(end - k, 256), j, acts);
+        }
 }
 
 // rows r .. end-1 for one token
-static void multiply_token(const JobPlan *j, int64_t r, int64_t end) {
-    const Matrix *w = j->job->w;
-    float *out = j->job->out, scale = w->scale ? *w->scale : 1;
-    formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, j->acts, out + r);
+static void multiply_token(const JobPlan *plan, int64_t r, int64_t end) {
+    const Matrix *w = plan->job->w;
+    float *out = plan->job->out, scale = w->scale ? *w->scale : 1;
+    formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, plan->acts, out + r);
     for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
 // rows r .. end-1 for tokens t .. t_end-1
-static void multiply_tiles(const JobPlan *j, int64_t r, int64_t end, int t, int t_end,
+static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
-    const Matrix *w = j->job->w;
-    const Tile *tile = j->tile;
-    int groups = (t_end - t + tile->tokens - 1) / tile->tokens;
-    Product p = {.job = j->job};
-    static _Thread_local bool back;   // a task begins with what the last one left in L2
-    back = !back;
+    const Matrix *w = plan->job->w;
+    const Tile *tile = plan->tile;
+    int groups = (t_end - t + tile->tokens - 1) / tile->tokens, rows = PANELS * TILE;
+    Product p = {.job = plan->job};
+    vf sum[PANELS * MAX_TOKENS * VECTORS];
+    static _Thread_local bool backwards;   // every other task: it begins with what L2 still has
+    backwards = !backwards;
+    end = (end + rows - 1) / rows * rows;
     for (p.k = 0; p.k < w->cols; p.k += tile->depth) {
         char *panel = panels;
-        p.depth = w->cols - p.k < tile->depth ? (int)(w->cols - p.k) : tile->depth;
-        for (p.r = r; p.r < end; p.r += tile->rows, panel += tile->panel_bytes)
+        p.depth = smaller(w->cols - p.k, tile->depth);
+        for (p.r = r; p.r < end; p.r += TILE, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
         for (int i = 0; i < groups; i++) {
-            p.t = t + (back ? groups - 1 - i : i) * tile->tokens;
-            p.acts = j->acts + p.t / tile->tokens * j->act_bytes + p.k / 256 * tile->act_bytes;
+            p.t = t + (backwards ? groups - 1 - i : i) * tile->tokens;
+            p.acts = plan->acts + p.t / tile->tokens * plan->act_bytes;
+            p.acts += p.k / 256 * tile->act_bytes;
             p.panel = panels;
-            for (p.r = r; p.r < end; p.r += tile->rows, p.panel += tile->panel_bytes)
-                tile->multiply(&p);
+            for (p.r = r; p.r < end; p.r += rows, p.panel += PANELS * tile->panel_bytes) {
+                tile->multiply(&p, sum);
+                tile_out(&p, tile->tokens, sum);
+            }
         }
     }
 }
 
 static void matmul_task(Task t) {
-    const MatmulCall *c = t.ctx;
-    const JobPlan *j = c->job;
-    while (t.i >= j[1].first_task) j++;
-    int i = t.i - j->first_task, n = j->job->n, pair = 2 * j->tile->tokens;
-    int middle = (n + pair - 1) / pair * j->tile->tokens;
-    // half blocks first .. last-1; a lone one is half the rows (one token) or half the tokens
-    int first = i < j->whole ? 2 * i : i + j->whole, last = first + (i < j->whole ? 2 : 1);
-    int64_t half = j->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
-    int64_t end = (n == 1 ? last : (last + 1) / 2 * 2) * half;
-    if (end > j->job->w->rows) end = j->job->w->rows;
-    if (n == 1) multiply_token(j, r, end);
-    else multiply_tiles(j, r, end, first % 2 ? middle : 0, last % 2 ? middle : n,
-                        c->panels + t.thread * c->panel_bytes);
+    const MatmulCall *call = t.ctx;
+    const JobPlan *plan = call->job;
+    while (t.i >= plan[1].first_task) plan++;
+    int i = t.i - plan->first_task, n = plan->job->n, pair = 2 * plan->tile->tokens;
+    int middle = (n + pair - 1) / pair * plan->tile->tokens;
+    // This task is half blocks first .. last-1. If it is one alone, it has half of the block's rows
+    // for a single token, else half of the tokens.
+    int first = i < plan->whole ? 2 * i : i + plan->whole, last = first + (i < plan->whole ? 2 : 1);
+    int64_t half = plan->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
+    int64_t end = smaller((n == 1 ? last : (last + 1) / 2 * 2) * half, plan->job->w->rows);
+    if (n == 1) multiply_token(plan, r, end);
+    else multiply_tiles(plan, r, end, first % 2 ? middle : 0, last % 2 ? middle : n,
+                        call->panels + t.thread * call->panel_bytes);
 }
 
 // Plans to pack `job`, unless an earlier one packs the same. The tile depends on format and CPU,
-// never on size: small tests run the code that large models run.
-static void plan_job(Pool *p, Arena *a, MatmulCall *c, JobPlan *j, const Matmul *job) {
+// never on sizes: small tests run the code that large models run.
+static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
+    const JobPlan *same = call->job;
     bool block = formats[w->type].block;
-    const Tile *tile = job->n == 1 ? block ? &block_token : &float_token
-                       : p->amx ? amx_tile(w) : INT8_TILE && block ? &int8_tile : &float_tile;
-    const JobPlan *same = c->job;
-    size_t packs = 0;
-    j->job = job;
-    j->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
-    j->tile = tile;
-    j->acts = job->x;
-    j->act_bytes = (uint64_t)(w->cols + 255) / 256 * tile->act_bytes;
-    while (same < j && (same->job->x != job->x || same->job->n != job->n ||
-                        same->job->w->cols != w->cols || same->tile != tile)) same++;
-    if (same < j) j->acts = same->acts;
+    const Tile *tile = INT8_TILE && block ? &int8_tile : &float_tile;
+    if (p->amx) tile = &amx_tiles[act_parts(w) - 1];
+    if (job->n == 1) tile = block ? &block_token : &float_token;
+    size_t groups = (job->n + tile->tokens - 1) / tile->tokens, packs = 0;
+    plan->job = job;
+    plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
+    plan->tile = tile;
+    plan->acts = job->x;
+    plan->act_bytes = (uint64_t)(w->cols + 255) / 256 * tile->act_bytes;
+    while (same < plan && (same->job->x != job->x || same->job->n != job->n ||
+                           same->job->w->cols != w->cols || same->tile != tile)) same++;
+    if (same < plan) plan->acts = same->acts;
     else if (tile->pack) {
-        size_t groups = (job->n + tile->tokens - 1) / tile->tokens;
         packs = groups * ((w->cols - 1) / tile->step + 1);
-        j->acts = arena_take(a, groups, j->act_bytes);
+        plan->acts = arena_take(arena, groups, plan->act_bytes);
     }
-    c->panel_bytes = larger(c->panel_bytes, tile->task_rows / tile->rows * tile->panel_bytes);
-    j[1].first_pack = j->first_pack + packs;
+    call->panel_bytes = larger(call->panel_bytes, tile->task_rows / TILE * tile->panel_bytes);
+    plan[1].first_pack = plan->first_pack + packs;
 }
 
-// Cuts a call's products into tasks of whole cache lines of out, all of about the same bytes of
-// weights: four per thread (each of them reads all activations), or three for a single token.
-// Some cores are slower (two threads may share one), so the last blocks of rows are cut into two
-// tasks: of half the rows for a single token, of half the tokens each where there are so many that
-// decoding the weights twice costs less than waiting does.
-static void plan_tasks(const Pool *p, JobPlan *j, int k) {
+// Cuts the rows of k jobs into blocks of whole cache lines of out and about equal bytes of weights,
+// four per thread, as each reads all activations, or three for a single token. A block is a task.
+// As some cores are slower (two threads may share one), the last blocks are two tasks each, of half
+// the rows for a single token, else of half the tokens, if these are worth decoding weights twice.
+static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     size_t bytes = 0;
-    for (int i = 0; i < k; i++) bytes += j[i].row_bytes * j[i].job->w->rows;
-    for (; k--; j++) {
-        bool one = j->job->n == 1;   // reads long runs of memory: 512 KB are the fastest
-        size_t share = bytes / (p->threads * (one ? 3 : 4)) / j->row_bytes;
-        size_t most = one ? (512 << 10) / j->row_bytes : (size_t)j->tile->task_rows;
-        size_t rows = share < most ? share : most;
-        j->task_rows = larger(rows / 32, 1) * 32;
-        int blocks = (j->job->w->rows + j->task_rows - 1) / j->task_rows;
-        int halved = k ? 0 : one ? p->threads : j->job->n >= 256 ? p->threads / 2 : 0;
-        j->whole = blocks > halved ? blocks - halved : 0;
-        j[1].first_task = j->first_task + 2 * blocks - j->whole;
+    for (int i = 0; i < k; i++) bytes += plan[i].row_bytes * plan[i].job->w->rows;
+    for (; k--; plan++) {
+        bool one = plan->job->n == 1;   // 512 KB are the fastest, as memory likes long runs
+        size_t share = bytes / (p->threads * (one ? 3 : 4)) / plan->row_bytes;
+        size_t most = one ? (512 << 10) / plan->row_bytes : (size_t)plan->tile->task_rows;
+        plan->task_rows = larger(smaller(share, most) / 32, 1) * 32;
+        int blocks = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
+        int halved = k ? 0 : one ? p->threads : plan->job->n >= 256 ? p->threads / 2 : 0;
+        plan->whole = blocks > halved ? blocks - halved : 0;
+        plan[1].first_task = plan->first_task + 2 * blocks - plan->whole;
     }
 }
 
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
-    MatmulCall c;
-    size_t mark = a->used;
-    c.job[0].first_pack = c.job[0].first_task = c.panel_bytes = 0;
-    for (int j = 0; j < k; j++) plan_job(p, a, &c, &c.job[j], &jobs[j]);
-    plan_tasks(p, c.job, k);
-    c.panels = arena_take(a, p->threads, c.panel_bytes);
-    if (a->base) {
-        parallel(p, pack_task, &c, NULL, c.job[k].first_pack);
-        parallel(p, matmul_task, &c, NULL, c.job[k].first_task);
+static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
+    MatmulCall call;
+    size_t mark = arena->used;
+    call.job[0].first_pack = call.job[0].first_task = call.panel_bytes = 0;
+    for (int j = 0; j < k; j++) plan_job(p, arena, &call, &call.job[j], &jobs[j]);
+    plan_tasks(p, call.job, k);
+    call.panels = arena_take(arena, p->threads, call.panel_bytes);
+    if (arena->base) {
+        parallel(p, pack_task, &call, NULL, call.job[k].first_pack);
+        parallel(p, matmul_task, &call, NULL, call.job[k].first_task);
     }
-    a->used = mark;
+    arena->used = mark;
 }
 
 // ---- 29. attention ----
 //
-// Online softmax (arXiv 1805.02867, 2205.14135): the cache is read in blocks of rows. A query keeps
-// the largest score so far, the sum of exp(score - largest), and the sum of the values so weighted;
-// when a larger score comes, both sums fade by exp(old largest - new largest). So no n x n buffer
-// is needed, and the query heads that share a KV head share each block. The largest score so far
-// starts at -FLT_MAX, a masked score is -INFINITY: so nothing computes inf - inf, which is a NaN.
+// Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
+// `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
+// values. When top grows, both sums fade by exp(old top - new top). So no n x n buffer is needed,
+// and the query heads that share a KV head share each block. top starts at -FLT_MAX, and a masked
+// score is -INFINITY: no difference is inf - inf, which would be a NaN.
 
-// Do queries at positions first .. last see rows r .. r+n-1 of the cache? If none sees any, the
-// rows are passed over; if all see all, they need no mask.
+// How much do queries at positions first .. last see of rows r .. r+n-1? Rows that none sees are
+// passed over; rows that all see need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int n, int first, int last) {
-    int any = 0, all = 1, end = r + n < a->rows ? r + n : a->rows;
+    int any = 0, all = 1, end = smaller(r + n, a->rows);
     for (int j = r; j < end; j++) {
-        int p = a->pos_k[j], nearest = p < first ? first : p < last ? p : last;
-        any |= attention_sees(a, nearest, p);
-        all &= attention_sees(a, first, p) & attention_sees(a, last, p);
+        int key = a->pos_k[j], nearest = key < first ? first : key < last ? key : last;
+        any |= attention_sees(a, nearest, key);
+        all &= attention_sees(a, first, key) & attention_sees(a, last, key);
     }
     return !any ? NONE_SEEN : all ? ALL_SEEN : SOME_SEEN;
 }
 
-// a ring fills in order: rows from here on have never been written
-static int rows_used(const Attention *a) {
-    return a->pos + a->n < a->rows ? a->pos + a->n : a->rows;
-}
+// a ring fills in order: it has written so many of its rows
+static int rows_used(const Attention *a) { return smaller(a->pos + a->n, a->rows); }
 
 // ---- 30. attention of many queries ----
 //
-// A task has one KV head and some queries of all its heads, 16 to a QueryTile. They lie across the
-// lanes, so that maxima, sums and masks need no sums across lanes: scores are [key][16], results
-// [vd][16]. Keys and values come as floats, rows of whole 32 numbers with zeros behind hd and vd.
-// What differs between CPUs is an AttentionTile: how it packs all this for the two products,
-// scores = keys x queries and results += transposed values x weights.
+// A task has one KV head and some queries of all heads that share it, 16 to a QueryTile. Queries
+// lie across the lanes: scores are [key][16], results [vd][16], and no lanes are added up. Keys and
+// values are made floats, in rows of hd32 and vd32: hd and vd rounded up to whole 32, with zeros
+// behind. An AttentionTile is what differs between CPUs: how it packs all this for the products
+// scores = keys * queries and results += transposed values * weights.
 
 typedef struct {                       // 16 queries of heads that share a KV head
-    void *q;                           // packed, in as many bytes as 16 rows of floats
-    float *out;                        // [whole_32(vd)][16] values, weighted and summed
-    float top[TILE], sum[TILE];        // largest score so far; sum of exp(score - top)
+    void *q;                           // packed, in as many bytes as [16][hd32] floats
+    float *out;                        // [vd32][16] weighted sums of values
+    float top[TILE], sum[TILE];        // largest score so far; sum of weights
     float slope[TILE];                 // ALiBi
     int32_t pos[TILE];
 } QueryTile;
 
 typedef struct {                       // n rows of a KV head's cache
-    float *k, *v;                      // [n][whole_32(hd)], [n][whole_32(vd)]
-    void *packed;                      // both, in as many bytes
+    float *k, *v;                      // [n][hd32], [n][vd32]
+    void *packed;                      // both, in as many bytes; NULL: they are used as they are
     const int32_t *pos;                // [n]
     int n;
     bool masked;                       // some query does not see all of them
@@ -6050,19 +6052,18 @@ typedef struct {                       // n rows of a KV head's cache
 
 typedef struct {
     int keys;                          // rows in a block
-    int tiles;                         // query tiles that `attend` takes at once
-    int task_queries;                  // of all heads of a KV head, at most: they stay in L2
-    // NULL: floats will do, of queries in columns
-    void (*pack_queries)(const float *q, int width, void *to);         // from [16][width]
+    int task_queries;                  // most queries of a task, all heads counted: they stay in L2
+    // from [16][width]; NULL: floats in columns, keys as they are
+    void (*pack_queries)(const float *q, int width, void *to);
     void (*pack_keys)(const Attention *a, const KeyBlock *b);
-    // scores, tile_softmax, and what the block adds to the results
+    // of PANELS query tiles: scores, tile_softmax, and the weighted values added to the results
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
 static int whole_32(int width) { return (width + 31) / 32 * 32; }
 
-// Turns scores s[n][16], whose queries have been scaled, into weights exp(score - top) with the new
-// top, and adds them to q->sum; what was summed before fades.
+// Turns scores s[n][16] of scaled queries into weights exp(score - top), with the new top, and adds
+// them to q->sum; the sums of earlier blocks fade.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -6070,12 +6071,12 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
     memcpy(top, q->top, sizeof top);
     if (a->softcap > 0) soft_cap(s, b->n * TILE, a->softcap);
     for (int j = 0; j < b->n; j++) {
-        int p = b->pos[j];
+        int key = b->pos[j];
         float *row = s + TILE * j;
-        for (int i = 0; a->slopes && i < TILE; i++)
-            row[i] -= q->slope[i] * (float)abs(q->pos[i] - p);
-        for (int i = 0; b->masked && i < TILE; i++)
-            row[i] = attention_sees(a, q->pos[i], p) ? row[i] : -INFINITY;
+        if (a->slopes) for (int i = 0; i < TILE; i++)
+            row[i] -= q->slope[i] * (float)abs(q->pos[i] - key);
+        if (b->masked) for (int i = 0; i < TILE; i++)
+            row[i] = attention_sees(a, q->pos[i], key) ? row[i] : -INFINITY;
         UNROLL for (int v = 0; v < VECTORS; v++)
             top[v] = larger_of(top[v], load_f32(row + v * LANES));
     }
@@ -6090,114 +6091,101 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
         q->sum[i] = q->sum[i] * fade[i] + total[i];
         q->top[i] = most[i];
     }
-    for (int e = 0; fades && e < a->vd * TILE; e += LANES)
+    if (fades) for (int e = 0; e < a->vd * TILE; e += LANES)
         store(q->out + e, load_f32(q->out + e) * load_f32(fade + e % TILE));
 }
 
-// The portable variant: both products are the float tile. Keys, row by row, meet columns of
-// queries; values, column by column, meet rows of weights. With AVX-512 two query tiles share each
-// broadcast number: 16 multiply-adds for 10 loads, where one tile's 8 would wait for 9.
-enum { FLOAT_KEYS = 64, FLOAT_TILES = PACKED_ROWS / TILE };
+// On most CPUs both products are the float tile: rows of keys times columns of queries, columns of
+// values times rows of weights. With AVX-512 two query tiles share each broadcast number: that is
+// 16 multiply-adds for 10 loads, while 8 for one tile would wait for 9 loads.
+enum { FLOAT_KEYS = 64 };
 
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
-    float s[FLOAT_TILES][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
-    int deep = whole_32(a->hd), wide = whole_32(a->vd);
-    size_t next = FLOAT_TILES > 1 ? q[1].out - q[0].out : 0;   // the queries lie as far apart
+    float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
+    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd);
+    size_t next = PANELS > 1 ? q[1].out - q[0].out : 0;   // q[1].q is as far from q[0].q
     for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
-        tile_float(q->q, FLOAT_TILES, next, b->k + j * deep, FLOAT_TOKENS, deep, 1, a->hd, false,
+        tile_float(q->q, next, b->k + j * hd32, FLOAT_TOKENS, hd32, 1, a->hd, false,
                    s[0] + TILE * j, FLOAT_KEYS * TILE);
-    for (int i = 0; i < FLOAT_TILES; i++) tile_softmax(a, b, &q[i], s[i]);
+    for (int i = 0; i < PANELS; i++) tile_softmax(a, b, &q[i], s[i]);
     for (int e = 0; e < a->vd; e += FLOAT_TOKENS)
-        tile_float(s[0], FLOAT_TILES, FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, wide, b->n,
+        tile_float(s[0], FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, vd32, b->n,
                    true, q->out + TILE * e, next);
 }
 
 static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .tiles = FLOAT_TILES, .task_queries = 256, .attend = float_attend,
+    .keys = FLOAT_KEYS, .task_queries = 256, .attend = float_attend,
 };
-
-static const AttentionTile amx_attention;   // at the end of this part
+static const AttentionTile amx_attention;
 
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
     int tasks, queries, tiles;         // a task has `queries` of each head, in `tiles` QueryTiles
-    char *work;                        // [threads][work_bytes]
-    size_t work_bytes;
+    QueryTile *q;                      // [threads][tiles]
+    float *work;                       // [threads][work_size] for KeyBlock and QueryTiles
+    size_t work_size;
 } ManyCall;
 
-// a thread's buffers
-static QueryTile *many_buffers(const ManyCall *c, Arena *own, KeyBlock *b) {
-    size_t keys = c->tile->keys, k = whole_32(c->a->hd) * sizeof(float),
-           v = whole_32(c->a->vd) * sizeof(float);
-    QueryTile *q = arena_take(own, c->tiles, sizeof *q);
-    b->k = arena_take(own, keys, k);
-    b->v = arena_take(own, keys, v);
-    b->packed = arena_take(own, c->tile->pack_keys ? keys : 0, k + v);
-    for (int i = 0; i < c->tiles; i++) {
-        void *packed = arena_take(own, TILE, k), *out = arena_take(own, TILE, v);
-        if (own->base) q[i] = (QueryTile){.q = packed, .out = out};
-    }
-    return q;
-}
-
-// Number j of a task is query first + j / group of head h * group + j % group. The last tiles are
-// filled up with copies of the last query. `rows` [16][whole_32(hd)] must be zeros on entry.
-static void many_start(const ManyCall *c, QueryTile *q, float *rows, int h, int first, int count) {
-    const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, wide = whole_32(a->hd);
-    for (int j = 0; j < c->tiles * TILE; j++) {
-        int at = j < count ? j : count - 1, lane = j % TILE, head = h * group + at % group,
+// Packs a task's queries: number j is query first + j / group of head kv * group + j % group.
+// Copies of the last one fill the last tiles. rows [16][hd32] must be zeros on entry.
+static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first,
+                       int count) {
+    const Attention *a = call->a;
+    int group = a->n_head / a->n_kv, hd32 = whole_32(a->hd);
+    for (int j = 0; j < call->tiles * TILE; j++) {
+        int at = j < count ? j : count - 1, lane = j % TILE, head = kv * group + at % group,
             query = first + at / group;
         const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
         QueryTile *tile = &q[j / TILE];
-        for (int e = 0; e < a->hd; e++) rows[lane * wide + e] = from[e] * a->scale;
+        for (int e = 0; e < a->hd; e++) rows[lane * hd32 + e] = from[e] * a->scale;
         tile->top[lane] = -FLT_MAX;
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
         tile->pos[lane] = a->pos + query;
         if (lane < TILE - 1) continue;
-        if (c->tile->pack_queries) c->tile->pack_queries(rows, wide, tile->q);
-        else transpose(rows, wide, wide, tile->q);
+        if (call->tile->pack_queries) call->tile->pack_queries(rows, hd32, tile->q);
+        else transpose(rows, hd32, hd32, tile->q);
         memset(tile->out, 0, TILE * whole_32(a->vd) * sizeof(float));
     }
 }
 
 static void many_task(Task t) {
-    const ManyCall *c = t.ctx;
-    const Attention *a = c->a;
+    const ManyCall *call = t.ctx;
+    const Attention *a = call->a;
     // the last queries see most keys: they come first, so that no thread is left alone with them
-    int group = a->n_head / a->n_kv, i = c->tasks - 1 - t.i, h = i % a->n_kv;
-    int first = i / a->n_kv * c->queries;
-    int some = a->n - first < c->queries ? a->n - first : c->queries, keys = c->tile->keys;
-    int deep = whole_32(a->hd), wide = whole_32(a->vd);
-    KeyBlock b = {0};
-    Arena own = {.base = c->work + t.thread * c->work_bytes, .size = c->work_bytes};
-    QueryTile *q = many_buffers(c, &own, &b);
-    int most = rows_used(a) < keys ? whole_32(rows_used(a)) : keys;   // of a block
-    memset(b.k, 0, sizeof(float) * most * deep);
-    memset(b.v, 0, sizeof(float) * most * wide);
-    many_start(c, q, b.k, h, first, some * group);
+    int task = call->tasks - 1 - t.i, kv = task % a->n_kv, group = a->n_head / a->n_kv;
+    int first = task / a->n_kv * call->queries, count = smaller(a->n - first, call->queries);
+    int keys = call->tile->keys, hd32 = whole_32(a->hd), vd32 = whole_32(a->vd), both = hd32 + vd32;
+    float *work = call->work + t.thread * call->work_size;
+    QueryTile *q = call->q + t.thread * call->tiles;
+    for (int i = 0; i < call->tiles; i++, work += TILE * both)
+        q[i] = (QueryTile){.q = work, .out = work + TILE * hd32};
+    KeyBlock b = {.k = work, .v = work + keys * hd32, .packed = work + keys * both};
+    int most = smaller(whole_32(rows_used(a)), keys);   // rows of a block
+    memset(b.k, 0, sizeof(float) * most * hd32);
+    memset(b.v, 0, sizeof(float) * most * vd32);
+    many_start(call, q, b.k, kv, first, count * group);
     for (int r = 0; r < rows_used(a); r += keys) {
-        int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + some - 1);
+        int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + count - 1);
         if (seen == NONE_SEEN) continue;
-        int n = b.n = rows_used(a) - r < keys ? rows_used(a) - r : keys;
+        int n = b.n = smaller(rows_used(a) - r, keys);
         b.pos = a->pos_k + r;
         b.masked = seen == SOME_SEEN;
         for (int j = 0; j < n; j++) {
-            size_t row = (size_t)h * a->rows + r + j;
-            quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * deep, a->hd);
-            quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * wide, a->vd);
+            size_t row = (size_t)kv * a->rows + r + j;
+            quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * hd32, a->hd);
+            quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * vd32, a->vd);
         }
-        if (c->tile->pack_keys) c->tile->pack_keys(a, &b);
-        for (int i = 0; i * TILE < some * group; i += c->tile->tiles) {
-            uint32_t last = q[i + c->tile->tiles - 1].pos[TILE - 1];   // the last position they see
-            for (b.n = n; !a->ahead && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;   // or empty
-            c->tile->attend(a, &b, &q[i]);
+        if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
+        for (int i = 0; i * TILE < count * group; i += PANELS) {
+            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // their last key; empty rows: -1
+            for (b.n = n; !a->ahead && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;
+            call->tile->attend(a, &b, &q[i]);
         }
     }
-    for (int j = 0; j < some * group; j++) {
+    for (int j = 0; j < count * group; j++) {
         const QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, head = h * group + j % group;
+        int lane = j % TILE, head = kv * group + j % group;
         float *to = a->out + ((size_t)(first + j / group) * a->n_head + head) * a->vd;
         float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
         float inverse = sum > 0 ? 1 / sum : 0;
@@ -6205,51 +6193,47 @@ static void many_task(Task t) {
     }
 }
 
-static void attend_many(Pool *p, Arena *a, const Attention *x) {
-    int group = x->n_head / x->n_kv;
-    ManyCall c = {.a = x, .tile = p->amx ? &amx_attention : &float_attention};
-    Arena count = {0};
-    int step = TILE * c.tile->tiles, most = c.tile->task_queries;
+static void attend_many(Pool *p, Arena *arena, const Attention *a) {
+    int group = a->n_head / a->n_kv, step = PANELS * TILE;
+    ManyCall call = {.a = a, .tile = p->amx ? &amx_attention : &float_attention};
     // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
-    int share = larger(x->n * x->n_head / (4 * p->threads), step);
-    c.queries = larger((share < most ? share : most) / group, 1);
-    if (c.queries > x->n) c.queries = x->n;
-    c.tasks = x->n_kv * ((x->n + c.queries - 1) / c.queries);
-    c.tiles = (c.queries * group + step - 1) / step * c.tile->tiles;
-    many_buffers(&c, &count, &(KeyBlock){0});
-    c.work_bytes = count.peak;
-    c.work = arena_take(a, p->threads, c.work_bytes);
-    if (a->base) parallel(p, many_task, &c, NULL, c.tasks);
+    int share = larger(a->n * a->n_head / (4 * p->threads), step);
+    call.queries = smaller(larger(smaller(share, call.tile->task_queries) / group, 1), a->n);
+    call.tasks = a->n_kv * ((a->n + call.queries - 1) / call.queries);
+    call.tiles = (call.queries * group + step - 1) / step * PANELS;
+    int rows = call.tiles * TILE + call.tile->keys * (call.tile->pack_keys ? 2 : 1);
+    call.work_size = rows * (whole_32(a->hd) + whole_32(a->vd));
+    call.q = arena_take(arena, p->threads * call.tiles, sizeof *call.q);
+    call.work = arena_take(arena, p->threads * call.work_size, sizeof *call.work);
+    if (arena->base) parallel(p, many_task, &call, NULL, call.tasks);
 }
 
 // ---- 31. attention of one query ----
 //
-// Memory sets the pace: 2 * (hd + vd) bytes per row and KV head, each read once for all the query
-// heads that share it. A block has FEW rows. First its keys are read and then its values, both in
-// the order of memory, and with each row the same row of the next block is prefetched, so that
-// memory never waits for arithmetic. PART_BLOCKS blocks make a split, and threads take splits
-// independently: each leaves a Part per head, with a largest score and sums of its own, and
-// whoever finishes the last split of a head joins its parts.
+// Memory sets the speed: it has 2 * (hd + vd) bytes per row and KV head, read once for all query
+// heads that share them. Of a block, FEW rows, the keys are read and then the values, in the order
+// of memory, and with each row the same row of the next block is prefetched, so that memory never
+// waits for arithmetic. SPLIT_BLOCKS blocks make a split. Each split of a head has a largest score
+// and sums of its own, a Partial; the thread that finishes a head's last split joins its Partials.
 
-enum { FEW = 32, PART_BLOCKS = 4 };
-typedef struct { float top, sum, out[]; } Part;   // out[vd]
+enum { FEW = 32, SPLIT_BLOCKS = 4 };
+typedef struct { float top, sum, out[]; } Partial;   // largest score; sum of weights; [vd] values
 typedef struct {
     const Attention *a;
-    int32_t *block;                // [blocks] first rows of the FEW that hold something visible
-    int blocks, splits;            // splits = blocks / PART_BLOCKS, rounded up
-    int run;                       // splits of a task, one unit's after the other's
-    int heads;                     // of a unit: those that share a KV head, or some of very many
-    float *parts;                  // [n_head][splits] of Part
-    atomic_int *missing;           // [n_head] at most; splits that are not finished
+    int32_t *block;                // [blocks] first row of each block that the query sees
+    int blocks, splits;            // splits = blocks / SPLIT_BLOCKS, rounded up
+    int heads, units;              // a unit has the heads that share a KV head, or some of them
+    int run;                       // splits that a task has, one unit's after the other's
+    float *partials;               // [n_head][splits] Partials
+    size_t size;                   // floats of a Partial
+    atomic_int *missing;           // [units] splits that are not finished
 } OneCall;
 
-static size_t part_floats(const Attention *a) { return sizeof(Part) / sizeof(float) + a->vd; }
-
-static Part *part_of(const OneCall *c, int head, int split) {
-    return (Part *)(c->parts + ((size_t)head * c->splits + split) * part_floats(c->a));
+static Partial *partial_of(const OneCall *call, int head, int split) {
+    return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
-// s[heads][FEW] = products of n keys with queries of neighbouring heads
+// s[heads][FEW] = products of n keys k with the queries of neighbouring heads
 INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
                        int n, int heads, float s[][FEW]) {
     vf sum[4][FEW];
@@ -6273,50 +6257,50 @@ INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, co
     }
 }
 
-// as tile_softmax, for one query and keys across the lanes
+// does what tile_softmax does, for one query and with keys across the lanes
 static void one_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
-                        Part *restrict part) {
-    float slope = a->slopes ? a->slopes[head] : 0, top = part->top;
+                        Partial *restrict partial) {
+    float slope = a->slopes ? a->slopes[head] : 0, top = partial->top;
     vf most = {0}, sum = {0};
     for (int j = 0; j < FEW; j++) s[j] *= a->scale;
     if (a->softcap > 0) soft_cap(s, FEW, a->softcap);
-    for (int j = 0; slope > 0 && j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
+    if (slope > 0) for (int j = 0; j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
     for (int j = 0; j < FEW; j++) s[j] = attention_sees(a, a->pos, pos[j]) ? s[j] : -INFINITY;
     UNROLL for (int j = 0; j < FEW; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
     for (int j = 0; j < FEW; j++) s[j] = exp_fast(s[j] - top);
     UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
-    float fade = exp_fast(part->top - top);
-    part->top = top;
+    float fade = exp_fast(partial->top - top);
+    partial->top = top;
     UNROLL for (int n = LANES; n > 1; n /= 2) sum = pair_sums(sum, sum);
-    part->sum = part->sum * fade + sum[0];
-    for (int e = 0; fade < 1 && e < a->vd; e++) part->out[e] *= fade;
+    partial->sum = partial->sum * fade + sum[0];
+    if (fade < 1) for (int e = 0; e < a->vd; e++) partial->out[e] *= fade;
 }
 
-// out[heads][..] += weights s times n rows of values: `wide` vectors of each, with their sums in
-// registers; out's rows are `stride` floats apart
+// out[heads][vectors * LANES] += weights s times so much of n rows of values, with all sums in
+// registers; rows of out lie `stride` floats apart
 INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
-                        int heads, int wide, float s[][FEW], float *out, size_t stride) {
+                        int heads, int vectors, float s[][FEW], float *out, size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < wide; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
+        UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
     for (int j = 0; j < n; j++, v += a->v_step, next += a->v_step) {
-        prefetch_l2(next, 2 * wide * LANES);
-        UNROLL for (int i = 0; i < wide; i++) {
+        prefetch_l2(next, 2 * vectors * LANES);
+        UNROLL for (int i = 0; i < vectors; i++) {
             vf value = load_f16(v + i * LANES);
             UNROLL for (int h = 0; h < heads; h++) sum[h][i] += value * s[h][j];
         }
     }
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < wide; i++) store(out + h * stride + i * LANES, sum[h][i]);
+        UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
 }
 
 INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
                        int heads, float s[][FEW], float *out, size_t stride) {
-    int e = 0, wide = heads == 4 || LANES == 8 ? 4 : 8;   // by the number of registers
-    for (; e + wide * LANES <= a->vd; e += wide * LANES)
-        one_columns(a, v + e, next + e, n, heads, wide, s, out + e, stride);
+    int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
+    for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
+        one_columns(a, v + e, next + e, n, heads, vectors, s, out + e, stride);
     for (; e + LANES <= a->vd; e += LANES)
         one_columns(a, v + e, next + e, n, heads, 1, s, out + e, stride);
     for (int h = 0; h < heads && e < a->vd; h++)
@@ -6325,92 +6309,96 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
-// Adds block b of KV head h to the parts of `heads` of its query heads, from number g on. Only the
-// first ones (g == 0) prefetch a block: this KV head's next one, or the first of the next head.
-INLINE void one_block(const OneCall *c, int h, int b, int g, int heads) {
-    const Attention *a = c->a;
-    int r = c->block[b], n = a->rows - r < FEW ? a->rows - r : FEW;
-    size_t head = h * (a->n_head / a->n_kv) + g, split = b / PART_BLOCKS;
-    size_t row = (size_t)h * a->rows + r, next = row, stride = part_floats(a) * c->splits;
+// Adds block b of a KV head to the Partials of `heads` of its query heads, from number g on. Only
+// the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
+INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
+    const Attention *a = call->a;
+    int r = call->block[b], n = smaller(a->rows - r, FEW);
+    size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
+    size_t row = (size_t)kv * a->rows + r, next = row, stride = call->size * call->splits;
     int32_t pos[FEW];
     float s[4][FEW];
-    if (g == 0 && b + 1 < c->blocks) next = row - r + c->block[b + 1];
-    else if (g == 0 && h + 1 < a->n_kv) next = row - r + a->rows + c->block[0];
+    if (g == 0 && b + 1 < call->blocks) next = row - r + call->block[b + 1];
+    else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + call->block[0];
     memset(pos, -1, sizeof pos);
     memcpy(pos, a->pos_k + r, n * sizeof *pos);
     one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, n, heads, s);
     for (int i = 0; i < heads; i++)
-        one_softmax(a, pos, head + i, s[i], part_of(c, head + i, split));
+        one_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
     one_values(a, a->v + row * a->v_step, a->v + next * a->v_step, n, heads, s,
-               part_of(c, head, split)->out, stride);
+               partial_of(call, head, split)->out, stride);
 }
 
-// adds up the parts of a head, faded to the largest score of all, and divides by the weights' sum
-static void one_join(const OneCall *c, int head) {
-    const Attention *a = c->a;
+// joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
+static void one_join(const OneCall *call, int head) {
+    const Attention *a = call->a;
     float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : -FLT_MAX;
-    for (int i = 0; i < c->splits; i++) {
-        const Part *part = part_of(c, head, i);
-        top = part->top > top ? part->top : top;
+    for (int i = 0; i < call->splits; i++) {
+        const Partial *partial = partial_of(call, head, i);
+        top = partial->top > top ? partial->top : top;
     }
     float sum = a->sinks ? exp_fast(a->sinks[head] - top) : 0;
     memset(out, 0, a->vd * sizeof *out);
-    for (int i = 0; i < c->splits; i++) {
-        const Part *part = part_of(c, head, i);
-        float fade = exp_fast(part->top - top);
-        sum += part->sum * fade;
-        for (int e = 0; part->sum > 0 && e < a->vd; e++) out[e] += part->out[e] * fade;
+    for (int i = 0; i < call->splits; i++) {
+        const Partial *partial = partial_of(call, head, i);
+        float fade = exp_fast(partial->top - top);
+        sum += partial->sum * fade;
+        if (partial->sum > 0) for (int e = 0; e < a->vd; e++) out[e] += partial->out[e] * fade;
     }
     for (int e = 0; e < a->vd; e++) out[e] = sum > 0 ? out[e] / sum : 0;
 }
 
 static void one_task(Task t) {
-    const OneCall *c = t.ctx;
-    const Attention *a = c->a;
-    int group = a->n_head / a->n_kv, end = (t.i + 1) * c->run;
-    for (int i = t.i * c->run; i < end && i < a->n_head / c->heads * c->splits; i++) {
-        int unit = i / c->splits, split = i % c->splits, b = split * PART_BLOCKS;
-        int first = unit * c->heads, h = first / group, last = first % group + c->heads;
-        for (int g = 0; g < c->heads; g++) {
-            Part *part = part_of(c, first + g, split);
-            memset(part, 0, part_floats(a) * sizeof(float));
-            part->top = -FLT_MAX;
+    const OneCall *call = t.ctx;
+    const Attention *a = call->a;
+    int group = a->n_head / a->n_kv, end = (t.i + 1) * call->run;
+    for (int i = t.i * call->run; i < end && i < call->units * call->splits; i++) {
+        int unit = i / call->splits, split = i % call->splits, b = split * SPLIT_BLOCKS;
+        int first = unit * call->heads, kv = first / group, last = first % group + call->heads;
+        for (int g = 0; g < call->heads; g++) {
+            Partial *partial = partial_of(call, first + g, split);
+            memset(partial, 0, call->size * sizeof(float));
+            partial->top = -FLT_MAX;
         }
-        for (; b < (split + 1) * PART_BLOCKS && b < c->blocks; b++) {
+        for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
             int g = first % group;
-            for (; g + 4 <= last; g += 4) one_block(c, h, b, g, 4);
-            for (; g + 2 <= last; g += 2) one_block(c, h, b, g, 2);
-            for (; g < last; g++) one_block(c, h, b, g, 1);
+            for (; g + 4 <= last; g += 4) one_block(call, kv, b, g, 4);
+            for (; g + 2 <= last; g += 2) one_block(call, kv, b, g, 2);
+            for (; g < last; g++) one_block(call, kv, b, g, 1);
         }
-        bool done = atomic_fetch_sub(&c->missing[unit], 1) == 1;
-        for (int g = 0; done && g < c->heads; g++) one_join(c, first + g);
+        bool done = atomic_fetch_sub(&call->missing[unit], 1) == 1;
+        for (int g = 0; done && g < call->heads; g++) one_join(call, first + g);
     }
 }
 
-static void attend_one(Pool *p, Arena *a, const Attention *x) {
-    OneCall c = {.a = x, .blocks = (x->rows + FEW - 1) / FEW, .heads = x->n_head / x->n_kv};
-    int end = rows_used(x);
-    c.block = arena_take(a, c.blocks, sizeof *c.block);
-    if (a->base) c.blocks = 0;
-    for (int r = 0; a->base && r < end; r += FEW)
-        if (block_seen(x, r, FEW, x->pos, x->pos)) c.block[c.blocks++] = r;
-    c.splits = (c.blocks + PART_BLOCKS - 1) / PART_BLOCKS;
-    while (c.heads > 8 && c.heads % 2 == 0 && x->n_head / c.heads * c.splits < 4 * p->threads)
-        c.heads /= 2;   // too few tasks
-    int units = x->n_head / c.heads;
-    c.missing = arena_take(a, x->n_head, sizeof *c.missing);
-    c.parts = arena_take(a, (size_t)x->n_head * c.splits, part_floats(x) * sizeof(float));
-    if (!a->base) return;
-    for (int h = 0; h < units; h++) atomic_init(&c.missing[h], c.splits);
-    c.run = (int)larger(units * c.splits / (4 * p->threads), 1);   // long runs, yet four a thread
-    parallel(p, one_task, &c, NULL, (units * c.splits + c.run - 1) / c.run);
+static void attend_one(Pool *p, Arena *arena, const Attention *a) {
+    OneCall call = {.a = a, .blocks = (a->rows + FEW - 1) / FEW, .heads = a->n_head / a->n_kv,
+                    .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
+    call.block = arena_take(arena, call.blocks, sizeof *call.block);
+    if (arena->base) {
+        call.blocks = 0;
+        for (int r = 0; r < rows_used(a); r += FEW)
+            if (block_seen(a, r, FEW, a->pos, a->pos)) call.block[call.blocks++] = r;
+    }
+    call.splits = (call.blocks + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS;
+    while (call.heads > 8 && call.heads % 2 == 0 && call.units * call.splits < 4 * p->threads) {
+        call.heads /= 2;   // there would be too few tasks
+        call.units *= 2;
+    }
+    int all = call.units * call.splits;
+    call.missing = arena_take(arena, a->n_head, sizeof *call.missing);
+    call.partials = arena_take(arena, (size_t)a->n_head * call.splits, call.size * sizeof(float));
+    if (!arena->base) return;
+    for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
+    call.run = larger(all / (4 * p->threads), 1);   // a long run in memory, yet four tasks a thread
+    parallel(p, one_task, &call, NULL, (all + call.run - 1) / call.run);
 }
 
-static void attention(Pool *p, Arena *a, const Attention *x) {
-    size_t mark = a->used;
-    if (x->n == 1) attend_one(p, a, x);
-    else attend_many(p, a, x);
-    a->used = mark;
+static void attention(Pool *p, Arena *arena, const Attention *a) {
+    size_t mark = arena->used;
+    if (a->n == 1) attend_one(p, arena, a);
+    else attend_many(p, arena, a);
+    arena->used = mark;
 }
 
 // ---- 32. narrow ----
@@ -6446,63 +6434,55 @@ static inline double gpu_rate(Session *s, void *p, size_t n) { return (void)s, (
 
 // ---- 34. AMX ----
 //
-// One instruction multiplies 16 x 32 with 32 x 16 bf16 numbers, with float sums, in 16 cycles.
-// Scales and offsets of block formats vanish into the weights: all formats run alike, and closer to
-// the exact product than with int8 activations. A float is the sum of three bf16, an f16 of two:
-// f32 weights take the six products above a float's precision, f16 the four with two parts,
-// 17 bits, of the activations, bf16 two. 2 x 2 tiles share their operands: one load per product.
+// One instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
+// formats become bf16, scales and offsets included, and so do their activations: closer to exact
+// than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
+// largest of nine products, f16 weights four, with two parts (17 bits) of each activation, bf16
+// weights two. 2 x 2 tiles share their operands: one load per product.
 
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
 #include <sys/syscall.h>
-enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = 32, AMX_KEYS = 128, TILE_BYTES = 1024,
-       MAX_PARTS = 3 };
+enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = MAX_TOKENS, AMX_KEYS = 128,
+       TILE_BYTES = 1024, MAX_PARTS = 3 };
 
-// Linux grants the tile registers on request.
-static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }   // asks Linux
 
-// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, because gcc 12
-// believes that only its first 8 bytes are read, and would leave out stores to the rest.
+// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, because gcc thinks
+// that only its first 8 bytes are read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
 
-typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of each
-
-static int weight_parts(const Matrix *w) {
-    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
-}
-static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
+typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of a token
 
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
 }
-INLINE vf upper_bits(vf x) {   // rounded to bf16, the nearest
+INLINE vf upper_bits(vf x) {   // rounded to the nearest bf16
     typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// 32 floats, each as a sum of `parts` bf16, `next` bytes apart; each part rounds what is left over
+// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; a part rounds what the
+// ones before leave
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// to AmxActs [(end - k)/32][parts]
-static void amx_pack(const Matmul *job, int t, int64_t k, int64_t end, void *acts) {
-    int parts = act_parts(job->w);
+// to AmxActs [n/32][parts]
+static void amx_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
     AmxActs *a = acts;
-    for (int64_t i = k; i < end; i += 32, a += parts)
-        for (int c = 0; c < AMX_TOKENS; c++) {
-            const float *x = job->x + (t + c < job->n ? t + c : t) * input_step(job->w) + i;
-            float edge[32] = {0};
-            if (end - i < 32) x = memcpy(edge, x, (end - i) * sizeof *x);
-            store_parts(a->x[c], sizeof *a, parts, load_f32(x), load_f32(x + 16));
-        }
+    for (; n > 0; n -= 32, x += 32, a += act_parts(w)) {
+        float edge[32] = {0};
+        const float *from = n < 32 ? memcpy(edge, x, n * sizeof *x) : x;
+        store_parts(a->x[token], sizeof *a, act_parts(w), load_f32(from), load_f32(from + 16));
+    }
 }
 
-// [16][width] to columns of pairs, [width/32][parts] tiles
+// Copies x [16][width] to [width/32][parts] tiles. A tile is 32 columns, in pairs: [16][16][2].
 static void amx_columns(const float *x, int width, int parts, char *to) {
     for (int i = 0; i < width; i += 32) {
         uint16_t rows[MAX_PARTS][TILE][32];
@@ -6514,18 +6494,18 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
     }
 }
 
-// up to 256 float weights of 16 rows
+// up to 256 float weights of 16 rows, to 8 [parts] tiles
 static void amx_floats(const Matrix *w, int64_t r, int64_t k, int n, char *to) {
     float x[TILE][256];
     if (n < 256) memset(x, 0, sizeof x);
     for (int j = 0; j < TILE; j++) {
-        prefetch_l2(weight_at(w, r + TILE + j, k), formats[w->type].bytes);   // the tile below
+        prefetch_l2(weight_at(w, r + TILE + j, k), formats[w->type].bytes);   // the panel below
         quant_dequantize(w->type, weight_at(w, r + j, k), x[j], n);
     }
     amx_columns(x[0], 256, weight_parts(w), to);
 }
 
-// 16 weights, a pair from each of 8 rows; d and m are of 16 rows, of which these begin at `from`
+// 16 weights: a pair from each of 8 rows, of which the first is row `from` of d and m [16]
 INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from) {
     __m512i row = (__m512i)((vi){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7} + from);
     __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
@@ -6533,8 +6513,8 @@ INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from
                                _mm512_permutexvar_ps(row, _mm512_loadu_ps(m)));
 }
 
-// 256 weights of 16 rows, to 8 tiles. They are transposed while they are codes, fewer bytes: those
-// of 8 rows, 16 bytes of each, are 8 x 8 pairs, transposed by interleaving rows i and i + 4 thrice.
+// 256 weights of 16 rows, to 8 tiles. They are transposed as codes, which are fewer bytes: 16 codes
+// from each of 8 rows are 8 x 8 pairs, which interleaving rows i and i + 4 three times transposes.
 static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     _Alignas(64) int8_t q[2][8][256], pairs[2][4][8][4][16];   // of half h: [h % 4][8][h / 4]
     _Alignas(64) float rows[TILE][2][16], scales[2][16][TILE];
@@ -6542,7 +6522,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     const uint8_t *b = weight_at(w, r, k);
     size_t next = w->cols * f->bytes / 256;
     for (int j = 0; j < TILE; j++, b += r + j < w->rows ? next : 0) {
-        prefetch_l2(b + TILE * next, f->bytes);   // a row of the tile below
+        prefetch_l2(b + TILE * next, f->bytes);   // a row of the panel below
         quant_decode(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
     }
     transpose(rows, 32, f->offsets ? 32 : 16, scales);
@@ -6556,7 +6536,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
         UNROLL for (int i = 0; i < 8; i++)
             _mm512_storeu_si512(pairs[n / 4][i / 4 * 2 + n % 4 / 2][n % 2 * 4 + i % 4], v[3][i]);
     }
-    for (int h = 0; h < 16; h++) {
+    for (int h = 0; h < 16; h++) {   // half a group
         const float *d = scales[0][h], *m = f->offsets ? scales[1][h] : rows[0][1];   // all -0.0f
         UNROLL for (int i = 0; i < 8; i++, to += 64)
             store_bf16(to, pair_weights(pairs[0][h % 4][i][h / 4], d, m, 0),
@@ -6564,21 +6544,16 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     }
 }
 
-// Two halves of 16 rows. In each, a tile is 32 weights of 16 rows as columns of pairs, [16][16][2];
-// there are [depth/32][parts] of them.
 static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
-    for (int half = 0; half < 2; half++, r += TILE) {
-        char *to = (char *)panel + half * (amx_tile(w)->panel_bytes / 2);
-        for (int i = 0; i < depth; i += 256, to += 8 * weight_parts(w) * TILE_BYTES)
-            if (formats[w->type].block) amx_block(w, r, k + i, to);
-            else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
-    }
+    char *to = panel;
+    for (int i = 0; i < depth; i += 256, to += 8 * weight_parts(w) * TILE_BYTES)
+        if (formats[w->type].block) amx_block(w, r, k + i, to);
+        else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
 }
 
-// out[2 * i + j] gets the 16 x 16 sums of rows 16 i .. of a times the columns of b + j * next, n
-// tiles deep, each of so many parts; or they are added to what it has.
-// Part i of a is about 2^-(8 i) of it: its product with part j of b matters where i + j < order.
-// With out[2] NULL the second 16 rows of a are left out.
+// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or, if
+// `adds`, is added to. a and b are n tiles deep, each of some parts. Part i of a number is about
+// 2^-8i of it: parts i and j are multiplied if i + j < order. out[2] NULL: a has only 16 rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -6595,9 +6570,9 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
     }
     for (int k = 0; k < n; k++, a += a_parts, columns += b_parts * TILE_BYTES)
         for (int j = 0; j < b_parts; j++)
-            for (int c = order - j < a_parts ? order - j : a_parts, m = 0; m < c; m++) {
+            for (int count = order - j < a_parts ? order - j : a_parts, m = 0; m < count; m++) {
                 const char *y = columns + j * TILE_BYTES;
-                int i = j % 2 ? m : c - 1 - m;   // in turns, so the tile loaded last is reused
+                int i = j % 2 ? m : count - 1 - m;   // to and fro: the tile loaded last is reused
                 bool loads = m > 0 || j % 2 == 0;
                 if (loads) _tile_loadd(4, a[i].x, 64);
                 if (m == 0) _tile_loadd(6, y, 64);
@@ -6616,66 +6591,56 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
     _tile_stored(3, out[3], 64);
 }
 
-static void amx_multiply(const Product *p) {
+static void amx_multiply(const Product *p, vf *sum) {
     const Matrix *w = p->job->w;
-    vf sum[2][AMX_TOKENS][VECTORS];
-    float *first = (float *)sum[0], *second = (float *)sum[1];   // of rows
-    bool more = p->t + TILE < p->job->n;                         // than half of the tokens
+    float *first = (float *)sum, *second = first + AMX_TOKENS * TILE;   // panel
+    bool more = p->t + TILE < p->job->n;                                // than half of the tokens
     float *out[] = {first, second, more ? first + TILE * TILE : NULL, second + TILE * TILE};
-    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes / 2,
-                (p->depth + 31) / 32, 3, false, out);
-    tile_out(p, p->r, p->t, AMX_TOKENS, sum[0]);
-    tile_out(p, p->r + TILE, p->t, AMX_TOKENS, sum[1]);
+    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w),
+                amx_tiles[act_parts(w) - 1].panel_bytes, (p->depth + 31) / 32, 3, false, out);
 }
 
-#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .step = 256, .rows = 2 * TILE, \
+#define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .step = 256, \
     .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
-    .panel_bytes = 2 * deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
+    .panel_bytes = deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
     .multiply = amx_multiply}
-static const Tile amx_tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
-                                 AMX_TILE(AMX_FLOATS, 3, 3)};
-static const Tile *amx_tile(const Matrix *w) {   // blocks, f16 and bf16, f32
-    return &amx_tiles[act_parts(w) - 1];
-}
+static const Tile amx_tiles[3] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
+                                  AMX_TILE(AMX_FLOATS, 3, 3)};   // blocks; f16 and bf16; f32
 
-// Attention splits each number into two bf16: three products, and still four times as fast as
-// floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
+// In attention each number is the sum of two bf16. Three products of them are still four times as
+// fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
 
 static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
-// keys to AmxActs [AMX_KEYS/32][hd/32][2]; behind them the values, transposed to rows of keys, to
-// AmxActs [vd/32][AMX_KEYS/32][2]
+// Packs keys to AmxActs [n/32][hd/32][2] and values, transposed to [vd][n], to AmxActs
+// [vd/32][AMX_KEYS/32][2], which lie behind the room for AMX_KEYS keys.
 static void amx_keys(const Attention *a, const KeyBlock *b) {
-    int deep = whole_32(a->hd), wide = whole_32(a->vd), keys = whole_32(b->n);
+    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd), keys = whole_32(b->n);
     float lo[32][TILE], hi[32][TILE];
-    AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * deep / 32 * 2;
+    AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * hd32 / 32 * 2;
     for (int j = 0; j < keys; j += 32)
-        for (int e = 0; e < deep; e += 32, to += 2)
+        for (int e = 0; e < hd32; e += 32, to += 2)
             for (int i = 0; i < 32; i++) {
-                const float *x = b->k + (j + i) * deep + e;
+                const float *x = b->k + (j + i) * hd32 + e;
                 store_parts(to->x[i], sizeof *to, 2, load_f32(x), load_f32(x + 16));
             }
-    for (int e = 0; e < wide; e += 32, values += AMX_KEYS / 32 * 2)
+    for (int e = 0; e < vd32; e += 32, values += AMX_KEYS / 32 * 2)
         for (int j = 0; j < keys; j += 32) {
-            transpose(b->v + j * wide + e, wide, 32, lo);
-            transpose(b->v + (j + 16) * wide + e, wide, 32, hi);
+            transpose(b->v + j * vd32 + e, vd32, 32, lo);
+            transpose(b->v + (j + 16) * vd32 + e, vd32, 32, hi);
             to = values + j / 32 * 2;
             for (int i = 0; i < 32; i++)
                 store_parts(to->x[i], sizeof *to, 2, load_f32(lo[i]), load_f32(hi[i]));
         }
 }
 
-// two rows of 16 floats as columns of pairs of bf16: upper bits, and a tile further what remains
-INLINE void store_pairs(uint32_t *to, vf a, vf b) {
-    for (int p = 0; p < 2; p++, to += TILE_BYTES / 4) {
-        vf x = upper_bits(a), y = upper_bits(b);
-        store(to, (vf)((vi)_mm512_srli_epi32((__m512i)x, 16) | (vi)y));
-        a -= x;
-        b -= y;
-    }
+// a[0], b[0], a[1], b[1] .. a[7], b[7], or from `first` on
+INLINE vf interleave(vf a, vf b, int first) {
+    __m512i at = (__m512i)((vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23} + first);
+    return (vf)_mm512_permutex2var_ps((__m512)a, at, (__m512)b);
 }
 
-// two query tiles at once, as a product is 2 x 2 tiles
+// attends for two query tiles at once, as a product is 2 x 2 tiles
 static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[2][AMX_KEYS][TILE] __attribute__((aligned(64)));
     uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
@@ -6689,27 +6654,27 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
         memset(s[t][b->n], 0, (keys - b->n) * sizeof s[t][0]);
-        for (int j = 0; j < keys; j += 2)
-            store_pairs(weights[t][j / 32][0][j / 2 % 16], load_f32(s[t][j]),
-                        load_f32(s[t][j + 1]));
+        for (int j = 0; j < keys; j += 2) {
+            vf x = load_f32(s[t][j]), y = load_f32(s[t][j + 1]);
+            store_parts(weights[t][j / 32][0][j / 2 % 16], TILE_BYTES, 2, interleave(x, y, 0),
+                        interleave(x, y, 8));
+        }
     }
     for (int e = 0; e < a->vd; e += 32, values += AMX_KEYS / 32 * 2) {
-        float *a_out = q[0].out + e * TILE, *b_out = q[1].out + e * TILE;
-        float *out[] = {a_out, b_out, a_out + TILE * TILE, b_out + TILE * TILE};
+        float *out[] = {q[0].out + e * TILE, q[1].out + e * TILE,
+                        q[0].out + (e + 16) * TILE, q[1].out + (e + 16) * TILE};
         amx_product(values, 2, weights[0], 2, sizeof weights[0], keys / 32, 2, true, out);
     }
 }
 
 static const AttentionTile amx_attention = {
-    .keys = AMX_KEYS, .tiles = 2, .task_queries = 512,
+    .keys = AMX_KEYS, .task_queries = 512,
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
 #else
 static bool amx_allow(void) { return false; }
 static void amx_use(bool on) { (void)on; }
-#ifndef LLM_PLAIN
-static const Tile *amx_tile(const Matrix *w) { return (void)w, &float_tile; }
-#endif
+
 #endif
 
 // ==== Part VI: main =============================================================================
@@ -7791,7 +7756,17 @@ int main(int argc, char **argv) {
 // ---- appendix: Unicode ----
 //
 // UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
-// of characters, each range with a value; `make unicode` writes them. A range is up to 3 numbers:
+// of characters, each range with a value, made from the standard's UnicodeData.txt:
+//   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
+//     the category. But letters of ASCII are u (Lu) or l, and of the other letters those of Lu, Ll
+//     or Lt are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
+//     10A0-10C5, 13A0-13FD, 1C90-2CFF, A640-A78E, AB70-FF5A, 10400-104FB, 10C80-10CF2, 118A0-118DF
+//     and 1E900-1E943; the rest are x.
+//   - LOWER: the lower case (field 14, from 1) minus the character. Where that is 1, both of the
+//     pair have the value 0 if the upper case is even, else -1.
+//   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
+//     decomposition of that one, and so on; for Hangul syllable number i, U+1100 + i / 588.
+// Characters in a row that have one value are one range. It is written as up to 3 numbers:
 //   - twice how many characters lie between the range before and this one, plus 1 if this one has
 //     more than one character;
 //   - only if it has: how many more;

@@ -1971,6 +1971,8 @@ static void test_tokenizer_rules(void) {
 }
 
 static void test_unicode_tables(void) {
+    // FNV-1a over the values of all characters, INT32_MIN where a table has none. Another program
+    // has the sums from UnicodeData.txt 15.1, by the rules in llm.c's appendix.
     static const struct { const char *name, *const *line; size_t n; uint32_t sum; } tables[] = {
         {"classes", UNICODE_CLASSES, COUNT(UNICODE_CLASSES), 0x826c8596},
         {"lower", UNICODE_LOWER, COUNT(UNICODE_LOWER), 0x98f57bbe},
