@@ -1358,7 +1358,7 @@ static bool str_cut(Str *s, const char *head) {   // takes head off the front, i
 // caller's to read: in ARCHS it says verified, in KEYS required. Returns a pointer behind the word,
 // to a star, a blank or the end; NULL if the list lacks it.
 static const char *find_str(Str word, const char *words) {
-    if (word.n && (memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n))) return NULL;
+    if (!word.n || memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n)) return NULL;
     while (words) {
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
         words = strchr(words, ' ');
@@ -3276,8 +3276,8 @@ typedef struct Tokenizer {
     size_t piece_max;                // most bytes that detokenize writes at once
 } Tokenizer;
 
-// What a token is. An id need not be in the vocabulary: many models have rows for more tokens, as
-// padding. Such a token has no text and is unused.
+// An id need not be in the vocabulary: many models have rows for more tokens, as padding. Such a
+// token has no text and is unused.
 typedef struct { Str text; int type; } Token;   // its type with the flags
 
 static Token token_at(const Tokenizer *t, int32_t id) {
@@ -3316,8 +3316,8 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
     return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-// The end of the match of the alternative `rule` at ch, or NULL; the piece ends at `end`.
-// Backtracks as regular expressions do: an item takes all it can, then less and less.
+// Returns where the match of the alternative `rule` at ch ends, or NULL; the piece ends at `end`.
+// An item first takes all it can, then less and less.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
@@ -3327,11 +3327,10 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
         return n || *rule == '~' ? rule_match(rule + 1, ch + n, end) : NULL;
     }
     if (*rule == 'w') {   // L, then L, M, or a space and L
-        Char *to = ch;
-        if (ch < end && ch->set & CLASS('L'))
-            for (to++; to < end && to->set & (CLASS('L') | CLASS('M') | CLASS(' ')); to++)
-                if (to->set & CLASS(' ') && !(to + 1 < end && to[1].set & CLASS('L'))) break;
-        return to > ch ? rule_match(rule + 1, to, end) : NULL;
+        if (ch == end || !(ch->set & CLASS('L'))) return NULL;
+        for (ch++; ch < end && ch->set & (CLASS('L') | CLASS('M') | CLASS(' ')); ch++)
+            if (ch->set & CLASS(' ') && !(ch + 1 < end && ch[1].set & CLASS('L'))) break;
+        return rule_match(rule + 1, ch, end);
     }
     bool none = *rule == '[' && rule[1] == '^';
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
@@ -3376,9 +3375,9 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
 }
 
-// Joining. A word is a row of parts, at first its characters. The leaves of a tree hold what it
-// costs to join the part at a byte with the next one, other nodes the lesser of their children: the
-// root is the cheapest pair, of equal ones the leftmost. Joining two parts changes three leaves: a
+// A word is a row of parts, at first its characters. A leaf of a tree holds what it costs to join
+// the part at its byte with the next one; any other node holds the lesser of its children. So the
+// root is the cheapest pair, of equal ones the leftmost. To join two parts changes three leaves: a
 // word of n bytes takes O(n log n).
 static void pair_update(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
@@ -3489,39 +3488,26 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
-// Does the text at s count as this special token?
-static bool token_cuts(const Work *w, int32_t id, const char *s, size_t n) {
-    if (!token_is(w->t, id, w->types)) return false;
-    int type = token_at(w->t, id).type & ~(TOKEN_EOG | TOKEN_STRIP);
-    bool anyone = type == TOKEN_USER;   // may write it
-    return anyone || !w->mark || !memchr(w->mark + (s - w->all), 1, n);
-}
-
-// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand.
+// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand. In
+// what a user wrote, only tokens that anyone may write are cut out.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     for (len = len < n ? len : n; len > 0; len--) {
         for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
             if (!t->special_first[(uint8_t)s[i]]) continue;
             int32_t id = dictionary_find(&t->tokens, s + i, len);
-            if (id < 0 || !token_cuts(w, id, s + i, len)) continue;
+            int type = token_at(t, id).type;
+            bool marked = w->mark && memchr(w->mark + (s + i - w->all), 1, len);
+            bool anyone = (type & ~(TOKEN_EOG | TOKEN_STRIP)) == TOKEN_USER;
+            if (!token_is(t, id, w->types) || (marked && !anyone)) continue;
             text_tokenize(w, s, i, len - 1);
             w->out->id[w->out->n++] = id;
             w->space = t->space_prefix;
             s += i + len, n -= i + len, i = -1;
-            if (token_at(t, id).type & TOKEN_STRIP)
-                while (n > 0 && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
+            while (type & TOKEN_STRIP && n && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
         }
     }
     if (n) fragment_tokenize(w, s, n);
-}
-
-// places the buffers for a text of n bytes, a word of which is spelled in at most m bytes
-static void work_place(Work *w, Arena *a, size_t n, size_t m) {
-    w->ch = arena_take(a, n + 2, sizeof *w->ch);
-    w->text = arena_take(a, 2 * m, 1);
-    w->part = arena_take(a, m, sizeof *w->part);
-    w->cost = arena_take(a, 2 * m, sizeof *w->cost);
 }
 
 enum {
@@ -3529,28 +3515,28 @@ enum {
     TOKENS_SPECIAL = 2,        // text such as <|im_start|> means the token
 };
 
-// Appends the ids of text [n] to out. A byte with a mark [n] of 1 was written by a user, and is never
-// part of a special token; mark NULL: none was. flags: TOKENS_ADD, TOKENS_SPECIAL. False: e says why.
+// Appends the ids of text [n] to out. A byte with a mark [n] of 1 was written by a user, and is
+// never part of a control token; mark NULL: none was. False: e says why.
 bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark, int flags,
               Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
     size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
-    Arena a = {0};
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
-    work_place(&w, &a, n, m);
-    a = (Arena){.base = tokens_room(out, out->n + m) ? malloc(a.peak) : NULL, .size = a.peak};
-    if (!a.base) return fail(e, "out of memory");
-    work_place(&w, &a, n, m);
+    w.cost = malloc((n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2));
+    if (!w.cost || !tokens_room(out, out->n + m)) return free(w.cost), fail(e, "out of memory");
+    w.ch = (Char *)(w.cost + 2 * m);
+    w.part = (uint32_t *)(w.ch + n + 2);
+    w.text = (char *)(w.part + m);
     bool add = flags & TOKENS_ADD;
     if (add && t->add_bos) out->id[out->n++] = t->bos;
     text_tokenize(&w, text, n, t->tokens.longest);
     if (add && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
-    free(a.base);
+    free(w.cost);
     return true;
 }
 
@@ -3740,11 +3726,12 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// g must stay open as long as t. False: e says what is missing, wrong or unknown.
-static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
+static bool tokenizer_load(Model *m, Error *e) {
+    const Gguf *g = m->gguf;
+    Tokenizer *t = m->tokenizer = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
     size_t i = 0;
-    *t = (Tokenizer){0};
+    if (!t) return fail(e, "out of memory");
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
     bool merges = gguf_find(g, "tokenizer.ggml.merges");
     if (str_eq(model, "llama") && str_eq(pre, "gemma4") && merges) model = pre;   // Ollama
@@ -3767,12 +3754,6 @@ static bool tokenizer_open(Tokenizer *t, const Gguf *g, Error *e) {
     return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
 }
 
-static bool tokenizer_load(Model *m, Error *e) {
-    m->tokenizer = calloc(1, sizeof *m->tokenizer);
-    if (!m->tokenizer) return fail(e, "out of memory");
-    return tokenizer_open(m->tokenizer, m->gguf, e);
-}
-
 static void tokenizer_close(Tokenizer *t) {
     free(t->tokens.slot);
     free(t->tokens.str);
@@ -3784,28 +3765,25 @@ static void tokenizer_close(Tokenizer *t) {
 }
 // ---- 21. chat templates ----
 //
-// How a model wants a conversation written, its file says in a program: a template in Jinja, the
-// language of Python's jinja2, as Hugging Face sets that up: a sandbox, trim_blocks, lstrip_blocks,
-// loop controls. This interpreter prints the same bytes. It knows what published templates use in a
-// chat; what it does not know is an error, which names it, where it is reached.
+// A model's file says in a program how it wants a conversation written: in a template, whose
+// language is Jinja as Hugging Face sets that up, with trim_blocks, lstrip_blocks, loop controls.
+// This interpreter prints the same bytes as Python's. It knows what published templates use in a
+// chat. What it does not know is an error that names it, once it is reached.
 //
-// GRAMMAR is read as it stands: a parser tries its rules on the source and makes a tree of nodes.
-// `eval` turns a node into its value, which for a statement is the text that it prints.
+// The parser tries the rules of GRAMMAR on the source and makes a tree of nodes. `eval` turns a
+// node into its value; a statement's is the text that it prints.
 //
-// Texts are UTF-8 and lie in one block of memory. Behind the block lies its shadow, with a byte for
-// each of the block's: FOREIGN if that came from a message that the model did not write. Only
-// `concat` copies text, and it copies the shadow, too: whatever becomes of a text, the mark stays
-// with its bytes. Values do not change, but for namespaces, so a part of a text is a view.
+// All memory is one block. A second one, its shadow, has a byte for each of its bytes, which is
+// FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
+// copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
 //
-// An error leaves by longjmp; all memory is in the block. Depth, steps and memory have limits, so
-// every template ends.
+// An error leaves by longjmp. Every template ends, since depth, steps and memory have limits.
 #include <ctype.h>
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
-// the content of a message whose role is not "assistant". Both lie in the block, which
-// rendered_free frees.
+// a message that the model did not write. rendered_free frees both.
 typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
@@ -3841,6 +3819,7 @@ typedef struct { List list; Dict named; } Args;
 typedef struct {
     const char *source, *p;                 // read up to p; later what runs
     const char *tag_end;                    // the last tag ends here, or a text does
+    bool raw;                               // that tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
     int depth, flow;                        // flow: R_break or R_continue on its way to the loop
     Dict *scope;                            // the names that are set here; outer: those around it
@@ -3880,7 +3859,8 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
     n = (n + 7) / 8 * 8;
     if (n > t->memory) stop(t, "it takes too much memory");
     t->memory -= n;
-    return t->block + t->memory;
+    memset(t->block + t->size + t->memory, 0, n);   // its shadow
+    return memset(t->block + t->memory, 0, n);
 }
 
 // ---- its texts
@@ -3923,7 +3903,7 @@ static Str repeat(Template *t, Str s, int64_t n) {
     return out;
 }
 
-static char *copy(Template *t, Str s) {   // with a NUL behind it; it may be changed
+static char *copy(Template *t, Str s) {   // in the block, with a NUL behind it; it may be changed
     return (char *)concat(t, concat(t, NOTHING, s), (Str){"", 1}).s;
 }
 
@@ -3946,18 +3926,17 @@ static const char *find(Template *t, Str s, Str what) {   // NULL: it is not the
     return memmem(s.s, s.n, what.s, what.n);
 }
 
-// s without the white space at its sides, or without what is in set, if that is a string
-enum { LEFT = 1, RIGHT = 2 };
-static Str strip(Template *t, Str s, Value set, int sides) {
-    for (int side = LEFT; side <= RIGHT; side++)
-        while (side & sides && s.n) {
-            size_t at = side == LEFT ? 0 : s.n - 1, n;
-            while (at && (s.s[at] & 0xC0) == 0x80) at--;
-            uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
-            spend(t, 1);
-            if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
-            s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
-        }
+// s without the white space on one side, or without what is in set, if that is a string
+enum { LEFT, RIGHT };
+static Str strip(Template *t, Str s, Value set, int side) {
+    while (s.n) {
+        size_t at = side == LEFT ? 0 : s.n - 1, n;
+        while (at && (s.s[at] & 0xC0) == 0x80) at--;
+        uint32_t c = utf8_decode(s.s + at, s.n - at, &n);
+        spend(t, 1);
+        if (set.kind == V_STRING ? !find(t, set.s, (Str){s.s + at, n}) : !is_space(c)) break;
+        s = side == LEFT ? str_from(s, n) : (Str){s.s, s.n - n};
+    }
     return s;
 }
 
@@ -4007,38 +3986,30 @@ __attribute__((noreturn)) static void stop_types(Template *t, Str op, Value a, V
     stop(t, "%s %.*s %s is not possible", VALUE_KINDS[a.kind], STR_ARG(op), VALUE_KINDS[b.kind]);
 }
 
-__attribute__((noinline))   // `old` would lie in a register where setjmp is
-static void push(Template *t, List *l, Value v) {
-    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof v} : NOTHING;
-    l->v = (Value *)concat(t, old, (Str){(char *)&v, sizeof v}).s;
-    l->n++;
-}
-
 static void push_all(Template *t, List *l, List more) {
-    for (size_t i = 0; i < more.n; i++) push(t, l, more.v[i]);
+    Str old = l->n ? (Str){(char *)l->v, l->n * sizeof *l->v} : NOTHING;
+    l->v = (Value *)concat(t, old, (Str){(char *)more.v, more.n * sizeof *more.v}).s;
+    l->n += more.n;
 }
 
-// of a list; of a dict key, value, key, ..
-static List elements(Value v) {
-    return v.kind == V_DICT ? v.dict->pairs : v.kind == V_STRING ? (List){0} : v.list;
-}
+static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1}); }
 
 // -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 enum { UNLIKE = 2 };
 static int order(Template *t, Value a, Value b) {
-    int c = 0;
     if (is_number(a) && is_number(b)) return (number(a) > number(b)) - (number(a) < number(b));
     if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
     if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
-    List x = elements(a), y = elements(b);
+    bool text = a.kind == V_STRING, dict = a.kind == V_DICT;
+    List x = dict ? a.dict->pairs : a.list, y = dict ? b.dict->pairs : b.list;
+    size_t n = text ? a.s.n : x.n, m = text ? b.s.n : y.n, both = n < m ? n : m;
+    int c = text ? memcmp(a.s.s, b.s.s, both) : 0;
     enter(t);
-    for (size_t i = 0; !c && i < x.n && i < y.n; i++) c = order(t, x.v[i], y.v[i]);
+    spend(t, text ? both / 64 : 0);
+    for (size_t i = 0; !text && !c && i < both; i++) c = order(t, x.v[i], y.v[i]);
     t->depth--;
-    if (a.kind != V_STRING) return c ? c : (x.n > y.n) - (x.n < y.n);
-    size_t n = a.s.n < b.s.n ? a.s.n : b.s.n;
-    c = memcmp(a.s.s, b.s.s, n);
-    spend(t, n / 64);
-    return c ? (c > 0) - (c < 0) : (a.s.n > b.s.n) - (a.s.n < b.s.n);
+    if (!c) c = (n > m) - (n < m);
+    return text ? (c > 0) - (c < 0) : c;
 }
 
 // Dicts have few keys and keep their order: they are searched from the front.
@@ -4126,7 +4097,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes it, but n
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
     bool string = v.kind == V_STRING, dict = v.kind == V_DICT, list = v.kind == V_LIST;
-    List l = dict || list ? elements(v) : (List){0};
+    List l = dict ? v.dict->pairs : list ? v.list : (List){0};
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
     enter(t);
     s = concat(t, s, str(string ? "\"" : dict ? "{" : list ? "[" : ""));
@@ -4197,12 +4168,11 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
                                         "string", "", "", "mapping"};
     for (int k = 0; k < (int)COUNT(kinds); k++)
         if (is(test, kinds[k])) return v.kind == k;
-    bool sequence = !v.kind || v.kind == V_STRING || v.kind == V_LIST || v.kind == V_DICT;
     if (is(test, "defined")) return v.kind != V_UNDEFINED;
     if (is(test, "true false")) return v.kind == V_BOOL && v.i == (*test.s == 't');
     if (is(test, "number")) return is_number(v);
-    if (is(test, "sequence")) return sequence;
-    if (is(test, "iterable")) return sequence || v.kind == V_GENERATOR;
+    if (is(test, "sequence") && v.kind == V_GENERATOR) return false;
+    if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
     if (is(test, "eq equalto")) return !order(t, v, x);
     stop(t, "there is no test '%.*s'", STR_ARG(test));
 }
@@ -4249,14 +4219,12 @@ static Value key_of(Template *t, Value v, Value attribute) {
 
 static List sorted(Template *t, List l, Value attribute, bool reverse) {
     List out = {0};
+    Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
         Value key = key_of(t, l.v[i], attribute);
         push(t, &out, l.v[i]);
-        for (k = i; k; k--) {
-            Value before = key_of(t, out.v[k - 1], attribute);
-            if (!operate(t, str(reverse ? ">" : "<"), key, before).i) break;
+        for (k = i; k && operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i; k--)
             out.v[k] = out.v[k - 1];
-        }
         out.v[k] = l.v[i];
     }
     return out;
@@ -4268,21 +4236,8 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
     return l;
 }
 
-// Now, in local time, as strftime writes it; or in UTC what SOURCE_DATE_EPOCH says, so that a test
-// can know it.
-static Str date(Template *t, Str format) {
-    const char *epoch = getenv("SOURCE_DATE_EPOCH");
-    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
-    struct tm tm;
-    char s[400] = "";
-    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
-    if (!strftime(s, sizeof s, copy(t, format), &tm) && format.n) stop(t, "a date is too long");
-    return concat(t, NOTHING, str(s));
-}
-
-// A row: names, and parameters, to which `call` gives values. The first is what a filter or method
-// stands behind. To add one, add its name here, and that of a method or function below, too; then
-// what it returns; then a test.
+// A row has names and parameters; a filter or method stands behind the first. To add one, add its
+// name here, that of a method or function below, too; then what it returns; then a test.
 static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
@@ -4300,21 +4255,31 @@ static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip
 static const char OF_DICTS[] = "get items keys";
 static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 
-// What a filter or method of a text returns; a: all its arguments.
+// What a filter, method or function of a text returns; a: all its arguments.
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
+    if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
+    if (is(f, "strftime_now")) {   // in UTC what SOURCE_DATE_EPOCH says, which a test can know
+        const char *epoch = getenv("SOURCE_DATE_EPOCH");
+        time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
+        struct tm tm;
+        char out[400] = "";
+        if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
+        if (!strftime(out, sizeof out, copy(t, s), &tm) && s.n) stop(t, "a date is too long");
+        s = concat(t, NOTHING, str(out));
+    }
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
-    if (is(f, "trim strip")) s = strip(t, s, a[1], LEFT | RIGHT);
-    if (is(f, "lstrip rstrip")) s = strip(t, s, a[1], *f.s == 'l' ? LEFT : RIGHT);
+    if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
+    if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
     if (is(f, "split"))
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
     if (is(f, "startswith endswith find rfind")) {
         Str x = must_be(t, a[1], V_STRING).s;
-        const char *end = s.s + s.n - x.n, *at = find(t, s, x);
-        if (*f.s == 's') return bool_value(x.n <= s.n && !memcmp(s.s, x.s, x.n));
-        if (*f.s == 'e') return bool_value(x.n <= s.n && !memcmp(end, x.s, x.n));
-        for (const char *p = end; at && *f.s == 'r' && p > at; p--, spend(t, 1 + x.n / 64))
-            if (!memcmp(p, x.s, x.n)) at = p;
+        const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
+        if (*f.s == 's') return bool_value(at == s.s);
+        if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
+        for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
+        at = *f.s == 'r' ? last : at;
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
     if (is(f, "format braces")) {   // the filter knows %s alone, the method {}
@@ -4353,8 +4318,8 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
     return (Value){.kind = V_GENERATOR, .list = l};
 }
 
-// What a filter, method or function returns; a: its arguments. It is not inlined, as its buffers
-// would take room on the stack at each of DEEPEST levels.
+// What a filter, method or function returns; a: its arguments. Inlined, its buffers would take room
+// on the stack at each of DEEPEST levels.
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0}, all;
@@ -4377,12 +4342,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return found ? *found : a[2];
     }
     if (is(f, "unique")) {
-        List keys = {0};
-        for (all = items_of(t, v); all.n; all.n--, all.v++) {
-            Value key = key_of(t, *all.v, a[2]);
-            if (!contains(t, list_value(keys), key)) push(t, &l, *all.v);
-            push(t, &keys, key);
-        }
+        Value keys = list_value(l), key;
+        for (all = items_of(t, v); all.n; all.n--, all.v++, push(t, &keys.list, key))
+            if (!contains(t, keys, key = key_of(t, *all.v, a[2]))) push(t, &l, *all.v);
         return (Value){.kind = V_GENERATOR, .list = l};
     }
     if (is(f, "tojson")) {
@@ -4392,7 +4354,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return string_value(json(t, NOTHING, v, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int")) {
-        char *s = copy(t, strip(t, to_text(t, v), none, LEFT | RIGHT)), *end;
+        char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
         double i = strtod(s, &end);   // not, as Python, 0x1 or inf
         if (v.kind == V_BOOL) return int_value(v.i);
         if (end == s || *end || strpbrk(s, "xXnN")) return a[1];
@@ -4409,8 +4371,6 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         }
         return list_value(l);
     }
-    if (is(f, "raise_exception")) stop(t, "%s", copy(t, to_text(t, v)));
-    if (is(f, "strftime_now")) return string_value(date(t, to_text(t, v)));
     return text_builtin(t, f, to_text(t, v), a);
 }
 
@@ -4418,44 +4378,42 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. Those from name on are read by functions. The first word decides: what begins
-// as a rule says, but goes on otherwise, is an error. A rule up to `atom` that finds but one part
-// is that part, so 1 is a number and not a sum of one product. A block also reads the {% behind it,
-// of the tag that ends it.
+// found as children. A rule up to `atom` that finds one part is that part, so 1 is a number and not
+// a sum of one product. A block also reads the {% of the tag that ends it. READERS has a function
+// for each rule from `name` on.
 //
-// Much that is not known here stands in branches that no chat reaches. So a tag that goes on
-// otherwise becomes `wrong`, a node that is an error when it is evaluated.
+// The first word decides: a tag that begins as a rule says, and goes on otherwise, becomes `wrong`,
+// a node that is an error when it is evaluated. Many such stand in branches that no chat reaches.
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*")         X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
     X(not, "`not` not | compare")           X(sum, "join ((`+` | `-`) join)*") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
     X(join, "product (`~` product)*") X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
-    X(unary, "(sign | postfix) (filter | test)*")   X(sign, "(`-` | `+`) (sign | postfix)") \
+    X(unary, "(sign | postfix) ('|' filter | test)*") X(sign, "(`-` | `+`) (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
-    X(list, "'[' (value (',' value?)*)? ']'") \
+    X(list, "'[' (value (',' value?)*)? ']'")   X(args, "'(' (arg (',' arg?)*)? ')'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
-    X(member, "'.' (name args? | number)")  X(args, "'(' (arg (',' arg?)*)? ')'") \
-    X(arg, "(`**` | `*`)? value ('=' value)?")                  X(filter, "'|' name args?") \
-    X(test, "'is' `not`? name (args | postfix)?") \
+    X(member, "'.' (name args? | number)")  X(test, "'is' `not`? name postfix?") \
+    X(arg, "(`**` | `*`)? value ('=' value)?")              X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
-    X(cond, "'if' value")                   X(targets, "target (',' target)*") \
+    X(targets, "target (',' target)*")      X(cond, "'if' value") \
     X(target, "'(' targets ')' | name ('.' name)?") \
     X(set, "'set' targets ('=' (tuple '%}' | wrong) | ('%}' | wrong) block 'endset' '%}')") \
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
     X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
-    X(pipe, "'filter' (inline '%}' | wrong) block 'endfilter' '%}'") X(inline, "name args?") \
-    X(raw, "'raw' text '{%' 'endraw' '%}'")                 X(builtin, "name* params") \
+    X(pipe, "'filter' (filter '%}' | wrong) block 'endfilter' '%}'") \
+    X(raw, "'raw' '%}' text? '{%' 'endraw' '%}'")           X(builtin, "name* params") \
     X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
     X(break, "'break' '%}'")                X(continue, "'continue' '%}'") \
-    X(word, 0) X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0)
+    X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0) X(word, 0)
 #define X(name, grammar) R_##name,
 enum { GRAMMAR(X) };
 #undef X
@@ -4468,18 +4426,30 @@ __attribute__((noreturn)) static void unexpected(Template *t) {
     stop(t, "unexpected %.*s", (int)(s.n - behind(t, s, 20).n), s.s);
 }
 
-// Is the end of a tag here, such as -%}? Reads it, and the white space that goes with it.
+static Str name_at(const char *p) {   // empty: there is none
+    Str s = {p, 0};
+    while (in_name(p[s.n])) s.n++;
+    return s;
+}
+
+static Str tag_name(const char *tag) {   // the name behind {% or {{
+    return name_at(skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')));
+}
+
+// Reads the end of a tag, such as -%}, and the white space that goes with it: all behind -, and
+// behind a comment or a statement but raw one newline.
 static bool read_end(Template *t, char close) {
     const char *p = t->p;
     size_t sign = *p == '-' || (*p == '+' && close != '}');
     if (p[sign] != close || p[sign + 1] != '}') return false;
+    t->raw = close == '%' && str_eq(tag_name(t->tag_end), "raw");
     t->p = *p == '-' ? skip_space(p + 3) : p + 2 + sign;
-    if (!sign && close != '}') t->p += *t->p == '\n';
+    if (!sign && close != '}' && !t->raw) t->p += *t->p == '\n';
     t->tag_end = t->p;
     return true;
 }
 
-// Is this word or sign here? Reads it; with the beginning of a tag its sign.
+// Reads a word or sign; the beginning of a tag with its sign.
 static bool read_word(Template *t, Str word) {
     bool tag = word.n == 2 && *word.s == '{';
     if (tag && t->p != t->tag_end) return false;   // within another one
@@ -4487,64 +4457,52 @@ static bool read_word(Template *t, Str word) {
     if (word.n == 2 && word.s[1] == '}') return read_end(t, *word.s);
     const char *end = t->p + word.n;
     if (strncmp(t->p, word.s, word.n) || (in_name(*word.s) && in_name(*end))) return false;
-    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // it is of the end: -%}
+    if (strchr("+-%", *word.s) && strchr("%}", *end)) return false;   // the end of a tag: -%}
     t->p = end + (tag && (*end == '-' || *end == '+'));
     return true;
 }
 
-static Str tag_word(const char *tag) {   // the first word behind {% or {{
-    Str s = {skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')), 0};
-    while (in_name(s.s[s.n])) s.n++;
-    return s;
-}
-
-// Reads a comment, of which nothing is left, or text up to the next tag. That one takes the white
-// space in front of it: with - all, and a statement or comment without + what its line begins with.
-// Behind the word raw it reads the end of that tag, which leaves a newline, and up to endraw.
+// Reads a comment, of which nothing is left, or text up to the next tag, behind raw up to endraw.
+// That tag takes the white space in front of it: with - all, and a statement or comment without +
+// what its line begins with.
 static bool read_text(Template *t, Value *v) {
-    const char *start = t->p, *end, *line;
-    bool raw = start != t->tag_end && str_eq(tag_word(t->tag_end), "raw");
-    if (start != t->tag_end && !raw) return false;   // within a tag
-    if (!raw && !strncmp(start, "{#", 2)) {
+    const char *start = t->p, *end = start, *line;
+    if (start != t->tag_end) return false;   // within a tag
+    *v = string_value(NOTHING);
+    if (!t->raw && !strncmp(start, "{#", 2)) {
         for (t->p += 2; !read_end(t, '#'); t->p++)
             if (!*t->p) t->p = start, unexpected(t);
         return true;
     }
-    if (raw) {
-        line = skip_space(start);
-        if (strncmp(line + (*line == '-'), "%}", 2)) return false;
-        start = *line == '-' ? skip_space(line + 3) : line + 2;
-    }
-    for (end = start; *(end += strcspn(end, "{")); end++)
-        if (raw ? end[1] == '%' && str_eq(tag_word(end), "endraw") : strchr("{%#", end[1]) != NULL)
+    for (; *(end += strcspn(end, "{")); end++)
+        if (t->raw ? end[1] == '%' && str_eq(tag_name(end), "endraw") : strchr("{%#", end[1]) != 0)
             break;
     char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
-    *v = string_value((Str){start, end - start});
+    v->s = (Str){start, end - start};
     for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
     bool begins = line == t->source || line[-1] == '\n';
     if (sign == '-') v->s = strip(t, v->s, (Value){0}, RIGHT);
     else if (begins && sign != '+' && (kind == '%' || kind == '#')) v->s.n = line - start;
     t->p = t->tag_end = end;
-    return raw || end > start;
+    return end > start;
 }
 
 // Reads on to the end of a tag that cannot be read, or is not known; but of none that ends a block.
 static bool read_wrong(Template *t, Value *v) {
     const char *place = t->p;
-    Str name = tag_word(t->tag_end);
+    Str name = tag_name(t->tag_end);
     *v = (Value){0};
     if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
                                    "endgeneration endraw")) return false;
     while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
         if (!*t->p++) t->p = place, unexpected(t);
-    t->stuck = false;
+    t->stuck = t->raw = false;
     return true;
 }
 
 // Reads what stands between quotes, also in several strings side by side.
 static bool read_string(Template *t, Value *v) {
-    static const char letters[] = "abfnrtv\\'\"\n", *const meant[] = {
-        "\a", "\b", "\f", "\n", "\r", "\t", "\v", "\\", "'", "\"", ""};
+    static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
     const char *start = t->p;
     *v = string_value(NOTHING);
     for (char quote; (quote = *t->p) == '"' || quote == '\''; t->p = skip_space(t->p + 1))
@@ -4554,7 +4512,8 @@ static bool read_string(Template *t, Value *v) {
             t->stuck = !t->p[n] || (!n && (!t->p[1] || strchr("xuUN01234567", t->p[1])));
             if (t->stuck) return false;
             if (!n) n = 2;   // \ and what is no escape
-            v->s = concat(t, v->s, letter ? str(meant[letter - letters]) : (Str){t->p, n});
+            Str what = letter ? (Str){meant + (letter - letters), *letter != '\n'} : (Str){t->p, n};
+            v->s = concat(t, v->s, what);
             t->p += n;
         }
     return t->p > start;
@@ -4572,38 +4531,18 @@ static bool read_number(Template *t, Value *v) {
 }
 
 static bool read_name(Template *t, Value *v) {   // which is none of the words between values
-    Str s = {t->p, 0};
-    while (in_name(s.s[s.n])) s.n++;
+    Str s = name_at(t->p);
     *v = string_value(s);
-    bool yes = s.n && !isdigit((uint8_t)*s.s) && !is(s, "and or not if elif else in is");
-    if (yes) t->p += s.n;
-    return yes;
+    if (!s.n || isdigit((uint8_t)*s.s) || is(s, "and or not if elif else in is")) return false;
+    t->p += s.n;
+    return true;
 }
 
+// Each reads one thing, gives it or its text in *v, and returns false where it is not here.
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text, read_wrong};
 
-// Nodes are added at *at, which is then where the next one goes.
-static void add_node(Template *t, Node ***at, Node node) {
-    Node *n = **at = obtain(t, sizeof node);
-    *n = node;
-    *at = &n->next;
-}
-
 static bool read_choice(Template *t, const char *g, Node ***at);
-
-static bool read_rule(Template *t, int r, Node ***at) {   // reads what a rule says
-    Node *first = NULL, **last = &first;
-    Value v = {0};
-    if (r != R_text && r != R_block) t->p = skip_space(t->p);
-    const char *start = t->source ? t->p : NULL;
-    enter(t);
-    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) : READERS[r - R_name](t, &v);
-    t->depth--;
-    if (yes && r <= R_atom && first && !first->next) **at = first, *at = last;
-    else if (yes) add_node(t, at, (Node){r, v, first, NULL, start});
-    return yes;
-}
 
 static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     size_t n = 1;
@@ -4613,20 +4552,26 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar; false: it is not here, and nothing has been read.
+// Reads one item of n characters of grammar; false: it is not here, and nothing has been read. Its
+// node goes to *at, which is then where the next one goes.
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
-    Str word = {g + 1, n - 2};
-    int r = 0;
     if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
-    if (*g == '\'') return read_word(t, word);
-    if (*g == '`') {
-        bool yes = read_word(t, word);
-        if (yes) add_node(t, at, (Node){.rule = R_word, .v = string_value(word), .source = t->p});
-        return yes;
-    }
-    while (strncmp(RULES[r].name, g, n) || RULES[r].name[n]) r++;
-    return read_rule(t, r, at);
+    if (*g == '\'') return read_word(t, (Str){g + 1, n - 2});
+    int r = *g == '`' ? R_word : 0;
+    while (r < R_word && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
+    if (r != R_text && r != R_block) t->p = skip_space(t->p);
+    Node node = {.rule = r, .source = t->source ? t->p : NULL}, **last = &node.first;
+    if (r == R_word) node.v = string_value((Str){g + 1, n - 2});
+    enter(t);
+    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) :
+               r < R_word ? READERS[r - R_name](t, &node.v) : read_word(t, node.v.s);
+    t->depth--;
+    if (!yes) return false;
+    bool alone = r <= R_atom && node.first && !node.first->next;
+    **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
+    *at = alone ? last : &(**at)->next;
+    return true;
 }
 
 // Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
@@ -4652,10 +4597,9 @@ static bool read_choice(Template *t, const char *g, Node ***at) {
 
 // ---- it runs
 //
-// Names live in scopes, one for the template and one for each turn of a loop, each call of a macro
-// and each block whose text is captured; an `if` has none. A name is set in the innermost scope
-// and looked up from there outwards: what a loop sets is gone behind it. A macro sees the scope
-// where it stands, not that of its caller.
+// The template has a scope of names, and so has each turn of a loop, each call of a macro and each
+// block whose text is captured. A name is set in the innermost scope and looked up from there
+// outwards: what a loop sets is gone behind it. A macro sees the scope where it stands.
 
 static Value eval(Template *t, const Node *n);
 
@@ -4674,7 +4618,7 @@ static void read_builtins(Template *t) {
     for (size_t i = 0; i < COUNT(BUILTINS); i++) {
         Node *row = NULL, **at = &row;
         t->p = BUILTINS[i];
-        read_rule(t, R_builtin, &at);
+        read_item(t, "builtin", 7, &at);
         for (const Node *k = row->first; k->rule == R_name; k = k->next)
             set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
     }
@@ -4735,14 +4679,11 @@ static Args arguments(Template *t, const Node *args) {   // NULL: none
     Args a = {0};
     for (const Node *n = args ? args->first : NULL; n; n = n->next) {
         const Node *k = n->first;
-        size_t stars = k->rule == R_word ? k->v.s.n : 0;
         Value v = eval(t, k->next ? k->next : k);
-        List pairs = stars == 2 ? must_be(t, v, V_DICT).dict->pairs : (List){0};
-        for (size_t i = 0; i < pairs.n; i += 2) set(t, &a.named, pairs.v[i], pairs.v[i + 1]);
-        if (stars == 2) continue;
-        if (stars == 1) push_all(t, &a.list, items_of(t, v));
-        else if (k->next) set(t, &a.named, k->v, v);
-        else push(t, &a.list, v);
+        if (!k->next) push(t, &a.list, v);
+        else if (k->rule != R_word) set(t, &a.named, k->v, v);
+        else if (k->v.s.n == 1) push_all(t, &a.list, items_of(t, v));   // *v
+        else push_all(t, &a.named.pairs, must_be(t, v, V_DICT).dict->pairs);   // **v
     }
     return a;
 }
@@ -4755,9 +4696,8 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     t->p = n->source;
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_test) {
-        List a = arguments(t, args).list;
-        if (!args && name->next) push(t, &a, eval(t, name->next));
-        return bool_value(passes(t, name->v.s, v, a.n ? *a.v : none) == (k == name));
+        Value x = name->next ? eval(t, name->next) : none;
+        return bool_value(passes(t, name->v.s, v, x) == (k == name));
     }
     if (n->rule == R_item) {
         Value from = k->rule == R_word ? none : eval(t, k);
@@ -4789,9 +4729,8 @@ static Value eval_chain(Template *t, const Node *n) {
 // Sets what targets name, each x, namespace.x or more targets: one to v, several to the items of v,
 // of which there must be as many.
 static void assign(Template *t, const Node *targets, Value v) {
-    List items = {&v, 1};
+    List items = targets->first->next ? items_of(t, v) : (List){&v, 1};
     size_t i = 0;
-    if (targets->first->next) items = items_of(t, v);
     for (const Node *target = targets->first; target; target = target->next, i++) {
         const Node *name = target->first, *key = name->next;
         if (i >= items.n) continue;
@@ -4800,17 +4739,6 @@ static void assign(Template *t, const Node *targets, Value v) {
         else set(t, must_be(t, look_up(t, name->v), V_DICT).dict, key->v, items.v[i]);
     }
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
-}
-
-static void set_loop(Template *t, Dict *loop, List items, size_t i) {   // what it knows in turn i
-    Value none = undefined_value(str("an element"));
-    set(t, loop, word_value("index0"), int_value(i));
-    set(t, loop, word_value("index"), int_value(i + 1));
-    set(t, loop, word_value("first"), bool_value(i == 0));
-    set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
-    set(t, loop, word_value("length"), int_value(items.n));
-    set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
-    set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
 }
 
 // what a block with names of its own prints
@@ -4826,19 +4754,25 @@ static Value captured(Template *t, const Node *block) {
 static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
-    Dict *scope = t->scope, *outer = new_dict(t, scope);
-    Value loop = {.kind = V_LOOP, .dict = new_dict(t, NULL)}, text = string_value(NOTHING);
+    Dict *scope = t->scope, *outer = new_dict(t, scope), *loop = new_dict(t, NULL);
+    Value text = string_value(NOTHING), none = undefined_value(str("an element"));
     bool done = false;   // a turn went to its end
     for (size_t i = 0; i < all.n && test; i++) {
         t->scope = new_dict(t, outer);
         assign(t, targets, all.v[i]);
         if (truth(eval(t, test->first))) push(t, &items, all.v[i]);
     }
-    set(t, outer, word_value("loop"), loop);
+    set(t, outer, word_value("loop"), (Value){.kind = V_LOOP, .dict = loop});
+    set(t, loop, word_value("length"), int_value(items.n));
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
         t->flow = 0;
         t->scope = new_dict(t, outer);
-        set_loop(t, loop.dict, items, i);
+        set(t, loop, word_value("index0"), int_value(i));
+        set(t, loop, word_value("index"), int_value(i + 1));
+        set(t, loop, word_value("first"), bool_value(i == 0));
+        set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
+        set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
+        set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
         assign(t, targets, items.v[i]);
         text.s = concat(t, text.s, eval(t, body).s);
         done = done || !t->flow;
@@ -4923,7 +4857,7 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
         if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
             *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
     if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_rule(t, R_block, &at);
+    read_item(t, "block", 5, &at);
     if (t->p < to || t->p != t->tag_end) unexpected(t);
     for (size_t i = 0; i < n; i++) {
         Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
@@ -4949,19 +4883,14 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     if (think >= 0) set(t, t->scope, word_value("thinking"), bool_value(think));
     Str text = eval(t, root).s;
     if (t->flow) stop(t, "%s outside of a loop", RULES[t->flow].name);
-    text = str_from(concat(t, concat(t, NOTHING, str(" ")), text), 1);   // in the block
-    *out = (Rendered){(char *)text.s, (unsigned char *)shadow(t, text.s), text.n, t->block};
+    char *printed = copy(t, text);
+    *out = (Rendered){printed, (unsigned char *)shadow(t, printed), text.n, t->block};
     return true;
 }
 
 static void rendered_free(Rendered *r) {
     free(r->block);
     *r = (Rendered){0};
-}
-
-static void clear_memory(Template *t) {   // for another run
-    for (int half = 0; half < 2; half++)
-        memset(t->block + half * t->size + t->memory, 0, t->size - t->memory);
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
@@ -4977,14 +4906,13 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
         size += messages[i].role.n + messages[i].content.n + 100;
     Template t = {.e = e, .steps = 5000000 + 200 * size};
     t.size = t.memory = (16 << 20) + 400 * size;
-    t.block = calloc(2, t.size);   // the second half is the shadow
+    t.block = malloc(2 * t.size);   // the second half is the shadow
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
     for (int parts = 0; parts < 2 && !shows[0]; parts++) {
         Template trial = t;
         shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
                        memchr(out->mark, FOREIGN, out->n);
-        clear_memory(&trial);
     }
     *out = (Rendered){0};
     bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, shows[1], out);
@@ -5229,8 +5157,8 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //               product and fits: a pair is at most 2 * 128 * 127
 //   dot_pairs   the same for small unsigned codes if PAIRS: adds some pairs before it widens them,
 //               mostly 2 instructions in place of 5
-//   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any format
-//               is exact: one multiply-add takes it off and rounds once, as two steps would
+//   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any
+//               format is exact: one multiply-add takes it off and rounds once, as two steps would
 //   evens, odds give both lanes of a pair its first or its second number
 //   pair_sums   the sums of a's pairs, then of b's
 // INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
@@ -5240,8 +5168,8 @@ static void narrow(const float *x, int n, uint16_t *to) {
 static const float ROUNDER = 12582912.0f;
 enum { ROUNDER_BITS = 0x4b400000 };
 
-// e^x = 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. No call and no branch,
-// so that loops over it become vector code.
+// e^x = 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. No call and no
+// branch, so that loops over it become vector code. 0 below -87.7, infinite above 88.4
 static inline float exp_fast(float x) {
     x = x < -88 ? -88 : x;
     x = x > 89 ? 89 : x;
@@ -5250,7 +5178,7 @@ static inline float exp_fast(float x) {
     memcpy(&bits, &y, sizeof bits);
     bits -= ROUNDER_BITS;
     float i = bits;   // y - ROUNDER, also where a CPU computes with 80 bits
-    float r = x - i * 0.693145752f - i * 1.42860677e-6f;   // ln 2 in two: the first product is exact
+    float r = x - i * 0.693145752f - i * 1.42860677e-6f;   // ln 2: i times the first is exact
     float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
               r * (1 / 720.0f + r * (1 / 5040.0f)))))));
     bits = (int32_t)((uint32_t)(bits + 127) << 23);   // 2^i as a float's exponent
@@ -5885,7 +5813,8 @@ static void pack_task(Task t) {
     char *acts = (char *)plan->acts + i % groups * plan->act_bytes + k / 256 * tile->act_bytes;
     for (; k < end; k += 256, acts += tile->act_bytes)
         for (int j = 0; j < tile->tokens; j++) {   // copies of the first token fill the last tile
-            const float *x = job->x + (first + j < job->n ? first + j : first) * input_step(job->w) + k;
+            int token = first + j < job->n ? first + j : first;
+            const float *x = job->x + token * input_step(job->w) + k;
             tile->pack(job->w, x, smaller(end - k, 256), j, acts);
         }
 }
@@ -6686,43 +6615,43 @@ static void amx_use(bool on) { (void)on; }
 #include <sys/resource.h>
 #include <termios.h>
 
-typedef struct { char *s; size_t n, room; } Text;   // that grows by doubling
+// bytes that grow by doubling; behind them stands a NUL, unless n was made smaller
+typedef struct { char *s; size_t n, room; } Text;
 
 typedef struct {
     // what was asked for
-    const char *model, *file, *logits, *ppl, *gpu, *system, *think;
-    const char *prompt;              // [n_prompt] bytes, for --ppl those of its file
-    size_t n_prompt;
+    const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think;
     int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
+    bool talks;                      // a chat because nothing was asked for
     uint64_t given;                  // bit i: OPTIONS[i] was
-    bool talks, misused;             // a chat because nothing was asked for; no template for it
-    bool dims;                       // thoughts, on a terminal that takes escape sequences
     Tokens bench;                    // P and N
     Options o;
     // what it takes to answer
+    int failure;                     // the exit code if something fails
     Error e;
     Model m;
     Session s;
-    char *text;                      // of a file
-    Tokens ids;                      // of the prompt; or what --bench runs
+    Text text;                       // PROMPT, or what the file holds
+    Tokens ids;                      // of the prompt, or what --bench runs
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;
     Detokenizer detokenizer;
+    bool dims;                       // thoughts, on a terminal that takes escape sequences
     // statistics: tokens of prompts, of these found in the cache; new ones, of these evaluated
     size_t n_prompts, n_reused, n_new, n_decoded;
     double first, prefill, decode;   // when the first new token came; seconds before and after
     struct { double start; bool shown; } progress;   // of an evaluation
     // of a chat
-    ChatMessage *message;            // [n_message] with texts of our own
+    ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
     Text said, answer;               // what the user is typing, what the model is writing
 } Cli;
 
-static volatile sig_atomic_t interrupted;   // times, since it was last reset
+static volatile sig_atomic_t interrupted;   // how often, since it was last reset
 
-// a terminal's; SIGCONT only ends a wait
+// Ctrl-C counts once; SIGTERM counts as two, which end a chat. SIGCONT only ends a wait.
 static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGTERM ? 2 : 0; }
 
 // SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
@@ -6798,7 +6727,7 @@ static bool print_usage(void) {
     return putchar('\n'), true;
 }
 
-// one text, one number, or numbers with commas between them
+// stores what an option is given: a text, a number, or numbers with commas between them
 static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
@@ -6851,71 +6780,66 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     if (cli->help || cli->version) return true;
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
     cli->o.gpu_int8 = cli->gpu && !strcmp(cli->gpu, "int8");
-    if (cli->gpu && !cli->o.gpu_block && !cli->o.gpu_int8 && strcmp(cli->gpu, "chain"))
+    if (cli->gpu && !find_str(str(cli->gpu), "chain block int8"))
         return fail(&cli->e, "--gpu: expected chain, block or int8, not '%s'", cli->gpu);
-    bool template = cli->chat || cli->answer_once || cli->render, piped = cli->render && !prompts;
-    bool mode = template || prompts || cli->tokenize || cli->embed || cli->logits;
-    cli->talks = isatty(STDIN_FILENO) && !mode && !cli->bench.id && !cli->info;
+    if (cli->think && !find_str(str(cli->think), "on off"))
+        return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
+    if (cli->render && !prompts) cli->file = "-", prompts = 1;
+    bool template = cli->chat || cli->answer_once || cli->render;
+    bool mode = prompts || template || cli->tokenize || cli->embed || cli->logits;
+    bool measures = cli->bench.id || cli->info;
+    cli->talks = !mode && !measures && isatty(STDIN_FILENO);
     cli->chat |= cli->talks;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    if (cli->think && strcmp(cli->think, "on") && strcmp(cli->think, "off"))
-        return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
     if (!template && (cli->system || cli->think))
         return fail(&cli->e, "--system and --think are for -i, --chat and --render");
-    if (piped && cli->system)
-        return fail(&cli->e, "--render without PROMPT reads a conversation; no --system beside it");
     if (template && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
     if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || piped || cli->bench.id || cli->info ||
+    return prompts || cli->chat || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
-// the bytes of a file, - for standard input, or more than a text may have; free(*text)
-static bool read_file(Cli *cli, const char *path, char **text, size_t *n) {
-    FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    char *more = NULL;
-    *text = NULL;
-    *n = 0;
-    for (size_t room = 4096; f && *n <= TEXT_MAX && (more = realloc(*text, room)); room *= 2) {
-        *text = more;
-        *n += fread(more + *n, 1, room - *n, f);
-        if (*n < room) break;
-    }
-    bool ok = (more && !ferror(f)) || fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (f && f != stdin) fclose(f);
-    return ok;
-}
-
-// the length of a text without the newline at its end, which belongs to its file
-static size_t less_newline(const char *s, size_t n) {
-    if (!n || s[n - 1] != '\n') return n;
-    return n - 1 - (n > 1 && s[n - 2] == '\r');
-}
-
-// Text that a user gives must be UTF-8; the library itself takes any bytes.
-static bool check_utf8(Cli *cli, const char *s, size_t n) {
-    for (size_t i = 0, used; i < n; i += used) {
-        uint32_t character = utf8_decode(s + i, n - i, &used);
-        if (!utf8_valid(character, used))
-            return fail(&cli->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)s[i]);
-    }
-    return true;
-}
-
 static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
-    char *more = t->n + n <= t->room ? t->s : realloc(t->s, 2 * (t->n + n));
+    size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
+    char *more = room == t->room ? t->s : realloc(t->s, room);
     if (!more) return fail(&cli->e, "out of memory");
-    if (more != t->s) *t = (Text){more, t->n, 2 * (t->n + n)};
-    memcpy(t->s + t->n, s, n);
-    t->n += n;
+    memmove(more + t->n, s, n);   // s may be a part of t
+    *t = (Text){more, t->n + n, room};
+    more[t->n] = 0;
     return true;
 }
 
 static bool text_ends(const Text *t, const char *with) {
     size_t n = strlen(with);
     return t->n >= n && !memcmp(t->s + t->n - n, with, n);
+}
+
+// Reads a file, or standard input if the path is -. The newline at the end belongs to the file and
+// not to the text, but for --ppl. A text that is too long is not read to its end.
+static bool read_file(Cli *cli, const char *path, Text *t) {
+    FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
+    char part[4096];
+    bool ok = true;
+    for (size_t n = 1; f && ok && n && t->n <= TEXT_MAX;) {
+        n = fread(part, 1, sizeof part, f);
+        ok = text_add(cli, t, part, n);
+    }
+    if (!f || ferror(f)) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (f && f != stdin) fclose(f);
+    if (path != cli->ppl) t->n -= text_ends(t, "\r\n") ? 2 : text_ends(t, "\n");
+    return ok;
+}
+
+// Text that a user gives must be UTF-8; the library itself takes any bytes.
+static bool check_utf8(Cli *cli, const Text *t) {
+    for (size_t i = 0, used; i < t->n; i += used) {
+        uint32_t character = utf8_decode(t->s + i, t->n - i, &used);
+        if (!utf8_valid(character, used))
+            return fail(&cli->e, "the text is not UTF-8: byte %zu is 0x%02x", i, (uint8_t)t->s[i]);
+    }
+    return true;
 }
 
 // ---- 36. conversations ----
@@ -6936,15 +6860,14 @@ static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from t
     while (cli->n_message > from) free((char *)cli->message[--cli->n_message].content.s);
 }
 
-// appends a message, with a copy of its text
-static bool chat_add(Cli *cli, Str role, const char *s, size_t n) {
-    if (!check_utf8(cli, s, n)) return false;
+// appends a message, which takes the text over
+static bool chat_add(Cli *cli, Str role, Text *t) {
+    if (!text_add(cli, t, "", 0) || !check_utf8(cli, t)) return false;
     ChatMessage *more = realloc(cli->message, (cli->n_message + 1) * sizeof *more);
-    if (more) cli->message = more;
-    char *copy = more ? malloc(n + 1) : NULL;
-    if (!copy) return fail(&cli->e, "out of memory");
-    memcpy(copy, s, n);
-    more[cli->n_message++] = (ChatMessage){role, {copy, n}};
+    if (!more) return fail(&cli->e, "out of memory");
+    more[cli->n_message++] = (ChatMessage){role, {t->s, t->n}};
+    cli->message = more;
+    *t = (Text){0};
     return true;
 }
 
@@ -6952,40 +6875,45 @@ static bool chat_has_system(const Cli *cli) {
     return cli->n_message && str_eq(cli->message[0].role, "system");
 }
 
-// Is a line [n] @system, @user or @assistant, be it behind backslashes? Returns find_str's pointer
-// behind the role, or NULL.
-static const char *find_role(const char *line, size_t n, size_t *backslashes) {
-    for (*backslashes = 0; n && *line == '\\'; line++, n--) ++*backslashes;
-    return n && *line == '@' ? find_str((Str){line + 1, n - 1}, "system user assistant") : NULL;
+// cuts the first line off a text; behind the last line, the text's s is NULL
+static Str cut_line(Str *text) {
+    const char *newline = memchr(text->s, '\n', text->n);
+    Str line = {text->s, newline ? (size_t)(newline - text->s) : text->n};
+    *text = newline ? str_from(*text, line.n + 1) : (Str){NULL, 0};
+    return line;
 }
 
-// Messages from a text [n]: a line that is @system, @user or @assistant begins one, which goes on
-// to the next such line or the end, less its last newline. Where a message itself has such a line,
-// a backslash stands before it. Lines end as the first one does, with \n or \r\n.
-static bool chat_read(Cli *cli, const char *s, size_t n) {
-    const char *end = s + n, *next, *newline = memchr(s, '\n', n);
-    bool crlf = newline && newline > s && newline[-1] == '\r';
-    Text *text = &cli->said;
-    Str role = NOTHING;
-    if (n > 2 && !memcmp(s, "\xEF\xBB\xBF", 3)) s += 3;   // which Windows writes
-    for (size_t backslashes;; s = next) {
-        newline = memchr(s, '\n', end - s);
-        next = newline ? newline + 1 : end;
-        n = (newline ? newline : end) - s;
-        if (crlf && n && s[n - 1] == '\r') n--;
-        const char *found = find_role(s, n, &backslashes);
-        bool begins = found && !backslashes;
-        if (!role.n && !begins)
-            return fail(&cli->e, "a conversation begins with a line @system, @user or @assistant");
-        if ((begins || s == end) && role.n &&
-            !chat_add(cli, role, text->s ? text->s : "", text->n - text_ends(text, "\n")))
-            return false;
-        if (s == end) return true;
-        if (begins) role = (Str){found - (n - 1), n - 1}, text->n = 0;
-        else if (!text_add(cli, text, s + !!found, n - !!found) ||
-                 !text_add(cli, text, "\n", newline != NULL))
-            return false;
+// Is a line @system, @user or @assistant, be it behind backslashes?
+static bool names_role(Str line) {
+    while (str_cut(&line, "\\")) {}
+    return str_cut(&line, "@") && is(line, "system user assistant");
+}
+
+// Makes messages of the text that was given. A file is a conversation if its first line is @system,
+// @user or @assistant: each such line begins a message. Where a message itself has such a line, a
+// backslash stands before it. Lines end as the first one does, with \n or \r\n. All other text is
+// one message of the user.
+static bool chat_read(Cli *cli) {
+    Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
+    Text text = {0};
+    bool ok = true, crlf = false;
+    str_cut(&rest, "\xEF\xBB\xBF");   // which Windows writes
+    while (ok && rest.s) {
+        Str line = cut_line(&rest);
+        bool cr = line.n && line.s[line.n - 1] == '\r';
+        crlf |= cr && !role.n;
+        line.n -= cr && crlf;
+        bool named = names_role(line), begins = named && *line.s == '@';
+        if (!role.n && !(begins && cli->file)) return chat_add(cli, str("user"), &cli->text);
+        if (begins && role.n) ok = chat_add(cli, role, &text);
+        line = str_from(line, named);
+        if (begins) role = line;
+        else if (text.s) ok = text_add(cli, &text, "\n", 1);
+        if (!begins) ok = ok && text_add(cli, &text, line.s, line.n);
     }
+    ok = ok && chat_add(cli, role, &text);
+    free(text.s);
+    return ok;
 }
 
 // writes the conversation as chat_read reads it
@@ -6993,11 +6921,10 @@ static bool chat_save(const Cli *cli, const char *path) {
     FILE *f = fopen(path, "w");
     for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {
         fprintf(f, "@%.*s\n", STR_ARG(m->role));
-        for (size_t at = 0, n, backslashes; at <= m->content.n; at += n + 1) {
-            const char *line = m->content.s + at, *newline = memchr(line, '\n', m->content.n - at);
-            n = newline ? (size_t)(newline - line) : m->content.n - at;
-            if (find_role(line, n, &backslashes)) putc('\\', f);
-            fwrite(line, 1, n, f);
+        for (Str rest = m->content; rest.s;) {
+            Str line = cut_line(&rest);
+            if (names_role(line)) putc('\\', f);
+            fwrite(line.s, 1, line.n, f);
             putc('\n', f);
         }
     }
@@ -7012,19 +6939,14 @@ static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Ren
                            think, r, &cli->e);
 }
 
-static bool chat_render_all(Cli *cli, Rendered *r) {
-    int think = cli->think ? !strcmp(cli->think, "on") : -1;
-    return chat_render(cli, cli->message, cli->n_message, think, r);
-}
-
-// the first message, new or changed, unless the template refuses it
-static bool chat_system(Cli *cli, const char *s, size_t n) {
-    ChatMessage trial[] = {{str("system"), {s, n}}, {str("user"), str("Hello")}};
+// makes a text the system message, in place of an earlier one, unless the template refuses it
+static bool chat_system(Cli *cli, Text *t) {
+    ChatMessage trial[] = {{str("system"), {t->s, t->n}}, {str("user"), str("Hello")}};
     bool had = chat_has_system(cli);
     Rendered r;
-    if (!chat_render(cli, trial, 2, -1, &r)) return false;
+    bool ok = chat_render(cli, trial, 2, -1, &r) && chat_add(cli, str("system"), t);
     rendered_free(&r);
-    if (!chat_add(cli, str("system"), s, n)) return false;
+    if (!ok) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
     else memmove(m + 1, m, cli->n_message++ * sizeof *m);
@@ -7032,31 +6954,20 @@ static bool chat_system(Cli *cli, const char *s, size_t n) {
     return true;
 }
 
-// says so if the template has no switch for --think
-static void chat_check_think(Cli *cli) {
-    ChatMessage trial = {str("user"), str("Hello")};
-    Rendered off, on;
-    bool ok = chat_render(cli, &trial, 1, 0, &off);
-    ok = chat_render(cli, &trial, 1, 1, &on) && ok;
-    if (ok && on.n == off.n && !memcmp(on.text, off.text, on.n))
-        fputs("note: the chat template has no switch for --think\n", stderr);
-    rendered_free(&on);
-    rendered_free(&off);
-}
-
-// sets cli->ids to the whole conversation, and cli->answer to what the template opens in it
+// Renders the conversation. --render prints it; otherwise its tokens become cli->ids. The answer
+// begins with what the template has opened for it.
 static bool chat_ids(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     Tokens *ids = &cli->ids;
+    int think = cli->think ? !strcmp(cli->think, "on") : -1;
     Rendered r;
-    if (!chat_render_all(cli, &r)) return false;
+    if (!chat_render(cli, cli->message, cli->n_message, think, &r)) return false;
+    if (cli->render) fwrite(r.text, 1, r.n, stdout);
     ids->n = cli->answer.n = 0;
-    bool ok = tokenize(t, r.text, r.n, r.mark, TOKENS_SPECIAL, ids, &cli->e);
-    if (ok && t->add_bos && !(ids->n && ids->id[0] == t->bos)) {
-        ok = tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
-        memmove(ids->id + 1, ids->id, (ids->n - 1) * sizeof *ids->id);
-        ids->id[0] = t->bos;
-    }
+    bool ok = !t->add_bos || tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
+    ok = ok && (cli->render || tokenize(t, r.text, r.n, r.mark, TOKENS_SPECIAL, ids, &cli->e));
+    if (ok && t->add_bos && ids->n > 1 && ids->id[1] == t->bos)   // the template brings its own
+        memmove(ids->id, ids->id + 1, --ids->n * sizeof *ids->id);
     size_t n = r.n;
     while (n > 0 && isspace((uint8_t)r.text[n - 1])) n--;
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
@@ -7071,31 +6982,31 @@ static bool chat_ids(Cli *cli) {
     return ok;
 }
 
-// adds the messages that the command line gives; -f FILE may be a conversation
+// adds the messages that the command line gives
 static bool chat_open(Cli *cli) {
-    char *text = NULL;
-    size_t n = cli->n_prompt;
     const char *system = cli->system;
-    bool ok = true, file = system && *system == '@', piped = cli->render && !cli->prompt;
+    ChatMessage trial = {str("user"), str("Hello")};
+    Rendered off = {0}, on = {0};
     if (!gguf_str(cli->m.gguf, "tokenizer.chat_template").n)
         return fail(&cli->e, "%s: the model has no chat template", cli->model);
-    if (piped) ok = read_file(cli, "-", &text, &n) && chat_read(cli, text, n);
-    else if (cli->file) ok = chat_read(cli, cli->prompt, n);
-    if (cli->file && !cli->n_message) n = less_newline(cli->prompt, n);
-    if (cli->prompt && !cli->n_message) ok = chat_add(cli, str("user"), cli->prompt, n);
-    if (ok && file)
-        ok = read_file(cli, system + 1, &text, &n) && chat_system(cli, text, less_newline(text, n));
-    else if (ok && system) ok = chat_system(cli, system, strlen(system));
-    free(text);
-    if (ok && cli->think) chat_check_think(cli);
-    return ok && (!cli->answer_once || chat_ids(cli));
+    if (cli->text.s && !chat_read(cli)) return false;
+    bool ok = !system || (*system == '@' ? read_file(cli, system + 1, &cli->said)
+                                         : text_add(cli, &cli->said, system, strlen(system)));
+    if (!ok || (system && !chat_system(cli, &cli->said))) return false;
+    if (cli->think && chat_render(cli, &trial, 1, 0, &off) &&
+        chat_render(cli, &trial, 1, 1, &on) && !strcmp(on.text, off.text))
+        fputs("note: the chat template has no switch for --think\n", stderr);
+    rendered_free(&on);
+    rendered_free(&off);
+    return (!cli->answer_once && !cli->render) || chat_ids(cli);
 }
 
-// A terminal by itself gives one line at a time, cut at 4,095 bytes, and hides a line that is half
-// typed. So llm edits the lines of a chat. While the model answers, while llm is stopped and when
-// it ends, the terminal is as it `was`.
+// A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
+// reads single keys and edits the line itself. The terminal is again as it `was` before the model
+// answers, before llm stops, and at the end.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
+enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
 
 static bool terminal_set(const struct termios *was, bool edit) {
     struct termios mode = *was;
@@ -7106,8 +7017,8 @@ static bool terminal_set(const struct termios *was, bool edit) {
     return !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
 }
 
-// the next byte within ms (-1: no limit); EOF at the end; NONE: none came, or a signal
-static int terminal_key(int ms) {
+// the next byte of the input within ms (-1: no limit); EOF at its end; NONE: none came, or a signal
+static int next_byte(int ms) {
     uint8_t c;
     int n;   // a signal that comes shortly before poll does not end it
     do n = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, ms < 0 ? 500 : ms);
@@ -7116,23 +7027,85 @@ static int terminal_key(int ms) {
     return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
+// Obeys a key that is no text. It may erase a character, a word or all of the line that begins at
+// `from`. An arrow, Home or F1 does nothing: behind ESC it sends [ or O, numbers and a letter.
+static void edit_line(Text *said, size_t from, int key, int screen) {
+    bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
+    while (erases && said->n > from) {
+        while (--said->n > from && (said->s[said->n] & 0xC0) == 0x80) {}
+        bool wide = (uint8_t)said->s[said->n] >= 0xE3;   // East Asian, emojis
+        dprintf(screen, wide ? "\b\b  \b\b" : "\b \b");
+        erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
+    }
+    if (key == ESCAPE)
+        while ((key = next_byte(PASTE)) > 0 && strchr("[O;0123456789", key)) {}
+}
+
+// Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
+// or comes at once, as a paste does. On a terminal the user edits the line, unless it was typed
+// ahead. False at the end of the input, or if cli->e says what failed.
+static bool chat_listen(Cli *cli) {
+    Text *said = &cli->said;
+    struct termios was;
+    int screen = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO, next = NONE;
+    bool terminal = isatty(STDIN_FILENO), ok = true, more = true, cut = false;
+    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
+    bool edits = terminal && !ahead && !tcgetattr(STDIN_FILENO, &was) && terminal_set(&was, true);
+    said->n = 0;
+    if (terminal) dprintf(screen, "> ");
+    for (size_t from = 0; ok && more;) {   // from: where the line begins that is edited
+        int c = next > 0 ? next : next_byte(-1);
+        next = NONE;
+        interrupted += edits && c == CTRL_C;
+        bool leaves = interrupted > 1 || (interrupted && !(edits && said->n));
+        if (leaves || c == EOF || (edits && c == CTRL_D && !said->n)) {
+            ok = !leaves && said->n;   // a last line without a newline
+            more = false;
+        } else if (c == '\n' || (edits && c == '\r')) {
+            if (edits) next = next_byte(PASTE);
+            if (c == '\r' && next == '\n') next = next_byte(PASTE);
+            cut |= terminal && !edits && said->n - from >= TERMINAL_LINE;
+            said->n -= text_ends(said, "\r");
+            bool goes_on = said->n > from && text_ends(said, "\\");
+            said->n -= goes_on;
+            more = goes_on || next > 0;
+            if (edits) dprintf(screen, "\n");
+            if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
+            if (more) ok = text_add(cli, said, "\n", 1);
+            from = said->n;
+        } else if (edits && (interrupted || c == NONE || c == CTRL_Z)) {
+            terminal_set(&was, false);
+            if (c == CTRL_Z) kill(0, SIGTSTP);
+            if (interrupted) said->n = from = interrupted = 0;
+            terminal_set(&was, true);
+            dprintf(screen, "\n> %.*s", (int)(said->n - from), said->n ? said->s + from : "");
+        } else if (edits && c != '\t' && (c < ' ' || c == DELETE)) {
+            edit_line(said, from, c, screen);
+        } else if (c != NONE) {
+            ok = text_add(cli, said, &(char){c}, 1);
+            if (edits) dprintf(screen, "%c", c == '\t' ? ' ' : c);
+        }
+    }
+    if (edits) terminal_set(&was, false);
+    if (cut) said->n = 0, fputs("llm: the terminal cut this line: it is not sent\n", stderr);
+    return ok && text_add(cli, said, "", 0);
+}
+
 // ---- 37. modes ----
 
 // loads the text that was given, if any, and makes its ids
 static bool load_prompt(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
-    const char *file = cli->ppl ? cli->ppl : cli->file;
-    if (!file && cli->prompt) cli->n_prompt = strlen(cli->prompt);
-    if (file && !read_file(cli, file, &cli->text, &cli->n_prompt)) return false;
-    if (file) cli->prompt = cli->text;
+    const char *file = cli->ppl ? cli->ppl : cli->file, *prompt = cli->prompt;
+    Text *text = &cli->text;
+    if (file && !read_file(cli, file, text)) return false;
+    if (!file && prompt && !text_add(cli, text, prompt, strlen(prompt))) return false;
+    if (!check_utf8(cli, text)) return false;
     if (cli->chat || cli->answer_once || cli->render) return chat_open(cli);
-    if (!cli->prompt) return true;
-    if (cli->file) cli->n_prompt = less_newline(cli->text, cli->n_prompt);
-    int flags = TOKENS_ADD | (cli->special ? TOKENS_SPECIAL : 0);
+    if (!text->s) return true;
     cli->ids.n = 0;
-    if (!check_utf8(cli, cli->prompt, cli->n_prompt) ||
-        !tokenize(t, cli->prompt, cli->n_prompt, NULL, flags, &cli->ids, &cli->e))
-        return false;
+    int flags = TOKENS_ADD | (cli->special ? TOKENS_SPECIAL : 0);
+    if (!tokenize(t, text->s, text->n, NULL, flags, &cli->ids, &cli->e)) return false;
     bool complete = !cli->tokenize && !cli->embed && !cli->logits && !cli->ppl;
     if (complete && t->add_eos) cli->ids.n--;   // a text to be continued has no end
     if (cli->ids.n || cli->tokenize) return true;
@@ -7140,19 +7113,18 @@ static bool load_prompt(Cli *cli) {
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
 }
 
-// what one token reads: each weight once (experts: the chosen), one embedding row, the KV rows
+// bytes that one token reads: each weight once (of the experts the chosen ones), one row of each
+// embedding, the keys and values in sight
 static double token_bytes(const Session *s, int pos) {
     const Model *m = s->m;
     const Config *c = &m->config;
     double sum = 0;
-    for (size_t i = 0; i < m->gguf->n_tensors; i++) {
-        const Tensor *t = &m->gguf->tensors[i];
+    for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
         Str rest = t->name;
-        bool layer = str_cut(&rest, "blk.");
         bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
-        if (!t->used || (layer && atoi(rest.s) >= c->n_layer)) continue;   // it is not run
+        if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
     }
@@ -7164,60 +7136,50 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-// Prints part of an answer, a token whose n bytes of text are in cli->work, and keeps it. A control
-// token is not printed, but kept as it is spelled. Thoughts are dimmed.
-static bool print_answer(Cli *cli, int32_t id, size_t n) {
-    const Tokenizer *t = cli->m.tokenizer;
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
-    Str s = control ? token_at(t, id).text : (Str){cli->work, n};
-    for (; ok && s.n > 0; s.s++, s.n--) {
-        if (!control) putchar(*s.s);
-        ok = text_add(cli, &cli->answer, s.s, 1);
-        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
-            if (text_ends(&cli->answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
-            if (text_ends(&cli->answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
-        }
-    }
-    return ok;
-}
-
+// Prints a new token. In a chat its text goes into the answer, too: a control token is not printed,
+// but kept as it is spelled. Thoughts are dimmed.
 static bool print_token(void *ctx, int32_t id) {
     Cli *cli = ctx;
     const Tokenizer *t = cli->m.tokenizer;
+    Text *answer = &cli->answer;
     if (!cli->first) cli->first = now();
-    size_t n = t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0;
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
-    else if (!cli->n_message) fwrite(cli->work, 1, n, stdout);
-    else if (!print_answer(cli, id, n)) return false;
+    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
+    Str s = {cli->work, t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0};
+    if (control) s = token_at(t, id).text;
+    for (; ok && s.n > 0; s = str_from(s, 1)) {
+        if (!control) putchar(*s.s);
+        if (!cli->n_message) continue;
+        ok = text_add(cli, answer, s.s, 1);
+        if (text_ends(answer, FINAL)) answer->n = 0;
+        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
+            if (text_ends(answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
+            if (text_ends(answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
+        }
+    }
     fflush(stdout);
     cli->n_new++;
-    return !interrupted && !ferror(stdout);
+    return ok && !interrupted && !ferror(stdout);
 }
 
-static void end_progress(Cli *cli) {   // wipes what on_chunk has shown
-    if (cli->progress.shown) show_progress("");
-    cli->progress.shown = false;
-}
-
-// Called before each chunk of an evaluation, and at its end; a terminal shows how far a prompt is.
+// session_run calls this before each chunk and at the end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
-    if (done == n) end_progress(cli);
+    bool shown = cli->progress.shown, ends = done == n || interrupted;
+    cli->progress.shown = !ends && done > reused && isatty(STDERR_FILENO);
     if (done == reused) {   // it begins
         cli->progress.start = now();
         cli->n_prompts += cli->first ? 0 : n;
         cli->n_reused += cli->first ? 0 : reused;
-    } else if (done < n && isatty(STDERR_FILENO)) {
-        char text[80];
-        snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
-                 (done - reused) / (now() - cli->progress.start));
-        show_progress(text);
-        cli->progress.shown = true;
     }
+    char text[80] = "";
+    if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
+                        (done - reused) / (now() - cli->progress.start));
+    if (shown || cli->progress.shown) show_progress(text);
     return !interrupted;
 }
 
-// evaluates cli->ids, and prints what follows
+// evaluates cli->ids and prints what the model writes behind them
 static bool reply(Cli *cli) {
     size_t n = cli->ids.n, n_new = cli->n_new;
     bool dim = cli->answer.n && cli->dims;   // the template has opened its thoughts
@@ -7229,7 +7191,6 @@ static bool reply(Cli *cli) {
                                &cli->e);
     double end = now();
     size_t seen = cli->s.history.n;
-    end_progress(cli);
     if (!cli->first) cli->first = end;
     cli->prefill += cli->first - start;
     cli->decode += end - cli->first;
@@ -7258,8 +7219,8 @@ static void print_statistics(const Cli *cli) {
             s->gpu ? GPU_NAME : "cpu");
 }
 
-// names the keys of RoPE, attention, experts and sampling that nobody has read, but for those whose
-// numbers the shapes of tensors say as well
+// Notes each key of RoPE, attention, experts or sampling that no code has read. The keys in
+// `shapes` are no loss: the shapes of tensors give the same numbers.
 static void print_unread(const Model *m) {
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers";
@@ -7273,7 +7234,7 @@ static void print_unread(const Model *m) {
     }
 }
 
-// prints to stderr what is said at the end, unless something failed
+// prints notes and statistics, which come last
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
@@ -7292,133 +7253,43 @@ static void print_notes(const Cli *cli) {
 
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
+    Text *a = &cli->answer;
     bool ok = chat_ids(cli) && (reply(cli) || interrupted == 1);
     if (interrupted == 1) interrupted = cli->e.text[0] = 0;
-    Text *a = &cli->answer;
-    Str content = {a->s ? a->s : "", a->n};
-    for (const char *at; (at = memmem(content.s, content.n, FINAL, strlen(FINAL)));)
-        content = (Str){at + strlen(FINAL), a->s + a->n - at - strlen(FINAL)};
-    if (content.n == a->n && a->n && memmem(a->s, a->n, "<|channel|>", 11)) content.n = 0;
-    ok = ok && chat_add(cli, str("assistant"), content.s, content.n);
+    if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
+    ok = ok && chat_add(cli, str("assistant"), a);
     if (!ok) chat_clear(cli, cli->n_message - 1);
     return ok;
 }
 
-static bool chat_command(Cli *cli, Str word, const char *value) {
-    if (str_eq(word, "/system") && *value) return chat_system(cli, value, strlen(value));
-    if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
-    else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-    else if (!str_eq(word, "/save") || !*value)
-        fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in \\ goes "
-              "on; Ctrl-C stops an answer\n", stderr);
-    else if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
-    return true;
-}
-
-// Edits what the user says until Enter. A newline goes into the text if more waits behind it, as in
-// a paste, or a backslash stands before it. False at the end of the input, or if something failed.
-static bool chat_type(Cli *cli, const struct termios *was) {
-    Text *said = &cli->said;
-    int out = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO;
-    size_t from = 0;   // where the line begins that is edited
-    bool ok = true, more = true;
-    dprintf(out, "> ");
-    for (int c, next = 0; ok && more;) {
-        c = next > 0 ? next : terminal_key(-1);
-        next = 0;
-        interrupted += c == 'C' - '@';
-        if (c == EOF || (c == 'D' - '@' && !said->n)) return false;
-        if (interrupted > 1 || (interrupted && !said->n)) return false;
-        if (interrupted || c == NONE || c == 'Z' - '@') {
-            terminal_set(was, false);
-            if (c == 'Z' - '@') kill(0, SIGTSTP);
-            if (interrupted) said->n = from = interrupted = 0;
-            terminal_set(was, true);
-            dprintf(out, "\n> %.*s", (int)(said->n - from), said->n ? said->s + from : "");
-        } else if (c == '\r' || c == '\n') {
-            next = terminal_key(PASTE);
-            if (c == '\r' && next == '\n') next = terminal_key(PASTE);
-            bool goes_on = said->n > from && text_ends(said, "\\");
-            said->n -= goes_on;
-            more = goes_on || next > 0;
-            dprintf(out, goes_on && next <= 0 ? "\n> " : "\n");
-            if (more) ok = text_add(cli, said, "\n", 1);
-            from = said->n;
-        } else if (c == '\033') {   // ESC [ numbers letter, or ESC O letter: an arrow, Home, F1
-            c = terminal_key(PASTE);
-            if (c == 'O') terminal_key(PASTE);
-            if (c == '[') while ((c = terminal_key(PASTE)) >= ' ' && c < '@') {}
-        } else if (c == '\b' || c == 127 || c == 'U' - '@' || c == 'W' - '@') {
-            for (bool end = false; said->n > from && !end;) {   // a character; a line; a word
-                while (--said->n > from && (said->s[said->n] & 0xC0) == 0x80) {}
-                bool wide = (uint8_t)said->s[said->n] >= 0xE3;   // East Asian, emojis
-                dprintf(out, wide ? "\b\b  \b\b" : "\b \b");
-                end = c == 'W' - '@' ? text_ends(said, " ") : c != 'U' - '@';
-            }
-        } else if (c == '\t' || c >= ' ') {
-            ok = text_add(cli, said, &(char){c}, 1);
-            dprintf(out, "%c", c == '\t' ? ' ' : c);
-        }
-    }
-    return ok;
-}
-
-// Reads what the user says next into cli->said, with a NUL at its end. What is not typed at the
-// prompt comes in lines: one, or more as long as they end in a backslash. False at the end of the
-// input, or if cli->e says what failed.
-static bool chat_listen(Cli *cli) {
-    Text *said = &cli->said;
-    struct termios was;
-    bool ok = true, cut = false, terminal = isatty(STDIN_FILENO);
-    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;   // typed or piped
-    int c = '\\';
-    said->n = 0;
-    if (terminal && !ahead && !tcgetattr(STDIN_FILENO, &was) && terminal_set(&was, true)) {
-        ok = chat_type(cli, &was);
-        terminal_set(&was, false);
-        c = 0;
-    }
-    while (ok && c == '\\') {
-        size_t from = said->n;
-        if (terminal) fputs("> ", stderr);
-        while (ok && (c = getchar()) != EOF && c != '\n') ok = text_add(cli, said, &(char){c}, 1);
-        if (c == EOF && (!said->n || interrupted)) return false;
-        cut = cut || (terminal && said->n - from >= TERMINAL_LINE);
-        if (c == '\n' && text_ends(said, "\r")) said->n--;
-        if (c == '\n' && text_ends(said, "\\")) c = '\\', said->s[said->n - 1] = '\n';
-    }
-    if (cut) said->n = 0, fputs("llm: the terminal cut this line: it is not sent\n", stderr);
-    return ok && text_add(cli, said, "", 1);
-}
-
-// What fails ends a turn and not the chat, unless nobody is there to go on with it.
+// An error ends a turn, and not the chat, unless the input is no terminal.
 static bool run_chat(Cli *cli) {
-    const Text *said = &cli->said;
+    Text *said = &cli->said;
     size_t n = cli->n_message;
     bool ok = !n || !str_eq(cli->message[n - 1].role, "user") || chat_answer(cli);
     for (;;) {
-        if (!ok && (interrupted || ferror(stdout) || !isatty(STDIN_FILENO))) return false;
+        if (interrupted || ferror(stdout) || (!ok && !isatty(STDIN_FILENO))) return ok;
         if (!ok) fprintf(stderr, "llm: %s; what was said is dropped\n", cli->e.text);
         ok = true;
         cli->e.text[0] = 0;
-        if (interrupted || ferror(stdout) || !chat_listen(cli)) return !cli->e.text[0];
+        if (!chat_listen(cli)) return !cli->e.text[0];
+        if (!said->n) continue;
         Str word = {said->s, strcspn(said->s, " ")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (said->n == 1) continue;
-        if (!find_str(word, "/system /reset /stats /save /quit /help"))   // it is for the model
-            ok = chat_add(cli, str("user"), said->s, said->n - 1) && chat_answer(cli);
+        if (!is(word, "/system /reset /stats /save /quit /help"))   // it is for the model
+            ok = chat_add(cli, str("user"), said) && chat_answer(cli);
+        else if (str_eq(word, "/system") && *value) {
+            said->n = 0;
+            ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
+        } else if (str_eq(word, "/save") && *value && !chat_save(cli, value))
+            fprintf(stderr, "%s: %s\n", value, strerror(errno));
         else if (str_eq(word, "/quit") && !*value) return true;
-        else ok = chat_command(cli, word, value);
+        else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
+        else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
+        else if (!str_eq(word, "/save") || !*value)
+            fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
+                  "\\ goes on; Ctrl-C stops an answer\n", stderr);
     }
-}
-
-// prints what the template makes of the conversation, and nothing else
-static bool run_render(Cli *cli) {
-    Rendered r;
-    if (!chat_render_all(cli, &r)) return false;
-    fwrite(r.text, 1, r.n, stdout);
-    rendered_free(&r);
-    return true;
 }
 
 static bool write_row(void *ctx, int i, const float *logits) {
@@ -7523,14 +7394,11 @@ static double read_rate(Cli *cli) {
 static bool run_bench(Cli *cli) {
     Session *s = &cli->s;
     int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1], n = n_prompt;
-    double decode = 0, best, moved = 0;
+    double decode = 0, best = read_rate(cli), moved = 0;
     for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
         if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
             return fail(&cli->e, "out of memory");
-
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    memset(cli->work, 1, (size_t)SLICES * SLICE);
-    best = read_rate(cli);
     if (!session_eval(s, cli->ids.id, n < s->o.chunk ? n : s->o.chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
@@ -7574,24 +7442,54 @@ static void print_meta(const Meta *m) {
     printf(m->n > 4 ? " ...\n" : "\n");
 }
 
-// what the row of ARCHS says, and how many layers are of which kind
-static void print_layers(const Model *m) {
+// what is in the file, whether or not it can run
+static void print_file(const Cli *cli) {
+    static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
+        "architecture name size_label file_type context_length embedding_length block_count "
+        "attention.head_count ggml.model ggml.pre sampling.temp sampling.top_k sampling.top_p "
+        "sampling.min_p sampling.penalty_repeat sampling.penalty_last_n";
+    const Gguf *g = cli->m.gguf;
+    double all = 0, size[64] = {0};   // bytes and tensors of each format
+    int count[64] = {0};
+    for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
+        const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
+        Str rest = {key, m->key.s + m->key.n - key};
+        if (cli->verbose || find_str(rest, keys)) print_meta(m);
+    }
+    putchar('\n');
+    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
+        size[t->type] += tensor_bytes(t);
+        all += tensor_bytes(t);
+        count[t->type]++;
+    }
+    for (int i = 0; i < 64; i++)   // with their bytes as bars
+        if (count[i])
+            printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(i), count[i],
+                   size[i] / 1048576, 100 * size[i] / all, (int)ceil(40 * size[i] / all),
+                   "########################################");
+    fflush(stdout);
+}
+
+// what Config says, how many layers are of which kind, the memory plan
+static bool print_info(Cli *cli) {
+    const Model *m = &cli->m;
+    const Gguf *g = m->gguf;
+    const Config *c = &m->config;
+    const Session *s = &cli->s;
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
-    enum { ATTENTION, WINDOWED, LATENT, DENSE = LATENT + MIX_CONV + 1, EXPERTS, KINDS };
+    // three of attention, those of MIX_DELTA and so on, two of FFNs
     static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
                                         "gated delta net", "state space", "short convolution",
                                         "dense FFN", "experts"};
-    const Config *c = &m->config;
+    enum { DENSE = COUNT(kinds) - 2, EXPERTS };
     const Layer *seen = m->layers;   // the first with attention, if there is one
+    int count[COUNT(kinds)] = {0};
     while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
-    int count[KINDS] = {0};
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &m->layers[l];
-        int attention = w->k_b.data ? LATENT : w->window > 0 ? WINDOWED : ATTENTION;
-        if (w->n_kv) count[attention]++;
-        if (w->mixer) count[LATENT + w->mixer]++;
+    for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
+        if (w->n_kv) count[w->k_b.data ? 2 : w->window > 0]++;
+        if (w->mixer) count[2 + w->mixer]++;
         if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
     }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
@@ -7600,55 +7498,14 @@ static void print_layers(const Model *m) {
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
            c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
            c->n_ctx);
-    for (int i = 0, any = 0; i < KINDS; i++)
+    for (size_t i = 0, any = 0; i < COUNT(kinds); i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     putchar('\n');
-}
-
-// formats of the weights, with their bytes as bars
-static void print_formats(const Gguf *g) {
-    double all = 0, size[64] = {0};
-    int count[64] = {0};
-    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
-        all += tensor_bytes(t);
-        size[t->type] += tensor_bytes(t);
-        count[t->type]++;
-    }
-    for (int type = 0; type < 64; type++) {
-        if (!count[type]) continue;
-        printf("format %-8s %4d tensors %9.1f MB %3.0f %%  %.*s\n", quant_name(type), count[type],
-               size[type] / 1048576, 100 * size[type] / all, (int)ceil(40 * size[type] / all),
-               "########################################");
-    }
-}
-
-// what is in the file, whether or not it can run
-static void print_file(const Cli *cli) {
-    static const char keys[] =   // behind general., tokenizer. or the architecture's name and a dot
-        "architecture name size_label file_type context_length embedding_length block_count "
-        "attention.head_count ggml.model ggml.pre sampling.temp sampling.top_k sampling.top_p "
-        "sampling.min_p sampling.penalty_repeat sampling.penalty_last_n";
-    const Gguf *g = cli->m.gguf;
-    for (const Meta *m = g->meta; m < g->meta + g->n_meta; m++) {
-        const char *dot = memchr(m->key.s, '.', m->key.n), *key = dot ? dot + 1 : m->key.s;
-        Str rest = {key, m->key.s + m->key.n - key};
-        if (cli->verbose || find_str(rest, keys)) print_meta(m);
-    }
-    putchar('\n');
-    print_formats(g);
-    fflush(stdout);
-}
-
-static bool print_info(Cli *cli) {
-    const Gguf *g = cli->m.gguf;
-    Session *s = &cli->s;
-    print_layers(&cli->m);
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
-    memset(cli->work, 1, (size_t)SLICES * SLICE);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; ", moved / 1048576);
     printf(s->gpu ? "the GPU copies" : "%d threads read", s->o.threads);
@@ -7663,16 +7520,13 @@ static void sampling_defaults(Cli *cli) {
     const Option *o = OPTIONS;
     while (o->at != PICK(temp)) o++;
     for (size_t i = 0; i < COUNT(keys); i++, o++) {
-        char name[64];
-        snprintf(name, sizeof name, "general.sampling.%s", keys[i]);
-        Meta *v = gguf_find(cli->m.gguf, name);
+        char text[64];
+        snprintf(text, sizeof text, "general.sampling.%s", keys[i]);
+        Meta *v = gguf_find(cli->m.gguf, text);
         if (!v || !gguf_size[v->type]) continue;
         v->used = true;
-        double x = fmin(fmax(meta_float(v, 0), o->low), o->high);
-        void *at = (char *)cli + o->at;
-        if (cli->given >> (o - OPTIONS) & 1) continue;
-        if (o->kind == NUMBER) *(float *)at = x;
-        else *(int *)at = x;
+        snprintf(text, sizeof text, "%.17g", fmin(fmax(meta_float(v, 0), o->low), o->high));
+        if (!(cli->given >> (o - OPTIONS) & 1)) parse_value(cli, o, text);
     }
 }
 
@@ -7680,15 +7534,16 @@ static bool run(Cli *cli) {
     Model *m = &cli->m;
     if (cli->help) return print_usage();
     if (cli->version) return puts("llm 1.0"), true;
+    cli->failure = 1;
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);
     if (cli->info && m->tokenizer) print_file(cli);   // the file was read
     if (!ok) return false;
     sampling_defaults(cli);
     bool template = gguf_find(m->gguf, "tokenizer.chat_template");
-    cli->misused = cli->talks && !template;   // on a terminal, without a PROMPT
-    if (cli->misused) return fail(&cli->e, "no PROMPT given; see --help");
+    if (cli->talks && !template)
+        return cli->failure = 2, fail(&cli->e, "no PROMPT given; see --help");
     if (!load_prompt(cli)) return false;
-    if (cli->render) return run_render(cli);
+    if (cli->render) return true;
     if (cli->tokenize) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
         return putchar('\n'), true;
@@ -7703,39 +7558,41 @@ static bool run(Cli *cli) {
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
-    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;
-    wide = larger(wide, m->tokenizer->piece_max / sizeof(double));
-    bool measures = cli->bench.id || cli->info;
-    cli->work = measures ? aligned_alloc(1 << 14, (size_t)SLICES * SLICE)   // for a GPU to share
-                         : calloc(wide, 2 * sizeof(double));
+    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows, page = 1 << 14;
+    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
+    if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
+    room = (room + page - 1) / page * page;
+    cli->work = aligned_alloc(page, room);   // for a GPU to share
     if (!cli->work) return fail(&cli->e, "out of memory");
+    memset(cli->work, 0, room);
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
     if (cli->bench.id) return run_bench(cli);
     if (cli->embed)
-        return session_run(&cli->s, (Request){cli->ids.id, cli->ids.n, 0, true, pool_row, cli}, &cli->e);
+        return session_run(&cli->s, (Request){cli->ids.id, cli->ids.n, 0, true, pool_row, cli},
+                           &cli->e);
     if (cli->logits) return run_logits(cli);
     if (cli->chat) return run_chat(cli);
     if (cli->answer_once) return reply(cli);
     if (template && isatty(STDERR_FILENO))
         fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
-    if (cli->prompt && !cli->hide_prompt) fwrite(cli->prompt, 1, cli->n_prompt, stdout);
-    cli->detokenizer.started = cli->n_prompt > 0;
+    if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
+    cli->detokenizer.started = cli->text.n > 0;
     return reply(cli);
 }
 
 int main(int argc, char **argv) {
-    Cli cli = {.n_predict = -2,   // not given
+    Cli cli = {.failure = 2, .n_predict = -2,   // not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_signal}, NULL);   // ends reads, too
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dims = isatty(STDOUT_FILENO) && !(term && !strcmp(term, "dumb")) && !(plain && *plain);
     sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
-    bool asked = parse_options(&cli, argc, argv), ok = asked && run(&cli);
+    bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
-    end_progress(&cli);
+    if (cli.progress.shown) show_progress("");
     if (cli.m.tokenizer && (ok || interrupted)) print_notes(&cli);
     if (!ok && !interrupted) fprintf(stderr, "llm: %s\n", cli.e.text);
     session_close(&cli.s);
@@ -7744,11 +7601,11 @@ int main(int argc, char **argv) {
     free(cli.message);
     free(cli.said.s);
     free(cli.answer.s);
-    free(cli.text);
+    free(cli.text.s);
     free(cli.ids.id);
     free(cli.bench.id);
     free(cli.work);
-    return interrupted ? 130 : ok ? 0 : asked && !cli.misused ? 1 : 2;
+    return interrupted ? 130 : ok ? 0 : cli.failure;
 }
 
 #endif   // LLM_NO_MAIN

@@ -763,7 +763,8 @@ typedef struct {
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Layer *l = &s->m->layers[s->l];
     *a = (struct product_args){
-        .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n, .eps = s->m->config.eps,
+        .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
+        .eps = s->m->config.eps,
         .each = !p->experts ? 1 : p->experts == EXPERTS_HEADS ? l->n_head : l->n_used,
         .softcap = p->e.cap, .factor = p->e.factor};
     d->bound[6] = p->in.x;
@@ -1080,7 +1081,8 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return;
     int share = c->n_value / c->n_key;
-    const float *alpha = fused ? s->beta_alpha + share : s->decay, *beta = fused ? s->beta_alpha : s->write_gate;
+    const float *alpha = fused ? s->beta_alpha + share : s->decay;
+    const float *beta = fused ? s->beta_alpha : s->write_gate;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
     run_kernel(s, b, "delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
@@ -1155,15 +1157,16 @@ static void run_layer(Session *s, const Layer *w, int n) {
     }
     if (w->mixer) {
         run_recurrent(s, w, in, n);
-        run_residual(s, w, &w->delta_out, s->att, &w->attn_post_norm, base, both ? s->normed : s->out,
-                     sum, n);
+        run_residual(s, w, &w->delta_out, s->att, &w->attn_post_norm, base,
+                     both ? s->normed : s->out, sum, n);
     }
     if (!w->up.data) return;
     if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
         in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
     if (experts) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
-    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x, n);
+    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x,
+                 n);
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
@@ -1356,7 +1359,8 @@ static bool share_all(Session *s) {
     const Model *m = s->m;
     bool ok = place_plan(s, plan_gpu, &g->own, "scratch", &(Error){{0}}) &&
               gpu_share(g, g->own, false);
-    for (size_t i = 0; ok && i < m->gguf->n_maps; i++) ok = share_map(g, m->gguf, &m->gguf->maps[i]);
+    for (size_t i = 0; ok && i < m->gguf->n_maps; i++)
+        ok = share_map(g, m->gguf, &m->gguf->maps[i]);
     for (size_t i = 0; ok && i < m->n_owned; i++) ok = gpu_share(g, m->owned[i], true);
     ok = ok && gpu_share(g, s->kv, false) && gpu_share(g, s->scratch, false);
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);

@@ -632,7 +632,8 @@ static void run_scenario(char **arg) {
     Session *s = open_session(open_model(arg[1]), o);
     if (strcmp(arg[0], "load")) {   // the first turn; or to touch weights and scratch
         if (!second && n > s->o.chunk) warm = s->o.chunk;
-        REQUIRE(session_run(s, (Request){ids, warm, warm - 1, embed, NULL, NULL}, &e), "%s", e.text);
+        Request first = {ids, warm, warm - 1, embed, NULL, NULL};
+        REQUIRE(session_run(s, first, &e), "%s", e.text);
         if (!reuse) session_truncate(s, 0);
         start = now();
     }
@@ -1337,7 +1338,8 @@ static void test_norms(void) {
         int kind = k % 3, group = k / 3 * 25;
         float *x = noise_array(N, 2), out[N], want[N];
         // weights for each group, or for all its own
-        Norm n = {noise_array(N, 1), noise_array(N, 1), kind == NORM_RMS && group ? group : N, group};
+        int size = kind == NORM_RMS && group ? group : N;
+        Norm n = {noise_array(N, 1), noise_array(N, 1), size, group};
         if (kind == NORM_BARE) n.w = NULL;
         if (kind != NORM_LAYER) n.b = NULL;
         for (int i = 0; i < N; i++) x[i] += 0.5f;
@@ -1732,7 +1734,8 @@ static void test_session_refusals(void) {
     for (int i = 0; i < 4; i++) {
         out.n = 0;
         s->on_chunk = runs[i].interrupted ? before_fourth : NULL;
-        bool ok = session_generate(s, ids, runs[i].n, runs[i].predict, (OnToken){collect, &out}, &e);
+        OnToken to = {collect, &out};
+        bool ok = session_generate(s, ids, runs[i].n, runs[i].predict, to, &e);
         CHECK(ok == runs[i].ok && out.n == runs[i].made, "run %d: %zu ids", i, out.n);
     }
     CHECK(strstr(e.text, "interrupted") && !session_eval(s, ids, 3, &e), "%s", e.text);
@@ -1755,7 +1758,8 @@ static void test_session_refusals(void) {
     nan.out_norm.w = nothing;
     s = open_session(&nan, (Options){.threads = 1});
     CHECK(!session_eval(s, ids, 3, &e) && strstr(e.text, "token 2 the model yields"), "%s", e.text);
-    CHECK(!session_run(s, (Request){ids, 3, 0, true, NULL, NULL}, &e) && strstr(e.text, "NaN"), "%s", e.text);
+    Request pooled = {ids, 3, 0, true, NULL, NULL};
+    CHECK(!session_run(s, pooled, &e) && strstr(e.text, "NaN"), "%s", e.text);
     size_t before = allocations;
     for (int i = 0; i < 1000; i++) CHECK(tokens_add(&out, i), "no room");
     CHECK(allocations - before < 12, "%zu allocations for 1,000 ids", allocations - before);
@@ -1888,8 +1892,8 @@ static const char *ids_of(const Tokenizer *t, const char *text, size_t n, const 
                           bool add, bool special) {
     Tokens ids = {0};
     Error e = {""};
-    bool ok = tokenize(t, text, n, (const unsigned char *)mark, add * TOKENS_ADD | special * TOKENS_SPECIAL,
-                       &ids, &e);
+    int flags = add * TOKENS_ADD | special * TOKENS_SPECIAL;
+    bool ok = tokenize(t, text, n, (const unsigned char *)mark, flags, &ids, &e);
     char *out = need(12 * ids.n), *end = out;
     CHECK(ok, "%s", e.text);
     for (size_t i = 0; i < ids.n; i++) end += sprintf(end, "%s%d", i ? " " : "", ids.id[i]);
@@ -2298,15 +2302,14 @@ static void test_allocations(void) {
     CHECK(a.peak == 3ull << 33 && !resize(NULL, SIZE_MAX / 8 + 2, 8), "a size wraps");
     Rendered r = {0};
     Cli reads = {0};
-    size_t n = 0;
     Error e = {""};
     largest = 0;
-    CHECK(read_file(&reads, "golden/archs/bert.tokens", &reads.text, &n), "%s", reads.e.text);
+    CHECK(read_file(&reads, "golden/archs/bert.tokens", &reads.said), "%s", reads.e.text);
     template = str("{{ messages[0].content }}");
     CHECK(template_render(template, &hi, 1, NOTHING, NOTHING, -1, &r, &e), "%s", e.text);
-    CHECK(n && largest < 40 << 20, "%zu bytes for a short text", largest);
+    CHECK(reads.said.n && largest < 40 << 20, "%zu bytes for a short text", largest);
     rendered_free(&r);
-    freed(reads.text);
+    freed(reads.said.s);
 }
 
 // ==== the command line ====
@@ -3892,7 +3895,8 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     float *sum = reference_product(&o, x.s.att, 1);
     add_scaled(sum, x.s.x, dim, 1);
     norm(normed, sum, dim, &x.w.ffn_norm, NORM_RMS, 1e-5f);
-    activate(h, reference_product(&gate, normed, 1), reference_product(&up, normed, 1), ff, ACT_SILU);
+    activate(h, reference_product(&gate, normed, 1), reference_product(&up, normed, 1), ff,
+             ACT_SILU);
     float *want = reference_product(&down, h, 1);
     add_scaled(want, sum, dim, 1);
     bool fits = run_block(lab_begin(&x), &x.w);
@@ -4011,7 +4015,8 @@ static void kernel_norms(Gpu *g, int unused) {
         for (int i = 0; i < N * n; i++) {
             want[i] *= factor;
             if (way == EPILOGUE_ADD) want[i] += other[i];
-            if (way == EPILOGUE_GLU) want[i] = reference_activation(ACT_SILU, other[i], want[i], true);
+            if (way == EPILOGUE_GLU)
+                want[i] = reference_activation(ACT_SILU, other[i], want[i], true);
         }
         run_norm(lab_begin(&x), in, &w, kind, n, y, N, (Epilogue){way, other, factor, 0});
         lab_end(&x, "norm");
@@ -4145,7 +4150,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                       {.conv = state, .state = state + n_conv}};
     x.s = (Session){.cache = &cache[0], .n = N, .normed = in, .out = need(4 * N * DIM),
                     .mix = lab_floats(g, (N + past) * channels, 1),
-                    .z = lab_floats(g, N * values, 1), .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
+                    .z = lab_floats(g, N * values, 1),
+                    .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
                     .decay = lab_floats(g, N * d->n_value, 1),
                     .write_gate = lab_floats(g, N * d->n_value, 1),
                     .att = lab_floats(g, N * values, 1)};
@@ -4929,7 +4935,8 @@ static bool fuzz_file(const uint8_t *data, size_t size) {
               pwrite(fuzz.file, fuzz.weights, rest, head) >= 0 && model_load(&m, path, loader, &e);
     if (!m.config.causal) o.chunk = 6;
     if (ok && loader)
-        ok = session_open(&s, &m, o, &e) && session_generate(&s, ids, 4, 3, (OnToken){.fn = take_any}, &e);
+        ok = session_open(&s, &m, o, &e) &&
+             session_generate(&s, ids, 4, 3, (OnToken){.fn = take_any}, &e);
     else if (ok && m.tokenizer->kind != TOKENIZER_NONE)
         ok = fuzz_tokenize(m.tokenizer, data + size - n, n) &&
              fuzz_detokenize(m.tokenizer, data + size - n, n);
