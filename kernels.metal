@@ -237,7 +237,9 @@ enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
 // The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
+#ifndef METAL_HOST   // llm.c's own
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
+#endif
 enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 
 // The variants of a kernel: metal.c sets these constants when it makes a pipeline, so the compiler
@@ -346,7 +348,7 @@ struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choice
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
 struct conv_args { int32_t n, channels, past; };
 struct delta_args {
-    int32_t n, n_key, n_value, dv, tiled;  // tiled: see DELTA_TILED in llm.c
+    int32_t n, n_key, n_value, dv, tiled;  // tiled: see key_tiled in llm.c
     int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
     float eps;
 };

@@ -8,9 +8,7 @@
 #include "kernels.metal"
 #undef METAL_HOST
 
-// the kernels take llm.c's activations and pairings as they are
-_Static_assert((int)ACT_SILU == SILU && (int)ACT_GELU == GELU && (int)ACT_RELU2 == RELU2 &&
-               (int)ACT_SWIGLU_OAI == SWIGLU_OAI, "");
+// the kernels take llm.c's pairings as they are
 _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");
 _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
                (int)PAIRING_HALVES == ROPE_HALVES, "");
@@ -712,7 +710,7 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
     int row = quant_row_bytes(w->type, w->cols);
     float scale = w->scale && !experts ? *w->scale : 1;
     to[i] = (struct kernel_matrix){(uintptr_t)w->data % 16, row, w->rows, scale, w->step,
-                                   w->step / row, out_step(w)};   // as in matrix_expert
+                                   w->step / row, output_step(w)};   // as in matrix_expert
     d->bound[i] = matrix_base(w);
     d->bound[bias + i] = w->bias;
     d->constant[C_FORMAT_0 + i] = w->type;
@@ -736,14 +734,14 @@ static int norm_bits(const Norm *w) {
     return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
 }
 
-// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: RMS,
-// LAYERNORM or BARE
+// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: NORM_RMS,
+// NORM_LAYER or NORM_BARE
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
     struct norm_args a = {cols, w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
                           e.cap != 0 ? e.cap : 1};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
-               NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != RMS,
+               NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != NORM_RMS,
                              [C_EPILOGUE] = e.kind});
 }
 
@@ -765,7 +763,8 @@ typedef struct {
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Layer *l = &s->m->layers[s->l];
     *a = (struct product_args){
-        .cols = p->w[0]->cols, .x_step = x_step(p->w[0]), .tokens = p->n, .eps = s->m->config.eps,
+        .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
+        .eps = s->m->config.eps,
         .each = !p->experts ? 1 : p->experts == EXPERTS_HEADS ? l->n_head : l->n_used,
         .softcap = p->e.cap, .factor = p->e.factor};
     d->bound[6] = p->in.x;
@@ -792,7 +791,7 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
                            chosen ? s->chosen : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
                   GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_NORMED] = norm_bits(norm),
-                   [C_CENTRED] = norm && s->m->config.arch->norm != RMS}};
+                   [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
     int all = 0, parts = p.e.kind == EPILOGUE_GLU ? 1 : p.k;
     bind_products(s, &d, &a, &p);
     if (chosen) a.tokens = a.each, a.x_step = 0;
@@ -850,9 +849,9 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
 // norm(x), if the model has this norm: for one token gemv applies it, for a chunk a dispatch into h
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
-    if (!w->w && c->arch->norm != BARE) return (Input){x, NULL};
+    if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
     if (n == 1) return (Input){x, w};
-    run_norm(s, x, w, c->arch->norm, c->dim, h, n, STORE);
+    run_norm(s, x, w, c->norm, c->dim, h, n, STORE);
     return (Input){h, NULL};
 }
 
@@ -893,7 +892,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
         slices, qn->n > w->hd ? w->hd : 0, kn->n > w->hd ? w->hd : 0, c->eps,
-        c->attn_scale, c->attn_cap, c->clamp_qkv, c->temp_scale, c->temp_length};
+        c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
     float *q = is_gated(w) ? s->mix : s->q;
     Dispatch d = {
         .bound = {s->v, s->angles[w->window > 0], qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k,
@@ -902,14 +901,14 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
                      [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
-                     [C_QK_LATE] = (c->arch->flags & QK_NORM_LATE) != 0,
-                     [C_CENTRED] = c->arch->norm != RMS,
+                     [C_QK_LATE] = c->qk_norm_late,
+                     [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_CAUSAL] = c->causal}};
     if (bits & 12) run_part(g, d, &a, "qk_norm", 2, 6, 2 * n, NORM_THREADS, NORM_FLOATS);
-    if (c->arch->flags & QKV_NORMED && own)
-        run_norm(s, s->v, &bare, RMS, w->vd, s->v, n * w->n_kv, STORE);
+    if (c->values_normed && own)
+        run_norm(s, s->v, &bare, NORM_RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
     if (!fused && !latent)
@@ -943,7 +942,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     const Cache *kv = &s->cache[s->l];
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
                                .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
-                               .temp = c->temp_scale, .n_ctx = c->temp_length};
+                               .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
@@ -956,7 +955,7 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     const Matrix *first[2] = {&w->k, two ? &w->q_a : &w->q};
     float *to[2] = {s->k, two ? s->z : s->mix};
     run_products(s, first, 2, in, to, n, STORE);
-    if (two && n > 1) run_norm(s, s->z, &w->q_a_norm, RMS, w->q_a.rows, s->z, n, STORE);
+    if (two && n > 1) run_norm(s, s->z, &w->q_a_norm, NORM_RMS, w->q_a.rows, s->z, n, STORE);
     Input z = {s->z, n > 1 ? NULL : &w->q_a_norm};
     if (two) run_product(s, &w->q, z, s->mix, n, STORE);
     run_latent_row(s, w, n);
@@ -1059,8 +1058,8 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else if (w->expert_post.w) {
         run_experts_sum(s, w, &none, y, n, STORE);
         run_product(s, shared, up, s->expert_out, n, STORE);
-        run_norm(s, y, &w->expert_post, RMS, s->m->config.dim, y, n, STORE);
-        run_norm(s, s->expert_out, &w->shared_post, RMS, s->m->config.dim, y, n, add);
+        run_norm(s, y, &w->expert_post, NORM_RMS, s->m->config.dim, y, n, STORE);
+        run_norm(s, s->expert_out, &w->shared_post, NORM_RMS, s->m->config.dim, y, n, add);
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
@@ -1073,7 +1072,7 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     int channels = w->conv_in.rows, past = c->conv - 1, apart = asks && !fused;
     const Matrix *m[4] = {&w->conv_in, &w->z, fused ? &w->beta_alpha : &w->alpha, &w->beta};
     float *to[4] = {s->mix + (size_t)past * channels, s->z,
-                    fused ? s->ba : gated ? s->att : s->decay, s->write};
+                    fused ? s->beta_alpha : gated ? s->att : s->decay, s->write_gate};
     run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
     if (apart) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     struct conv_args a = {n, channels, past};
@@ -1082,8 +1081,9 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return;
     int share = c->n_value / c->n_key;
-    const float *alpha = fused ? s->ba + share : s->decay, *beta = fused ? s->ba : s->write;
-    struct delta_args b = {n, c->n_key, c->n_value, c->dv, !!(c->arch->flags & DELTA_TILED),
+    const float *alpha = fused ? s->beta_alpha + share : s->decay;
+    const float *beta = fused ? s->beta_alpha : s->write_gate;
+    struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
     run_kernel(s, b, "delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
@@ -1092,7 +1092,7 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // a state space: the rule has applied it
     if (w->delta_norm.w)
-        run_norm(s, s->att, &w->delta_norm, RMS, cols, s->att, rows, asks ? gate : STORE);
+        run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows, asks ? gate : STORE);
 }
 
 // The rest of a layer after attention in one dispatch, if --gpu block asks for it and ffn_block can
@@ -1103,9 +1103,9 @@ static bool run_block(Session *s, const Layer *w) {
     Dispatch d = {"ffn_block", {[4] = s->att, w->ffn_norm.w, s->x, s->gate}, 8, 1, BLOCK_THREADS,
                   0, {[C_ACTIVATION] = c->act, [C_EPILOGUE] = EPILOGUE_GLU,
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
-    bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->parallel &&
+    bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->side_by_side &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
-                !w->mixer && !w->k_b.data && !w->input_gate.data && c->arch->norm == RMS &&
+                !w->mixer && !w->k_b.data && !w->input_gate.data && c->norm == NORM_RMS &&
                 c->residual_scale == 1;
     for (int i = 0; fits && i < 4; i++) {
         fits = !m[i]->bias;
@@ -1125,7 +1125,7 @@ static bool run_block(Session *s, const Layer *w) {
 static void run_residual(Session *s, const Layer *l, const Matrix *w, const float *in,
                          const Norm *post, const float *base, float *tmp, float *y, int n) {
     const Config *c = &s->m->config;
-    bool after = post->w && c->arch->flags & ENCODER, before = post->w && !after;
+    bool after = post->w && c->encoder, before = post->w && !after;
     bool again = post == &l->attn_post_norm && l->attn_norm_2.w;
     bool ends = post == (l->input_gate.data ? &l->input_norm : &l->ffn_post_norm);
     Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
@@ -1134,8 +1134,8 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     if (w) run_product(s, w, (Input){in, NULL}, to, n, e);
     else run_experts_end(s, l, to, n, e);
     if (post->w)
-        run_norm(s, to, post, c->arch->norm, c->dim, normed, n, before || again ? add : STORE);
-    if (again) run_norm(s, tmp, &l->attn_norm_2, c->arch->norm, c->dim, y, n, STORE);
+        run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
+    if (again) run_norm(s, tmp, &l->attn_norm_2, c->norm, c->dim, y, n, STORE);
 }
 
 // One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
@@ -1143,9 +1143,9 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
     float *to[3] = {is_gated(w) ? s->mix : s->q, s->k, s->v};
-    float *sum = w->parallel ? s->out : s->x, *base = s->x;
+    float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool experts = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
-    Input in = run_input(s, s->x, &w->attn_norm, s->h, n);
+    Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
         else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, STORE);
@@ -1157,15 +1157,16 @@ static void run_layer(Session *s, const Layer *w, int n) {
     }
     if (w->mixer) {
         run_recurrent(s, w, in, n);
-        run_residual(s, w, &w->delta_out, s->att, &w->attn_post_norm, base, both ? s->h : s->out,
-                     sum, n);
+        run_residual(s, w, &w->delta_out, s->att, &w->attn_post_norm, base,
+                     both ? s->normed : s->out, sum, n);
     }
     if (!w->up.data) return;
-    if ((w->n_kv || w->mixer) && (!w->parallel || w->ffn_norm.w))
-        in = run_input(s, s->x, &w->ffn_norm, s->h, n);
+    if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
+        in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
     if (experts) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
-    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->h, s->x, n);
+    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x,
+                 n);
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
@@ -1176,7 +1177,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
 static void run_output(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     size_t at = (size_t)first * c->dim;
-    Input in = run_input(s, s->x + at, &s->m->out_norm, s->h + at, n);
+    Input in = run_input(s, s->x + at, &s->m->out_norm, s->normed + at, n);
     run_product(s, &s->m->output, in, s->logits, n,
                 (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
 }
@@ -1193,7 +1194,7 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     for (int l = 0; ids && l < c->n_layer; l++)
         for (int i = 0; s->cache[l].rows && i < n; i++)
             s->cache[l].pos[cache_row(&s->cache[l], pos + i)] = pos + i;
-    parallel(s->pool, angles_row, s, NULL, n);
+    each_row(s, angles_row, &s->m->config, n);
     device_send(g, g->now, NOW_SIZE * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     for (int i = 0; i < 2; i++)
@@ -1213,11 +1214,11 @@ static void run_layers(Session *s, int n) {
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
         run_product(s, &m->layer_proj, (Input){s->x, NULL}, g->inputs, n,
                     (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
-        run_norm(s, g->inputs, &m->layer_norm, RMS, c->per_layer, s->inputs, n * c->n_layer,
+        run_norm(s, g->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs, n * c->n_layer,
                  (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }
     if (s->m->embd_norm.w)
-        run_norm(s, s->x, &s->m->embd_norm, c->arch->norm, c->dim, s->x, n, STORE);
+        run_norm(s, s->x, &s->m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &s->m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
@@ -1292,18 +1293,18 @@ static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        bool late = c->arch->flags & QK_NORM_LATE;
+        bool late = c->qk_norm_late;
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
         bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
         if (w->out_scale && *w->out_scale == 0) return "layer_output_scale";
-        if (scaled && (!by_norm || c->arch->flags & ENCODER)) return "layer_output_scale";
+        if (scaled && (!by_norm || c->encoder)) return "layer_output_scale";
         if (!w->up.data && (w->attn_post_norm.w || w->ffn_post_norm.w)) return "post-norms";
         if (w->k_b.data && (w->k_b.x_step / w->n_head) % 4) return "head size";
         if (w->k_b.scale || w->v_b.scale || w->k_b.bias || w->v_b.bias) return "head's scales";
         if (late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // no model has that
     }
-    return gguf_int(&m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
+    return gguf_int(m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
 
 // Places what only the GPU needs in an arena, which may only count the bytes.
@@ -1311,8 +1312,8 @@ static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     size_t n = s->o.chunk, wide = 0, ff = 0, out = 0, parts = 0, choices = n * c->n_used;
-    for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf.n_tensors; i++)
-        wide = larger(wide, s->m->gguf.tensors[i].ne[0]);
+    for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf->n_tensors; i++)
+        wide = larger(wide, s->m->gguf->tensors[i].ne[0]);
     wide = (wide + 31) / 32;   // groups of the widest input
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
@@ -1358,7 +1359,8 @@ static bool share_all(Session *s) {
     const Model *m = s->m;
     bool ok = place_plan(s, plan_gpu, &g->own, "scratch", &(Error){{0}}) &&
               gpu_share(g, g->own, false);
-    for (size_t i = 0; ok && i < m->gguf.n_maps; i++) ok = share_map(g, &m->gguf, &m->gguf.maps[i]);
+    for (size_t i = 0; ok && i < m->gguf->n_maps; i++)
+        ok = share_map(g, m->gguf, &m->gguf->maps[i]);
     for (size_t i = 0; ok && i < m->n_owned; i++) ok = gpu_share(g, m->owned[i], true);
     ok = ok && gpu_share(g, s->kv, false) && gpu_share(g, s->scratch, false);
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);

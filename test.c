@@ -213,7 +213,7 @@ static void reference_norm(float *out, const float *x, int n, const Norm *w, int
     int width = w->group ? w->group : n;
     for (int g = 0; g < n; g += width) {
         double mean = 0, var = 0;
-        for (int i = g; i < g + width && kind != RMS; i++) mean += x[i] / (double)width;
+        for (int i = g; i < g + width && kind != NORM_RMS; i++) mean += x[i] / (double)width;
         for (int i = g; i < g + width; i++) var += (x[i] - mean) * (x[i] - mean) / width;
         for (int i = g; i < g + width; i++) {
             double y = (x[i] - mean) / sqrt(var + eps);
@@ -225,9 +225,9 @@ static void reference_norm(float *out, const float *x, int n, const Norm *w, int
 
 static double reference_activation(int act, double g, double u, bool gate) {
     double inner = sqrt(2 / M_PI) * (g + 0.044715 * g * g * g), clipped = fmin(g, 7);
-    double y = act == SILU ? g / (1 + exp(-g)) : act == GELU ? 0.5 * g * (1 + tanh(inner))
-               : act == RELU2 ? (g > 0 ? g * g : 0) : clipped / (1 + exp(-1.702 * clipped));
-    return y * (!gate ? 1 : act == SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
+    double y = act == ACT_SILU ? g / (1 + exp(-g)) : act == ACT_GELU ? 0.5 * g * (1 + tanh(inner))
+               : act == ACT_RELU2 ? (g > 0 ? g * g : 0) : clipped / (1 + exp(-1.702 * clipped));
+    return y * (!gate ? 1 : act == ACT_SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
 }
 
 typedef struct { Matrix m; float *f; } RandomMatrix;   // f: the weights as floats
@@ -632,7 +632,8 @@ static void run_scenario(char **arg) {
     Session *s = open_session(open_model(arg[1]), o);
     if (strcmp(arg[0], "load")) {   // the first turn; or to touch weights and scratch
         if (!second && n > s->o.chunk) warm = s->o.chunk;
-        REQUIRE(session_run(s, ids, warm, warm - 1, embed, NULL, NULL, &e), "%s", e.text);
+        Request first = {ids, warm, warm - 1, embed, NULL, NULL};
+        REQUIRE(session_run(s, first, &e), "%s", e.text);
         if (!reuse) session_truncate(s, 0);
         start = now();
     }
@@ -641,7 +642,7 @@ static void run_scenario(char **arg) {
         given = reuse ? answer : n;
         answer = 0;
     }
-    REQUIRE(session_run(s, ids, n, n - 1, embed, NULL, NULL, &e), "%s", e.text);
+    REQUIRE(session_run(s, (Request){ids, n, n - 1, embed, NULL, NULL}, &e), "%s", e.text);
     first = now() - start;
     for (int i = 1; i <= answer; i++) REQUIRE(session_eval(s, ids, n + i, &e), "%s", e.text);
     getrusage(RUSAGE_SELF, &usage);
@@ -664,10 +665,10 @@ static bool keep_row(void *ctx, int i, const float *row) {
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
     Error e = {""};
     const Config *c = &s->m->config;
-    bool hidden = c->arch->flags & ENCODER;
+    bool hidden = c->encoder;
     int width = hidden ? c->dim : c->n_vocab;
     Rows out = {hidden ? NULL : s, rows - from * width, width};
-    CHECK(session_run(s, ids, n, from, hidden, keep_row, &out, &e), "%s", e.text);
+    CHECK(session_run(s, (Request){ids, n, from, hidden, keep_row, &out}, &e), "%s", e.text);
 }
 
 static void last_row(Session *s, const int32_t *ids, int n, float *row) {
@@ -1115,7 +1116,7 @@ static void test_gguf_shapes(void) {
         key_text(&w, "tokenizer.ggml.model", "none");
         write_gguf(&w, path);
         if (i < 2) got[i] = logits_of(open_model(path), ids, 3, (Options){.threads = 1});
-        else if (i == 2) CHECK(open_model(path)->config.act == SILU, "it is not SiLU");
+        else if (i == 2) CHECK(open_model(path)->config.act == ACT_SILU, "it is not SiLU");
         else refused(path, rows[i].spoil.expect);
     }
     CHECK(!memcmp(got[0], got[1], 3 * VOCAB * sizeof(float)), "a folded norm differs");
@@ -1177,7 +1178,7 @@ static void test_gguf_whole(void) {
         {"mistral3", "", "rope.scaling.beta_fast", offsetof(Config, yarn_fast)},
         {"mistral3", "", "rope.scaling.beta_slow", offsetof(Config, yarn_slow)},
         {"mistral3", "", "rope.scaling.mscale_all_dim", offsetof(Config, yarn_log)},
-        {"mistral3", "", "rope.scaling_beta", offsetof(Config, temp_scale)},
+        {"mistral3", "", "rope.scaling_beta", offsetof(Config, sharpen_scale)},
         {"gemma3", "tk", "rope.global.freq_base", offsetof(Config, rope_base)},
         {"gemma3", "tk", "rope.local.freq_base", offsetof(Config, rope_base_local)},
     };
@@ -1337,9 +1338,10 @@ static void test_norms(void) {
         int kind = k % 3, group = k / 3 * 25;
         float *x = noise_array(N, 2), out[N], want[N];
         // weights for each group, or for all its own
-        Norm n = {noise_array(N, 1), noise_array(N, 1), kind == RMS && group ? group : N, group};
-        if (kind == BARE) n.w = NULL;
-        if (kind != LAYERNORM) n.b = NULL;
+        int size = kind == NORM_RMS && group ? group : N;
+        Norm n = {noise_array(N, 1), noise_array(N, 1), size, group};
+        if (kind == NORM_BARE) n.w = NULL;
+        if (kind != NORM_LAYER) n.b = NULL;
         for (int i = 0; i < N; i++) x[i] += 0.5f;
         norm(out, x, N, &n, kind, 1e-3f);
         reference_norm(want, x, N, &n, kind, 1e-3f);
@@ -1387,8 +1389,8 @@ static void test_alibi_and_alpha(void) {
 static void test_activations(void) {
     enum { N = 400 };
     double worst = 0;
-    for (int act = SILU; act <= SWIGLU_OAI; act++)
-        for (int gate = act == SWIGLU_OAI; gate < 2; gate++) {
+    for (int act = ACT_SILU; act <= ACT_SWIGLU_OAI; act++)
+        for (int gate = act == ACT_SWIGLU_OAI; gate < 2; gate++) {
             float *g = noise_array(N, 12), *u = noise_array(N, 9), out[N], want[N];
             activate(out, gate ? g : NULL, u, N, act);
             for (int i = 0; i < N; i++)
@@ -1422,7 +1424,7 @@ static Golden golden_model(const char *name) {
     Golden g = {.m = open_model(path), .limit = 1e-5};
     const char *s = read_all(text_of("golden/archs/%s.tokens", name), NULL);
     for (; g.n < 64 && (g.ids[g.n] = strtol(s, &end, 10), end > s); g.n++) s = end + (*end == ',');
-    bool encoder = g.m->config.arch->flags & ENCODER;
+    bool encoder = g.m->config.encoder;
     g.want = read_all(text_of("golden/archs/%s.%s", name, encoder ? "embd" : "logits"), &size);
     size_t numbers = encoder ? 64 : (size_t)g.n * g.m->config.n_vocab;
     REQUIRE(size == numbers * sizeof *g.want, "%s: %zu", name, size);
@@ -1536,7 +1538,7 @@ static const Shape SHAPES[] = {
 
 // Are all tensors used? The file is mapped: a change to a tensor in it must change the last row.
 static void check_tensors_used(Session *s, const int32_t *ids, int n, const float *want) {
-    const Gguf *g = &s->m->gguf;
+    const Gguf *g = s->m->gguf;
     int fd = open(scratch("random.gguf"), O_RDWR);
     for (size_t i = 0; i < g->n_tensors; i++) {
         const Tensor *t = &g->tensors[i];
@@ -1597,9 +1599,9 @@ static const struct { const char *name; int n_layer; float x[9]; } IMPLIED[] = {
 static void check_names(void) {   // has every name of ARCHS a shape, and its numbers?
     for (size_t k = 0; k < COUNT(ARCHS); k++) {
         int n = ARCHS[k].n_layer, plain = COUNT(IMPLIED) - 1;
-        Config c = {.arch = &ARCHS[k], .dim = 64, .n_head = 1, .hd = 16, .rope_base = 500};
+        Config c = {.dim = 64, .n_head = 1, .hd = 16, .rope_base = 500};
         c.n_layer = n ? n : 4;
-        imply_config(&c);
+        imply_config(&c, &ARCHS[k]);
         float x[] = {c.embd_scale, c.attn_scale, c.rope_base_local, c.attn_cap, c.logit_cap,
                      c.window, c.alibi, c.residual_scale, c.logit_scale};
         char *rest, *name = strtok_r(text_of("%s", ARCHS[k].names), " *", &rest);
@@ -1732,7 +1734,8 @@ static void test_session_refusals(void) {
     for (int i = 0; i < 4; i++) {
         out.n = 0;
         s->on_chunk = runs[i].interrupted ? before_fourth : NULL;
-        bool ok = session_generate(s, ids, runs[i].n, runs[i].predict, collect, &out, &e);
+        OnToken to = {collect, &out};
+        bool ok = session_generate(s, ids, runs[i].n, runs[i].predict, to, &e);
         CHECK(ok == runs[i].ok && out.n == runs[i].made, "run %d: %zu ids", i, out.n);
     }
     CHECK(strstr(e.text, "interrupted") && !session_eval(s, ids, 3, &e), "%s", e.text);
@@ -1755,7 +1758,8 @@ static void test_session_refusals(void) {
     nan.out_norm.w = nothing;
     s = open_session(&nan, (Options){.threads = 1});
     CHECK(!session_eval(s, ids, 3, &e) && strstr(e.text, "token 2 the model yields"), "%s", e.text);
-    CHECK(!session_run(s, ids, 3, 0, true, NULL, NULL, &e) && strstr(e.text, "NaN"), "%s", e.text);
+    Request pooled = {ids, 3, 0, true, NULL, NULL};
+    CHECK(!session_run(s, pooled, &e) && strstr(e.text, "NaN"), "%s", e.text);
     size_t before = allocations;
     for (int i = 0; i < 1000; i++) CHECK(tokens_add(&out, i), "no room");
     CHECK(allocations - before < 12, "%zu allocations for 1,000 ids", allocations - before);
@@ -1888,7 +1892,8 @@ static const char *ids_of(const Tokenizer *t, const char *text, size_t n, const 
                           bool add, bool special) {
     Tokens ids = {0};
     Error e = {""};
-    bool ok = tokenize(t, text, n, (const unsigned char *)mark, add, special, &ids, &e);
+    int flags = add * TOKENS_ADD | special * TOKENS_SPECIAL;
+    bool ok = tokenize(t, text, n, (const unsigned char *)mark, flags, &ids, &e);
     char *out = need(12 * ids.n), *end = out;
     CHECK(ok, "%s", e.text);
     for (size_t i = 0; i < ids.n; i++) end += sprintf(end, "%s%d", i ? " " : "", ids.id[i]);
@@ -2277,8 +2282,8 @@ static void test_allocations(void) {
         allocations = 0;
         failing = k;
         bool ok = model_open(&m, path, &e) && session_open(&s, &m, o, &e) &&
-                  tokenize(m.tokenizer, "abba", 4, NULL, false, true, &ids, &e) &&
-                  session_generate(&s, ids.id, ids.n, 20, take_any, NULL, &e) &&
+                  tokenize(m.tokenizer, "abba", 4, NULL, TOKENS_SPECIAL, &ids, &e) &&
+                  session_generate(&s, ids.id, ids.n, 20, (OnToken){.fn = take_any}, &e) &&
                   template_render(template, &hi, 1, (Str){"", 0}, (Str){"", 0}, -1, &r, &e);
         session_close(&s);
         model_close(&m);
@@ -2524,7 +2529,7 @@ static void test_cli_numbers(void) {
     float row[3 * WIDTH], y[40], z[24], w[40];
     Session *s = open_session(m, (Options){.threads = 1});
     Rows rows = {NULL, row, WIDTH};
-    session_run(s, (int32_t[]){5, 6, 7}, 3, 0, true, keep_row, &rows, &(Error){""});
+    session_run(s, (Request){(int32_t[]){5, 6, 7}, 3, 0, true, keep_row, &rows}, &(Error){""});
     plain_matmul(&(Matmul){&m->dense[0], row + 2 * WIDTH, y, 1}, w);
     plain_matmul(&(Matmul){&m->dense[1], y, z, 1}, w);
     shell("llm $D/random.gguf --embed --tokens 5,6,7");
@@ -3643,7 +3648,7 @@ static void round_weights(const RandomMatrix *w) {   // to halves, as a tile of 
 }
 
 // Each test fills its own Model and Layer, and calls the function of metal.c that a model would.
-typedef struct { Gpu *g; Arch arch; Model m; Layer w; Session s; } Lab;
+typedef struct { Gpu *g; Model m; Layer w; Session s; } Lab;
 
 static const char *const orders[] = {"forward", "reverse", "random"};
 
@@ -3672,7 +3677,6 @@ static void *lab_bytes(Gpu *g, size_t n) {
 }
 
 static Session *lab_session(Lab *x) {   // its structs point into the Lab, so only where it stays
-    x->m.config.arch = &x->arch;
     x->m.layers = &x->w;
     x->s.m = &x->m;
     x->s.gpu = x->g;
@@ -3818,7 +3822,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
     int k = way == EPILOGUE_STORE ? 3 : 1 + (glu && one), act = type % 4;
     float scale = 1.5f, cap = 0, factor = glu ? 1 : 2;
-    float wide = act == SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
+    float wide = act == ACT_SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
     float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
     const char *name = one ? "gemv" : text_of("gemm of %d, tile %d", n, tile);
     const float *normed = in;
@@ -3827,11 +3831,11 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     Norm norm = lab_norm(g, cols, 0);
     Lab x = lab(g);
     x.m.config.act = act;
-    x.arch.norm = type % 3;
+    x.m.config.norm = type % 3;
     if (type % 2) norm.b = lab_floats(g, cols, 1);
-    if (x.arch.norm == BARE) norm.w = NULL;
+    if (x.m.config.norm == NORM_BARE) norm.w = NULL;
     if (one && !add)
-        reference_norm((float *)(normed = need(4 * cols)), in, cols, &norm, x.arch.norm, 1e-5f);
+        reference_norm((float *)(normed = need(4 * cols)), in, cols, &norm, x.m.config.norm, 1e-5f);
     for (int i = 0; int8 && i < n * cols; i++)   // inputs that their codes represent exactly
         in[i] = i % 32 == 5 ? 127 / 64.0f : rintf(127 * in[i]) / 64;
     for (int i = 0; i < k; i++) {   // the second is of another format
@@ -3889,11 +3893,12 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
                     .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff, 1)};
     float *sum = reference_product(&o, x.s.att, 1);
-    add(sum, x.s.x, dim, 1);
-    norm(normed, sum, dim, &x.w.ffn_norm, RMS, 1e-5f);
-    activate(h, reference_product(&gate, normed, 1), reference_product(&up, normed, 1), ff, SILU);
+    add_scaled(sum, x.s.x, dim, 1);
+    norm(normed, sum, dim, &x.w.ffn_norm, NORM_RMS, 1e-5f);
+    activate(h, reference_product(&gate, normed, 1), reference_product(&up, normed, 1), ff,
+             ACT_SILU);
     float *want = reference_product(&down, h, 1);
-    add(want, sum, dim, 1);
+    add_scaled(want, sum, dim, 1);
     bool fits = run_block(lab_begin(&x), &x.w);
     LAB_CHECK(fits, "ffn_block does not take dim %d", dim);
     lab_end(&x, "ffn_block");
@@ -3926,14 +3931,13 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     Gpu *g = x->g;
     int hd = t->hd, vd = t->vd, H = t->n_head, KV = t->n_kv, n = t->n;
     bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
-    x->arch.norm = strchr(t->what, 'c') ? LAYERNORM : RMS;
-    x->arch.flags = strchr(t->what, 'l') ? QK_NORM_LATE : 0;
     x->m.config = (Config){
-        .eps = 1e-5f, .attn_scale = 0.2f,
+        .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
+        .qk_norm_late = strchr(t->what, 'l'),
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
-        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .temp_length = 8,
+        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .sharpen_length = 8,
         .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
-        .temp_scale = strchr(t->what, 't') ? 0.7f : 0};
+        .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
                    .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
                    .k.rows = KV * hd, .v.rows = KV * vd,
@@ -3977,11 +3981,10 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     a.out = cpu.att = lab_floats(g, n * H * vd, 1);
     a.scale = x.m.config.attn_scale;
     a.sinks = x.w.sinks;
-    cpu.of = &(int){1};   // all heads at once
-    for (int i = 0; gated && i < n; i++) split_gate_row(&cpu, i);
-    for (int i = 0; i < n; i++) qkv_part(&cpu, i);
+    for (int i = 0; gated && i < n; i++) split_gate_row(&cpu, &x.w, i);
+    for (int i = 0; i < n; i++) qkv_part(&cpu, &(int){1}, i);   // all heads at once
     plain_attention(&a, need(a.rows * sizeof(float)));
-    for (int i = 0; gated && i < n; i++) gate_row(&cpu, i);
+    for (int i = 0; gated && i < n; i++) gate_row(&cpu, &x.w, i);
     const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
@@ -4001,7 +4004,7 @@ static void kernel_norms(Gpu *g, int unused) {
     enum { N = 3 };
     static const int sizes[] = {1000, 64, 45};
     for (int k = 0; k < 12; k++) {
-        int n = sizes[k % 3], kind = k % 2 ? LAYERNORM : RMS, way = k / 3 % EPILOGUE_ACT;
+        int n = sizes[k % 3], kind = k % 2 ? NORM_LAYER : NORM_RMS, way = k / 3 % EPILOGUE_ACT;
         Lab x = lab(g);
         float *in = lab_floats(g, N * n, 2), *y = lab_floats(g, N * n, 1);
         float *other = lab_floats(g, N * n, 1), factor = way ? 0.5f : 1;
@@ -4012,7 +4015,8 @@ static void kernel_norms(Gpu *g, int unused) {
         for (int i = 0; i < N * n; i++) {
             want[i] *= factor;
             if (way == EPILOGUE_ADD) want[i] += other[i];
-            if (way == EPILOGUE_GLU) want[i] = reference_activation(SILU, other[i], want[i], true);
+            if (way == EPILOGUE_GLU)
+                want[i] = reference_activation(ACT_SILU, other[i], want[i], true);
         }
         run_norm(lab_begin(&x), in, &w, kind, n, y, N, (Epilogue){way, other, factor, 0});
         lab_end(&x, "norm");
@@ -4025,13 +4029,11 @@ static void close_pool(void *p) { pool_close(p); }
 // runs an op of llm.c on buffers of a Lab, without threads
 static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     Model *m = memcpy(need(sizeof *m), &x->m, sizeof *m);
-    Arch *arch = memcpy(need(sizeof *arch), &x->arch, sizeof *arch);
     m->layers = (Layer *)w;
-    m->config.arch = arch;
     s.m = m;
     s.pool = pool_open(1);
     at_end(close_pool, s.pool);
-    s.calls = (Arena){.base = aligned(1 << 24), .size = 1 << 24};
+    s.op_scratch = (Arena){.base = aligned(1 << 24), .size = 1 << 24};
     return s;
 }
 
@@ -4077,14 +4079,14 @@ static void lab_experts(Gpu *g, int type, int n) {
             *m = matrix_rows(*m, i == 1 ? (both - 1) * ff : 0, ff);
         }
     }
-    x.s = (Session){.n = n, .h = memcpy(need(4 * n * dim), in, 4 * n * dim),
+    x.s = (Session){.n = n, .normed = memcpy(need(4 * n * dim), in, 4 * n * dim),
                     .route = lab_floats(g, n * E, 1), .gathered = lab_floats(g, rows * dim, 1),
                     .chosen = lab_bytes(g, 4 * n * USED), .order = lab_bytes(g, 4 * n * USED),
                     .weight = lab_floats(g, n * USED, 1), .out = need(4 * n * dim),
                     .expert_out = lab_floats(g, rows * dim, 1),
                     .gate = lab_floats(g, rows * ff, 1), .up = lab_floats(g, rows * ff, 1)};
     Session cpu = lab_cpu(&x, x.s, &floats);
-    if (n == 1) norm(x.s.h, in, dim, &weights, RMS, 1e-5f);
+    if (n == 1) norm(x.s.normed, in, dim, &weights, NORM_RMS, 1e-5f);
     experts(&cpu);
     for (int i = 0; i < n * dim; i++) cpu.out[i] = other[i] + 0.5f * cpu.out[i];
     g->gate = lab_floats(g, n * USED * ff, 1);
@@ -4129,7 +4131,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                   .n_value = d->n_value, .dv = d->dv};
     size_t n_conv = past * channels, n_state = conv ? 0 : delta_state_size(c);
     size_t all = n_conv + n_state;
-    x.arch.flags = d->tiled ? DELTA_TILED : 0;
+    x.m.config.key_tiled = d->tiled;
     x.w = (Layer){.mixer = d->mixer, .conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
                   .z = lab_matrix(g, FORMAT_F16, values, DIM).m,
                   .conv = lab_floats(g, channels * d->conv, d->conv > 4 ? 0.1f : 1),
@@ -4146,11 +4148,13 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     float *got = need(N * values * sizeof *got), *old = memcpy(need(4 * all), state, 4 * all);
     Cache cache[2] = {{.conv = old, .state = old + n_conv},
                       {.conv = state, .state = state + n_conv}};
-    x.s = (Session){.cache = &cache[0], .n = N, .h = in, .out = need(4 * N * DIM),
+    x.s = (Session){.cache = &cache[0], .n = N, .normed = in, .out = need(4 * N * DIM),
                     .mix = lab_floats(g, (N + past) * channels, 1),
-                    .z = lab_floats(g, N * values, 1), .ba = lab_floats(g, N * 2 * d->n_value, 1),
+                    .z = lab_floats(g, N * values, 1),
+                    .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
                     .decay = lab_floats(g, N * d->n_value, 1),
-                    .write = lab_floats(g, N * d->n_value, 1), .att = lab_floats(g, N * values, 1)};
+                    .write_gate = lab_floats(g, N * d->n_value, 1),
+                    .att = lab_floats(g, N * values, 1)};
     Session cpu = lab_cpu(&x, x.s, &x.w);
     cpu.pool->amx = false;   // keeps but 17 bits of activations that meet f16
     recurrent(&cpu);
@@ -4225,8 +4229,8 @@ static void kernel_latent(Gpu *g, int unused) {
     enum { H = 3, N = 2, LORA = 20, ROT = 12, HD = 30, ROWS = 9, POS = 5, P = 40 };
     for (int pairing = ROPE_PAIRS; pairing <= ROPE_HALVES; pairing++) {
         Lab x = lab(g);
-        x.m.config = (Config){.act = GELU, .eps = 1e-5f, .rope = pairing, .temp_scale = 0.7f,
-                              .temp_length = 2, .per_layer = P, .n_layer = 1};
+        x.m.config = (Config){.act = ACT_GELU, .eps = 1e-5f, .rope = pairing, .sharpen_scale = 0.7f,
+                              .sharpen_length = 2, .per_layer = P, .n_layer = 1};
         x.w = (Layer){.n_head = H, .hd = LORA + ROT, .vd = LORA, .n_rot = ROT, .q.rows = H * HD,
                       .latent_norm = lab_norm(g, LORA, LORA)};
         Cache c = {.k = lab_bytes(g, 2 * ROWS * x.w.hd), .pos = lab_bytes(g, 4 * ROWS), ROWS};
@@ -4244,8 +4248,8 @@ static void kernel_latent(Gpu *g, int unused) {
         cpu.q = lab_copy(g, x.s.q, N * H * x.w.hd);
         cpu.k = lab_copy(g, x.s.k, N * x.w.hd);
         cpu.gate = lab_copy(g, x.s.gate, N * P);
-        for (int i = 0; i < N; i++) latent_row(&cpu, i);
-        for (int i = 0; i < N; i++) layer_input_row(&cpu, i);
+        for (int i = 0; i < N; i++) latent_row(&cpu, &x.w, i);
+        for (int i = 0; i < N; i++) layer_input_row(&cpu, &x.m.config, i);
         run_latent_row(lab_begin(&x), &x.w, N);
         run_inputs(&x.s, N);
         lab_end(&x, "latent_row");
@@ -4396,7 +4400,7 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
                           double far, double near) {
     Session s[2];
     bool encoder = !m->config.causal;
-    size_t V = m->config.arch->flags & ENCODER ? m->config.dim : m->config.n_vocab;
+    size_t V = m->config.encoder ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
     float *logits = need(2 * (n + 5) * V * sizeof *logits), *of[2] = {logits, logits + (n + 5) * V};
     float *again[2] = {of[0] + (n + 1) * V, of[1] + (n + 1) * V};
@@ -4548,7 +4552,8 @@ static void lab_failure(const Model *m, int which, int later, const int32_t *ids
     if (says) soft.broken = NULL;
     for (int k = 0; k < 4; k++) {
         if (k == later) lab_break(&s, method);
-        ok = ok && session_run(&s, ids, ends[k], k ? ends[k - 1] : 0, false, keep_row, &c, &e);
+        Request r = {ids, ends[k], k ? ends[k - 1] : 0, .fn = keep_row, .ctx = &c};
+        ok = ok && session_run(&s, r, &e);
     }
     bool failed = !s.gpu;
     session_close(&s);
@@ -4568,8 +4573,8 @@ static void check_cut(const Model *m) {
     Session s;
     soft.longest = 3 << 19;
     open_gpu(&s, m, o);
-    for (size_t i = 0; s.gpu && i < m->gguf.n_tensors; i++) {
-        const Tensor *t = &m->gguf.tensors[i];
+    for (size_t i = 0; s.gpu && i < m->gguf->n_tensors; i++) {
+        const Tensor *t = &m->gguf->tensors[i];
         const Shared *in = gpu_find(s.gpu, t->data);
         bool whole = (const char *)t->data + (size_t)tensor_bytes(t) <= in->base + in->size;
         CHECK(whole && in->size <= soft.longest, "%.*s is cut", STR_ARG(t->name));
@@ -4635,11 +4640,9 @@ static void test_metal_failures(void) {
     check_rate(m);
     for (size_t i = 0; i < COUNT(lacks); i++) {
         Model other = *m;
-        Arch late = *m->config.arch;
         Layer layers[3] = {{0}};
-        late.flags |= QK_NORM_LATE;
+        other.config.qk_norm_late = true;
         layers[lacks[i].late].q_norm.w = some_weight;
-        other.config.arch = &late;
         for (int l = 0; l < 3; l++) layers[l].hd = layers[l].vd = lacks[i].hd;
         other.config.dk = lacks[i].dk;
         other.config.n_layer = 2;
@@ -4868,7 +4871,7 @@ void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup
 static bool fuzz_tokenize(const Tokenizer *t, const uint8_t *data, size_t size) {
     Tokens ids = {0};
     Error e;
-    bool ok = tokenize(t, (const char *)data, size, NULL, size & 1, size & 2, &ids, &e);
+    bool ok = tokenize(t, (const char *)data, size, NULL, size & 3, &ids, &e);
     for (size_t i = 0; i < ids.n; i++)
         if (ids.id[i] < 0 || ids.id[i] >= t->n_vocab) abort();
     freed(ids.id);
@@ -4932,7 +4935,8 @@ static bool fuzz_file(const uint8_t *data, size_t size) {
               pwrite(fuzz.file, fuzz.weights, rest, head) >= 0 && model_load(&m, path, loader, &e);
     if (!m.config.causal) o.chunk = 6;
     if (ok && loader)
-        ok = session_open(&s, &m, o, &e) && session_generate(&s, ids, 4, 3, take_any, NULL, &e);
+        ok = session_open(&s, &m, o, &e) &&
+             session_generate(&s, ids, 4, 3, (OnToken){.fn = take_any}, &e);
     else if (ok && m.tokenizer->kind != TOKENIZER_NONE)
         ok = fuzz_tokenize(m.tokenizer, data + size - n, n) &&
              fuzz_detokenize(m.tokenizer, data + size - n, n);
