@@ -2405,7 +2405,8 @@ static bool weights_load(Model *m, Error *e) {
     return ld.ok;
 }
 
-static bool tokenizer_load(Model *m, Error *e);    // Part IV: m->tokenizer, which needs m->gguf
+// Part IV has these; g must stay open as long as t.
+static bool tokenizer_open(struct Tokenizer **t, const Gguf *g, Error *e);
 static void tokenizer_close(struct Tokenizer *t);
 
 void model_close(Model *m) {
@@ -2430,7 +2431,7 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     if (find_str(type, "adapter imatrix mmproj") || find_str(arch, "clip controlvector"))
         return fail(e, "%s: no language model but what goes with one: type %.*s, architecture %.*s",
                     path, STR_ARG(type), STR_ARG(arch));
-    bool ok = tokenizer_load(m, &why) && (!weights || weights_load(m, &why));
+    bool ok = tokenizer_open(&m->tokenizer, m->gguf, &why) && (!weights || weights_load(m, &why));
     return ok || fail(e, "%s: %s", path, why.text);
 }
 
@@ -3726,9 +3727,8 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-static bool tokenizer_load(Model *m, Error *e) {
-    const Gguf *g = m->gguf;
-    Tokenizer *t = m->tokenizer = calloc(1, sizeof *t);
+static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
+    Tokenizer *t = *made = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
     size_t i = 0;
     if (!t) return fail(e, "out of memory");
