@@ -4963,6 +4963,29 @@ static __attribute__((unused)) void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
+// Adding 1.5 * 2^23 to a float leaves no bits for a fraction: x + ROUNDER is x rounded to an
+// integer, and its bits are ROUNDER_BITS plus that integer.
+static const float ROUNDER = 12582912.0f;
+enum { ROUNDER_BITS = 0x4b400000 };
+
+// e^x = 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. No call and no
+// branch, so that loops over it become vector code. 0 below -87.7, infinite above 88.4
+static inline float exp_fast(float x) {
+    x = x < -88 ? -88 : x;
+    x = x > 89 ? 89 : x;
+    float y = x * 1.44269504f + ROUNDER;
+    int32_t bits;
+    memcpy(&bits, &y, sizeof bits);
+    bits -= ROUNDER_BITS;
+    float i = bits;   // y - ROUNDER, also where a CPU computes with 80 bits
+    float r = x - i * 0.693145752f - i * 1.42860677e-6f;   // ln 2: i times the first is exact
+    float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
+              r * (1 / 720.0f + r * (1 / 5040.0f)))))));
+    bits = (int32_t)((uint32_t)(bits + 127) << 23);   // 2^i as a float's exponent
+    memcpy(&y, &bits, sizeof y);
+    return p * y;
+}
+
 // Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
 // each; L2 has 48. So L2 fetches from memory far ahead of the reader; L1 from L2 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
@@ -5162,29 +5185,6 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //   evens, odds give both lanes of a pair its first or its second number
 //   pair_sums   the sums of a's pairs, then of b's
 // INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
-
-// Adding 1.5 * 2^23 to a float leaves no bits for a fraction: x + ROUNDER is x rounded to an
-// integer, and its bits are ROUNDER_BITS plus that integer.
-static const float ROUNDER = 12582912.0f;
-enum { ROUNDER_BITS = 0x4b400000 };
-
-// e^x = 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. No call and no
-// branch, so that loops over it become vector code. 0 below -87.7, infinite above 88.4
-static inline float exp_fast(float x) {
-    x = x < -88 ? -88 : x;
-    x = x > 89 ? 89 : x;
-    float y = x * 1.44269504f + ROUNDER;
-    int32_t bits;
-    memcpy(&bits, &y, sizeof bits);
-    bits -= ROUNDER_BITS;
-    float i = bits;   // y - ROUNDER, also where a CPU computes with 80 bits
-    float r = x - i * 0.693145752f - i * 1.42860677e-6f;   // ln 2: i times the first is exact
-    float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
-              r * (1 / 720.0f + r * (1 / 5040.0f)))))));
-    bits = (int32_t)((uint32_t)(bits + 127) << 23);   // 2^i as a float's exponent
-    memcpy(&y, &bits, sizeof y);
-    return p * y;
-}
 
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
