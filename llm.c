@@ -2186,7 +2186,8 @@ static void load_layer(Loader *ld, Layer *w) {
 }
 
 static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {   // -1: none
-    snprintf(ld->prefix, sizeof ld->prefix, l < 0 ? "" : "blk.%d.", l);
+    snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", l);
+    if (l < 0) *ld->prefix = 0;
     return find_tensor(ld, name, suffix);
 }
 
@@ -3186,9 +3187,9 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// The rules: regular expressions, each splits the pieces left by the one before. Alternatives
-// are tried in order, quantifiers are greedy, what lies between two matches is a piece as well. A
-// letter is a class of characters:
+// A rule is a regular expression, which splits the pieces that the rule before it left. It tries
+// its alternatives in order, each takes all it can, and what lies between two matches is a piece,
+// too. A letter is a class of characters; the classes are arbitrary, as model families chose them:
 //
 //   u A-Z   l a-z   c other cased letters   x other letters   L all letters   N numbers   M marks
 //   P punctuation   S symbols   s white space   C control   d 0-9   n \n   r \r \n   / slash
@@ -3350,7 +3351,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     return NULL;
 }
 
-// one expression on one piece: marks where its matches begin and end
+// Marks where the matches of a rule in one piece begin and end.
 static void piece_split(const char *rule, Char *ch, Char *end) {
     if (*rule == '$') {
         for (; end > ch && end[-1].set & CLASS('s'); end--);
@@ -3402,7 +3403,7 @@ static void pair_update(Work *w, uint32_t i) {
     for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
-// joins the parts of a word, and adds their ids: a part that is no token is spelled by its bytes
+// Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes.
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
@@ -3440,7 +3441,7 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece: the longest token, again and again; a word that this cannot spell is unknown
+// WordPiece takes the longest token, again and again. A word that this cannot spell is unknown.
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
@@ -3453,7 +3454,7 @@ static void word_pieces(Work *w) {
     }
 }
 
-// decodes a fragment, splits it by the rules, spells each word and looks for its tokens
+// Decodes a fragment, splits it by the rules, spells each word and adds the ids of its tokens.
 static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
@@ -3549,7 +3550,7 @@ static bool token_is_eog(const Tokenizer *t, int32_t id) {
 // SentencePiece puts in front of its first word is kept.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
-// writes the characters that one more byte completes; a byte that is not UTF-8 becomes U+FFFD
+// Writes the characters that one more byte completes. A byte that is not UTF-8 becomes U+FFFD.
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
     if ((byte & 0xC0) != 0x80)
@@ -3562,8 +3563,7 @@ static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     return n;
 }
 
-// Writes the text of a token to out (room: t->piece_max), whole characters only; returns its
-// bytes. Control tokens have no text.
+// Writes the text of a token, whole characters only, to out[t->piece_max]; returns its length.
 size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     if (!token_is(t, id, 1 << TOKEN_NORMAL | 1 << TOKEN_USER | 1 << TOKEN_BYTE)) return 0;
     bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
@@ -3586,8 +3586,8 @@ size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     return n;
 }
 
-// Types set by spelling, since metadata is often missing or wrong: ends of generation, control
-// tokens, marks inside a turn. `with`: only if the vocabulary has that token, too.
+// The spelling of these tokens tells their type, since metadata is often missing or wrong. The list
+// is arbitrary: it has what published vocabularies use. `with`: only beside this other token.
 static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_CONTROL | TOKEN_EOG, NULL,
      "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
@@ -3674,7 +3674,7 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// special tokens: what the metadata says about them, and what KNOWN_TOKENS says
+// What the metadata says about special tokens, and what KNOWN_TOKENS says.
 static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
     static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
                                        "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
@@ -3713,7 +3713,7 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
-    char name[102];   // it alone tells that white space behind special tokens is dropped
+    char name[102];   // an arbitrary rule: models of this name drop white space behind some tokens
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
@@ -3966,8 +3966,7 @@ static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
 static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
 static double number(Value v) { return v.kind == V_FLOAT ? v.f : v.i; }
 
-// What `if` makes of v: empty, zero, none and undefined are false. A generator is always true, as
-// jinja2's is, so `if messages|selectattr(..)` is wrong here where it is wrong there.
+// What is empty, zero, none or undefined is false. A generator is true, also one of nothing.
 static bool truth(Value v) {
     if (is_number(v)) return number(v) != 0;
     if (v.kind == V_STRING || v.kind == V_LIST) return (v.kind == V_LIST ? v.list.n : v.s.n) > 0;
@@ -4032,7 +4031,7 @@ static Dict *new_dict(Template *t, Dict *outer) {
     return d;
 }
 
-// what a loop over v sees: elements, a text's characters or a dict's keys
+// What a loop over v sees: the elements of a list, characters of a text or keys of a dict.
 static List items_of(Template *t, Value v) {
     List l = {0};
     if (v.kind == V_LIST || v.kind == V_GENERATOR) return v.list;
@@ -4093,7 +4092,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes it, but n
     return concat(t, NOTHING, str(s));
 }
 
-// s, and behind it v as JSON: in one line, or with a line, which begins so, for each element
+// s, and behind it v as JSON. line: what a line begins with that each element gets; empty: none.
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
     bool string = v.kind == V_STRING, dict = v.kind == V_DICT, list = v.kind == V_LIST;
@@ -4123,7 +4122,7 @@ static Str json(Template *t, Str s, Value v, Str line, Str indent) {
 
 // ---- its operators
 
-// v in `in`: a part of a string, a key of a dict, an element of a list
+// Is v part of the string `in`, a key of that dict or an element of that list?
 static bool contains(Template *t, Value in, Value v) {
     if (in.kind == V_STRING && v.kind == V_STRING) return find(t, in.s, v.s);
     if (in.kind == V_STRING) stop_types(t, str("in"), v, in);
@@ -4188,7 +4187,7 @@ static Str join(Template *t, Str by, List l) {
     return s;
 }
 
-// the parts of s between separators, at most so many and a rest; below 0: all
+// The parts of s between separators: at most so many, all if that is below 0, and the rest.
 static List split(Template *t, Str s, Str by, int64_t most) {
     List l = {0};
     if (!by.n) stop(t, "an empty separator");
@@ -4196,12 +4195,6 @@ static List split(Template *t, Str s, Str by, int64_t most) {
         push(t, &l, string_value((Str){s.s, at - s.s}));
     push(t, &l, string_value(s));
     return l;
-}
-
-static Value reversed(Template *t, Value v) {
-    List l = {0};
-    for (List all = items_of(t, v); all.n; all.n--) push(t, &l, all.v[all.n - 1]);
-    return v.kind == V_STRING ? string_value(join(t, NOTHING, l)) : list_value(l);
 }
 
 // x.attribute, which may be such as a.b; x itself, if it is none
@@ -4305,7 +4298,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
     return string_value(s);
 }
 
-// those elements of v that f lets pass by a test, or what a filter of that name makes of each
+// map: what the named filter makes of each element of v. Others: the elements that f lets pass.
 static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, List more) {
     List l = {0}, all = truth(v) ? items_of(t, v) : l;
     for (size_t i = 0; i < all.n; i++) {
@@ -4318,8 +4311,7 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
     return (Value){.kind = V_GENERATOR, .list = l};
 }
 
-// What a filter, method or function returns; a: its arguments. Inlined, its buffers would take room
-// on the stack at each of DEEPEST levels.
+// What a filter, method or function returns; a: its arguments. Inlined, it would take more stack.
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0}, all;
@@ -4702,7 +4694,10 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     if (n->rule == R_item) {
         Value from = k->rule == R_word ? none : eval(t, k);
         if (to) return slice(t, v, from, to->first ? eval(t, to->first) : none);
-        return k->rule == R_word ? reversed(t, v) : member(t, v, from);
+        if (k->rule != R_word) return member(t, v, from);
+        List l = {0};
+        for (List all = items_of(t, v); all.n; all.n--) push(t, &l, all.v[all.n - 1]);
+        return v.kind == V_STRING ? string_value(join(t, NOTHING, l)) : list_value(l);
     }
     if (n->rule != R_member) return apply(t, name->v.s, v, arguments(t, args));
     bool text = v.kind == V_STRING && is(k->v.s, OF_TEXTS);
@@ -4713,8 +4708,7 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     return method ? apply(t, f, v, arguments(t, args)) : call(t, v, arguments(t, args));
 }
 
-// Operands with operators between them. and, or give the operand that decides and leave the rest
-// alone.
+// Operands with operators between them. `and` and `or` give the operand that decides.
 static Value eval_chain(Template *t, const Node *n) {
     Value v = eval(t, n->first);
     for (const Node *op = n->first->next; op; op = op->next->next) {
@@ -4726,8 +4720,7 @@ static Value eval_chain(Template *t, const Node *n) {
     return v;
 }
 
-// Sets what targets name, each x, namespace.x or more targets: one to v, several to the items of v,
-// of which there must be as many.
+// Sets one target to v, or several to the items of v; a target is x, namespace.x or (targets).
 static void assign(Template *t, const Node *targets, Value v) {
     List items = targets->first->next ? items_of(t, v) : (List){&v, 1};
     size_t i = 0;
@@ -4783,7 +4776,7 @@ static Value run_for(Template *t, const Node *n) {
     return text;
 }
 
-// the value of an expression; of a statement or a block of them the text it prints
+// Returns the value of an expression, or the text that a statement or a block prints.
 static Value eval(Template *t, const Node *n) {
     const Node *first = n->first, *k = first, *block = child(n, R_block);
     const char *where = t->p;   // errors are of the node that is evaluated, not of its children
@@ -4893,10 +4886,9 @@ static void rendered_free(Rendered *r) {
     *r = (Rendered){0};
 }
 
-// Renders a conversation. bos, eos: texts of these tokens, "" where there is none; think: what
-// enable_thinking and thinking are, -1: undefined. False: e says why, in one line, and out is
-// empty. The content of a message is a text. Where a trial shows that the template prints only
-// such, it is a list of parts: {"type": "text", "text": ..}.
+// Renders a conversation. bos, eos: texts of these tokens, or ""; think: what enable_thinking and
+// thinking are, -1: undefined. False: e says why, and out is empty. The content of a message is a
+// text, or a list of parts, {"type": "text", "text": ..}, where only that is printed in a trial.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
