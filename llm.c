@@ -260,7 +260,7 @@ typedef struct {               // no defaults: all 0 is greedy
 
 typedef struct {               // 0: the default
     int window;                // tokens that a query sees, itself included (n_ctx, 4096 at most)
-    int keep;                  // the first so many tokens are always seen (0)
+    int keep;                  // the first `keep` tokens are always seen (0)
     int chunk, threads;        // tokens of the prompt run at once (512); CPU threads (all)
     bool cpu;                  // no GPU
     bool gpu_block, gpu_int8;  // on a GPU: a layer in one dispatch, int8 prefill
@@ -339,7 +339,7 @@ typedef struct { void *ctx; const void *of; int i, thread; } Task;
 typedef void TaskFn(Task t);
 
 static int count_cpus(void);           // how many this process should use
-static Pool *pool_open(int threads);   // NULL: so many threads cannot be started
+static Pool *pool_open(int threads);   // NULL: they cannot be started
 static void pool_close(Pool *p);       // NULL is fine
 static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);
 
