@@ -5278,8 +5278,7 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #else
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
-    vb a = (vb)w, b = (vb)x;
-    for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
+    for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += ((vb)w)[i] * ((vb)x)[i];
     return sum;
 }
 #endif
@@ -5578,7 +5577,7 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
 // uses tile_float for both of its products.
 
 // As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
-enum { FLOAT_DEPTH = 512, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
+enum { FLOAT_DEPTH = 512, FLOAT_KEYS = 64, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
        PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4 };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
@@ -5767,7 +5766,7 @@ static const Tile int8_tile = {
 
 // ---- 28. matmul ----
 
-// AMX splits numbers into bf16 parts: so many for a weight, and for an activation that meets it.
+// With AMX numbers are sums of bf16 parts: so many for a weight, and for an activation.
 static int weight_parts(const Matrix *w) {
     return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
 }
@@ -5965,7 +5964,7 @@ typedef struct {                       // 16 queries of heads that share a KV he
 
 typedef struct {                       // n rows of a KV head's cache
     float *k, *v;                      // [n][hd32], [n][vd32]
-    void *packed;                      // both, in as many bytes; NULL: they are used as they are
+    void *packed;                      // both as pack_keys leaves them, in as many bytes
     const int32_t *pos;                // [n]
     int n;
     bool masked;                       // some query does not see all of them
@@ -6019,7 +6018,6 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 // On most CPUs both products are the float tile: rows of keys times columns of queries, columns of
 // values times rows of weights. With AVX-512 two query tiles share each broadcast number: that is
 // 16 multiply-adds for 10 loads, while 8 for one tile would wait for 9 loads.
-enum { FLOAT_KEYS = 64 };
 
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
@@ -6034,9 +6032,8 @@ static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
                    true, q->out + TILE * e, next);
 }
 
-static const AttentionTile float_attention = {
-    .keys = FLOAT_KEYS, .task_queries = 256, .attend = float_attend,
-};
+static const AttentionTile float_attention = {.keys = FLOAT_KEYS, .task_queries = 256,
+                                              .attend = float_attend};
 static const AttentionTile amx_attention;
 
 typedef struct {
@@ -6217,6 +6214,7 @@ INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *n
         UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
 }
 
+// out[heads][vd] += weights s times n rows of values
 INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
                        int heads, float s[][FEW], float *out, size_t stride) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
@@ -6254,10 +6252,7 @@ INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
 static void one_join(const OneCall *call, int head) {
     const Attention *a = call->a;
     float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : -FLT_MAX;
-    for (int i = 0; i < call->splits; i++) {
-        const Partial *partial = partial_of(call, head, i);
-        top = partial->top > top ? partial->top : top;
-    }
+    for (int i = 0; i < call->splits; i++) top = fmaxf(top, partial_of(call, head, i)->top);
     float sum = a->sinks ? exp_fast(a->sinks[head] - top) : 0;
     memset(out, 0, a->vd * sizeof *out);
     for (int i = 0; i < call->splits; i++) {
@@ -6376,7 +6371,7 @@ static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
 
-typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of a token
+typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of each
 
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
@@ -6469,12 +6464,12 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
     char *to = panel;
     for (int i = 0; i < depth; i += 256, to += 8 * weight_parts(w) * TILE_BYTES)
         if (formats[w->type].block) amx_block(w, r, k + i, to);
-        else amx_floats(w, r, k + i, depth - i < 256 ? depth - i : 256, to);
+        else amx_floats(w, r, k + i, smaller(depth - i, 256), to);
 }
 
 // out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or, if
 // `adds`, is added to. a and b are n tiles deep, each of some parts. Part i of a number is about
-// 2^-8i of it: parts i and j are multiplied if i + j < order. out[2] NULL: a has only 16 rows.
+// 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has only 16 rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int n, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -6555,7 +6550,7 @@ static void amx_keys(const Attention *a, const KeyBlock *b) {
         }
 }
 
-// a[0], b[0], a[1], b[1] .. a[7], b[7], or from `first` on
+// a[first], b[first], a[first+1], b[first+1] .. b[first+7]
 INLINE vf interleave(vf a, vf b, int first) {
     __m512i at = (__m512i)((vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23} + first);
     return (vf)_mm512_permutex2var_ps((__m512)a, at, (__m512)b);
