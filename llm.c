@@ -2347,18 +2347,8 @@ static void derive_config(Loader *ld) {
 
 static void load_config(Loader *ld) {
     Config *c = &ld->m->config;
-    c->pooling = -1;
     if (ld->arch->norm == NORM_RMS) c->eps_rms = -1;   // below what KEYS allows: the file must
     else c->eps = -1;                                  // have it
-    c->rope_base = 10000;
-    c->rope_factor = 1;
-    c->rope_mag = 1;
-    c->rope_tuned = 1;
-    c->yarn_fast = 32;
-    c->yarn_slow = 1;
-    c->gating = 1;
-    c->gates_scale = 1;
-    c->value_scale = 1;
     load_keys(ld, c, false);                 // first the sizes
     if (ld->ok) imply_config(c, ld->arch);   // then what the row implies
     load_keys(ld, c, false);                 // then the file again, which overrides the row
@@ -2368,6 +2358,9 @@ static void load_config(Loader *ld) {
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1};
     Config *c = &m->config;
+    *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
+                  .rope_tuned = 1, .yarn_fast = 32, .yarn_slow = 1, .gating = 1, .gates_scale = 1,
+                  .value_scale = 1};   // where neither the file nor its architecture says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
     m->freqs = load_vector(&ld, "rope_freqs", ".weight", c->n_rot / 2);
