@@ -839,10 +839,6 @@ static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) 
     CHECK(!a_.used, #op " keeps %zu bytes", (size_t)a_.used); \
     a_.size - a_.peak; })   /* more would fail an assert */
 
-static void run_matmul(Pool *p, const Matmul *jobs, int k) {
-    CHECK(!RUN_COUNTED(matmul, p, jobs, k), "matmul counts more than it takes");
-}
-
 // Two jobs in one call share x, one has bias and scale; several thread counts. `exact`: activations
 // that int8 holds exactly (integers up to 127, 127 in every 32) leave only rounding; with codes at
 // their limits (2, 3) all are 127, the most that sums of 16 bits must hold. Errors are measured
@@ -872,7 +868,7 @@ static void check_matmul(int type, int64_t rows, int64_t cols, int n, int exact,
         Pool *pool = pool_open(threads[t]);
         REQUIRE(pool, "%d threads", threads[t]);
         for (int k = 0; k < 2; k++) memset(out[k], 0xff, n * w[k].m.rows * sizeof(float));
-        run_matmul(pool, jobs, 2);
+        CHECK(!RUN_COUNTED(matmul, pool, jobs, 2), "matmul counts more than it takes");
         pool_close(pool);
         for (int k = 0; k < 2; k++) {
             size_t all = n * w[k].m.rows;
@@ -911,7 +907,7 @@ static void test_matmul(void) {
         for (int i = 0; i < 512; i++) x[i] = NAN;
         RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
         Pool *pool = pool_open(1);
-        for (int n = 1; n <= 2; n++) run_matmul(pool, &(Matmul){&w.m, x, y, n}, 1);
+        for (int n = 1; n <= 2; n++) RUN_COUNTED(matmul, pool, &((Matmul){&w.m, x, y, n}), 1);
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "type %d: NaN becomes %g, %g", type, y[0], y[1]);
     }
@@ -1145,7 +1141,8 @@ static void test_gguf_whole(void) {
         {LLAMA, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1}},
         {LLAMA, {"bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
         {LLAMA, {"0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR, "blk.1.attn_q.scale", 1}},
-        {{"llama", 3, "b", ""}, {"1.attn_k.bias is missing; layer 0", NO_TENSOR, "blk.1.attn_k.bias"}},
+        {{"llama", 3, "b", ""},
+         {"blk.1.attn_k.bias is missing; layer 0", NO_TENSOR, "blk.1.attn_k.bias"}},
         {LLAMA, {"1.ffn_gate.weight is", NO_TENSOR, "blk.1.ffn_gate.weight"}},
         {LLAMA, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight"}},
         {{"llama", 2, "g", ""}, {"blk.0.ffn_gate.weight is missing"}},
@@ -1877,12 +1874,10 @@ static const Tokenizer *written_tokenizer(Writer *w) {
 }
 
 // ids of text [n] as decimal numbers
-static const char *ids_of(const Tokenizer *t, const char *text, size_t n, const char *mark,
-                          bool add, bool special) {
+static const char *ids_of(const Tokenizer *t, const char *s, size_t n, const void *mark, int how) {
     Tokens ids = {0};
     Error e = {""};
-    int flags = add * TOKENS_ADD | special * TOKENS_SPECIAL;
-    bool ok = tokenize(t, text, n, (const unsigned char *)mark, flags, &ids, &e);
+    bool ok = tokenize(t, s, n, mark, how, &ids, &e);
     char *out = need(12 * ids.n), *end = out;
     CHECK(ok, "%s", e.text);
     for (size_t i = 0; i < ids.n; i++) end += sprintf(end, "%s%d", i ? " " : "", ids.id[i]);
@@ -1904,7 +1899,7 @@ static void test_tokenizer_goldens(void) {
             size_t n = 0, n_back = 0;
             *ids++ = 0;
             for (unsigned byte; sscanf(line + 2 * n, "%2x", &byte) == 1;) text[n++] = byte;
-            const char *got = ids_of(t, text, n, NULL, true, false);
+            const char *got = ids_of(t, text, n, NULL, TOKENS_ADD);
             CHECK(!strcmp(got, ids), "%s: %s, not %s", TOK_GOLDENS[k].tsv, got, ids);
             for (long id; id = strtol(ids, &end, 10), end > ids; ids = end) {
                 size_t len = detokenize(t, &d, id, piece);
@@ -1981,14 +1976,14 @@ static void test_unicode_tables(void) {
 static void test_tokenizer_special(void) {
     // User-defined tokens are always cut out, the longest first, control tokens on request. What a
     // user wrote (mark 1) gives user-defined tokens, but no control tokens and no parts of turns.
-    static const struct { const char *text, *mark, *ids; bool add, special; } cases[] = {
-        {"abbbbb", NULL, "3 0 5 4", true, false}, {"ab<s>", NULL, "2 3", false, true},
-        {"a<u>b", NULL, "0 8 1", false, true}, {"<PRE>a<|start|>", NULL, "0 12", false, false},
-        {"c<s>", NULL, "10", false, false},   // bytes without tokens: nothing
-        {"", NULL, "3", true, false},
-        {"bb<s><s>abbb<u>", "\0\0\0\0\0\1\1\1\1\1\1\1\1\1\1", "4 3 0 5", false, true},
-        {"<s>bb<|start|>", "\0\0\0\1\1\1\1\1\1\1\1\1\1\1", "3 4 0", false, true},
-        {"<s><s>", "\0\0\1\0\0\0", "3", false, true}};
+    static const struct { const char *text, *mark, *ids; int flags; } cases[] = {
+        {"abbbbb", NULL, "3 0 5 4", TOKENS_ADD}, {"ab<s>", NULL, "2 3", TOKENS_SPECIAL},
+        {"a<u>b", NULL, "0 8 1", TOKENS_SPECIAL}, {"<PRE>a<|start|>", NULL, "0 12"},
+        {"c<s>", NULL, "10"},   // bytes without tokens: nothing
+        {"", NULL, "3", TOKENS_ADD},
+        {"bb<s><s>abbb<u>", "\0\0\0\0\0\1\1\1\1\1\1\1\1\1\1", "4 3 0 5", TOKENS_SPECIAL},
+        {"<s>bb<|start|>", "\0\0\0\1\1\1\1\1\1\1\1\1\1\1", "3 4 0", TOKENS_SPECIAL},
+        {"<s><s>", "\0\0\1\0\0\0", "3", TOKENS_SPECIAL}};
     Writer w = {0}, least = {0};
     key_vocab(&w, "gpt2", "gpt-2",
               "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>", "a b");
@@ -1998,7 +1993,7 @@ static void test_tokenizer_special(void) {
     CHECK(!*t->note, "%s", t->note);
     for (size_t i = 0; i < COUNT(cases); i++) {
         const char *text = cases[i].text, *mark = cases[i].mark;
-        const char *got = ids_of(t, text, strlen(text), mark, cases[i].add, cases[i].special);
+        const char *got = ids_of(t, text, strlen(text), mark, cases[i].flags);
         CHECK(!strcmp(got, cases[i].ids), "%s: %s, not %s", text, got, cases[i].ids);
     }
     for (int32_t id = -2; id < 13; id++)
@@ -2012,7 +2007,8 @@ static void test_tokenizer_special(void) {
     key_text(&phi, "general.name", "A PHI-3 of ours");
     key_vocab(&phi, "gpt2", "gpt-2", "a,b,<s>,<u>,Ċ,Ġ", "a b");
     key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
-    const char *got = ids_of(written_tokenizer(&phi), "a\n<u> \n\tb<s>\nb", 15, NULL, false, true);
+    t = written_tokenizer(&phi);
+    const char *got = ids_of(t, "a\n<u> \n\tb<s>\nb", 15, NULL, TOKENS_SPECIAL);
     CHECK(!strcmp(got, "0 4 3 1 2 4 1"), "Phi-3: %s", got);
     Writer other = {0};   // Ollama calls Gemma 4's `llama`; without its merges it would be one
     key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", "a b");
@@ -2049,8 +2045,8 @@ static void test_tokenizer_streaming(void) {
     }
     d = (Detokenizer){.started = true};
     CHECK(detokenize(t, &d, 0, out) == 2, "a continuation keeps its space");
-    CHECK(!strcmp(ids_of(t, "x😀\xFF", 6, NULL, true, false), "1 0 1 2 3 4 0"), "bytes");
-    CHECK(!strcmp(ids_of(t, "\xC1\xA1", 2, NULL, false, false), "0 0 0 0 0"), "overlong");
+    CHECK(!strcmp(ids_of(t, "x😀\xFF", 6, NULL, TOKENS_ADD), "1 0 1 2 3 4 0"), "bytes");
+    CHECK(!strcmp(ids_of(t, "\xC1\xA1", 2, NULL, 0), "0 0 0 0 0"), "overlong");
 }
 
 // a megabyte without a break takes seconds at most; quadratic joining would take hours
@@ -2063,7 +2059,7 @@ static void test_tokenizer_linear(void) {
         for (size_t p = 0; p < COUNT(patterns); p++) {
             for (size_t i = 0; i < n; i++) text[i] = patterns[p][i % strlen(patterns[p])];
             double start = now();
-            ids_of(t, text, n, NULL, true, false);
+            ids_of(t, text, n, NULL, TOKENS_ADD);
             double took = now() - start;
             CHECK(took < 10, "%s: pattern %zu takes %.1f s", TOK_GOLDENS[k].gguf, p, took);
         }
@@ -3225,9 +3221,7 @@ __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format,
     soft.faults++;
 }
 
-static bool soft_breaks(const char *method) {
-    return soft.broken && !strcmp(soft.broken, method);
-}
+static bool soft_breaks(const char *method) { return soft.broken && !strcmp(soft.broken, method); }
 
 static SoftObject *soft_new(const SoftClass *c) {
     SoftObject *o = calloc(1, sizeof *o);
@@ -3238,10 +3232,7 @@ static SoftObject *soft_new(const SoftClass *c) {
     return o;
 }
 
-static SoftObject *soft_retain(SoftObject *o) {
-    o->refs++;
-    return o;
-}
+static SoftObject *soft_retain(SoftObject *o) { return o->refs++, o; }
 
 static void soft_release(SoftObject *o) {
     if (!o || --o->refs) return;
@@ -3476,54 +3467,51 @@ M(void, wait_completed) {
 
 // Apple's prototypes; NSObject's are every object's. A function of another type does not compile;
 // the casts of metal.c are compared with these strings by check_complete.
-#define METHOD(of, name, R, types, code) \
-    {&of, name, #R " " #types, (void *)_Generic(soft_##code, R(*) types: soft_##code)},
+#define METHOD(of, name, R, code, ...) \
+    {&of, name, #R " (id, SEL" __VA_OPT__(", ") #__VA_ARGS__ ")", \
+     (void *)_Generic(soft_##code, R(*)(id, SEL, ##__VA_ARGS__): soft_##code)},
 static const struct { const SoftClass *of; const char *name, *type; void *code; } soft_methods[] = {
-    METHOD(NSObject, "retain", id, (id, SEL), object_retain)
-    METHOD(NSObject, "release", void, (id, SEL), object_release)
-    METHOD(NSString, "stringWithUTF8String:", id, (id, SEL, const char *), string_with)
-    METHOD(NSString, "UTF8String", const char *, (id, SEL), utf8)
-    METHOD(NSError, "localizedDescription", id, (id, SEL), description)
-    METHOD(NSArray, "count", size_t, (id, SEL), count)
-    METHOD(NSArray, "objectAtIndex:", id, (id, SEL, size_t), object_at)
-    METHOD(MTLCompileOptions, "new", id, (id, SEL), class_new)
-    METHOD(MTLCompileOptions, "setFastMathEnabled:", void, (id, SEL, bool), set_fast)
-    METHOD(MTLFunctionConstantValues, "new", id, (id, SEL), class_new)
-    METHOD(MTLFunctionConstantValues, "setConstantValue:type:atIndex:", void,
-           (id, SEL, const void *, size_t, size_t), set_constant)
-    METHOD(MTLDevice, "newCommandQueue", id, (id, SEL), new_queue)
-    METHOD(MTLDevice, "maxBufferLength", size_t, (id, SEL), max_length)
-    METHOD(MTLDevice, "newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *),
-           new_library)
-    METHOD(MTLDevice, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *),
-           new_pipeline)
+    METHOD(NSObject, "retain", id, object_retain)
+    METHOD(NSObject, "release", void, object_release)
+    METHOD(NSString, "stringWithUTF8String:", id, string_with, const char *)
+    METHOD(NSString, "UTF8String", const char *, utf8)
+    METHOD(NSError, "localizedDescription", id, description)
+    METHOD(NSArray, "count", size_t, count)
+    METHOD(NSArray, "objectAtIndex:", id, object_at, size_t)
+    METHOD(MTLCompileOptions, "new", id, class_new)
+    METHOD(MTLCompileOptions, "setFastMathEnabled:", void, set_fast, bool)
+    METHOD(MTLFunctionConstantValues, "new", id, class_new)
+    METHOD(MTLFunctionConstantValues, "setConstantValue:type:atIndex:", void, set_constant,
+           const void *, size_t, size_t)
+    METHOD(MTLDevice, "newCommandQueue", id, new_queue)
+    METHOD(MTLDevice, "maxBufferLength", size_t, max_length)
+    METHOD(MTLDevice, "newLibraryWithSource:options:error:", id, new_library, id, id, id *)
+    METHOD(MTLDevice, "newComputePipelineStateWithFunction:error:", id, new_pipeline, id, id *)
     METHOD(MTLDevice, "newBufferWithBytesNoCopy:length:options:deallocator:", id,
-           (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy)
-    METHOD(MTLLibrary, "newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *),
-           new_function)
-    METHOD(MTLComputePipelineState, "threadExecutionWidth", size_t, (id, SEL), width)
-    METHOD(MTLComputePipelineState, "maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads)
-    METHOD(MTLCommandQueue, "commandBuffer", id, (id, SEL), new_commands)
-    METHOD(MTLCommandBuffer, "computeCommandEncoder", id, (id, SEL), new_encoder)
-    METHOD(MTLCommandBuffer, "commit", void, (id, SEL), commit)
-    METHOD(MTLCommandBuffer, "waitUntilCompleted", void, (id, SEL), wait_completed)
-    METHOD(MTLCommandBuffer, "status", size_t, (id, SEL), get_status)
-    METHOD(MTLCommandBuffer, "error", id, (id, SEL), get_error)
-    METHOD(MTLComputeCommandEncoder, "setComputePipelineState:", void, (id, SEL, id), set_pipeline)
-    METHOD(MTLComputeCommandEncoder, "setBuffer:offset:atIndex:", void,
-           (id, SEL, id, size_t, size_t), set_buffer)
-    METHOD(MTLComputeCommandEncoder, "setBytes:length:atIndex:", void,
-           (id, SEL, const void *, size_t, size_t), set_bytes)
-    METHOD(MTLComputeCommandEncoder, "setThreadgroupMemoryLength:atIndex:", void,
-           (id, SEL, size_t, size_t), set_shared)
-    METHOD(MTLComputeCommandEncoder, "dispatchThreadgroups:threadsPerThreadgroup:", void,
-           (id, SEL, MTLSize, MTLSize), dispatch)
-    METHOD(MTLComputeCommandEncoder, "endEncoding", void, (id, SEL), end_encoding)
-    METHOD(MTLCommandBuffer, "blitCommandEncoder", id, (id, SEL), new_blit)
-    METHOD(MTLBlitCommandEncoder, "endEncoding", void, (id, SEL), end_encoding)
-    METHOD(MTLBlitCommandEncoder,
-           "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:", void,
-           (id, SEL, id, size_t, id, size_t, size_t), copy)
+           new_buffer_no_copy, void *, size_t, size_t, id)
+    METHOD(MTLLibrary, "newFunctionWithName:constantValues:error:", id, new_function, id, id, id *)
+    METHOD(MTLComputePipelineState, "threadExecutionWidth", size_t, width)
+    METHOD(MTLComputePipelineState, "maxTotalThreadsPerThreadgroup", size_t, max_threads)
+    METHOD(MTLCommandQueue, "commandBuffer", id, new_commands)
+    METHOD(MTLCommandBuffer, "computeCommandEncoder", id, new_encoder)
+    METHOD(MTLCommandBuffer, "commit", void, commit)
+    METHOD(MTLCommandBuffer, "waitUntilCompleted", void, wait_completed)
+    METHOD(MTLCommandBuffer, "status", size_t, get_status)
+    METHOD(MTLCommandBuffer, "error", id, get_error)
+    METHOD(MTLComputeCommandEncoder, "setComputePipelineState:", void, set_pipeline, id)
+    METHOD(MTLComputeCommandEncoder, "setBuffer:offset:atIndex:", void, set_buffer, id, size_t,
+           size_t)
+    METHOD(MTLComputeCommandEncoder, "setBytes:length:atIndex:", void, set_bytes, const void *,
+           size_t, size_t)
+    METHOD(MTLComputeCommandEncoder, "setThreadgroupMemoryLength:atIndex:", void, set_shared,
+           size_t, size_t)
+    METHOD(MTLComputeCommandEncoder, "dispatchThreadgroups:threadsPerThreadgroup:", void, dispatch,
+           MTLSize, MTLSize)
+    METHOD(MTLComputeCommandEncoder, "endEncoding", void, end_encoding)
+    METHOD(MTLCommandBuffer, "blitCommandEncoder", id, new_blit)
+    METHOD(MTLBlitCommandEncoder, "endEncoding", void, end_encoding)
+    METHOD(MTLBlitCommandEncoder, "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:",
+           void, copy, id, size_t, id, size_t, size_t)
 };
 
 id MTLCreateSystemDefaultDevice(void) {
@@ -3644,9 +3632,7 @@ static void lab_close(Gpu *g) {
     gpu_close(&(Session){.gpu = g});
 }
 
-static Lab lab(Gpu *g) {
-    return (Lab){.g = g, .m.config = {.eps = 1e-5f, .residual_scale = 1}};
-}
+static Lab lab(Gpu *g) { return (Lab){.g = g, .m.config = {.eps = 1e-5f, .residual_scale = 1}}; }
 
 static void *lab_bytes(Gpu *g, size_t n) {
     char *p = guarded(n);
@@ -4174,6 +4160,7 @@ static void check_complete(void) {
 }
 
 static void check_counters(void) {
+    clean_up();
     CHECK(!soft.live && !soft.pools && !soft.faults, "%d objects leak, %d pools are open, the API "
           "is misused %d times", soft.live, soft.pools, soft.faults);
 }
@@ -4356,8 +4343,10 @@ static bool one_line(const char *said) {
 }
 
 // on the GPU if it takes the model, else with a line that says what is wrong
-static bool open_gpu(Session *s, const Model *m, Options o) {
+static Session *open_gpu(const Model *m, Options o) {
+    Session *s = need(sizeof *s);
     Error e = {{0}};
+    at_end(close_session, s);
     int old = mute(2);
     bool ok = session_open(s, m, o, &e);
     const char *said = unmute(2, old), *name = m->config.name;
@@ -4366,9 +4355,8 @@ static bool open_gpu(Session *s, const Model *m, Options o) {
     for (int l = 0; l < m->config.n_layer; l++)   // a warm-up leaves no trace
         for (int r = 0; r < s->cache[l].rows; r++)
             CHECK(s->cache[l].pos[r] == -1, "%s: row %d is taken", name, r);
-    bool clean = squares(s->recurrent, s->n_recurrent) == 0;
-    CHECK(clean, "%s: a state is not zero", name);
-    return s->gpu != NULL;
+    CHECK(squares(s->recurrent, s->n_recurrent) == 0, "%s: a state is not zero", name);
+    return s;
 }
 
 // A prompt in chunks, then token by token; then cut back and on again. An encoder: its whole text
@@ -4376,8 +4364,7 @@ static bool open_gpu(Session *s, const Model *m, Options o) {
 // may be; `near`: how far GPU and CPU may be from each other.
 static void compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden,
                           double far, double near) {
-    Session s[2];
-    bool encoder = !m->config.causal;
+    bool encoder = !m->config.causal, opened = true;
     size_t V = m->config.encoder ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
     float *logits = need(2 * (n + 5) * V * sizeof *logits), *of[2] = {logits, logits + (n + 5) * V};
@@ -4385,18 +4372,19 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     int prompt = encoder ? n : n * 5 / 6, cut = n - 4;
     o.threads = 1;
     if (encoder) o.chunk = n;
-    bool opened = open_gpu(&s[0], m, o);
-    o.cpu = true;
-    open_gpu(&s[1], m, o);
     for (int cpu = 0; opened && cpu < 2; cpu++) {
-        eval_rows(&s[cpu], ids, prompt, 0, of[cpu]);
-        for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, of[cpu] + i * V);
-        if (encoder) eval_rows(&s[cpu], ids, 1, 0, of[cpu] + n * V);
-        if (!cpu && s[0].gpu && !o.gpu_block && RECORDER) check_reads(&s[0]);
-        eval_rows(&s[cpu], ids, cut, cut - 1, again[cpu]);
-        eval_rows(&s[cpu], ids, n, n - 2, again[cpu] + V);
-        session_truncate(&s[cpu], 0);
-        eval_rows(&s[cpu], ids, prompt, prompt - 1, again[cpu] + 3 * V);
+        o.cpu = cpu;
+        Session *s = open_gpu(m, o);
+        opened = cpu || s->gpu;
+        eval_rows(s, ids, prompt, 0, of[cpu]);
+        for (int i = prompt; i < n; i++) eval_rows(s, ids, i + 1, i, of[cpu] + i * V);
+        if (encoder) eval_rows(s, ids, 1, 0, of[cpu] + n * V);
+        if (s->gpu && !o.gpu_block && RECORDER) check_reads(s);
+        eval_rows(s, ids, cut, cut - 1, again[cpu]);
+        eval_rows(s, ids, n, n - 2, again[cpu] + V);
+        session_truncate(s, 0);
+        eval_rows(s, ids, prompt, prompt - 1, again[cpu] + 3 * V);
+        session_close(s);
     }
     double d = nmse(of[0], of[1], (n + 1) * V), reused = nmse(again[0], again[1], 4 * V);
     double g = golden && opened ? golden_error(m, of[0], n, golden) : 0;
@@ -4404,8 +4392,6 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     CHECK(g <= far, "%s: %.1e from golden, limit %.0e", name, g, far);
     CHECK(reused <= 4 * near, "%s: with a prefix reused, they differ by %.1e", name, reused);
     CHECK(opened, "the GPU does not take %s of %d layers", name, m->config.n_layer);
-    session_close(&s[0]);
-    session_close(&s[1]);
 }
 
 // How many tokens there are before one for which two experts are nearly equal at the edge of the
@@ -4548,17 +4534,15 @@ static void lab_failure(const Model *m, int which, int later, const int32_t *ids
 static void check_cut(const Model *m) {
     static const int32_t ids[] = {1, 8, 15, 22, 29, 36, 43, 50, 57, 64, 71, 78};
     Options o = {.chunk = 9, .window = 64, .threads = 1};
-    Session s;
     soft.longest = 3 << 19;
-    open_gpu(&s, m, o);
-    for (size_t i = 0; s.gpu && i < m->gguf->n_tensors; i++) {
+    Gpu *g = open_gpu(m, o)->gpu;
+    for (size_t i = 0; g && i < m->gguf->n_tensors; i++) {
         const Tensor *t = &m->gguf->tensors[i];
-        const Shared *in = gpu_find(s.gpu, t->data);
+        const Shared *in = gpu_find(g, t->data);
         bool whole = (const char *)t->data + (size_t)tensor_bytes(t) <= in->base + in->size;
         CHECK(whole && in->size <= soft.longest, "%.*s is cut", STR_ARG(t->name));
     }
-    CHECK(s.gpu && ((Gpu *)s.gpu)->n_shared == 6, "it has not %d buffers", 6);
-    session_close(&s);
+    CHECK(g && g->n_shared == 6, "it has not %d buffers", 6);
     if (!test.quick) compare_model(m, o, ids, 12, NULL, 0, 1e-4);
     soft.longest = 0;
 }
@@ -4566,31 +4550,29 @@ static void check_cut(const Model *m) {
 // what measures the GPU's memory: copies of the first half of a buffer to the second
 static void check_rate(const Model *m) {
     enum { SIZE = 1 << 20 };
-    Session s;
-    open_gpu(&s, m, (Options){.threads = 1});
+    Session *s = open_gpu(m, (Options){.threads = 1});
     char *p = guarded(SIZE);
-    double first = gpu_rate(&s, p, SIZE);
+    double first = gpu_rate(s, p, SIZE);
     for (int i = 0; i < SIZE; i++) p[i] = i >> 12;
-    if (s.gpu) device_send(s.gpu, p, SIZE);
-    double rate = gpu_rate(&s, p, SIZE);
-    if (s.gpu) device_fetch(s.gpu, p, SIZE);
+    if (s->gpu) device_send(s->gpu, p, SIZE);
+    double rate = gpu_rate(s, p, SIZE);
+    if (s->gpu) device_fetch(s->gpu, p, SIZE);
     CHECK(first > 0 && rate > 0 && !memcmp(p, p + SIZE / 2, SIZE / 2), "%.3g bytes/s", rate);
-    session_close(&s);
+    session_close(s);
     unguard(p, SIZE);
 }
 
 // scratch for the slices of a long ring, that of the only layer
 static void check_parts(const Model *m) {
-    Session s;
     Model one = *m;
     const Layer *w = m->layers;
     one.config.n_layer = 1;
-    open_gpu(&s, &one, (Options){.chunk = 9, .window = 2000, .gpu_int8 = true});
-    int slices = attention_slices(s.cache[0].rows, attention_parts(w->n_head, w->n_kv));
-    long room = s.gpu ? ((Gpu *)s.gpu)->codes - ((Gpu *)s.gpu)->parts : 0;
+    Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000, .gpu_int8 = true});
+    int slices = attention_slices(s->cache[0].rows, attention_parts(w->n_head, w->n_kv));
+    long room = s->gpu ? ((Gpu *)s->gpu)->codes - ((Gpu *)s->gpu)->parts : 0;
     long extra = room - w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
-    session_close(&s);
+    session_close(s);
 }
 
 static void test_metal_failures(void) {
@@ -4821,20 +4803,16 @@ template <class T> struct simdgroup_matrix {
 };
 typedef simdgroup_matrix<half> simdgroup_half8x8;
 typedef simdgroup_matrix<float> simdgroup_float8x8;
-#define IN(space) \
-    template <class T> void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, \
-                                           ulong = 8, ulong2 = 0, bool = false); \
-    template <class T> void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, \
-                                            ulong = 8, ulong2 = 0, bool = false);
-IN(device) IN(threadgroup)
+template <class T> using Out = volatile simdgroup_matrix<T> &;
+template <class T> using In = const volatile simdgroup_matrix<T> &;
+#define MOVE(space) \
+    template <class T> void simdgroup_load(Out<T>, const space T *, ulong = 8, ulong2 = 0, \
+                                           bool = false); \
+    template <class T> void simdgroup_store(In<T>, space T *, ulong = 8, ulong2 = 0, bool = false);
+MOVE(device) MOVE(threadgroup)
 template <class D, class A, class B>
-void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &,
-                                   const volatile simdgroup_matrix<A> &,
-                                   const volatile simdgroup_matrix<B> &,
-                                   const volatile simdgroup_matrix<D> &);
-template <class D, class A, class B>
-void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
-                        const volatile simdgroup_matrix<B> &);
+void simdgroup_multiply_accumulate(Out<D>, In<A>, In<B>, In<D>);
+template <class D, class A, class B> void simdgroup_multiply(Out<D>, In<A>, In<B>);
 #pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try
 #pragma GCC poison catch typeid dynamic_cast printf
 #endif
