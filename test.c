@@ -427,30 +427,29 @@ enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 // name:dimensions:letters, of which x must be there, !x must not, and +x brings a bias
 static const char PARTS[] =
     "token_embd:32,64:^ dense_2:32,40:^I dense_3:40,24:^I position_embd:32,96:^P "
-    "token_types:32,2:^E rope_freqs:8:^R token_embd_norm:32:^N+n "
-    "output_norm:32:^!0!E!Q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n "
-    "ffn_norm:32:!0!p!E!1!a!w+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
-    "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
-    "attn_output_norm:32:w attn_norm_2:32:h+n "
-    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q+b attn_q:32,128:d!l!v "
-    "attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q attn_kv_a_mqa:32,28:c "
-    "attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y attn_v_b:20,16,4:c!y "
-    "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b attn_output:64,32:!l+o "
-    "attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j "
-    "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l attn_gate:32,32:l "
-    "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
-    "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
-    "ffn_gate:32,48:e ffn_up:32,48:e ffn_down:48,32:e ffn_gate_inp.scale:32:e "
-    "ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e post_ffw_norm_1:32:e post_ffw_norm_2:32:e "
-    "per_layer_token_embd:24,64:^z per_layer_model_proj:32,24:^z per_layer_proj_norm:6:^z "
-    "inp_gate:32,6:z proj:6,32:z post_norm:32:z layer_output_scale:1:z "
-    "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
-    "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m!g+B "
-    "ffn_up_exps:32,48,6:x!m!L+B ffn_down_exps:48,32,6:x!L+B ffn_gate_shexp:32,48:s!g "
-    "exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S "
-    "ffn_latent_down:32,20:L ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L ffn_latent_up:20,32:L "
-    "ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M ssm_d:6:M ssm_norm:10,3:M "
-    "ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C shortconv.out_proj:32,32:C";
+    "token_types:32,2:^E rope_freqs:8:^R token_embd_norm:32:^N+n output_norm:32:^!0!E!Q+n "
+    "output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n ffn_norm:32:!0!p!E!1!a!w+n "
+    "post_attention_norm:32:a+n post_attention_norm:32:p+n post_attention_norm:32:t+n "
+    "post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n attn_output_norm:32:w "
+    "attn_norm_2:32:h+n layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q+b "
+    "attn_q:32,128:d!l!v attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q "
+    "attn_kv_a_mqa:32,28:c attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y "
+    "attn_v_b:20,16,4:c!y attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b "
+    "attn_output:64,32:!l+o attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K "
+    "attn_k_norm:32:K attn_q_norm:16,4:j attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l "
+    "attn_gate:32,32:l ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
+    "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l ffn_gate:32,48:e ffn_up:32,48:e "
+    "ffn_down:48,32:e ffn_gate_inp.scale:32:e ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e "
+    "post_ffw_norm_1:32:e post_ffw_norm_2:32:e per_layer_token_embd:24,64:^z "
+    "per_layer_model_proj:32,24:^z per_layer_proj_norm:6:^z inp_gate:32,6:z proj:6,32:z "
+    "post_norm:32:z layer_output_scale:1:z ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B "
+    "ffn_up:32,96:u+B ffn_down:48,32:!x+B ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm "
+    "ffn_gate_exps:32,48,6:x!m!g+B ffn_up_exps:32,48,6:x!m!L+B ffn_down_exps:48,32,6:x!L+B "
+    "ffn_gate_shexp:32,48:s!g exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s "
+    "ffn_gate_inp_shexp:32:S ffn_latent_down:32,20:L ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L "
+    "ffn_latent_up:20,32:L ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M "
+    "ssm_d:6:M ssm_norm:10,3:M ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C "
+    "shortconv.out_proj:32,32:C";
 
 typedef struct {
     const char *arch;
@@ -577,12 +576,11 @@ static const char BENCH_PARTS[] =
     "attn_k:1024,1024:!v!l!m!c attn_v:1024,1024:!v!l!m!c attn_qkv:1024,3072:v "
     "attn_output:2048,1024:!v!l!m!c attn_output:1024,1024:v attn_qkv:1024,6144:l "
     "attn_gate:1024,2048:l ssm_alpha:1024,16:l ssm_beta:1024,16:l ssm_out:2048,1024:l "
-    "ssm_conv1d:4,6144:=l ssm_dt.bias:16:l ssm_a:16:l ssm_norm:128:l "
-    "ssm_in:1024,4384:m ssm_conv1d:4,2304:=m+m ssm_dt.bias:32:m ssm_a:1,32:=m ssm_d:1,32:=m "
-    "ssm_norm:2048,1:=m ssm_out:2048,1024:m attn_q_a:1024,768:c attn_q_a_norm:768:c "
-    "attn_q_b:768,5120:c attn_kv_a_mqa:1024,576:c attn_kv_a_norm:512:c attn_k_b:256,512,16:c "
-    "attn_v_b:512,256,16:c attn_output:4096,1024:c "
-    "ffn_gate:1024,3072:!e!m ffn_up:1024,3072:!e!m ffn_down:3072,1024:!e!m "
+    "ssm_conv1d:4,6144:=l ssm_dt.bias:16:l ssm_a:16:l ssm_norm:128:l ssm_in:1024,4384:m "
+    "ssm_conv1d:4,2304:=m+m ssm_dt.bias:32:m ssm_a:1,32:=m ssm_d:1,32:=m ssm_norm:2048,1:=m "
+    "ssm_out:2048,1024:m attn_q_a:1024,768:c attn_q_a_norm:768:c attn_q_b:768,5120:c "
+    "attn_kv_a_mqa:1024,576:c attn_kv_a_norm:512:c attn_k_b:256,512,16:c attn_v_b:512,256,16:c "
+    "attn_output:4096,1024:c ffn_gate:1024,3072:!e!m ffn_up:1024,3072:!e!m ffn_down:3072,1024:!e!m "
     "ffn_gate_exps:1024,256,64:e ffn_up_exps:1024,256,64:e ffn_down_exps:256,1024,64:e "
     "token_embd:1024,151936:^";
 
@@ -2086,9 +2084,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
     {"set of a block", "{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}",
      "A«BE BRIEF.»"},
-    {"loop", "{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}"
-     "{{ loop.previtem.role if not loop.first }} {% endfor %}",
-     "1False 2Falseuser 3Trueassistant "},
+    {"loop", "{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}{{ "
+     "loop.previtem.role if not loop.first }} {% endfor %}", "1False 2Falseuser 3Trueassistant "},
     {"break, continue", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
      "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}-{% endfor %}", "02"},
     {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}"
@@ -2104,9 +2101,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "2-25aaTrueTrueTruec2"},
     {"equality", "{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
      "{{ messages[0] == messages[0] }}{{ messages[1] == messages[3] }}", "TrueTrueFalseTrueFalse"},
-    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}"
-     "{{ [1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}",
-     "eßörGöß2-33212r"},
+    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}{{ "
+     "[1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}", "eßörGöß2-33212r"},
     {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
      "{{ messages[0].no }}", "0Falsey"},
     {"false values", "{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}"
@@ -2120,10 +2116,9 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "1234567"},
     {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}"
      "{{ messages.0.role ~ [[1, 2], 3].0[1] ~ [[4]].0.0 }}", "12ssystem24"},
-    {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
-     " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
-     "{{ messages[2].content }}{{ messages[1].content|tojson }}"
-     "{{ '{}'.format(messages[-1].content) }}",
+    {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }} {{ "
+     "messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}{{ messages[2].content "
+     "}}{{ messages[1].content|tojson }}{{ '{}'.format(messages[-1].content) }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
     {"content in parts", "{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}"
      "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}",
@@ -2148,9 +2143,8 @@ static const struct { const char *what, *text, *want; } TEMPLATES[] = {
      "{\n \"a\": [\n  1,\n  2\n ],\n \"b\": []\n}"},
     {"formats", "{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}"
      "{{ '{}%s'|format(1.5) ~ '%s{}'.format(2) }}", "<1|a>a\n\n  b-c{}1.5%s2"},
-    {"numbers", "{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}"
-     "{{ range(5, 0, -2)|join ~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}",
-     "1504531-43.51-110"},
+    {"numbers", "{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}{{ range(5, 0, -2)|join "
+     "~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}", "1504531-43.51-110"},
     {"fractions", "{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }}"
      " {{ [1e-5, 1.5e16, 1e15]|tojson ~ (1.0 == 1) ~ (0.5 < 0.2) ~ (0.5 is float) }}{{ 1 if 0.0 }}",
      "0.2 0.001 0.30000000000000004 [1e-05, 1.5e+16, 1000000000000000.0]TrueFalseTrue"},
