@@ -2072,169 +2072,155 @@ static void test_tokenizer_linear(void) {
 // ==== chat templates ====
 
 // What each template must print for the conversation below; «» enclose what is marked, what
-// others than the model wrote.
-static const struct { const char *what, *text, *want; } TEMPLATES[] = {
-    {"a newline at the end", "a\r\nb\n", "a\nb"},
-    {"trim_blocks, lstrip_blocks", "  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.",
-     "  x\ny  1\n."},
-    {"signs at tags", "a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
-    {"set is local in for, not in if", "{% set x = 1 %}{% for i in [1] %}{% set x = 2 %}{{ x }}"
-     "{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
-    {"targets", "{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
+// others than the model wrote. "!" begins what the line of an error must hold.
+static const struct { const char *text, *want; } TEMPLATES[] = {
+    {"a\r\nb\n", "a\nb"},
+    {"  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.", "  x\ny  1\n."},
+    {"a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
+    {"{% set x = 1 %}{% for i in [1] %}"
+     "{% set x = 2 %}{{ x }}{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
+    {"{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
      "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
-    {"set of a block", "{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}",
-     "A«BE BRIEF.»"},
-    {"loop", "{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}{{ "
+    {"{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}", "A«BE BRIEF.»"},
+    {"{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}{{ "
      "loop.previtem.role if not loop.first }} {% endfor %}", "1False 2Falseuser 3Trueassistant "},
-    {"break, continue", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+    {"{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
      "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}-{% endfor %}", "02"},
-    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}"
-     "{% set x = i %}{% endfor %}", "-ba"},
-    {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
-     "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
-    {"blocks", "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}"
-     "{% endgeneration %}{{ x }}", "Ab"},
-    {"printing", "{{ none }}{{ true }}{{ -10 }}{{ x }}", "NoneTrue-10"},
-    {"strings", "{{ 'it\\'s' \"\\t\" '\\d' }}", "it's\t\\d"},
-    {"operators", "{{ -7 % 3 ~ 7 % -3 }}{{ 2 * 3 - 1 }}{{ 'a' * 2 ~ (1 < 2) ~ ('b' >= 'b') }}"
-     "{{ not 3 in [3] or 1 not in [] }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
-     "2-25aaTrueTrueTruec2"},
-    {"equality", "{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
+    {"{% for i in 'ab' %}"
+     "{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}{% set x = i %}{% endfor %}", "-ba"},
+    {"{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}"
+     "{% endif %}{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
+    {"{% filter upper %}a{% endfilter %}"
+     "{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}", "Ab"},
+    {"{{ none }}{{ true }}{{ -10 }}{{ x }}", "NoneTrue-10"},
+    {"{{ 'it\\'s' \"\\t\" '\\d' }}", "it's\t\\d"},
+    {"{{ -7 % 3 ~ 7 % -3 }}"
+     "{{ 2 * 3 - 1 }}{{ 'a' * 2 ~ (1 < 2) ~ ('b' >= 'b') }}{{ not 3 in [3] or 1 not in [] }}"
+     "{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}", "2-25aaTrueTrueTruec2"},
+    {"{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
      "{{ messages[0] == messages[0] }}{{ messages[1] == messages[3] }}", "TrueTrueFalseTrueFalse"},
-    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}{{ "
+    {"{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}{{ "
      "[1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}", "eßörGöß2-33212r"},
-    {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
-     "{{ messages[0].no }}", "0Falsey"},
-    {"false values", "{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}"
-     "{{ x|select|list|length }}{{ (''|reject|list + false|rejectattr('k')|list)|length }}"
-     "{{ self.x }}", "000"},
-    {"names like numbers", "{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},
-    {"* and **", "{% macro f(a, b) %}{{ a ~ b }}{% endmacro %}"
-     "{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
-    {"targets in brackets", "{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}"
-     "{% for (k, v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}",
-     "1234567"},
-    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}"
+    {"{{ x }}{{ x|length }}"
+     "{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}{{ messages[0].no }}", "0Falsey"},
+    {"{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}{{ x|select|list|length }}"
+     "{{ (''|reject|list + false|rejectattr('k')|list)|length }}{{ self.x }}", "000"},
+    {"{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},
+    {"{% macro f(a, b) %}{{ a ~ b }}"
+     "{% endmacro %}{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
+    {"{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}{% for (k, "
+     "v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}", "1234567"},
+    {"{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}"
      "{{ messages.0.role ~ [[1, 2], 3].0[1] ~ [[4]].0.0 }}", "12ssystem24"},
-    {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }} {{ "
+    {"{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }} {{ "
      "messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}{{ messages[2].content "
      "}}{{ messages[1].content|tojson }}{{ '{}'.format(messages[-1].content) }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
-    {"content in parts", "{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}"
-     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}",
-     "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
-    {"content as a text", "{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
-    {"splitting", "{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
+    {"{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}{% if part.type == 'text' %}"
+     "{{ part.text }}{% endif %}{% endfor %}{% endfor %}", "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
+    {"{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
+    {"{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
      "{{ 'abca'.strip('a') ~ 'abca'.lstrip('ab') ~ 'é-é'.rstrip('é') }}", "a+b,c2bccaé-"},
-    {"finding", "{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
-     "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}{{ 'ab'.endswith('b') }}",
-     "40-11TrueFalseTrue"},
-    {"case", "{{ 'aB c-D'|title ~ 'aB'.capitalize() ~ 'aé'|upper ~ 'AÉ'|lower }}", "Ab C-DAbAéaÉ"},
-    {"filters of lists", "{{ messages|map(attribute='role')|unique|join(' ') }}"
-     "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
-     "{{ messages|rejectattr('content.x')|list|length }}{{ [1, none]|select('none')|list|length }}"
-     "{{ [3, 1, 2]|sort(reverse=true)|join }}{{ ['b', 'A']|sort|first ~ ['b', 'A']|min }}"
-     "{{ ['a']|map('replace', 'a', 'b')|last }}{{ {'b': 1, 'A': 2}|dictsort|map('join')|join }}",
-     "system user assistant241321AAbA2b1"},
-    {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
-    {"JSON", "{{ {'a': [1, 'é\"\\f\x1f'], 'b': {}, 'c': [none, true]}|tojson }}"
+    {"{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
+     "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}"
+     "{{ 'ab'.endswith('b') }}", "40-11TrueFalseTrue"},
+    {"{{ 'aB c-D'|title ~ 'aB'.capitalize() ~ 'aé'|upper ~ 'AÉ'|lower }}", "Ab C-DAbAéaÉ"},
+    {"{{ messages|map(attribute='role')|unique|join(' ') }}{{ messages|selectattr('role', "
+     "'equalto', 'user')|list|length }}{{ messages|rejectattr('content.x')|list|length }}"
+     "{{ [1, none]|select('none')|list|length }}{{ [3, 1, 2]|sort(reverse=true)|join }}"
+     "{{ ['b', 'A']|sort|first ~ ['b', 'A']|min }}{{ ['a']|map('replace', 'a', 'b')|last }}"
+     "{{ {'b': 1, 'A': 2}|dictsort|map('join')|join }}", "system user assistant241321AAbA2b1"},
+    {"{{ 1 if []|map('upper') }}", "1"},
+    {"{{ {'a': [1, 'é\"\\f\x1f'], 'b': {}, 'c': [none, true]}|tojson }}"
      "{{ {'a': [1, 2], 'b': []}|tojson(indent=1) }}",
      "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}, \"c\": [null, true]}"
      "{\n \"a\": [\n  1,\n  2\n ],\n \"b\": []\n}"},
-    {"formats", "{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}"
+    {"{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}"
      "{{ '{}%s'|format(1.5) ~ '%s{}'.format(2) }}", "<1|a>a\n\n  b-c{}1.5%s2"},
-    {"numbers", "{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}{{ range(5, 0, -2)|join "
+    {"{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}{{ range(5, 0, -2)|join "
      "~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}", "1504531-43.51-110"},
-    {"fractions", "{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }}"
-     " {{ [1e-5, 1.5e16, 1e15]|tojson ~ (1.0 == 1) ~ (0.5 < 0.2) ~ (0.5 is float) }}{{ 1 if 0.0 }}",
+    {"{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }} "
+     "{{ [1e-5, 1.5e16, 1e15]|tojson ~ (1.0 == 1) ~ (0.5 < 0.2) ~ (0.5 is float) }}{{ 1 if 0.0 }}",
      "0.2 0.001 0.30000000000000004 [1e-05, 1.5e+16, 1000000000000000.0]TrueFalseTrue"},
-    {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
+    {"{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
      "<s></s>22 Nov 2026True"},
-    {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(5000) %}"
+    {"{% set n = namespace(s='') %}{% for i in range(5000) %}"
      "{% set n.s = n.s + '0123456789' %}{% endfor %}{{ n.s|length }}", "50000"},
-    {"errors that nobody reaches", "{% if 0 %}{{ x|a.b }}{% no a %}{% no %}{% endno %}{% endno %}"
-     "{% for a in b recursive %}{% endfor %}{% set a | d %}{% endset %}{{ '\\x41' }}{% set a = ? %}"
-     "{% call a.b() %}{% endcall %}{% filter a.b %}{% endfilter %}{% else %}a{% endif %}{% macro "
-     "f(a=?) %}{% endmacro %}{{ 1 if 1 else 2 ** 3 }}{% if 1 %}b{% elif ? %}{% endif %}", "a1b"},
-    {"raw", "a {%- raw -%} {{ x }}{% if %} {%- endraw %}\nb{% raw %}\n{# {{\n {% endraw -%} c",
-     "a{{ x }}{% if %}b\n{# {{\nc"},
-    {"else of a loop", "{% for i in [1] if i > 1 %}{% else %}a{% set x = 1 %}{% endfor %}{{ x }}"
-     "{% for i in [1] %}b{% else %}c{% endfor %}{% for i in [1, 2] %}{{ i }}{% for j in [] %}"
-     "{% else %}{% break %}{% endfor %}{% endfor %}{% for i in [1] %}d{% continue %}{% else %}e"
-     "{% endfor %}", "ab1de"},
-    {"call", "{% macro f(a) %}{{ a ~ caller(2, c=bos_token) if caller else a }}{% endmacro %}"
-     "{% call(b, c) f(1) %}{{ b ~ c }}{% endcall %}{{ f(3) }}", "12<s>3"},
-};
-
-// What the line of an error must hold.
-static const struct { const char *text, *says; } TEMPLATE_ERRORS[] = {
-    {"{{ [1] }}", "list instead of int"}, {"{{ '%s'|format(1, 2) }}", "too many"},
-    {"{{ '{}'.format() }}", "{} alone, with a value for each"}, {"{{ '%d'|format(1) }}", "alone"},
-    {"{{ '%%%s'|format(1) }}", "%s alone"}, {"{{ '{0}'.format(1) }}", "{} alone"},
-    {"\n\n{{ x.y }}", "line 3: 'x' is undefined"}, {"\n{{\n'a'|tojson(\n1\n) }}", "line 3: tojson"},
-    {"\n{{ 'a'\n.split(\n'') }}", "line 3:"}, {"{{ 1\n+\n'' }}", "line 2: int"},
-    {"{{ 1\nis odd }}", "line 2:"}, {"\n{{ range(0,\n1, '') }}", "line 2:"},
-    {"\n{% macro f(a) %}{% endmacro %}\n{{ f(1,\n2) }}", "line 3: 'f' takes"},
-    {"{{ 1 }}\n{% break %}\n\n", "line 2: break outside"}, {"{% if 0 %}{{ 2 3", "d 3"},
-    {"a\n{% if 1 %}\n{% no %}{% endif %}", "line 3: unexpected no %}"},
-    {"{% if 0 %}{% elif\nx ? 1 %}{% endif %}", "line 2: unexpected ? 1 %}"},
-    {"{% for a in b c %}{% endfor %}", "unexpected c %}"}, {"{{ 'a' + 1 }}", "str + int"},
-    {"{% macro f(\na=?) %}{% endmacro %}\n{{ f() }}", "line 2: unexpected ?"},
-    {"{% if 0 %}{% no %}{% endfor %}", "ted endf"}, {"{% get %}", "unexpected get"},
-    {"{{ raise_exception('no\n' ~ messages[3].role) }}", ": no?user"}, {"a{# b", "unexpected {# b"},
-    {"{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "no filter 'fetch'"}, {"{% raw %}a", "unexpected"},
-    {"{{ 1 in 'abc' }}", "int in str"}, {"{{ 2 ** 3 }}", "int ** int"},
-    {"{{ '\\x41' }}", "unexpected \\x41"}, {"{{ 'a'.rsplit('b') }}", "'rsplit' is undefined"},
-    {"{{ 1 is odd }}", "no test 'odd'"}, {"{% set x.y = 1 %}", "'x' is undefined"},
-    {"{{ {}|tojson(sort_keys=true) }}", "'tojson' takes no argument 'sort_keys'"},
-    {"{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "'m' takes not so many"},
-    {"{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "'m' takes no argument 'b'"},
-    {"{{ 'a'|title(t='b') }}", "'title' takes no argument 't'"},
-    {"{{ 'a'|upper(true) }}", "'upper' takes not so many"},
-    {"{{ 'é'|tojson(ensure_ascii=true) }}", "ensure_ascii"},
-    {"{% for i in [1] %}{{ loop.depth }}{% endfor %}", "'depth' is undefined"},
-    {"{{ 'a'.split(5) }}", "int instead of str"},
-    {"{{ 'a'.split('b', 'c') }}", "str instead of int"},
-    {"{{ {}|dictsort(by='k') }}", "'dictsort' takes no argument 'by'"},
-    {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"},
-    {"{% set s = 'a' * 99999 %}{% for i in range(400) %}{{ 'b' in s }}{% endfor %}"
-     "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}{% endfor %}",
-     "too many steps"},
-    {"{% set s = ' ' * 1000000 %}{% for i in range(99999) %}{{ s|trim }}{% endfor %}", "steps"},
+    {"{% if 0 %}{{ x|a.b }}{% no a %}{% no %}{% endno %}{% endno %}{% for a in b recursive %}"
+     "{% endfor %}{% set a | d %}{% endset %}{{ '\\x41' }}{% set a = ? %}{% call a.b() %}"
+     "{% endcall %}{% filter a.b %}{% endfilter %}{% else %}a{% endif %}{% macro f(a=?) %}"
+     "{% endmacro %}{{ 1 if 1 else 2 ** 3 }}{% if 1 %}b{% elif ? %}{% endif %}", "a1b"},
+    {"a {%- raw -%} {{ x }}"
+     "{% if %} {%- endraw %}\nb{% raw %}\n{# {{\n {% endraw -%} c", "a{{ x }}{% if %}b\n{# {{\nc"},
+    {"{% for i in [1] if i > 1 %}{% else %}a{% set x = 1 %}{% endfor %}{{ x }}{% for i in [1] %}b"
+     "{% else %}c{% endfor %}{% for i in [1, 2] %}{{ i }}{% for j in [] %}{% else %}{% break %}"
+     "{% endfor %}{% endfor %}{% for i in [1] %}d{% continue %}{% else %}e{% endfor %}", "ab1de"},
+    {"{% macro f(a) %}{{ a ~ caller(2, c=bos_token) if caller else a }}"
+     "{% endmacro %}{% call(b, c) f(1) %}{{ b ~ c }}{% endcall %}{{ f(3) }}", "12<s>3"},
+    {"{{ [1] }}", "!list instead of int"}, {"{{ '%s'|format(1, 2) }}", "!too many"},
+    {"{{ '{}'.format() }}", "!{} alone, with a value for each"}, {"{{ '%d'|format(1) }}", "!alone"},
+    {"{{ '%%%s'|format(1) }}", "!%s alone"}, {"{{ '{0}'.format(1) }}", "!{} alone"},
+    {"\n\n{{ x.y }}", "!line 3: 'x' is undefined"},
+    {"\n{{\n'a'|tojson(\n1\n) }}", "!line 3: tojson"}, {"\n{{ 'a'\n.split(\n'') }}", "!line 3:"},
+    {"{{ 1\n+\n'' }}", "!line 2: int"}, {"{{ 1\nis odd }}", "!line 2:"},
+    {"\n{{ range(0,\n1, '') }}", "!line 2:"},
+    {"\n{% macro f(a) %}{% endmacro %}\n{{ f(1,\n2) }}", "!line 3: 'f' takes"},
+    {"{{ 1 }}\n{% break %}\n\n", "!line 2: break outside"}, {"{% if 0 %}{{ 2 3", "!d 3"},
+    {"a\n{% if 1 %}\n{% no %}{% endif %}", "!line 3: unexpected no %}"},
+    {"{% if 0 %}{% elif\nx ? 1 %}{% endif %}", "!line 2: unexpected ? 1 %}"},
+    {"{% for a in b c %}{% endfor %}", "!unexpected c %}"}, {"{{ 'a' + 1 }}", "!str + int"},
+    {"{% macro f(\na=?) %}{% endmacro %}\n{{ f() }}", "!line 2: unexpected ?"},
+    {"{% if 0 %}{% no %}{% endfor %}", "!ted endf"}, {"{% get %}", "!unexpected get"},
+    {"{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
+    {"a{# b", "!unexpected {# b"},
+    {"{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
+    {"{% raw %}a", "!unexpected"}, {"{{ 1 in 'abc' }}", "!int in str"},
+    {"{{ 2 ** 3 }}", "!int ** int"}, {"{{ '\\x41' }}", "!unexpected \\x41"},
+    {"{{ 'a'.rsplit('b') }}", "!'rsplit' is undefined"}, {"{{ 1 is odd }}", "!no test 'odd'"},
+    {"{% set x.y = 1 %}", "!'x' is undefined"},
+    {"{{ {}|tojson(sort_keys=true) }}", "!'tojson' takes no argument 'sort_keys'"},
+    {"{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "!'m' takes not so many"},
+    {"{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "!'m' takes no argument 'b'"},
+    {"{{ 'a'|title(t='b') }}", "!'title' takes no argument 't'"},
+    {"{{ 'a'|upper(true) }}", "!'upper' takes not so many"},
+    {"{{ 'é'|tojson(ensure_ascii=true) }}", "!ensure_ascii"},
+    {"{% for i in [1] %}{{ loop.depth }}{% endfor %}", "!'depth' is undefined"},
+    {"{{ 'a'.split(5) }}", "!int instead of str"},
+    {"{{ 'a'.split('b', 'c') }}", "!str instead of int"},
+    {"{{ {}|dictsort(by='k') }}", "!'dictsort' takes no argument 'by'"},
+    {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
+    {"{% set s = 'a' * 99999 %}"
+     "{% for i in range(400) %}{{ 'b' in s }}{% endfor %}{% for i in range(99999) %}"
+     "{% for j in range(999) %}{{ 1 in [] }}{% endfor %}{% endfor %}", "!too many steps"},
+    {"{% set s = ' ' * 1000000 %}{% for i in range(99999) %}{{ s|trim }}{% endfor %}", "!steps"},
     {"{% set s = 'a' * 1000000 %}{% set b = s[:500000] ~ 'b' %}"
-     "{% for i in range(99999) %}{{ b in s }}{% endfor %}", "too many steps"},
+     "{% for i in range(99999) %}{{ b in s }}{% endfor %}", "!too many steps"},
     {"{% set d = {'a' * 1000000: 1} %}{% set b = 'a' * 1000000 %}"
-     "{% for i in range(99999) %}{{ b in d }}{% endfor %}", "too many steps"},
-    {"{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s * 9 %}{% endfor %}",
-     "too much memory"},
+     "{% for i in range(99999) %}{{ b in d }}{% endfor %}", "!too many steps"},
+    {"{% set n = namespace(s='a') %}"
+     "{% for i in range(99) %}{% set n.s = n.s * 9 %}{% endfor %}", "!too much memory"},
 };
 
 static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
     {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
 
-static void check_template(const char *what, const char *text, const char *want, bool refused) {
-    Rendered r;
-    Error e = {""};
-    bool ok = template_render(str(text), TALK, 4, str("<s>"), str("</s>"), -1, &r, &e);
-    char *got = need(5 * r.n + 8), *end = got;
-    for (size_t k = 0; k <= r.n; k++) {
-        bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
-        if (before != now) end = stpcpy(end, now ? "«" : "»");
-        if (k < r.n) *end++ = r.text[k];
-    }
-    bool right = refused ? !ok && strstr(e.text, want) : ok && !strcmp(got, want);
-    CHECK(right, "%s: %s%s", what, got, e.text);
-    rendered_free(&r);
-}
-
 static void test_chat_templates(void) {
     setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
-    for (size_t i = 0; i < COUNT(TEMPLATES); i++)
-        check_template(TEMPLATES[i].what, TEMPLATES[i].text, TEMPLATES[i].want, false);
-    for (size_t i = 0; i < COUNT(TEMPLATE_ERRORS); i++) {
-        const char *text = TEMPLATE_ERRORS[i].text;
+    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
+        const char *text = TEMPLATES[i].text, *want = TEMPLATES[i].want;
         if (test.quick && strstr(text, "1000000")) continue;   // slow
-        check_template(text, text, TEMPLATE_ERRORS[i].says, true);
+        Rendered r;
+        Error e = {""};
+        bool ok = template_render(str(text), TALK, 4, str("<s>"), str("</s>"), -1, &r, &e);
+        char *got = need(5 * r.n + 8), *end = got;
+        for (size_t k = 0; k <= r.n; k++) {
+            bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
+            if (before != now) end = stpcpy(end, now ? "«" : "»");
+            if (k < r.n) *end++ = r.text[k];
+        }
+        bool right = *want == '!' ? !ok && strstr(e.text, want + 1) : ok && !strcmp(got, want);
+        CHECK(right, "%s: %s%s", text, got, e.text);
+        rendered_free(&r);
     }
     unsetenv("SOURCE_DATE_EPOCH");
 }
@@ -4937,6 +4923,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         if (i >= COUNT(SHAPES)) fuzz.tokenizer[k] = open_tokenizer(path);
     }
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
+        if (*TEMPLATES[i].want == '!') continue;   // some of these run until the steps are used up
         FILE *f = fopen(scratch(text_of("template-%zu", i)), "w");
         if (!f || fputs(TEMPLATES[i].text, f) < 0 || fclose(f)) abort();
     }
