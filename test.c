@@ -742,12 +742,10 @@ static uint32_t fnv_1a(uint32_t sum, uint32_t x, int bytes) {   // low byte firs
 // the sums of ggml's tables
 static void test_formats_grids(void) {
     static const struct { const char *name; const uint16_t *grid; int n; uint32_t sum; } grids[] = {
-        {"iq2_xxs", quant_grid_iq2_xxs, 256, 0x0e66d01d},
-        {"iq2_xs", quant_grid_iq2_xs, 512, 0xf65db7a3},
-        {"iq2_s", quant_grid_iq2_s, 1024, 0xa1eb5434},
-        {"iq3_xxs", quant_grid_iq3_xxs, 256, 0xcfe32cc2},
-        {"iq3_s", quant_grid_iq3_s, 512, 0x111129e2},
-        {"iq1", quant_grid_iq1, 2048, 0xfd6cbae4}};
+#define GRID(name, sum) {#name, quant_grid_##name, COUNT(quant_grid_##name), sum}
+        GRID(iq2_xxs, 0x0e66d01d), GRID(iq2_xs, 0xf65db7a3), GRID(iq2_s, 0xa1eb5434),
+        GRID(iq3_xxs, 0xcfe32cc2), GRID(iq3_s, 0x111129e2), GRID(iq1, 0xfd6cbae4)};
+#undef GRID
     for (int g = 0; g < 6; g++) {
         uint32_t sum = 2166136261u;
         for (int i = 0; i < grids[g].n; i++) sum = fnv_1a(sum, grids[g].grid[i], 2);
@@ -1253,12 +1251,11 @@ static Attention attention_of(const AttentionCase *t) {
     uint16_t *k = half_noise((size_t)t->n_kv * t->rows * t->hd);
     bool inside = strchr(t->what, 'v');
     return (Attention){.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
-                       .k = k, .pos_k = pos, .pos = t->pos, .n = t->n,
+                       .k = k, .pos_k = pos, .pos = t->pos, .n = t->n, .softcap = t->softcap,
                        .v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd),
                        .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
                        .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep,
-                       .ahead = t->causal ? 0 : t->window - 1,
-                       .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
+                       .ahead = t->causal ? 0 : t->window - 1, .scale = 1 / sqrtf(t->hd),
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
 
@@ -1637,7 +1634,6 @@ static void test_ring(void) {
 }
 
 static volatile sig_atomic_t fourth;
-
 static bool before_fourth(void *ctx, int reused, int done, int n) {
     return !fourth;
 }
@@ -2060,7 +2056,7 @@ static void test_tokenizer_linear(void) {
 // others than the model wrote. "!" begins what the line of an error must hold.
 static const struct { const char *text, *want; } TEMPLATES[] = {
     {"a\r\nb\n", "a\nb"}, {"a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
-    {"  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.", "  x\ny  1\n."},
+    {"  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.", "  x\ny  1\n."},   // trims
     {"{% set x = 1 %}{% for i in [1] %}"
      "{% set x = 2 %}{{ x }}{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
     {"{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
@@ -2089,7 +2085,7 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
      "{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}{{ messages[0].no }}", "0Falsey"},
     {"{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}{{ x|select|list|length }}"
      "{{ (''|reject|list + false|rejectattr('k')|list)|length }}{{ self.x }}", "000"},
-    {"{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},
+    {"{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},   // not numbers
     {"{% macro f(a, b) %}{{ a ~ b }}"
      "{% endmacro %}{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
     {"{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}{% for (k, "
@@ -2392,8 +2388,7 @@ static void test_cli_completion(void) {
     shell("llm $S 'Once upon a time' -n 20");   // the seed comes from the clock
     CHECK(strcmp(cli.out, first), "no --seed, and the same text");
     check_llm("llm $S Once -n 2 -c 2000", 0, "", "^note: -c 2000 .* 1024\nprefill .*\n$");
-    check_llm("llm $S 'Once upon a time' -n 2 -c 3", 0, "",
-              "^note: .* 2 tokens .*-c 5 .*\nprefill .*\n$");
+    check_llm("llm $S 'Once upon a time' -n 2 -c 3", 0, "", "^note: .* 2 tokens .*-c 5.*\nprefill");
     check_llm("printf 'a\\000b' | llm $S -f - -n 0 | tr '\\000' 0", 0, "^a0b\n$", "");
     check_llm("llm $S Once -n 5 >/dev/full", 1, "^$", "standard output");
 }
@@ -2441,8 +2436,7 @@ static void test_cli_wishes(void) {
               "^note: key llama.attention.odd is not used\nprefill");
     check_refusal(1, "$D/ranks.gguf --tokens 1 --embed", "pooling_type 4");
     random_model(&(Shape){"nomic-bert", 1, "nfEN", "context_length=3"});
-    check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "",
-              "^note: .* 4 .* context of 3\n");
+    check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "", "^note: .* 4 .*context of 3\n");
 }
 
 // perplexity as llama-perplexity has it; a mean of an encoder's rows as llama.cpp's, signs and all
@@ -2838,11 +2832,10 @@ static struct {
 #define GROUP emu.group[emu.now / SIMD]
 #define LANE (emu.now % SIMD)
 
-__attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(const char *format, ...)
-{
+__attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(const char *text, ...) {
     va_list v;
-    va_start(v, format);
-    vsnprintf(emu.error, sizeof emu.error, format, v);
+    va_start(v, text);
+    vsnprintf(emu.error, sizeof emu.error, text, v);
     va_end(v);
     TSAN(__tsan_switch_to_fiber(emu.host_fiber, __tsan_switch_to_fiber_no_sync);)
     emu_go(emu.host);
@@ -3609,7 +3602,6 @@ static int times_run(const char *kernel) {   // since the recorder was reset
 }
 
 static char kernels_run[1000];   // names of those that a Lab has run, each between blanks
-
 static void lab_end(Lab *x, const char *what) {
     for (int i = 0; i < x->g->n_shared; i++)
         device_fetch(x->g, x->g->shared[i].base, x->g->shared[i].size);
@@ -3834,10 +3826,9 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
     x->m.config = (Config){
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
-        .qk_norm_late = strchr(t->what, 'l'),
+        .qk_norm_late = strchr(t->what, 'l'), .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
         .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .sharpen_length = 8,
-        .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
                    .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
@@ -3853,8 +3844,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     x->s = (Session){.pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
                      .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
-                     .z = lab_floats(g, n * H * hd, 1),
-                     .angles = {lab_floats(g, n * t->n_rot, 1)}};
+                     .z = lab_floats(g, n * H * hd, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
     g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
 }
 
@@ -3926,7 +3916,6 @@ static void kernel_norms(Gpu *g, int unused) {
 }
 
 static void close_pool(void *p) { pool_close(p); }
-
 // runs an op of llm.c on buffers of a Lab, without threads
 static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     Model *m = memcpy(need(sizeof *m), &x->m, sizeof *m);
@@ -3963,9 +3952,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     if (shared && weighed) x.w.shared_router = floats.shared_router = matrix_rows(router.m, E, 1);
     for (int i = 0; i < 3 + 3 * shared; i++) {
         int many = i < 2 ? E * both : i == 2 ? E : 1;
-        w[i] = i == 1 && both > 1 ? w[0]
-               : lab_matrix(g, (i < 3) == (i % 3 != 1) ? type : other_format(type), many * ff,
-                            dim);
+        int format = (i < 3) == (i % 3 != 1) ? type : other_format(type);
+        w[i] = i == 1 && both > 1 ? w[0] : lab_matrix(g, format, many * ff, dim);
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
         if (n > 1) round_weights(&w[i]);
         for (int k = 0; k < 2; k++) {
@@ -4051,11 +4039,10 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                       {.conv = state, .state = state + n_conv}};
     x.s = (Session){.cache = &cache[0], .n = N, .normed = in, .out = need(4 * N * DIM),
                     .mix = lab_floats(g, (N + past) * channels, 1),
-                    .z = lab_floats(g, N * values, 1),
+                    .z = lab_floats(g, N * values, 1), .att = lab_floats(g, N * values, 1),
                     .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
                     .decay = lab_floats(g, N * d->n_value, 1),
-                    .write_gate = lab_floats(g, N * d->n_value, 1),
-                    .att = lab_floats(g, N * values, 1)};
+                    .write_gate = lab_floats(g, N * d->n_value, 1)};
     Session cpu = lab_cpu(&x, x.s, &x.w);
     cpu.pool->amx = false;   // keeps but 17 bits of activations that meet f16
     recurrent(&cpu);
@@ -4215,8 +4202,7 @@ static void check_pass(const Session *s, Pass pass) {
     bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
     bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
-    CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer),
-          "%s: not each chunk ran on the GPU", c->name);
+    CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer), "%s: not each chunk", c->name);
     CHECK(token ? soft.commits == 1 : !deep || soft.commits > pass.chunks, "%s: %d commits",
           c->name, soft.commits);
     CHECK(times_run("ffn_block") == block * c->n_layer, "%s: --gpu block", c->name);
@@ -4265,8 +4251,7 @@ static void check_reads(const Session *s) {
             // shared caches, values that begin keys, values that are keys
             bool shared = w->k_b.data || s->m->config.n_shared;
             bool more = i < n ? i < 3 && w->v.data == w->k.data : shared;
-            CHECK(!p || times == 1 || (more && times), "layer %d: operand %d is read %d times", l,
-                  i, times);
+            CHECK(!p || times == 1 || (more && times), "layer %d, %d: %d reads", l, i, times);
         }
     }
     bool once = !s->m->config.causal || times_bound(matrix_base(&s->m->output)) == 1;
@@ -4425,8 +4410,7 @@ static const struct { const char *method, *says; int when; } FAILURES[] = {
     {"threadExecutionWidth", "SIMD-groups are not 32 wide", OPENING},
     {"maxTotalThreadsPerThreadgroup", "too few threads", OPENING},
     {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", OPENING},
-    {"maxBufferLength", "memory", OPENING},
-    {"commandBuffer", "no command encoder", ALWAYS},
+    {"maxBufferLength", "memory", OPENING}, {"commandBuffer", "no command encoder", ALWAYS},
     {"computeCommandEncoder", "no command encoder", ALWAYS},
     {"waitUntilCompleted", "the GPU stopped: it did not run", ALWAYS},
     {"status", "the GPU stopped: it did not run", ALWAYS},   // after states were written
@@ -4511,7 +4495,6 @@ static void check_parts(const Model *m) {
 
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
-    static const float some_weight[1] = {1};
     // sizes of heads, of delta keys; which of two layers (2: none) has a QK norm of all after RoPE
     static const struct { int hd, dk, late; const char *says; } lacks[] = {
         {80, 128, 2, NULL}, {256, 256, 2, NULL}, {82, 128, 2, "head size"},
@@ -4534,7 +4517,7 @@ static void test_metal_failures(void) {
         Model other = *m;
         Layer layers[3] = {{0}};
         other.config.qk_norm_late = true;
-        layers[lacks[i].late].q_norm.w = some_weight;
+        layers[lacks[i].late].q_norm.w = (float[]){1};
         for (int l = 0; l < 3; l++) layers[l].hd = layers[l].vd = lacks[i].hd;
         other.config.dk = lacks[i].dk;
         other.config.n_layer = 2;
@@ -4552,7 +4535,6 @@ static void test_metal_failures(void) {
 // row has the best time of seven, and a second's bytes of weights or K and V, or its operations.
 
 static const char *bench_only;   // rows with that in their names
-
 // a buffer that holds n bytes again and again
 static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
     char *p = lab_bytes(g, (bytes + 15) / 16 * 16);
