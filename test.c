@@ -898,7 +898,8 @@ static void test_matmul(void) {
         for (int i = 0; i < 512; i++) x[i] = NAN;
         RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
         Pool *pool = pool_open(1);
-        for (int n = 1; n <= 2; n++) RUN_COUNTED(matmul, pool, &((Matmul){&w.m, x, y, n}), 1);
+        for (int n = 1; n <= 2; n++)
+            CHECK(!RUN_COUNTED(matmul, pool, &((Matmul){&w.m, x, y, n}), 1), "bytes of %d", n);
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "type %d: NaN becomes %g, %g", type, y[0], y[1]);
     }
