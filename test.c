@@ -2,8 +2,7 @@
 // test.c: all tests of the project, in one program.
 //
 //   ./test                 runs them            ./test --list     names them
-//   ./test NAME...         runs those           ./test --quick    does less of what is slow,
-//                                               and given twice still less
+//   ./test NAME...         runs those           ./test --quick    does less, twice still less
 //   ./test llm ARGUMENTS   is the engine itself, so that a sanitizer sees the command line too
 //   ./test model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
 //   ./test scenario ...    is one run of `make scenarios`
@@ -70,16 +69,15 @@ static void *lab_symbol(void *from, const char *name);   // finds metal.c the dr
 #undef main
 #undef mmap
 #undef munmap
-#undef pthread_create
-#undef pthread_join
 #undef malloc
 #undef calloc
 #undef realloc
-#undef aligned_alloc
 #undef free
 #include <glob.h>
 #include <regex.h>
 #include <sys/wait.h>
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"   // a row may end before them
+#pragma GCC diagnostic ignored "-Wunused-parameter"   // of callbacks, of PLACE, of methods
 
 // ==== harness ====
 
@@ -155,7 +153,6 @@ static uint32_t random_bits(void) {
     test.seed = test.seed * 1664525u + 1013904223u;
     return test.seed >> 8;
 }
-
 static float noise(void) { return random_bits() / 8388608.0f - 1; }   // -1 .. 1
 
 static float *noise_array(size_t n, float scale) {
@@ -248,7 +245,6 @@ static void put(Bytes *b, const void *data, size_t n) {
 }
 
 static void put_int(Bytes *b, uint64_t x, size_t size) { put(b, &x, size); }
-
 static void put_text(Bytes *b, const char *s) {
     put_int(b, strlen(s), 8);
     put(b, s, strlen(s));
@@ -314,19 +310,15 @@ static void put_key(Writer *w, const char *key, uint32_t type, const void *value
     }
 }
 
-static void key_int(Writer *w, const char *key, uint32_t x) { put_key(w, key, GGUF_U32, &x, 4); }
-static void key_float(Writer *w, const char *key, float x) { put_key(w, key, GGUF_F32, &x, 4); }
-
 static void key_text(Writer *w, const char *key, const char *s) {
     Bytes b = {0};
     put_text(&b, s);
     put_key(w, key, GGUF_STR, b.p, b.n);
 }
 
-static void key_array(Writer *w, const char *key, uint32_t elem, uint64_t n, const void *x,
-                      size_t bytes) {
+static void key_array(Writer *w, const char *key, int type, int n, const void *x, size_t bytes) {
     Bytes b = {0};
-    put_int(&b, elem, 4);
+    put_int(&b, type, 4);
     put_int(&b, n, 8);
     put(&b, x, bytes);
     put_key(w, key, GGUF_ARR, b.p, b.n);
@@ -432,30 +424,29 @@ enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 // name:dimensions:letters, of which x must be there, !x must not, and +x brings a bias
 static const char PARTS[] =
     "token_embd:32,64:^ dense_2:32,40:^I dense_3:40,24:^I position_embd:32,96:^P "
-    "token_types:32,2:^E rope_freqs:8:^R token_embd_norm:32:^N+n "
-    "output_norm:32:^!0!E!Q+n output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n "
-    "ffn_norm:32:!0!p!E!1!a!w+n post_attention_norm:32:a+n post_attention_norm:32:p+n "
-    "post_attention_norm:32:t+n post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n "
-    "attn_output_norm:32:w attn_norm_2:32:h+n "
-    "layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q+b attn_q:32,128:d!l!v "
-    "attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q attn_kv_a_mqa:32,28:c "
-    "attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y attn_v_b:20,16,4:c!y "
-    "attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b attn_output:64,32:!l+o "
-    "attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j "
-    "attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l attn_gate:32,32:l "
-    "ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
-    "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
-    "ffn_gate:32,48:e ffn_up:32,48:e ffn_down:48,32:e ffn_gate_inp.scale:32:e "
-    "ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e post_ffw_norm_1:32:e post_ffw_norm_2:32:e "
-    "per_layer_token_embd:24,64:^z per_layer_model_proj:32,24:^z per_layer_proj_norm:6:^z "
-    "inp_gate:32,6:z proj:6,32:z post_norm:32:z layer_output_scale:1:z "
-    "ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B "
-    "ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m!g+B "
-    "ffn_up_exps:32,48,6:x!m!L+B ffn_down_exps:48,32,6:x!L+B ffn_gate_shexp:32,48:s!g "
-    "exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S "
-    "ffn_latent_down:32,20:L ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L ffn_latent_up:20,32:L "
-    "ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M ssm_d:6:M ssm_norm:10,3:M "
-    "ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C shortconv.out_proj:32,32:C";
+    "token_types:32,2:^E rope_freqs:8:^R token_embd_norm:32:^N+n output_norm:32:^!0!E!Q+n "
+    "output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n ffn_norm:32:!0!p!E!1!a!w+n "
+    "post_attention_norm:32:a+n post_attention_norm:32:p+n post_attention_norm:32:t+n "
+    "post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n attn_output_norm:32:w "
+    "attn_norm_2:32:h+n layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q+b "
+    "attn_q:32,128:d!l!v attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q "
+    "attn_kv_a_mqa:32,28:c attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y "
+    "attn_v_b:20,16,4:c!y attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b "
+    "attn_output:64,32:!l+o attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K "
+    "attn_k_norm:32:K attn_q_norm:16,4:j attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l "
+    "attn_gate:32,32:l ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
+    "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l ffn_gate:32,48:e ffn_up:32,48:e "
+    "ffn_down:48,32:e ffn_gate_inp.scale:32:e ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e "
+    "post_ffw_norm_1:32:e post_ffw_norm_2:32:e per_layer_token_embd:24,64:^z "
+    "per_layer_model_proj:32,24:^z per_layer_proj_norm:6:^z inp_gate:32,6:z proj:6,32:z "
+    "post_norm:32:z layer_output_scale:1:z ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B "
+    "ffn_up:32,96:u+B ffn_down:48,32:!x+B ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm "
+    "ffn_gate_exps:32,48,6:x!m!g+B ffn_up_exps:32,48,6:x!m!L+B ffn_down_exps:48,32,6:x!L+B "
+    "ffn_gate_shexp:32,48:s!g exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s "
+    "ffn_gate_inp_shexp:32:S ffn_latent_down:32,20:L ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L "
+    "ffn_latent_up:20,32:L ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M "
+    "ssm_d:6:M ssm_norm:10,3:M ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C "
+    "shortconv.out_proj:32,32:C";
 
 typedef struct {
     const char *arch;
@@ -505,14 +496,15 @@ static void put_keys(Writer *w, const char *arch, const char *keys) {
         int32_t each[24], n = 0;
         if (strstr(text_of(" %s", rest), text_of(" %.*s=", (int)(value - key), key))) continue;
         for (char *c = value; n < 24 && (n == 0 || *c == ',');) each[n++] = strtol(c + 1, &c, 10);
+        float x = atof(value + 1);
         if (n > 1) key_array(w, name, GGUF_I32, n, each, n * sizeof *each);
-        else if (strchr(value, '.')) key_float(w, name, atof(value + 1));
-        else key_int(w, name, atoi(value + 1));
+        else if (strchr(value, '.')) put_key(w, name, GGUF_F32, &x, 4);
+        else put_key(w, name, GGUF_U32, each, 4);
     }
 }
 
 static void put_model(Writer *w, const Shape *m) {
-    key_int(w, "general.alignment", w->align ? w->align : 32);
+    put_keys(w, "general", text_of("alignment=%d", w->align ? w->align : 32));
     key_text(w, "general.architecture", m->arch);
     put_keys(w, m->arch, text_of("block_count=%d context_length=96 embedding_length=32 "
         "vocab_size=64 feed_forward_length=48 attention.head_count=%d attention.head_count_kv=%d "
@@ -541,11 +533,14 @@ static void put_model(Writer *w, const Shape *m) {
 #define LATENT_KEYS "attention.kv_lora_rank=20 rope.dimension_count=8 "
 #define GROUP_KEYS "expert_gating_func=2 expert_group_count=3 expert_group_used_count=2 "
 
+static void write_model(Writer *w, const Shape *shape, const char *path) {   // without a vocabulary
+    put_model(w, shape);
+    key_text(w, "tokenizer.ggml.model", "none");
+    write_gguf(w, path);
+}
+
 static const Model *random_model(const Shape *shape) {
-    Writer w = {0};
-    put_model(&w, shape);
-    key_text(&w, "tokenizer.ggml.model", "none");
-    write_gguf(&w, scratch("random.gguf"));
+    write_model(&(Writer){0}, shape, scratch("random.gguf"));
     return open_model(scratch("random.gguf"));
 }
 
@@ -578,19 +573,17 @@ static const char BENCH_PARTS[] =
     "attn_k:1024,1024:!v!l!m!c attn_v:1024,1024:!v!l!m!c attn_qkv:1024,3072:v "
     "attn_output:2048,1024:!v!l!m!c attn_output:1024,1024:v attn_qkv:1024,6144:l "
     "attn_gate:1024,2048:l ssm_alpha:1024,16:l ssm_beta:1024,16:l ssm_out:2048,1024:l "
-    "ssm_conv1d:4,6144:=l ssm_dt.bias:16:l ssm_a:16:l ssm_norm:128:l "
-    "ssm_in:1024,4384:m ssm_conv1d:4,2304:=m+m ssm_dt.bias:32:m ssm_a:1,32:=m ssm_d:1,32:=m "
-    "ssm_norm:2048,1:=m ssm_out:2048,1024:m attn_q_a:1024,768:c attn_q_a_norm:768:c "
-    "attn_q_b:768,5120:c attn_kv_a_mqa:1024,576:c attn_kv_a_norm:512:c attn_k_b:256,512,16:c "
-    "attn_v_b:512,256,16:c attn_output:4096,1024:c "
-    "ffn_gate:1024,3072:!e!m ffn_up:1024,3072:!e!m ffn_down:3072,1024:!e!m "
+    "ssm_conv1d:4,6144:=l ssm_dt.bias:16:l ssm_a:16:l ssm_norm:128:l ssm_in:1024,4384:m "
+    "ssm_conv1d:4,2304:=m+m ssm_dt.bias:32:m ssm_a:1,32:=m ssm_d:1,32:=m ssm_norm:2048,1:=m "
+    "ssm_out:2048,1024:m attn_q_a:1024,768:c attn_q_a_norm:768:c attn_q_b:768,5120:c "
+    "attn_kv_a_mqa:1024,576:c attn_kv_a_norm:512:c attn_k_b:256,512,16:c attn_v_b:512,256,16:c "
+    "attn_output:4096,1024:c ffn_gate:1024,3072:!e!m ffn_up:1024,3072:!e!m ffn_down:3072,1024:!e!m "
     "ffn_gate_exps:1024,256,64:e ffn_up_exps:1024,256,64:e ffn_down_exps:256,1024,64:e "
     "token_embd:1024,151936:^";
 
 // Weights are bytes of 0 to 31: wherever a format has f16 scales, they are below 1/128. Norms of
 // 2^-22 leave tokens as different as their embeddings are, so that they choose different experts.
-// Arguments: TYPE FILE [SHAPE].
-static void write_bench_model(char **arg) {
+static void write_bench_model(char **arg) {   // TYPE FILE [SHAPE]
     const char *path = arg[1], *shape = arg[2] ? arg[2] : "dense";
     size_t k = 0;
     while (k < COUNT(BENCH_SHAPES) && strcmp(BENCH_SHAPES[k].name, shape)) k++;
@@ -749,12 +742,10 @@ static uint32_t fnv_1a(uint32_t sum, uint32_t x, int bytes) {   // low byte firs
 // the sums of ggml's tables
 static void test_formats_grids(void) {
     static const struct { const char *name; const uint16_t *grid; int n; uint32_t sum; } grids[] = {
-        {"iq2_xxs", quant_grid_iq2_xxs, 256, 0x0e66d01d},
-        {"iq2_xs", quant_grid_iq2_xs, 512, 0xf65db7a3},
-        {"iq2_s", quant_grid_iq2_s, 1024, 0xa1eb5434},
-        {"iq3_xxs", quant_grid_iq3_xxs, 256, 0xcfe32cc2},
-        {"iq3_s", quant_grid_iq3_s, 512, 0x111129e2},
-        {"iq1", quant_grid_iq1, 2048, 0xfd6cbae4}};
+#define GRID(name, sum) {#name, quant_grid_##name, COUNT(quant_grid_##name), sum}
+        GRID(iq2_xxs, 0x0e66d01d), GRID(iq2_xs, 0xf65db7a3), GRID(iq2_s, 0xa1eb5434),
+        GRID(iq3_xxs, 0xcfe32cc2), GRID(iq3_s, 0x111129e2), GRID(iq1, 0xfd6cbae4)};
+#undef GRID
     for (int g = 0; g < 6; g++) {
         uint32_t sum = 2166136261u;
         for (int i = 0; i < grids[g].n; i++) sum = fnv_1a(sum, grids[g].grid[i], 2);
@@ -840,15 +831,10 @@ static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) 
     CHECK(!a_.used, #op " keeps %zu bytes", (size_t)a_.used); \
     a_.size - a_.peak; })   /* more would fail an assert */
 
-static void run_matmul(Pool *p, const Matmul *jobs, int k) {
-    CHECK(!RUN_COUNTED(matmul, p, jobs, k), "matmul counts more than it takes");
-}
-
 // Two jobs in one call share x, one has bias and scale; several thread counts. `exact`: activations
 // that int8 holds exactly (integers up to 127, 127 in every 32) leave only rounding; with codes at
 // their limits (2, 3) all are 127, the most that sums of 16 bits must hold. Errors are measured
-// against what the outputs would be if no products cancelled, so that a row whose sum happens to be
-// near 0 does not count more than others.
+// against what the outputs would be if no products cancelled: a sum near 0 counts as any other.
 static void check_matmul(int type, int64_t rows, int64_t cols, int n, int exact, double limit) {
     static const int threads[] = {1, 2, 3, 8};
     float *x = noise_array(n * cols, 1), *out[2], *first[2], *want[2], scale = 0.75f;
@@ -873,7 +859,7 @@ static void check_matmul(int type, int64_t rows, int64_t cols, int n, int exact,
         Pool *pool = pool_open(threads[t]);
         REQUIRE(pool, "%d threads", threads[t]);
         for (int k = 0; k < 2; k++) memset(out[k], 0xff, n * w[k].m.rows * sizeof(float));
-        run_matmul(pool, jobs, 2);
+        CHECK(!RUN_COUNTED(matmul, pool, jobs, 2), "matmul counts more than it takes");
         pool_close(pool);
         for (int k = 0; k < 2; k++) {
             size_t all = n * w[k].m.rows;
@@ -912,7 +898,8 @@ static void test_matmul(void) {
         for (int i = 0; i < 512; i++) x[i] = NAN;
         RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
         Pool *pool = pool_open(1);
-        for (int n = 1; n <= 2; n++) run_matmul(pool, &(Matmul){&w.m, x, y, n}, 1);
+        for (int n = 1; n <= 2; n++)
+            CHECK(!RUN_COUNTED(matmul, pool, &((Matmul){&w.m, x, y, n}), 1), "bytes of %d", n);
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "type %d: NaN becomes %g, %g", type, y[0], y[1]);
     }
@@ -963,74 +950,70 @@ static void test_gguf_variants(void) {
 }
 
 static const Spoil BROKEN[] = {
-    {"it starts with 47474d4c", BYTES, "GGML", 0, 4, NULL},
-    {"big-endian", BYTES, "\0\0\0\3", 4, 4, NULL}, {"version 1;", BYTES, "\1\0\0", 4, 4, NULL},
-    {"version 544434464;", BYTES, " is ", 4, 4, NULL},
-    {"9223372036854775807 tensors", BYTES, "\xff\xff\xff\xff\xff\xff\xff\x7f", 8, 8, NULL},
-    {"18446744073709551615 metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 16, 8, NULL},
-    {"tensor : the file ends inside the list of tensors", CUT, "", 4, 0, NULL},
-    {"token_embd.weight: the file ends inside the list", CUT, "", 31, 0, NULL},
-    {"ends inside the metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 24, 8, NULL},
-    {"unknown value type 13", KEY, "llama.block_count", 13, 0, NULL},
-    {"runs past the end", KEY, "general.architecture", GGUF_STR, (int64_t)1 << 62, NULL},
-    {"arrays of arrays", KEY, "llama.block_count", GGUF_ARR, GGUF_ARR, NULL},
-    {"unknown element type 99", KEY, "llama.block_count", GGUF_ARR, 99, NULL},
-    {"values do not fit", KEY, "llama.block_count", GGUF_ARR, ((int64_t)1 << 56) + GGUF_F64, NULL},
-    {"llama.block_count appears twice", TWICE, "llama.block_count", 0, 0, NULL},
-    {"alignment is 0, want a power of two", KEY, "general.alignment", GGUF_U32, 0, NULL},
-    {"a power of two", KEY, "general.alignment", GGUF_U32, 48, NULL},
-    {"this is part 3", NEW_KEY, "split.no", GGUF_U16, 2, NULL},
-    {"split.count is out of range", NEW_KEY, "split.count", GGUF_I16, -1, NULL},
-    {"must be named", NEW_KEY, "split.count", GGUF_U16, 2, NULL},
-    {"1 to 4 dimensions", DIM, "output.weight", -1, 5, NULL},
-    {"tensor token_embd.weight is missing", DIM, "token_embd.weight", 1, 0, NULL},
-    {"dimension 1 is 2147483648", DIM, "output.weight", 1, (int64_t)1 << 31, NULL},
-    {"unknown tensor type 99", TYPE, "output.weight", 99, 0, NULL},
-    {"Q4_0_8_8 is a type that GGUF has given up", TYPE, "output.weight", 33, 0, NULL},
-    {"not whole q4_K blocks", TYPE, "output.weight", 12, 0, NULL},
-    {"not a multiple of the alignment", OFFSET, "output.weight", 8, 0, NULL},
+    {"it starts with 47474d4c", BYTES, "GGML", 0, 4}, {"big-endian", BYTES, "\0\0\0\3", 4, 4},
+    {"version 1;", BYTES, "\1\0\0", 4, 4}, {"version 544434464;", BYTES, " is ", 4, 4},
+    {"9223372036854775807 tensors", BYTES, "\xff\xff\xff\xff\xff\xff\xff\x7f", 8, 8},
+    {"18446744073709551615 metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 16, 8},
+    {"tensor : the file ends inside the list of tensors", CUT, "", 4},
+    {"token_embd.weight: the file ends inside the list", CUT, "", 31},
+    {"ends inside the metadata", BYTES, "\xff\xff\xff\xff\xff\xff\xff\xff", 24, 8},
+    {"unknown value type 13", KEY, "llama.block_count", 13, 0},
+    {"runs past the end", KEY, "general.architecture", GGUF_STR, (int64_t)1 << 62},
+    {"arrays of arrays", KEY, "llama.block_count", GGUF_ARR, GGUF_ARR},
+    {"unknown element type 99", KEY, "llama.block_count", GGUF_ARR, 99},
+    {"values do not fit", KEY, "llama.block_count", GGUF_ARR, ((int64_t)1 << 56) + GGUF_F64},
+    {"llama.block_count appears twice", TWICE, "llama.block_count"},
+    {"alignment is 0, want a power of two", KEY, "general.alignment", GGUF_U32, 0},
+    {"a power of two", KEY, "general.alignment", GGUF_U32, 48},
+    {"this is part 3", NEW_KEY, "split.no", GGUF_U16, 2},
+    {"split.count is out of range", NEW_KEY, "split.count", GGUF_I16, -1},
+    {"must be named", NEW_KEY, "split.count", GGUF_U16, 2},
+    {"1 to 4 dimensions", DIM, "output.weight", -1, 5},
+    {"tensor token_embd.weight is missing", DIM, "token_embd.weight", 1},
+    {"dimension 1 is 2147483648", DIM, "output.weight", 1, (int64_t)1 << 31},
+    {"unknown tensor type 99", TYPE, "output.weight", 99},
+    {"Q4_0_8_8 is a type that GGUF has given up", TYPE, "output.weight", 33},
+    {"not whole q4_K blocks", TYPE, "output.weight", 12},
+    {"not a multiple of the alignment", OFFSET, "output.weight", 8},
     {"output.weight: 8320 bytes of f32, but the offset of blk.0.attn_norm.weight leaves it 8192",
-     DIM, "output.weight", 1, 65, NULL},
+     DIM, "output.weight", 1, 65},
     {"output.weight: 4096 bytes of f16, but the offset of blk.0.attn_norm.weight leaves it 8192",
-     TYPE, "output.weight", 1, 0, NULL},
-    {"leaves it -", OFFSET, "blk.0.attn_k.weight", 0, 0, NULL},
-    {"is it truncated", CUT, "", 4000, 0, NULL},
-    {"output.weight appears twice", TWICE, "output.weight", 0, 0, NULL},
+     TYPE, "output.weight", 1},
+    {"leaves it -", OFFSET, "blk.0.attn_k.weight"}, {"is it truncated", CUT, "", 4000},
+    {"output.weight appears twice", TWICE, "output.weight"}, {"0 bytes are too few", CUT, "", 0, 1},
     {"no language model", KEY, "general.architecture", GGUF_STR, 0, "clip"},
     {"no language model", NEW_KEY, "general.type", GGUF_STR, 0, "adapter"},
-    {"general.architecture is missing", NO_KEY, "general.architecture", 0, 0, NULL},
+    {"general.architecture is missing", NO_KEY, "general.architecture"},
     {"architecture mamba is not supported", KEY, "general.architecture", GGUF_STR, 0, "mamba"},
-    {"block_count is missing", NO_KEY, "llama.block_count", 0, 0, NULL},
+    {"block_count is missing", NO_KEY, "llama.block_count"},
     {"context_length: want a number", KEY, "llama.context_length", GGUF_STR, 0, "8"},
-    {"embedding_length is 0, expected 1", KEY, "llama.embedding_length", GGUF_U32, 0, NULL},
+    {"embedding_length is 0, expected 1", KEY, "llama.embedding_length", GGUF_U32, 0},
     {"head_count_kv: want a number", KEY, "llama.attention.head_count_kv", GGUF_STR, 0, "2"},
-    {"epsilon: want", KEY, "llama.attention.layer_norm_rms_epsilon", GGUF_F32, 0x7fc00000, NULL},
-    {"layer_norm_rms_epsilon is missing", NO_KEY, "llama.attention.layer_norm_rms_epsilon", 0, 0,
-     NULL},
+    {"epsilon: want", KEY, "llama.attention.layer_norm_rms_epsilon", GGUF_F32, 0x7fc00000},
+    {"layer_norm_rms_epsilon is missing", NO_KEY, "llama.attention.layer_norm_rms_epsilon"},
     {"rope.scaling.type 'dynamic'", NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, "dynamic"},
-    {"key_length is 5000, expected", KEY, "llama.attention.key_length", GGUF_U32, 5000, NULL},
-    {"3 KV heads", KEY, "llama.attention.head_count_kv", GGUF_U32, 3, NULL},
-    {"RoPE: 3 dimensions", NEW_KEY, "llama.rope.dimension_count", GGUF_U32, 3, NULL},
-    {"tensor token_embd.weight is missing", NO_TENSOR, "token_embd.weight", 0, 0, NULL},
-    {"tensor blk.0.attn_v.weight is missing", NO_TENSOR, "blk.0.attn_v.weight", 0, 0, NULL},
-    {"tensor output_norm.weight is missing", NO_TENSOR, "output_norm.weight", 0, 0, NULL},
-    {"want 32 values", DIM, "blk.0.ffn_norm.weight", 0, 16, NULL},
-    {"want [32,32,1,1], file has [32,16,1,1]", DIM, "blk.0.attn_k.weight", 1, 16, NULL},
-    {"want [32,64,1,1], file has [32,63,1,1]", DIM, "blk.0.attn_q.weight", 1, 63, NULL},
-    {"want [32,48,1,1], file has [32,47,1,1]", DIM, "blk.0.ffn_up.weight", 1, 47, NULL},
-    {"token_embd has 32 rows, output 64", DIM, "token_embd.weight", 1, 32, NULL},
-    {"tokenizer.ggml.model is missing", NO_KEY, "tokenizer.ggml.model", 0, 0, NULL},
+    {"key_length is 5000, expected", KEY, "llama.attention.key_length", GGUF_U32, 5000},
+    {"3 KV heads", KEY, "llama.attention.head_count_kv", GGUF_U32, 3},
+    {"RoPE: 3 dimensions", NEW_KEY, "llama.rope.dimension_count", GGUF_U32, 3},
+    {"tensor token_embd.weight is missing", NO_TENSOR, "token_embd.weight"},
+    {"tensor blk.0.attn_v.weight is missing", NO_TENSOR, "blk.0.attn_v.weight"},
+    {"tensor output_norm.weight is missing", NO_TENSOR, "output_norm.weight"},
+    {"want 32 values", DIM, "blk.0.ffn_norm.weight", 0, 16},
+    {"want [32,32,1,1], file has [32,16,1,1]", DIM, "blk.0.attn_k.weight", 1, 16},
+    {"want [32,64,1,1], file has [32,63,1,1]", DIM, "blk.0.attn_q.weight", 1, 63},
+    {"want [32,48,1,1], file has [32,47,1,1]", DIM, "blk.0.ffn_up.weight", 1, 47},
+    {"token_embd has 32 rows, output 64", DIM, "token_embd.weight", 1, 32},
+    {"tokenizer.ggml.model is missing", NO_KEY, "tokenizer.ggml.model"},
     {"'rwkv' is not one of", KEY, "tokenizer.ggml.model", GGUF_STR, 0, "rwkv"},
-    {"tokenizer.ggml.tokens is missing", NO_KEY, "tokenizer.ggml.tokens", 0, 0, NULL},
-    {"must be an array of strings", KEY, "tokenizer.ggml.merges", GGUF_U32, 7, NULL},
+    {"tokenizer.ggml.tokens is missing", NO_KEY, "tokenizer.ggml.tokens"},
+    {"must be an array of strings", KEY, "tokenizer.ggml.merges", GGUF_U32, 7},
     {"tokenizer.ggml.scores is missing", KEY, "tokenizer.ggml.model", GGUF_STR, 0, "llama"},
-    {"tokenizer.ggml.merges is missing", NO_KEY, "tokenizer.ggml.merges", 0, 0, NULL},
+    {"tokenizer.ggml.merges is missing", NO_KEY, "tokenizer.ggml.merges"},
     {"merge 1, 'ab', is not", KEY, "tokenizer.ggml.merges", GGUF_ARR, 0, "a b,ab"},
     {"4 entries for 3 tokens", KEY, "tokenizer.ggml.tokens", GGUF_ARR, 0, "a,b,ab"},
     {"must be an array of numbers", KEY, "tokenizer.ggml.token_type", GGUF_ARR, 0, "1,1,1,3"},
     {"lacks its id", KEY, "tokenizer.ggml.model", GGUF_STR, 0, "bert"},
     {"must be a number", KEY, "tokenizer.ggml.bos_token_id", GGUF_STR, 0, "3"},
-    {"0 bytes are too few", CUT, "", 0, 1, NULL},
 };
 
 static void test_gguf_broken(void) {
@@ -1071,53 +1054,56 @@ static void test_gguf_hostile(void) {
     close(fd);
 }
 
+typedef struct { Shape shape; Spoil spoil; } Odd;   // a model, and how its file differs
+
+static const Model *odd_model(const Odd *v) {   // refused with what it expects, or opened
+    const char *path = scratch("odd-model.gguf");
+    test.seed = 1;
+    write_model(&(Writer){.spoil = v->spoil}, &v->shape, path);
+    if (!v->spoil.expect) return open_model(path);
+    refused(path, v->spoil.expect);
+    return NULL;
+}
+
 // What only some architectures have: it is refused, or does no harm (a norm [8] given as [4,2]).
 #define ACT_KEY "modern-bert.hidden_activation"
 static void test_gguf_shapes(void) {
-    static const struct { Shape shape; Spoil spoil; } rows[] = {
-        {{"qwen35", 2, "dak", DELTA_KEYS}, {.how = GOOD}},
-        {{"qwen35", 2, "dak", DELTA_KEYS}, {NULL, FOLD, "blk.0.ssm_norm.weight", 0, 2, NULL}},
-        {{"modern-bert", 2, "fuNTF", ""}, {"", NEW_KEY, ACT_KEY, GGUF_STR, 0, "silu"}},
+    static const Odd rows[] = {
+        {{"qwen35", 2, "dak", DELTA_KEYS}, {NULL}},
+        {{"qwen35", 2, "dak", DELTA_KEYS}, {NULL, FOLD, "blk.0.ssm_norm.weight", 0, 2}},
+        {{"modern-bert", 2, "fuNTF", ""}, {NULL, NEW_KEY, ACT_KEY, GGUF_STR, 0, "silu"}},
         {{"modern-bert", 2, "fuNTF", ""}, {"'relu2' is", NEW_KEY, ACT_KEY, GGUF_STR, 0, "relu2"}},
-        {{"qwen35", 2, "dak", DELTA_KEYS "attention.value_length=8"},
-         {.expect = "file has [32,128"}},
+        {{"qwen35", 2, "dak", DELTA_KEYS "attention.value_length=8"}, {"file has [32,128"}},
         {{"qwen35", 2, "dak", "ssm.conv_kernel=4 ssm.state_size=4096 ssm.group_count=1 "
-          "ssm.time_step_rank=4096 ssm.inner_size=4096"}, {.expect = "a state of 1073741824"}},
-        {{"cohere2", 4, "1T", "logit_scale=0.5"}, {.expect = "sliding_window is missing"}},
+          "ssm.time_step_rank=4096 ssm.inner_size=4096"}, {"a state of 1073741824"}},
+        {{"cohere2", 4, "1T", "logit_scale=0.5"}, {"sliding_window is missing"}},
         {{"gemma-embedding", 2, "tkTI", WINDOW_KEYS},
-         {"tensor dense_3", NO_TENSOR, "dense_2.weight", 0, 0, NULL}},
-        {{"command-r", 3, "1jT", ""}, {.expect = "command-r.logit_scale is missing"}},
-        {{"bloom", 2, "nboBgfNT", "attention.head_count=4,2"},
-         {.expect = "ALiBi: want 4 heads a layer"}},
-        {{"llama", 3, "", "attention.head_count=4,4"}, {.expect = "want a number, or one a layer"}},
-        {{"llama", 2, "", "attention.head_count=0"}, {.expect = "0 heads of 16 and 16 values"}},
-        {{"llama", 2, "Y", "feed_forward_length=48"}, {.expect = "ffn_up.weight is missing"}},
-        {{"mamba2", 2, "ZY", "feed_forward_length=0"}, {.expect = "attn_q.weight is missing"}},
-        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.group_count=4"}, {.expect = "6 value heads cannot"}},
-        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.inner_size=36"}, {.expect = "want [32,150,1,1]"}},
-        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.conv_kernel=0"}, {.expect = "causal convolution"}},
+         {"tensor dense_3", NO_TENSOR, "dense_2.weight"}},
+        {{"command-r", 3, "1jT", ""}, {"command-r.logit_scale is missing"}},
+        {{"bloom", 2, "nboBgfNT", "attention.head_count=4,2"}, {"ALiBi: want 4 heads a layer"}},
+        {{"llama", 3, "", "attention.head_count=4,4"}, {"want a number, or one a layer"}},
+        {{"llama", 2, "", "attention.head_count=0"}, {"0 heads of 16 and 16 values"}},
+        {{"llama", 2, "Y", "feed_forward_length=48"}, {"ffn_up.weight is missing"}},
+        {{"mamba2", 2, "ZY", "feed_forward_length=0"}, {"attn_q.weight is missing"}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.group_count=4"}, {"6 value heads cannot"}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.inner_size=36"}, {"want [32,150,1,1]"}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.conv_kernel=0"}, {"causal convolution"}},
         {{"nemotron_h_moe", 3, "3Mg1xL", ALONE_KEYS EXPERT_KEYS "expert_used_count=0,0,7"},
-         {.expect = "a token uses 7 of 6"}},
-        {{"llama", 3, "", "attention.head_count_kv=2,0,2"}, {.expect = "layer 1: 4 heads of 16"}},
-        {{"qwen3moe", 2, "kxL", EXPERT_KEYS}, {.expect = "latent experts with a gate"}},
-        {{"nemotron_h_moe", 3, "3Mg1xmL", ALONE_KEYS EXPERT_KEYS}, {.expect = "[20,96,6,1]"}},
-        {{"deepseek2", 2, "cy", "rope.dimension_count=16"}, {.expect = "heads of 16 (16 rotated)"}},
-        {{"lfm2", 2, "HCkNQ", ""}, {.expect = "shortconv.l_cache is missing"}},
-        {{"gemma4", 2, "akxe", EXPERT_KEYS GEMMA4_KEYS}, {.expect = "post_ffw_norm"}},
-        {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {.expect = "a causal"}},
+         {"a token uses 7 of 6"}},
+        {{"llama", 3, "", "attention.head_count_kv=2,0,2"}, {"layer 1: 4 heads of 16"}},
+        {{"qwen3moe", 2, "kxL", EXPERT_KEYS}, {"latent experts with a gate"}},
+        {{"nemotron_h_moe", 3, "3Mg1xmL", ALONE_KEYS EXPERT_KEYS}, {"[20,96,6,1]"}},
+        {{"deepseek2", 2, "cy", "rope.dimension_count=16"}, {"heads of 16 (16 rotated)"}},
+        {{"lfm2", 2, "HCkNQ", ""}, {"shortconv.l_cache is missing"}},
+        {{"gemma4", 2, "akxe", EXPERT_KEYS GEMMA4_KEYS}, {"post_ffw_norm"}},
+        {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {"a causal"}},
     };
     static const int32_t ids[] = {1, 5, 9};
-    const char *path = scratch("shape.gguf");
     float *got[2];
     for (size_t i = 0; i < COUNT(rows); i++) {
-        Writer w = {.spoil = rows[i].spoil};
-        test.seed = 1;
-        put_model(&w, &rows[i].shape);
-        key_text(&w, "tokenizer.ggml.model", "none");
-        write_gguf(&w, path);
-        if (i < 2) got[i] = logits_of(open_model(path), ids, 3, (Options){.threads = 1});
-        else if (i == 2) CHECK(open_model(path)->config.act == ACT_SILU, "it is not SiLU");
-        else refused(path, rows[i].spoil.expect);
+        const Model *m = odd_model(&rows[i]);
+        if (i < 2) got[i] = logits_of(m, ids, 3, (Options){.threads = 1});
+        if (i == 2) CHECK(m->config.act == ACT_SILU, "it is not SiLU");
     }
     CHECK(!memcmp(got[0], got[1], 3 * VOCAB * sizeof(float)), "a folded norm differs");
     CHECK(!find_str((Str){"llama gemma", 11}, "llama gemma"), "two names are taken for one");
@@ -1125,77 +1111,64 @@ static void test_gguf_shapes(void) {
 
 // Nothing in a file is passed over, and nothing that such a model has may be missing.
 static void test_gguf_whole(void) {
-    static const char nextn[] = "nextn_predict_layers=1";
-    static const struct { Shape shape; Spoil spoil; } rows[] = {
-        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "mark", 0, 0, NULL}},   // it holds nothing
-        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8, 0, NULL}},
-        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "mm.0.weight", 8, 0, NULL}},
-        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "a.position_embd.weight", 8, 0, NULL}},
-        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "cls.output.weight", 8, 0, NULL}},
-        {{"llama", 2, "", ""}, {NULL, NEW_TENSOR, "blk.1.attn_q.input_scale", 1, 0, NULL}},
-        {{"llama", 3, "", nextn}, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8, 0, NULL}},
-        {{"mamba2", 2, "MZY", SPACE_KEYS}, {.how = GOOD}},   // with a feed_forward_length, no FFN
-        {{"llama", 3, "", nextn}, {"blk.2.attn_k.weight: no part of a llama model of 2 layers",
-                                   GOOD, "", 0, 0, NULL}},
-        {{"llama", 2, "", ""}, {"q.bias: no part", NEW_TENSOR, "blk.2.attn_q.bias", 64, 0, NULL}},
-        {{"llama", 2, "", ""}, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8, 0,
-                                NULL}},
-        {{"llama", 2, "", ""}, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1, 0, NULL}},
-        {{"llama", 2, "", ""}, {"bias or scale", NEW_TENSOR, "token_embd.bias", 64, 0, NULL}},
-        {{"llama", 2, "", ""}, {"blk.0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR,
-                                "blk.1.attn_q.scale", 1, 0, NULL}},
-        {{"llama", 3, "b", ""}, {"blk.1.attn_k.bias is missing; layer 0", NO_TENSOR,
-                                 "blk.1.attn_k.bias", 0, 0, NULL}},
-        {{"llama", 2, "", ""}, {"1.ffn_gate.weight is", NO_TENSOR, "blk.1.ffn_gate.weight", 0, 0,
-                                NULL}},
-        {{"llama", 2, "", ""}, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight", 0, 0,
-                                NULL}},
-        {{"llama", 2, "g", ""}, {"blk.0.ffn_gate.weight is missing", GOOD, "", 0, 0, NULL}},
-        {{"llama", 2, "1", ""}, {"blk.0.ffn_norm.weight is missing", GOOD, "", 0, 0, NULL}},
-        {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.shared_kv_layers=2"}, {.how = GOOD}},
+#define LLAMA {"llama", 2, "", ""}
+#define NEXTN {"llama", 3, "", "nextn_predict_layers=1"}
+    static const Odd rows[] = {
+        {LLAMA, {NULL, NEW_TENSOR, "mark", 0}},   // it holds nothing
+        {LLAMA, {NULL, NEW_TENSOR, "mm.0.weight", 8}},
+        {LLAMA, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8}},
+        {LLAMA, {NULL, NEW_TENSOR, "a.position_embd.weight", 8}},
+        {LLAMA, {NULL, NEW_TENSOR, "cls.output.weight", 8}},
+        {LLAMA, {NULL, NEW_TENSOR, "blk.1.attn_q.input_scale", 1}},
+        {NEXTN, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS}, {NULL}},   // with a feed_forward_length, no FFN
+        {NEXTN, {"blk.2.attn_k.weight: no part of a llama model of 2 layers"}},
+        {LLAMA, {"q.bias: no part", NEW_TENSOR, "blk.2.attn_q.bias", 64}},
+        {LLAMA, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8}},
+        {LLAMA, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1}},
+        {LLAMA, {"bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
+        {LLAMA, {"0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR, "blk.1.attn_q.scale", 1}},
+        {{"llama", 3, "b", ""},
+         {"blk.1.attn_k.bias is missing; layer 0", NO_TENSOR, "blk.1.attn_k.bias"}},
+        {LLAMA, {"1.ffn_gate.weight is", NO_TENSOR, "blk.1.ffn_gate.weight"}},
+        {LLAMA, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight"}},
+        {{"llama", 2, "g", ""}, {"blk.0.ffn_gate.weight is missing"}},
+        {{"llama", 2, "1", ""}, {"blk.0.ffn_norm.weight is missing"}},
+        {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.shared_kv_layers=2"}, {NULL}},
         {{"gemma4", 1, "tTkxeR", EXPERT_KEYS GEMMA4_KEYS}, {NULL, RENAME,
           "blk.0.ffn_down_exps.scale", 0, 0, "blk.0.ffn_gate_inp.per_expert_scale"}},
-        {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL, GOOD, "", 0, 0, NULL}},
+        {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL}},
         {{"glm4moe", 3, "abxsr", EXPERT_KEYS}, {"blk.2.exp_probs_b.bias is", NO_TENSOR,
-                                                "blk.2.exp_probs_b.bias", 0, 0, NULL}},
+                                                "blk.2.exp_probs_b.bias"}},
         // the one layer without a window may have no values of its own, one of two may not
         {{"gemma4", 2, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
-         {NULL, NO_TENSOR, "blk.1.attn_v.weight", 0, 0, NULL}},
+         {NULL, NO_TENSOR, "blk.1.attn_v.weight"}},
         {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
-         {"blk.3.attn_v.weight is", NO_TENSOR, "blk.3.attn_v.weight", 0, 0, NULL}},
-        {{"qwen3", 2, "", ""}, {"tensor attn_q_norm.weight is missing", GOOD, "", 0, 0, NULL}},
-        {{"gemma4", 2, "tk", GEMMA4_KEYS}, {"rope_freqs.weight is missing", GOOD, "", 0, 0, NULL}},
-        {{"gpt-oss", 2, "boaxB", EXPERT_KEYS WINDOW_KEYS}, {"attn_sinks", GOOD, "", 0, 0, NULL}},
-        {{"gpt-oss", 2, "boaxBi", EXPERT_KEYS WINDOW_KEYS}, {"blk.1.attn_sinks.weight is",
-          NO_TENSOR, "blk.1.attn_sinks.weight", 0, 0, NULL}},
-        {{"phi3", 2, "fu", ""}, {"rope_factors_long.weight is missing", NEW_TENSOR,
-                                 "rope_factors_short.weight", 8, 0, NULL}},
-        {{"qwen3next", 2, "dDakxmsS", DELTA_KEYS EXPERT_KEYS}, {"an early file of Qwen3-Next",
-          NEW_TENSOR, "blk.0.ssm_in.weight", 32, 0, NULL}},
+         {"blk.3.attn_v.weight is", NO_TENSOR, "blk.3.attn_v.weight"}},
+        {{"qwen3", 2, "", ""}, {"tensor attn_q_norm.weight is missing"}},
+        {{"gemma4", 2, "tk", GEMMA4_KEYS}, {"rope_freqs.weight is missing"}},
+        {{"gpt-oss", 2, "boaxB", EXPERT_KEYS WINDOW_KEYS}, {"attn_sinks"}},
+        {{"gpt-oss", 2, "boaxBi", EXPERT_KEYS WINDOW_KEYS},
+         {"blk.1.attn_sinks.weight is", NO_TENSOR, "blk.1.attn_sinks.weight"}},
+        {{"phi3", 2, "fu", ""},
+         {"rope_factors_long.weight is missing", NEW_TENSOR, "rope_factors_short.weight", 8}},
+        {{"qwen3next", 2, "dDakxmsS", DELTA_KEYS EXPERT_KEYS},
+         {"an early file of Qwen3-Next", NEW_TENSOR, "blk.0.ssm_in.weight", 32}},
     };
     // another engine's names for numbers
-    static const struct { const char *arch, *letters, *key; size_t at; } names[] = {
-        {"mistral3", "", "rope.scaling.beta_fast", offsetof(Config, yarn_fast)},
-        {"mistral3", "", "rope.scaling.beta_slow", offsetof(Config, yarn_slow)},
-        {"mistral3", "", "rope.scaling.mscale_all_dim", offsetof(Config, yarn_log)},
-        {"mistral3", "", "rope.scaling_beta", offsetof(Config, sharpen_scale)},
-        {"gemma3", "tk", "rope.global.freq_base", offsetof(Config, rope_base)},
-        {"gemma3", "tk", "rope.local.freq_base", offsetof(Config, rope_base_local)},
+    static const struct { Shape shape; size_t at; } names[] = {
+        {{"mistral3", 2, "", "rope.scaling.beta_fast=7.5"}, offsetof(Config, yarn_fast)},
+        {{"mistral3", 2, "", "rope.scaling.beta_slow=7.5"}, offsetof(Config, yarn_slow)},
+        {{"mistral3", 2, "", "rope.scaling.mscale_all_dim=7.5"}, offsetof(Config, yarn_log)},
+        {{"mistral3", 2, "", "rope.scaling_beta=7.5"}, offsetof(Config, sharpen_scale)},
+        {{"gemma3", 2, "tk", "rope.global.freq_base=7.5"}, offsetof(Config, rope_base)},
+        {{"gemma3", 2, "tk", "rope.local.freq_base=7.5"}, offsetof(Config, rope_base_local)},
     };
-    const char *path = scratch("whole.gguf");
-    for (size_t i = 0; i < COUNT(rows); i++) {
-        Writer w = {.spoil = rows[i].spoil};
-        put_model(&w, &rows[i].shape);
-        key_text(&w, "tokenizer.ggml.model", "none");
-        write_gguf(&w, path);
-        if (rows[i].spoil.expect) refused(path, rows[i].spoil.expect);
-        else open_model(path);
-    }
+    for (size_t i = 0; i < COUNT(rows); i++) odd_model(&rows[i]);
     for (size_t i = 0; i < COUNT(names); i++) {
-        const Model *m = random_model(&(Shape){names[i].arch, 2, names[i].letters,
-                                               text_of("%s=7.5", names[i].key)});
-        float got = *(const float *)((const char *)&m->config + names[i].at);
-        CHECK(got == 7.5f, "%s: %g", names[i].key, got);
+        const Config *c = &random_model(&names[i].shape)->config;
+        float got = *(const float *)((const char *)c + names[i].at);
+        CHECK(got == 7.5f, "%s: %g", names[i].shape.keys, got);
     }
 }
 
@@ -1279,12 +1252,11 @@ static Attention attention_of(const AttentionCase *t) {
     uint16_t *k = half_noise((size_t)t->n_kv * t->rows * t->hd);
     bool inside = strchr(t->what, 'v');
     return (Attention){.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
-                       .k = k, .pos_k = pos, .pos = t->pos, .n = t->n,
+                       .k = k, .pos_k = pos, .pos = t->pos, .n = t->n, .softcap = t->softcap,
                        .v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd),
                        .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
                        .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep,
-                       .ahead = t->causal ? 0 : t->window - 1,
-                       .scale = 1 / sqrtf(t->hd), .softcap = t->softcap,
+                       .ahead = t->causal ? 0 : t->window - 1, .scale = 1 / sqrtf(t->hd),
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
 
@@ -1308,8 +1280,7 @@ static void check_attention(int i) {
         RUN_COUNTED(attention, pool, &a);
         RUN_COUNTED(attention, pool, &last);
         pool_close(pool);
-        bool same = !memcmp(first, a.out, (n_out + one) * sizeof *first);
-        CHECK(same, "case %d: %d threads differ", i, threads);
+        CHECK(!memcmp(first, a.out, 4 * (n_out + one)), "case %d: %d threads differ", i, threads);
         double error = nmse(a.out, want, n_out) + nmse(last.out, want + n_out - one, one);
         // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
         CHECK(error < 1e-7, "case %d: NMSE %.2g", i, error);
@@ -1491,8 +1462,7 @@ static const Shape SHAPES[] = {
     {"hunyuan-moe", 3, "kxs", EXPERT_KEYS}, {"gpt-oss", 4, "boaxBi", EXPERT_KEYS WINDOW_KEYS},
     {"qwen35", 4, "dak", DELTA_KEYS "rope.dimension_count=8"},
     {"qwen35moe", 4, "dakxsS", DELTA_KEYS EXPERT_KEYS},
-    {"qwen3next", 4, "dDakxmsS", DELTA_KEYS EXPERT_KEYS},
-    {"qwen35", 4, "dvak", DELTA_KEYS},
+    {"qwen3next", 4, "dDakxmsS", DELTA_KEYS EXPERT_KEYS}, {"qwen35", 4, "dvak", DELTA_KEYS},
     {"bert", 3, "nboBgENP", "attention.causal=0"}, {"nomic-bert", 3, "nfEN", "attention.causal=0"},
     {"olmo", 3, "0T", "attention.clamp_kqv=1."}, {"olmo2", 4, "pK", WINDOW_KEYS},
     {"smollm3", 4, "T", ""},
@@ -1665,9 +1635,7 @@ static void test_ring(void) {
 }
 
 static volatile sig_atomic_t fourth;
-
 static bool before_fourth(void *ctx, int reused, int done, int n) {
-    (void)ctx, (void)reused, (void)done, (void)n;
     return !fourth;
 }
 
@@ -1729,8 +1697,7 @@ static void test_session_refusals(void) {
     CHECK(session_eval(s, ids, 96, &e), "%s", e.text);
     // an interrupt ends generation at the next evaluation, and evaluation before its first chunk
     static const struct { int n, predict; bool ok, interrupted; size_t made; } runs[] = {
-        {3, 9, true, false, 9}, {3, -1, true, false, 12}, {94, 9, false, false, 3},
-        {3, 50, false, true, 4}};
+        {3, 9, 1, 0, 9}, {3, -1, 1, 0, 12}, {94, 9, 0, 0, 3}, {3, 50, 0, 1, 4}};
     for (int i = 0; i < 4; i++) {
         out.n = 0;
         s->on_chunk = runs[i].interrupted ? before_fourth : NULL;
@@ -1860,8 +1827,7 @@ static void test_sampler_session(void) {
         memcpy(ids[run], ids[0], 3 * sizeof **ids);
         for (int n = 3; n < 9; n++)
             ids[run][n] = session_sample(s, session_eval(s, ids[run], n, &e));
-        bool same = !memcmp(ids[run], ids[run & ~1], sizeof *ids);
-        CHECK(same, "seed %d: two runs differ", run / 2 + 1);
+        CHECK(!memcmp(ids[run], ids[run & ~1], sizeof *ids), "seed %d: two texts", run / 2 + 1);
         first_differs |= ids[run][3] != ids[0][3];
     }
     CHECK(first_differs, "three seeds, one first token");
@@ -1888,12 +1854,10 @@ static const Tokenizer *written_tokenizer(Writer *w) {
 }
 
 // ids of text [n] as decimal numbers
-static const char *ids_of(const Tokenizer *t, const char *text, size_t n, const char *mark,
-                          bool add, bool special) {
+static const char *ids_of(const Tokenizer *t, const char *s, size_t n, const void *mark, int how) {
     Tokens ids = {0};
     Error e = {""};
-    int flags = add * TOKENS_ADD | special * TOKENS_SPECIAL;
-    bool ok = tokenize(t, text, n, (const unsigned char *)mark, flags, &ids, &e);
+    bool ok = tokenize(t, s, n, mark, how, &ids, &e);
     char *out = need(12 * ids.n), *end = out;
     CHECK(ok, "%s", e.text);
     for (size_t i = 0; i < ids.n; i++) end += sprintf(end, "%s%d", i ? " " : "", ids.id[i]);
@@ -1915,7 +1879,7 @@ static void test_tokenizer_goldens(void) {
             size_t n = 0, n_back = 0;
             *ids++ = 0;
             for (unsigned byte; sscanf(line + 2 * n, "%2x", &byte) == 1;) text[n++] = byte;
-            const char *got = ids_of(t, text, n, NULL, true, false);
+            const char *got = ids_of(t, text, n, NULL, TOKENS_ADD);
             CHECK(!strcmp(got, ids), "%s: %s, not %s", TOK_GOLDENS[k].tsv, got, ids);
             for (long id; id = strtol(ids, &end, 10), end > ids; ids = end) {
                 size_t len = detokenize(t, &d, id, piece);
@@ -1932,22 +1896,22 @@ static void test_tokenizer_goldens(void) {
 // Words, by hand from the regular expressions of each family; | stands between them.
 static void test_tokenizer_rules(void) {
     static const struct { const char *pre, *words; } rules[] = {
-        {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"},
-        {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"},
-        {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {"qwen35", "a\u0301b| \u0301c|1|2"},
-        {"default", "a|+|b|123|456|78|."}, {"falcon", "a|`+|b|123|45| |678|."},
+        {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"}, {"qwen35", "a\u0301b| \u0301c|1|2"},
+        {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"}, {"default", "a|+|b|123|456|78|."},
+        {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {"falcon", "a|`+|b|123|45| |678|."},
         {"starcoder", "a|1|2| |3| b|'s|'s|\n"}, {"gpt-4o", "Hello's|World|ABC'LL| |123|4|;/"},
-        {"tekken", "Hello|World|HTTPs| \u00C0|B|1|2|;/\n/\n"},
+        {"tekken", "Hello|World|HTTPs| \u00C0|B|1|2|;/\n/\n"}, {"viking", "a|1|2| b|.|x"},
         {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
-        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"},
-        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301|(=|~|'"}, {"viking", "a|1|2| b|.|x"},
-        {"minicpm5", "It|'S|123|4| ab|!\n\n|x"}, {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"},
-        {"superbpe", "a b|1|234|567|x|89|123|.|²345"},
+        {"youtu", "가ㄱ|漢か|，。|ㄅ|ab|1|2"},
+        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"}, {"minicpm5", "It|'S|123|4| ab|!\n\n|x"},
+        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301|(=|~|'"},
+        {"tiny_aya", "a|1|234|567| |²|345"},
+        {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"}, {"jais-2", "a|        |    |  | b|\t\n"},
+        {"superbpe", "a b|1|234|567|x|89|123|.|²345"}, {"laguna", "a| |\n|c|1|2"},
         {"kimi-k2", "漢字\U0002B820\U0002CEB0|か|.x|漢|12|A's| |123|4| !\n|\u0378|\u0378"},
-        {"jais-2", "a|        |    |  | b|\t\n"}, {"exaone-moe", "ab a\u0301 cd| | x|1|2|!\n|\n"},
-        {"youtu", "가ㄱ|漢か|，。|ㄅ|ab|1|2"}, {"tiny_aya", "a|1|234|567| |²|345"},
-        {"granite-embed-multi-97m", "Hello|World| a\u0301b|123|4"}, {"laguna", "a| |\n|c|1|2"},
-        {"gemma4", "a  b c|\n\n|d"}, {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
+        {"exaone-moe", "ab a\u0301 cd| | x|1|2|!\n|\n"}, {"gemma4", "a  b c|\n\n|d"},
+        {"granite-embed-multi-97m", "Hello|World| a\u0301b|123|4"}, {"exaone4", "x| y"},
+        {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
     };
     for (size_t k = 0; k < COUNT(rules); k++) {
         Char ch[256] = {{0}};
@@ -1992,14 +1956,14 @@ static void test_unicode_tables(void) {
 static void test_tokenizer_special(void) {
     // User-defined tokens are always cut out, the longest first, control tokens on request. What a
     // user wrote (mark 1) gives user-defined tokens, but no control tokens and no parts of turns.
-    static const struct { const char *text, *mark, *ids; bool add, special; } cases[] = {
-        {"abbbbb", NULL, "3 0 5 4", true, false}, {"ab<s>", NULL, "2 3", false, true},
-        {"a<u>b", NULL, "0 8 1", false, true}, {"<PRE>a<|start|>", NULL, "0 12", false, false},
-        {"c<s>", NULL, "10", false, false},   // bytes without tokens: nothing
-        {"", NULL, "3", true, false},
-        {"bb<s><s>abbb<u>", "\0\0\0\0\0\1\1\1\1\1\1\1\1\1\1", "4 3 0 5", false, true},
-        {"<s>bb<|start|>", "\0\0\0\1\1\1\1\1\1\1\1\1\1\1", "3 4 0", false, true},
-        {"<s><s>", "\0\0\1\0\0\0", "3", false, true}};
+    static const struct { const char *text, *mark, *ids; int flags; } cases[] = {
+        {"abbbbb", NULL, "3 0 5 4", TOKENS_ADD}, {"ab<s>", NULL, "2 3", TOKENS_SPECIAL},
+        {"a<u>b", NULL, "0 8 1", TOKENS_SPECIAL}, {"<PRE>a<|start|>", NULL, "0 12"},
+        {"c<s>", NULL, "10"},   // bytes without tokens: nothing
+        {"", NULL, "3", TOKENS_ADD},
+        {"bb<s><s>abbb<u>", "\0\0\0\0\0\1\1\1\1\1\1\1\1\1\1", "4 3 0 5", TOKENS_SPECIAL},
+        {"<s>bb<|start|>", "\0\0\0\1\1\1\1\1\1\1\1\1\1\1", "3 4 0", TOKENS_SPECIAL},
+        {"<s><s>", "\0\0\1\0\0\0", "3", TOKENS_SPECIAL}};
     Writer w = {0}, least = {0};
     key_vocab(&w, "gpt2", "gpt-2",
               "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>", "a b");
@@ -2009,7 +1973,7 @@ static void test_tokenizer_special(void) {
     CHECK(!*t->note, "%s", t->note);
     for (size_t i = 0; i < COUNT(cases); i++) {
         const char *text = cases[i].text, *mark = cases[i].mark;
-        const char *got = ids_of(t, text, strlen(text), mark, cases[i].add, cases[i].special);
+        const char *got = ids_of(t, text, strlen(text), mark, cases[i].flags);
         CHECK(!strcmp(got, cases[i].ids), "%s: %s, not %s", text, got, cases[i].ids);
     }
     for (int32_t id = -2; id < 13; id++)
@@ -2023,7 +1987,8 @@ static void test_tokenizer_special(void) {
     key_text(&phi, "general.name", "A PHI-3 of ours");
     key_vocab(&phi, "gpt2", "gpt-2", "a,b,<s>,<u>,Ċ,Ġ", "a b");
     key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
-    const char *got = ids_of(written_tokenizer(&phi), "a\n<u> \n\tb<s>\nb", 15, NULL, false, true);
+    t = written_tokenizer(&phi);
+    const char *got = ids_of(t, "a\n<u> \n\tb<s>\nb", 15, NULL, TOKENS_SPECIAL);
     CHECK(!strcmp(got, "0 4 3 1 2 4 1"), "Phi-3: %s", got);
     Writer other = {0};   // Ollama calls Gemma 4's `llama`; without its merges it would be one
     key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", "a b");
@@ -2060,8 +2025,8 @@ static void test_tokenizer_streaming(void) {
     }
     d = (Detokenizer){.started = true};
     CHECK(detokenize(t, &d, 0, out) == 2, "a continuation keeps its space");
-    CHECK(!strcmp(ids_of(t, "x😀\xFF", 6, NULL, true, false), "1 0 1 2 3 4 0"), "bytes");
-    CHECK(!strcmp(ids_of(t, "\xC1\xA1", 2, NULL, false, false), "0 0 0 0 0"), "overlong");
+    CHECK(!strcmp(ids_of(t, "x😀\xFF", 6, NULL, TOKENS_ADD), "1 0 1 2 3 4 0"), "bytes");
+    CHECK(!strcmp(ids_of(t, "\xC1\xA1", 2, NULL, 0), "0 0 0 0 0"), "overlong");
 }
 
 // a megabyte without a break takes seconds at most; quadratic joining would take hours
@@ -2074,7 +2039,7 @@ static void test_tokenizer_linear(void) {
         for (size_t p = 0; p < COUNT(patterns); p++) {
             for (size_t i = 0; i < n; i++) text[i] = patterns[p][i % strlen(patterns[p])];
             double start = now();
-            ids_of(t, text, n, NULL, true, false);
+            ids_of(t, text, n, NULL, TOKENS_ADD);
             double took = now() - start;
             CHECK(took < 10, "%s: pattern %zu takes %.1f s", TOK_GOLDENS[k].gguf, p, took);
         }
@@ -2090,147 +2055,128 @@ static void test_tokenizer_linear(void) {
 
 // What each template must print for the conversation below; «» enclose what is marked, what
 // others than the model wrote. "!" begins what the line of an error must hold.
-static const struct { const char *what, *text, *want; } TEMPLATES[] = {
-    {"a newline at the end", "a\r\nb\n", "a\nb"},
-    {"trim_blocks, lstrip_blocks", "  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.",
-     "  x\ny  1\n."},
-    {"signs at tags", "a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
-    {"set is local in for, not in if", "{% set x = 1 %}{% for i in [1] %}{% set x = 2 %}{{ x }}"
-     "{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
-    {"targets", "{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
+static const struct { const char *text, *want; } TEMPLATES[] = {
+    {"a\r\nb\n", "a\nb"}, {"a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
+    {"  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.", "  x\ny  1\n."},   // trims
+    {"{% set x = 1 %}{% for i in [1] %}"
+     "{% set x = 2 %}{{ x }}{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
+    {"{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
      "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
-    {"set of a block", "{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}",
-     "A«BE BRIEF.»"},
-    {"loop", "{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}"
-     "{{ loop.previtem.role if not loop.first }} {% endfor %}",
-     "1False 2Falseuser 3Trueassistant "},
-    {"break, continue", "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+    {"{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}", "A«BE BRIEF.»"},
+    {"{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}{{ "
+     "loop.previtem.role if not loop.first }} {% endfor %}", "1False 2Falseuser 3Trueassistant "},
+    {"{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
      "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}-{% endfor %}", "02"},
-    {"turns", "{% for i in 'ab' %}{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}"
-     "{% set x = i %}{% endfor %}", "-ba"},
-    {"macro", "{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}{% endif %}"
-     "{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
-    {"blocks", "{% filter upper %}a{% endfilter %}{% generation %}b{% set x = 2 %}"
-     "{% endgeneration %}{{ x }}", "Ab"},
-    {"printing", "{{ none }}{{ true }}{{ -10 }}{{ x }}", "NoneTrue-10"},
-    {"strings", "{{ 'it\\'s' \"\\t\" '\\d' }}", "it's\t\\d"},
-    {"printing a list", "{{ [1] }}", "!list instead of int"},
-    {"operators", "{{ -7 % 3 ~ 7 % -3 }}{{ 2 * 3 - 1 }}{{ 'a' * 2 ~ (1 < 2) ~ ('b' >= 'b') }}"
-     "{{ not 3 in [3] or 1 not in [] }}{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}",
-     "2-25aaTrueTrueTruec2"},
-    {"equality", "{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
+    {"{% for i in 'ab' %}"
+     "{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}{% set x = i %}{% endfor %}", "-ba"},
+    {"{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}"
+     "{% endif %}{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
+    {"{% filter upper %}a{% endfilter %}"
+     "{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}", "Ab"},
+    {"{{ none }}{{ true }}{{ -10 }}{{ x }}", "NoneTrue-10"},
+    {"{{ 'it\\'s' \"\\t\" '\\d' }}", "it's\t\\d"},
+    {"{{ -7 % 3 ~ 7 % -3 }}"
+     "{{ 2 * 3 - 1 }}{{ 'a' * 2 ~ (1 < 2) ~ ('b' >= 'b') }}{{ not 3 in [3] or 1 not in [] }}"
+     "{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}", "2-25aaTrueTrueTruec2"},
+    {"{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
      "{{ messages[0] == messages[0] }}{{ messages[1] == messages[3] }}", "TrueTrueFalseTrueFalse"},
-    {"slices", "{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}"
-     "{{ [1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}",
-     "eßörGöß2-33212r"},
-    {"undefined", "{{ x }}{{ x|length }}{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}"
-     "{{ messages[0].no }}", "0Falsey"},
-    {"false values", "{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}"
-     "{{ x|select|list|length }}{{ (''|reject|list + false|rejectattr('k')|list)|length }}"
-     "{{ self.x }}", "000"},
-    {"names like numbers", "{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},
-    {"* and **", "{% macro f(a, b) %}{{ a ~ b }}{% endmacro %}"
-     "{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
-    {"targets in brackets", "{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}"
-     "{% for (k, v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}",
-     "1234567"},
-    {"members", "{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}"
+    {"{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}{{ "
+     "[1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}", "eßörGöß2-33212r"},
+    {"{{ x }}{{ x|length }}"
+     "{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}{{ messages[0].no }}", "0Falsey"},
+    {"{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}{{ x|select|list|length }}"
+     "{{ (''|reject|list + false|rejectattr('k')|list)|length }}{{ self.x }}", "000"},
+    {"{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},   // not numbers
+    {"{% macro f(a, b) %}{{ a ~ b }}"
+     "{% endmacro %}{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
+    {"{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}{% for (k, "
+     "v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}", "1234567"},
+    {"{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}"
      "{{ messages.0.role ~ [[1, 2], 3].0[1] ~ [[4]].0.0 }}", "12ssystem24"},
-    {"marks survive", "{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }}"
-     " {{ messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}"
-     "{{ messages[2].content }}{{ messages[1].content|tojson }}"
-     "{{ '{}'.format(messages[-1].content) }}",
+    {"{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }} {{ "
+     "messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}{{ messages[2].content "
+     "}}{{ messages[1].content|tojson }}{{ '{}'.format(messages[-1].content) }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
-    {"content in parts", "{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}"
-     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}",
-     "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
-    {"content as a text", "{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
-    {"splitting", "{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
+    {"{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}{% if part.type == 'text' %}"
+     "{{ part.text }}{% endif %}{% endfor %}{% endfor %}", "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
+    {"{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
+    {"{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
      "{{ 'abca'.strip('a') ~ 'abca'.lstrip('ab') ~ 'é-é'.rstrip('é') }}", "a+b,c2bccaé-"},
-    {"finding", "{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
-     "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}{{ 'ab'.endswith('b') }}",
-     "40-11TrueFalseTrue"},
-    {"case", "{{ 'aB c-D'|title ~ 'aB'.capitalize() ~ 'aé'|upper ~ 'AÉ'|lower }}",
-     "Ab C-DAbAéaÉ"},
-    {"filters of lists", "{{ messages|map(attribute='role')|unique|join(' ') }}"
-     "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
-     "{{ messages|rejectattr('content.x')|list|length }}{{ [1, none]|select('none')|list|length }}"
-     "{{ [3, 1, 2]|sort(reverse=true)|join }}{{ ['b', 'A']|sort|first ~ ['b', 'A']|min }}"
-     "{{ ['a']|map('replace', 'a', 'b')|last }}{{ {'b': 1, 'A': 2}|dictsort|map('join')|join }}",
-     "system user assistant241321AAbA2b1"},
-    {"a generator is true", "{{ 1 if []|map('upper') }}", "1"},
-    {"JSON", "{{ {'a': [1, 'é\"\\f\x1f'], 'b': {}, 'c': [none, true]}|tojson }}"
+    {"{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
+     "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}"
+     "{{ 'ab'.endswith('b') }}", "40-11TrueFalseTrue"},
+    {"{{ 'aB c-D'|title ~ 'aB'.capitalize() ~ 'aé'|upper ~ 'AÉ'|lower }}", "Ab C-DAbAéaÉ"},
+    {"{{ messages|map(attribute='role')|unique|join(' ') }}{{ messages|selectattr('role', "
+     "'equalto', 'user')|list|length }}{{ messages|rejectattr('content.x')|list|length }}"
+     "{{ [1, none]|select('none')|list|length }}{{ [3, 1, 2]|sort(reverse=true)|join }}"
+     "{{ ['b', 'A']|sort|first ~ ['b', 'A']|min }}{{ ['a']|map('replace', 'a', 'b')|last }}"
+     "{{ {'b': 1, 'A': 2}|dictsort|map('join')|join }}", "system user assistant241321AAbA2b1"},
+    {"{{ 1 if []|map('upper') }}", "1"},
+    {"{{ {'a': [1, 'é\"\\f\x1f'], 'b': {}, 'c': [none, true]}|tojson }}"
      "{{ {'a': [1, 2], 'b': []}|tojson(indent=1) }}",
      "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}, \"c\": [null, true]}"
      "{\n \"a\": [\n  1,\n  2\n ],\n \"b\": []\n}"},
-    {"formats", "{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}"
+    {"{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}"
      "{{ '{}%s'|format(1.5) ~ '%s{}'.format(2) }}", "<1|a>a\n\n  b-c{}1.5%s2"},
-    {"a format's values", "{{ '{}'.format() }}", "!{} alone, with a value for each"},
-    {"values", "{{ '%s'|format(1, 2) }}", "!too many"}, {"%d", "{{ '%d'|format(1) }}", "!alone"},
-    {"%%", "{{ '%%%s'|format(1) }}", "!%s alone"}, {"{0}", "{{ '{0}'.format(1) }}", "!{} alone"},
-    {"numbers", "{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}"
-     "{{ range(5, 0, -2)|join ~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}",
-     "1504531-43.51-110"},
-    {"fractions", "{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }}"
-     " {{ [1e-5, 1.5e16, 1e15]|tojson ~ (1.0 == 1) ~ (0.5 < 0.2) ~ (0.5 is float) }}{{ 1 if 0.0 }}",
+    {"{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}{{ range(5, 0, -2)|join "
+     "~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}", "1504531-43.51-110"},
+    {"{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }} "
+     "{{ [1e-5, 1.5e16, 1e15]|tojson ~ (1.0 == 1) ~ (0.5 < 0.2) ~ (0.5 is float) }}{{ 1 if 0.0 }}",
      "0.2 0.001 0.30000000000000004 [1e-05, 1.5e+16, 1000000000000000.0]TrueFalseTrue"},
-    {"what it is given", "{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
+    {"{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
      "<s></s>22 Nov 2026True"},
-    {"a text that grows", "{% set n = namespace(s='') %}{% for i in range(5000) %}"
+    {"{% set n = namespace(s='') %}{% for i in range(5000) %}"
      "{% set n.s = n.s + '0123456789' %}{% endfor %}{{ n.s|length }}", "50000"},
-    {"an error names its line", "\n\n{{ x.y }}", "!line 3: 'x' is undefined"},
-    {"a filter's", "\n{{\n'a'|tojson(\n1\n) }}", "!line 3: tojson"},
-    {"split", "\n{{ 'a'\n.split(\n'') }}", "!line 3:"}, {"+", "{{ 1\n+\n'' }}", "!line 2: int"},
-    {"a test's", "{{ 1\nis odd }}", "!line 2:"}, {"range", "\n{{ range(0,\n1, '') }}", "!line 2:"},
-    {"a macro's", "\n{% macro f(a) %}{% endmacro %}\n{{ f(1,\n2) }}", "!line 3: 'f' takes"},
-    {"a break's", "{{ 1 }}\n{% break %}\n\n", "!line 2: break outside"},
-    {"errors that nobody reaches", "{% if 0 %}{{ x|a.b }}{% no a %}{% no %}{% endno %}{% endno %}"
-     "{% for a in b recursive %}{% endfor %}{% set a | d %}{% endset %}{{ '\\x41' }}{% set a = ? %}"
-     "{% call a.b() %}{% endcall %}{% filter a.b %}{% endfilter %}{% else %}a{% endif %}{% macro "
-     "f(a=?) %}{% endmacro %}{{ 1 if 1 else 2 ** 3 }}{% if 1 %}b{% elif ? %}{% endif %}", "a1b"},
-    {"one that is reached", "a\n{% if 1 %}\n{% no %}{% endif %}", "!line 3: unexpected no %}"},
-    {"elif", "{% if 0 %}{% elif\nx ? 1 %}{% endif %}", "!line 2: unexpected ? 1 %}"},
-    {"for", "{% for a in b c %}{% endfor %}", "!unexpected c %}"},
-    {"a call's", "{% macro f(\na=?) %}{% endmacro %}\n{{ f() }}", "!line 2: unexpected ?"},
-    {"no if", "{% if 0 %}{% no %}{% endfor %}", "!ted endf"}, {"no }}", "{% if 0 %}{{ 2 3", "!d 3"},
-    {"raise_exception", "{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
-    {"an unknown filter", "{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
-    {"types", "{{ 'a' + 1 }}", "!str + int"}, {"a tag", "{% get %}", "!unexpected get"},
-    {"types of in", "{{ 1 in 'abc' }}", "!int in str"}, {"a comment", "a{# b", "!unexpected {# b"},
-    {"raw", "a {%- raw -%} {{ x }}{% if %} {%- endraw %}\nb{% raw %}\n{# {{\n {% endraw -%} c",
-     "a{{ x }}{% if %}b\n{# {{\nc"},
-    {"no endraw", "{% raw %}a", "!unexpected"}, {"a power", "{{ 2 ** 3 }}", "!int ** int"},
-    {"else of a loop", "{% for i in [1] if i > 1 %}{% else %}a{% set x = 1 %}{% endfor %}{{ x }}"
-     "{% for i in [1] %}b{% else %}c{% endfor %}{% for i in [1, 2] %}{{ i }}{% for j in [] %}"
-     "{% else %}{% break %}{% endfor %}{% endfor %}{% for i in [1] %}d{% continue %}{% else %}e"
-     "{% endfor %}", "ab1de"}, {"an escape", "{{ '\\x41' }}", "!unexpected \\x41"},
-    {"call", "{% macro f(a) %}{{ a ~ caller(2, c=bos_token) if caller else a }}{% endmacro %}"
-     "{% call(b, c) f(1) %}{{ b ~ c }}{% endcall %}{{ f(3) }}", "12<s>3"},
-    {"a method", "{{ 'a'.rsplit('b') }}", "!'rsplit' is undefined"},
-    {"a test", "{{ 1 is odd }}", "!no test 'odd'"},
-    {"no namespace", "{% set x.y = 1 %}", "!'x' is undefined"},
-    {"an argument", "{{ {}|tojson(sort_keys=true) }}", "!'tojson' takes no argument 'sort_keys'"},
-    {"too many arguments", "{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "!'m' takes not so many"},
-    {"an unknown name", "{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "!'m' takes no argument 'b'"},
-    {"an inner name", "{{ 'a'|title(t='b') }}", "!'title' takes no argument 't'"},
-    {"one argument too many", "{{ 'a'|upper(true) }}", "!'upper' takes not so many"},
-    {"not in ASCII", "{{ 'é'|tojson(ensure_ascii=true) }}", "!ensure_ascii"},
-    {"loop has none", "{% for i in [1] %}{{ loop.depth }}{% endfor %}", "!'depth' is undefined"},
-    {"a separator", "{{ 'a'.split(5) }}", "!int instead of str"},
-    {"a count", "{{ 'a'.split('b', 'c') }}", "!str instead of int"},
-    {"no such order", "{{ {}|dictsort(by='k') }}", "!'dictsort' takes no argument 'by'"},
-    {"no end", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
-    {"too long", "{% set s = 'a' * 99999 %}{% for i in range(400) %}{{ 'b' in s }}{% endfor %}"
-     "{% for i in range(99999) %}{% for j in range(999) %}{{ 1 in [] }}{% endfor %}{% endfor %}",
-     "!too many steps"},
-    {"a long text", "{% set s = ' ' * 1000000 %}{% for i in range(99999) %}{{ s|trim }}"
-     "{% endfor %}", "!too many steps"},
-    {"a long needle", "{% set s = 'a' * 1000000 %}{% set b = s[:500000] ~ 'b' %}"
+    {"{% if 0 %}{{ x|a.b }}{% no a %}{% no %}{% endno %}{% endno %}{% for a in b recursive %}"
+     "{% endfor %}{% set a | d %}{% endset %}{{ '\\x41' }}{% set a = ? %}{% call a.b() %}"
+     "{% endcall %}{% filter a.b %}{% endfilter %}{% else %}a{% endif %}{% macro f(a=?) %}"
+     "{% endmacro %}{{ 1 if 1 else 2 ** 3 }}{% if 1 %}b{% elif ? %}{% endif %}", "a1b"},
+    {"a {%- raw -%} {{ x }}"
+     "{% if %} {%- endraw %}\nb{% raw %}\n{# {{\n {% endraw -%} c", "a{{ x }}{% if %}b\n{# {{\nc"},
+    {"{% for i in [1] if i > 1 %}{% else %}a{% set x = 1 %}{% endfor %}{{ x }}{% for i in [1] %}b"
+     "{% else %}c{% endfor %}{% for i in [1, 2] %}{{ i }}{% for j in [] %}{% else %}{% break %}"
+     "{% endfor %}{% endfor %}{% for i in [1] %}d{% continue %}{% else %}e{% endfor %}", "ab1de"},
+    {"{% macro f(a) %}{{ a ~ caller(2, c=bos_token) if caller else a }}"
+     "{% endmacro %}{% call(b, c) f(1) %}{{ b ~ c }}{% endcall %}{{ f(3) }}", "12<s>3"},
+    {"{{ [1] }}", "!list instead of int"}, {"{{ '%s'|format(1, 2) }}", "!too many"},
+    {"{{ '{}'.format() }}", "!{} alone, with a value for each"}, {"{{ '%d'|format(1) }}", "!alone"},
+    {"{{ '%%%s'|format(1) }}", "!%s alone"}, {"{{ '{0}'.format(1) }}", "!{} alone"},
+    {"\n\n{{ x.y }}", "!line 3: 'x' is undefined"}, {"\n{{ 'a'\n.split(\n'') }}", "!line 3:"},
+    {"\n{{\n'a'|tojson(\n1\n) }}", "!line 3: tojson"}, {"{{ 1\n+\n'' }}", "!line 2: int"},
+    {"{{ 1\nis odd }}", "!line 2:"}, {"\n{{ range(0,\n1, '') }}", "!line 2:"},
+    {"\n{% macro f(a) %}{% endmacro %}\n{{ f(1,\n2) }}", "!line 3: 'f' takes"},
+    {"{{ 1 }}\n{% break %}\n\n", "!line 2: break outside"}, {"{% if 0 %}{{ 2 3", "!d 3"},
+    {"a\n{% if 1 %}\n{% no %}{% endif %}", "!line 3: unexpected no %}"},
+    {"{% if 0 %}{% elif\nx ? 1 %}{% endif %}", "!line 2: unexpected ? 1 %}"},
+    {"{% for a in b c %}{% endfor %}", "!unexpected c %}"}, {"{{ 'a' + 1 }}", "!str + int"},
+    {"{% macro f(\na=?) %}{% endmacro %}\n{{ f() }}", "!line 2: unexpected ?"},
+    {"{% if 0 %}{% no %}{% endfor %}", "!ted endf"}, {"{% get %}", "!unexpected get"},
+    {"{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
+    {"a{# b", "!unexpected {# b"}, {"{% raw %}a", "!unexpected"}, {"{{ 2 ** 3 }}", "!int ** int"},
+    {"{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
+    {"{{ 1 in 'abc' }}", "!int in str"}, {"{{ '\\x41' }}", "!unexpected \\x41"},
+    {"{{ 'a'.rsplit('b') }}", "!'rsplit' is undefined"}, {"{{ 1 is odd }}", "!no test 'odd'"},
+    {"{% set x.y = 1 %}", "!'x' is undefined"}, {"{{ 'a'.split(5) }}", "!int instead of str"},
+    {"{{ {}|tojson(sort_keys=true) }}", "!'tojson' takes no argument 'sort_keys'"},
+    {"{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "!'m' takes not so many"},
+    {"{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "!'m' takes no argument 'b'"},
+    {"{{ 'a'|title(t='b') }}", "!'title' takes no argument 't'"},
+    {"{{ 'a'|upper(true) }}", "!'upper' takes not so many"},
+    {"{{ 'é'|tojson(ensure_ascii=true) }}", "!ensure_ascii"},
+    {"{% for i in [1] %}{{ loop.depth }}{% endfor %}", "!'depth' is undefined"},
+    {"{{ 'a'.split('b', 'c') }}", "!str instead of int"},
+    {"{{ {}|dictsort(by='k') }}", "!'dictsort' takes no argument 'by'"},
+    {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
+    {"{% set s = 'a' * 99999 %}"
+     "{% for i in range(400) %}{{ 'b' in s }}{% endfor %}{% for i in range(99999) %}"
+     "{% for j in range(999) %}{{ 1 in [] }}{% endfor %}{% endfor %}", "!too many steps"},
+    {"{% set s = ' ' * 1000000 %}{% for i in range(99999) %}{{ s|trim }}{% endfor %}", "!steps"},
+    {"{% set s = 'a' * 1000000 %}{% set b = s[:500000] ~ 'b' %}"
      "{% for i in range(99999) %}{{ b in s }}{% endfor %}", "!too many steps"},
-    {"a long key", "{% set d = {'a' * 1000000: 1} %}{% set b = 'a' * 1000000 %}"
+    {"{% set d = {'a' * 1000000: 1} %}{% set b = 'a' * 1000000 %}"
      "{% for i in range(99999) %}{{ b in d }}{% endfor %}", "!too many steps"},
-    {"too large", "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s * 9 %}"
-     "{% endfor %}", "!too much memory"},
+    {"{% set n = namespace(s='a') %}"
+     "{% for i in range(99) %}{% set n.s = n.s * 9 %}{% endfor %}", "!too much memory"},
 };
 
 static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
@@ -2239,12 +2185,11 @@ static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 
 static void test_chat_templates(void) {
     setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
-        Str text = {TEMPLATES[i].text, strlen(TEMPLATES[i].text)};
-        const char *want = TEMPLATES[i].want;
-        if (test.quick && !strncmp(TEMPLATES[i].what, "a long", 6)) continue;
+        const char *text = TEMPLATES[i].text, *want = TEMPLATES[i].want;
+        if (test.quick && strstr(text, "1000000")) continue;   // slow
         Rendered r;
         Error e = {""};
-        bool ok = template_render(text, TALK, 4, (Str){"<s>", 3}, (Str){"</s>", 4}, -1, &r, &e);
+        bool ok = template_render(str(text), TALK, 4, str("<s>"), str("</s>"), -1, &r, &e);
         char *got = need(5 * r.n + 8), *end = got;
         for (size_t k = 0; k <= r.n; k++) {
             bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
@@ -2252,18 +2197,18 @@ static void test_chat_templates(void) {
             if (k < r.n) *end++ = r.text[k];
         }
         bool right = *want == '!' ? !ok && strstr(e.text, want + 1) : ok && !strcmp(got, want);
-        CHECK(right, "%s: %s%s", TEMPLATES[i].what, got, e.text);
+        CHECK(right, "%s: %s%s", text, got, e.text);
         rendered_free(&r);
     }
     unsetenv("SOURCE_DATE_EPOCH");
 }
 
-static bool take_any(void *ctx, int32_t id) { return (void)ctx, id >= 0; }
+static bool take_any(void *ctx, int32_t id) { return id >= 0; }
 
 // Each allocation on the way from a file to its first words fails once. Each time one line says so,
 // and nothing is left behind.
 static void test_allocations(void) {
-    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 1, NULL}};   // it is copied
+    Writer w = {.spoil = {NULL, TYPE, "output_norm.weight", QUANT_F16, 1}};   // it is copied
     put_model(&w, &(Shape){"qwen3next", 2, "dDakxsS", DELTA_KEYS EXPERT_KEYS});
     key_vocab(&w, "gpt2", NULL, "a,b,ab", "a b");
     const char *path = scratch("way.gguf");
@@ -2356,19 +2301,17 @@ static void test_cli_refusals(void) {
         {2, "", "MODEL"}, {2, "$S", "PROMPT.*-f -"}, {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"}, {2, "$S -f x --tokens 1", "prompts"},
         {2, "$S one --ppl x", "prompts"}, {1, "$S hi --keep 2147483647", "2147483647 pinned"},
-        {2, "$S one two three", "prompts"}, {2, "$S --tokens 1,x", "x"},
+        {2, "$S one two three", "prompts"}, {2, "$S --tokens 1,x", "x"}, {1, "$S -i", "template"},
         {2, "$S --tokens ''", "--tokens"}, {2, "$S --tokens 9999999999", "to 2147483647"},
-        {2, "$S -i --tokens 1", "-i"},
-        {2, "$S --bench 16", "--bench"}, {2, "$S hi --gpu fast", "fast"},
-        {2, "$S --bench 16,0", "16,0"}, {1, "nowhere.gguf hi", "nowhere.gguf"},
-        {1, "golden hi", "not a regular file"}, {1, "/dev/null hi", "not a regular file"},
-        {1, "golden/story.txt hi", "not a GGUF file"}, {1, "$S -f nowhere.txt", "nowhere.txt"},
-        {1, "$S -f golden", "golden"}, {1, "$S \"$(printf 'ab\\377')\"", "byte 2"},
-        {1, "$S \"$(printf '\\355\\240\\200')\"", "byte 0"}, {1, "$S --tokens 1,2048", "2048"},
-        {1, "$S --ppl nowhere.txt", "nowhere.txt"},
-        {1, "$S --ppl golden/tok/bpe.tsv -c 4096", "4096"},
-        {1, "$S hi --logits nowhere/x", "nowhere/x"}, {1, "$S -i", "template"},
-        {1, "$G/llama.gguf hi", "tokenizer"}, {1, "$G/bert.gguf hi", "--embed"},
+        {2, "$S -i --tokens 1", "-i"}, {2, "$S --bench 16", "--bench"},
+        {2, "$S hi --gpu fast", "fast"}, {2, "$S --bench 16,0", "16,0"},
+        {1, "nowhere.gguf hi", "nowhere.gguf"}, {1, "golden hi", "not a regular file"},
+        {1, "/dev/null hi", "not a regular file"}, {1, "golden/story.txt hi", "not a GGUF file"},
+        {1, "$S -f nowhere.txt", "nowhere.txt"}, {1, "$S -f golden", "golden"},
+        {1, "$S \"$(printf 'ab\\377')\"", "byte 2"}, {1, "$S --tokens 1,2048", "2048"},
+        {1, "$S \"$(printf '\\355\\240\\200')\"", "byte 0"}, {1, "$G/llama.gguf hi", "tokenizer"},
+        {1, "$S --ppl nowhere.txt", "nowhere.txt"}, {1, "$S hi --logits nowhere/x", "nowhere/x"},
+        {1, "$S --ppl golden/tok/bpe.tsv -c 4096", "4096"}, {1, "$G/bert.gguf hi", "--embed"},
         {1, "golden/tok/spm.gguf hi", "no tensors"},
         {1, "$D/rules.gguf hi", "'ours' is unknown.*--tokens"},
     };
@@ -2446,8 +2389,7 @@ static void test_cli_completion(void) {
     shell("llm $S 'Once upon a time' -n 20");   // the seed comes from the clock
     CHECK(strcmp(cli.out, first), "no --seed, and the same text");
     check_llm("llm $S Once -n 2 -c 2000", 0, "", "^note: -c 2000 .* 1024\nprefill .*\n$");
-    check_llm("llm $S 'Once upon a time' -n 2 -c 3", 0, "",
-              "^note: .* 2 tokens .*-c 5 .*\nprefill .*\n$");
+    check_llm("llm $S 'Once upon a time' -n 2 -c 3", 0, "", "^note: .* 2 tokens .*-c 5.*\nprefill");
     check_llm("printf 'a\\000b' | llm $S -f - -n 0 | tr '\\000' 0", 0, "^a0b\n$", "");
     check_llm("llm $S Once -n 5 >/dev/full", 1, "^$", "standard output");
 }
@@ -2455,21 +2397,15 @@ static void test_cli_completion(void) {
 // a model without a vocabulary, which prints ids
 static void write_ids(Writer *w, const char *name, const char *keys) {
     test.seed = 1;
-    put_model(w, &(Shape){"llama", 2, "", keys});
-    key_text(w, "tokenizer.ggml.model", "none");
-    write_gguf(w, scratch(name));
+    write_model(w, &(Shape){"llama", 2, "", keys}, scratch(name));
 }
 
 // what a file asks for stands behind the user's options; what the engine does not use is said
 static void test_cli_wishes(void) {
     static const char *const command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5%s";
     Writer made = {0}, mute = {0}, plain = {0}, odd = {0}, ranks = {0};
-    key_float(&made, "general.sampling.temp", 3);
-    key_int(&made, "general.sampling.top_k", 9);
-    key_float(&made, "general.sampling.top_p", 0.9f);
-    key_float(&made, "general.sampling.min_p", 0.02f);
-    key_float(&made, "general.sampling.penalty_repeat", 1.5f);
-    key_int(&made, "general.sampling.penalty_last_n", 7);
+    put_keys(&made, "general.sampling",
+             "temp=3. top_k=9 top_p=0.9 min_p=0.02 penalty_repeat=1.5 penalty_last_n=7");
     write_ids(&made, "made.gguf", "");
     write_ids(&plain, "plain.gguf", "");
     check_llm(text_of(command, "made.gguf", ""), 0, "^[0-9]+( [0-9]+){29}\n$", "^prefill");
@@ -2484,7 +2420,6 @@ static void test_cli_wishes(void) {
     shell(text_of(command, "made.gguf", " --temp 0 --repeat-penalty 1"));
     CHECK(!strcmp(got, cli.out), "the user's options do not win: '%s'", cli.out);
     check_llm("llm $D/made.gguf --info", 0, "general.sampling.temp = 3\n", "^$");
-
     int32_t never[] = {atoi(got), -1, 64};   // the first id, and two that are none
     key_array(&mute, "tokenizer.ggml.suppress_tokens", GGUF_I32, 3, never, sizeof never);
     write_ids(&mute, "mute.gguf", "");
@@ -2493,7 +2428,7 @@ static void test_cli_wishes(void) {
         CHECK(cli.status == 0 && !strstr(text_of(" %s", cli.out), text_of(" %d ", never[0])),
               "%d is said: '%s'", never[0], cli.out);
     }
-    key_float(&odd, "general.sampling.xtc_threshold", 0.5f);
+    put_keys(&odd, "general.sampling", "xtc_threshold=0.5");
     write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 expert_shared_count=0 other=1");
     check_llm("llm $D/odd.gguf --tokens 1 -n 1", 0, "", "^note: key general.sampling.xtc_threshold "
               "is not used\nnote: key llama.rope.scaling.odd is not used\nprefill");
@@ -2502,8 +2437,7 @@ static void test_cli_wishes(void) {
               "^note: key llama.attention.odd is not used\nprefill");
     check_refusal(1, "$D/ranks.gguf --tokens 1 --embed", "pooling_type 4");
     random_model(&(Shape){"nomic-bert", 1, "nfEN", "context_length=3"});
-    check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "",
-              "^note: .* 4 .* context of 3\n");
+    check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "", "^note: .* 4 .*context of 3\n");
 }
 
 // perplexity as llama-perplexity has it; a mean of an encoder's rows as llama.cpp's, signs and all
@@ -2523,7 +2457,6 @@ static void test_cli_numbers(void) {
     for (int i = 0; i < 64; i++, cli.out = end)
         worst = fmax(worst, fabs(strtod(cli.out, &end) - g.want[i] / length));
     CHECK(worst < 1e-3, "--embed is off by %.1e", worst);
-
     Shape shape = {"gemma-embedding", 1, "tkTI", WINDOW_KEYS "pooling_type=3"};
     const Model *m = random_model(&shape);
     float row[3 * WIDTH], y[40], z[24], w[40];
@@ -2540,10 +2473,9 @@ static void test_cli_numbers(void) {
     }
 }
 
-// A model that says the same again and again: after a word of `chain` comes the next one, whatever
-// stood before. Embedding and output are one-hot, and the layer between them adds nothing. Tokens
-// are the ASCII characters and some words; there are rows for more, the last of which is called
-// `nobody` here. <think> and </think> are of the type `thoughts`.
+// A model that repeats itself: after a word of `chain` comes the next one, whatever stood before.
+// Embedding and output are one-hot, and the layer between adds nothing. Tokens are the ASCII
+// characters and some words; the last row is `nobody`. <think> and </think> are of type `thoughts`.
 static void write_scripted(const char *template, const char *chain, int thoughts) {
     enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
     static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
@@ -2692,8 +2624,7 @@ static const char *on_terminal(const char *command, int columns, const char *con
     FILE *child = popen(text_of(start, command, tty, tty, tty), "r");
     REQUIRE(child, "no shell");
     for (; *typed; typed += 2) {
-        bool asked = wait_for(master, seen, *typed);
-        if (!CHECK(asked, "%s: '%s', not '%s'", command, seen, *typed)) break;
+        if (!CHECK(wait_for(master, seen, *typed), "%s: %s, not %s", command, seen, *typed)) break;
         CHECK(write(master, typed[1], strlen(typed[1])) > 0, "nothing can be typed");
     }
     wait_for(master, seen, NULL);
@@ -2804,7 +2735,6 @@ static void test_cli_interrupt(void) {
 #define REAL_GPU
 #endif
 #if defined(LLM_METAL) || defined(LLM_CUDA)
-#pragma GCC diagnostic ignored "-Wunused-parameter"   // of PLACE, of methods, of kernels' tests
 enum { PAGE = 16384 };
 
 // n bytes in whole pages, with nothing mapped behind: whoever reads on is stopped
@@ -2903,11 +2833,10 @@ static struct {
 #define GROUP emu.group[emu.now / SIMD]
 #define LANE (emu.now % SIMD)
 
-__attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(const char *format, ...)
-{
+__attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(const char *text, ...) {
     va_list v;
-    va_start(v, format);
-    vsnprintf(emu.error, sizeof emu.error, format, v);
+    va_start(v, text);
+    vsnprintf(emu.error, sizeof emu.error, text, v);
     va_end(v);
     TSAN(__tsan_switch_to_fiber(emu.host_fiber, __tsan_switch_to_fiber_no_sync);)
     emu_go(emu.host);
@@ -3089,9 +3018,8 @@ HIDDEN static void emu_threadgroup(void) {
     if (!emu_stay(emu.host)) emu_enter(&EMU(emu.now));
 }
 
-// Runs a grid: soft_kernel is called once a thread, with emu.tg and emu.now saying which. Returns
-// what went wrong, or NULL. Threadgroup memory is all NaN and marked undefined, and so is what
-// stands behind it, which must stay so.
+// Runs a grid: soft_kernel once a thread, emu.tg and emu.now say which. Returns what went wrong, or
+// NULL. Threadgroup memory is NaN and undefined; what stands behind it is NaN, and must stay so.
 HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void *argument) {
     long shift = emu_random(), step = groups % 7919 ? 7919 : 1;   // a prime: visits each once
     uint8_t *all = memset(malloc(groups * (bytes + BEHIND)), 0xfe, groups * (bytes + BEHIND));
@@ -3121,10 +3049,7 @@ HIDDEN static const char *emu_run(int groups, int threads, size_t bytes, void *a
 // ---- the Metal library ----
 
 typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef _Float16 half;
+typedef _Float16 half;   // libc has ushort, uint, ulong
 typedef half half4 __attribute__((vector_size(8)));
 typedef float float2 __attribute__((vector_size(8)));
 typedef float float4 __attribute__((vector_size(16)));
@@ -3178,26 +3103,18 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define delta_conv metal_delta_conv
 #define delta_rule metal_delta_rule
 #include "kernels.metal"
-#undef attention
 #undef norm
 #undef rope
-#undef choose_experts
 #undef latent_row
-#undef sort_choices
-#undef delta_conv
-#undef delta_rule
 #undef kernel
 #undef device
 #undef constant
-#undef threadgroup
-#undef thread
 
 // ---- the software Metal device ----
 //
-// Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data.
-// The source text is searched for [[attributes]], which are to have one order; compiled kernels
-// are found by name in this program (link with -rdynamic). The generic call passes one word a
-// parameter: right on x86-64 and arm64 Linux.
+// Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data. The
+// order of [[attributes]] is read in the source; compiled kernels are found by name in this program
+// (link with -rdynamic). The call passes one word a parameter: right on x86-64 and arm64 Linux.
 
 enum { BINDINGS = 31, PARAMS = 24, PLACES = 6 };
 static const char *const soft_places[PLACES] = {   // behind a kernel's buffers, as PLACE has them
@@ -3246,10 +3163,7 @@ __attribute__((format(printf, 1, 2))) static void soft_fault(const char *format,
     va_end(v);
     soft.faults++;
 }
-
-static bool soft_breaks(const char *method) {
-    return soft.broken && !strcmp(soft.broken, method);
-}
+static bool soft_breaks(const char *method) { return soft.broken && !strcmp(soft.broken, method); }
 
 static SoftObject *soft_new(const SoftClass *c) {
     SoftObject *o = calloc(1, sizeof *o);
@@ -3259,11 +3173,7 @@ static SoftObject *soft_new(const SoftClass *c) {
     soft.live++;
     return o;
 }
-
-static SoftObject *soft_retain(SoftObject *o) {
-    o->refs++;
-    return o;
-}
+static SoftObject *soft_retain(SoftObject *o) { return o->refs++, o; }
 
 static void soft_release(SoftObject *o) {
     if (!o || --o->refs) return;
@@ -3291,7 +3201,6 @@ void *objc_autoreleasePoolPush(void) {
     pooled[n_pooled] = NULL;
     return &pooled[n_pooled++];
 }
-
 void objc_autoreleasePoolPop(void *pool) {
     soft.pools--;
     while (&pooled[n_pooled] != pool) soft_release(pooled[--n_pooled]);
@@ -3498,61 +3407,57 @@ M(void, wait_completed) {
 
 // Apple's prototypes; NSObject's are every object's. A function of another type does not compile;
 // the casts of metal.c are compared with these strings by check_complete.
-#define METHOD(of, name, R, types, code) \
-    {&of, name, #R " " #types, (void *)_Generic(soft_##code, R(*) types: soft_##code)},
+#define METHOD(of, name, R, code, ...) \
+    {&of, name, #R " (id, SEL" __VA_OPT__(", ") #__VA_ARGS__ ")", \
+     (void *)_Generic(soft_##code, R(*)(id, SEL, ##__VA_ARGS__): soft_##code)},
 static const struct { const SoftClass *of; const char *name, *type; void *code; } soft_methods[] = {
-    METHOD(NSObject, "retain", id, (id, SEL), object_retain)
-    METHOD(NSObject, "release", void, (id, SEL), object_release)
-    METHOD(NSString, "stringWithUTF8String:", id, (id, SEL, const char *), string_with)
-    METHOD(NSString, "UTF8String", const char *, (id, SEL), utf8)
-    METHOD(NSError, "localizedDescription", id, (id, SEL), description)
-    METHOD(NSArray, "count", size_t, (id, SEL), count)
-    METHOD(NSArray, "objectAtIndex:", id, (id, SEL, size_t), object_at)
-    METHOD(MTLCompileOptions, "new", id, (id, SEL), class_new)
-    METHOD(MTLCompileOptions, "setFastMathEnabled:", void, (id, SEL, bool), set_fast)
-    METHOD(MTLFunctionConstantValues, "new", id, (id, SEL), class_new)
-    METHOD(MTLFunctionConstantValues, "setConstantValue:type:atIndex:", void,
-           (id, SEL, const void *, size_t, size_t), set_constant)
-    METHOD(MTLDevice, "newCommandQueue", id, (id, SEL), new_queue)
-    METHOD(MTLDevice, "maxBufferLength", size_t, (id, SEL), max_length)
-    METHOD(MTLDevice, "newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *),
-           new_library)
-    METHOD(MTLDevice, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *),
-           new_pipeline)
+    METHOD(NSObject, "retain", id, object_retain)
+    METHOD(NSObject, "release", void, object_release)
+    METHOD(NSString, "stringWithUTF8String:", id, string_with, const char *)
+    METHOD(NSString, "UTF8String", const char *, utf8)
+    METHOD(NSError, "localizedDescription", id, description)
+    METHOD(NSArray, "count", size_t, count)
+    METHOD(NSArray, "objectAtIndex:", id, object_at, size_t)
+    METHOD(MTLCompileOptions, "new", id, class_new)
+    METHOD(MTLCompileOptions, "setFastMathEnabled:", void, set_fast, bool)
+    METHOD(MTLFunctionConstantValues, "new", id, class_new)
+    METHOD(MTLFunctionConstantValues, "setConstantValue:type:atIndex:", void, set_constant,
+           const void *, size_t, size_t)
+    METHOD(MTLDevice, "newCommandQueue", id, new_queue)
+    METHOD(MTLDevice, "maxBufferLength", size_t, max_length)
+    METHOD(MTLDevice, "newLibraryWithSource:options:error:", id, new_library, id, id, id *)
+    METHOD(MTLDevice, "newComputePipelineStateWithFunction:error:", id, new_pipeline, id, id *)
     METHOD(MTLDevice, "newBufferWithBytesNoCopy:length:options:deallocator:", id,
-           (id, SEL, void *, size_t, size_t, id), new_buffer_no_copy)
-    METHOD(MTLLibrary, "newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *),
-           new_function)
-    METHOD(MTLComputePipelineState, "threadExecutionWidth", size_t, (id, SEL), width)
-    METHOD(MTLComputePipelineState, "maxTotalThreadsPerThreadgroup", size_t, (id, SEL), max_threads)
-    METHOD(MTLCommandQueue, "commandBuffer", id, (id, SEL), new_commands)
-    METHOD(MTLCommandBuffer, "computeCommandEncoder", id, (id, SEL), new_encoder)
-    METHOD(MTLCommandBuffer, "commit", void, (id, SEL), commit)
-    METHOD(MTLCommandBuffer, "waitUntilCompleted", void, (id, SEL), wait_completed)
-    METHOD(MTLCommandBuffer, "status", size_t, (id, SEL), get_status)
-    METHOD(MTLCommandBuffer, "error", id, (id, SEL), get_error)
-    METHOD(MTLComputeCommandEncoder, "setComputePipelineState:", void, (id, SEL, id), set_pipeline)
-    METHOD(MTLComputeCommandEncoder, "setBuffer:offset:atIndex:", void,
-           (id, SEL, id, size_t, size_t), set_buffer)
-    METHOD(MTLComputeCommandEncoder, "setBytes:length:atIndex:", void,
-           (id, SEL, const void *, size_t, size_t), set_bytes)
-    METHOD(MTLComputeCommandEncoder, "setThreadgroupMemoryLength:atIndex:", void,
-           (id, SEL, size_t, size_t), set_shared)
-    METHOD(MTLComputeCommandEncoder, "dispatchThreadgroups:threadsPerThreadgroup:", void,
-           (id, SEL, MTLSize, MTLSize), dispatch)
-    METHOD(MTLComputeCommandEncoder, "endEncoding", void, (id, SEL), end_encoding)
-    METHOD(MTLCommandBuffer, "blitCommandEncoder", id, (id, SEL), new_blit)
-    METHOD(MTLBlitCommandEncoder, "endEncoding", void, (id, SEL), end_encoding)
-    METHOD(MTLBlitCommandEncoder,
-           "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:", void,
-           (id, SEL, id, size_t, id, size_t, size_t), copy)
+           new_buffer_no_copy, void *, size_t, size_t, id)
+    METHOD(MTLLibrary, "newFunctionWithName:constantValues:error:", id, new_function, id, id, id *)
+    METHOD(MTLComputePipelineState, "threadExecutionWidth", size_t, width)
+    METHOD(MTLComputePipelineState, "maxTotalThreadsPerThreadgroup", size_t, max_threads)
+    METHOD(MTLCommandQueue, "commandBuffer", id, new_commands)
+    METHOD(MTLCommandBuffer, "computeCommandEncoder", id, new_encoder)
+    METHOD(MTLCommandBuffer, "commit", void, commit)
+    METHOD(MTLCommandBuffer, "waitUntilCompleted", void, wait_completed)
+    METHOD(MTLCommandBuffer, "status", size_t, get_status)
+    METHOD(MTLCommandBuffer, "error", id, get_error)
+    METHOD(MTLComputeCommandEncoder, "setComputePipelineState:", void, set_pipeline, id)
+    METHOD(MTLComputeCommandEncoder, "setBuffer:offset:atIndex:", void, set_buffer, id, size_t,
+           size_t)
+    METHOD(MTLComputeCommandEncoder, "setBytes:length:atIndex:", void, set_bytes, const void *,
+           size_t, size_t)
+    METHOD(MTLComputeCommandEncoder, "setThreadgroupMemoryLength:atIndex:", void, set_shared,
+           size_t, size_t)
+    METHOD(MTLComputeCommandEncoder, "dispatchThreadgroups:threadsPerThreadgroup:", void, dispatch,
+           MTLSize, MTLSize)
+    METHOD(MTLComputeCommandEncoder, "endEncoding", void, end_encoding)
+    METHOD(MTLCommandBuffer, "blitCommandEncoder", id, new_blit)
+    METHOD(MTLBlitCommandEncoder, "endEncoding", void, end_encoding)
+    METHOD(MTLBlitCommandEncoder, "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:",
+           void, copy, id, size_t, id, size_t, size_t)
 };
 
 id MTLCreateSystemDefaultDevice(void) {
     bool none = soft_breaks("MTLCreateSystemDefaultDevice") || soft_breaks("MTLCopyAllDevices");
     return none ? NULL : soft_new(&MTLDevice);
 }
-
 id MTLCopyAllDevices(void) {
     SoftObject *o = soft_new(&NSArray);
     if (!soft_breaks("MTLCopyAllDevices")) o->a = soft_new(&MTLDevice);
@@ -3625,7 +3530,6 @@ static int mute(int stream) {
     close(fd);
     return old;
 }
-
 static const char *unmute(int stream, int old) {
     fflush(stdout);
     dup2(old, stream);
@@ -3634,7 +3538,7 @@ static const char *unmute(int stream, int old) {
 }
 
 // w x for n tokens, by the plain engine, of the weights as floats
-static float *reference_product(const RandomMatrix *w, const float *x, int n) {
+static float *product_of(const RandomMatrix *w, const float *x, int n) {
     float *out = need(n * w->m.rows * sizeof *out);
     Matrix m = w->m;
     m.type = QUANT_F32;
@@ -3660,15 +3564,12 @@ static Gpu *lab_open(void) {
     g->pool = pool_open(RECORDER ? 1 : count_cpus());
     return g;
 }
-
 static void lab_close(Gpu *g) {
     pool_close(g->pool);
     gpu_close(&(Session){.gpu = g});
 }
 
-static Lab lab(Gpu *g) {
-    return (Lab){.g = g, .m.config = {.eps = 1e-5f, .residual_scale = 1}};
-}
+static Lab lab(Gpu *g) { return (Lab){.g = g, .m.config = {.eps = 1e-5f, .residual_scale = 1}}; }
 
 static void *lab_bytes(Gpu *g, size_t n) {
     char *p = guarded(n);
@@ -3702,12 +3603,10 @@ static int times_run(const char *kernel) {   // since the recorder was reset
 }
 
 static char kernels_run[1000];   // names of those that a Lab has run, each between blanks
-
 static void lab_end(Lab *x, const char *what) {
     for (int i = 0; i < x->g->n_shared; i++)
         device_fetch(x->g, x->g->shared[i].base, x->g->shared[i].size);
-    bool ok = device_wait(x->g);
-    LAB_CHECK(ok, "%s: %s", what, x->g->why);
+    LAB_CHECK(device_wait(x->g), "%s: %s", what, x->g->why);
     x->g->why[0] = 0;
     for (int r = 0; r < soft.n_run; r++) {
         const char *name = text_of(" %s ", soft.run[r].kernel);
@@ -3720,8 +3619,7 @@ static void lab_tile(const char *what, int tile, bool int8, bool experts) {
     for (int r = 0; r < soft.n_run; r++) {
         const int *constant = soft.run[r].constant;
         if (strcmp(soft.run[r].kernel, "gemm") || experts != !!constant[C_EXPERTS]) continue;
-        bool right = constant[C_TILE_TOKENS] == tile && constant[C_INT8] == int8;
-        LAB_CHECK(right, "%s: another tile", what);
+        LAB_CHECK(constant[C_TILE_TOKENS] == tile && constant[C_INT8] == int8, "%s: tile", what);
     }
 }
 
@@ -3760,8 +3658,7 @@ static void lab_rehearse(Gpu *g, void (*fn)(Gpu *g, int type), int type) {
 }
 #endif
 
-// the error on average, as a share of what is wanted on average; a single one may be three times
-// that; type -1: none
+// the average error, as a share of what is wanted; a single one may be thrice that; type -1: none
 static void lab_compare(const char *name, int type, const float *got, const float *want, size_t n,
                         double limit) {
     double size = sqrt(squares(want, n) / n) + 1e-30, average = sqrt(nmse(got, want, n)), most = 0;
@@ -3814,9 +3711,8 @@ static void kernel_embed(Gpu *g, int type) {
 
 enum { CODES = -1 };   // a tile of gemm, of integers
 
-// The product of n tokens, in such tiles: three matrices with bias and scale; one with residual and
-// soft cap; gate and up, of which gemm gets the gate as it is; one with an activation. gemv norms
-// its input.
+// The product of n tokens: three matrices with bias and scale; one with residual and soft cap; gate
+// and up, of which gemm gets the gate as it is; one with an activation. gemv norms its input.
 static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     bool int8 = tile == CODES, one = n == 1, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
@@ -3845,7 +3741,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
         m[i] = &w[i].m;
         y[i] = lab_floats(g, n * rows[i], 9);
         if (!one && !int8) round_weights(&w[i]);
-        v[i] = reference_product(&w[i], normed, n);
+        v[i] = product_of(&w[i], normed, n);
         for (int j = 0; j < n * rows[i]; j++) v[i][j] *= factor;
     }
     if (add) cap = sqrt(squares(v[0], n * rows[0]) / (n * rows[0]));   // neither idle nor a step
@@ -3892,15 +3788,13 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
                   .ffn_norm = lab_norm(g, dim, 0)};
     x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
                     .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff, 1)};
-    float *sum = reference_product(&o, x.s.att, 1);
+    float *sum = product_of(&o, x.s.att, 1);
     add_scaled(sum, x.s.x, dim, 1);
     norm(normed, sum, dim, &x.w.ffn_norm, NORM_RMS, 1e-5f);
-    activate(h, reference_product(&gate, normed, 1), reference_product(&up, normed, 1), ff,
-             ACT_SILU);
-    float *want = reference_product(&down, h, 1);
+    activate(h, product_of(&gate, normed, 1), product_of(&up, normed, 1), ff, ACT_SILU);
+    float *want = product_of(&down, h, 1);
     add_scaled(want, sum, dim, 1);
-    bool fits = run_block(lab_begin(&x), &x.w);
-    LAB_CHECK(fits, "ffn_block does not take dim %d", dim);
+    LAB_CHECK(run_block(lab_begin(&x), &x.w), "ffn_block does not take dim %d", dim);
     lab_end(&x, "ffn_block");
     lab_compare("ffn_block", type, x.s.x, want, dim, 1e-5);
 }
@@ -3933,10 +3827,9 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
     x->m.config = (Config){
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
-        .qk_norm_late = strchr(t->what, 'l'),
+        .qk_norm_late = strchr(t->what, 'l'), .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
         .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .sharpen_length = 8,
-        .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
                    .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
@@ -3952,8 +3845,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     x->s = (Session){.pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
                      .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
-                     .z = lab_floats(g, n * H * hd, 1),
-                     .angles = {lab_floats(g, n * t->n_rot, 1)}};
+                     .z = lab_floats(g, n * H * hd, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
     g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
 }
 
@@ -4025,7 +3917,6 @@ static void kernel_norms(Gpu *g, int unused) {
 }
 
 static void close_pool(void *p) { pool_close(p); }
-
 // runs an op of llm.c on buffers of a Lab, without threads
 static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     Model *m = memcpy(need(sizeof *m), &x->m, sizeof *m);
@@ -4062,9 +3953,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     if (shared && weighed) x.w.shared_router = floats.shared_router = matrix_rows(router.m, E, 1);
     for (int i = 0; i < 3 + 3 * shared; i++) {
         int many = i < 2 ? E * both : i == 2 ? E : 1;
-        w[i] = i == 1 && both > 1 ? w[0]
-               : lab_matrix(g, (i < 3) == (i % 3 != 1) ? type : other_format(type), many * ff,
-                            dim);
+        int format = (i < 3) == (i % 3 != 1) ? type : other_format(type);
+        w[i] = i == 1 && both > 1 ? w[0] : lab_matrix(g, format, many * ff, dim);
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
         if (n > 1) round_weights(&w[i]);
         for (int k = 0; k < 2; k++) {
@@ -4150,11 +4040,10 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                       {.conv = state, .state = state + n_conv}};
     x.s = (Session){.cache = &cache[0], .n = N, .normed = in, .out = need(4 * N * DIM),
                     .mix = lab_floats(g, (N + past) * channels, 1),
-                    .z = lab_floats(g, N * values, 1),
+                    .z = lab_floats(g, N * values, 1), .att = lab_floats(g, N * values, 1),
                     .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
                     .decay = lab_floats(g, N * d->n_value, 1),
-                    .write_gate = lab_floats(g, N * d->n_value, 1),
-                    .att = lab_floats(g, N * values, 1)};
+                    .write_gate = lab_floats(g, N * d->n_value, 1)};
     Session cpu = lab_cpu(&x, x.s, &x.w);
     cpu.pool->amx = false;   // keeps but 17 bits of activations that meet f16
     recurrent(&cpu);
@@ -4196,6 +4085,7 @@ static void check_complete(void) {
 }
 
 static void check_counters(void) {
+    clean_up();
     CHECK(!soft.live && !soft.pools && !soft.faults, "%d objects leak, %d pools are open, the API "
           "is misused %d times", soft.live, soft.pools, soft.faults);
 }
@@ -4313,8 +4203,7 @@ static void check_pass(const Session *s, Pass pass) {
     bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
     bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
-    CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer),
-          "%s: not each chunk ran on the GPU", c->name);
+    CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer), "%s: not each chunk", c->name);
     CHECK(token ? soft.commits == 1 : !deep || soft.commits > pass.chunks, "%s: %d commits",
           c->name, soft.commits);
     CHECK(times_run("ffn_block") == block * c->n_layer, "%s: --gpu block", c->name);
@@ -4347,8 +4236,7 @@ static int times_bound(const void *p) {
     return times;
 }
 
-// One token: each weight matrix is bound by one dispatch, which reads it once; so are K and V, or
-// a state.
+// One token: one dispatch binds each weight matrix, and reads it once; so with K, V, or a state.
 static void check_reads(const Session *s) {
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
@@ -4364,8 +4252,7 @@ static void check_reads(const Session *s) {
             // shared caches, values that begin keys, values that are keys
             bool shared = w->k_b.data || s->m->config.n_shared;
             bool more = i < n ? i < 3 && w->v.data == w->k.data : shared;
-            CHECK(!p || times == 1 || (more && times), "layer %d: operand %d is read %d times", l,
-                  i, times);
+            CHECK(!p || times == 1 || (more && times), "layer %d, %d: %d reads", l, i, times);
         }
     }
     bool once = !s->m->config.causal || times_bound(matrix_base(&s->m->output)) == 1;
@@ -4378,8 +4265,10 @@ static bool one_line(const char *said) {
 }
 
 // on the GPU if it takes the model, else with a line that says what is wrong
-static bool open_gpu(Session *s, const Model *m, Options o) {
+static Session *open_gpu(const Model *m, Options o) {
+    Session *s = need(sizeof *s);
     Error e = {{0}};
+    at_end(close_session, s);
     int old = mute(2);
     bool ok = session_open(s, m, o, &e);
     const char *said = unmute(2, old), *name = m->config.name;
@@ -4388,9 +4277,8 @@ static bool open_gpu(Session *s, const Model *m, Options o) {
     for (int l = 0; l < m->config.n_layer; l++)   // a warm-up leaves no trace
         for (int r = 0; r < s->cache[l].rows; r++)
             CHECK(s->cache[l].pos[r] == -1, "%s: row %d is taken", name, r);
-    bool clean = squares(s->recurrent, s->n_recurrent) == 0;
-    CHECK(clean, "%s: a state is not zero", name);
-    return s->gpu != NULL;
+    CHECK(squares(s->recurrent, s->n_recurrent) == 0, "%s: a state is not zero", name);
+    return s;
 }
 
 // A prompt in chunks, then token by token; then cut back and on again. An encoder: its whole text
@@ -4398,8 +4286,7 @@ static bool open_gpu(Session *s, const Model *m, Options o) {
 // may be; `near`: how far GPU and CPU may be from each other.
 static void compare_model(const Model *m, Options o, const int32_t *ids, int n, const float *golden,
                           double far, double near) {
-    Session s[2];
-    bool encoder = !m->config.causal;
+    bool encoder = !m->config.causal, opened = true;
     size_t V = m->config.encoder ? m->config.dim : m->config.n_vocab;
     const char *name = m->config.name;
     float *logits = need(2 * (n + 5) * V * sizeof *logits), *of[2] = {logits, logits + (n + 5) * V};
@@ -4407,18 +4294,19 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     int prompt = encoder ? n : n * 5 / 6, cut = n - 4;
     o.threads = 1;
     if (encoder) o.chunk = n;
-    bool opened = open_gpu(&s[0], m, o);
-    o.cpu = true;
-    open_gpu(&s[1], m, o);
     for (int cpu = 0; opened && cpu < 2; cpu++) {
-        eval_rows(&s[cpu], ids, prompt, 0, of[cpu]);
-        for (int i = prompt; i < n; i++) eval_rows(&s[cpu], ids, i + 1, i, of[cpu] + i * V);
-        if (encoder) eval_rows(&s[cpu], ids, 1, 0, of[cpu] + n * V);
-        if (!cpu && s[0].gpu && !o.gpu_block && RECORDER) check_reads(&s[0]);
-        eval_rows(&s[cpu], ids, cut, cut - 1, again[cpu]);
-        eval_rows(&s[cpu], ids, n, n - 2, again[cpu] + V);
-        session_truncate(&s[cpu], 0);
-        eval_rows(&s[cpu], ids, prompt, prompt - 1, again[cpu] + 3 * V);
+        o.cpu = cpu;
+        Session *s = open_gpu(m, o);
+        opened = cpu || s->gpu;
+        eval_rows(s, ids, prompt, 0, of[cpu]);
+        for (int i = prompt; i < n; i++) eval_rows(s, ids, i + 1, i, of[cpu] + i * V);
+        if (encoder) eval_rows(s, ids, 1, 0, of[cpu] + n * V);
+        if (s->gpu && !o.gpu_block && RECORDER) check_reads(s);
+        eval_rows(s, ids, cut, cut - 1, again[cpu]);
+        eval_rows(s, ids, n, n - 2, again[cpu] + V);
+        session_truncate(s, 0);
+        eval_rows(s, ids, prompt, prompt - 1, again[cpu] + 3 * V);
+        session_close(s);
     }
     double d = nmse(of[0], of[1], (n + 1) * V), reused = nmse(again[0], again[1], 4 * V);
     double g = golden && opened ? golden_error(m, of[0], n, golden) : 0;
@@ -4426,8 +4314,6 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     CHECK(g <= far, "%s: %.1e from golden, limit %.0e", name, g, far);
     CHECK(reused <= 4 * near, "%s: with a prefix reused, they differ by %.1e", name, reused);
     CHECK(opened, "the GPU does not take %s of %d layers", name, m->config.n_layer);
-    session_close(&s[0]);
-    session_close(&s[1]);
 }
 
 // How many tokens there are before one for which two experts are nearly equal at the edge of the
@@ -4482,8 +4368,7 @@ static void test_metal_models(void) {
     check_counters();
 }
 
-// The models of SHAPES, with random weights: the GPU equals the CPU. The deep ones take several
-// command buffers.
+// The models of SHAPES: the GPU equals the CPU. The deep ones take several command buffers.
 static void test_metal_shapes(void) {
     enum { N = 20 };
     for (size_t i = 0; i < COUNT(SHAPES); i++) {
@@ -4526,8 +4411,7 @@ static const struct { const char *method, *says; int when; } FAILURES[] = {
     {"threadExecutionWidth", "SIMD-groups are not 32 wide", OPENING},
     {"maxTotalThreadsPerThreadgroup", "too few threads", OPENING},
     {"newBufferWithBytesNoCopy:length:options:deallocator:", "memory", OPENING},
-    {"maxBufferLength", "memory", OPENING},
-    {"commandBuffer", "no command encoder", ALWAYS},
+    {"maxBufferLength", "memory", OPENING}, {"commandBuffer", "no command encoder", ALWAYS},
     {"computeCommandEncoder", "no command encoder", ALWAYS},
     {"waitUntilCompleted", "the GPU stopped: it did not run", ALWAYS},
     {"status", "the GPU stopped: it did not run", ALWAYS},   // after states were written
@@ -4537,10 +4421,9 @@ static const struct { const char *method, *says; int when; } FAILURES[] = {
 enum { FAILING = 21 };   // tokens
 
 // The GPU fails at open (later < 0), or from one of these chunks and tokens of a text on.
-static void lab_failure(const Model *m, int which, int later, const int32_t *ids,
-                        const float *want) {
+static void lab_failure(const Model *m, int row, int later, const int32_t *ids, const float *want) {
     static const int ends[] = {9, 18, FAILING - 1, FAILING};
-    const char *method = FAILURES[which].method, *says = FAILURES[which].says;
+    const char *method = FAILURES[row].method, *says = FAILURES[row].says;
     size_t V = m->config.n_vocab;
     float *got = need(FAILING * V * sizeof *got);
     Session s;
@@ -4570,17 +4453,15 @@ static void lab_failure(const Model *m, int which, int later, const int32_t *ids
 static void check_cut(const Model *m) {
     static const int32_t ids[] = {1, 8, 15, 22, 29, 36, 43, 50, 57, 64, 71, 78};
     Options o = {.chunk = 9, .window = 64, .threads = 1};
-    Session s;
     soft.longest = 3 << 19;
-    open_gpu(&s, m, o);
-    for (size_t i = 0; s.gpu && i < m->gguf->n_tensors; i++) {
+    Gpu *g = open_gpu(m, o)->gpu;
+    for (size_t i = 0; g && i < m->gguf->n_tensors; i++) {
         const Tensor *t = &m->gguf->tensors[i];
-        const Shared *in = gpu_find(s.gpu, t->data);
+        const Shared *in = gpu_find(g, t->data);
         bool whole = (const char *)t->data + (size_t)tensor_bytes(t) <= in->base + in->size;
         CHECK(whole && in->size <= soft.longest, "%.*s is cut", STR_ARG(t->name));
     }
-    CHECK(s.gpu && ((Gpu *)s.gpu)->n_shared == 6, "it has not %d buffers", 6);
-    session_close(&s);
+    CHECK(g && g->n_shared == 6, "it has not %d buffers", 6);
     if (!test.quick) compare_model(m, o, ids, 12, NULL, 0, 1e-4);
     soft.longest = 0;
 }
@@ -4588,38 +4469,34 @@ static void check_cut(const Model *m) {
 // what measures the GPU's memory: copies of the first half of a buffer to the second
 static void check_rate(const Model *m) {
     enum { SIZE = 1 << 20 };
-    Session s;
-    open_gpu(&s, m, (Options){.threads = 1});
+    Session *s = open_gpu(m, (Options){.threads = 1});
     char *p = guarded(SIZE);
-    double first = gpu_rate(&s, p, SIZE);
+    double first = gpu_rate(s, p, SIZE);
     for (int i = 0; i < SIZE; i++) p[i] = i >> 12;
-    if (s.gpu) device_send(s.gpu, p, SIZE);
-    double rate = gpu_rate(&s, p, SIZE);
-    if (s.gpu) device_fetch(s.gpu, p, SIZE);
+    if (s->gpu) device_send(s->gpu, p, SIZE);
+    double rate = gpu_rate(s, p, SIZE);
+    if (s->gpu) device_fetch(s->gpu, p, SIZE);
     CHECK(first > 0 && rate > 0 && !memcmp(p, p + SIZE / 2, SIZE / 2), "%.3g bytes/s", rate);
-    session_close(&s);
+    session_close(s);
     unguard(p, SIZE);
 }
 
 // scratch for the slices of a long ring, that of the only layer
 static void check_parts(const Model *m) {
-    Session s;
     Model one = *m;
     const Layer *w = m->layers;
     one.config.n_layer = 1;
-    open_gpu(&s, &one, (Options){.chunk = 9, .window = 2000, .gpu_int8 = true});
-    int slices = attention_slices(s.cache[0].rows, attention_parts(w->n_head, w->n_kv));
-    long room = s.gpu ? ((Gpu *)s.gpu)->codes - ((Gpu *)s.gpu)->parts : 0;
+    Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000, .gpu_int8 = true});
+    int slices = attention_slices(s->cache[0].rows, attention_parts(w->n_head, w->n_kv));
+    long room = s->gpu ? ((Gpu *)s->gpu)->codes - ((Gpu *)s->gpu)->parts : 0;
     long extra = room - w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
-    session_close(&s);
+    session_close(s);
 }
 
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
-    static const float some_weight[1] = {1};
-    // sizes of heads and of the delta rule's keys; which of two layers (2: none) has a QK norm over
-    // all heads after RoPE
+    // sizes of heads, of delta keys; which of two layers (2: none) has a QK norm of all after RoPE
     static const struct { int hd, dk, late; const char *says; } lacks[] = {
         {80, 128, 2, NULL}, {256, 256, 2, NULL}, {82, 128, 2, "head size"},
         {580, 128, 2, "head size"}, {80, 257, 2, "head size"}, {80, 128, 0, "QK norm"},
@@ -4629,8 +4506,7 @@ static void test_metal_failures(void) {
     for (int k = 0; k < 2; k++) {
         float *want = logits_of(models[k], ids, FAILING, (Options){.threads = 1});
         for (size_t i = k ? COUNT(FAILURES) - 1 : 0; BREAKS && i < COUNT(FAILURES); i++) {
-            int when = FAILURES[i].when;
-            int end = when == OPENING ? 0 : 4;
+            int when = FAILURES[i].when, end = when == OPENING ? 0 : 4;
             for (int later = when == TOKEN ? 3 : -1; later < end; later += 1 + (test.quick > 1))
                 lab_failure(models[k], i, later, ids, want);
         }
@@ -4642,7 +4518,7 @@ static void test_metal_failures(void) {
         Model other = *m;
         Layer layers[3] = {{0}};
         other.config.qk_norm_late = true;
-        layers[lacks[i].late].q_norm.w = some_weight;
+        layers[lacks[i].late].q_norm.w = (float[]){1};
         for (int l = 0; l < 3; l++) layers[l].hd = layers[l].vd = lacks[i].hd;
         other.config.dk = lacks[i].dk;
         other.config.n_layer = 2;
@@ -4656,12 +4532,10 @@ static void test_metal_failures(void) {
 #ifdef LLM_CUDA
 // ---- how fast ----
 //
-// `make bench-cuda` calls metal.c's functions on so many operands in turn that the GPU's cache does
-// not hold them. A row has the best time of seven, and bytes of weights or of K and V a second, or
-// multiplications and additions.
+// `make bench-cuda` calls metal.c's functions on more operands in turn than fit the GPU's cache. A
+// row has the best time of seven, and a second's bytes of weights or K and V, or its operations.
 
 static const char *bench_only;   // rows with that in their names
-
 // a buffer that holds n bytes again and again
 static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
     char *p = lab_bytes(g, (bytes + 15) / 16 * 16);
@@ -4730,10 +4604,9 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int 
 }
 
 // attention of n tokens after `rows - n`; or, with a format (or -1), a layer of an 8B Llama
-static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int rows, int n,
-                            int type) {
+static void bench_attention(Gpu *g, const char *name, int H, int hd, int rows, int n, int type) {
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
-    double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * n_head * n * (rows - (n - 1) / 2.0);
+    double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * H * n * (rows - (n - 1) / 2.0);
     int32_t *pos = need(rows * sizeof *pos), now[NOW_SIZE] = {[NOW_POS] = rows - n};
     Cache c[COPIES];
     Layer w[COPIES];
@@ -4742,12 +4615,11 @@ static void bench_attention(Gpu *g, const char *name, int n_head, int hd, int ro
     for (int i = 0; i < rows; i++) pos[i] = i;
     x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D,
                           .rope = ROPE_HALVES, .causal = true};
-    x.w = (Layer){.n_head = n_head, .n_kv = KV, .hd = hd, .vd = hd, .n_rot = hd, .rotated = true,
-                  .ff = FF};
+    x.w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = hd, .n_rot = hd, .rotated = 1, .ff = FF};
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
-    x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * n_head * hd),
+    x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * H * hd),
                     .k = bench_floats(g, n * KV * hd), .v = bench_floats(g, n * KV * hd),
-                    .att = bench_floats(g, n * n_head * hd), .x = bench_floats(g, D),
+                    .att = bench_floats(g, n * H * hd), .x = bench_floats(g, D),
                     .up = bench_floats(g, FF), .angles = {bench_floats(g, n * hd)}};
     g->parts = bench_floats(g, 2 * ATTENTION_FILL * ATTENTION_HEADS * (hd + 2));
     g->now = bench_fill(g, sizeof now, now, sizeof now);
@@ -4790,7 +4662,6 @@ static void bench_all(char **arg) {
     lab_close(g);
 }
 #endif
-
 #endif
 
 // ==== lint ====
@@ -4843,20 +4714,16 @@ template <class T> struct simdgroup_matrix {
 };
 typedef simdgroup_matrix<half> simdgroup_half8x8;
 typedef simdgroup_matrix<float> simdgroup_float8x8;
-#define IN(space) \
-    template <class T> void simdgroup_load(volatile simdgroup_matrix<T> &, const space T *, \
-                                           ulong = 8, ulong2 = 0, bool = false); \
-    template <class T> void simdgroup_store(const volatile simdgroup_matrix<T> &, space T *, \
-                                            ulong = 8, ulong2 = 0, bool = false);
-IN(device) IN(threadgroup)
+template <class T> using Out = volatile simdgroup_matrix<T> &;
+template <class T> using In = const volatile simdgroup_matrix<T> &;
+#define MOVE(space) \
+    template <class T> void simdgroup_load(Out<T>, const space T *, ulong = 8, ulong2 = 0, \
+                                           bool = false); \
+    template <class T> void simdgroup_store(In<T>, space T *, ulong = 8, ulong2 = 0, bool = false);
+MOVE(device) MOVE(threadgroup)
 template <class D, class A, class B>
-void simdgroup_multiply_accumulate(volatile simdgroup_matrix<D> &,
-                                   const volatile simdgroup_matrix<A> &,
-                                   const volatile simdgroup_matrix<B> &,
-                                   const volatile simdgroup_matrix<D> &);
-template <class D, class A, class B>
-void simdgroup_multiply(volatile simdgroup_matrix<D> &, const volatile simdgroup_matrix<A> &,
-                        const volatile simdgroup_matrix<B> &);
+void simdgroup_multiply_accumulate(Out<D>, In<A>, In<B>, In<D>);
+template <class D, class A, class B> void simdgroup_multiply(Out<D>, In<A>, In<B>);
 #pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try
 #pragma GCC poison catch typeid dynamic_cast printf
 #endif
@@ -4888,7 +4755,7 @@ static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size
 }
 
 // Less deep than in template_render, as frames are large under AddressSanitizer, and within limits
-// that make a thousand runs a second. What a run took of the block is cleared for the next one.
+// that make a thousand runs a second.
 static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) {
     static char block[1 << 20];
     Str text = {(const char *)data, size}, bos = {"<s>", 3}, eos = {"", 0};
@@ -4896,10 +4763,7 @@ static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) 
     Error e;
     Template run = {.e = &e, .steps = 50000, .memory = sizeof block / 2, .size = sizeof block / 2,
                     .block = block, .depth = DEEPEST - 1000};
-    (void)t;
-    bool ok = template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, size % 2, &r);
-    clear_memory(&run);
-    return ok;
+    return template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, size % 2, &r);
 }
 
 static const struct FuzzTarget {   // without a function: the input is a file
@@ -5050,14 +4914,9 @@ int main(int argc, char **argv) {
     if (!found) return puts("there is no NVIDIA GPU\n0 passed, 0 failed, 1 skipped"), 0;
     if (!strcmp(mode, "--bench")) return run_alone(bench_all, argv + 2);
 #endif
-    for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--quick")) test.quick++;
-        else if (strcmp(argv[i], "--list")) named++;
-        else {
-            for (size_t t = 0; t < COUNT(TESTS); t++) puts(TESTS[t].name);
-            return 0;
-        }
-    }
+    for (size_t t = 0; t < COUNT(TESTS) && !strcmp(mode, "--list"); t++) puts(TESTS[t].name);
+    if (!strcmp(mode, "--list")) return 0;
+    for (int i = 1; i < argc; i++) *(strcmp(argv[i], "--quick") ? &named : &test.quick) += 1;
     snprintf(test.dir, sizeof test.dir, "%s/llm-test-%d-%ld", P_tmpdir, getpid(), (long)time(NULL));
     if (mkdir(test.dir, 0700)) return perror(test.dir), 1;
     setenv("LLM", text_of("%s llm --cpu", argv[0]), 0);   // for the tests of the command line
