@@ -1586,6 +1586,8 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     if (!sort_names(m, n_meta, sizeof *m, "key", e)) return false;
     Gguf part = {.meta = m, .n_meta = n_meta};
     int64_t align = gguf_int(&part, "general.alignment", 32), no = gguf_int(&part, "split.no", i);
+    const Meta *said = gguf_find(&part, "general.alignment");
+    if (said && !gguf_size[said->type]) align = 0;   // no number
     if (align < 8 || align > 1 << 20 || (align & (align - 1)))
         return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
     if (no != i) return fail(e, "this is part %d of a model; open part 1", (int)no + 1);
@@ -1595,6 +1597,7 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
     // Each tensor begins where the one before it ends. Otherwise that one has another size than its
     // type and shape say, and would be read wrongly.
+    if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
     for (size_t k = 1; k < n_tensors; k++) {
         double room = (double)t[k].offset - t[k - 1].offset, size = tensor_bytes(&t[k - 1]);
         if (ceil(size / align) * align != room)
@@ -1864,13 +1867,18 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"post_attention_norm.weight", "exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 glm4moe "
      "gpt-oss olmo2 qwen35 qwen35moe qwen3next seed_oss"},
     {"post_ffw_norm.weight", "exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 olmo2"},
+    {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
+    {"ffn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
+    {"attn_output_norm.weight", "bert jina-bert-v2 nomic-bert"},
+    {"layer_output_norm.weight", "bert jina-bert-v2 nomic-bert"},
     {"attn_norm.bias", "bloom falcon gpt2 gptneox jais2 nemotron orion phi2 stablelm starcoder "
      "starcoder2"},
     {"attn_output.bias", "bloom gpt-oss gpt2 gptneox jais2 jina-bert-v2 pangu-embedded phi2 "
      "starcoder starcoder2"},
     {"attn_sinks.weight", "gpt-oss granite_swa"},
-    {"ffn_gate_inp.bias", "gpt-oss"}, {"ffn_up_exps.bias", "gpt-oss"},
-    {"ffn_down_exps.bias", "gpt-oss"}, {"rope_freqs.weight", "gemma4"},
+    {"ffn_gate_inp.bias", "gpt-oss"}, {"ffn_gate_exps.bias", "gpt-oss"},
+    {"ffn_up_exps.bias", "gpt-oss"}, {"ffn_down_exps.bias", "gpt-oss"},
+    {"rope_freqs.weight", "gemma4"},
     {"exp_probs_b.bias", "glm4moe lfm2moe minimax-m2 nemotron_h_moe"},
     {"ffn_up_shexp.weight", "bailingmoe bailingmoe2 deepseek deepseek2 dots1 hunyuan-moe qwen2moe "
      "qwen35moe qwen3next"},
@@ -1914,7 +1922,10 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     const Meta *v = arch_meta(ld, key);
     if (!v) return otherwise;
     uint64_t i = v->type == GGUF_ARR && ld->l > 0 ? ld->l : 0;
-    double x = v->elem != GGUF_STR && i < v->n ? meta_float(v, i) : NAN;
+    Str word = {key, strlen(key)};
+    bool each = ld->l >= 0 || find_str(word, "attention.head_count rope.dimension_sections");
+    bool number = v->elem != GGUF_STR && (v->type != GGUF_ARR || each);
+    double x = number && i < v->n ? meta_float(v, i) : NAN;
     if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
     return x;
 }
@@ -1938,13 +1949,15 @@ static void load_keys(Loader *ld, void *to, bool layer) {
     }
 }
 
-// NULL: there is no such tensor, or it holds nothing
-static Tensor *find_tensor(const Loader *ld, const char *name, const char *suffix) {
+// NULL: there is no such tensor
+static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
     const Gguf *g = ld->m->gguf;
     char full[128];
     Str key = {full, snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix)};
     Tensor *t = ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare) : NULL;
-    return t && tensor_bytes(t) > 0 ? t : NULL;
+    if (!t || tensor_bytes(t) > 0) return t;
+    refuse(ld, "tensor %.*s holds nothing", STR_ARG(t->name));
+    return NULL;
 }
 
 static void require(Loader *ld, const void *data, const char *name, const char *suffix) {
@@ -2086,9 +2099,10 @@ static void load_attention(Loader *ld, Layer *w) {
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
 static const FfnNames DENSE_NAMES = {"ffn_gate", "ffn_up", "ffn_down", "ffn_up"};
 
-// Loads gate, up and down of an FFN, or of n experts; there may be no gate. Returns the width,
-// which is ff or, where that is 0, what the file has.
+// Loads gate, up and down of an FFN, or of n experts; with some activations there may be no gate.
+// Returns the width, which is ff or, where that is 0, what the file has.
 static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, Matrix **w) {
+    const Config *c = &ld->m->config;
     const Tensor *both = find_tensor(ld, name->both, ".weight");
     const Tensor *down = find_tensor(ld, name->down, ".weight");
     if (!ff) require(ld, down, name->down, ".weight");
@@ -2097,6 +2111,8 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
     if (!w[0]->data && both && both->ne[1] == 2 * ff)
         load_fused(ld, name->both, cols, n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
     else *w[1] = need_matrix(ld, name->up, cols, ff, n);
+    bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
+    if (gated) require(ld, w[0]->data, name->gate, ".weight");
     *w[2] = need_matrix(ld, name->down, ff, cols, n);
     return ff;
 }
@@ -2176,8 +2192,6 @@ static void load_layer(Loader *ld, Layer *w) {
     else if ((w->ff && !w->mixer) || !mixes || find_tensor(ld, "ffn_up", ".weight")) {
         w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1,
                          (Matrix *[]){&w->gate, &w->up, &w->down});
-        if (c->act == ACT_SILU || (c->act == ACT_GELU && a->norm == NORM_RMS))
-            require(ld, w->gate.data, "ffn_gate", ".weight");
     }
     w->side_by_side = w->side_by_side && mixes && w->up.data;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
@@ -2210,11 +2224,11 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
         bool normed = k == 0 && ld->m->embd_norm.w && !strncmp(name, "attn_norm.", 10);
         if (k < 0 || k == ld->m->config.n_layer || normed) continue;
         if (layer_tensor(ld, k, name, "")) continue;
-        const char *dot = strstr(name, ".scale");   // a scale may belong to a format
+        const char *dot = strstr(name, ".scale");   // NVFP4's, but files leave out those of 1
         char of[100];
         snprintf(of, sizeof of, "%.*s.weight", dot ? (int)(dot - name) : 0, name);
-        const Tensor *a = layer_tensor(ld, l, of, ""), *b = layer_tensor(ld, k, of, "");
-        if (!a || !b || a->type == b->type)
+        const Tensor *a = layer_tensor(ld, l, of, "");
+        if (!a || strcmp(quant_name(a->type), "nvfp4"))
             refuse(ld, "tensor blk.%d.%s is missing; layer %d has it", k, name, l);
     }
 }
@@ -2227,14 +2241,14 @@ static void check_tensors(Loader *ld) {
     const Config *c = &ld->m->config;
     for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && ld->ok; t++) {
         Str rest = t->name;
+        bool idle = tensor_bytes(t) == 0 || str_cut(&rest, "v.") || str_cut(&rest, "mm.") ||
+                    str_cut(&rest, "a.") || str_cut(&rest, "cls.");
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
-        bool predicts = l >= c->n_layer && l < c->n_layer + c->n_layer_mtp &&
-                        layer_tensor(ld, l, "nextn.eh_proj", ".weight");
-        bool idle = predicts || tensor_bytes(t) == 0 || str_cut(&rest, "v.") ||
-                    str_cut(&rest, "mm.") || str_cut(&rest, "a.") || str_cut(&rest, "cls.") ||
-                    memmem(rest.s, rest.n, ".input_scale", 12);
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
+        const char *scale = strstr(name, ".input_scale");
+        idle |= (scale && !scale[12]) || (l >= c->n_layer && l < c->n_layer + c->n_layer_mtp &&
+                                          layer_tensor(ld, l, "nextn.eh_proj", ".weight"));
         if (t->used && l >= 0) check_neighbours(ld, l, strchr(name, '.') + 1);
         else if (!t->used && !idle)
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
@@ -2321,10 +2335,11 @@ static void derive_config(Loader *ld) {
         refuse(ld, "experts in %d of %d groups", c->n_group_used, c->n_group);
     // RoPE
     bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
-    Str type = meta_str(arch_meta(ld, "rope.scaling.type"));
+    const Meta *scaling = arch_meta(ld, "rope.scaling.type");
+    Str type = meta_str(scaling);
     c->yarn = str_eq(type, "yarn");
     if (str_eq(type, "none")) c->rope_factor = 1;
-    if (type.n && !find_str(type, "none linear yarn longrope llama3"))
+    if (scaling && !find_str(type, "none linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : ld->arch->rope;
     if (c->n_rot < 0) c->n_rot = c->hd;
@@ -2374,8 +2389,8 @@ static bool weights_load(Model *m, Error *e) {
     c->n_vocab = m->output.rows;
     if (m->embd.rows < c->n_vocab)
         refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
-    m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
-    m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
+    if (c->rope == ROPE_NONE) m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
+    if (c->encoder) m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
     if (m->embd.bias || m->embd.scale || m->pos_embd.bias || m->type_embd.bias)
         refuse(&ld, "tensor token_embd: bias or scale");
     bool last = c->encoder || find_tensor(&ld, "output_norm", ".weight");
@@ -2495,7 +2510,6 @@ static void load_experts(Loader *ld, Layer *w) {
         refuse(ld, "layer %d: latent experts with a gate or beside a dense FFN", ld->l);
     if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
     w->ff = load_ffn(ld, &sparse, wide, 0, n, (Matrix *[]){&w->gate, &w->up, &w->down});
-    if (gated) require(ld, w->gate.data, sparse.gate, ".weight");
     if (!w->down.scale) w->down.scale = load_vector(ld, "ffn_gate_inp", ".per_expert_scale", n);
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
@@ -6631,8 +6645,8 @@ typedef struct {
 
 static volatile sig_atomic_t interrupted;   // how often, since it was last reset
 
-// Ctrl-C counts once; SIGTERM counts as two, which end a chat. SIGCONT only ends a wait.
-static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGTERM ? 2 : 0; }
+// Ctrl-C counts once; SIGTERM and SIGHUP count as two, which end a chat. SIGCONT only ends a wait.
+static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGCONT ? 0 : 2; }
 
 // SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
 static void on_lost_file(int sig) {
@@ -6993,8 +7007,15 @@ static bool terminal_set(const struct termios *was, bool edit) {
     if (edit) mode.c_iflag &= ~ICRNL;
     if (edit) mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
     signal(SIGTERM, edit ? on_signal : SIG_DFL);
+    signal(SIGHUP, edit ? on_signal : SIG_DFL);
     signal(SIGCONT, edit ? on_signal : SIG_DFL);   // behind which the mode may be another
     return !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+}
+
+// True: the user edits the line, as on a terminal where nothing was typed ahead; sets `was`.
+static bool edit_begins(struct termios *was) {
+    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
+    return !ahead && !tcgetattr(STDIN_FILENO, was) && terminal_set(was, true);
 }
 
 // the next byte of the input within ms (-1: no limit); EOF at its end; NONE: none came, or a signal
@@ -7022,15 +7043,13 @@ static void edit_line(Text *said, size_t from, int key, int screen) {
 }
 
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
-// or comes at once, as a paste does. On a terminal the user edits the line, unless it was typed
-// ahead. False at the end of the input, or if cli->e says what failed.
+// or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
     struct termios was;
     int screen = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO, next = NONE;
     bool terminal = isatty(STDIN_FILENO), ok = true, more = true, cut = false;
-    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
-    bool edits = terminal && !ahead && !tcgetattr(STDIN_FILENO, &was) && terminal_set(&was, true);
+    bool edits = edit_begins(&was);
     said->n = 0;
     if (terminal) dprintf(screen, "> ");
     for (size_t from = 0; ok && more;) {   // from: where the line begins that is edited
@@ -7051,6 +7070,7 @@ static bool chat_listen(Cli *cli) {
             more = goes_on || next > 0;
             if (edits) dprintf(screen, "\n");
             if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
+            if (goes_on && !edits) edits = edit_begins(&was);
             if (more) ok = text_add(cli, said, "\n", 1);
             from = said->n;
         } else if (edits && (interrupted || c == NONE || c == CTRL_Z)) {
@@ -7210,6 +7230,8 @@ static void print_unread(const Model *m) {
         if (str_cut(&rest, m->config.name) && str_cut(&rest, ".") && !find_str(rest, shapes))
             counts = str_cut(&rest, "rope.") || str_cut(&rest, "attention.") ||
                      str_cut(&rest, "expert");
+        if (counts && gguf_size[v->type] && str_cut(&rest, "scaling.yarn_"))   // as it is anyway
+            counts = meta_float(v, 0) != (str_eq(rest, "beta_fast") ? 32 : 1);
         if (counts && !v->used) fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
     }
 }
@@ -7504,8 +7526,10 @@ static void sampling_defaults(Cli *cli) {
         snprintf(text, sizeof text, "general.sampling.%s", keys[i]);
         Meta *v = gguf_find(cli->m.gguf, text);
         if (!v || !gguf_size[v->type]) continue;
+        double x = meta_float(v, 0);
+        if (isnan(x) || (x <= 0 && o->at == PICK(repeat_penalty))) continue;
         v->used = true;
-        snprintf(text, sizeof text, "%.17g", fmin(fmax(meta_float(v, 0), o->low), o->high));
+        snprintf(text, sizeof text, "%.17g", fmin(fmax(x, o->low), o->high));
         if (!(cli->given >> (o - OPTIONS) & 1)) parse_value(cli, o, text);
     }
 }
