@@ -2438,11 +2438,13 @@ static void test_cli_wishes(void) {
         CHECK(cli.status == 0 && !strstr(text_of(" %s", cli.out), text_of(" %d ", never[0])),
               "%d is said: '%s'", never[0], cli.out);
     }
-    put_keys(&odd, "general.sampling", "xtc_threshold=0.5");
-    write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 expert_shared_count=0 other=1");
-    check_llm("llm $D/odd.gguf --tokens 1 -n 1", 0, "", "^note: key general.sampling.xtc_threshold "
-              "is not used\nnote: key llama.rope.scaling.odd is not used\nprefill");
-    write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4");
+    put_keys(&odd, "general.sampling", "xtc_threshold=0.5 penalty_repeat=0.");
+    write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 rope.scaling.yarn_ext_factor=1. other=1");
+    check_llm("llm $D/odd.gguf --tokens 1 -n 1", 0, "",
+              "^note: key general.sampling.penalty_repeat is not used\n"
+              "note: key general.sampling.xtc_threshold is not used\n"
+              "note: key llama.rope.scaling.odd is not used\nprefill");
+    write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
     check_llm("llm $D/ranks.gguf --tokens 1 -n 1", 0, "^[0-9]+\n$",
               "^note: key llama.attention.odd is not used\nprefill");
     check_refusal(1, "$D/ranks.gguf --tokens 1 --embed", "pooling_type 4");
@@ -2649,13 +2651,15 @@ static const char *on_terminal(const char *command, int columns, const char *con
 static void test_cli_terminal(void) {
     char *cut = memset(need(5001), 'a', 5000);
     cut[4999] = '\n';
-    const struct { const char *command; int columns; const char *typed[5], *pattern; } shown[] = {
+    const struct { const char *command; int columns; const char *typed[9], *pattern; } shown[] = {
         {"$LLM $D/chat.gguf -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
          "^> a\r\n\033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
         {"$LLM $D/control.gguf --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
         {"$LLM $D/chat.gguf -i", 80, {"", cut, "\r\n> ", "\4"},
          "> llm: the terminal cut[^\n]*\n> $"},
+        {"$LLM $D/chat.gguf -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
+         "> > half\r\n> $"},
         {"$LLM $D/chat.gguf a -n 1", 80, {NULL}, "note: --chat answers"},
         {"TERM=dumb $LLM $D/chat.gguf --chat aa -b 9 --temp 0", 80, {NULL},
          "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
