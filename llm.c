@@ -7069,8 +7069,8 @@ static bool chat_listen(Cli *cli) {
             said->n -= goes_on;
             more = goes_on || next > 0;
             if (edits) dprintf(screen, "\n");
-            if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
             if (goes_on && !edits) edits = edit_begins(&was);
+            if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
             if (more) ok = text_add(cli, said, "\n", 1);
             from = said->n;
         } else if (edits && (interrupted || c == NONE || c == CTRL_Z)) {
