@@ -2090,8 +2090,8 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
      "{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}", "2-25aaTrueTrueTruec2"},
     {"{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
      "{{ messages[0] == messages[0] }}{{ messages[1] == messages[3] }}", "TrueTrueFalseTrueFalse"},
-    {"{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') }}{{ "
-     "[1, 2, 3][::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1] }}", "eßörGöß2-33212r"},
+    {"{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') ~ [1, 2, 3]"
+     "[::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1]}}", "eßörGöß2-33212r"},
     {"{{ x }}{{ x|length }}"
      "{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}{{ messages[0].no }}", "0Falsey"},
     {"{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}{{ x|select|list|length }}"
@@ -2107,8 +2107,8 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
      "messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}{{ messages[2].content "
      "}}{{ messages[1].content|tojson }}{{ '{}'.format(messages[-1].content) }}",
      "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
-    {"{% for m in messages %}{{ m.role[0] }}{% for part in m.content %}{% if part.type == 'text' %}"
-     "{{ part.text }}{% endif %}{% endfor %}{% endfor %}", "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
+    {"{% for m in messages %}{{ m.role[0] }}{% for p in m.content %}{% if p.type == 'text' %}"
+     "{{p.text}}{% endif %}{%endfor%}{% endfor %}", "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
     {"{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
     {"{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
      "{{ 'abca'.strip('a') ~ 'abca'.lstrip('ab') ~ 'é-é'.rstrip('é') }}", "a+b,c2bccaé-"},
