@@ -7,7 +7,7 @@
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row
 //       norm              norm
-//       quantize          round_32, but scales are float, and sums those of unrounded activations
+//       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; the epilogues are add and activate; head_products
 //       qk_norm           norm, of whole projections in qkv_part
 //       attention         attention; if FUSED, qkv_part before it
@@ -36,9 +36,7 @@
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
 // under "arguments" and its dispatch in metal.c, then add one line to KERNEL_TESTS in test.c.
 #ifdef __CUDACC__
-// Metal's types and functions, defined in CUDA C++. A SIMD-group is a warp. Lane l holds two
-// numbers of an 8 x 8 matrix: row l / 4, columns l % 4 * 2 and the next. If the matrix is `turned`,
-// that is transposed, they are column l / 4, rows l % 4 * 2 and the next.
+// Metal's types and functions, defined in CUDA C++. A SIMD-group is a warp.
 typedef signed char int8_t;
 typedef unsigned char uchar, uint8_t;
 typedef unsigned short ushort, uint16_t;
@@ -100,95 +98,70 @@ simd_reduce(simd_sum, a + b) simd_reduce(simd_max, max(a, b)) simd_reduce(simd_m
 #define simdgroup_barrier(flags) __syncwarp()
 float clamp(float x, float a, float b) { return fminf(fmaxf(x, a), b); }
 
-template <class T> struct simdgroup_matrix {
-    T e[2];
-    bool turned;
-    simdgroup_matrix() = default;
-    explicit simdgroup_matrix(T x) : turned(false) {
-        for (int i = 0; i < 2; i++) e[i] = row() == column() + i ? x : (T)0.0f;
+// The words for matrices of 16 x 16 are explained below, where Metal defines them. A tensor core has
+// four registers of halves in each lane. Of its sums lane l has those of rows l / 4 and l / 4 + 8, in
+// columns l % 4 * 2 + {0, 1, 8, 9}: e[4 * i + 2 * j + k] is in row 8 * j, column 8 * i + k.
+struct half16x16 { uint r[4]; };
+struct float16x16 { float e[8]; };
+uint shared_address(const void *p) { return (uint)__cvta_generic_to_shared(p); }
+// Lane l gives the address of row l % 8 of the 8 x 8 matrix l / 8, which goes to r[l / 8].
+void load_matrices(half16x16 *m, const half *p, bool turned) {
+    if (turned)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3])
+                     : "r"(shared_address(p)));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3])
+                     : "r"(shared_address(p)));
+}
+void load_left(half16x16 *m, const half *p, int stride) {
+    load_matrices(m, p + threadIdx.x % 16 * stride + threadIdx.x / 16 % 2 * 8, false);
+}
+// In this order the two registers that one mma reads are neighbours: else each would need moves.
+void load_right(half16x16 *m, const half *p, int stride, bool turned) {
+    int lane = threadIdx.x % 32, first = lane / 8 % 2 * 8, second = lane / 16 * 8;
+    p += turned ? (second + lane % 8) * stride + first : (first + lane % 8) * stride + second;
+    load_matrices(m, p, !turned);
+}
+void zero16(float16x16 *c) { for (int i = 0; i < 8; i++) c->e[i] = 0.0f; }
+void multiply16(float16x16 *c, const half16x16 *a, const half16x16 *b) {
+    for (int i = 0; i < 2; i++) {
+        float *e = c->e + 4 * i;
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(e[0]), "+f"(e[1]), "+f"(e[2]), "+f"(e[3])
+            : "r"(a->r[0]), "r"(a->r[1]), "r"(a->r[2]), "r"(a->r[3]), "r"(b->r[2 * i]),
+              "r"(b->r[2 * i + 1]));
     }
-    static int row() { return threadIdx.x % 32 / 4; }
-    static int column() { return threadIdx.x % 4 * 2; }
-};
-typedef simdgroup_matrix<half> simdgroup_half8x8;
-typedef simdgroup_matrix<float> simdgroup_float8x8;
-template <class T> void simdgroup_load(simdgroup_matrix<T> &m, const T *p, int stride,
-                                       int origin = 0, bool transposed = false) {
-    vec<T, 2> pair = *(const vec<T, 2> *)(p + m.row() * stride + m.column());
-    for (int i = 0; i < 2; i++) m.e[i] = pair[i];
-    m.turned = transposed;
 }
-template <class T> void simdgroup_store(simdgroup_matrix<T> m, T *p, int stride) {
-    for (int i = 0; i < 2; i++) p[m.row() * stride + m.column() + i] = m.e[i];
+void store16(const float16x16 *c, float *p, int stride) {
+    p += threadIdx.x % 32 / 4 * stride + threadIdx.x % 4 * 2;
+    for (int i = 0; i < 4; i++)
+        *(float2 *)(p + i % 2 * 8 * stride + i / 2 * 8) = {c->e[2 * i], c->e[2 * i + 1]};
 }
-uint turn_bits(uint x) {   // two elements of 16 bits
-    uint y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
+void scale16(float16x16 *c, const float *diagonals) {
+    const float *own = diagonals + threadIdx.x % 32 / 4 * 9;
+    for (int i = 0; i < 8; i++) c->e[i] *= own[i / 2 % 2 * 64];
 }
-uint bits_of(const half *e) { return e[0].bits | (uint)e[1].bits << 16; }
-void turn(half *e) {
-    uint x = turn_bits(bits_of(e));
-    e[0].bits = x;
-    e[1].bits = x >> 16;
+uint half_pair(float x, float y) {
+    uint pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
 }
-void turn(float *e) {
-    uint x = __float_as_uint(e[0]), y = __float_as_uint(e[1]);
-    uint low = turn_bits((x & 0xffff) | y << 16), high = turn_bits(x >> 16 | (y & 0xffff0000));
-    e[0] = __uint_as_float((low & 0xffff) | high << 16);
-    e[1] = __uint_as_float(low >> 16 | (high & 0xffff0000));
+void store_halves(half *to, const float *v) {
+    *(uint4 *)to = {half_pair(v[0], v[1]), half_pair(v[2], v[3]), half_pair(v[4], v[5]),
+                    half_pair(v[6], v[7])};
 }
-
-// A tensor core multiplies floats of 11 bits. A float is split into three parts of 11 bits, a half
-// is one part: then all products are exact. The left operand has 16 rows, which take two parts of
-// our 8 rows; the two results are added. A tensor core cuts sums off, so c is added outside of it.
-float part_of(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
-void multiply_parts(float *d, const float *high, const float *low, const float *b) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(__float_as_uint(high[0])), "r"(__float_as_uint(low[0])),
-                   "r"(__float_as_uint(high[1])), "r"(__float_as_uint(low[1])),
-                   "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+void copy_16(half *to, const half *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from));
 }
-template <class A, class B>
-void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_matrix<A> a,
-                                   simdgroup_matrix<B> b, simdgroup_float8x8 c) {
-    if (a.turned) turn(a.e);
-    if (!b.turned) turn(b.e);
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, part[3][2], with[2];
-    float rest_a[2] = {a.e[0], a.e[1]}, rest_b[2] = {b.e[0], b.e[1]};
-    for (int k = 0; k < 3; k++)
-        for (int i = 0; i < 2; i++) {
-            part[k][i] = part_of(rest_a[i]);
-            rest_a[i] -= part[k][i];
-        }
-    for (int k = 0; k < (sizeof(B) == 4 ? 3 : 1); k++) {
-        for (int i = 0; i < 2; i++) {
-            with[i] = part_of(rest_b[i]);
-            rest_b[i] -= with[i];
-        }
-        if (sizeof(A) == 4) multiply_parts(sum, part[2], rest_a, with);   // rest_a is 0
-        multiply_parts(sum, part[0], part[1], with);
-    }
-    for (int i = 0; i < 2; i++) d.e[i] = c.e[i] + (sum[i] + sum[2 + i]);
-    d.turned = false;
+void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+float exp2_fast(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
 }
-void simdgroup_multiply_accumulate(simdgroup_float8x8 &d, simdgroup_half8x8 a, simdgroup_half8x8 b,
-                                   simdgroup_float8x8 c) {
-    float below[2] = {0.0f, 0.0f};
-    if (a.turned) turn(a.e);
-    if (!b.turned) turn(b.e);
-    d = c;
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-                 "{%0,%1,%2,%3};"
-                 : "+f"(d.e[0]), "+f"(d.e[1]), "+f"(below[0]), "+f"(below[1])
-                 : "r"(bits_of(a.e)), "r"(0), "r"(bits_of(b.e)));
-}
-template <class A, class B>
-void simdgroup_multiply(simdgroup_float8x8 &d, simdgroup_matrix<A> a, simdgroup_matrix<B> b) {
-    simdgroup_multiply_accumulate(d, a, b, simdgroup_float8x8(0.0f));
-}
+#define exp2 exp2_fast
 
 // what a launch binds: buffers, which become pointers of their parameters' types, and arguments
 struct Any {
@@ -268,8 +241,9 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(FUSED)         /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
-    X(TILE_TOKENS)   /* gemm: tokens in a tile */ \
-    X(INT8)          /* gemm: products of int8 codes */ \
+    X(TILE_TOKENS)   /* gemm: tokens in a tile, */ \
+    X(TILE_ROWS)     /* and rows */ \
+    X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */
 #define X(name) C_##name,
 enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
@@ -289,22 +263,20 @@ enum {
     ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // fewest rows in one; so many fill a GPU
     MERGE_THREADS = 128,
     BLOCK_THREADS = 1024,
-    GEMM_TOKENS = 64, GEMM_SOME = 32, GEMM_FEW = 8,   // in a tile, in chunks of different sizes
-    GEMM_ROWS = 64, GEMM_THREADS = 4 * SIMD_LANES,    // rows of W in a tile, threads for it
+    GEMM_FEW = 16, GEMM_ROWS = 128,                   // tokens in the smallest tile; rows of the largest
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
-    CODE_GROUP = 12, CODE_STRIDE = 2 * CODE_GROUP + 4,   // words of a group; of a row of two
+    PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
     NARROW_MAX = 256,                                 // largest in flash_attention, delta_rule
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
-    FLASH_QUERIES = 32, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 8 queries
-    FLASH_SIMDGROUPS = FLASH_QUERIES / 8, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
+    FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
+    FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
     SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a block of S
     FLASH_STRIDE = FLASH_KEYS + 4,                    // row of scores: no lanes meet in a bank
     FLASH_HALVES = FLASH_KEYS + 8,                    // row of probabilities, which are half
-    // floats of a SIMD-group's scores, probabilities (two in a float), diagonal matrix
-    FLASH_OWN = 8 * FLASH_STRIDE + 8 * FLASH_HALVES / 2 + 8 * 8
+    FLASH_OWN = 16 * FLASH_STRIDE + 2 * 8 * 8         // floats of a SIMD-group: scores, diagonals
 };
 
 // Structs have fixed-width scalars only, so that Metal and C lay them out alike. A matrix
@@ -325,7 +297,7 @@ struct norm_args {
     float eps, factor, scale;              // factor: before the epilogue; scale: after it
 };
 struct input_args { int32_t n, cols, step; };
-struct quantize_args { int32_t groups; };                        // of 32, in all rows together
+struct halve_args { int32_t cols, step; };
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
@@ -374,8 +346,14 @@ static inline int gemv_units(int format, int rows, int most) {
     return div_up(rows, gemv_rows(format, most));
 }
 
-// floats of threadgroup memory for gemm: a tile of x, and one of W as half
-static inline int gemm_floats(int tile) { return (tile + GEMM_ROWS / 2) * GEMM_STRIDE; }
+// gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
+// tokens are, and in each buffer halves of x and of W, whose place the patches take later
+static inline int half_step(int cols) { return div_up(cols, GEMM_K) * GEMM_K; }
+static inline int gemm_floats(int tile, int rows, int buffers) {
+    int staged = buffers * (tile + rows) * (GEMM_STRIDE / 2);
+    int patches = 2 * rows / SIMD_LANES * GEMM_PATCH;
+    return tile + (staged > patches ? staged : patches);
+}
 
 // the most tiles that n choices of experts can make: each expert's last tile may not be full
 static inline int expert_tiles(int n, int n_expert, int tile) {
@@ -406,15 +384,13 @@ static inline int attention_floats(int heads, int head, int value, int nsg, int 
     return (heads + 1) * head + nsg * (SIMD_LANES / lanes) * heads * (value + 2);
 }
 
-// flash_attention stages heads as whole 8 x 8 matrices: columns of a head; halves from one row to
-// the next (8 more, so that rows begin in different banks); floats of a tile of keys or values
-static inline int flash_cols(int head) { return div_up(head, 8) * 8; }
+// flash_attention stages heads as whole 16 x 16 matrices: columns of a head; halves from one row to
+// the next (8 more, so that rows begin in different banks); floats of threadgroup memory
+static inline int flash_cols(int head) { return div_up(head, 16) * 16; }
 static inline int flash_row(int head) { return flash_cols(head) + 8; }
-static inline int flash_tile(int head, int value) {
-    return FLASH_KEYS * flash_row(head > value ? head : value) / 2;
-}
-static inline int flash_floats(int head, int value) {
-    return flash_tile(head, value) + FLASH_SIMDGROUPS * FLASH_OWN;
+static inline int flash_floats(int head, int value, int buffers) {
+    int one = flash_row(head > value ? head : value), both = flash_row(head) + flash_row(value);
+    return FLASH_SIMDGROUPS * FLASH_OWN + FLASH_KEYS / 2 * (buffers > 1 ? 2 * both : one);
 }
 
 #endif
@@ -425,6 +401,67 @@ static inline int flash_floats(int head, int value) {
 constant int name [[function_constant(C_##name)]];
 FUNCTION_CONSTANTS(X)
 #undef X
+
+// ---- words for matrices ----
+//
+// A SIMD-group's matrix of 16 x 16 is spread over its lanes: half16x16 is an operand, float16x16
+// collects sums. p points to threadgroup memory, rows lie `stride` apart, and lanes act together.
+//   load_left(&a, p, stride)            a = p
+//   load_right(&b, p, stride, turned)   b = p, or p transposed
+//   zero16(&c), multiply16(&c, &a, &b)  c = 0, c += a b
+//   scale16(&c, diagonals)              row r of c *= number r of a diagonal, which is spread over
+//                                       those of two 8 x 8 matrices, [2][8][8]
+//   store16(&c, p, stride)              p = c
+//   store_halves(p, v)                  eight floats of this lane as halves
+//   copy_16(p, from), copies_wait()     16 bytes of device memory, in the background where the GPU
+//                                       can; this thread's copies are there after the wait
+// CUDA has its own above. Apple's matrix units, and the test's, multiply 8 x 8: four are one of ours.
+#ifndef __CUDACC__
+typedef struct { simdgroup_half8x8 m[4]; } half16x16;
+typedef struct { simdgroup_float8x8 m[4]; } float16x16;
+static inline void load_left(thread half16x16 *a, threadgroup const half *p, int stride) {
+    QUANT_UNROLL for (int i = 0; i < 4; i++)
+        simdgroup_load(a->m[i], p + i / 2 * 8 * stride + i % 2 * 8, stride);
+}
+static inline void load_right(thread half16x16 *b, threadgroup const half *p, int stride,
+        bool turned) {
+    QUANT_UNROLL for (int i = 0; i < 4; i++) {
+        int row = turned ? i % 2 : i / 2, col = turned ? i / 2 : i % 2;
+        simdgroup_load(b->m[i], p + row * 8 * stride + col * 8, stride, 0, turned);
+    }
+}
+static inline void zero16(thread float16x16 *c) {
+    QUANT_UNROLL for (int i = 0; i < 4; i++) c->m[i] = simdgroup_float8x8(0.0f);
+}
+static inline void multiply16(thread float16x16 *c, thread const half16x16 *a,
+        thread const half16x16 *b) {
+    QUANT_UNROLL for (int k = 0; k < 2; k++)
+        QUANT_UNROLL for (int i = 0; i < 4; i++)
+            simdgroup_multiply_accumulate(c->m[i], a->m[i / 2 * 2 + k], b->m[2 * k + i % 2],
+                                          c->m[i]);
+}
+static inline void scale16(thread float16x16 *c, threadgroup const float *diagonals) {
+    simdgroup_float8x8 d;
+    QUANT_UNROLL for (int i = 0; i < 4; i++) {
+        simdgroup_load(d, diagonals + i / 2 * 64, 8);
+        simdgroup_multiply(c->m[i], d, c->m[i]);
+    }
+}
+static inline void store16(thread const float16x16 *c, threadgroup float *p, int stride) {
+    QUANT_UNROLL for (int i = 0; i < 4; i++)
+        simdgroup_store(c->m[i], p + i / 2 * 8 * stride + i % 2 * 8, stride);
+}
+static inline void store_halves(threadgroup half *to, thread const float *v) {
+    for (int i = 0; i < 8; i += 4) {
+        half4 h = {(half)v[i], (half)v[i + 1], (half)v[i + 2], (half)v[i + 3]};
+        *(threadgroup half4 *)(to + i) = h;
+    }
+}
+static inline void copy_16(threadgroup half *to, device const half *from) {
+    *(threadgroup uint4 *)to = *(device const uint4 *)from;
+}
+static inline void copies_wait(void) {}
+#endif
 
 constant float UNSEEN = -1e30f;                       // the score of a key out of sight
 constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E)
@@ -731,18 +768,31 @@ kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *in
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
 }
 
-// Quantises activations for gemm's INT8 variant: x = scale * q, with a scale for 32 of them.
-// codes[groups][CODE_GROUP] has 8 words of codes, the scale, and two sums of 16 x, which the
-// weights' offsets multiply. Grid: a SIMD-group for each group.
-kernel void quantize(device const float *x [[buffer(0)]], device float *codes [[buffer(1)]],
-        constant struct quantize_args *a [[buffer(2)]], PLACE) {
-    int g = tg * nsg + sg;
-    if (g >= a->groups) return;                           // a whole SIMD-group: no barrier follows
-    float v = x[(ulong)g * 32 + lane], top = simd_max(fabs(v));
-    float low = simd_sum(lane < 16 ? v : 0.0f), high = simd_sum(lane < 16 ? 0.0f : v);
-    codes += (ulong)g * CODE_GROUP;
-    ((device int8_t *)codes)[lane] = (int8_t)rint(v * (127.0f / max(top, 1e-30f)));
-    if (lane < 4) codes[8 + lane] = lane == 0 ? top / 127.0f : lane == 1 ? low : high;
+// Makes halves of a chunk's activations, for gemm: to[row][half_step(cols)] = x[row] / powers[row],
+// with zeros behind. A row's power of two brings its largest number to 2^14 .. 2^15, because Gemma's
+// overflow half, and numbers below 2^-14 would lose digits. gemm multiplies it back to the products.
+// Grid: a threadgroup for each row; rows of x lie `step` apart.
+kernel void halve(device const float *x [[buffer(0)]], device half *to [[buffer(1)]],
+        device float *powers [[buffer(2)]], constant struct halve_args *a [[buffer(3)]], PLACE) {
+    float top = 1e-30f;
+    x += (ulong)tg * a->step;
+    to += (ulong)tg * half_step(a->cols);
+    for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
+        float4 v = four_floats(x, i, a->cols);
+        for (int e = 0; e < 4; e++) top = max(top, fabs(v[e]));
+    }
+    top = simd_max(top);
+    if (lane == 0) shared[sg] = top;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's is there
+    int power = min(ilogb(simd_max(lane < nsg ? shared[lane] : 0.0f)), 120) - 14;
+    float shrink = ldexp(1.0f, -power);
+    if (tid == 0) powers[tg] = ldexp(1.0f, power);
+    for (int i = 4 * (int)tid; i < half_step(a->cols); i += 4 * SIMD_LANES * nsg) {
+        float4 v = four_floats(x, i, a->cols);
+        half4 h;
+        for (int e = 0; e < 4; e++) h[e] = (half)(v[e] * shrink);
+        *(device half4 *)(to + i) = h;
+    }
 }
 
 // ---- 4. decode ----
@@ -1248,199 +1298,221 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 // ---- 6. prefill ----
 //
 // A chunk is bound by arithmetic: each weight serves all of its tokens. Tiles of both operands are
-// staged in threadgroup memory, and SIMD-groups multiply them as 8 x 8 matrices. All weights, f32
-// and bf16 ones too, are rounded to half, with its 11 bits. Activations stay float, because those
-// of Gemma overflow half; sums are float, too.
+// staged in threadgroup memory as halves, and SIMD-groups multiply them as 16 x 16 matrices, whose
+// sums are float. All weights, f32 and bf16 ones too, are rounded to half, with its 11 bits, and so
+// are activations, by `halve`.
+//
+// A tile has TILE_TOKENS x TILE_ROWS outputs, and two threads for each row. In a step of GEMM_K
+// columns each thread decodes one of its row's two groups of 32 weights. With two BUFFERS a step's
+// operands are on their way while those of the step before are multiplied: activations are copied in
+// the background, weights loaded and decoded to registers before the product, and stored after it.
+// Apple's threadgroups have too little memory for that: one buffer, and several threadgroups a core
+// that wait in turn.
 
-// ws[GEMM_ROWS][GEMM_STRIDE] = a step's columns of the rows from `row` on, as half. In a float
-// format neighbouring threads take neighbouring weights, four each; in a block format each thread
-// decodes a group, and neighbours the two groups of a row. INT8: see tile_multiply_codes.
-static inline void stage_weights(int format, device const uchar *w,
-        constant struct kernel_matrix *m, int row, int k0, int cols, uint tid,
-        threadgroup float *ws) {
-    int fours = format_float(format) ? GEMM_K / 4 : 2;    // shares of a row
-    for (int i = tid; i < GEMM_ROWS * fours; i += GEMM_THREADS) {
-        int r = i / fours, col = k0 + i % fours * (GEMM_K / fours);
-        device const uchar *from = w + m->start + (ulong)min(row + r, m->rows - 1) * m->row_bytes;
-        threadgroup half *to = (threadgroup half *)ws + r * GEMM_STRIDE + col - k0;
-        half4 h = {(half)0.0f, (half)0.0f, (half)0.0f, (half)0.0f};
-        if (format_float(format)) {
-            float4 v = four_weights(format, from, col, cols);
-            for (int e = 0; e < 4; e++) h[e] = (half)v[e];
-            *(threadgroup half4 *)to = h;
-            continue;
-        }
-        uint q[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        float d[2] = {0.0f, 0.0f}, o[2] = {0.0f, 0.0f};
-        if (col < cols) group_decode(format, from, col / 32, q, d, o);
-        threadgroup float *codes = ws + r * CODE_STRIDE + (col - k0) / 32 * CODE_GROUP;
-        for (int j = 0; INT8 && j < 8; j++) ((threadgroup uint *)codes)[j] = q[j];
-        for (int j = 0; INT8 && j < 4; j++) codes[8 + j] = j < 2 ? d[j] : o[j - 2];
-        if (INT8) continue;
-        QUANT_UNROLL for (int j = 0; j < 32; j += 4) {
-            for (int e = 0; e < 4; e++)
-                h[e] = (half)(d[j / 16] * group_code(q, j + e) + o[j / 16]);
-            *(threadgroup half4 *)(to + j) = h;
-        }
-    }
+// What a threadgroup computes: `row` is the tile's first row of its matrix; from[TILE_TOKENS], in
+// threadgroup memory, says which row of x each token of the tile has.
+struct gemm_tile {
+    device const half *x;
+    threadgroup const int *from;
+    int row;
+    uint tid, sg;
+};
+
+// A SIMD-group has tile_down x tile_across matrices (tokens x rows); two share the same rows.
+static inline int tile_across(void) { return TILE_TOKENS > 16 ? 2 : 1; }
+static inline int tile_down(void) { return TILE_TOKENS / (16 * tile_across()); }
+static inline int tile_token(uint sg) {
+    return (int)sg % tile_across() * (TILE_TOKENS / tile_across());
 }
+static inline int tile_row(uint sg) { return (int)sg / tile_across() * 16 * tile_across(); }
 
 // xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x
-static inline void stage_floats(device const float *x, device const int *order, int token, int end,
-        int k0, constant struct product_args *a, uint tid, threadgroup float *xs) {
-    for (int i = tid; i < TILE_TOKENS * (GEMM_K / 4); i += GEMM_THREADS) {
-        int t = i / (GEMM_K / 4), col = i % (GEMM_K / 4) * 4, row = min(token + t, end - 1);
-        if (EXPERTS == EXPERTS_GATHER) row = order[row] / a->each;
-        device const float *from = x + (ulong)row * a->cols;
-        *(threadgroup float4 *)(xs + t * GEMM_STRIDE + col) = four_floats(from, k0 + col, a->cols);
+static inline void stage_tokens(thread const struct gemm_tile *t, int k0, int cols,
+        threadgroup half *xs) {
+    int step = half_step(cols);
+    if (k0 >= step) return;
+    QUANT_UNROLL for (int j = 0; j < div_up(TILE_TOKENS * 8, 2 * TILE_ROWS); j++) {
+        int i = (int)t->tid + j * 2 * TILE_ROWS, token = i / 8, k = i % 8 * 8;
+        if (token < TILE_TOKENS)
+            copy_16(xs + token * GEMM_STRIDE + k, t->x + (ulong)t->from[token] * step + k0 + k);
     }
 }
 
-// xs[TILE_TOKENS][CODE_STRIDE] = the two groups of a step, as quantize made them
-static inline void stage_codes(device const float *codes, int token, int k0,
-        constant struct product_args *a, uint tid, threadgroup float *xs) {
-    int groups = a->cols / 32, quads = CODE_GROUP / 4;
-    for (int i = tid; i < TILE_TOKENS * 2 * quads; i += GEMM_THREADS) {
-        int t = i / (2 * quads), j = i % (2 * quads), g = min(k0 / 32 + j / quads, groups - 1);
-        ulong at = (ulong)min(token + t, a->tokens - 1) * groups + g;
-        device const float *from = codes + at * CODE_GROUP + j % quads * 4;
-        *(threadgroup float4 *)(xs + t * CODE_STRIDE + 4 * j) = *(device const float4 *)from;
-    }
-}
-
-// Where a SIMD-group's 8 x 8 blocks begin. It has 2 x 4 or 4 x 4 (tokens x rows) of them; in a tile
-// of GEMM_FEW tokens, 1 x 2.
-static inline int tile_down(void) { return TILE_TOKENS > GEMM_FEW ? TILE_TOKENS / 16 : 1; }
-static inline int tile_across(void) { return TILE_TOKENS > GEMM_FEW ? 4 : 2; }
-static inline int tile_token(int i, uint sg) {
-    return 8 * i + (TILE_TOKENS > GEMM_FEW ? (int)sg / 2 * (TILE_TOKENS / 2) : 0);
-}
-static inline int tile_row(int j, uint sg) {
-    return 8 * j + (TILE_TOKENS > GEMM_FEW ? (int)sg % 2 * 32 : (int)sg * 16);
-}
-
-// c += xs times ws transposed, for those blocks; xs[TILE_TOKENS][..], ws[GEMM_ROWS][GEMM_STRIDE]
-static inline void tile_multiply(threadgroup const float *xs, threadgroup const half *ws, uint sg,
-        thread simdgroup_float8x8 *c) {
-    simdgroup_float8x8 mx[4];
-    simdgroup_half8x8 mw;
-    QUANT_UNROLL for (int i = 0; i < 4; i++) mx[i] = simdgroup_float8x8(0.0f);
-    for (int k = 0; k < GEMM_K; k += 8) {
-        QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
-            simdgroup_load(mx[i], xs + tile_token(i, sg) * GEMM_STRIDE + k, GEMM_STRIDE);
-        QUANT_UNROLL for (int j = 0; j < tile_across(); j++) {
-            simdgroup_load(mw, ws + tile_row(j, sg) * GEMM_STRIDE + k, GEMM_STRIDE, 0, true);
-            QUANT_UNROLL for (int i = 0; i < tile_down(); i++)
-                simdgroup_multiply_accumulate(c[4 * i + j], mx[i], mw, c[4 * i + j]);
+// ws[TILE_ROWS][GEMM_STRIDE] = a step's columns of W, if its format is float: neighbouring threads
+// take neighbouring weights, eight each
+static inline void stage_floats(int format, device const uchar *w,
+        constant struct kernel_matrix *m, thread const struct gemm_tile *t, int k0, int cols,
+        threadgroup half *ws) {
+    if (!format_float(format)) return;
+    QUANT_UNROLL for (int j = 0; j < 4; j++) {
+        int i = (int)t->tid + j * 2 * TILE_ROWS, r = i / 8, k = k0 + i % 8 * 8;
+        device const uchar *from = w + (ulong)min(t->row + r, m->rows - 1) * m->row_bytes;
+        threadgroup half *to = ws + r * GEMM_STRIDE + i % 8 * 8;
+        if (format == FORMAT_F16 && !RAGGED && k < cols) {
+            copy_16(to, (device const half *)from + k);
+            continue;
         }
+        float v[8];
+        QUANT_UNROLL for (int e = 0; e < 8; e += 4) {
+            float4 four = four_weights(format, from, k + e, cols);
+            for (int n = 0; n < 4; n++) v[e + n] = four[n];
+        }
+        store_halves(to, v);
     }
 }
 
-// The same for codes, where a thread computes 4 x 4 outputs. It adds 16 products as integers; the
-// rest is float: their scales, and offsets times sums of 16 activations. A group of ws has 8 words
-// of codes, two scales and two offsets.
-static inline int code_token(int i, uint tid) { return (int)tid / 16 * 4 + i / 4; }
-static inline int code_row(int i, uint tid) { return (int)tid % 16 + i % 4 * 16; }
-static inline void tile_multiply_codes(threadgroup const float *xs, threadgroup const float *ws,
-        uint tid, thread float *c) {
-    for (int h = 0; h < GEMM_K / 16; h++)
-        QUANT_UNROLL for (int i = 0; i < 16; i++) {
-            int g = h / 2 * CODE_GROUP, part = h % 2;
-            threadgroup const float *x = xs + code_token(i, tid) * CODE_STRIDE + g;
-            threadgroup const float *w = ws + code_row(i, tid) * CODE_STRIDE + g;
-            uint4 xq = *(threadgroup const uint4 *)(x + 4 * part);
-            uint4 wq = *(threadgroup const uint4 *)(w + 4 * part);
-            int dot = 0;
-            QUANT_UNROLL for (int k = 0; k < 16; k++)
-                dot += (int)(int8_t)(xq[k / 4] >> 8 * (k % 4) & 255) *
-                       (int)(int8_t)(wq[k / 4] >> 8 * (k % 4) & 255);
-            c[i] += (float)dot * x[8] * w[8 + part] + x[9 + part] * w[10 + part];
-        }
+// The thread's group of a step, if W's format has blocks. Behind the last column it is the last one
+// times 0.
+struct weight_group { uint q[8]; float d[2], m[2]; };
+static inline void fetch_group(int format, device const uchar *w,
+        constant struct kernel_matrix *m, thread const struct gemm_tile *t, int k0, int cols,
+        thread struct weight_group *g) {
+    if (format_float(format)) return;
+    int at = k0 / 32 + (int)t->tid % 2, last = cols / 32 - 1;
+    int row = min(t->row + (int)t->tid / 2, m->rows - 1);
+    group_decode(format, w + (ulong)row * m->row_bytes, min(at, last), g->q, g->d, g->m);
+    for (int j = 0; j < 2 && at > last; j++) g->d[j] = g->m[j] = 0.0f;
 }
 
-// The finished tile passes through threadgroup memory, from which neighbouring threads take outputs
-// of neighbouring rows through the epilogue to y. Outputs past the last token or row are dropped.
-static inline void gemm_store(thread simdgroup_float8x8 *c, thread const float *sums,
-        threadgroup float *tile, device const float *bias, float scale, device const float *other,
-        device float *y, int part, constant struct product_args *a, int token, int end, int row,
-        uint tid, uint sg) {
-    for (int i = 0; INT8 && i < 16; i++)
-        tile[code_token(i, tid) * GEMM_STRIDE + code_row(i, tid)] = sums[i];
-    int down = INT8 ? 0 : tile_down();
-    QUANT_UNROLL for (int i = 0; i < down; i++)
+static inline void stage_group(int format, thread const struct weight_group *g, uint tid,
+        threadgroup half *ws) {
+    if (format_float(format)) return;
+    QUANT_UNROLL for (int j = 0; j < 32; j += 8) {
+        float v[8];
+        QUANT_UNROLL for (int e = 0; e < 8; e++)
+            v[e] = g->d[j / 16] * group_code(g->q, j + e) + g->m[j / 16];
+        store_halves(ws + tid / 2 * GEMM_STRIDE + tid % 2 * 32 + j, v);
+    }
+}
+
+// c += xs times ws transposed, for the SIMD-group's matrices
+static inline void tile_multiply(threadgroup const half *xs, threadgroup const half *ws, uint sg,
+        thread float16x16 *c) {
+    half16x16 x, w[2];
+    xs += tile_token(sg) * GEMM_STRIDE;
+    ws += tile_row(sg) * GEMM_STRIDE;
+    QUANT_UNROLL for (int k = 0; k < GEMM_K; k += 16) {
         QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
-            simdgroup_store(c[4 * i + j],
-                            tile + tile_token(i, sg) * GEMM_STRIDE + tile_row(j, sg), GEMM_STRIDE);
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the tile is whole
-    int rows = a->w[part].rows;
-    for (int i = tid; i < TILE_TOKENS * GEMM_ROWS; i += GEMM_THREADS) {
-        int t = token + i / GEMM_ROWS, r = row + i % GEMM_ROWS;
-        if (t >= end || r >= rows) continue;
-        ulong at = (ulong)t * rows + r;
-        float v = tile[i / GEMM_ROWS * GEMM_STRIDE + i % GEMM_ROWS] * (a->w[part].scale * scale);
-        if (BIASES >> part & 1) v += bias[r];
-        finish(&y[at], v * a->factor, a->softcap, takes_other() ? other[at] : 0.0f);
+            load_right(&w[j], ws + 16 * j * GEMM_STRIDE + k, GEMM_STRIDE, true);
+        QUANT_UNROLL for (int i = 0; i < tile_down(); i++) {
+            load_left(&x, xs + 16 * i * GEMM_STRIDE + k, GEMM_STRIDE);
+            QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
+                multiply16(&c[tile_across() * i + j], &x, &w[j]);
+        }
     }
+}
+
+// c = the SIMD-group's part of the tile, of one matrix
+static inline void tile_product(int format, device const uchar *w,
+        constant struct kernel_matrix *m, thread const struct gemm_tile *t, int cols,
+        threadgroup half *buffers, thread float16x16 *c) {
+    const int behind = TILE_TOKENS * GEMM_STRIDE, size = behind + TILE_ROWS * GEMM_STRIDE;
+    struct weight_group g;
+    int now = 0, next = BUFFERS > 1 ? size : 0;
+    w += m->start;
+    stage_tokens(t, 0, cols, buffers);
+    stage_floats(format, w, m, t, 0, cols, buffers + behind);
+    fetch_group(format, w, m, t, 0, cols, &g);
+    stage_group(format, &g, t->tid, buffers + behind);
+    for (int k0 = 0; k0 < cols; k0 += GEMM_K) {
+        int k1 = k0 + GEMM_K;
+        copies_wait();
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // staged; and the other one is used
+        if (BUFFERS > 1) {
+            stage_tokens(t, k1, cols, buffers + next);
+            stage_floats(format, w, m, t, k1, cols, buffers + next + behind);
+        }
+        fetch_group(format, w, m, t, k1, cols, &g);
+        tile_multiply(buffers + now, buffers + now + behind, t->sg, c);
+        if (BUFFERS == 1) {
+            threadgroup_barrier(mem_flags::mem_threadgroup);  // used
+            stage_tokens(t, k1, cols, buffers);
+            stage_floats(format, w, m, t, k1, cols, buffers + behind);
+        }
+        stage_group(format, &g, t->tid, buffers + next + behind);
+        now = next;
+        next = BUFFERS > 1 ? size - next : 0;
+    }
+    copies_wait();
+    threadgroup_barrier(mem_flags::mem_threadgroup);          // all is used
 }
 
 // y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
-// which may read other[tokens][rows]. y1 and y2 are made in the same way of W1 and W2, where there
-// are several matrices for the same x (Q, K and V).
-// Grid: tiles of TILE_TOKENS x GEMM_ROWS outputs; those of the same rows are neighbours, so that
-// weights come from memory about once per chunk. In each step all threads decode two groups of 64
-// rows of W, and stage the same columns of x: for 64 tokens that is 2 * 64 * 64 * 64 FLOP on 16 KB
-// of x and 4 to 9 KB of W, some 25 FLOP a byte from the cache.
-// INT8 takes activations as quantize's codes, in tiles of GEMM_SOME tokens. What Metal and CUDA
-// have in common has no dot product of bytes: four products take four multiplications, and
-// unpacking, while a matrix of half does 16 or more in that time. So it is off by default.
+// which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made in the same way of
+// W1 and W2, where there are several matrices for the same x (Q, K and V).
+// Grid: tiles; those of the same rows are neighbours, so that weights come from memory about once
+// per chunk. A step of 128 x 128 is 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4 to 16 KB of W, some
+// 80 FLOP a byte from the cache.
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
+// EXPERTS_HEADS: each of the `each` heads of a token has a matrix, a row of x and one of y.
 kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
         device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
         device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const float *codes [[buffer(7)]],
+        device const half *x [[buffer(6)]], device const float *powers [[buffer(7)]],
         device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
         device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
         device const int *expert_tile [[buffer(12)]],                          // [tiles][3]
         device const int *order [[buffer(13)]], device const float *scales [[buffer(14)]],
         constant struct product_args *a [[buffer(15)]], PLACE) {
-    threadgroup float *xs = shared;                               // [TILE_TOKENS][GEMM_STRIDE]
-    threadgroup float *ws = xs + TILE_TOKENS * GEMM_STRIDE;      // [GEMM_ROWS][GEMM_STRIDE] half
-    int tiles = a->units, tile = tg % tiles;
-    int token = tile * TILE_TOKENS, end = a->tokens, expert = 0;
-    int n0 = div_up(a->w[0].rows, GEMM_ROWS), n1 = n0 + div_up(a->w[1].rows, GEMM_ROWS);
-    int block = tg / tiles, part = block < n0 ? 0 : block < n1 ? 1 : 2;
-    int row = (block - (part == 0 ? 0 : part == 1 ? n0 : n1)) * GEMM_ROWS;
-    if (EXPERTS) {
+    threadgroup int *from = (threadgroup int *)shared;
+    threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
+    int tiles = a->units, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
+    int n0 = div_up(a->w[0].rows, TILE_ROWS), n1 = n0 + div_up(a->w[1].rows, TILE_ROWS);
+    int block = tg / tiles, expert = EXPERTS == EXPERTS_HEADS ? block / n0 : 0;
+    if (EXPERTS == EXPERTS_HEADS) block %= n0;
+    int part = block < n0 ? 0 : block < n1 ? 1 : 2, rows = a->w[part].rows;
+    if (EXPERTS == EXPERTS_GATHER || EXPERTS == EXPERTS_SORTED) {
         expert = expert_tile[3 * tile];
         token = expert_tile[3 * tile + 1];
         end = expert_tile[3 * tile + 2];
         if (expert < 0) return;                               // all threads: no barrier was there
+    }
+    if (EXPERTS) {
         w0 += (ulong)expert * a->w[0].step;
         bias0 += expert * a->w[0].bias_step;
     }
-    simdgroup_float8x8 c[16];
-    float sums[16];
-    QUANT_UNROLL for (int i = 0; i < 16; i++) c[i] = simdgroup_float8x8(0.0f);
-    QUANT_UNROLL for (int i = 0; i < 16; i++) sums[i] = 0.0f;
-
-    for (int k0 = 0; k0 < a->cols; k0 += GEMM_K) {
-        if (part == 1 && FORMAT_1 != FORMAT_0)
-            stage_weights(FORMAT_1, w1, &a->w[1], row, k0, a->cols, tid, ws);
-        else if (part == 2 && FORMAT_2 != FORMAT_0)
-            stage_weights(FORMAT_2, w2, &a->w[2], row, k0, a->cols, tid, ws);
-        else stage_weights(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], row, k0,
-                           a->cols, tid, ws);
-        if (INT8) stage_codes(codes, token, k0, a, tid, xs);
-        else stage_floats(x, order, token, end, k0, a, tid, xs);
-        threadgroup_barrier(mem_flags::mem_threadgroup);                       // staged
-        if (INT8) tile_multiply_codes(xs, ws, tid, sums);
-        else tile_multiply(xs, (threadgroup const half *)ws, sg, c);
-        threadgroup_barrier(mem_flags::mem_threadgroup);                       // used
+    for (int i = tid; i < TILE_TOKENS; i += 2 * TILE_ROWS) {
+        int t = min(token + i, end - 1);
+        if (EXPERTS == EXPERTS_HEADS) t = t * a->each + expert;
+        from[i] = EXPERTS == EXPERTS_GATHER ? order[t] / a->each : t;
     }
-    gemm_store(c, sums, shared, part == 0 ? bias0 : part == 1 ? bias1 : bias2,
-               SCALES & 1 ? scales[expert] : 1.0f, other, part == 0 ? y0 : part == 1 ? y1 : y2,
-               part, a, token, end, row, tid, sg);
+    threadgroup_barrier(mem_flags::mem_threadgroup);          // `from` is there
+    struct gemm_tile t = {x, from, (block - (part == 0 ? 0 : part == 1 ? n0 : n1)) * TILE_ROWS,
+                          tid, sg};
+    float16x16 c[8];
+    QUANT_UNROLL for (int i = 0; i < tile_down() * tile_across(); i++) zero16(&c[i]);
+    // matrices of one format share their code
+    if (part == 1 && FORMAT_1 != FORMAT_0)
+        tile_product(FORMAT_1, w1, &a->w[1], &t, a->cols, buffers, c);
+    else if (part == 2 && FORMAT_2 != FORMAT_0)
+        tile_product(FORMAT_2, w2, &a->w[2], &t, a->cols, buffers, c);
+    else tile_product(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], &t, a->cols,
+                      buffers, c);
+
+    // Sums pass through the SIMD-group's own memory, a matrix or two at a time, so that neighbouring
+    // lanes write neighbouring rows. Those past the last token or row are dropped.
+    device const float *bias = part == 0 ? bias0 : part == 1 ? bias1 : bias2;
+    device float *y = part == 0 ? y0 : part == 1 ? y1 : y2;
+    threadgroup float *patch = (threadgroup float *)buffers + sg * GEMM_PATCH;
+    float scale = a->w[part].scale * (SCALES & 1 ? scales[expert] : 1.0f);
+    const int wide = 16 * tile_across();
+    int r = t.row + tile_row(sg) + (int)lane % wide;
+    QUANT_UNROLL for (int i = 0; i < tile_down(); i++) {
+        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
+            store16(&c[tile_across() * i + j], patch + 16 * j, PATCH_STRIDE);
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // the patch is there
+        for (int k = (int)lane / wide; k < 16; k += SIMD_LANES / wide) {
+            int at = tile_token(sg) + 16 * i + k;
+            if (token + at >= end || r >= rows) continue;
+            ulong to = (ulong)(EXPERTS == EXPERTS_HEADS ? from[at] : token + at) *
+                       (EXPERTS == EXPERTS_HEADS ? a->w[0].out_step : rows) + r;
+            float v = patch[k * PATCH_STRIDE + (int)lane % wide] * (scale * powers[from[at]]);
+            if (BIASES >> part & 1) v += bias[r];
+            finish(&y[to], v * a->factor, a->softcap, takes_other() ? other[to] : 0.0f);
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // it is used
+    }
 }
 
 // QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
@@ -1495,177 +1567,177 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
     return r0;
 }
 
-// Loads a thread's share, every 128th quad, of the tile at r0. Empty rows become zeros, since they
-// may hold NaN, and 0 * NaN is NaN; so do the columns that fill a head up to whole 8 x 8 matrices.
-static inline void flash_fetch(device const half *from, int dim, int r0, int key, uint tid,
-        thread half4 *quads) {
-    const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
-    QUANT_UNROLL for (int j = 0; j < count; j++) {
-        int i = min((int)tid + j * FLASH_THREADS, across * FLASH_KEYS - 1), r = i / across;
-        bool empty = simd_shuffle(key, r) < 0 || i % across * 4 >= dim;
-        device const half *at = from + (ulong)(r0 + r) * dim + i % across * 4;
-        if (!empty) quads[j] = *(device const half4 *)at;
-        for (int e = 0; empty && e < 4; e++) quads[j][e] = (half)0.0f;
-    }
-}
-
-// tile[FLASH_KEYS][flash_row] = what was fetched
-static inline void flash_stage(thread const half4 *quads, int dim, uint tid,
+// tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows
+// become zeros, since they may hold NaN, and 0 * NaN is NaN; so do the columns that fill a head up to
+// whole 16 x 16 matrices.
+static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
-    const int across = flash_cols(dim) / 4, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
+    const int across = flash_cols(dim) / 8, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
     QUANT_UNROLL for (int j = 0; j < count; j++) {
-        int i = (int)tid + j * FLASH_THREADS, to = i / across * flash_row(dim) + i % across * 4;
-        if (i < across * FLASH_KEYS) *(threadgroup half4 *)(tile + to) = quads[j];
+        int i = (int)tid + j * FLASH_THREADS, r = min(i / across, FLASH_KEYS - 1), e = i % across * 8;
+        bool empty = simd_shuffle(key, r) < 0 || e >= dim;
+        threadgroup half *to = tile + r * flash_row(dim) + e;
+        device const half *at = from + (ulong)(r0 + r) * dim + e;
+        if (i >= across * FLASH_KEYS) continue;
+        if (!empty && dim % 8 == 0) {
+            copy_16(to, at);
+            continue;
+        }
+        for (int k = 0; k < 8; k += 4) {
+            half4 v = {(half)0.0f, (half)0.0f, (half)0.0f, (half)0.0f};
+            if (!empty && e + k < dim) v = *(device const half4 *)(at + k);
+            *(threadgroup half4 *)(to + k) = v;
+        }
     }
 }
 
-// Online softmax of a SIMD-group's scores[8][FLASH_STRIDE] to probabilities[8][FLASH_HALVES]: four
-// lanes share a query, and each takes every fourth key. Half is enough, as no probability is above
-// 1 and the rounded ones are summed. Returns the factor by which earlier sums shrink, and writes it
-// to a diagonal matrix for flash_values.
-static inline float flash_softmax(threadgroup const float *scores, threadgroup half *probabilities,
-        threadgroup float *diagonal, int keys, int pos, float slope, uint lane,
-        constant struct attention_args *a, thread float *m, thread float *sum) {
-    float s[8], top = *m, part = 0.0f;
-    QUANT_UNROLL for (int i = 0; i < 8; i++) {
-        int at = lane % 4 + 4 * i, pos_k = simd_shuffle(keys, at);
-        float dot = scores[lane / 4 * FLASH_STRIDE + at];
-        s[i] = visible(pos_k, pos, a) ? score_of(dot, slope, abs(pos - pos_k), a) : UNSEEN;
-        top = max(top, s[i]);
+// Online softmax of a SIMD-group's scores[16][FLASH_STRIDE]: two lanes share a query, with 16 keys
+// each. Probabilities[16][FLASH_HALVES] overwrite the scores. Half is enough, as none is above 1.
+// `all`: each query sees each key. Returns the factor by which earlier sums shrink, and leaves it in
+// diagonals[2][8][8] for scale16.
+static inline float flash_softmax(threadgroup float *scores, threadgroup float *diagonals, int key,
+        bool all, int pos, float slope, uint lane, constant struct attention_args *a,
+        thread float *m, thread float *sum) {
+    int row = lane / 2, first = lane % 2 * 16;
+    threadgroup half *probabilities = (threadgroup half *)scores;
+    float s[16], top = *m, part = 0.0f;
+    QUANT_UNROLL for (int i = 0; i < 16; i += 4) {
+        float4 v = *(threadgroup const float4 *)(scores + row * FLASH_STRIDE + first + i);
+        for (int e = 0; e < 4; e++) s[i + e] = v[e];
     }
+    if (ALIBI || !all)
+        QUANT_UNROLL for (int i = 0; i < 16; i++) {
+            int at = simd_shuffle(key, first + i);
+            s[i] = visible(at, pos, a) ? score_of(s[i], slope, abs(pos - at), a) : UNSEEN;
+        }
+    else if (SOFTCAPPED)
+        QUANT_UNROLL for (int i = 0; i < 16; i++) s[i] = score_of(s[i], 0.0f, 0, a);
+    QUANT_UNROLL for (int i = 0; i < 16; i++) top = max(top, s[i]);
     top = max(top, simd_shuffle_xor(top, 1));
-    top = max(top, simd_shuffle_xor(top, 2));
     float shrink = exp2(*m - top);
-    QUANT_UNROLL for (int i = 0; i < 8; i++) {
-        half p = (half)(s[i] == UNSEEN ? 0.0f : exp2(s[i] - top));
-        probabilities[lane / 4 * FLASH_HALVES + lane % 4 + 4 * i] = p;
-        part += (float)p;
+    QUANT_UNROLL for (int i = 0; i < 16; i++) {
+        s[i] = s[i] == UNSEEN ? 0.0f : exp2(s[i] - top);
+        part += s[i];
     }
+    simdgroup_barrier(mem_flags::mem_threadgroup);            // all scores have been read
+    for (int i = 0; i < 16; i += 8)
+        store_halves(probabilities + row * FLASH_HALVES + first + i, s + i);
+    for (int i = 0; i < 4; i++)
+        diagonals[4 * lane + i] = row % 8 == (int)lane % 2 * 4 + i ? shrink : 0.0f;
     part += simd_shuffle_xor(part, 1);
-    part += simd_shuffle_xor(part, 2);
-    for (int i = 0; i < 2; i++)
-        diagonal[2 * lane + i] = lane / 4 == lane % 4 * 2 + i ? shrink : 0.0f;
     *m = top;
     *sum = *sum * shrink + part;
     return shrink;
 }
 
-// q = the SIMD-group's 8 queries, scaled, as matrices of half
-static inline void flash_queries(device const float *x, int n, uint tid, uint sg,
-        constant struct attention_args *a, threadgroup half *tile, thread simdgroup_half8x8 *q) {
-    float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
-    for (int i = tid; i < FLASH_QUERIES * flash_cols(HEAD_DIM); i += FLASH_THREADS) {
-        int t = i / flash_cols(HEAD_DIM), e = i % flash_cols(HEAD_DIM);
-        bool inside = t < n && e < HEAD_DIM;
-        float v = inside ? x[(ulong)t * a->n_head * query_step() + e] * scale : 0.0f;
-        tile[t * flash_row(HEAD_DIM) + e] = (half)v;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // queries are staged
-    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
-        simdgroup_load(q[d], tile + sg * 8 * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM));
-}
-
-// scores[8][FLASH_STRIDE] = q * transposed keys
-static inline void flash_scores(thread const simdgroup_half8x8 *q, threadgroup const half *tile,
-        threadgroup float *scores) {
-    simdgroup_float8x8 mp[FLASH_KEYS / 8];
-    simdgroup_half8x8 mk;
-    for (int j = 0; j < FLASH_KEYS / 8; j++) mp[j] = simdgroup_float8x8(0.0f);
-    for (int d = 0; d < flash_cols(HEAD_DIM) / 8; d++)
-        for (int j = 0; j < FLASH_KEYS / 8; j++) {
-            simdgroup_load(mk, tile + 8 * j * flash_row(HEAD_DIM) + 8 * d, flash_row(HEAD_DIM), 0,
-                           true);
-            simdgroup_multiply_accumulate(mp[j], q[d], mk, mp[j]);
-        }
-    for (int j = 0; j < FLASH_KEYS / 8; j++) simdgroup_store(mp[j], scores + 8 * j, FLASH_STRIDE);
-}
-
-// o = diagonal * o + probabilities * values; if nothing shrinks, the diagonal is all ones
-static inline void flash_values(threadgroup const half *probabilities,
-        threadgroup const float *diagonal, threadgroup const half *tile, bool shrinks,
-        thread simdgroup_float8x8 *o) {
-    simdgroup_float8x8 shrink;
-    simdgroup_half8x8 mp[FLASH_KEYS / 8], mv;
-    simdgroup_load(shrink, diagonal, 8);
-    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
-        if (shrinks) simdgroup_multiply(o[d], shrink, o[d]);
-    for (int j = 0; j < FLASH_KEYS / 8; j++)
-        simdgroup_load(mp[j], probabilities + 8 * j, FLASH_HALVES);
-    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++)
-        for (int j = 0; j < FLASH_KEYS / 8; j++) {
-            simdgroup_load(mv, tile + 8 * j * flash_row(VALUE_DIM) + 8 * d, flash_row(VALUE_DIM));
-            simdgroup_multiply_accumulate(o[d], mp[j], mv, o[d]);
-        }
-}
-
-// out = attention_value of o, which passes through threadgroup memory: a lane takes two numbers of
-// each 8 x 8 matrix, from row lane / 4, since it has the maximum and sum of that query
-static inline void flash_store(thread const simdgroup_float8x8 *o, threadgroup float *scores,
-        device float *out, bool inside, float m, float sum, device const float *sink,
-        device const float *gate, uint lane, constant struct attention_args *a) {
-    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) {
-        simdgroup_barrier(mem_flags::mem_threadgroup);    // the matrix before has been read
-        simdgroup_store(o[d], scores, 8);
-        simdgroup_barrier(mem_flags::mem_threadgroup);    // this one is there
-        for (int i = 0; i < 2; i++) {
-            int e = 8 * d + lane % 4 * 2 + i;
-            if (inside && e < VALUE_DIM)
-                out[e] = attention_value(scores[2 * lane + i], m, sum, sink, gate + e, a);
-        }
-    }
-}
-
 // The same as attention, for a chunk, with products of matrices. Grid: a threadgroup for each
-// FLASH_QUERIES queries of a head. It takes the ring in tiles of FLASH_KEYS rows, and skips tiles
-// in which no query sees a key. Scores, maxima, sums and outputs are float; outputs stay in
-// registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale has the factor log2(e). A
-// byte of the ring serves 32 queries and 32 FLOP, against 1 or 2 FLOP in attention.
+// FLASH_QUERIES queries of a head, of which a SIMD-group has 16. It takes the ring in tiles of
+// FLASH_KEYS rows, and skips tiles in which no query sees a key. Scores, maxima, sums and outputs are
+// float; outputs stay in registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale has
+// the factor log2(e). A byte of the ring serves 64 queries and 64 FLOP, against 1 or 2 in attention.
+// With two BUFFERS the next tile's keys and values are copied meanwhile; with one, for which Apple's
+// threadgroups have the memory, values take the place of the keys.
 kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
         device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
         device const int *now [[buffer(4)]], device const float *slopes [[buffer(5)]],
         device const float *sinks [[buffer(6)]], device float *out [[buffer(7)]],
         constant struct attention_args *a [[buffer(8)]], PLACE) {
-    threadgroup half *tile = (threadgroup half *)shared;              // [FLASH_KEYS][flash_row]
-    threadgroup float *scores = shared + flash_tile(HEAD_DIM, VALUE_DIM) + sg * FLASH_OWN;
-    threadgroup float *diagonal = scores + 8 * FLASH_STRIDE;         // [8][8]
-    threadgroup half *probabilities = (threadgroup half *)(diagonal + 8 * 8);
-    int head = tg % a->n_head, tiles = div_up(a->n, FLASH_QUERIES);
-    int t0 = (tiles - 1 - (int)tg / a->n_head) * FLASH_QUERIES, t = t0 + sg * 8 + lane / 4;
-    int pos = now[NOW_POS], first = pos + t0, last = pos + min(t0 + FLASH_QUERIES, a->n) - 1;
+    const int behind = BUFFERS > 1 ? FLASH_KEYS * flash_row(HEAD_DIM) : 0;
+    const int size = BUFFERS > 1 ? behind + FLASH_KEYS * flash_row(VALUE_DIM) : 0;
+    threadgroup float *scores = shared + sg * FLASH_OWN;
+    threadgroup float *diagonals = scores + 16 * FLASH_STRIDE;        // [2][8][8]
+    threadgroup half *tiles = (threadgroup half *)(shared + FLASH_SIMDGROUPS * FLASH_OWN);
+    int head = tg % a->n_head, blocks = div_up(a->n, FLASH_QUERIES), buffer = 0;
+    int t0 = (blocks - 1 - (int)tg / a->n_head) * FLASH_QUERIES, own = t0 + sg * 16;
+    int t = own + lane / 2, pos = now[NOW_POS], first = pos + t0;
+    int last = pos + min(t0 + FLASH_QUERIES, a->n) - 1, group = a->n_head / a->n_kv;
     int used = used_rows(pos, a), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
-    int group = a->n_head / a->n_kv;
-    simdgroup_half8x8 mq[NARROW_MAX / 8];
-    simdgroup_float8x8 o[NARROW_MAX / 8];
-    half4 quads[NARROW_MAX / 16];
+    half16x16 mq[NARROW_MAX / 16], mk, mp;
+    float16x16 o[NARROW_MAX / 16], s[2];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
+    float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
     k += (ulong)(head / group) * a->rows * HEAD_DIM;
     v += (ulong)(head / group) * a->rows * VALUE_DIM;
     q += ((ulong)t0 * a->n_head + head) * query_step();
-    flash_queries(q, a->n - t0, tid, sg, a, tile, mq);
-    for (int d = 0; d < flash_cols(VALUE_DIM) / 8; d++) o[d] = simdgroup_float8x8(0.0f);
-
-    // what is staged next is fetched before each product
-    int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key, &ahead);
-    if (r0 < used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
-    while (r0 < used) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile is free
-        flash_stage(quads, HEAD_DIM, tid, tile);
-        threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are staged
-        flash_fetch(v, VALUE_DIM, r0, key, tid, quads);
-        flash_scores(mq, tile, scores);
-        simdgroup_barrier(mem_flags::mem_threadgroup);    // scores are there
-        float shrink = flash_softmax(scores, probabilities, diagonal, key, pos + t, slope, lane,
-                                     a, &m, &sum);
-        threadgroup_barrier(mem_flags::mem_threadgroup);  // probabilities are there, keys used
-        flash_stage(quads, VALUE_DIM, tid, tile);
-        r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key, &ahead);
-        if (r0 < used) flash_fetch(k, HEAD_DIM, r0, key, tid, quads);
-        threadgroup_barrier(mem_flags::mem_threadgroup);  // values are staged
-        flash_values(probabilities, diagonal, tile, simd_max((int)(shrink < 1.0f)) > 0, o);
+    // the SIMD-group's queries, 16 columns at a time, pass through the memory of its scores
+    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 16; d++) {
+        threadgroup half *stage = (threadgroup half *)scores;
+        for (int i = lane; i < 16 * 16; i += SIMD_LANES) {
+            int n = own - t0 + i / 16, e = 16 * d + i % 16;
+            bool inside = t0 + n < a->n && e < HEAD_DIM;
+            float x = inside ? q[(ulong)n * a->n_head * query_step() + e] * scale : 0.0f;
+            stage[i / 16 * FLASH_HALVES + i % 16] = (half)x;
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // staged
+        load_left(&mq[d], stage, FLASH_HALVES);
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // used
     }
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++) zero16(&o[d]);
+
+    int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key, &ahead);
+    if (r0 < used) {
+        flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
+        if (BUFFERS > 1) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
+    }
+    while (r0 < used) {
+        threadgroup half *keys = tiles + buffer * size, *values = keys + behind;
+        int here = key, at = r0;
+        bool all = simd_min((int)(visible(key, pos + own, a) &&
+                                  visible(key, min(pos + own + 15, last), a))) > 0;
+        copies_wait();
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // a tile is there, the other one used
+        buffer = 1 - buffer;
+        r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key, &ahead);
+        if (BUFFERS > 1 && r0 < used) {
+            flash_copy(k, HEAD_DIM, r0, key, tid, tiles + buffer * size);
+            flash_copy(v, VALUE_DIM, r0, key, tid, tiles + buffer * size + behind);
+        }
+        QUANT_UNROLL for (int j = 0; j < 2; j++) zero16(&s[j]);
+        QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 16; d++)
+            QUANT_UNROLL for (int j = 0; j < 2; j++) {
+                load_right(&mk, keys + 16 * j * flash_row(HEAD_DIM) + 16 * d, flash_row(HEAD_DIM),
+                           true);
+                multiply16(&s[j], &mq[d], &mk);
+            }
+        QUANT_UNROLL for (int j = 0; j < 2; j++) store16(&s[j], scores + 16 * j, FLASH_STRIDE);
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // scores are there
+        float shrink = flash_softmax(scores, diagonals, here, all, pos + t, slope, lane, a, &m, &sum);
+        bool shrinks = simd_max((int)(shrink < 1.0f)) > 0;
+        if (BUFFERS == 1) {
+            threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are used
+            flash_copy(v, VALUE_DIM, at, here, tid, tiles);
+            copies_wait();
+            threadgroup_barrier(mem_flags::mem_threadgroup);  // values are there
+        } else simdgroup_barrier(mem_flags::mem_threadgroup); // probabilities are there
+        QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++)
+            if (shrinks) scale16(&o[d], diagonals);
+        QUANT_UNROLL for (int j = 0; j < 2; j++) {
+            load_left(&mp, (threadgroup half *)scores + 16 * j, FLASH_HALVES);
+            QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++) {
+                load_right(&mk, values + 16 * j * flash_row(VALUE_DIM) + 16 * d,
+                           flash_row(VALUE_DIM), false);
+                multiply16(&o[d], &mp, &mk);
+            }
+        }
+        if (BUFFERS == 1) {
+            threadgroup_barrier(mem_flags::mem_threadgroup);  // values are used
+            if (r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
+        }
+    }
+    // outputs pass through the memory of scores: a lane takes half of a row of each matrix
     out += ((ulong)t * a->n_head + head) * VALUE_DIM;
-    q += (ulong)(t - t0) * a->n_head * query_step();
-    flash_store(o, scores, out, t < a->n, m, sum, sinks + head, q + HEAD_DIM, lane, a);
+    q += (ulong)(t - t0) * a->n_head * query_step() + HEAD_DIM;
+    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++) {
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // what was there has been read
+        store16(&o[d], scores, FLASH_STRIDE);
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // this matrix is there
+        for (int i = 0; i < 8; i++) {
+            int at = lane % 2 * 8 + i, e = 16 * d + at;
+            if (t < a->n && e < VALUE_DIM)
+                out[e] = attention_value(scores[lane / 2 * FLASH_STRIDE + at], m, sum, sinks + head,
+                                         q + e, a);
+        }
+    }
 }
 
 // ---- 7. experts ----

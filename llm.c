@@ -263,7 +263,7 @@ typedef struct {               // 0: the default
     int keep;                  // the first `keep` tokens are always seen (0)
     int chunk, threads;        // tokens of the prompt run at once (512); CPU threads (all)
     bool cpu;                  // no GPU
-    bool gpu_block, gpu_int8;  // on a GPU: a layer in one dispatch, int8 prefill
+    bool gpu_block;            // on a GPU: half a layer in one dispatch
     Sampling sampling;
 } Options;
 
@@ -6691,7 +6691,7 @@ static const Option OPTIONS[] = {
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU (NVIDIA with libnvrtc, or Metal)"},
-    {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default), block or int8: see the README"},
+    {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default) or block: see the README"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
     {"--tokens A,B,C", LIST, AT(ids), 0, INT_MAX, "token ids instead of PROMPT, as they are"},
     {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token"},
@@ -6773,9 +6773,8 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     if (prompt[0]) cli->prompt = prompt[0];
     if (cli->help || cli->version) return true;
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
-    cli->o.gpu_int8 = cli->gpu && !strcmp(cli->gpu, "int8");
-    if (cli->gpu && !find_str(str(cli->gpu), "chain block int8"))
-        return fail(&cli->e, "--gpu: expected chain, block or int8, not '%s'", cli->gpu);
+    if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
+        return fail(&cli->e, "--gpu: expected chain or block, not '%s'", cli->gpu);
     if (cli->think && !find_str(str(cli->think), "on off"))
         return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
     if (cli->render && !prompts) cli->file = "-", prompts = 1;

@@ -49,7 +49,8 @@ typedef struct {
     Pool *pool;                 // the session's, for CUDA's compiler
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
-    float *codes;               // [chunk][widest input / 32][CODE_GROUP] for int8
+    uint16_t *halves;           // [rows][half_step of an input], which gemm reads
+    float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *inputs;              // [chunk][n_layer][per_layer]
@@ -96,6 +97,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
     X(cuMemcpyDtoDAsync_v2, (char *, const char *, size_t, void *)) \
     X(cuModuleLoadData, (void **, const void *)) \
     X(cuModuleGetFunction, (void **, void *, const char *)) \
+    X(cuFuncSetAttribute, (void *, int, int)) \
     X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
                        unsigned, void *, void **, void **)) \
     X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **)) \
@@ -109,7 +111,9 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **))
 enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20,
-       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100 };
+       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100, MAX_SHARED_BYTES = 8 };
+// two buffers of tiles of so many tokens, in as much threadgroup memory as they take
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 96 << 10 };
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
@@ -235,16 +239,20 @@ static char *device_address(const Gpu *g, const void *p) {
 
 // The source of a variant: its constants, and a function that calls the kernel. In a threadgroup of
 // 256 threads each thread may use as many registers as there can be. Of gemv, 8 or 12 threadgroups
-// must fit on a core, or too few loads would be under way at once.
+// must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
+// flash_attention 2 or 3 threadgroups, so that some compute while others wait.
 static void cuda_source(const Variant *p, char *s) {
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, p->constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
     int fit = gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 8 : 12;
+    if (p->constant[C_TILE_ROWS]) fit = 512 / p->threads;
+    else if (p->constant[C_BUFFERS]) fit = p->constant[C_HEAD_DIM] > 128 ? 2 : 3;
+    else if (p->threads >= 256) fit = 1;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
                  "entry(const __grid_constant__ Bound x) {\n    %s(",
-                 p->threads, p->threads < 256 ? fit : 1, p->kernel);
+                 p->threads, fit, p->kernel);
     for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
@@ -325,7 +333,9 @@ static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are n
         void *module;
         if (p->state) continue;
         ok = c->n ? ok && cuda(g, cuModuleLoadData, &module, c->bytes) &&
-                        cuda(g, cuModuleGetFunction, &p->state, module, "entry")
+                        cuda(g, cuModuleGetFunction, &p->state, module, "entry") &&
+                        (!p->constant[C_BUFFERS] ||
+                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES))
                   : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
         *c = (Code){0};
@@ -336,7 +346,8 @@ static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are n
 static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // cuda_ready compiles it
     (void)g;
     p->n = d->n;
-    p->threads = d->threads > 256 ? 1024 : p->constant[C_UNIT_ROWS] ? d->threads : 256;
+    bool own = p->constant[C_UNIT_ROWS] || p->constant[C_BUFFERS];
+    p->threads = d->threads > 256 ? 1024 : own ? d->threads : 256;
     return true;
 }
 
@@ -480,6 +491,7 @@ __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
 extern const char metal_source[] __asm__("metal_source");
 
 enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64 };   // threadgroup memory has 32 KB
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
@@ -675,8 +687,10 @@ static int threads_for(int n, int most) {
     return n < most ? div_up(n, SIMD_LANES) * SIMD_LANES : most;
 }
 
-static int gemm_tokens(int n) {   // tokens in a tile, for n tokens
-    return n <= GEMM_FEW ? GEMM_FEW : n <= GEMM_SOME ? GEMM_SOME : GEMM_TOKENS;
+static int gemm_tokens(int n) {   // in a tile, for n tokens
+    int tile = GEMM_FEW;
+    while (tile < n && tile < GEMM_TOKENS) tile *= 2;
+    return tile;
 }
 
 // attention: query heads in a threadgroup, where `group` share a KV head; threadgroups for a token;
@@ -808,38 +822,48 @@ static int experts_tile(const Session *s, int n) {
     return gemm_tokens(n * s->m->layers[s->l].n_used / s->m->config.n_expert);
 }
 
-static void run_gemm(Session *s, Products p, bool int8) {   // int8: the input is in g->codes
+// The input, rows of cols floats that lie `step` apart, as halves in g->halves, which gemm reads.
+static void run_halve(Session *s, const float *x, int rows, int cols, int step) {
+    Gpu *g = s->gpu;
+    struct halve_args a = {cols, step};
+    run_kernel(s, a, "halve", {x, g->halves, g->powers}, 3, rows,
+               threads_for(div_up(half_step(cols), 4), NORM_THREADS), NORM_FLOATS,
+               {[C_RAGGED] = cols % 32 != 0});
+}
+
+// The tile is as large as it can be while there are enough threadgroups for the GPU.
+static void run_gemm(Session *s, Products p) {   // the input is in g->halves
+    enum { FILL = 100 };
     Gpu *g = s->gpu;
     struct product_args a;
-    int tile = int8 ? GEMM_SOME : p.experts ? experts_tile(s, p.n) : gemm_tokens(p.n);
-    Dispatch d = {"gemm", {[7] = int8 ? g->codes : NULL, [12] = p.experts ? g->tiles : NULL,
-                           p.experts ? s->order : NULL}, 15, 0, GEMM_THREADS, gemm_floats(tile),
-                  {[C_INT8] = int8, [C_TILE_TOKENS] = tile}};
+    bool chosen = p.experts == EXPERTS_GATHER || p.experts == EXPERTS_SORTED;
+    int tile = chosen ? experts_tile(s, p.n) : gemm_tokens(p.n), rows = GEMM_ROWS;
+    size_t all = 0, each;   // rows of all matrices
+    Dispatch d = {"gemm", {[12] = chosen ? g->tiles : NULL, chosen ? s->order : NULL}, 15, 0, 0, 0,
+                  {[C_BUFFERS] = TILE_BUFFERS}};
     bind_products(s, &d, &a, &p);
-    a.units = p.experts ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile)
-                        : div_up(p.n, tile);
-    for (int i = 0; i < p.k; i++)
-        d.groups += (size_t)div_up(p.w[i]->rows, GEMM_ROWS) * a.units;
+    d.bound[6] = g->halves;
+    d.bound[7] = g->powers;
+    each = p.experts == EXPERTS_HEADS ? a.each : 1;
+    for (int i = 0; i < p.k; i++) all += p.w[i]->rows * each;
+    if (all / rows * div_up(p.n, tile) < FILL) rows /= 2;
+    if (all / rows * div_up(p.n, tile) < FILL && tile > 64 && !chosen) tile = 64;
+    a.units = chosen ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile) : div_up(p.n, tile);
+    for (int i = 0; i < p.k; i++) d.groups += div_up(p.w[i]->rows, rows) * a.units * each;
+    d.threads = 2 * rows;
+    d.shared = gemm_floats(tile, rows, TILE_BUFFERS);
+    d.constant[C_TILE_TOKENS] = tile;
+    d.constant[C_TILE_ROWS] = rows;
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// Quantises the input to g->codes, if gemm can multiply integers: this takes more than a few
-// tokens, and formats with codes (float formats are those that have rows of a single weight).
-static bool run_quantize(Session *s, const Products *p) {
-    Gpu *g = s->gpu;
-    struct quantize_args a = {p->n * (p->w[0]->cols / 32)};
-    bool can = s->o.gpu_int8 && p->n > GEMM_FEW && !p->experts;
-    for (int i = 0; i < p->k; i++) can = can && !quant_row_bytes(p->w[i]->type, 1);
-    if (can) run_kernel(s, a, "quantize", {p->in.x, g->codes}, 2, UNITS(a.groups), 0, {0});
-    return can;
-}
-
-// one dispatch, and one more if the input is quantised first
+// one dispatch, or for a chunk two
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
     Products p = {w, k, in, y, n, e, EXPERTS_NONE};
     if (n == 1) return run_gemv(s, p);
-    run_gemm(s, p, run_quantize(s, &p));
+    run_halve(s, in.x, n, w[0]->cols, input_step(w[0]));
+    run_gemm(s, p);
 }
 
 static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
@@ -913,11 +937,12 @@ static void run_attention(Session *s, const Layer *w, int n) {
     if (!own) b.n_kv = 0;
     if (!fused && !latent)
         run_part(g, d, &b, "rope", 0, 12, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
-    if (n >= FLASH_MIN && attention_most(w->hd, w->vd) == ATTENTION_SIMDGROUPS && !latent)
+    if (n >= FLASH_MIN && attention_most(w->hd, w->vd) == ATTENTION_SIMDGROUPS && !latent) {
+        d.constant[C_BUFFERS] = TILE_BUFFERS;
         run_part(g, d, &a, "flash_attention", 7, 8,
                  (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                 flash_floats(w->hd, w->vd));
-    else
+                 flash_floats(w->hd, w->vd, TILE_BUFFERS));
+    } else
         run_part(g, d, &a, "attention", 0, 15, (size_t)n * parts * slices, nsg * SIMD_LANES,
                  attention_floats(heads, w->hd, w->vd, nsg, lanes));
     d.bound[12] = q;   // in the place of the slopes, which merging does not need
@@ -934,7 +959,11 @@ static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int
     one.x_step /= n_head;
     one.out_step /= n_head;
     w = &one;
-    run_gemv(s, (Products){&w, 1, {x, NULL}, &y, n * n_head, STORE, EXPERTS_HEADS});
+    Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS};
+    if (n == 1) p.n = n_head;   // for gemv each head is a token
+    else run_halve(s, x, n * n_head, w->cols, input_step(w));
+    if (n == 1) run_gemv(s, p);
+    else run_gemm(s, p);
 }
 
 static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_row, for n tokens
@@ -973,9 +1002,9 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1) return run_gemv(s, p);
-    bool int8 = run_quantize(s, &p);
-    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts}, int8);
-    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts}, int8);
+    run_halve(s, in.x, n, up->cols, input_step(up));
+    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
+    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts});
 }
 
 static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) * the layer's inputs
@@ -1026,7 +1055,8 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     bool weighed = w->shared_router.data;
     if (n > 1) {
         struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
-        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED}, false);
+        run_halve(s, g->up, n * w->n_used, down->cols, down->cols);
+        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
         if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
         return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
                                                   s->gathered, e.other, y}, 7, n,
@@ -1311,22 +1341,25 @@ static const char *gpu_lacks(const Model *m) {
 static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    size_t n = s->o.chunk, wide = 0, ff = 0, out = 0, parts = 0, choices = n * c->n_used;
-    for (size_t i = 0; s->o.gpu_int8 && i < s->m->gguf->n_tensors; i++)
-        wide = larger(wide, s->m->gguf->tensors[i].ne[0]);
-    wide = (wide + 31) / 32;   // groups of the widest input
+    size_t n = s->o.chunk, wide = 0, ff = 0, out = 0, parts = 0, choices = n * c->n_used, heads = 0;
+    for (size_t i = 0; i < s->m->gguf->n_tensors; i++)   // the widest input
+        if (s->m->gguf->tensors[i].ne[1] > 1) wide = larger(wide, s->m->gguf->tensors[i].ne[0]);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         int each = w->n_kv ? attention_parts(w->n_head, w->n_kv) : 1;
         int slices = attention_slices(s->cache[l].rows, each);
         parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
+        if (w->k_b.data)   // both kinds of rows that each head has
+            heads = larger(heads, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
-    g->codes = arena_take(a, n * wide, CODE_GROUP * sizeof *g->codes);
+    wide = larger(n * larger(half_step(wide), heads), choices * half_step(ff));
+    g->halves = arena_take(a, wide, sizeof *g->halves);
+    g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
     g->place = arena_take(a, choices, sizeof *g->place);
@@ -1371,12 +1404,12 @@ static bool share_all(Session *s) {
 // runs one token, whose row no query ever sees; this brings the weights into memory.
 static void warm_up(Session *s) {
     Gpu *g = s->gpu;
-    int n[5] = {s->o.chunk, GEMM_SOME, 2, 1, 1};
-    for (int i = 0; s->gpu && i < 5; i++) {
+    int n[] = {s->o.chunk, 512, 65, 64, 32, 2, 1, 1}, last = COUNT(n) - 1;
+    for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
-        g->dry = i < 4;
+        g->dry = i < last;
         device_begin(g);
-        send_tokens(s, NULL, rows, i == 3 ? s->o.window : 0);
+        send_tokens(s, NULL, rows, i == last - 1 ? s->o.window : 0);
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
         gpu_finish(s, 0, 0, 0);

@@ -3561,8 +3561,8 @@ static float *product_of(const RandomMatrix *w, const float *x, int n) {
     return out;
 }
 
-static void round_weights(const RandomMatrix *w) {   // to halves, as a tile of gemm has them
-    for (int64_t i = 0; i < w->m.rows * w->m.cols; i++) w->f[i] = (float)(_Float16)w->f[i];
+static void round_floats(float *x, size_t n) {   // to halves, as a tile of gemm has them
+    for (size_t i = 0; i < n; i++) x[i] = (float)(_Float16)x[i];
 }
 
 // Each test fills its own Model and Layer, and calls the function of metal.c that a model would.
@@ -3591,6 +3591,12 @@ static void *lab_bytes(Gpu *g, size_t n) {
     return p;
 }
 
+static float *lab_floats(Gpu *g, size_t n, float scale) {
+    float *x = lab_bytes(g, n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = scale * noise();
+    return x;
+}
+
 static Session *lab_session(Lab *x) {   // its structs point into the Lab, so only where it stays
     x->m.layers = &x->w;
     x->s.m = &x->m;
@@ -3598,10 +3604,14 @@ static Session *lab_session(Lab *x) {   // its structs point into the Lab, so on
     return &x->s;
 }
 
+enum { LAB_HALVES = 1 << 17 };   // of the largest input of gemm
+
 static Session *lab_begin(Lab *x) {   // lab_end runs what is encoded from here on
     lab_session(x);
     soft.n_run = 0;
     x->g->now = lab_bytes(x->g, NOW_SIZE * sizeof *x->g->now);
+    x->g->halves = lab_bytes(x->g, 2 * LAB_HALVES);
+    x->g->powers = lab_floats(x->g, LAB_HALVES / GEMM_K, 1);
     x->g->now[NOW_POS] = x->s.pos;
     x->g->now[NOW_PLACED] = 1;
     device_begin(x->g);
@@ -3629,18 +3639,12 @@ static void lab_end(Lab *x, const char *what) {
 }
 
 // how many tokens are in a tile of gemm
-static void lab_tile(const char *what, int tile, bool int8, bool experts) {
+static void lab_tile(const char *what, int tile, bool experts) {
     for (int r = 0; r < soft.n_run; r++) {
         const int *constant = soft.run[r].constant;
         if (strcmp(soft.run[r].kernel, "gemm") || experts != !!constant[C_EXPERTS]) continue;
-        LAB_CHECK(constant[C_TILE_TOKENS] == tile && constant[C_INT8] == int8, "%s: tile", what);
+        LAB_CHECK(constant[C_TILE_TOKENS] == tile, "%s: tile", what);
     }
-}
-
-static float *lab_floats(Gpu *g, size_t n, float scale) {
-    float *x = lab_bytes(g, n * sizeof *x);
-    for (size_t i = 0; i < n; i++) x[i] = scale * noise();
-    return x;
 }
 
 static Norm lab_norm(Gpu *g, int n, int group) {
@@ -3723,12 +3727,10 @@ static void kernel_embed(Gpu *g, int type) {
     lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
 
-enum { CODES = -1 };   // a tile of gemm, of integers
-
 // The product of n tokens: three matrices with bias and scale; one with residual and soft cap; gate
 // and up, of which gemm gets the gate as it is; one with an activation. gemv norms its input.
 static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
-    bool int8 = tile == CODES, one = n == 1, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
+    bool one = n == 1, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
     int k = way == EPILOGUE_STORE ? 3 : 1 + (glu && one), act = type % 4;
     float scale = 1.5f, cap = 0, factor = glu ? 1 : 2;
@@ -3746,15 +3748,14 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     if (x.m.config.norm == NORM_BARE) norm.w = NULL;
     if (one && !add)
         reference_norm((float *)(normed = need(4 * cols)), in, cols, &norm, x.m.config.norm, 1e-5f);
-    for (int i = 0; int8 && i < n * cols; i++)   // inputs that their codes represent exactly
-        in[i] = i % 32 == 5 ? 127 / 64.0f : rintf(127 * in[i]) / 64;
+    if (!one) round_floats(in, n * cols);
     for (int i = 0; i < k; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
         w[i].m.bias = i == 1 && !glu ? NULL : lab_floats(g, rows[i], wide);
         w[i].m.scale = i == 1 ? NULL : &scale;
         m[i] = &w[i].m;
         y[i] = lab_floats(g, n * rows[i], 9);
-        if (!one && !int8) round_weights(&w[i]);
+        if (!one) round_floats(w[i].f, rows[i] * cols);
         v[i] = product_of(&w[i], normed, n);
         for (int j = 0; j < n * rows[i]; j++) v[i][j] *= factor;
     }
@@ -3764,12 +3765,10 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
                   : reference_activation(act, glu && !one ? other[j] : v[0][j],
                                          glu && one ? v[1][j] : v[0][j], glu);
     lab_begin(&x);
-    if (int8) g->codes = lab_floats(g, n * (cols / 32) * CODE_GROUP, 1);
-    x.s.o.gpu_int8 = int8;
     Epilogue e = {way, other, factor, cap};
     run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
     lab_end(&x, name);
-    lab_tile(name, int8 ? GEMM_SOME : tile, int8, false);
+    lab_tile(name, tile, false);
     for (int i = 0; i < (glu ? 1 : k); i++)
         lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
 }
@@ -3781,14 +3780,13 @@ static void kernel_gemv(Gpu *g, int type) {
     }
 }
 
-// 67 tokens take two tiles of 64, 40 take one; int8 has tiles of 32
+// 67 tokens take two tiles of 64, 40 take one
 static void kernel_gemm(Gpu *g, int type) {
     int cols = format_cols(type, false), way = type % 4, block = format_block(type);
     lab_product(g, type, cols, block < 256 ? 67 : 40, way, 64);
     lab_product(g, type, cols, 20, (way + 1) % 4, 32);
-    lab_product(g, type, cols, 6, (way + 2) % 4, 8);
-    if (block == 1) lab_product(g, type, 160, 6, way, 8);
-    if (block > 1) lab_product(g, type, cols, block < 256 ? 33 : 9, (way + 3) % 4, CODES);
+    lab_product(g, type, cols, 6, (way + 2) % 4, GEMM_FEW);
+    if (block == 1) lab_product(g, type, 160, 6, way, GEMM_FEW);
 }
 
 static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
@@ -3970,7 +3968,7 @@ static void lab_experts(Gpu *g, int type, int n) {
         int format = (i < 3) == (i % 3 != 1) ? type : other_format(type);
         w[i] = i == 1 && both > 1 ? w[0] : lab_matrix(g, format, many * ff, dim);
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
-        if (n > 1) round_weights(&w[i]);
+        if (n > 1) round_floats(w[i].f, (size_t)w[i].m.rows * dim);
         for (int k = 0; k < 2; k++) {
             Layer *to = k ? &floats : &x.w;
             Matrix *all[] = {&to->gate, &to->up, &to->down, &to->shared_gate, &to->shared_up,
@@ -4002,8 +4000,9 @@ static void lab_experts(Gpu *g, int type, int n) {
     run_choice(lab_begin(&x), &x.w, (Input){in, n > 1 ? NULL : &weights}, n);
     run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
     lab_end(&x, "experts");
-    lab_tile("experts", n < 50 ? GEMM_FEW : GEMM_SOME, false, true);
-    lab_compare(n > 1 ? "gemm experts" : "experts", type, y, cpu.out, n * dim, 1e-5);
+    lab_tile("experts", n < 50 ? GEMM_FEW : 32, true);
+    // what the last product of a chunk's experts reads is rounded to 11 bits
+    lab_compare(n > 1 ? "gemm experts" : "experts", type, y, cpu.out, n * dim, n > 1 ? 2e-3 : 1e-5);
     if (type > FORMAT_F16) return;
     in[0] = NAN;   // some expert is chosen, whatever the scores
     run_choice(lab_begin(&x), &x.w, (Input){in, NULL}, n);
@@ -4058,6 +4057,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                     .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
                     .decay = lab_floats(g, N * d->n_value, 1),
                     .write_gate = lab_floats(g, N * d->n_value, 1)};
+    round_floats(in, N * DIM);
     Session cpu = lab_cpu(&x, x.s, &x.w);
     cpu.pool->amx = false;   // keeps but 17 bits of activations that meet f16
     recurrent(&cpu);
@@ -4113,8 +4113,10 @@ static void lab_heads_product(Gpu *g, int type) {
     heads.step = ROWS * quant_row_bytes(type, cols);
     heads.x_step = H * in;
     heads.out_step = H * out;
+    round_floats(w.f, w.m.rows * cols);
     float *from = lab_floats(g, N * H * in, 1), *y = lab_floats(g, N * H * out, 1), row[2000];
     float *want = lab_copy(g, y, N * H * out);
+    round_floats(from, N * H * in);
     for (int i = 0; i < N * H; i++) {
         one.data = (const uint8_t *)(w.f + i % H * ROWS * cols);
         plain_matmul(&(Matmul){&one, from + i * in, want + i * out, 1}, row);
@@ -4216,12 +4218,10 @@ static void check_pass(const Session *s, Pass pass) {
     const Config *c = &s->m->config;
     bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
     bool block = token && s->o.gpu_block && !s->m->layers->attn_post_norm.w;
-    bool codes = s->o.gpu_int8 && pass.tokens > GEMM_FEW;
     CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer), "%s: not each chunk", c->name);
     CHECK(token ? soft.commits == 1 : !deep || soft.commits > pass.chunks, "%s: %d commits",
           c->name, soft.commits);
     CHECK(times_run("ffn_block") == block * c->n_layer, "%s: --gpu block", c->name);
-    CHECK(codes == !!times_run("quantize"), "%s: --gpu int8", c->name);
     CHECK(!soft.buffers, "%d buffers made in forward", soft.buffers);
 }
 
@@ -4370,9 +4370,7 @@ static void check_golden_gpu(const char *name) {
     if (ringed) compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
     // the second has post-norms, which rule a block out
     whole.gpu_block = !strcmp(name, "llama") || !strcmp(name, "gemma2");
-    whole.gpu_int8 = strchr(name, '.');
-    if (whole.gpu_block || whole.gpu_int8)
-        compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
+    if (whole.gpu_block) compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
     if (n < g.n) printf("  %s: %d tokens\n", name, n);
     soft.order = FORWARD;
 }
@@ -4392,7 +4390,7 @@ static void test_metal_shapes(void) {
         Options o = {.chunk = 9, .window = 64};
         do for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
         while (before_tie(m, o, ids, N) < N);
-        compare_model(m, o, ids, N, NULL, 0, 2e-6);
+        compare_model(m, o, ids, N, NULL, 0, 4e-5);
         clean_up();
     }
     check_counters();
@@ -4500,9 +4498,9 @@ static void check_parts(const Model *m) {
     Model one = *m;
     const Layer *w = m->layers;
     one.config.n_layer = 1;
-    Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000, .gpu_int8 = true});
+    Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000});
     int slices = attention_slices(s->cache[0].rows, attention_parts(w->n_head, w->n_kv));
-    long room = s->gpu ? ((Gpu *)s->gpu)->codes - ((Gpu *)s->gpu)->parts : 0;
+    long room = s->gpu ? (float *)((Gpu *)s->gpu)->halves - ((Gpu *)s->gpu)->parts : 0;
     long extra = room - w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
     session_close(s);
@@ -4603,18 +4601,17 @@ static void bench_run(Lab *x, const char *name, const Bench *b, int operands, do
     clean_up();
 }
 
-static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int n, bool int8) {
-    enum { COLS = 4096 };
-    double bytes = quant_row_bytes(type, COLS) * rows;
+static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int64_t cols, int n) {
+    double bytes = quant_row_bytes(type, cols) * rows;
     int copies = 1 + 4e8 / bytes;
     Lab x = lab(g);
-    if (!strstr(name, bench_only) || (int8 && format_block(type) == 1)) return;
-    Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * COLS), bench_floats(g, n * rows),
+    if (!strstr(name, bench_only)) return;
+    Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * cols), bench_floats(g, n * rows),
                NULL, n, false};
-    if (int8) g->codes = bench_floats(g, n * (COLS / 32) * CODE_GROUP);
-    x.s.o.gpu_int8 = int8;
-    for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, COLS);
-    bench_run(&x, name, &b, copies, n > 1 ? 2.0 * n * rows * COLS : bytes);
+    g->halves = (uint16_t *)bench_floats(g, n * cols / 2);
+    g->powers = bench_floats(g, n);
+    for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, cols);
+    bench_run(&x, name, &b, copies, n > 1 ? 2.0 * n * rows * cols : bytes);
 }
 
 // attention of n tokens after `rows - n`; or, with a format (or -1), a layer of an 8B Llama
@@ -4660,14 +4657,17 @@ static void bench_all(char **arg) {
     for (int i = 0; i < N_FORMATS; i++) {
         int type = FORMATS[i];
         const char *f = quant_name(type);
-        bench_product(g, text_of("gemv %s 14336x4096", f), type, 14336, 1, false);
-        bench_product(g, text_of("gemv %s 131072x4096", f), type, 131072, 1, false);
-        bench_product(g, text_of("gemm %s 4096x4096x512", f), type, 4096, 512, false);
-        bench_product(g, text_of("gemm int8 %s 4096x4096x512", f), type, 4096, 512, true);
+        bench_product(g, text_of("gemv %s 4096x4096", f), type, 4096, 4096, 1);
+        bench_product(g, text_of("gemv %s 14336x4096", f), type, 14336, 4096, 1);
+        bench_product(g, text_of("gemv %s 131072x4096", f), type, 131072, 4096, 1);
+        bench_product(g, text_of("gemm %s 4096x4096x512", f), type, 4096, 4096, 512);
+        bench_product(g, text_of("gemm %s 14336x4096x2048", f), type, 14336, 4096, 2048);
+        bench_product(g, text_of("gemm %s 1024x3072x512", f), type, 1024, 3072, 512);
     }
     bench_attention(g, "attention 32 heads of 128, 1024 rows", 32, 128, 1024, 1, -1);
     bench_attention(g, "attention 32 heads of 128, 8192 rows", 32, 128, 8192, 1, -1);
     bench_attention(g, "flash attention 32 heads of 64, 2048 rows", 32, 64, 2048, 512, -1);
+    bench_attention(g, "flash attention 32 heads of 128, 8192 rows", 32, 128, 8192, 2048, -1);
     bench_attention(g, "flash attention 32 heads of 128, 2048 rows", 32, 128, 2048, 512, -1);
     bench_attention(g, "flash attention 16 heads of 256, 2048 rows", 16, 256, 2048, 512, -1);
     for (int i = 0; i < 4; i++)
