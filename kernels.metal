@@ -98,9 +98,9 @@ simd_reduce(simd_sum, a + b) simd_reduce(simd_max, max(a, b)) simd_reduce(simd_m
 #define simdgroup_barrier(flags) __syncwarp()
 float clamp(float x, float a, float b) { return fminf(fmaxf(x, a), b); }
 
-// The words for matrices of 16 x 16 are explained below, where Metal defines them. A tensor core has
-// four registers of halves in each lane. Of its sums lane l has those of rows l / 4 and l / 4 + 8, in
-// columns l % 4 * 2 + {0, 1, 8, 9}: e[4 * i + 2 * j + k] is in row 8 * j, column 8 * i + k.
+// The words for matrices of 16 x 16 are explained below, where Metal defines them. An operand of a
+// tensor core has four registers of halves in each lane. Of its sums lane l has e[4 i + 2 j + k] in
+// row l / 4 + 8 j, column l % 4 * 2 + 8 i + k.
 struct half16x16 { uint r[4]; };
 struct float16x16 { float e[8]; };
 uint shared_address(const void *p) { return (uint)__cvta_generic_to_shared(p); }
@@ -263,7 +263,7 @@ enum {
     ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // fewest rows in one; so many fill a GPU
     MERGE_THREADS = 128,
     BLOCK_THREADS = 1024,
-    GEMM_FEW = 16, GEMM_ROWS = 128,                   // tokens in the smallest tile; rows of the largest
+    GEMM_FEW = 16, GEMM_ROWS = 128,                   // fewest tokens in a tile; most rows
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
@@ -415,7 +415,7 @@ FUNCTION_CONSTANTS(X)
 //   store_halves(p, v)                  eight floats of this lane as halves
 //   copy_16(p, from), copies_wait()     16 bytes of device memory, in the background where the GPU
 //                                       can; this thread's copies are there after the wait
-// CUDA has its own above. Apple's matrix units, and the test's, multiply 8 x 8: four are one of ours.
+// CUDA has its own above. Apple's matrix units, and the tests', multiply 8 x 8: ours are four.
 #ifndef __CUDACC__
 typedef struct { simdgroup_half8x8 m[4]; } half16x16;
 typedef struct { simdgroup_float8x8 m[4]; } float16x16;
@@ -769,8 +769,8 @@ kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *in
 }
 
 // Makes halves of a chunk's activations, for gemm: to[row][half_step(cols)] = x[row] / powers[row],
-// with zeros behind. A row's power of two brings its largest number to 2^14 .. 2^15, because Gemma's
-// overflow half, and numbers below 2^-14 would lose digits. gemm multiplies it back to the products.
+// with zeros behind. A row's power of two brings its largest number to 2^14 .. 2^15, because half
+// overflows with Gemma, and has fewer digits below 2^-14. gemm multiplies products by the power.
 // Grid: a threadgroup for each row; rows of x lie `step` apart.
 kernel void halve(device const float *x [[buffer(0)]], device half *to [[buffer(1)]],
         device float *powers [[buffer(2)]], constant struct halve_args *a [[buffer(3)]], PLACE) {
@@ -1304,10 +1304,9 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 //
 // A tile has TILE_TOKENS x TILE_ROWS outputs, and two threads for each row. In a step of GEMM_K
 // columns each thread decodes one of its row's two groups of 32 weights. With two BUFFERS a step's
-// operands are on their way while those of the step before are multiplied: activations are copied in
-// the background, weights loaded and decoded to registers before the product, and stored after it.
-// Apple's threadgroups have too little memory for that: one buffer, and several threadgroups a core
-// that wait in turn.
+// operands are on their way while those of the step before are multiplied: activations are copied
+// in the background, weights loaded and decoded to registers before the product, and stored after
+// it. Apple's threadgroups have too little memory for two: there several on a core wait in turn.
 
 // What a threadgroup computes: `row` is the tile's first row of its matrix; from[TILE_TOKENS], in
 // threadgroup memory, says which row of x each token of the tile has.
@@ -1438,8 +1437,8 @@ static inline void tile_product(int format, device const uchar *w,
 }
 
 // y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
-// which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made in the same way of
-// W1 and W2, where there are several matrices for the same x (Q, K and V).
+// which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made in the same way
+// of W1 and W2, where there are several matrices for the same x (Q, K and V).
 // Grid: tiles; those of the same rows are neighbours, so that weights come from memory about once
 // per chunk. A step of 128 x 128 is 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4 to 16 KB of W, some
 // 80 FLOP a byte from the cache.
@@ -1490,8 +1489,8 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     else tile_product(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], &t, a->cols,
                       buffers, c);
 
-    // Sums pass through the SIMD-group's own memory, a matrix or two at a time, so that neighbouring
-    // lanes write neighbouring rows. Those past the last token or row are dropped.
+    // Sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
+    // rows. Those past the last token or row are dropped.
     device const float *bias = part == 0 ? bias0 : part == 1 ? bias1 : bias2;
     device float *y = part == 0 ? y0 : part == 1 ? y1 : y2;
     threadgroup float *patch = (threadgroup float *)buffers + sg * GEMM_PATCH;
@@ -1568,13 +1567,14 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
 }
 
 // tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows
-// become zeros, since they may hold NaN, and 0 * NaN is NaN; so do the columns that fill a head up to
-// whole 16 x 16 matrices.
+// become zeros, since they may hold NaN, and 0 * NaN is NaN; so do the columns that fill a head up
+// to whole 16 x 16 matrices.
 static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
     const int across = flash_cols(dim) / 8, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
     QUANT_UNROLL for (int j = 0; j < count; j++) {
-        int i = (int)tid + j * FLASH_THREADS, r = min(i / across, FLASH_KEYS - 1), e = i % across * 8;
+        int i = (int)tid + j * FLASH_THREADS, e = i % across * 8;
+        int r = min(i / across, FLASH_KEYS - 1);
         bool empty = simd_shuffle(key, r) < 0 || e >= dim;
         threadgroup half *to = tile + r * flash_row(dim) + e;
         device const half *at = from + (ulong)(r0 + r) * dim + e;
@@ -1593,8 +1593,8 @@ static inline void flash_copy(device const half *from, int dim, int r0, int key,
 
 // Online softmax of a SIMD-group's scores[16][FLASH_STRIDE]: two lanes share a query, with 16 keys
 // each. Probabilities[16][FLASH_HALVES] overwrite the scores. Half is enough, as none is above 1.
-// `all`: each query sees each key. Returns the factor by which earlier sums shrink, and leaves it in
-// diagonals[2][8][8] for scale16.
+// `all`: each query sees each key. Returns the factor by which earlier sums shrink, and leaves it
+// in diagonals[2][8][8] for scale16.
 static inline float flash_softmax(threadgroup float *scores, threadgroup float *diagonals, int key,
         bool all, int pos, float slope, uint lane, constant struct attention_args *a,
         thread float *m, thread float *sum) {
@@ -1632,11 +1632,11 @@ static inline float flash_softmax(threadgroup float *scores, threadgroup float *
 
 // The same as attention, for a chunk, with products of matrices. Grid: a threadgroup for each
 // FLASH_QUERIES queries of a head, of which a SIMD-group has 16. It takes the ring in tiles of
-// FLASH_KEYS rows, and skips tiles in which no query sees a key. Scores, maxima, sums and outputs are
-// float; outputs stay in registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale has
-// the factor log2(e). A byte of the ring serves 64 queries and 64 FLOP, against 1 or 2 in attention.
-// With two BUFFERS the next tile's keys and values are copied meanwhile; with one, for which Apple's
-// threadgroups have the memory, values take the place of the keys.
+// FLASH_KEYS rows, and skips tiles in which no query sees a key. Scores, maxima, sums and outputs
+// are float; outputs stay in registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale
+// has the factor log2(e). A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two
+// BUFFERS the next tile's keys and values are copied meanwhile; with one, as Apple's threadgroups
+// have less memory, values take the place of the keys.
 kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
         device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
         device const int *now [[buffer(4)]], device const float *slopes [[buffer(5)]],
@@ -1701,7 +1701,8 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
             }
         QUANT_UNROLL for (int j = 0; j < 2; j++) store16(&s[j], scores + 16 * j, FLASH_STRIDE);
         simdgroup_barrier(mem_flags::mem_threadgroup);        // scores are there
-        float shrink = flash_softmax(scores, diagonals, here, all, pos + t, slope, lane, a, &m, &sum);
+        float shrink = flash_softmax(scores, diagonals, here, all, pos + t, slope, lane, a, &m,
+                                     &sum);
         bool shrinks = simd_max((int)(shrink < 1.0f)) > 0;
         if (BUFFERS == 1) {
             threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are used

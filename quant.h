@@ -123,7 +123,6 @@ QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
 // `inside` says that more of the block follows: then from two, as neighbours share these loads.
 QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
     if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)(p + i);
-    if (size % 2 == 0 && !inside) return quant_u32(p + i);
     uint32_t s = (uint32_t)(uint64_t)p & 3;
     QUANT_DEVICE const uint32_t *a = (QUANT_DEVICE const uint32_t *)(p - s + i);
     uint32_t low = a[0], high = a[inside || s > 0 ? 1 : 0];
@@ -147,15 +146,14 @@ QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, i
     return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
-// quant_code: byte i of a word, which is a code (CUDA converts a word faster than a byte);
-// quant_from_bits: a float from its bits; quant_f16_to_f32: half to float, exactly
+// quant_code: byte i of a word, which is a code; quant_from_bits: a float from its bits;
+// quant_f16_to_f32: half to float, exactly. CUDA adds faster than it converts: 0x4b000000 | b, as
+// bits of a float, is 2^23 + b.
 #if defined(__CUDACC__)
-QUANT_INLINE float quant_code(uint32_t v, int i) {
-    int32_t code;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(code) : "r"(v), "r"(0x8880 + 0x1111 * i));
-    return (float)code;
-}
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return __uint_as_float(bits); }
+QUANT_INLINE float quant_code(uint32_t v, int i) {
+    return quant_from_bits(__byte_perm(v ^ 0x80808080, 0x4b000000, 0x7440 + i)) - 8388736.0f;
+}
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
     return __half2float(__ushort_as_half((unsigned short)h));
 }
@@ -205,11 +203,12 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 #endif
 
 // ---- 3. the functions decoders are made of ----
-// A decoder calls quant_fields, quant_add, quant_scales and their like, each of which goes over all
-// codes or scales. These are written once, on vectors (quant_v) of QUANT_LANES codes: 1 in plain C,
-// where you see what each vector function does; 4 in a word on a GPU (and with QUANT_WORDS, for
-// tests); 16 with NEON and on other CPUs; 32 with AVX2; 64 with AVX-512. With n = 8 loops unroll,
-// and codes stay in registers from one function to the next, and to a caller that loads vectors.
+// A decoder calls quant_fields, quant_subtract, quant_scales and their like, each of which goes
+// over all codes or scales. These are written once, on vectors (quant_v) of QUANT_LANES codes: 1 in
+// plain C, where you see what each vector function does; 4 in a word on a GPU (with QUANT_WORDS,
+// in tests, too); 16 with NEON and on other CPUs; 32 with AVX2; 64 with AVX-512. With n = 8 loops
+// unroll, and codes stay in registers from one function to the next, and to a caller that loads
+// vectors.
 //
 // An EIGHT is eight consecutive weights, which stay together in q[4][8][8]. Eight number t of q
 // holds weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n. With n = 8, eights 0 to 7 are the first
@@ -226,10 +225,10 @@ typedef int quant_v;                                                // codes
 QUANT_INLINE quant_v quant_get(QUANT_THREAD const int8_t *q, int n) { return *q; }
 QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) { *q = (int8_t)v; }
 QUANT_INLINE quant_v quant_each(int c) { return c; }
-QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) { return a + b; }
+QUANT_INLINE quant_v quant_less(quant_v v, int c) { return v - c; }  // v and c in 0..127
 QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) { return minus ? -v : v; }
-// loads eight t from p + block[t] + byte[t]. A block has `size` bytes, of which `field` hold what
-// is loaded (0: a block has less than 256 weights)
+// loads eight t from p + block[t] + byte[t]. A block has `size` bytes. If it has 256 weights,
+// `field` of them hold what is loaded; if it has less, the field ends -field bytes behind p
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
     return p[*block + *byte];
@@ -253,15 +252,15 @@ QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) {
     *(QUANT_THREAD quant_v *)q = v;
 }
 QUANT_INLINE quant_v quant_each(int c) { return (uint32_t)(c & 255) * 0x01010101; }
-QUANT_INLINE quant_v quant_sum(quant_v a, quant_v b) {             // no carry between bytes
-    return ((a & 0x7f7f7f7f) + (b & 0x7f7f7f7f)) ^ ((a ^ b) & 0x80808080);
+QUANT_INLINE quant_v quant_less(quant_v v, int c) {                 // no byte borrows from the next
+    return ((v | 0x80808080) - quant_each(c)) ^ 0x80808080;
 }
 QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) {        // no byte of v is 0
     return (v ^ minus) + (minus & 0x01010101);
 }
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
-    return quant_word(p + *block, *byte, size, field > 0);
+    return quant_word(p + *block, *byte, size, field > 0 || *byte + 4 < -field);
 }
 QUANT_INLINE quant_v quant_where(QUANT_THREAD const uint32_t *w, int j, int n) {
     uint32_t four = w[j / 8 % n] >> (j / 8 / n * 8 + j % 8) & 15;
@@ -326,7 +325,7 @@ enum { QUANT_LANES = 16 };
 enum { QUANT_EIGHTS = QUANT_LANES / 8, QUANT_SCALES = 16 };
 typedef uint8_t quant_v __attribute__((vector_size(QUANT_LANES)));
 #define quant_each(c) (uint8_t)(c)
-#define quant_sum(a, b) ((a) + (b))
+#define quant_less(v, c) ((v) - (uint8_t)(c))
 #define quant_turn(v, minus) (((v) ^ (minus)) - (minus))
 typedef uint64_t quant_w __attribute__((vector_size(QUANT_LANES)));
 typedef uint8_t quant_b __attribute__((vector_size(16)));
@@ -527,7 +526,16 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
     int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
     int blocks = weights < 256 ? 32 * g / weights * size : 0;
     int bytes = first / period * run + first % run, shift = first % period / run * bits;
+    int left = bytes - weights * bits / 8;
     if (QUANT_LANES <= 4) p += blocks + bytes, blocks = bytes = 0; // else quant_load asks
+#if defined(__METAL_VERSION__) || defined(__CUDACC__)
+    if (size % 16 == 0 && run == 32 && bits < 8 && !to) {           // such fields are aligned, too
+        QUANT_UNROLL for (int j = 0; j < 8; j++)
+            *(QUANT_THREAD quant_v *)(q + 4 * j) = ((QUANT_DEVICE const uint4 *)p)[j / 4][j % 4] >>
+                                                   shift & quant_each((1 << bits) - 1);
+        return;
+    }
+#endif
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES) {
         int block[8], byte[8], s[8];
         QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
@@ -536,15 +544,15 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
             byte[t] = bytes + i % weights / period * run + i % run;
             s[t] = shift + i % period / run * bits - to;
         }
-        quant_v v = quant_load(p, block, byte, weights < 256 ? 0 : 32 * bits, size);
+        quant_v v = quant_load(p, block, byte, weights < 256 ? left : 32 * bits, size);
         if (bits < 8) v = quant_field(v, s, bits, to);
         if (to) v |= quant_get(q + j, n);
         quant_put(q + j, n, v);
     }
 }
-QUANT_INLINE void quant_add(QUANT_THREAD int8_t *q, int c, int n) {
+QUANT_INLINE void quant_subtract(QUANT_THREAD int8_t *q, int c, int n) {
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
-        quant_put(q + j, n, quant_sum(quant_get(q + j, n), quant_each(c)));
+        quant_put(q + j, n, quant_less(quant_get(q + j, n), c));
 }
 // d = D * (byte - bias); if `per` is 16 weights, lo and hi have 16 bytes, if it is 32, lo has 8
 QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint64_t hi, int per,
@@ -607,7 +615,7 @@ QUANT_SCALED(q8_0) {
 typedef struct { uint8_t d[2], qs[16]; } block_q4_0;
 QUANT_SCALED(q4_0) {
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
-    quant_add(q, -8, n);
+    quant_subtract(q, 8, n);
     quant_halves(d, b[g].d, sizeof *b, n);
 }
 
@@ -620,6 +628,20 @@ QUANT_SCALED(q4_0) {
 //     bytes 8-11  | 4 low bits of mn[4+j] | 4 low bits of sc[4+j]      |
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
 // d and m of Q4_K and Q5_K from p, the 16 bytes d, dmin and scales
+#if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
+QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
+                                 QUANT_DEVICE const uint8_t *p, int g, int n) {
+    uint32_t row[3] = {quant_word(p, 4, 4, true), quant_word(p, 8, 4, true),
+                       quant_word(p, 12, 4, true)};
+    for (int i = 0; i < n; i++, g++) {
+        uint32_t x = row[0] >> g % 4 * 8, y = row[1] >> g % 4 * 8, z = row[2] >> g % 4 * 8;
+        uint32_t sc = g < 4 ? x & 63 : (z & 15) | (x >> 2 & 48);
+        uint32_t mn = g < 4 ? y & 63 : (z >> 4 & 15) | (y >> 2 & 48);
+        d[2 * i] = d[2 * i + 1] = (float)(int)sc * quant_half(p);
+        m[2 * i] = m[2 * i + 1] = (float)(int)mn * -quant_half(p + 2);
+    }
+}
+#else
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
                                  QUANT_DEVICE const uint8_t *p, int g, int n) {
     uint64_t x = quant_word(p, 4, 4, true) | (uint64_t)quant_word(p, 8, 4, true) << 32;
@@ -628,6 +650,7 @@ QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
     uint64_t high = (z & nibbles) | (z >> 4 & nibbles) << 32 | (x >> 2 & 0x3030303030303030);
     quant_scales_offsets(d, m, p, low, high, g, n);
 }
+#endif
 QUANT_DECODER(q4_K) {
     quant_fields(q, b->qs, sizeof *b, 256, 32, 4, 0, g, n);
     quant_scales_k(d, m, b->d, g, n);
@@ -699,7 +722,7 @@ QUANT_SCALED(q5_0) {
     for (int i = 0; i < n; i++) high[i] = quant_u32(b[g + i].qh);
     quant_fields(q, b->qs, sizeof *b, 32, 16, 4, 0, g, n);
     quant_unpack(q, high, 1, 4, n);
-    quant_add(q, -16, n);
+    quant_subtract(q, 16, n);
     quant_halves(d, b[g].d, sizeof *b, n);
 }
 
@@ -783,7 +806,7 @@ QUANT_SCALED(q2_0) {
         d[2 * i] = d[2 * i + 1] = quant_half(b[(g + i) / 2].d);
     }
     quant_unpack(q, w, 2, 0, n);
-    quant_add(q, -1, n);
+    quant_subtract(q, 1, n);
 }
 
 // ---- 7. formats of 256 weights a block ----
@@ -808,7 +831,7 @@ QUANT_SCALED(q6_K) {
     const uint64_t top = 0x8080808080808080;                // flips top bits: signed bytes + 128
     quant_fields(q, b->ql, sizeof *b, 256, 64, 4, 0, g, n);
     quant_fields(q, b->qh, sizeof *b, 256, 32, 2, 4, g, n);
-    quant_add(q, -32, n);
+    quant_subtract(q, 32, n);
     quant_scales(d, quant_half(b->d), quant_pairs(b->scales, 0, g, n) ^ top,
                  quant_pairs(b->scales, 8, g, n) ^ top, 16, 128, g, n);
 }
@@ -836,7 +859,7 @@ QUANT_SCALED(q3_K) {
     uint64_t s = quant_u64(b->scales), z = quant_u32(b->scales + 8);
     quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
     quant_fields(q, b->hmask, sizeof *b, 256, 32, 1, 2, g, n);
-    quant_add(q, -4, n);
+    quant_subtract(q, 4, n);
     quant_scales(d, quant_half(b->d), (s & low4) | ((z << 4 | z << 34) & high2),
                  (s >> 4 & low4) | ((z | z << 30) & high2), 16, 32, g, n);
 }
@@ -859,7 +882,7 @@ QUANT_SCALED(iq4_xs) {
 typedef struct { uint8_t qs[64], d[2]; } block_tq2_0;
 QUANT_SCALED(tq2_0) {
     quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
-    quant_add(q, -1, n);
+    quant_subtract(q, 1, n);
     quant_halves(d, b->d, 0, n);
 }
 
@@ -876,7 +899,7 @@ QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_
         uint32_t x = quant_u32(p + (last ? 0 : j)), by = last ? quant_pow3[j / 4] : power;
         uint32_t even = (x & 0x00ff00ff) * by, odd = (x >> 8 & 0x00ff00ff) * by;
         x = ((even & 0x00ff00ff) * 3 >> 8 & 0x00030003) | ((odd & 0x00ff00ff) * 3 & 0x03000300);
-        quant_put(w + j, 1, quant_sum(x, 0xffffffff));
+        quant_put(w + j, 1, quant_less(x, 1));
     }
 }
 #else

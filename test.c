@@ -3703,7 +3703,8 @@ static int other_format(int type) {   // for the same columns
 
 // It starts a few bytes behind an aligned address, as tensors do.
 static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
-    int skew = format_block(type) == 1 ? 0 : quant_row_bytes(type, 256) % 4 ? 6 : 4;
+    int block = quant_row_bytes(type, format_block(type));
+    int skew = format_block(type) == 1 || block % 16 == 0 ? 0 : block % 4 ? 6 : 4;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
     return random_matrix((uint8_t *)lab_bytes(g, bytes + skew) + skew, type, rows, cols);
 }
