@@ -260,7 +260,7 @@ enum {
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
-    ATTENTION_SLICE = 128, ATTENTION_FILL = 256,      // fewest rows in one; so many fill a GPU
+    ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows in one; so many fill a GPU
     MERGE_THREADS = 128,
     BLOCK_THREADS = 1024,
     GEMM_FEW = 16, GEMM_ROWS = 128,                   // fewest tokens in a tile; most rows
@@ -335,7 +335,8 @@ static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 // price of registers; the more bytes a weight has, the fewer rows keep the memory busy. Units are
 // smaller where `all` rows of a product would make too few of them.
 static inline int gemv_most(int all) {
-    return all >= 4 * GEMV_FILL ? 4 : all >= 2 * GEMV_FILL ? 2 : 1;
+    int most = all / GEMV_FILL;
+    return most > 4 ? 4 : most > 1 ? most : 1;
 }
 static inline int gemv_rows(int format, int most) {
     bool wide = format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0;
@@ -488,6 +489,35 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 }
 
 static inline float group_code(thread const uint *q, int i) { return quant_code(q[i / 4], i % 4); }
+
+// A byte u below 128 needs no conversion: behind the upper bits of 2.0, it is the float 2 + u / 64.
+// So gemv takes code c as u = (c + bias) << shift, as near_zero + c * near_unit. It is not as exact
+// as c, least for a small shift. near_shift: -1 if the format's codes are too large.
+static inline int near_top(int format, thread int *bias) {   // the most that c + bias can be
+#define X(id, name, weights, bytes, per16, b) \
+    if (format == id) return *bias = b, b ? 2 * b : (1 << 8 * bytes / weights) - 1;
+    QUANT_TYPES(X)
+#undef X
+    return *bias = 0, 128;
+}
+static inline int near_shift(int format) {
+    int shift = -1, bias;
+    while (near_top(format, &bias) << (shift + 1) < 128) shift++;
+    return shift;
+}
+static inline float near_unit(int format) { return (float)(1 << near_shift(format)) / 64.0f; }
+static inline float near_zero(int format) {
+    int bias;
+    near_top(format, &bias);
+    return 2.0f + (float)bias * near_unit(format);
+}
+static inline float near_code(int format, thread const uint *q, int i) {
+    int bias, top = near_top(format, &bias);
+    uint u = q[i / 4];
+    if (top >= 128) return group_code(q, i);
+    if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101u;   // c + bias; no byte borrows
+    return quant_near(u << near_shift(format), i % 4);
+}
 
 // Does a format have offsets m? Exactly those with bias 0 do: see QUANT_TYPES.
 static inline bool format_offsets(int format) {
@@ -670,10 +700,10 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             float dot[2] = {0.0f, 0.0f};
             if (format_short(format))
                 group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q[r], d[r], m[r]);
-            QUANT_UNROLL for (int i = 0; i < 16; i++) {
-                dot[0] += group_code(q[r], i) * v[i / 4][i % 4];
-                dot[1] += group_code(q[r], i + 16) * v[i / 4 + 4][i % 4];
-            }
+            QUANT_UNROLL for (int i = 0; i < 32; i++)
+                dot[i / 16] += near_code(format, q[r], i) * v[i / 4][i % 4];
+            for (int h = 0; h < 2 && near_shift(format) >= 0; h++)
+                dot[h] = (dot[h] - near_zero(format) * xsum[h]) / near_unit(format);
             sum[r] += d[r][0] * dot[0] + d[r][1] * dot[1];
             if (format_offsets(format)) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
         }

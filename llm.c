@@ -261,7 +261,7 @@ typedef struct {               // no defaults: all 0 is greedy
 typedef struct {               // 0: the default
     int window;                // tokens that a query sees, itself included (n_ctx, 4096 at most)
     int keep;                  // the first `keep` tokens are always seen (0)
-    int chunk, threads;        // tokens of the prompt run at once (512); CPU threads (all)
+    int chunk, threads;        // tokens of the prompt run at once (512; GPU: more); threads (all)
     bool cpu;                  // no GPU
     bool gpu_block;            // on a GPU: half a layer in one dispatch
     Sampling sampling;
@@ -452,6 +452,7 @@ static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does gener
 // A GPU (metal.c) runs the whole model on these buffers. A function that returns false leaves the
 // work to the CPU. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row `first` on;
 // gpu_logits makes further ones.
+static int gpu_chunk(Session *s);    // finds a GPU; its default chunk, 0: there is none
 static void gpu_open(Session *s);
 static void gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
@@ -1014,23 +1015,24 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
     *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
     if (!s->o.window) s->o.window = c->n_ctx < 4096 ? c->n_ctx : 4096;
-    if (!s->o.chunk) s->o.chunk = 512;
     if (!s->o.threads) s->o.threads = count_cpus();
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
+    s->pool = pool_open(s->o.threads);
+    if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
+    int chunk = s->o.cpu ? 0 : gpu_chunk(s);
+    if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // positions and rows are ints
     if (rows > INT32_MAX / 2 || o.window < 0 || o.chunk < 0 || o.keep < 0)
         return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, s->o.chunk, s->o.keep);
-    s->pool = pool_open(s->o.threads);
-    if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
     session_truncate(s, 0);
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
     alibi_slopes(s->slopes, c->n_head, c->alibi);
-    if (!s->o.cpu) gpu_open(s);
+    if (s->gpu) gpu_open(s);
     return true;
 }
 
@@ -6344,6 +6346,7 @@ static void narrow(const float *x, int n, uint16_t *to) {
 #include "metal.c"
 #else
 #define GPU_NAME ""
+static int gpu_chunk(Session *s) { return (void)s, 0; }
 static void gpu_open(Session *s) { (void)s; }
 static void gpu_close(Session *s) { (void)s; }
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
@@ -6678,7 +6681,7 @@ static const Option OPTIONS[] = {
     {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
     {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1 (chats): no limit"},
     {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
-    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512)"},
+    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512; on a GPU 2048)"},
     {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
     {"--temp T", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "temperature (0.8); 0 is greedy"},
     {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},

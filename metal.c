@@ -113,7 +113,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20,
        STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100, MAX_SHARED_BYTES = 8 };
 // two buffers of tiles of so many tokens, in as much threadgroup memory as they take
-enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 96 << 10 };
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 96 << 10, GPU_CHUNK = 2048 };
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
@@ -190,6 +190,11 @@ static bool device_open(Gpu *g) {
     return ok;
 }
 
+static size_t device_room(Gpu *g) {   // bytes of its memory that are free
+    size_t room = 0, all;
+    return cuda(g, cuMemGetInfo_v2, &room, &all) ? room : 0;
+}
+
 static void device_release(Gpu *g) {   // frees buffers; the context frees the rest
     for (int i = 0; i < g->n_shared; i++) g->device->cuMemFree_v2(g->shared[i].buffer);
 }
@@ -251,8 +256,8 @@ static void cuda_source(const Variant *p, char *s) {
     else if (p->threads >= 256) fit = 1;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
-                 "entry(const __grid_constant__ Bound x) {\n    %s(",
-                 p->threads, fit, p->kernel);
+                 "run_%s(const __grid_constant__ Bound x) {\n    %s(",
+                 p->threads, fit, p->kernel, p->kernel);
     for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
@@ -331,9 +336,11 @@ static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are n
         Variant *p = &g->pipeline[i];
         Code *c = &g->device->code[i];
         void *module;
+        char name[64];
         if (p->state) continue;
+        snprintf(name, sizeof name, "run_%s", p->kernel);   // so that profilers tell them apart
         ok = c->n ? ok && cuda(g, cuModuleLoadData, &module, c->bytes) &&
-                        cuda(g, cuModuleGetFunction, &p->state, module, "entry") &&
+                        cuda(g, cuModuleGetFunction, &p->state, module, name) &&
                         (!p->constant[C_BUFFERS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES))
                   : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
@@ -491,7 +498,7 @@ __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
 extern const char metal_source[] __asm__("metal_source");
 
 enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
-enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64 };   // threadgroup memory has 32 KB
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, GPU_CHUNK = 512 };   // threadgroups have 32 KB
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
@@ -524,6 +531,8 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     send(release, options);
     return d->library || metal_fail(g, "kernels.metal", error);   // error is also set by warnings
 }
+
+static size_t device_room(Gpu *g) { return g->longest; }
 
 static void device_release(Gpu *g) {   // releases variants and buffers
     for (int i = 0; i < g->n_pipelines; i++) send(release, g->pipeline[i].state);
@@ -1309,9 +1318,11 @@ static void gpu_fetch(Session *s, void *p, size_t bytes) {
 }
 
 static void gpu_store(Session *s) {
-    for (int l = 0; s->gpu && l < s->m->config.n_layer; l++)
-        device_send(s->gpu, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
-    if (s->gpu) device_send(s->gpu, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
+    Gpu *g = s->gpu;
+    if (!g || !g->n_shared) return;   // gpu_open sends everything
+    for (int l = 0; l < s->m->config.n_layer; l++)
+        device_send(g, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
+    device_send(g, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
 }
 
 // ---- open ----
@@ -1434,14 +1445,37 @@ static inline double gpu_rate(Session *s, void *p, size_t n) {
     return 0;
 }
 
-static void gpu_open(Session *s) {
+// The default is the largest chunk with which all fits into the GPU's memory: the larger, the fewer
+// times weights are read and launches begin.
+static int gpu_chunk(Session *s) {
     const char *lacks = gpu_lacks(s->m);
+    void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};
     Gpu *g = s->gpu = calloc(1, sizeof *g);
-    if (!g) return;
+    if (!g) return 0;
     g->pool = s->pool;
-    if (!device_open(g) ||
-        (lacks && !gpu_fail(g, "the GPU path does not know this model's", lacks)) || !share_all(s))
-        return gpu_close(s);
+    bool opened = device_open(g);
+    if (opened && lacks) gpu_fail(g, "the GPU path does not know this model's", lacks);
+    if (!opened || lacks) return gpu_close(s), 0;
+    int chunk = GPU_CHUNK, own = s->o.chunk;
+    for (; chunk > 512; chunk /= 2) {
+        size_t room = device_room(g);
+        for (size_t i = 0; i < s->m->gguf->n_maps; i++)
+            room -= smaller(s->m->gguf->maps[i].size, room);
+        s->o.chunk = chunk;
+        for (size_t i = 0; i < COUNT(plans); i++) {
+            Arena a = {0};
+            plans[i](s, &a);
+            room -= smaller(a.peak, room);
+        }
+        if (room) break;
+    }
+    s->o.chunk = own;
+    return chunk;
+}
+
+static void gpu_open(Session *s) {
+    Gpu *g = s->gpu;
+    if (!share_all(s)) return gpu_close(s);
     device_send(g, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_often(g, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);

@@ -128,6 +128,11 @@ QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size,
     uint32_t low = a[0], high = a[inside || s > 0 ? 1 : 0];
     return (uint32_t)((low | (uint64_t)high << 32) >> 8 * s);
 }
+// w[4] = the 16 bytes at p, which is a multiple of 16 where blocks have 16 * n bytes
+QUANT_INLINE void quant_four(QUANT_THREAD uint32_t *w, QUANT_DEVICE const uint8_t *p) {
+    uint4 four = *(QUANT_DEVICE const uint4 *)p;
+    for (int i = 0; i < 4; i++) w[i] = four[i];
+}
 #else
 QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1] << 8; }
 QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
@@ -135,6 +140,9 @@ QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
 }
 QUANT_INLINE uint32_t quant_word(const uint8_t *p, int i, int size, bool inside) {
     return quant_u32(p + i + 0 * (size + inside));
+}
+QUANT_INLINE void quant_four(uint32_t *w, const uint8_t *p) {
+    for (int i = 0; i < 4; i++) w[i] = quant_u32(p + 4 * i);
 }
 #endif
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
@@ -146,13 +154,16 @@ QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, i
     return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
-// quant_code: byte i of a word, which is a code; quant_from_bits: a float from its bits;
-// quant_f16_to_f32: half to float, exactly. CUDA adds faster than it converts: 0x4b000000 | b, as
-// bits of a float, is 2^23 + b.
+// quant_code: byte i of a word, which is a code; quant_near: 2 + b / 64 for a byte b in 0..127;
+// quant_from_bits: a float from its bits; quant_f16_to_f32: half to float, exactly. CUDA adds
+// faster than it converts: 0x4b000000 | b, as bits of a float, is 2^23 + b.
 #if defined(__CUDACC__)
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return __uint_as_float(bits); }
 QUANT_INLINE float quant_code(uint32_t v, int i) {
     return quant_from_bits(__byte_perm(v ^ 0x80808080, 0x4b000000, 0x7440 + i)) - 8388736.0f;
+}
+QUANT_INLINE float quant_near(uint32_t v, int i) {
+    return quant_from_bits(__byte_perm(v, 0x40000000, 0x7044 + 0x100 * i));
 }
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
     return __half2float(__ushort_as_half((unsigned short)h));
@@ -181,6 +192,11 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 }
 #endif
 #endif
+#endif
+#if !defined(__CUDACC__)
+QUANT_INLINE float quant_near(uint32_t v, int i) {
+    return quant_from_bits(0x40000000 | (v >> 8 * i & 255) << 16);
+}
 #endif
 
 QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
@@ -528,11 +544,13 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
     int bytes = first / period * run + first % run, shift = first % period / run * bits;
     int left = bytes - weights * bits / 8;
     if (QUANT_LANES <= 4) p += blocks + bytes, blocks = bytes = 0; // else quant_load asks
-#if defined(__METAL_VERSION__) || defined(__CUDACC__)
-    if (size % 16 == 0 && run == 32 && bits < 8 && !to) {           // such fields are aligned, too
+#if defined(QUANT_WORDS)
+    if (size % 16 == 0 && run == 32 && bits < 8 && !to && n == 1) { // such fields are aligned, too
+        uint32_t w[8];
+        quant_four(w, p);
+        quant_four(w + 4, p + 16);
         QUANT_UNROLL for (int j = 0; j < 8; j++)
-            *(QUANT_THREAD quant_v *)(q + 4 * j) = ((QUANT_DEVICE const uint4 *)p)[j / 4][j % 4] >>
-                                                   shift & quant_each((1 << bits) - 1);
+            quant_put(q + 4 * j, n, w[j] >> shift & quant_each((1 << bits) - 1));
         return;
     }
 #endif
@@ -631,14 +649,14 @@ typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
 #if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
                                  QUANT_DEVICE const uint8_t *p, int g, int n) {
-    uint32_t row[3] = {quant_word(p, 4, 4, true), quant_word(p, 8, 4, true),
-                       quant_word(p, 12, 4, true)};
+    uint32_t w[4];
+    quant_four(w, p);
     for (int i = 0; i < n; i++, g++) {
-        uint32_t x = row[0] >> g % 4 * 8, y = row[1] >> g % 4 * 8, z = row[2] >> g % 4 * 8;
+        uint32_t x = w[1] >> g % 4 * 8, y = w[2] >> g % 4 * 8, z = w[3] >> g % 4 * 8;
         uint32_t sc = g < 4 ? x & 63 : (z & 15) | (x >> 2 & 48);
         uint32_t mn = g < 4 ? y & 63 : (z >> 4 & 15) | (y >> 2 & 48);
-        d[2 * i] = d[2 * i + 1] = (float)(int)sc * quant_half(p);
-        m[2 * i] = m[2 * i + 1] = (float)(int)mn * -quant_half(p + 2);
+        d[2 * i] = d[2 * i + 1] = (float)(int)sc * quant_f16_to_f32(w[0] & 0xffff);
+        m[2 * i] = m[2 * i + 1] = (float)(int)mn * -quant_f16_to_f32(w[0] >> 16);
     }
 }
 #else
