@@ -1147,6 +1147,7 @@ static void test_gguf_whole(void) {
         {{"gemma4", 1, "tTkxeR", EXPERT_KEYS GEMMA4_KEYS}, {NULL, RENAME,
           "blk.0.ffn_down_exps.scale", 0, 0, "blk.0.ffn_gate_inp.per_expert_scale"}},
         {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL}},
+        {{"deepseek2", 2, "cqr", LATENT_KEYS}, {NULL}},   // none of its layers has experts
         {{"glm4moe", 3, "abxsr", EXPERT_KEYS}, {"blk.2.exp_probs_b.bias is", NO_TENSOR,
                                                 "blk.2.exp_probs_b.bias"}},
         // the one layer without a window may have no values of its own, one of two may not
