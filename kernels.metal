@@ -274,6 +274,7 @@ enum {
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
     SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a block of S
+    DELTA_TOKENS = 8, CONV_TOKENS = 64,               // staged together; of a thread
     FLASH_STRIDE = FLASH_KEYS + 4,                    // row of scores: no lanes meet in a bank
     FLASH_HALVES = FLASH_KEYS + 8,                    // row of probabilities, which are half
     FLASH_OWN = 16 * FLASH_STRIDE + 2 * 8 * 8         // floats of a SIMD-group: scores, diagonals
@@ -355,6 +356,10 @@ static inline int gemm_floats(int tile, int rows, int buffers) {
     int patches = 2 * rows / SIMD_LANES * GEMM_PATCH;
     return tile + (staged > patches ? staged : patches);
 }
+
+// delta_rule stages keys and queries with zeros behind; floats of threadgroup memory
+static inline int delta_width(int dk) { return div_up(dk, 16) * 16; }
+static inline int delta_floats(int dk) { return DELTA_TOKENS * (2 * delta_width(dk) + 5); }
 
 // the most tiles that n choices of experts can make: each expert's last tile may not be full
 static inline int expert_tiles(int n, int n_expert, int tile) {
@@ -1876,37 +1881,46 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
-// a->tile of its choices. One threadgroup; a thread takes every nsg * 32nd expert, and looks for it
-// in all choices: some thousand steps, while products take millions.
+// a->tile of its choices. One threadgroup: choices are cut into as many parts as leave a thread for
+// each expert and part. It counts the expert's choices in its part, and after all others have, too,
+// it knows where they begin.
 kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
         device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
         constant struct sort_args *a [[buffer(4)]], PLACE) {
-    threadgroup int *count = (threadgroup int *)shared;
-    int threads = nsg * SIMD_LANES, used = 0;
-    for (int e = tid; e < a->n_expert; e += threads) {
-        int n = 0;
-        for (int i = 0; i < a->choices; i++) n += chosen[i] == e;
-        count[e] = n;
+    threadgroup int *count = (threadgroup int *)shared;       // [n_expert][parts]
+    int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1), used = 0;
+    int all = a->n_expert * parts, size = div_up(a->choices, parts);
+    for (int u = tid; u < all; u += threads) {
+        int e = u % a->n_expert, part = u / a->n_expert, n = 0;
+        for (int i = part * size; i < min((part + 1) * size, a->choices); i++) n += chosen[i] == e;
+        count[e * parts + part] = n;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // all are counted
-    for (int e = tid; e < a->n_expert; e += threads) {
-        int at = 0, n = 0;
-        for (int i = 0; i < e; i++) {
-            at += count[i];
-            n += div_up(count[i], a->tile);
+    threadgroup_barrier(mem_flags::mem_threadgroup);          // all are counted
+    for (int u = tid; u < all; u += threads) {
+        int e = u % a->n_expert, part = u / a->n_expert, at = 0, own = 0, n = 0;
+        for (int k = 0; k < e; k++, n += div_up(own, a->tile), at += own) {
+            own = 0;
+            for (int i = 0; i < parts; i++) own += count[k * parts + i];
         }
-        for (int i = 0; i < count[e]; i += a->tile, n++) {
+        own = 0;
+        for (int i = 0; i < parts; i++) own += count[e * parts + i];
+        for (int i = 0; part == 0 && i < own; i += a->tile, n++) {
             tile[3 * n] = e;
             tile[3 * n + 1] = at + i;
-            tile[3 * n + 2] = at + min(i + a->tile, count[e]);
+            tile[3 * n + 2] = at + min(i + a->tile, own);
         }
-        for (int i = 0; i < a->choices; i++) {
+        for (int i = 0; i < part; i++) at += count[e * parts + i];
+        for (int i = part * size; i < min((part + 1) * size, a->choices); i++) {
             if (chosen[i] != e) continue;
             order[at] = i;
             place[i] = at++;
         }
     }
-    for (int e = 0; e < a->n_expert; e++) used += div_up(count[e], a->tile);
+    for (int e = 0; e < a->n_expert; e++) {
+        int own = 0;
+        for (int i = 0; i < parts; i++) own += count[e * parts + i];
+        used += div_up(own, a->tile);
+    }
     for (int i = used + (int)tid; i < a->tiles; i += threads) tile[3 * i] = -1;
 }
 
@@ -1939,31 +1953,39 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
 // The short convolution:
 //   gemv (norm; u, b, c) | delta_conv | gemv (added to x)
 
-// The convolution over time, and SiLU. mix[past + n][channels] has room for `past` rows, which are
-// copied from the state, and then the chunk's rows; the result of token t overwrites row t. Taps
-// are [channels][past + 1]. If GATED, there is no SiLU: the chunk is multiplied by b[n][channels]
-// first, and the result, times z[n][channels], overwrites b. Grid: a thread for each channel, so
-// that neighbours read neighbours, and no thread needs what another writes.
-kernel void delta_conv(device float *mix [[buffer(0)]], device float *state [[buffer(1)]],
+// Input number r of a channel's convolution: the state has the last `past` ones before the chunk,
+// mix[past + n][channels] the chunk's, from row `past` on. If GATED, they are multiplied by b.
+static inline float conv_input(device const float *mix, device const float *state,
+        device const float *b, int r, constant struct conv_args *a) {
+    ulong at = (ulong)r * a->channels;
+    if (r < a->past) return state[at];
+    return mix[at] * (GATED ? b[at - (ulong)a->past * a->channels] : 1.0f);
+}
+
+// The convolution over time, and SiLU: out[n][channels] from mix and state, which then gets the
+// chunk's last inputs. Taps are [channels][past + 1]. If GATED, there is no SiLU: the result is
+// multiplied by z[n][channels].
+// Grid: a thread for CONV_TOKENS tokens of a channel, so that neighbours read neighbours. The first
+// of a channel's threads alone reads its state, as CONV_TOKENS is more than `past`; and writes it.
+kernel void delta_conv(device const float *mix [[buffer(0)]], device float *state [[buffer(1)]],
         device const float *taps [[buffer(2)]], device const float *bias [[buffer(3)]],
-        device float *b [[buffer(4)]], device const float *z [[buffer(5)]],
-        constant struct conv_args *a [[buffer(6)]], PLACE) {
-    int i = tg * nsg * SIMD_LANES + tid, channels = a->channels;
+        device const float *b [[buffer(4)]], device const float *z [[buffer(5)]],
+        device float *out [[buffer(6)]], constant struct conv_args *a [[buffer(7)]], PLACE) {
+    int channels = a->channels, wide = div_up(channels, SIMD_LANES) * SIMD_LANES;
+    int unit = tg * nsg * SIMD_LANES + tid, i = unit % wide, first = unit / wide * CONV_TOKENS;
     if (i >= channels) return;
     mix += i;
     state += i;
+    b += i;
     taps += (ulong)i * (a->past + 1);
-    for (int j = 0; j < a->past; j++) mix[(ulong)j * channels] = state[(ulong)j * channels];
-    for (int t = 0; t < a->n; t++) {
+    for (int t = first; t < min(first + CONV_TOKENS, a->n); t++) {
         float y = BIASES ? bias[i] : 0.0f;
-        ulong at = (ulong)t * channels;
-        if (GATED) mix[at + (ulong)a->past * channels] *= b[at + i];
-        for (int j = 0; j <= a->past; j++) y += taps[j] * mix[(ulong)(t + j) * channels];
-        if (GATED) b[at + i] = y * z[at + i];
-        else mix[at] = y * sigmoid(y);
+        ulong at = (ulong)t * channels + i;
+        for (int j = 0; j <= a->past; j++) y += taps[j] * conv_input(mix, state, b, t + j, a);
+        out[at] = y * (GATED ? z[at] : sigmoid(y));
     }
-    for (int j = 0; j < a->past; j++)
-        state[(ulong)j * channels] = mix[(ulong)(a->n + j) * channels];
+    for (int j = 0; first == 0 && j < a->past; j++)
+        state[(ulong)j * channels] = conv_input(mix, state, b, a->n + j, a);
 }
 
 // the sum over the four lanes that share a row of the state
@@ -1983,55 +2005,99 @@ static inline float softplus(float x) {
 //   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
 // or for a state space (not ASKS), where x takes the place of v, and k and q keep their length,
 //   S *= g,   S += softplus(alpha + dt) * x k',   out = (S q + skip * x) * silu(z)
-// Grid: a SIMD-group for 8 rows of S. Four lanes share a row: lane l has row l % 8, and of it every
-// fourth number from l / 8 on. So S k takes two shuffles, rows need nothing of one another, and
-// SIMD-groups need no barrier. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows
-// of a SIMD-group are neighbours. A row of mix[n] has q and k of n_key heads, and v; or in a state
-// space x, k and q.
+// A token waits for the one before it only for S k and S q, of the old S: with the new S,
+// S q = g * (old S q) + write * (k' q), where `write` is what k' is multiplied by.
+// Grid: threadgroups of a head's rows, with a SIMD-group for 8 of them. DELTA_TOKENS tokens' k and q
+// and what all rows need of a token are staged together. Four lanes share a row: lane l has row
+// l % 8, and of it every fourth quad from l / 8 on. So S k takes two shuffles, and rows need nothing
+// of one another. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows of a
+// SIMD-group are neighbours. A row of mix[n] has q and k of n_key heads, and v; or in a state space
+// x, k and q.
 kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
         device float *out [[buffer(6)]],                                       // [n][n_value][dv]
         device const float *z [[buffer(7)]], device const float *skip [[buffer(8)]],
         constant struct delta_args *a [[buffer(9)]], PLACE) {
-    int units = div_up(a->dv, DELTA_UNIT), unit = tg * nsg + sg, h = unit / units;
-    int row = unit % units * DELTA_UNIT + lane % 8, first = lane / 8;
-    if (h >= a->n_value) return;                          // a whole SIMD-group: no barrier follows
+    const int width = delta_width(HEAD_DIM);
+    int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, first = lane / 8;
+    int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane % 8;
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
     int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
-    ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + row / DELTA_LAYOUT;
-    int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv;
+    int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, own = min(row, a->dv - 1);
+    ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
+    threadgroup float *ks = shared, *qs = ks + DELTA_TOKENS * width;    // [DELTA_TOKENS][width]
+    threadgroup float *terms = qs + DELTA_TOKENS * width;               // [DELTA_TOKENS][5]
     float s[NARROW_MAX / 4];
-    state += block * HEAD_DIM * DELTA_LAYOUT + row % DELTA_LAYOUT;
-    for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) s[i] = state[(ulong)j * DELTA_LAYOUT];
-    for (int t = 0; t < a->n; t++) {
-        device const float *token = mix + (ulong)t * (2 * keys + values);
-        device const float *k = token + (ASKS ? keys : values) + key * HEAD_DIM;
-        device const float *q = ASKS ? k - keys : k + keys;
-        float qq = 0.0f, kk = 0.0f, dot = 0.0f, o = 0.0f;
-        for (int j = first, i = 0; ASKS && j < HEAD_DIM; j += 4, i++) {
-            qq += q[j] * q[j];
-            kk += k[j] * k[j];
-            dot += s[i] * k[j];
-        }
-        float step = softplus(alpha[(ulong)t * a->step + at] + dt[h]), g = exp(decay[h] * step);
-        int value = h * a->dv + min(row, a->dv - 1);
-        float v = token[(ASKS ? 2 * keys : 0) + value], write = step * v;
-        if (ASKS) {
-            float b = sigmoid(beta[(ulong)t * a->step + at]), unit_k = rsqrt(row_sum(kk) + a->eps);
-            write = b * (v - g * row_sum(dot) * unit_k) * unit_k;
-        }
-        for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) {
-            s[i] = g * s[i] + write * k[j];
-            o += s[i] * q[j];
-        }
-        o = row_sum(o);
-        ulong to = (ulong)t * values + value;
-        if (ASKS) o *= rsqrt((row_sum(qq) + a->eps) * (float)HEAD_DIM);
-        else o = (o + skip[h] * v) * z[to] * sigmoid(z[to]);
-        if (first == 0 && row < a->dv) out[to] = o;
+    state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
+    QUANT_UNROLL for (int i = 0; i < width / 4; i++) {
+        int j = i / 4 * 16 + first * 4 + i % 4;
+        s[i] = j < HEAD_DIM ? state[(ulong)j * DELTA_LAYOUT] : 0.0f;
     }
-    for (int j = first, i = 0; j < HEAD_DIM; j += 4, i++) state[(ulong)j * DELTA_LAYOUT] = s[i];
+    for (int t0 = 0; t0 < a->n; t0 += DELTA_TOKENS) {
+        int count = min(DELTA_TOKENS, a->n - t0);
+        float v[DELTA_TOKENS], o[DELTA_TOKENS];
+        device const float *tokens = mix + (ulong)t0 * (2 * keys + values);
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // the tokens before are used
+        for (int t = sg; t < count; t += nsg) {
+            device const float *k = tokens + (ulong)t * (2 * keys + values);
+            k += (ASKS ? keys : values) + key * HEAD_DIM;
+            device const float *q = ASKS ? k - keys : k + keys;
+            float kk = 0.0f, qq = 0.0f, kq = 0.0f;
+            for (int j = lane; j < width; j += SIMD_LANES) {
+                float x = j < HEAD_DIM ? k[j] : 0.0f, y = j < HEAD_DIM ? q[j] : 0.0f;
+                ks[t * width + j] = x;
+                qs[t * width + j] = y;
+                kk += x * x;
+                qq += y * y;
+                kq += x * y;
+            }
+            kk = simd_sum(kk);
+            qq = simd_sum(qq);
+            kq = simd_sum(kq);
+            ulong gates = (ulong)(t0 + t) * a->step + at;
+            float step = softplus(alpha[gates] + dt[h]), g = exp(decay[h] * step);
+            float unit = rsqrt(kk + a->eps), b = ASKS ? sigmoid(beta[gates]) * unit : step;
+            float term[5] = {g, b, b * g * unit, kq,
+                             ASKS ? rsqrt((qq + a->eps) * (float)HEAD_DIM) : 1.0f};
+            for (int i = 0; lane == 0 && i < 5; i++) terms[5 * t + i] = term[i];
+        }
+        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++)
+            v[t] = tokens[(ulong)min(t, count - 1) * (2 * keys + values) +
+                          (ASKS ? 2 * keys : 0) + h * a->dv + own];
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // they are staged
+        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
+            if (t >= count) continue;
+            threadgroup const float *k = ks + t * width + first * 4, *q = qs + t * width + first * 4;
+            threadgroup const float *term = terms + 5 * t;
+            float sk[4] = {0.0f, 0.0f, 0.0f, 0.0f}, sq[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            QUANT_UNROLL for (int i = 0; i < width / 4; i += 4) {
+                float4 x = *(threadgroup const float4 *)(k + 4 * i);
+                float4 y = *(threadgroup const float4 *)(q + 4 * i);
+                for (int e = 0; e < 4; e++) {
+                    if (ASKS) sk[e] += s[i + e] * x[e];
+                    sq[e] += s[i + e] * y[e];
+                }
+            }
+            float asked = ASKS ? row_sum((sk[0] + sk[1]) + (sk[2] + sk[3])) : 0.0f;
+            float write = term[1] * v[t] - (ASKS ? term[2] * asked : 0.0f);
+            o[t] = row_sum((sq[0] + sq[1]) + (sq[2] + sq[3]));
+            o[t] = (term[0] * o[t] + write * term[3]) * term[4];
+            QUANT_UNROLL for (int i = 0; i < width / 4; i += 4) {
+                float4 x = *(threadgroup const float4 *)(k + 4 * i);
+                for (int e = 0; e < 4; e++) s[i + e] = term[0] * s[i + e] + write * x[e];
+            }
+        }
+        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
+            ulong to = (ulong)(t0 + t) * values + h * a->dv + own;
+            if (t >= count || first > 0 || row >= a->dv) continue;
+            out[to] = ASKS ? o[t] : (o[t] + skip[h] * v[t]) * z[to] * sigmoid(z[to]);
+        }
+    }
+    QUANT_UNROLL for (int i = 0; i < width / 4; i++) {
+        int j = i / 4 * 16 + first * 4 + i % 4;
+        if (j < HEAD_DIM && row < a->dv) state[(ulong)j * DELTA_LAYOUT] = s[i];
+    }
 }
 
 #endif

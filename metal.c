@@ -53,6 +53,7 @@ typedef struct {
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
+    float *conv;                // [chunk][channels] the output of delta_conv
     float *inputs;              // [chunk][n_layer][per_layer]
     float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
     bool dry;                   // what is encoded will not run
@@ -1045,7 +1046,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
         run_kernel(s, b, "sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
-                   threads_for(c->n_expert, SORT_THREADS), c->n_expert, {0});
+                   SORT_THREADS, larger(c->n_expert, SORT_THREADS), {0});
     }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
     if (w->latent_down.data) {
@@ -1102,9 +1103,10 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
-// s->att[n][n_value][dv], by a recurrent mixer: run_products once, or twice if alpha and beta are
+// Returns [n][n_value][dv], by a recurrent mixer: run_products once, or twice if alpha and beta are
 // two matrices, then convolution, rule and norm. A short convolution has neither rule nor norm.
-static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
+static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
+    Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
@@ -1115,23 +1117,26 @@ static void run_recurrent(Session *s, const Layer *w, Input in, int n) {
     run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
     if (apart) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     struct conv_args a = {n, channels, past};
-    run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z}, 6,
-               UNITS(div_up(channels, SIMD_LANES)), 0,
+    run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z,
+                                    g->conv}, 7,
+               UNITS(div_up(channels, SIMD_LANES) * div_up(n, CONV_TOKENS)), 0,
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
-    if (gated) return;
+    if (gated) return g->conv;
     int share = c->n_value / c->n_key;
     const float *alpha = fused ? s->beta_alpha + share : s->decay;
     const float *beta = fused ? s->beta_alpha : s->write_gate;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
-    run_kernel(s, b, "delta_rule", {cache->state, s->mix, alpha, beta, w->dt_bias, w->a, s->att,
+    run_kernel(s, b, "delta_rule", {cache->state, g->conv, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
-               UNITS(c->n_value * div_up(c->dv, DELTA_UNIT)), 0,
+               c->n_value * div_up(c->dv, DELTA_UNIT * UNIT_SIMDGROUPS),
+               UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk),
                {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // a state space: the rule has applied it
     if (w->delta_norm.w)
         run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows, asks ? gate : STORE);
+    return s->att;
 }
 
 // The rest of a layer after attention in one dispatch, if --gpu block asks for it and ffn_block can
@@ -1195,8 +1200,8 @@ static void run_layer(Session *s, const Layer *w, int n) {
         if (both) base = s->out;
     }
     if (w->mixer) {
-        run_recurrent(s, w, in, n);
-        run_residual(s, w, &w->delta_out, s->att, &w->attn_post_norm, base,
+        const float *result = run_recurrent(s, w, in, n);
+        run_residual(s, w, &w->delta_out, result, &w->attn_post_norm, base,
                      both ? s->normed : s->out, sum, n);
     }
     if (!w->up.data) return;
@@ -1353,6 +1358,7 @@ static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     size_t n = s->o.chunk, wide = 0, ff = 0, out = 0, parts = 0, choices = n * c->n_used, heads = 0;
+    size_t channels = 0;
     for (size_t i = 0; i < s->m->gguf->n_tensors; i++)   // the widest input
         if (s->m->gguf->tensors[i].ne[1] > 1) wide = larger(wide, s->m->gguf->tensors[i].ne[0]);
     for (int l = 0; l < c->n_layer; l++) {
@@ -1361,6 +1367,7 @@ static void plan_gpu(Session *s, Arena *a) {
         int slices = attention_slices(s->cache[l].rows, each);
         parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
+        if (w->mixer) channels = larger(channels, w->conv_in.rows);
         if (w->k_b.data)   // both kinds of rows that each head has
             heads = larger(heads, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
@@ -1373,6 +1380,7 @@ static void plan_gpu(Session *s, Arena *a) {
     g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
+    g->conv = arena_take(a, n * channels, sizeof *g->conv);
     g->place = arena_take(a, choices, sizeof *g->place);
     g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
 }

@@ -1147,7 +1147,7 @@ static void test_gguf_whole(void) {
         {{"gemma4", 1, "tTkxeR", EXPERT_KEYS GEMMA4_KEYS}, {NULL, RENAME,
           "blk.0.ffn_down_exps.scale", 0, 0, "blk.0.ffn_gate_inp.per_expert_scale"}},
         {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL}},
-        {{"deepseek2", 2, "cqr", LATENT_KEYS}, {NULL}},   // none of its layers has experts
+        {{"deepseek2", 2, "cq", LATENT_KEYS}, {NULL}},   // none of its layers has experts
         {{"glm4moe", 3, "abxsr", EXPERT_KEYS}, {"blk.2.exp_probs_b.bias is", NO_TENSOR,
                                                 "blk.2.exp_probs_b.bias"}},
         // the one layer without a window may have no values of its own, one of two may not
@@ -4050,6 +4050,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
     for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= 1;   // it decays
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
+    g->conv = lab_floats(g, N * channels, 1);
     float *got = need(N * values * sizeof *got), *old = memcpy(need(4 * all), state, 4 * all);
     Cache cache[2] = {{.conv = old, .state = old + n_conv},
                       {.conv = state, .state = state + n_conv}};
@@ -4067,9 +4068,9 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     x.s.cache = &cache[1];
     for (int t = 0, n; t < N; t += n) {
         n = t == 0 ? first : 1;
-        run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
+        const float *to = run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
         lab_end(&x, "delta_rule");
-        memcpy(got + t * values, x.s.att, n * values * sizeof *got);
+        memcpy(got + t * values, to, n * values * sizeof *got);
     }
     for (size_t i = 0; i < n_state; i++)   // rows that no head has may hold anything
         if (i / DELTA_ROWS / d->dk % delta_blocks(c) * DELTA_ROWS + i % DELTA_ROWS >= (size_t)d->dv)
