@@ -390,13 +390,21 @@ static inline int attention_floats(int heads, int head, int value, int nsg, int 
     return (heads + 1) * head + nsg * (SIMD_LANES / lanes) * heads * (value + 2);
 }
 
-// flash_attention stages heads as whole 16 x 16 matrices: columns of a head; halves from one row to
-// the next (8 more, so that rows begin in different banks); floats of threadgroup memory
-static inline int flash_cols(int head) { return div_up(head, 16) * 16; }
+// flash_attention: SIMD-groups that share the columns of wide heads; columns that are staged, whole
+// 16 x 16 matrices for each; halves from one row to the next (8 more, so that rows begin in
+// different banks); floats of threadgroup memory
+static inline int flash_split(int head, int value) {
+    return head > NARROW_MAX || value > NARROW_MAX ? FLASH_SIMDGROUPS : 1;
+}
+static inline int flash_cols(int head) {
+    int whole = head > NARROW_MAX ? 16 * FLASH_SIMDGROUPS : 16;
+    return div_up(head, whole) * whole;
+}
 static inline int flash_row(int head) { return flash_cols(head) + 8; }
-static inline int flash_floats(int head, int value, int buffers) {
+static inline int flash_floats(int head, int value, bool shares, int buffers) {
     int one = flash_row(head > value ? head : value), both = flash_row(head) + flash_row(value);
-    return FLASH_SIMDGROUPS * FLASH_OWN + FLASH_KEYS / 2 * (buffers > 1 ? 2 * both : one);
+    int row = shares ? buffers * flash_row(head) : buffers > 1 ? 2 * both : one;
+    return FLASH_SIMDGROUPS * FLASH_OWN + FLASH_KEYS / 2 * row;
 }
 
 #endif
@@ -1626,18 +1634,32 @@ static inline void flash_copy(device const half *from, int dim, int r0, int key,
     }
 }
 
-// Online softmax of a SIMD-group's scores[16][FLASH_STRIDE]: two lanes share a query, with 16 keys
-// each. Probabilities[16][FLASH_HALVES] overwrite the scores. Half is enough, as none is above 1.
-// `all`: each query sees each key. Returns the factor by which earlier sums shrink, and leaves it
-// in diagonals[2][8][8] for scale16.
-static inline float flash_softmax(threadgroup float *scores, threadgroup float *diagonals, int key,
-        bool all, int pos, float slope, uint lane, constant struct attention_args *a,
+// Does a tile of keys hold the values, too? In latent attention a value is the start of its key.
+static inline bool flash_shares(void) { return VALUE_STEP != VALUE_DIM; }
+static inline int flash_parts(void) { return flash_split(HEAD_DIM, VALUE_DIM); }
+
+// waits for the threads that have parts of the same queries
+static inline void flash_barrier(void) {
+    if (flash_parts() > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+    else simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Online softmax of 16 queries' scores, the sum of flash_parts() parts[16][FLASH_STRIDE]: two lanes
+// share a query, with 16 keys each. Probabilities[16][FLASH_HALVES] overwrite the SIMD-group's own
+// scores. Half is enough, as none is above 1. `all`: each query sees each key. Returns the factor
+// by which earlier sums shrink, and leaves it in diagonals[2][8][8] for scale16.
+static inline float flash_softmax(threadgroup const float *parts, threadgroup float *scores,
+        int key, bool all, int pos, float slope, uint lane, constant struct attention_args *a,
         thread float *m, thread float *sum) {
     int row = lane / 2, first = lane % 2 * 16;
+    threadgroup float *diagonals = scores + 16 * FLASH_STRIDE;
     threadgroup half *probabilities = (threadgroup half *)scores;
     float s[16], top = *m, part = 0.0f;
     QUANT_UNROLL for (int i = 0; i < 16; i += 4) {
-        float4 v = *(threadgroup const float4 *)(scores + row * FLASH_STRIDE + first + i);
+        threadgroup const float *from = parts + row * FLASH_STRIDE + first + i;
+        float4 v = *(threadgroup const float4 *)from;
+        QUANT_UNROLL for (int p = 1; p < flash_parts(); p++)
+            v = v + *(threadgroup const float4 *)(from + p * FLASH_OWN);
         for (int e = 0; e < 4; e++) s[i + e] = v[e];
     }
     if (ALIBI || !all)
@@ -1654,7 +1676,7 @@ static inline float flash_softmax(threadgroup float *scores, threadgroup float *
         s[i] = s[i] == UNSEEN ? 0.0f : exp2(s[i] - top);
         part += s[i];
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);            // all scores have been read
+    flash_barrier();                                          // all scores have been read
     for (int i = 0; i < 16; i += 8)
         store_halves(probabilities + row * FLASH_HALVES + first + i, s + i);
     for (int i = 0; i < 4; i++)
@@ -1666,9 +1688,11 @@ static inline float flash_softmax(threadgroup float *scores, threadgroup float *
 }
 
 // The same as attention, for a chunk, with products of matrices. Grid: a threadgroup for each
-// FLASH_QUERIES queries of a head, of which a SIMD-group has 16. It takes the ring in tiles of
-// FLASH_KEYS rows, and skips tiles in which no query sees a key. Scores, maxima, sums and outputs
-// are float; outputs stay in registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale
+// FLASH_QUERIES queries of a head, of which a SIMD-group has 16. Wide heads leave registers for 16
+// queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
+// adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
+// which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
+// in registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale
 // has the factor log2(e). A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two
 // BUFFERS the next tile's keys and values are copied meanwhile; with one, as Apple's threadgroups
 // have less memory, values take the place of the keys.
@@ -1677,28 +1701,32 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
         device const int *now [[buffer(4)]], device const float *slopes [[buffer(5)]],
         device const float *sinks [[buffer(6)]], device float *out [[buffer(7)]],
         constant struct attention_args *a [[buffer(8)]], PLACE) {
-    const int behind = BUFFERS > 1 ? FLASH_KEYS * flash_row(HEAD_DIM) : 0;
-    const int size = BUFFERS > 1 ? behind + FLASH_KEYS * flash_row(VALUE_DIM) : 0;
-    threadgroup float *scores = shared + sg * FLASH_OWN;
-    threadgroup float *diagonals = scores + 16 * FLASH_STRIDE;        // [2][8][8]
+    const int split = flash_parts(), queries = FLASH_QUERIES / split;
+    const int wide = flash_cols(HEAD_DIM) / split, deep = flash_cols(VALUE_DIM) / split;
+    const int key_row = flash_row(HEAD_DIM), row = flash_shares() ? key_row : flash_row(VALUE_DIM);
+    const int behind = BUFFERS > 1 && !flash_shares() ? FLASH_KEYS * key_row : 0;
+    const int size = BUFFERS > 1 ? behind + FLASH_KEYS * row : 0;
+    threadgroup float *scores = shared + sg * FLASH_OWN;              // and diagonals[2][8][8]
+    threadgroup float *parts = split > 1 ? shared : scores;
     threadgroup half *tiles = (threadgroup half *)(shared + FLASH_SIMDGROUPS * FLASH_OWN);
-    int head = tg % a->n_head, blocks = div_up(a->n, FLASH_QUERIES), buffer = 0;
-    int t0 = (blocks - 1 - (int)tg / a->n_head) * FLASH_QUERIES, own = t0 + sg * 16;
+    int head = tg % a->n_head, blocks = div_up(a->n, queries), buffer = 0;
+    int t0 = (blocks - 1 - (int)tg / a->n_head) * queries, own = t0 + (split > 1 ? 0 : sg * 16);
     int t = own + lane / 2, pos = now[NOW_POS], first = pos + t0;
-    int last = pos + min(t0 + FLASH_QUERIES, a->n) - 1, group = a->n_head / a->n_kv;
+    int last = pos + min(t0 + queries, a->n) - 1, group = a->n_head / a->n_kv;
+    int key_col = split > 1 ? (int)sg * wide : 0, value_col = split > 1 ? (int)sg * deep : 0;
     int used = used_rows(pos, a), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
     half16x16 mq[NARROW_MAX / 16], mk, mp;
     float16x16 o[NARROW_MAX / 16], s[2];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
     k += (ulong)(head / group) * a->rows * HEAD_DIM;
-    v += (ulong)(head / group) * a->rows * VALUE_DIM;
+    v += (ulong)(head / group) * a->rows * VALUE_STEP;
     q += ((ulong)t0 * a->n_head + head) * query_step();
     // the SIMD-group's queries, 16 columns at a time, pass through the memory of its scores
-    QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 16; d++) {
+    QUANT_UNROLL for (int d = 0; d < wide / 16; d++) {
         threadgroup half *stage = (threadgroup half *)scores;
         for (int i = lane; i < 16 * 16; i += SIMD_LANES) {
-            int n = own - t0 + i / 16, e = 16 * d + i % 16;
+            int n = own - t0 + i / 16, e = key_col + 16 * d + i % 16;
             bool inside = t0 + n < a->n && e < HEAD_DIM;
             float x = inside ? q[(ulong)n * a->n_head * query_step() + e] * scale : 0.0f;
             stage[i / 16 * FLASH_HALVES + i % 16] = (half)x;
@@ -1707,12 +1735,12 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
         load_left(&mq[d], stage, FLASH_HALVES);
         simdgroup_barrier(mem_flags::mem_threadgroup);        // used
     }
-    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++) zero16(&o[d]);
+    QUANT_UNROLL for (int d = 0; d < deep / 16; d++) zero16(&o[d]);
 
     int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key, &ahead);
     if (r0 < used) {
         flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
-        if (BUFFERS > 1) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
+        if (behind) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
     }
     while (r0 < used) {
         threadgroup half *keys = tiles + buffer * size, *values = keys + behind;
@@ -1723,35 +1751,31 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
         threadgroup_barrier(mem_flags::mem_threadgroup);      // a tile is there, the other one used
         buffer = 1 - buffer;
         r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key, &ahead);
-        if (BUFFERS > 1 && r0 < used) {
-            flash_copy(k, HEAD_DIM, r0, key, tid, tiles + buffer * size);
+        if (BUFFERS > 1 && r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles + buffer * size);
+        if (behind && r0 < used)
             flash_copy(v, VALUE_DIM, r0, key, tid, tiles + buffer * size + behind);
-        }
         QUANT_UNROLL for (int j = 0; j < 2; j++) zero16(&s[j]);
-        QUANT_UNROLL for (int d = 0; d < flash_cols(HEAD_DIM) / 16; d++)
+        QUANT_UNROLL for (int d = 0; d < wide / 16; d++)
             QUANT_UNROLL for (int j = 0; j < 2; j++) {
-                load_right(&mk, keys + 16 * j * flash_row(HEAD_DIM) + 16 * d, flash_row(HEAD_DIM),
-                           true);
+                load_right(&mk, keys + 16 * j * key_row + key_col + 16 * d, key_row, true);
                 multiply16(&s[j], &mq[d], &mk);
             }
         QUANT_UNROLL for (int j = 0; j < 2; j++) store16(&s[j], scores + 16 * j, FLASH_STRIDE);
-        simdgroup_barrier(mem_flags::mem_threadgroup);        // scores are there
-        float shrink = flash_softmax(scores, diagonals, here, all, pos + t, slope, lane, a, &m,
-                                     &sum);
+        flash_barrier();                                      // scores are there
+        float shrink = flash_softmax(parts, scores, here, all, pos + t, slope, lane, a, &m, &sum);
         bool shrinks = simd_max((int)(shrink < 1.0f)) > 0;
-        if (BUFFERS == 1) {
+        if (BUFFERS == 1 && !flash_shares()) {
             threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are used
             flash_copy(v, VALUE_DIM, at, here, tid, tiles);
             copies_wait();
             threadgroup_barrier(mem_flags::mem_threadgroup);  // values are there
         } else simdgroup_barrier(mem_flags::mem_threadgroup); // probabilities are there
-        QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++)
-            if (shrinks) scale16(&o[d], diagonals);
+        QUANT_UNROLL for (int d = 0; d < deep / 16; d++)
+            if (shrinks) scale16(&o[d], scores + 16 * FLASH_STRIDE);
         QUANT_UNROLL for (int j = 0; j < 2; j++) {
             load_left(&mp, (threadgroup half *)scores + 16 * j, FLASH_HALVES);
-            QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++) {
-                load_right(&mk, values + 16 * j * flash_row(VALUE_DIM) + 16 * d,
-                           flash_row(VALUE_DIM), false);
+            QUANT_UNROLL for (int d = 0; d < deep / 16; d++) {
+                load_right(&mk, values + 16 * j * row + value_col + 16 * d, row, false);
                 multiply16(&o[d], &mp, &mk);
             }
         }
@@ -1763,12 +1787,12 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
     // outputs pass through the memory of scores: a lane takes half of a row of each matrix
     out += ((ulong)t * a->n_head + head) * VALUE_DIM;
     q += (ulong)(t - t0) * a->n_head * query_step() + HEAD_DIM;
-    QUANT_UNROLL for (int d = 0; d < flash_cols(VALUE_DIM) / 16; d++) {
+    QUANT_UNROLL for (int d = 0; d < deep / 16; d++) {
         simdgroup_barrier(mem_flags::mem_threadgroup);        // what was there has been read
         store16(&o[d], scores, FLASH_STRIDE);
         simdgroup_barrier(mem_flags::mem_threadgroup);        // this matrix is there
         for (int i = 0; i < 8; i++) {
-            int at = lane % 2 * 8 + i, e = 16 * d + at;
+            int at = lane % 2 * 8 + i, e = value_col + 16 * d + at;
             if (t < a->n && e < VALUE_DIM)
                 out[e] = attention_value(scores[lane / 2 * FLASH_STRIDE + at], m, sum, sinks + head,
                                          q + e, a);
@@ -2007,12 +2031,12 @@ static inline float softplus(float x) {
 //   S *= g,   S += softplus(alpha + dt) * x k',   out = (S q + skip * x) * silu(z)
 // A token waits for the one before it only for S k and S q, of the old S: with the new S,
 // S q = g * (old S q) + write * (k' q), where `write` is what k' is multiplied by.
-// Grid: threadgroups of a head's rows, with a SIMD-group for 8 of them. DELTA_TOKENS tokens' k and q
-// and what all rows need of a token are staged together. Four lanes share a row: lane l has row
-// l % 8, and of it every fourth quad from l / 8 on. So S k takes two shuffles, and rows need nothing
-// of one another. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8 rows of a
-// SIMD-group are neighbours. A row of mix[n] has q and k of n_key heads, and v; or in a state space
-// x, k and q.
+// Grid: threadgroups of a head's rows, with a SIMD-group for 8 of them. The k and q of DELTA_TOKENS
+// tokens are staged together, with the terms that all rows need of a token. Four lanes share a row:
+// lane l has row l % 8, and of it every fourth quad from l / 8 on. So S k takes two shuffles, and
+// rows need nothing of one another. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8
+// rows of a SIMD-group are neighbours. A row of mix[n] has q and k of n_key heads, and v; or in a
+// state space x, k and q.
 kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
@@ -2068,7 +2092,7 @@ kernel void delta_rule(device float *state [[buffer(0)]], device const float *mi
         threadgroup_barrier(mem_flags::mem_threadgroup);      // they are staged
         QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
             if (t >= count) continue;
-            threadgroup const float *k = ks + t * width + first * 4, *q = qs + t * width + first * 4;
+            threadgroup const float *k = ks + t * width + first * 4, *q = k + DELTA_TOKENS * width;
             threadgroup const float *term = terms + 5 * t;
             float sk[4] = {0.0f, 0.0f, 0.0f, 0.0f}, sq[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             QUANT_UNROLL for (int i = 0; i < width / 4; i += 4) {

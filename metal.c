@@ -114,7 +114,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20,
        STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100, MAX_SHARED_BYTES = 8 };
 // two buffers of tiles of so many tokens, in as much threadgroup memory as they take
-enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 96 << 10, GPU_CHUNK = 2048 };
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, GPU_CHUNK = 2048 };
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
@@ -187,6 +187,8 @@ static bool device_open(Gpu *g) {
               cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
               cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
+    if (ok && major < 8)
+        return gpu_fail(g, "its compute capability is below 8.0", NULL);   // no copies, few words
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
     return ok;
 }
@@ -499,7 +501,7 @@ __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
 extern const char metal_source[] __asm__("metal_source");
 
 enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
-enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, GPU_CHUNK = 512 };   // threadgroups have 32 KB
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, GPU_CHUNK = 512 };
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
@@ -947,11 +949,13 @@ static void run_attention(Session *s, const Layer *w, int n) {
     if (!own) b.n_kv = 0;
     if (!fused && !latent)
         run_part(g, d, &b, "rope", 0, 12, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
-    if (n >= FLASH_MIN && attention_most(w->hd, w->vd) == ATTENTION_SIMDGROUPS && !latent) {
-        d.constant[C_BUFFERS] = TILE_BUFFERS;
-        run_part(g, d, &a, "flash_attention", 7, 8,
-                 (size_t)div_up(n, FLASH_QUERIES) * w->n_head, FLASH_THREADS,
-                 flash_floats(w->hd, w->vd, TILE_BUFFERS));
+    int queries = FLASH_QUERIES / flash_split(w->hd, w->vd), buffers = TILE_BUFFERS, shared;
+    do shared = flash_floats(w->hd, w->vd, latent, buffers);
+    while (shared > SHARED_BYTES / 4 && --buffers);
+    if (n >= FLASH_MIN && buffers) {
+        d.constant[C_BUFFERS] = buffers;
+        run_part(g, d, &a, "flash_attention", 7, 8, (size_t)div_up(n, queries) * w->n_head,
+                 FLASH_THREADS, shared);
     } else
         run_part(g, d, &a, "attention", 0, 15, (size_t)n * parts * slices, nsg * SIMD_LANES,
                  attention_floats(heads, w->hd, w->vd, nsg, lanes));

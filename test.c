@@ -4024,9 +4024,10 @@ static const DeltaCase DELTAS[] = {
     {3, 3, 256, 9, 64, .mixer = MIX_SPACE}, {1, 1, 1, 90, 3, .mixer = MIX_CONV},
     {1, 1, 1, 7, 64, .mixer = MIX_CONV}};
 
-// 5 tokens on the CPU; on the GPU all at once, or 2 and then each by itself
+// N tokens on the CPU; on the GPU all at once, or 2 and then each by itself
 static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
-    enum { N = 5, DIM = 40 };
+    enum { DIM = 40 };
+    const int N = d == DELTAS ? 70 : 5;   // more than are staged, or convolved, together
     Lab x = lab(g);
     bool conv = d->mixer == MIX_CONV, delta = d->mixer == MIX_DELTA;
     int values = d->n_value * d->dv, channels = conv ? values : 2 * d->n_key * d->dk + values;
@@ -4067,7 +4068,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     float *want = memcpy(need(4 * N * values), x.s.att, 4 * N * values);
     x.s.cache = &cache[1];
     for (int t = 0, n; t < N; t += n) {
-        n = t == 0 ? first : 1;
+        n = t > 0 ? 1 : first < N ? first : N;
         const float *to = run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
         lab_end(&x, "delta_rule");
         memcpy(got + t * values, to, n * values * sizeof *got);
@@ -4081,7 +4082,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
 
 static void kernel_delta(Gpu *g, int unused) {
     for (size_t i = 0; i < COUNT(DELTAS); i++) {
-        lab_delta(g, &DELTAS[i], 5);
+        lab_delta(g, &DELTAS[i], 70);
         lab_delta(g, &DELTAS[i], 2);
     }
 }
