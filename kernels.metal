@@ -274,7 +274,8 @@ enum {
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
     SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a block of S
-    DELTA_TOKENS = 8, CONV_TOKENS = 64,               // staged together; of a thread
+    DELTA_TOKENS = 8, DELTA_OWN = 2,                  // tokens staged together; by a SIMD-group
+    CONV_TOKENS = 64,                                 // tokens of a thread
     FLASH_STRIDE = FLASH_KEYS + 4,                    // row of scores: no lanes meet in a bank
     FLASH_HALVES = FLASH_KEYS + 8,                    // row of probabilities, which are half
     FLASH_OWN = 16 * FLASH_STRIDE + 2 * 8 * 8         // floats of a SIMD-group: scores, diagonals
@@ -1934,10 +1935,15 @@ kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *ord
             tile[3 * n + 2] = at + min(i + a->tile, own);
         }
         for (int i = 0; i < part; i++) at += count[e * parts + i];
-        for (int i = part * size; i < min((part + 1) * size, a->choices); i++) {
-            if (chosen[i] != e) continue;
-            order[at] = i;
-            place[i] = at++;
+        int end = min((part + 1) * size, a->choices);
+        for (int i = part * size; i < end; i += 8) {
+            int some[8];                                      // loads that overlap
+            QUANT_UNROLL for (int j = 0; j < 8; j++) some[j] = i + j < end ? chosen[i + j] : -1;
+            QUANT_UNROLL for (int j = 0; j < 8; j++) {
+                if (some[j] != e) continue;
+                order[at] = i + j;
+                place[i + j] = at++;
+            }
         }
     }
     for (int e = 0; e < a->n_expert; e++) {
@@ -2024,6 +2030,36 @@ static inline float softplus(float x) {
     return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
 }
 
+// What a thread loads for DELTA_TOKENS tokens, while those before are computed: of tokens sg and
+// sg + UNIT_SIMDGROUPS every 32nd number of k and q from `lane` on, alpha and beta; of all tokens
+// its row's v, and in a state space its z.
+struct delta_input {
+    float k[DELTA_OWN][NARROW_MAX / 32], q[DELTA_OWN][NARROW_MAX / 32];
+    float alpha[DELTA_OWN], beta[DELTA_OWN], v[DELTA_TOKENS], z[DELTA_TOKENS];
+};
+
+// k, q, v, alpha, beta and z are those of the first token; `count` are left
+static inline void delta_load(device const float *k, device const float *q, device const float *v,
+        device const float *alpha, device const float *beta, device const float *z, int step,
+        int count, uint sg, uint lane, constant struct delta_args *a,
+        thread struct delta_input *in) {
+    QUANT_UNROLL for (int i = 0; i < DELTA_OWN; i++) {
+        int t = min((int)sg + i * UNIT_SIMDGROUPS, count - 1);
+        QUANT_UNROLL for (int n = 0; n < div_up(HEAD_DIM, 32); n++) {
+            int j = 32 * n + (int)lane;
+            in->k[i][n] = j < HEAD_DIM ? k[(ulong)t * step + j] : 0.0f;
+            in->q[i][n] = j < HEAD_DIM ? q[(ulong)t * step + j] : 0.0f;
+        }
+        in->alpha[i] = alpha[(ulong)t * a->step];
+        in->beta[i] = ASKS ? beta[(ulong)t * a->step] : 0.0f;
+    }
+    QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
+        int from = min(t, count - 1);
+        in->v[t] = v[(ulong)from * step];
+        in->z[t] = ASKS ? 0.0f : z[(ulong)from * a->n_value * a->dv];
+    }
+}
+
 // For each value head, whose state S[dv][dk] is in registers while tokens pass (k' is k as a row):
 //   S *= g,   S += b * (v - S k) k',   out = S q / sqrt(dk)      where k and q have unit length
 //   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
@@ -2045,62 +2081,72 @@ kernel void delta_rule(device float *state [[buffer(0)]], device const float *mi
         constant struct delta_args *a [[buffer(9)]], PLACE) {
     const int width = delta_width(HEAD_DIM);
     int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, first = lane / 8;
-    int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane % 8;
+    int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane % 8, own = min(row, a->dv - 1);
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
     int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
-    int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, own = min(row, a->dv - 1);
+    int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, all = 2 * keys + values;
     ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
     threadgroup float *ks = shared, *qs = ks + DELTA_TOKENS * width;    // [DELTA_TOKENS][width]
     threadgroup float *terms = qs + DELTA_TOKENS * width;               // [DELTA_TOKENS][5]
+    device const float *k = mix + (ASKS ? keys : values) + key * HEAD_DIM;
+    device const float *q = ASKS ? k - keys : k + keys, *x = mix + (ASKS ? 2 * keys : 0);
     float s[NARROW_MAX / 4];
+    struct delta_input in;
+    x += h * a->dv + own;
+    z += h * a->dv + own;
+    out += h * a->dv + own;
+    alpha += at;
+    beta += at;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
     QUANT_UNROLL for (int i = 0; i < width / 4; i++) {
         int j = i / 4 * 16 + first * 4 + i % 4;
         s[i] = j < HEAD_DIM ? state[(ulong)j * DELTA_LAYOUT] : 0.0f;
     }
+    delta_load(k, q, x, alpha, beta, z, all, a->n, sg, lane, a, &in);
     for (int t0 = 0; t0 < a->n; t0 += DELTA_TOKENS) {
-        int count = min(DELTA_TOKENS, a->n - t0);
-        float v[DELTA_TOKENS], o[DELTA_TOKENS];
-        device const float *tokens = mix + (ulong)t0 * (2 * keys + values);
+        int count = min(DELTA_TOKENS, a->n - t0), next = t0 + DELTA_TOKENS;
+        float v[DELTA_TOKENS], gate[DELTA_TOKENS], o[DELTA_TOKENS];
         threadgroup_barrier(mem_flags::mem_threadgroup);      // the tokens before are used
-        for (int t = sg; t < count; t += nsg) {
-            device const float *k = tokens + (ulong)t * (2 * keys + values);
-            k += (ASKS ? keys : values) + key * HEAD_DIM;
-            device const float *q = ASKS ? k - keys : k + keys;
+        QUANT_UNROLL for (int i = 0; i < DELTA_OWN; i++) {
+            int t = (int)sg + i * UNIT_SIMDGROUPS;
             float kk = 0.0f, qq = 0.0f, kq = 0.0f;
-            for (int j = lane; j < width; j += SIMD_LANES) {
-                float x = j < HEAD_DIM ? k[j] : 0.0f, y = j < HEAD_DIM ? q[j] : 0.0f;
-                ks[t * width + j] = x;
-                qs[t * width + j] = y;
-                kk += x * x;
-                qq += y * y;
-                kq += x * y;
+            QUANT_UNROLL for (int n = 0; n < div_up(HEAD_DIM, 32); n++) {
+                int j = 32 * n + (int)lane;
+                if (j < width) ks[t * width + j] = in.k[i][n];
+                if (j < width) qs[t * width + j] = in.q[i][n];
+                kk += in.k[i][n] * in.k[i][n];
+                qq += in.q[i][n] * in.q[i][n];
+                kq += in.k[i][n] * in.q[i][n];
             }
             kk = simd_sum(kk);
             qq = simd_sum(qq);
             kq = simd_sum(kq);
-            ulong gates = (ulong)(t0 + t) * a->step + at;
-            float step = softplus(alpha[gates] + dt[h]), g = exp(decay[h] * step);
-            float unit = rsqrt(kk + a->eps), b = ASKS ? sigmoid(beta[gates]) * unit : step;
+            float step = softplus(in.alpha[i] + dt[h]), g = exp(decay[h] * step);
+            float unit = rsqrt(kk + a->eps), b = ASKS ? sigmoid(in.beta[i]) * unit : step;
             float term[5] = {g, b, b * g * unit, kq,
                              ASKS ? rsqrt((qq + a->eps) * (float)HEAD_DIM) : 1.0f};
-            for (int i = 0; lane == 0 && i < 5; i++) terms[5 * t + i] = term[i];
+            for (int n = 0; lane == 0 && n < 5; n++) terms[5 * t + n] = term[n];
         }
-        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++)
-            v[t] = tokens[(ulong)min(t, count - 1) * (2 * keys + values) +
-                          (ASKS ? 2 * keys : 0) + h * a->dv + own];
+        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
+            v[t] = in.v[t];
+            gate[t] = ASKS ? 1.0f : in.z[t] * sigmoid(in.z[t]);
+        }
         threadgroup_barrier(mem_flags::mem_threadgroup);      // they are staged
+        if (next < a->n)
+            delta_load(k + (ulong)next * all, q + (ulong)next * all, x + (ulong)next * all,
+                       alpha + (ulong)next * a->step, beta + (ulong)next * a->step,
+                       z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
         QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
             if (t >= count) continue;
-            threadgroup const float *k = ks + t * width + first * 4, *q = k + DELTA_TOKENS * width;
+            threadgroup const float *kt = ks + t * width + first * 4;
             threadgroup const float *term = terms + 5 * t;
             float sk[4] = {0.0f, 0.0f, 0.0f, 0.0f}, sq[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             QUANT_UNROLL for (int i = 0; i < width / 4; i += 4) {
-                float4 x = *(threadgroup const float4 *)(k + 4 * i);
-                float4 y = *(threadgroup const float4 *)(q + 4 * i);
+                float4 kv = *(threadgroup const float4 *)(kt + 4 * i);
+                float4 qv = *(threadgroup const float4 *)(kt + DELTA_TOKENS * width + 4 * i);
                 for (int e = 0; e < 4; e++) {
-                    if (ASKS) sk[e] += s[i + e] * x[e];
-                    sq[e] += s[i + e] * y[e];
+                    if (ASKS) sk[e] += s[i + e] * kv[e];
+                    sq[e] += s[i + e] * qv[e];
                 }
             }
             float asked = ASKS ? row_sum((sk[0] + sk[1]) + (sk[2] + sk[3])) : 0.0f;
@@ -2108,15 +2154,13 @@ kernel void delta_rule(device float *state [[buffer(0)]], device const float *mi
             o[t] = row_sum((sq[0] + sq[1]) + (sq[2] + sq[3]));
             o[t] = (term[0] * o[t] + write * term[3]) * term[4];
             QUANT_UNROLL for (int i = 0; i < width / 4; i += 4) {
-                float4 x = *(threadgroup const float4 *)(k + 4 * i);
-                for (int e = 0; e < 4; e++) s[i + e] = term[0] * s[i + e] + write * x[e];
+                float4 kv = *(threadgroup const float4 *)(kt + 4 * i);
+                for (int e = 0; e < 4; e++) s[i + e] = term[0] * s[i + e] + write * kv[e];
             }
         }
-        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
-            ulong to = (ulong)(t0 + t) * values + h * a->dv + own;
-            if (t >= count || first > 0 || row >= a->dv) continue;
-            out[to] = ASKS ? o[t] : (o[t] + skip[h] * v[t]) * z[to] * sigmoid(z[to]);
-        }
+        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++)
+            if (t < count && first == 0 && row < a->dv)
+                out[(ulong)(t0 + t) * values] = ASKS ? o[t] : (o[t] + skip[h] * v[t]) * gate[t];
     }
     QUANT_UNROLL for (int i = 0; i < width / 4; i++) {
         int j = i / 4 * 16 + first * 4 + i % 4;
