@@ -241,6 +241,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(FUSED)         /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
+    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
     X(TILE_TOKENS)   /* gemm: tokens in a tile, */ \
     X(TILE_ROWS)     /* and rows */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
@@ -252,10 +253,11 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 // The geometry of the launches
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
-    UNIT_SIMDGROUPS = 4,                              // of quantize, rope, delta_*: independent
+    UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row
     NORM_THREADS = 256,                               // at most
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
+    STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
@@ -347,6 +349,11 @@ static inline int gemv_rows(int format, int most) {
 }
 static inline int gemv_units(int format, int rows, int most) {
     return div_up(rows, gemv_rows(format, most));
+}
+
+// floats of threadgroup memory for gemv if it is STAGED: its input, and a sum from each SIMD-group
+static inline int staged_floats(int cols) {
+    return div_up(cols, 32) * X_STRIDE + STAGED_SIMDGROUPS;
 }
 
 // gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
@@ -596,11 +603,12 @@ static inline void group_weights(int format, device const uchar *row, int g, int
 // The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may be
 // normed to (x - mean) * scale * w + bias. An RMSNorm without bias has scale 1 here: the product
 // also sums the squares of x, and the caller divides it by their root. Other norms, for which
-// norm_first is true, need mean and scale beforehand.
+// norm_first is true, need mean and scale beforehand. STAGED: all of x is in xs, normed, and the
+// sum of its squares in `square`.
 struct row_input {
     device const float *x, *w, *bias;
     int norm, cols;                                       // NORM bits, or 0
-    float mean, scale;
+    float mean, scale, square;
     uint lane;
     threadgroup float *xs;
 };
@@ -688,7 +696,7 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
         int g = g0 + lane;
         float4 v[8];
         float xsum[2] = {0.0f, 0.0f};
-        QUANT_UNROLL for (int j = 0; j < 8; j++) {
+        QUANT_UNROLL for (int j = 0; j < 8 && !STAGED; j++) {
             int col = xs ? 32 * g0 + 4 * lane + 128 * j : 32 * g + 4 * j;
             v[j] = four_floats(in->x, col, cols);
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
@@ -700,15 +708,15 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             if (!format_short(format))
                 group_decode(format, w + (ulong)min(r, last) * row_bytes, min(g, (cols - 1) / 32),
                              q[r], d[r], m[r]);
-        if (xs) {
+        if (xs && !STAGED) {
             simdgroup_barrier(mem_flags::mem_threadgroup);    // the groups before have been read
             QUANT_UNROLL for (int j = 0; j < 8; j++)
                 *(threadgroup float4 *)(xs + X_STRIDE * (4 * j + lane / 8) + lane % 8 * 4) = v[j];
             simdgroup_barrier(mem_flags::mem_threadgroup);    // these are there
-            QUANT_UNROLL for (int j = 0; j < 8; j++)
-                v[j] = *(threadgroup const float4 *)(xs + X_STRIDE * lane + 4 * j);
         }
         if (g * 32 >= cols) continue;                     // the last time: no barrier follows
+        QUANT_UNROLL for (int j = 0; j < 8 && xs; j++)
+            v[j] = *(threadgroup const float4 *)(xs + X_STRIDE * (STAGED ? g : lane) + 4 * j);
         QUANT_UNROLL for (int i = 0; i < 32; i++) xsum[i / 16] += v[i / 4][i % 4];
         QUANT_UNROLL for (int r = 0; r < R; r++) {
             float dot[2] = {0.0f, 0.0f};
@@ -847,7 +855,7 @@ kernel void halve(device const float *x [[buffer(0)]], device half *to [[buffer(
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
 // Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column (LayerNorm:
 // 16) from the cache, where it loads R * (0.5 to 4) bytes of weights anyway; one more dispatch
-// would cost more.
+// would cost more. Where a row of weights is short, that counts: then eight SIMD-groups share it.
 
 // rows in a unit; with the GLU or experts, units of all matrices are as large as the first one's
 static inline int unit_rows(int format) {
@@ -866,7 +874,10 @@ static inline void gemv_product(int format, int part, int unit, int expert, devi
     w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
     if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, sum, &square);
     else groups_dot(format, R, w, m->row_bytes, last, in, sum, &square);
-    if (in->norm && !norm_first()) scale *= rsqrt(simd_sum(square) / (float)in->cols + a->eps);
+    if (in->norm && !norm_first()) {
+        square = STAGED ? in->square : simd_sum(square);
+        scale *= rsqrt(square / (float)in->cols + a->eps);
+    }
     QUANT_UNROLL for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
         if (BIASES >> part & 1) v[r] += bias[expert * m->bias_step + row + min(r, last)];
@@ -908,14 +919,24 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     int u = tg * nsg + sg, t = u / a->units;
     int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS);
+    x += (ulong)min(t, a->tokens - 1) * a->x_step;
+    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane,
+                           STAGED ? shared : shared + sg * X_FLOATS};
+    if (norm_first())
+        in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
+    if (STAGED) {
+        float square = 0.0f;
+        for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
+            float4 v = four_floats(x, i, a->cols);
+            for (int e = 0; e < 4; e++) square += v[e] * v[e];
+            *(threadgroup float4 *)(shared + X_STRIDE * (i / 32) + i % 32) = normed(v, i, &in);
+        }
+        in.square = sum_all(square, shared + staged_floats(a->cols) - STAGED_SIMDGROUPS, nsg, sg,
+                            lane);                        // its barriers serve x, too
+    }
     if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
     int e = EXPERTS == EXPERTS_HEADS ? t % a->each : EXPERTS ? chosen[t] : 0;
     u %= a->units;
-    x += (ulong)t * a->x_step;
-    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, lane,
-                           shared + sg * X_FLOATS};
-    if (norm_first())
-        in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (EPILOGUE == EPILOGUE_GLU) {
         gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, &in, a, gate);
         gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, &in, gate, other,
@@ -1303,7 +1324,7 @@ kernel void latent_row(device float *p [[buffer(0)]], device float *q [[buffer(1
 static inline void block_add(int format, int part, device const uchar *w, int cols,
         device const float *v, device float *x, constant struct product_args *a, uint nsg, uint sg,
         uint lane) {
-    struct row_input in = {v, 0, 0, 0, cols, 0.0f, 1.0f, lane, 0};
+    struct row_input in = {v, 0, 0, 0, cols, 0.0f, 1.0f, 0.0f, lane, 0};
     int R = unit_rows(format);
     for (int row = sg * R; row < a->w[part].rows; row += nsg * R) {
         float sum[GEMV_ROWS];
@@ -1327,7 +1348,7 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
         device float *x [[buffer(6)]], device float *h [[buffer(7)]],
         constant struct product_args *a [[buffer(8)]], PLACE) {
     int dim = a->w[0].rows, ff = a->w[1].rows;
-    struct row_input in = {x, weights, 0, NORMED, dim, 0.0f, 1.0f, lane, 0};
+    struct row_input in = {x, weights, 0, NORMED, dim, 0.0f, 1.0f, 0.0f, lane, 0};
     float v[GEMV_ROWS];
     block_add(FORMAT_0, 0, wo, a->cols, att, x, a, nsg, sg, lane);
     threadgroup_barrier(mem_flags::mem_device);           // x is whole
@@ -1885,7 +1906,8 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
         device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
         constant struct experts_args *a [[buffer(12)]], PLACE) {
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
-    struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, lane, shared + sg * X_FLOATS};
+    struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, 0.0f, lane,
+                           shared + sg * X_FLOATS};
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     if (row >= a->down.w[0].rows) return;                 // a whole SIMD-group: no barrier follows
     for (int k = 0; k < a->down.each; k++, in.x += in.cols) {

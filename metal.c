@@ -246,17 +246,17 @@ static char *device_address(const Gpu *g, const void *p) {
 }
 
 // The source of a variant: its constants, and a function that calls the kernel. In a threadgroup of
-// 256 threads each thread may use as many registers as there can be. Of gemv, 8 or 12 threadgroups
+// 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
 // must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
 // flash_attention 2 or 3 threadgroups, so that some compute while others wait.
 static void cuda_source(const Variant *p, char *s) {
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, p->constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
-    int fit = gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 8 : 12;
+    int fit = (gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
     if (p->constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (p->constant[C_BUFFERS]) fit = p->constant[C_HEAD_DIM] > 128 ? 2 : 3;
-    else if (p->threads >= 256) fit = 1;
+    else if (!p->constant[C_UNIT_ROWS] || !fit) fit = 1;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
                  "run_%s(const __grid_constant__ Bound x) {\n    %s(",
@@ -813,10 +813,12 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     const Norm *norm = p.in.norm;
     struct product_args a;
     bool chosen = p.experts == EXPERTS_GATHER;
+    bool staged = p.n == 1 && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
+    int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;   // floats have rows of one weight
     Dispatch d = {"gemv", {[7] = norm ? norm->w : NULL, [12] = norm ? norm->b : NULL,
-                           chosen ? s->chosen : NULL}, 16, 0, GEMV_SIMDGROUPS * SIMD_LANES,
-                  GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_NORMED] = norm_bits(norm),
+                           chosen ? s->chosen : NULL}, 16, 0, nsg * SIMD_LANES,
+                  staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS,
+                  {[C_NORMED] = norm_bits(norm), [C_STAGED] = staged,
                    [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
     int all = 0, parts = p.e.kind == EPILOGUE_GLU ? 1 : p.k;
     bind_products(s, &d, &a, &p);
@@ -824,7 +826,7 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
     for (int i = 0; i < parts; i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
-    d.groups = div_up(a.units * a.tokens, GEMV_SIMDGROUPS);
+    d.groups = div_up(a.units * a.tokens, nsg);
     d.constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }

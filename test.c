@@ -3779,6 +3779,7 @@ static void kernel_gemv(Gpu *g, int type) {
     for (int way = EPILOGUE_STORE; way <= EPILOGUE_ACT; way++) {
         lab_product(g, type, format_cols(type, true), 1, way, 0);
         if (format_block(type) == 1) lab_product(g, type, 1056, 1, way, 0);
+        if (type == FORMAT_Q8_0 || type == 12) lab_product(g, type, STAGED_COLS + 256, 1, way, 0);
     }
 }
 
