@@ -38,11 +38,11 @@ run: llm
 	    --repeat-penalty 1.1 --seed $(SEED)
 
 # Each build of the tests covers other code: this CPU's SIMD, the same in plain C, quant.h with four
-# codes in a word as on a GPU, the plain engine of Part I alone, and SIMD under checkers, which name
+# codes in a word and tiles as on NVIDIA's GPUs, the plain engine of Part I alone, and SIMD under checkers, which name
 # lines if -g1. valgrind does not know AVX-512, and takes long for multiply-adds: there are none.
 test_native: FLAGS = -O3 $(NATIVE)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN
-test_words: FLAGS = -O1 -DQUANT_WORDS
+test_words: FLAGS = -O1 -DQUANT_WORDS -DLARGE_TILES
 test_book: FLAGS = -O2 -DLLM_PLAIN
 test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)

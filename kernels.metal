@@ -1339,8 +1339,10 @@ static inline void block_add(int format, int part, device const uchar *w, int co
 // It shows fusion taken to its end, and why to stop before that: a threadgroup runs on one core. A
 // layer of Qwen3-0.6B has 12 MB of these weights at 8 bits. One of an M1's eight cores may load
 // some 8 of its 68 GB/s, which takes 1.5 ms. The three dispatches of decode use all cores: 0.2 ms,
-// and a few microseconds for two dispatches more. x and h are in device memory, but only this
-// threadgroup writes them, so barriers are enough.
+// and a few microseconds for two dispatches more. Nor does it pay to keep all cores in one dispatch
+// for a whole token: on an H100 a barrier over the grid takes 1.5 to 2.2 us, in which memory idles,
+// and the same kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
+// x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *gate [[buffer(1)]],
         device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
@@ -1373,12 +1375,14 @@ kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *
 // in the background, weights loaded and decoded to registers before the product, and stored after
 // it. Apple's threadgroups have too little memory for two: there several on a core wait in turn.
 
-// What a threadgroup computes: `row` is the tile's first row of its matrix; from[TILE_TOKENS], in
+// What a threadgroup computes: rows from `row` on of matrix m, with bytes w. from[TILE_TOKENS], in
 // threadgroup memory, says which row of x each token of the tile has.
 struct gemm_tile {
     device const half *x;
     threadgroup const int *from;
-    int row;
+    device const uchar *w;
+    constant struct kernel_matrix *m;
+    int cols, row;
     uint tid, sg;
 };
 
@@ -1390,35 +1394,33 @@ static inline int tile_token(uint sg) {
 }
 static inline int tile_row(uint sg) { return (int)sg / tile_across() * 16 * tile_across(); }
 
-// xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x
-static inline void stage_tokens(thread const struct gemm_tile *t, int k0, int cols,
-        threadgroup half *xs) {
-    int step = half_step(cols);
-    if (k0 >= step) return;
-    QUANT_UNROLL for (int j = 0; j < div_up(TILE_TOKENS * 8, 2 * TILE_ROWS); j++) {
-        int i = (int)t->tid + j * 2 * TILE_ROWS, token = i / 8, k = i % 8 * 8;
-        if (token < TILE_TOKENS)
-            copy_16(xs + token * GEMM_STRIDE + k, t->x + (ulong)t->from[token] * step + k0 + k);
-    }
+// weights of row number r of the tile; behind the last row, that one's
+static inline device const uchar *tile_weights(thread const struct gemm_tile *t, int r) {
+    return t->w + (ulong)min(t->row + r, t->m->rows - 1) * t->m->row_bytes;
 }
 
-// ws[TILE_ROWS][GEMM_STRIDE] = a step's columns of W, if its format is float: neighbouring threads
-// take neighbouring weights, eight each
-static inline void stage_floats(int format, device const uchar *w,
-        constant struct kernel_matrix *m, thread const struct gemm_tile *t, int k0, int cols,
-        threadgroup half *ws) {
-    if (!format_float(format)) return;
-    QUANT_UNROLL for (int j = 0; j < 4; j++) {
+// xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x; behind it, if W's format is float,
+// ws[TILE_ROWS][GEMM_STRIDE] = those of W. Neighbouring threads take neighbours, eight each.
+static inline void stage_rows(int format, thread const struct gemm_tile *t, int k0,
+        threadgroup half *xs) {
+    threadgroup half *ws = xs + TILE_TOKENS * GEMM_STRIDE;
+    int step = half_step(t->cols);
+    QUANT_UNROLL for (int j = 0; j < div_up(TILE_TOKENS * 8, 2 * TILE_ROWS); j++) {
+        int i = (int)t->tid + j * 2 * TILE_ROWS, token = i / 8, k = i % 8 * 8;
+        if (token < TILE_TOKENS && k0 < step)
+            copy_16(xs + token * GEMM_STRIDE + k, t->x + (ulong)t->from[token] * step + k0 + k);
+    }
+    QUANT_UNROLL for (int j = 0; j < 4 && format_float(format); j++) {
         int i = (int)t->tid + j * 2 * TILE_ROWS, r = i / 8, k = k0 + i % 8 * 8;
-        device const uchar *from = w + (ulong)min(t->row + r, m->rows - 1) * m->row_bytes;
+        device const uchar *from = tile_weights(t, r);
         threadgroup half *to = ws + r * GEMM_STRIDE + i % 8 * 8;
-        if (format == FORMAT_F16 && !RAGGED && k < cols) {
+        if (format == FORMAT_F16 && !RAGGED && k < t->cols) {
             copy_16(to, (device const half *)from + k);
             continue;
         }
         float v[8];
         QUANT_UNROLL for (int e = 0; e < 8; e += 4) {
-            float4 four = four_weights(format, from, k + e, cols);
+            float4 four = four_weights(format, from, k + e, t->cols);
             for (int n = 0; n < 4; n++) v[e + n] = four[n];
         }
         store_halves(to, v);
@@ -1428,13 +1430,11 @@ static inline void stage_floats(int format, device const uchar *w,
 // The thread's group of a step, if W's format has blocks. Behind the last column it is the last one
 // times 0.
 struct weight_group { uint q[8]; float d[2], m[2]; };
-static inline void fetch_group(int format, device const uchar *w,
-        constant struct kernel_matrix *m, thread const struct gemm_tile *t, int k0, int cols,
+static inline void fetch_group(int format, thread const struct gemm_tile *t, int k0,
         thread struct weight_group *g) {
     if (format_float(format)) return;
-    int at = k0 / 32 + (int)t->tid % 2, last = cols / 32 - 1;
-    int row = min(t->row + (int)t->tid / 2, m->rows - 1);
-    group_decode(format, w + (ulong)row * m->row_bytes, min(at, last), g->q, g->d, g->m);
+    int at = k0 / 32 + (int)t->tid % 2, last = t->cols / 32 - 1;
+    group_decode(format, tile_weights(t, t->tid / 2), min(at, last), g->q, g->d, g->m);
     for (int j = 0; j < 2 && at > last; j++) g->d[j] = g->m[j] = 0.0f;
 }
 
@@ -1466,33 +1466,23 @@ static inline void tile_multiply(threadgroup const half *xs, threadgroup const h
     }
 }
 
-// c = the SIMD-group's part of the tile, of one matrix
-static inline void tile_product(int format, device const uchar *w,
-        constant struct kernel_matrix *m, thread const struct gemm_tile *t, int cols,
+// c = the SIMD-group's part of the tile
+static inline void tile_product(int format, thread const struct gemm_tile *t,
         threadgroup half *buffers, thread float16x16 *c) {
     const int behind = TILE_TOKENS * GEMM_STRIDE, size = behind + TILE_ROWS * GEMM_STRIDE;
     struct weight_group g;
     int now = 0, next = BUFFERS > 1 ? size : 0;
-    w += m->start;
-    stage_tokens(t, 0, cols, buffers);
-    stage_floats(format, w, m, t, 0, cols, buffers + behind);
-    fetch_group(format, w, m, t, 0, cols, &g);
+    stage_rows(format, t, 0, buffers);
+    fetch_group(format, t, 0, &g);
     stage_group(format, &g, t->tid, buffers + behind);
-    for (int k0 = 0; k0 < cols; k0 += GEMM_K) {
-        int k1 = k0 + GEMM_K;
+    for (int k0 = 0; k0 < t->cols; k0 += GEMM_K) {
         copies_wait();
         threadgroup_barrier(mem_flags::mem_threadgroup);      // staged; and the other one is used
-        if (BUFFERS > 1) {
-            stage_tokens(t, k1, cols, buffers + next);
-            stage_floats(format, w, m, t, k1, cols, buffers + next + behind);
-        }
-        fetch_group(format, w, m, t, k1, cols, &g);
+        if (BUFFERS > 1) stage_rows(format, t, k0 + GEMM_K, buffers + next);
+        fetch_group(format, t, k0 + GEMM_K, &g);
         tile_multiply(buffers + now, buffers + now + behind, t->sg, c);
-        if (BUFFERS == 1) {
-            threadgroup_barrier(mem_flags::mem_threadgroup);  // used
-            stage_tokens(t, k1, cols, buffers);
-            stage_floats(format, w, m, t, k1, cols, buffers + behind);
-        }
+        if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);     // used
+        if (BUFFERS == 1) stage_rows(format, t, k0 + GEMM_K, buffers);
         stage_group(format, &g, t->tid, buffers + next + behind);
         now = next;
         next = BUFFERS > 1 ? size - next : 0;
@@ -1542,17 +1532,15 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         from[i] = EXPERTS == EXPERTS_GATHER ? order[t] / a->each : t;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);          // `from` is there
-    struct gemm_tile t = {x, from, (block - (part == 0 ? 0 : part == 1 ? n0 : n1)) * TILE_ROWS,
-                          tid, sg};
+    device const uchar *w = (part == 0 ? w0 : part == 1 ? w1 : w2) + a->w[part].start;
+    int row = (block - (part == 0 ? 0 : part == 1 ? n0 : n1)) * TILE_ROWS;
+    struct gemm_tile t = {x, from, w, &a->w[part], a->cols, row, tid, sg};
     float16x16 c[8];
     QUANT_UNROLL for (int i = 0; i < tile_down() * tile_across(); i++) zero16(&c[i]);
     // matrices of one format share their code
-    if (part == 1 && FORMAT_1 != FORMAT_0)
-        tile_product(FORMAT_1, w1, &a->w[1], &t, a->cols, buffers, c);
-    else if (part == 2 && FORMAT_2 != FORMAT_0)
-        tile_product(FORMAT_2, w2, &a->w[2], &t, a->cols, buffers, c);
-    else tile_product(FORMAT_0, part == 0 ? w0 : part == 1 ? w1 : w2, &a->w[part], &t, a->cols,
-                      buffers, c);
+    if (part == 1 && FORMAT_1 != FORMAT_0) tile_product(FORMAT_1, &t, buffers, c);
+    else if (part == 2 && FORMAT_2 != FORMAT_0) tile_product(FORMAT_2, &t, buffers, c);
+    else tile_product(FORMAT_0, &t, buffers, c);
 
     // Sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
     // rows. Those past the last token or row are dropped.
@@ -1561,7 +1549,7 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     threadgroup float *patch = (threadgroup float *)buffers + sg * GEMM_PATCH;
     float scale = a->w[part].scale * (SCALES & 1 ? scales[expert] : 1.0f);
     const int wide = 16 * tile_across();
-    int r = t.row + tile_row(sg) + (int)lane % wide;
+    int r = row + tile_row(sg) + (int)lane % wide;
     QUANT_UNROLL for (int i = 0; i < tile_down(); i++) {
         QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
             store16(&c[tile_across() * i + j], patch + 16 * j, PATCH_STRIDE);

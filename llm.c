@@ -6359,6 +6359,7 @@ static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (voi
 static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
 static void gpu_store(Session *s) { (void)s; }
 static inline double gpu_rate(Session *s, void *p, size_t n) { return (void)s, (void)p, n * 0.0; }
+static inline double gpu_bytes(const Session *s) { return (void)s, 0; }
 #endif
 
 // ---- 34. AMX ----
@@ -7513,6 +7514,7 @@ static bool print_info(Cli *cli) {
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
+    if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; ", moved / 1048576);
     printf(s->gpu ? "the GPU copies" : "%d threads read", s->o.threads);

@@ -17,6 +17,13 @@ _Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE
 //
 // The functions device_* stand here twice, for NVIDIA and for Apple; no other code knows which.
 
+// tiles of gemm and flash_attention: buffers and tokens, in so much threadgroup memory; the tests'
+// GPU tries both
+#if defined(LLM_CUDA) || defined(LARGE_TILES)
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10 };
+#else
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10 };
+#endif
 enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
@@ -112,9 +119,8 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **))
 enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20,
-       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100, MAX_SHARED_BYTES = 8 };
-// two buffers of tiles of so many tokens, in as much threadgroup memory as they take
-enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, GPU_CHUNK = 2048 };
+       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100, MAX_SHARED_BYTES = 8,
+       GPU_CHUNK = 2048 };
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
@@ -500,8 +506,7 @@ __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
         ".incbin \"kernels.metal\"\n.byte 0\n.previous\n");
 extern const char metal_source[] __asm__("metal_source");
 
-enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS };
-enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, GPU_CHUNK = 512 };
+enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS, GPU_CHUNK = 512 };
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
@@ -1443,6 +1448,13 @@ static void warm_up(Session *s) {
     gpu_store(s);
 }
 
+static inline double gpu_bytes(const Session *s) {   // of what the GPU sees, or has a copy of
+    const Gpu *g = s->gpu;
+    double bytes = 0;
+    for (int i = 0; i < g->n_shared; i++) bytes += g->shared[i].size;
+    return bytes;
+}
+
 // Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU. p [n],
 // whole pages, is shared for that when it first comes.
 static inline double gpu_rate(Session *s, void *p, size_t n) {
@@ -1471,17 +1483,15 @@ static int gpu_chunk(Session *s) {
     if (opened && lacks) gpu_fail(g, "the GPU path does not know this model's", lacks);
     if (!opened || lacks) return gpu_close(s), 0;
     int chunk = GPU_CHUNK, own = s->o.chunk;
-    for (; chunk > 512; chunk /= 2) {
-        size_t room = device_room(g);
-        for (size_t i = 0; i < s->m->gguf->n_maps; i++)
-            room -= smaller(s->m->gguf->maps[i].size, room);
+    for (double need = 0; chunk > 512; chunk /= 2, need = 0) {
         s->o.chunk = chunk;
+        for (size_t i = 0; i < s->m->gguf->n_maps; i++) need += s->m->gguf->maps[i].size;
         for (size_t i = 0; i < COUNT(plans); i++) {
             Arena a = {0};
             plans[i](s, &a);
-            room -= smaller(a.peak, room);
+            need += a.peak;
         }
-        if (room) break;
+        if (need < device_room(g)) break;
     }
     s->o.chunk = own;
     return chunk;

@@ -3334,7 +3334,7 @@ M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator)
 }
 
 M(void, set_shared, size_t n, size_t i) {
-    if (n % 16 || n > 32768 || i) soft_fault("threadgroup memory: %zu bytes at index %zu", n, i);
+    if (n % 16 || n > SHARED_BYTES || i) soft_fault("threadgroup memory: %zu bytes at index %zu", n, i);
     SELF->now.shared = n;
 }
 
@@ -4336,9 +4336,9 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
 }
 
 // How many tokens there are before one for which two experts are nearly equal at the edge of the
-// router's choice, so that rounding decides: AMX alone, with 17 bits, moves a score of qwen3moe by
-// 4e-5. A router's bias counts only there: a small one must change nothing.
-static int before_tie(const Model *m, Options o, const int32_t *ids, int n) {
+// router's choice, closer than `margin`, so that rounding decides: AMX alone, with 17 bits, moves a
+// score of qwen3moe by 4e-5, halves more. A router's bias counts only there: a small one must change nothing.
+static int before_tie(const Model *m, Options o, const int32_t *ids, int n, float margin) {
     const Config *c = &m->config;
     if (!c->n_expert) return n;
     float *want = logits_of(m, ids, n, o);
@@ -4348,7 +4348,7 @@ static int before_tie(const Model *m, Options o, const int32_t *ids, int n) {
             float *bias = need(c->n_expert * sizeof *bias);
             old[l] = m->layers[l].router_bias;
             for (int e = 0; e < c->n_expert; e++)
-                bias[e] = (old[l] ? old[l][e] : 0) + ((e >> k / 2 & 1) == k % 2 ? 1e-4f : 0);
+                bias[e] = (old[l] ? old[l][e] : 0) + ((e >> k / 2 & 1) == k % 2 ? margin : 0);
             m->layers[l].router_bias = bias;
         }
         float *got = logits_of(m, ids, n, o);
@@ -4365,17 +4365,17 @@ static void check_golden_gpu(const char *name) {
     if (test.quick && !strstr(quick, text_of(" %s ", name))) return;
     Golden g = golden_model(name);
     int n = test.quick ? 18 : g.n;
-    double near = strchr(name, '.') ? g.limit : 1e-5;
+    g.limit = fmax(g.limit, 4e-5);   // a chunk's products take halves: 2.0e-5 was seen in gemma4
     Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
     // experts chosen by codes are far from those by floats, which only golden logits can judge
     bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
     soft.order = order++ % ORDERS;
-    if (ringed) n = before_tie(g.m, ring, g.ids, before_tie(g.m, whole, g.ids, n));
-    compare_model(g.m, whole, g.ids, n, g.want, g.limit, near);
-    if (ringed) compare_model(g.m, ring, g.ids, n, NULL, g.limit, near);
+    if (ringed) n = before_tie(g.m, ring, g.ids, before_tie(g.m, whole, g.ids, n, 1e-4f), 1e-4f);
+    compare_model(g.m, whole, g.ids, n, g.want, g.limit, g.limit);
+    if (ringed) compare_model(g.m, ring, g.ids, n, NULL, g.limit, g.limit);
     // the second has post-norms, which rule a block out
     whole.gpu_block = !strcmp(name, "llama") || !strcmp(name, "gemma2");
-    if (whole.gpu_block) compare_model(g.m, whole, g.ids, 18, g.want, g.limit, near);
+    if (whole.gpu_block) compare_model(g.m, whole, g.ids, 18, g.want, g.limit, g.limit);
     if (n < g.n) printf("  %s: %d tokens\n", name, n);
     soft.order = FORWARD;
 }
@@ -4393,9 +4393,10 @@ static void test_metal_shapes(void) {
         if (SHAPES[i].n_layer > 40 ? test.quick : SHAPES[i].n_layer > 8) continue;
         const Model *m = random_model(&SHAPES[i]);
         Options o = {.chunk = 9, .window = 64};
+        int n;
         do for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
-        while (before_tie(m, o, ids, N) < N);
-        compare_model(m, o, ids, N, NULL, 0, 4e-5);
+        while ((n = before_tie(m, o, ids, N, 1e-3f)) < 10);
+        compare_model(m, o, ids, n, NULL, 0, 4e-5);   // 5.8e-6 was seen
         clean_up();
     }
     check_counters();
@@ -4414,6 +4415,7 @@ static const struct { const char *method, *says; int when; } FAILURES[] = {
     {"nvrtcGetCUBIN", "libnvrtc has no function: nvrtcGetCUBIN", OPENING},
     {"cuMemGetInfo_v2", "MB more, where 0 of 8 MB are free", OPENING},
     SAYS(cuMemAlloc_v2, OPENING), SAYS(cuModuleLoadData, OPENING),
+    SAYS(cuFuncSetAttribute, OPENING),
     SAYS(cuStreamBeginCapture_v2, TOKEN), SAYS(cuStreamEndCapture, TOKEN),
     SAYS(cuGraphInstantiateWithFlags, TOKEN), SAYS(cuGraphLaunch, TOKEN),
     SAYS(cuMemcpyHtoDAsync_v2, ALWAYS), SAYS(cuMemcpyDtoHAsync_v2, ALWAYS),
@@ -4718,8 +4720,8 @@ template <class T, class U> T as_type(U);
 // an int with a uint is ambiguous
 #define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T); T abs(T);
 EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
-#define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T rint(T); \
-    T log(T); T floor(T);
+#define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T log(T); \
+    T floor(T); T ldexp(T, int); int ilogb(T);
 REAL(half) REAL(float)
 #define LANES(T) T simd_sum(T); T simd_max(T); T simd_min(T); T simd_shuffle(T, ushort); \
     T simd_shuffle_xor(T, ushort);
