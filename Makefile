@@ -37,8 +37,8 @@ run: llm
 	./llm golden/story.gguf "Once upon a time" -n 200 --temp 0.8 --top-k 40 --top-p 0.95 \
 	    --repeat-penalty 1.1 --seed $(SEED)
 
-# Each build of the tests covers other code: this CPU's SIMD, the same in plain C, quant.h with four
-# codes in a word and tiles as on NVIDIA's GPUs, the plain engine of Part I alone, and SIMD under checkers, which name
+# Each build of the tests covers other code: this CPU's SIMD, plain C, quant.h with four codes in a
+# word and tiles as on NVIDIA's GPUs, Part I's plain engine, and SIMD under checkers, which name
 # lines if -g1. valgrind does not know AVX-512, and takes long for multiply-adds: there are none.
 test_native: FLAGS = -O3 $(NATIVE)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN

@@ -3334,7 +3334,7 @@ M(id, new_buffer_no_copy, void *p, size_t bytes, size_t options, id deallocator)
 }
 
 M(void, set_shared, size_t n, size_t i) {
-    if (n % 16 || n > SHARED_BYTES || i) soft_fault("threadgroup memory: %zu bytes at index %zu", n, i);
+    if (n % 16 || n > SHARED_BYTES || i) soft_fault("threadgroup memory: %zu bytes at %zu", n, i);
     SELF->now.shared = n;
 }
 
@@ -3605,14 +3605,12 @@ static Session *lab_session(Lab *x) {   // its structs point into the Lab, so on
     return &x->s;
 }
 
-enum { LAB_HALVES = 1 << 17 };   // of the largest input of gemm
-
 static Session *lab_begin(Lab *x) {   // lab_end runs what is encoded from here on
     lab_session(x);
     soft.n_run = 0;
     x->g->now = lab_bytes(x->g, NOW_SIZE * sizeof *x->g->now);
-    x->g->halves = lab_bytes(x->g, 2 * LAB_HALVES);
-    x->g->powers = lab_floats(x->g, LAB_HALVES / GEMM_K, 1);
+    x->g->halves = lab_bytes(x->g, 2 << 17);   // more than gemm ever takes here
+    x->g->powers = lab_floats(x->g, (1 << 17) / GEMM_K, 1);
     x->g->now[NOW_POS] = x->s.pos;
     x->g->now[NOW_PLACED] = 1;
     device_begin(x->g);
@@ -4335,9 +4333,9 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
     CHECK(opened, "the GPU does not take %s of %d layers", name, m->config.n_layer);
 }
 
-// How many tokens there are before one for which two experts are nearly equal at the edge of the
-// router's choice, closer than `margin`, so that rounding decides: AMX alone, with 17 bits, moves a
-// score of qwen3moe by 4e-5, halves more. A router's bias counts only there: a small one must change nothing.
+// How many tokens there are before one for which two experts are closer than `margin` at the edge
+// of the router's choice, so that rounding decides: AMX, with 17 bits, moves a score of qwen3moe by
+// 4e-5, halves move it more. A router's bias counts only there: a small one must change nothing.
 static int before_tie(const Model *m, Options o, const int32_t *ids, int n, float margin) {
     const Config *c = &m->config;
     if (!c->n_expert) return n;
@@ -4664,12 +4662,11 @@ static void bench_all(char **arg) {
     for (int i = 0; i < N_FORMATS; i++) {
         int type = FORMATS[i];
         const char *f = quant_name(type);
-        bench_product(g, text_of("gemv %s 4096x4096", f), type, 4096, 4096, 1);
-        bench_product(g, text_of("gemv %s 14336x4096", f), type, 14336, 4096, 1);
-        bench_product(g, text_of("gemv %s 131072x4096", f), type, 131072, 4096, 1);
-        bench_product(g, text_of("gemm %s 4096x4096x512", f), type, 4096, 4096, 512);
-        bench_product(g, text_of("gemm %s 14336x4096x2048", f), type, 14336, 4096, 2048);
-        bench_product(g, text_of("gemm %s 1024x3072x512", f), type, 1024, 3072, 512);
+        static const int sizes[][3] = {{4096, 4096, 1}, {14336, 4096, 1}, {131072, 4096, 1},
+            {4096, 4096, 512}, {14336, 4096, 2048}, {1024, 3072, 512}};
+        for (const int *k = *sizes; k < *sizes + 3 * COUNT(sizes); k += 3)
+            bench_product(g, text_of("%s %s %dx%dx%d", k[2] > 1 ? "gemm" : "gemv", f, k[0], k[1],
+                                     k[2]), type, k[0], k[1], k[2]);
     }
     bench_attention(g, "attention 32 heads of 128, 1024 rows", 32, 128, 1024, 1, -1);
     bench_attention(g, "attention 32 heads of 128, 8192 rows", 32, 128, 8192, 1, -1);
