@@ -513,7 +513,7 @@ static inline float group_code(thread const uint *q, int i) { return quant_code(
 
 // A byte u below 128 needs no conversion: behind the upper bits of 2.0, it is the float 2 + u / 64.
 // So gemv takes code c as u = (c + bias) << shift, as near_zero + c * near_unit. It is not as exact
-// as c, least for a small shift. near_shift: -1 if the format's codes are too large.
+// as c, least for a small shift: a format whose near_shift is 0 or -1 keeps its codes.
 static inline int near_top(int format, thread int *bias) {   // the most that c + bias can be
 #define X(id, name, weights, bytes, per16, b) \
     if (format == id) return *bias = b, b ? 2 * b : (1 << 8 * bytes / weights) - 1;
@@ -533,9 +533,10 @@ static inline float near_zero(int format) {
     return 2.0f + (float)bias * near_unit(format);
 }
 static inline float near_code(int format, thread const uint *q, int i) {
-    int bias, top = near_top(format, &bias);
+    int bias;
     uint u = q[i / 4];
-    if (top >= 128) return group_code(q, i);
+    near_top(format, &bias);
+    if (near_shift(format) < 1) return group_code(q, i);
     if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101u;   // c + bias; no byte borrows
     return quant_near(u << near_shift(format), i % 4);
 }
@@ -724,7 +725,7 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
                 group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q[r], d[r], m[r]);
             QUANT_UNROLL for (int i = 0; i < 32; i++)
                 dot[i / 16] += near_code(format, q[r], i) * v[i / 4][i % 4];
-            for (int h = 0; h < 2 && near_shift(format) >= 0; h++)
+            for (int h = 0; h < 2 && near_shift(format) > 0; h++)
                 dot[h] = (dot[h] - near_zero(format) * xsum[h]) / near_unit(format);
             sum[r] += d[r][0] * dot[0] + d[r][1] * dot[1];
             if (format_offsets(format)) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];

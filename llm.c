@@ -453,8 +453,7 @@ static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does gener
 // work to the CPU. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row `first` on;
 // gpu_logits makes further ones.
 static int gpu_chunk(Session *s);    // finds a GPU; its default chunk, 0: there is none
-static void gpu_open(Session *s);
-static void gpu_close(Session *s);
+static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
