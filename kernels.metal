@@ -245,7 +245,8 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(TILE_TOKENS)   /* gemm: tokens in a tile, */ \
     X(TILE_ROWS)     /* and rows */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
-    X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */
+    X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
+    X(BLOCK)         /* delta_rule: tokens computed at once, BLOCK_MAX or 1 */
 #define X(name) C_##name,
 enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 #undef X
@@ -275,9 +276,10 @@ enum {
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
     SORT_THREADS = 1024,                              // at most
-    DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a block of S
-    DELTA_TOKENS = 8, DELTA_OWN = 2,                  // tokens staged together; by a SIMD-group
-    CONV_TOKENS = 64,                                 // tokens of a thread
+    DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a part of S
+    DELTA_LANES = 8,                                  // lanes that share a row; at least a block
+    BLOCK_MAX = 8, DELTA_OWN = 2,                     // tokens of a block; staged by a SIMD-group
+    CONV_TOKENS = 16,                                 // tokens of a thread
     FLASH_STRIDE = FLASH_KEYS + 4,                    // row of scores: no lanes meet in a bank
     FLASH_HALVES = FLASH_KEYS + 8,                    // row of probabilities, which are half
     FLASH_OWN = 16 * FLASH_STRIDE + 2 * 8 * 8         // floats of a SIMD-group: scores, diagonals
@@ -366,8 +368,10 @@ static inline int gemm_floats(int tile, int rows, int buffers) {
 }
 
 // delta_rule stages keys and queries with zeros behind; floats of threadgroup memory
-static inline int delta_width(int dk) { return div_up(dk, 16) * 16; }
-static inline int delta_floats(int dk) { return DELTA_TOKENS * (2 * delta_width(dk) + 5); }
+static inline int delta_width(int dk) { return div_up(dk, 32) * 32; }
+static inline int delta_floats(int dk, int block) {
+    return 2 * block * (delta_width(dk) + block + 1);
+}
 
 // the most tiles that n choices of experts can make: each expert's last tile may not be full
 static inline int expert_tiles(int n, int n_expert, int tile) {
@@ -646,13 +650,19 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
 // cancel in mean(x * x) - mean(x) * mean(x).
 static inline float norm_scale(device const float *x, int step, float limit, int cols, float eps,
         threadgroup float *part, uint nsg, uint sg, uint lane, thread float *mean) {
-    int first = sg * SIMD_LANES + lane, all = nsg * SIMD_LANES;
+    int first = 4 * (sg * SIMD_LANES + lane), all = 4 * nsg * SIMD_LANES;
     float sum = 0.0f, square = 0.0f;
-    for (int i = first; CENTRED && i < cols; i += all) sum += limited(x[row_index(i, step)], limit);
+    for (int i = first; CENTRED && i < cols; i += all) {
+        float4 v = four_floats(x + (row_index(i, step) - i), i, cols);
+        for (int e = 0; e < 4; e++) sum += limited(v[e], limit);
+    }
     *mean = CENTRED ? sum_all(sum, part, nsg, sg, lane) / (float)cols : 0.0f;
     for (int i = first; i < cols; i += all) {
-        float v = limited(x[row_index(i, step)], limit) - *mean;
-        square += v * v;
+        float4 v = four_floats(x + (row_index(i, step) - i), i, cols);
+        for (int e = 0; e < 4; e++) {
+            float d = i + e < cols ? limited(v[e], limit) - *mean : 0.0f;
+            square += d * d;
+        }
     }
     return rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
 }
@@ -803,12 +813,16 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
     int own = tg % a->groups * a->cols;
     x += at;
     float mean, scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, shared, nsg, sg, lane, &mean);
-    for (int i = tid; i < a->cols; i += nsg * SIMD_LANES) {
-        float v = (x[i] - mean) * scale;
-        if (NORMED & NORM_WEIGHTS) v *= w[own + i];
-        if (NORMED & NORM_BIAS) v += bias[own + i];
-        finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
-        if (a->scale != 1.0f) y[at + i] *= a->scale;
+    for (int i = 4 * (int)tid; i < a->cols; i += 4 * nsg * SIMD_LANES) {
+        float4 v = four_floats(x, i, a->cols), before = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (takes_other()) before = four_floats(other + at, i, a->cols);
+        v = (v - mean) * scale;
+        if (NORMED & NORM_WEIGHTS) v = v * four_floats(w + own, i, a->cols);
+        if (NORMED & NORM_BIAS) v = v + four_floats(bias + own, i, a->cols);
+        for (int e = 0; e < 4 && i + e < a->cols; e++) {
+            finish(&y[at + i + e], v[e] * a->factor, 0.0f, before[e]);
+            if (a->scale != 1.0f) y[at + i + e] *= a->scale;
+        }
     }
 }
 
@@ -2029,24 +2043,24 @@ kernel void delta_conv(device const float *mix [[buffer(0)]], device float *stat
         state[(ulong)j * channels] = conv_input(mix, state, b, a->n + j, a);
 }
 
-// the sum over the four lanes that share a row of the state
-static inline float row_sum(float x) {
-    x += simd_shuffle_xor(x, 8);
-    return x + simd_shuffle_xor(x, 16);
-}
-
 // log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
 static inline float softplus(float x) {
     float e = exp(x), one = 1.0f + e;
     return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
 }
 
-// What a thread loads for DELTA_TOKENS tokens, while those before are computed: of tokens sg and
-// sg + UNIT_SIMDGROUPS every 32nd number of k and q from `lane` on, alpha and beta; of all tokens
+// the sum over the lanes that share a row of the state
+static inline float row_sum(float x) {
+    QUANT_UNROLL for (int i = 1; i < DELTA_LANES; i *= 2) x += simd_shuffle_xor(x, i);
+    return x;
+}
+
+// What a thread loads for a block of tokens, while the block before is computed: of tokens sg and
+// sg + UNIT_SIMDGROUPS every 32nd number of k and q from `lane` on, alpha and beta; of token `part`
 // its row's v, and in a state space its z.
 struct delta_input {
     float k[DELTA_OWN][NARROW_MAX / 32], q[DELTA_OWN][NARROW_MAX / 32];
-    float alpha[DELTA_OWN], beta[DELTA_OWN], v[DELTA_TOKENS], z[DELTA_TOKENS];
+    float alpha[DELTA_OWN], beta[DELTA_OWN], v, z;
 };
 
 // k, q, v, alpha, beta and z are those of the first token; `count` are left
@@ -2054,7 +2068,8 @@ static inline void delta_load(device const float *k, device const float *q, devi
         device const float *alpha, device const float *beta, device const float *z, int step,
         int count, uint sg, uint lane, constant struct delta_args *a,
         thread struct delta_input *in) {
-    QUANT_UNROLL for (int i = 0; i < DELTA_OWN; i++) {
+    int mine = min((int)lane % DELTA_LANES, count - 1);
+    QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
         int t = min((int)sg + i * UNIT_SIMDGROUPS, count - 1);
         QUANT_UNROLL for (int n = 0; n < div_up(HEAD_DIM, 32); n++) {
             int j = 32 * n + (int)lane;
@@ -2064,11 +2079,8 @@ static inline void delta_load(device const float *k, device const float *q, devi
         in->alpha[i] = alpha[(ulong)t * a->step];
         in->beta[i] = ASKS ? beta[(ulong)t * a->step] : 0.0f;
     }
-    QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
-        int from = min(t, count - 1);
-        in->v[t] = v[(ulong)from * step];
-        in->z[t] = ASKS ? 0.0f : z[(ulong)from * a->n_value * a->dv];
-    }
+    in->v = v[(ulong)mine * step];
+    in->z = ASKS ? 0.0f : z[(ulong)mine * a->n_value * a->dv];
 }
 
 // For each value head, whose state S[dv][dk] is in registers while tokens pass (k' is k as a row):
@@ -2076,32 +2088,37 @@ static inline void delta_load(device const float *k, device const float *q, devi
 //   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
 // or for a state space (not ASKS), where x takes the place of v, and k and q keep their length,
 //   S *= g,   S += softplus(alpha + dt) * x k',   out = (S q + skip * x) * silu(z)
-// A token waits for the one before it only for S k and S q, of the old S: with the new S,
-// S q = g * (old S q) + write * (k' q), where `write` is what k' is multiplied by.
-// Grid: threadgroups of a head's rows, with a SIMD-group for 8 of them. The k and q of DELTA_TOKENS
-// tokens are staged together, with the terms that all rows need of a token. Four lanes share a row:
-// lane l has row l % 8, and of it every fourth quad from l / 8 on. So S k takes two shuffles, and
-// rows need nothing of one another. In memory S is as llm.c has it, [dv / 64][dk][64], where the 8
-// rows of a SIMD-group are neighbours. A row of mix[n] has q and k of n_key heads, and v; or in a
-// state space x, k and q.
+// BLOCK tokens are computed at once (as in arXiv 2406.06484): token t finds the S before the block,
+// and what the block's tokens wrote, all decayed since. With G(j, t) = g[j + 1] ... g[t] and S of
+// token -1:
+//   w[t] = b[t] * (v[t] - G(-1, t) S k[t] - sum over j < t of w[j] G(j, t) k[j]' k[t])
+//   out[t] = G(-1, t) S q[t] + sum over j <= t of w[j] G(j, t) k[j]' q[t]
+//   S = G(-1, last) S + sum over all j of w[j] G(j, last) k[j]'
+// So a token waits for the one before it only in numbers, not in products with S.
+// Grid: threadgroups of a head's rows, with a SIMD-group for DELTA_UNIT of them. The k and q of a
+// block are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
+// Eight lanes share a row: lane l has row l / 8, and of it every eighth quad from l % 8 on. In
+// memory S is as llm.c has it, [dv / 64][dk][64]. A row of mix[n] has q and k of n_key heads, and
+// v; or in a state space x, k and q.
 kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
         device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
         device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
         device float *out [[buffer(6)]],                                       // [n][n_value][dv]
         device const float *z [[buffer(7)]], device const float *skip [[buffer(8)]],
         constant struct delta_args *a [[buffer(9)]], PLACE) {
-    const int width = delta_width(HEAD_DIM);
-    int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, first = lane / 8;
-    int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane % 8, own = min(row, a->dv - 1);
+    const int width = delta_width(HEAD_DIM), quads = width / 4 / DELTA_LANES;   // of a lane
+    int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, part = lane % DELTA_LANES;
+    int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane / DELTA_LANES, own = min(row, a->dv - 1);
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
     int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
     int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, all = 2 * keys + values;
     ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
-    threadgroup float *ks = shared, *qs = ks + DELTA_TOKENS * width;    // [DELTA_TOKENS][width]
-    threadgroup float *terms = qs + DELTA_TOKENS * width;               // [DELTA_TOKENS][5]
+    threadgroup float *ks = shared, *qs = ks + BLOCK * width;               // [BLOCK][width]
+    threadgroup float *kk = qs + BLOCK * width, *kq = kk + BLOCK * BLOCK;   // [BLOCK][BLOCK]
+    threadgroup float *g = kq + BLOCK * BLOCK, *b = g + BLOCK;              // [BLOCK]
     device const float *k = mix + (ASKS ? keys : values) + key * HEAD_DIM;
     device const float *q = ASKS ? k - keys : k + keys, *x = mix + (ASKS ? 2 * keys : 0);
-    float s[NARROW_MAX / 4];
+    float s[NARROW_MAX / DELTA_LANES];
     struct delta_input in;
     x += h * a->dv + own;
     z += h * a->dv + own;
@@ -2109,72 +2126,104 @@ kernel void delta_rule(device float *state [[buffer(0)]], device const float *mi
     alpha += at;
     beta += at;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
-    QUANT_UNROLL for (int i = 0; i < width / 4; i++) {
-        int j = i / 4 * 16 + first * 4 + i % 4;
+    QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
+        int j = i / 4 * 32 + part * 4 + i % 4;
         s[i] = j < HEAD_DIM ? state[(ulong)j * DELTA_LAYOUT] : 0.0f;
     }
     delta_load(k, q, x, alpha, beta, z, all, a->n, sg, lane, a, &in);
-    for (int t0 = 0; t0 < a->n; t0 += DELTA_TOKENS) {
-        int count = min(DELTA_TOKENS, a->n - t0), next = t0 + DELTA_TOKENS;
-        float v[DELTA_TOKENS], gate[DELTA_TOKENS], o[DELTA_TOKENS];
-        threadgroup_barrier(mem_flags::mem_threadgroup);      // the tokens before are used
-        QUANT_UNROLL for (int i = 0; i < DELTA_OWN; i++) {
+    for (int t0 = 0; t0 < a->n; t0 += BLOCK) {
+        int next = t0 + BLOCK;
+        float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX], mine = 0.0f, since = 1.0f;
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // the block before is computed
+        QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
             int t = (int)sg + i * UNIT_SIMDGROUPS;
-            float kk = 0.0f, qq = 0.0f, kq = 0.0f;
-            QUANT_UNROLL for (int n = 0; n < div_up(HEAD_DIM, 32); n++) {
-                int j = 32 * n + (int)lane;
-                if (j < width) ks[t * width + j] = in.k[i][n];
-                if (j < width) qs[t * width + j] = in.q[i][n];
-                kk += in.k[i][n] * in.k[i][n];
-                qq += in.q[i][n] * in.q[i][n];
-                kq += in.k[i][n] * in.q[i][n];
+            float k2 = 0.0f, q2 = 0.0f, step = softplus(in.alpha[i] + dt[h]);
+            QUANT_UNROLL for (int n = 0; n < quads; n++) {
+                k2 += in.k[i][n] * in.k[i][n];
+                q2 += in.q[i][n] * in.q[i][n];
             }
-            kk = simd_sum(kk);
-            qq = simd_sum(qq);
-            kq = simd_sum(kq);
-            float step = softplus(in.alpha[i] + dt[h]), g = exp(decay[h] * step);
-            float unit = rsqrt(kk + a->eps), b = ASKS ? sigmoid(in.beta[i]) * unit : step;
-            float term[5] = {g, b, b * g * unit, kq,
-                             ASKS ? rsqrt((qq + a->eps) * (float)HEAD_DIM) : 1.0f};
-            for (int n = 0; lane == 0 && n < 5; n++) terms[5 * t + n] = term[n];
+            k2 = ASKS ? rsqrt(simd_sum(k2) + a->eps) : 1.0f;
+            q2 = ASKS ? rsqrt((simd_sum(q2) + a->eps) * (float)HEAD_DIM) : 1.0f;
+            QUANT_UNROLL for (int n = 0; n < quads; n++) {
+                in.k[i][n] *= k2;
+                in.q[i][n] *= q2;
+                if (t < BLOCK) ks[t * width + 32 * n + lane] = in.k[i][n];
+                if (t < BLOCK) qs[t * width + 32 * n + lane] = in.q[i][n];
+            }
+            if (lane > 0 || t >= BLOCK) continue;
+            g[t] = t0 + t < a->n ? exp(decay[h] * step) : 1.0f;   // past the last token nothing
+            b[t] = t0 + t >= a->n ? 0.0f : ASKS ? sigmoid(in.beta[i]) : step;   // changes S
         }
-        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
-            v[t] = in.v[t];
-            gate[t] = ASKS ? 1.0f : in.z[t] * sigmoid(in.z[t]);
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // it is staged
+        QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
+            int t = (int)sg + i * UNIT_SIMDGROUPS;
+            float to_k[BLOCK_MAX], to_q[BLOCK_MAX];
+            QUANT_UNROLL for (int j = 0; j < BLOCK; j++) {
+                to_k[j] = to_q[j] = 0.0f;
+                QUANT_UNROLL for (int n = 0; n < quads; n++) {
+                    if (ASKS) to_k[j] += in.k[i][n] * ks[j * width + 32 * n + lane];
+                    to_q[j] += in.q[i][n] * ks[j * width + 32 * n + lane];
+                }
+            }
+            QUANT_UNROLL for (int j = 0; j < BLOCK; j++) {    // these sums overlap
+                if (ASKS) to_k[j] = simd_sum(to_k[j]);
+                to_q[j] = simd_sum(to_q[j]);
+            }
+            since = 1.0f;
+            QUANT_UNROLL for (int j = BLOCK - 1; j >= 0; j--) {
+                if (j > t || t >= BLOCK) continue;
+                if (lane == 0) kk[t * BLOCK + j] = since * to_k[j];
+                if (lane == 0) kq[t * BLOCK + j] = since * to_q[j];
+                since *= g[j];
+            }
         }
-        threadgroup_barrier(mem_flags::mem_threadgroup);      // they are staged
+        float v = in.v, gate = ASKS ? 1.0f : in.z * sigmoid(in.z);
         if (next < a->n)
             delta_load(k + (ulong)next * all, q + (ulong)next * all, x + (ulong)next * all,
                        alpha + (ulong)next * a->step, beta + (ulong)next * a->step,
                        z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
-        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++) {
-            if (t >= count) continue;
-            threadgroup const float *kt = ks + t * width + first * 4;
-            threadgroup const float *term = terms + 5 * t;
-            float sk[4] = {0.0f, 0.0f, 0.0f, 0.0f}, sq[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            QUANT_UNROLL for (int i = 0; i < width / 4; i += 4) {
-                float4 kv = *(threadgroup const float4 *)(kt + 4 * i);
-                float4 qv = *(threadgroup const float4 *)(kt + DELTA_TOKENS * width + 4 * i);
+        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+            asked[t] = found[t] = 0.0f;
+            QUANT_UNROLL for (int i = 0; i < quads; i++) {
+                threadgroup const float *from = ks + t * width + 32 * i + part * 4;
+                float4 kv = *(threadgroup const float4 *)from;
+                float4 qv = *(threadgroup const float4 *)(from + BLOCK * width);
                 for (int e = 0; e < 4; e++) {
-                    if (ASKS) sk[e] += s[i + e] * kv[e];
-                    sq[e] += s[i + e] * qv[e];
+                    if (ASKS) asked[t] += s[4 * i + e] * kv[e];
+                    found[t] += s[4 * i + e] * qv[e];
                 }
             }
-            float asked = ASKS ? row_sum((sk[0] + sk[1]) + (sk[2] + sk[3])) : 0.0f;
-            float write = term[1] * v[t] - (ASKS ? term[2] * asked : 0.0f);
-            o[t] = row_sum((sq[0] + sq[1]) + (sq[2] + sq[3]));
-            o[t] = (term[0] * o[t] + write * term[3]) * term[4];
-            QUANT_UNROLL for (int i = 0; i < width / 4; i += 4) {
-                float4 kv = *(threadgroup const float4 *)(kt + 4 * i);
-                for (int e = 0; e < 4; e++) s[i + e] = term[0] * s[i + e] + write * kv[e];
+            if (ASKS) asked[t] = row_sum(asked[t]);
+            found[t] = row_sum(found[t]);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // kk and kq are there
+        since = 1.0f;
+        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+            since *= g[t];
+            w[t] = simd_shuffle(v, lane - part + t) - (ASKS ? since * asked[t] : 0.0f);
+            for (int j = 0; ASKS && j < t; j++) w[t] -= w[j] * kk[t * BLOCK + j];
+            w[t] *= b[t];
+            found[t] *= since;
+            for (int j = 0; j <= t; j++) found[t] += w[j] * kq[t * BLOCK + j];
+            if (part == t) mine = found[t];
+        }
+        if (part < min(BLOCK, a->n - t0) && row < a->dv)
+            out[(ulong)(t0 + part) * values] = ASKS ? mine : (mine + skip[h] * v) * gate;
+        since = 1.0f;
+        QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {
+            w[t] *= since;
+            since *= g[t];
+        }
+        QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) s[i] *= since;
+        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+            QUANT_UNROLL for (int i = 0; i < quads; i++) {
+                float4 kv = *(threadgroup const float4 *)(ks + t * width + 32 * i + part * 4);
+                for (int e = 0; e < 4; e++) s[4 * i + e] += w[t] * kv[e];
             }
         }
-        QUANT_UNROLL for (int t = 0; t < DELTA_TOKENS; t++)
-            if (t < count && first == 0 && row < a->dv)
-                out[(ulong)(t0 + t) * values] = ASKS ? o[t] : (o[t] + skip[h] * v[t]) * gate[t];
     }
-    QUANT_UNROLL for (int i = 0; i < width / 4; i++) {
-        int j = i / 4 * 16 + first * 4 + i % 4;
+    QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
+        int j = i / 4 * 32 + part * 4 + i % 4;
         if (j < HEAD_DIM && row < a->dv) state[(ulong)j * DELTA_LAYOUT] = s[i];
     }
 }

@@ -457,7 +457,8 @@ static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-static void gpu_store(Session *s);   // after the CPU has changed positions or recurrent states
+static void gpu_store(Session *s, bool states);   // after the CPU has changed positions, or states
+static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 // ---- 5. ops ----
 //
@@ -967,6 +968,11 @@ static void plan_scratch(Session *s, Arena *a) {
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
 }
 
+static void copy_states(Session *s, float *to, const float *from) {
+    size_t bytes = s->n_recurrent * sizeof *to;
+    if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
+}
+
 // Forgets positions p and later. Where there are recurrent layers, p is 0 or saved_pos: a state
 // cannot be cut back, only cleared, or replaced by its snapshot.
 static void session_truncate(Session *s, int p) {
@@ -975,11 +981,11 @@ static void session_truncate(Session *s, int p) {
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
-    if (bytes && p > 0) memcpy(s->recurrent, s->saved, bytes);
     if (bytes && p == 0) memset(s->recurrent, 0, bytes);
     if (p == 0) s->saved_pos = -1;
     s->history.n = p;
-    gpu_store(s);
+    gpu_store(s, p == 0);
+    if (p > 0) copy_states(s, s->recurrent, s->saved);
 }
 
 // Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
@@ -1096,13 +1102,6 @@ static int chunk_size(const Session *s, int left, bool snapshot) {
     return snapshot && left > 1 ? left - 1 : left;
 }
 
-static void save_states(Session *s, int p) {
-    size_t bytes = s->n_recurrent * sizeof *s->saved;
-    gpu_fetch(s, s->recurrent, bytes);
-    memcpy(s->saved, s->recurrent, bytes);
-    s->saved_pos = p;
-}
-
 // Makes the rows of the chunk from row first on, LOGIT_ROWS at a time, and gives them to r->fn;
 // made: the GPU has already made the first ones.
 static bool give_rows(Session *s, const Request *r, int first, bool made, Error *e) {
@@ -1134,7 +1133,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     bool snapshot = s->n_recurrent && r.n - reused > 1;
     for (int p = reused; p < r.n; p += count) {
         count = chunk_size(s, r.n - p, snapshot);
-        if (snapshot && p == r.n - 1) save_states(s, p);
+        if (snapshot && p == r.n - 1) copy_states(s, s->saved, s->recurrent), s->saved_pos = p;
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
         int first = r.from > p ? r.from - p : 0;   // the first row that r.fn is to get
         if (first > count) first = count;
@@ -6356,7 +6355,10 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 }
 static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
 static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
-static void gpu_store(Session *s) { (void)s; }
+static void gpu_store(Session *s, bool states) { (void)s, (void)states; }
+static bool gpu_copy(Session *s, float *to, const float *from, size_t n) {
+    return (void)s, (void)to, (void)from, (void)n, false;
+}
 static inline double gpu_rate(Session *s, void *p, size_t n) { return (void)s, (void)p, n * 0.0; }
 static inline double gpu_bytes(const Session *s) { return (void)s, 0; }
 #endif

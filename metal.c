@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
 // GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on
-// a device made of software. llm.c has the prototypes of what it calls, gpu_open to gpu_store. When
+// a device made of software. llm.c has the prototypes of what it calls, gpu_open to gpu_copy. When
 // gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it lacks what
 // the model needs (gpu_lacks, or memory), or a call of the driver has failed.
 #define METAL_HOST
@@ -771,9 +771,10 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
                      Epilogue e) {
     struct norm_args a = {cols, w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
                           e.cap != 0 ? e.cap : 1};
-    run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n, threads_for(cols, NORM_THREADS),
-               NORM_FLOATS, {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != NORM_RMS,
-                             [C_EPILOGUE] = e.kind});
+    run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n,
+               threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
+               {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != NORM_RMS,
+                [C_EPILOGUE] = e.kind, [C_RAGGED] = cols % 32 != 0});
 }
 
 // y[i][n][rows] = w[i] times the input, for k matrices, at most three, with the epilogue; the GLU
@@ -1133,7 +1134,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
                UNITS(div_up(channels, SIMD_LANES) * div_up(n, CONV_TOKENS)), 0,
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return g->conv;
-    int share = c->n_value / c->n_key;
+    int share = c->n_value / c->n_key, block = n > 1 ? BLOCK_MAX : 1;
     const float *alpha = fused ? s->beta_alpha + share : s->decay;
     const float *beta = fused ? s->beta_alpha : s->write_gate;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
@@ -1141,8 +1142,8 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     run_kernel(s, b, "delta_rule", {cache->state, g->conv, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
                c->n_value * div_up(c->dv, DELTA_UNIT * UNIT_SIMDGROUPS),
-               UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk),
-               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks});
+               UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk, block),
+               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // a state space: the rule has applied it
     if (w->delta_norm.w)
@@ -1333,12 +1334,19 @@ static void gpu_fetch(Session *s, void *p, size_t bytes) {
     if (s->gpu) device_fetch(s->gpu, p, bytes);
 }
 
-static void gpu_store(Session *s) {
+static void gpu_store(Session *s, bool states) {
     Gpu *g = s->gpu;
     if (!g || !g->n_shared) return;   // gpu_open sends everything
     for (int l = 0; l < s->m->config.n_layer; l++)
         device_send(g, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
-    device_send(g, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
+    if (states) device_send(g, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
+}
+
+static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
+    if (!s->gpu) return false;
+    device_begin(s->gpu);
+    device_copy(s->gpu, to, from, bytes);
+    return device_wait(s->gpu);
 }
 
 // ---- open ----
@@ -1445,7 +1453,7 @@ static void warm_up(Session *s) {
         gpu_finish(s, 0, 0, 0);
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
-    gpu_store(s);
+    gpu_store(s, true);
 }
 
 static inline double gpu_bytes(const Session *s) {   // of what the GPU sees, or has a copy of
