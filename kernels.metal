@@ -198,8 +198,8 @@ using namespace metal;
 
 // ---- 1. arguments ----
 //
-// All that the kernels and metal.c must agree on stands here, except for the order of the buffers,
-// which is in each kernel's signature.
+// All that the kernels and metal.c must agree on stands here, except for the buffers: Metal numbers
+// those of a kernel as its parameters stand, from 0 on.
 
 #ifndef KERNEL_ARGS
 #define KERNEL_ARGS
@@ -781,10 +781,9 @@ static inline void embed_part(int format, device const uchar *w, constant struct
 
 // x[n][cols]: x[t] = row ids[t] of W, plus the rows of its position and of token type 0 where a
 // model has these. Grid: a SIMD-group for each token; a lane keeps to its own groups.
-kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
-        device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
-        device const int *now [[buffer(4)]], device float *x [[buffer(5)]],
-        constant struct embed_args *a [[buffer(6)]], PLACE) {
+kernel void embed(device const uchar *w, device const uchar *positions,
+        device const uchar *types, device const int *ids, device const int *now, device float *x,
+        constant struct embed_args *a, PLACE) {
     device float *to = x + (ulong)tg * a->cols;
     int pos = now[NOW_POS] + tg;
     embed_part(FORMAT_0, w, &a->w[0], ids[tg], a->cols, false, to, lane);
@@ -796,9 +795,8 @@ kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *posit
 // CENTRED. An epilogue follows, because Gemma adds a normed result to x, and the delta rule has a
 // gate. The weights are w[groups][cols]: row r has w[r % groups].
 // Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
-kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
-        device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
-        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]], PLACE) {
+kernel void norm(device const float *x, device const float *w, device const float *bias,
+        device const float *other, device float *y, constant struct norm_args *a, PLACE) {
     ulong at = (ulong)tg * a->cols;
     int own = tg % a->groups * a->cols;
     x += at;
@@ -815,8 +813,8 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
 // gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t. The inputs of two
 // tokens lie `step` apart.
 // Grid: a thread for each number.
-kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *inputs [[buffer(1)]],
-        constant struct input_args *a [[buffer(2)]], PLACE) {
+kernel void gate_inputs(device float *gate, device const float *inputs,
+        constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
 }
@@ -825,8 +823,8 @@ kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *in
 // with zeros behind. A row's power of two brings its largest number to 2^14 .. 2^15, because half
 // overflows with Gemma, and has fewer digits below 2^-14. gemm multiplies products by the power.
 // Grid: a threadgroup for each row; rows of x lie `step` apart.
-kernel void halve(device const float *x [[buffer(0)]], device half *to [[buffer(1)]],
-        device float *powers [[buffer(2)]], constant struct halve_args *a [[buffer(3)]], PLACE) {
+kernel void halve(device const float *x, device half *to, device float *powers,
+        constant struct halve_args *a, PLACE) {
     float top = 1e-30f;
     x += (ulong)tg * a->step;
     to += (ulong)tg * half_step(a->cols);
@@ -907,15 +905,13 @@ static inline void gemv_unit(int format, int part, int unit, int expert, device 
 // gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the
 // GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
 // EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own.
-kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
-        device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
-        device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
-        device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
-        device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
-        device const float *norm_bias [[buffer(12)]], device const int *chosen [[buffer(13)]],
-        device const float *scale0 [[buffer(14)]], device const float *scale1 [[buffer(15)]],
-        constant struct product_args *a [[buffer(16)]], PLACE) {
+kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
+        device const float *bias0, device const float *bias1, device const float *bias2,
+        device const float *x, device const float *weights,                       // buffers 6, 7
+        device float *y0, device float *y1, device float *y2,                     // 8 to 10
+        device const float *other, device const float *norm_bias, device const int *chosen,
+        device const float *scale0, device const float *scale1,                   // 14, 15
+        constant struct product_args *a, PLACE) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units;
     int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS);
@@ -1018,10 +1014,9 @@ static inline void head_stage(int which, int head, device const float *x, device
 
 // QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
 // Grid: a threadgroup for each token's Q, and one for its K.
-kernel void qk_norm(device const float *q_norm [[buffer(0)]],
-        device const float *k_norm [[buffer(1)]], device const float *q_bias [[buffer(2)]],
-        device const float *k_bias [[buffer(3)]], device float *k [[buffer(4)]],
-        device float *q [[buffer(5)]], constant struct attention_args *a [[buffer(6)]], PLACE) {
+kernel void qk_norm(device const float *q_norm, device const float *k_norm,
+        device const float *q_bias, device const float *k_bias, device float *k, device float *q,
+        constant struct attention_args *a, PLACE) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
     int step = which ? HEAD_DIM : query_step();
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
@@ -1205,15 +1200,12 @@ static inline void attention_output(thread struct softmax_state *state, threadgr
 // Its SIMD-groups take turns at the rows, and merge at the end. Bound by memory: 4 bytes of K and V
 // serve 4 FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers
 // that too few SIMD-groups could run at once to hide how long a load takes.
-kernel void attention(device const float *v_new [[buffer(0)]],
-        device const float *angles [[buffer(1)]],                              // [n_rot / 2][2]
-        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
-        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
-        device const float *k_new [[buffer(6)]], device const float *q [[buffer(7)]],
-        device half *k [[buffer(8)]], device half *v [[buffer(9)]],
-        device int *pos_k [[buffer(10)]], device const int *now [[buffer(11)]],
-        device const float *slopes [[buffer(12)]], device const float *sinks [[buffer(13)]],
-        device float *out [[buffer(14)]], constant struct attention_args *a [[buffer(15)]], PLACE) {
+kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
+        device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
+        device const float *q_bias, device const float *k_bias, device const float *k_new,
+        device const float *q, device half *k, device half *v, device int *pos_k, // 7 to 10
+        device const int *now, device const float *slopes, device const float *sinks,
+        device float *out, constant struct attention_args *a, PLACE) {
     int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
     int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
     int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
@@ -1266,9 +1258,8 @@ kernel void attention(device const float *v_new [[buffer(0)]],
 
 // One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
 // Grid: a thread for each number.
-kernel void attention_merge(device const float *q [[buffer(0)]],
-        device const float *sinks [[buffer(1)]], device const float *parts [[buffer(2)]],
-        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]], PLACE) {
+kernel void attention_merge(device const float *q, device const float *sinks,
+        device const float *parts, device float *out, constant struct attention_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
     float m = UNSEEN, sum = 0.0f, o = 0.0f;
     if (head >= a->n_head) return;
@@ -1288,11 +1279,9 @@ kernel void attention_merge(device const float *q [[buffer(0)]],
 // the last n_rot numbers of each head are rotated, and go to the end of its q[n][n_head][HEAD_DIM].
 // All of a query, p too, is multiplied by its temperature. Grid: a SIMD-group for each token's row,
 // and one for each of its heads.
-kernel void latent_row(device float *p [[buffer(0)]], device float *q [[buffer(1)]],
-        device const float *rows [[buffer(2)]], device half *k [[buffer(3)]],
-        device int *pos_k [[buffer(4)]], device const float *weights [[buffer(5)]],
-        device const float *angles [[buffer(6)]], device const int *now [[buffer(7)]],
-        constant struct attention_args *a [[buffer(8)]], PLACE) {
+kernel void latent_row(device float *p, device float *q, device const float *rows, device half *k,
+        device int *pos_k, device const float *weights, device const float *angles,
+        device const int *now, constant struct attention_args *a, PLACE) {
     int unit = tg * nsg + sg, t = unit / (a->n_head + 1), h = unit % (a->n_head + 1);
     int pos = now[NOW_POS] + t, first = a->q_step - a->n_rot;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
@@ -1345,11 +1334,9 @@ static inline void block_add(int format, int part, device const uchar *w, int co
 // and the same kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
 // x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
-kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *gate [[buffer(1)]],
-        device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
-        device const float *att [[buffer(4)]], device const float *weights [[buffer(5)]],
-        device float *x [[buffer(6)]], device float *h [[buffer(7)]],
-        constant struct product_args *a [[buffer(8)]], PLACE) {
+kernel void ffn_block(device const uchar *wo, device const uchar *gate, device const uchar *up,
+        device const uchar *down, device const float *att, device const float *weights,
+        device float *x, device float *h, constant struct product_args *a, PLACE) {
     int dim = a->w[0].rows, ff = a->w[1].rows;
     struct row_input in = {x, weights, 0, NORMED, dim, 0.0f, 1.0f, 0.0f, lane, 0};
     float v[GEMV_ROWS];
@@ -1501,15 +1488,13 @@ static inline void tile_product(int format, thread const struct gemm_tile *t,
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
 // EXPERTS_HEADS: each of the `each` heads of a token has a matrix, a row of x and one of y.
-kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
-        device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
-        device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const half *x [[buffer(6)]], device const float *powers [[buffer(7)]],
-        device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
-        device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
-        device const int *expert_tile [[buffer(12)]],                          // [tiles][3]
-        device const int *order [[buffer(13)]], device const float *scales [[buffer(14)]],
-        constant struct product_args *a [[buffer(15)]], PLACE) {
+kernel void gemm(device const uchar *w0, device const uchar *w1, device const uchar *w2,
+        device const float *bias0, device const float *bias1, device const float *bias2,
+        device const half *x, device const float *powers,                         // buffers 6, 7
+        device float *y0, device float *y1, device float *y2,                     // 8 to 10
+        device const float *other, device const int *expert_tile,                 // 11; [tiles][3]
+        device const int *order, device const float *scales,                      // 13, 14
+        constant struct product_args *a, PLACE) {
     threadgroup int *from = (threadgroup int *)shared;
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
     int tiles = a->units, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
@@ -1572,13 +1557,11 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
 // k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring;
 // angles[n][n_rot / 2][2].
 // Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
-kernel void rope(device const float *v_new [[buffer(0)]], device const float *angles [[buffer(1)]],
-        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
-        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
-        device const float *k_new [[buffer(6)]], device float *q [[buffer(7)]],
-        device half *k [[buffer(8)]], device half *v [[buffer(9)]],
-        device int *pos_k [[buffer(10)]], device const int *now [[buffer(11)]],
-        constant struct attention_args *a [[buffer(12)]], PLACE) {
+kernel void rope(device const float *v_new, device const float *angles,
+        device const float *q_norm, device const float *k_norm, device const float *q_bias,
+        device const float *k_bias, device const float *k_new, device float *q, device half *k,
+        device half *v, device int *pos_k, device const int *now,
+        constant struct attention_args *a, PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     int pos = now[NOW_POS] + t;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
@@ -1707,11 +1690,9 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
 // has the factor log2(e). A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two
 // BUFFERS the next tile's keys and values are copied meanwhile; with one, as Apple's threadgroups
 // have less memory, values take the place of the keys.
-kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
-        device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
-        device const int *now [[buffer(4)]], device const float *slopes [[buffer(5)]],
-        device const float *sinks [[buffer(6)]], device float *out [[buffer(7)]],
-        constant struct attention_args *a [[buffer(8)]], PLACE) {
+kernel void flash_attention(device const float *q, device const half *k, device const half *v,
+        device const int *pos_k, device const int *now, device const float *slopes,
+        device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
     const int split = flash_parts(), queries = FLASH_QUERIES / split;
     const int wide = flash_cols(HEAD_DIM) / split, deep = flash_cols(VALUE_DIM) / split;
     const int key_row = flash_row(HEAD_DIM), row = flash_shares() ? key_row : flash_row(VALUE_DIM);
@@ -1827,9 +1808,8 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
 // is larger (the smallest normal half, as in llama.cpp). Experts outside the group_used best groups
 // get a probability of -1: see drop_groups.
 // Grid: a SIMD-group for each token. route[n][n_expert], the router's product, is overwritten.
-kernel void choose_experts(device float *route [[buffer(0)]],
-        device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
-        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]], PLACE) {
+kernel void choose_experts(device float *route, device const float *bias, device int *chosen,
+        device float *weight, constant struct choose_args *a, PLACE) {
     float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN;
     int before = -1;                                      // the expert chosen last; its score: last
     route += (ulong)tg * a->n_expert;
@@ -1886,14 +1866,11 @@ kernel void choose_experts(device float *route [[buffer(0)]],
 // y[dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue. A
 // shared expert's product is added, multiplied by the sigmoid of its router's product if `weighed`.
 // Grid: a SIMD-group for each unit of rows, which only it adds to.
-kernel void experts_down(device const uchar *down [[buffer(0)]],
-        device const uchar *shared_down [[buffer(1)]], device const float *bias0 [[buffer(2)]],
-        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
-        device const float *up [[buffer(5)]],                                  // [n_used][ff]
-        device const float *shared_up [[buffer(6)]], device const int *chosen [[buffer(7)]],
-        device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
-        device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
-        constant struct experts_args *a [[buffer(12)]], PLACE) {
+kernel void experts_down(device const uchar *down, device const uchar *shared_down,
+        device const float *bias0, device const float *bias1, device const float *scale0,
+        device const float *up, device const float *shared_up,                    // up[n_used][ff]
+        device const int *chosen, device const float *weight, device const float *route,
+        device const float *other, device float *y, constant struct experts_args *a, PLACE) {
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
     struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, 0.0f, lane,
                            shared + sg * X_FLOATS};
@@ -1920,9 +1897,8 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
 // a->tile of its choices. One threadgroup: choices are cut into as many parts as leave a thread for
 // each expert and part. It counts the expert's choices in its part, and after all others have, too,
 // it knows where they begin.
-kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
-        device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
-        constant struct sort_args *a [[buffer(4)]], PLACE) {
+kernel void sort_choices(device const int *chosen, device int *order, device int *place,
+        device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][parts]
     int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1), used = 0;
     int all = a->n_expert * parts, size = div_up(a->choices, parts);
@@ -1967,11 +1943,9 @@ kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *ord
 
 // y[n][dim] = the sum of weight * out over a token's choices, plus the shared expert's result, with
 // the epilogue. Grid: a threadgroup for each token.
-kernel void weigh_experts(device const float *out [[buffer(0)]],
-        device const float *weight [[buffer(1)]], device const int *place [[buffer(2)]],
-        device const float *shared_out [[buffer(3)]], device const float *route [[buffer(4)]],
-        device const float *other [[buffer(5)]], device float *y [[buffer(6)]],
-        constant struct weigh_args *a [[buffer(7)]], PLACE) {
+kernel void weigh_experts(device const float *out, device const float *weight,
+        device const int *place, device const float *shared_out, device const float *route,
+        device const float *other, device float *y, constant struct weigh_args *a, PLACE) {
     float factor = a->weighed ? sigmoid(route[tg]) : 1.0f;
     weight += (ulong)tg * a->n_used;
     place += (ulong)tg * a->n_used;
