@@ -511,48 +511,36 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 
 static inline float group_code(thread const uint *q, int i) { return quant_code(q[i / 4], i % 4); }
 
+// What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
+// the most that code + bias can be; whether a block is one group, so that its decoder is short
+#define X(id, name, weights, bytes, per16, bias) format == id ? bias :
+static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
+#undef X
+#define X(id, name, weights, bytes, per16, bias) \
+    format == id ? (bias ? 2 * bias : (1 << 8 * bytes / weights) - 1) :
+static inline int format_most(int format) { return QUANT_TYPES(X) 128; }
+#undef X
+#define X(id, name, weights, bytes, per16, bias) format == id ? weights == 32 :
+static inline bool format_short(int format) { return QUANT_TYPES(X) false; }
+#undef X
+
 // A byte u below 128 needs no conversion: behind the upper bits of 2.0, it is the float 2 + u / 64.
 // So gemv takes code c as u = (c + bias) << shift, as near_zero + c * near_unit. It is not as exact
 // as c, least for a small shift: a format whose near_shift is 0 or -1 keeps its codes.
-static inline int near_top(int format, thread int *bias) {   // the most that c + bias can be
-#define X(id, name, weights, bytes, per16, b) \
-    if (format == id) return *bias = b, b ? 2 * b : (1 << 8 * bytes / weights) - 1;
-    QUANT_TYPES(X)
-#undef X
-    return *bias = 0, 128;
-}
 static inline int near_shift(int format) {
-    int shift = -1, bias;
-    while (near_top(format, &bias) << (shift + 1) < 128) shift++;
+    int shift = -1;
+    while (format_most(format) << (shift + 1) < 128) shift++;
     return shift;
 }
 static inline float near_unit(int format) { return (float)(1 << near_shift(format)) / 64.0f; }
 static inline float near_zero(int format) {
-    int bias;
-    near_top(format, &bias);
-    return 2.0f + (float)bias * near_unit(format);
+    return 2.0f + (float)format_bias(format) * near_unit(format);
 }
 static inline float near_code(int format, thread const uint *q, int i) {
-    int bias;
-    uint u = q[i / 4];
-    near_top(format, &bias);
+    uint u = q[i / 4], bias = format_bias(format);
     if (near_shift(format) < 1) return group_code(q, i);
-    if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101u;   // c + bias; no byte borrows
+    if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101;   // c + bias; no byte borrows
     return quant_near(u << near_shift(format), i % 4);
-}
-
-// Does a format have offsets m? Exactly those with bias 0 do: see QUANT_TYPES.
-static inline bool format_offsets(int format) {
-#define X(id, name, weights, bytes, per16, bias) (format == id && bias == 0) ||
-    return QUANT_TYPES(X) false;
-#undef X
-}
-
-// Has a format blocks of 32 weights? Their decoders are short.
-static inline bool format_short(int format) {
-#define X(id, name, weights, bytes, per16, bias) (format == id && weights == 32) ||
-    return QUANT_TYPES(X) false;
-#undef X
 }
 
 static inline bool format_float(int format) {
@@ -728,7 +716,7 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             for (int h = 0; h < 2 && near_shift(format) > 0; h++)
                 dot[h] = (dot[h] - near_zero(format) * xsum[h]) / near_unit(format);
             sum[r] += d[r][0] * dot[0] + d[r][1] * dot[1];
-            if (format_offsets(format)) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
+            if (format_bias(format) == 0) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
         }
     }
 }
