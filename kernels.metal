@@ -990,16 +990,6 @@ static inline void head_rope(int which, int head, device const float *x, device 
     if (QK_LATE) head_norm(which, head, w, bias, a, lane, v);
 }
 
-// head_rope's result in threadgroup memory, out[HEAD_DIM], where every lane can read all of it
-static inline void head_stage(int which, int head, device const float *x, device const float *w,
-        device const float *bias, device const float *angles, constant struct attention_args *a,
-        uint lane, threadgroup float *out) {
-    float v[HEAD_MAX / SIMD_LANES];
-    head_rope(which, head, x, w, bias, angles, a, lane, v);
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-        for (int j = 0; j < 2; j++) out[pair_index(p, j, a->n_rot)] = v[i + j];
-}
-
 // QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
 // Grid: a threadgroup for each token's Q, and one for its K.
 kernel void qk_norm(device const float *q_norm, device const float *k_norm,
@@ -1029,11 +1019,6 @@ static inline bool visible(int pos_k, int pos_q, constant struct attention_args 
 // the row for a position: the first `keep` rows are pinned, in the others positions go round
 static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
-}
-
-// rows of the ring that are used once it has the n new tokens, of which the first is at pos
-static inline int used_rows(int pos, constant struct attention_args *a) {
-    return min(pos + a->n, a->rows);
 }
 
 // 1 + temp * ln(floor(pos / n_ctx) + 1), a factor of the query: some models sharpen attention so
@@ -1197,7 +1182,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
     int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
     int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
-    int pos = now[NOW_POS] + t, used = used_rows(now[NOW_POS], a);
+    int pos = now[NOW_POS] + t, used = min(now[NOW_POS] + a->n, a->rows);
     int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
@@ -1209,11 +1194,15 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v += (ulong)kv * a->rows * VALUE_STEP;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
-        bool key = i == QUERY_HEADS;
-        int h = key ? kv : min(head + i, last);
-        head_stage(key, h, key ? k_new : q + h * query_step(), key ? k_norm : q_norm,
-                   key ? k_bias : q_bias, angles, a, lane, qs + i * HEAD_DIM);   // ks is behind qs
+    for (int u = sg; FUSED && u < QUERY_HEADS + (slice == 0); u += nsg) {
+        bool key = u == QUERY_HEADS;                      // ks is behind qs
+        int h = key ? kv : min(head + u, last);
+        threadgroup float *to = qs + u * HEAD_DIM;
+        float y[HEAD_MAX / SIMD_LANES];
+        head_rope(key, h, key ? k_new : q + h * query_step(), key ? k_norm : q_norm,
+                  key ? k_bias : q_bias, angles, a, lane, y);
+        for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+            for (int j = 0; j < 2; j++) to[pair_index(p, j, a->n_rot)] = y[i + j];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
@@ -1694,7 +1683,7 @@ kernel void flash_attention(device const float *q, device const half *k, device 
     int t = own + lane / 2, pos = now[NOW_POS], first = pos + t0;
     int last = pos + min(t0 + queries, a->n) - 1, group = a->n_head / a->n_kv;
     int key_col = split > 1 ? (int)sg * wide : 0, value_col = split > 1 ? (int)sg * deep : 0;
-    int used = used_rows(pos, a), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
+    int used = min(pos + a->n, a->rows), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
     half16x16 mq[NARROW_MAX / 16], mk, mp;
     float16x16 o[NARROW_MAX / 16], s[2];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
