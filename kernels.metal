@@ -1877,7 +1877,7 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][parts]
-    int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1), used = 0;
+    int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1);
     int all = a->n_expert * parts, size = div_up(a->choices, parts);
     for (int u = tid; u < all; u += threads) {
         int e = u % a->n_expert, part = u / a->n_expert, n = 0;
@@ -1898,6 +1898,7 @@ kernel void sort_choices(device const int *chosen, device int *order, device int
             tile[3 * n + 1] = at + i;
             tile[3 * n + 2] = at + min(i + a->tile, own);
         }
+        for (; u == a->n_expert - 1 && n < a->tiles; n++) tile[3 * n] = -1;   // behind the last
         for (int i = 0; i < part; i++) at += count[e * parts + i];
         int end = min((part + 1) * size, a->choices);
         for (int i = part * size; i < end; i += 8) {
@@ -1910,12 +1911,6 @@ kernel void sort_choices(device const int *chosen, device int *order, device int
             }
         }
     }
-    for (int e = 0; e < a->n_expert; e++) {
-        int own = 0;
-        for (int i = 0; i < parts; i++) own += count[e * parts + i];
-        used += div_up(own, a->tile);
-    }
-    for (int i = used + (int)tid; i < a->tiles; i += threads) tile[3 * i] = -1;
 }
 
 // y[n][dim] = the sum of weight * out over a token's choices, plus the shared expert's result, with
