@@ -209,11 +209,10 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
-// The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
-#ifndef METAL_HOST   // llm.c's own
+#ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2)
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
+enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };
 #endif
-enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 
 // The variants of a kernel: metal.c sets these constants when it makes a pipeline, so the compiler
 // decides every `if` that depends on one.
@@ -943,7 +942,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // The place of the first (which = 0) or second number of pair p in a head. Behind the n_rot numbers
 // that RoPE rotates, pairs are neighbours, and stay as they are.
 static inline int pair_index(int p, int which, int n_rot) {
-    bool apart = PAIRING == PAIRING_HALVES && p < n_rot / 2;
+    bool apart = PAIRING == ROPE_HALVES && p < n_rot / 2;
     return apart ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
@@ -981,7 +980,7 @@ static inline void head_rope(int which, int head, device const float *x, device 
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
     if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
-    int pairs = PAIRING == PAIRING_NONE ? 0 : a->n_rot / 2;
+    int pairs = PAIRING == ROPE_NONE ? 0 : a->n_rot / 2;
     for (int p = lane, i = 0; p < pairs; p += SIMD_LANES, i += 2) {
         float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;

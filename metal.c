@@ -8,10 +8,7 @@
 #include "kernels.metal"
 #undef METAL_HOST
 
-// the kernels take llm.c's pairings as they are
-_Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");
-_Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
-               (int)PAIRING_HALVES == ROPE_HALVES, "");
+_Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has it
 
 // ---- the device ----
 //
@@ -943,7 +940,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
         .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
-                     [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
+                     [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = bits,
                      [C_QK_LATE] = c->qk_norm_late,
                      [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
