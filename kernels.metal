@@ -54,11 +54,7 @@ struct half {
         return x;
     }
 };
-half __ushort_as_half(ushort bits) {
-    half h;
-    h.bits = bits;
-    return h;
-}
+half __ushort_as_half(ushort bits) { return *(half *)&bits; }
 float __half2float(half h) { return h; }
 
 template <class T, int N> struct alignas(N * sizeof(T)) vec {
@@ -532,9 +528,7 @@ static inline int near_shift(int format) {
     return shift;
 }
 static inline float near_unit(int format) { return (float)(1 << near_shift(format)) / 64.0f; }
-static inline float near_zero(int format) {
-    return 2.0f + (float)format_bias(format) * near_unit(format);
-}
+static inline float near_zero(int format) { return 2.0f + format_bias(format) * near_unit(format); }
 static inline float near_code(int format, thread const uint *q, int i) {
     uint u = q[i / 4], bias = format_bias(format);
     if (near_shift(format) < 1) return group_code(q, i);
@@ -567,8 +561,7 @@ static inline float4 four_weights(int format, device const uchar *row, int i, in
         if (i + e < cols) w[e] = half_weight(format, ((device const ushort *)row)[i + e]);
     if (RAGGED || i >= cols) return w;
     uint2 pairs = *(device const uint2 *)(row + 2 * i);
-    for (int e = 0; e < 4; e++)
-        w[e] = half_weight(format, e % 2 ? pairs[e / 2] >> 16 : pairs[e / 2] & 0xffff);
+    for (int e = 0; e < 4; e++) w[e] = half_weight(format, pairs[e / 2] >> e % 2 * 16 & 0xffff);
     return w;
 }
 
@@ -744,9 +737,7 @@ static inline void finish(device float *y, float v, float cap, float other) {
 }
 
 // does the epilogue read `other`, which the host binds?
-static inline bool takes_other(void) {
-    return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU;
-}
+static inline bool has_other(void) { return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU; }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
@@ -780,8 +771,7 @@ kernel void embed(device const uchar *w, device const uchar *positions,
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
 // CENTRED. An epilogue follows, because Gemma adds a normed result to x, and the delta rule has a
-// gate. The weights are w[groups][cols]: row r has w[r % groups].
-// Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
+// gate. Grid: a threadgroup for each row. Bound by memory: 4 FLOP a value, for 3 or 4 floats.
 kernel void norm(device const float *x, device const float *w, device const float *bias,
         device const float *other, device float *y, constant struct norm_args *a, PLACE) {
     ulong at = (ulong)tg * a->cols;
@@ -792,14 +782,13 @@ kernel void norm(device const float *x, device const float *w, device const floa
         float v = (x[i] - mean) * scale;
         if (NORMED & NORM_WEIGHTS) v *= w[own + i];
         if (NORMED & NORM_BIAS) v += bias[own + i];
-        finish(&y[at + i], v * a->factor, 0.0f, takes_other() ? other[at + i] : 0.0f);
+        finish(&y[at + i], v * a->factor, 0.0f, has_other() ? other[at + i] : 0.0f);
         if (a->scale != 1.0f) y[at + i] *= a->scale;
     }
 }
 
-// gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t. The inputs of two
-// tokens lie `step` apart.
-// Grid: a thread for each number.
+// gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t, which lie `step`
+// apart. Grid: a thread for each number.
 kernel void gate_inputs(device float *gate, device const float *inputs,
         constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
@@ -999,8 +988,7 @@ kernel void qk_norm(device const float *q_norm, device const float *k_norm,
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
     device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    float mean, scale;
-    scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
+    float mean, scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
         int at = row_index(i, step);
         x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
@@ -1523,7 +1511,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
                        (EXPERTS == EXPERTS_HEADS ? a->w[0].out_step : rows) + r;
             float v = patch[k * PATCH_STRIDE + (int)lane % wide] * (scale * powers[from[at]]);
             if (BIASES >> part & 1) v += bias[r];
-            finish(&y[to], v * a->factor, a->softcap, takes_other() ? other[to] : 0.0f);
+            finish(&y[to], v * a->factor, a->softcap, has_other() ? other[to] : 0.0f);
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);        // it is used
     }
@@ -1531,8 +1519,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
 
 // QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
 // k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring;
-// angles[n][n_rot / 2][2].
-// Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
+// angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a token: queries, keys, values.
 kernel void rope(device const float *v_new, device const float *angles,
         device const float *q_norm, device const float *k_norm, device const float *q_bias,
         device const float *k_bias, device const float *k_new, device float *q, device half *k,
@@ -1662,10 +1649,9 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
 // queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
 // adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
 // which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
-// in registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale
-// has the factor log2(e). A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two
-// BUFFERS the next tile's keys and values are copied meanwhile; with one, as Apple's threadgroups
-// have less memory, values take the place of the keys.
+// in registers. A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two BUFFERS the
+// next tile's keys and values are copied meanwhile; with one, as Apple's threadgroups have less
+// memory, values take the place of the keys.
 kernel void flash_attention(device const float *q, device const half *k, device const half *v,
         device const int *pos_k, device const int *now, device const float *slopes,
         device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
@@ -1865,7 +1851,7 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
     }
     for (int r = 0; r < R; r++)
         if (lane == 0 && row + r < a->down.w[0].rows)
-            finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
+            finish(&y[row + r], sum[r], 0.0f, has_other() ? other[row + r] : 0.0f);
 }
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
@@ -1924,7 +1910,7 @@ kernel void weigh_experts(device const float *out, device const float *weight,
         ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
         for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
-        finish(&y[at], sum * a->factor, 0.0f, takes_other() ? other[at] : 0.0f);
+        finish(&y[at], sum * a->factor, 0.0f, has_other() ? other[at] : 0.0f);
     }
 }
 
