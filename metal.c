@@ -446,40 +446,36 @@ IMP class_getMethodImplementation(id, SEL);
 void *objc_autoreleasePoolPush(void);
 void objc_autoreleasePoolPop(void *);
 
-// X(name for send, selector, result, parameters); NSUInteger is size_t
+// X(name for send, selector, result, parameters behind object and selector); NSUInteger: size_t
 #define METHODS(X) \
-    X(make, "new", id, (id, SEL)) X(retain, "retain", id, (id, SEL)) \
-    X(release, "release", void, (id, SEL)) X(count, "count", size_t, (id, SEL)) \
-    X(string, "stringWithUTF8String:", id, (id, SEL, const char *)) \
-    X(utf8, "UTF8String", const char *, (id, SEL)) \
-    X(object_at, "objectAtIndex:", id, (id, SEL, size_t)) \
-    X(set_fast_math, "setFastMathEnabled:", void, (id, SEL, bool)) \
-    X(new_queue, "newCommandQueue", id, (id, SEL)) \
-    X(max_length, "maxBufferLength", size_t, (id, SEL)) \
-    X(new_library, "newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *)) \
-    X(set_constant, "setConstantValue:type:atIndex:", void, \
-      (id, SEL, const void *, size_t, size_t)) \
-    X(new_function, "newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *)) \
-    X(new_pipeline, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *)) \
-    X(simd_width, "threadExecutionWidth", size_t, (id, SEL)) \
-    X(max_threads, "maxTotalThreadsPerThreadgroup", size_t, (id, SEL)) \
+    X(make, "new", id) X(retain, "retain", id) X(release, "release", void) \
+    X(string, "stringWithUTF8String:", id, const char *) X(utf8, "UTF8String", const char *) \
+    X(count, "count", size_t) X(object_at, "objectAtIndex:", id, size_t) \
+    X(set_fast_math, "setFastMathEnabled:", void, bool) X(new_queue, "newCommandQueue", id) \
+    X(max_length, "maxBufferLength", size_t) \
+    X(new_library, "newLibraryWithSource:options:error:", id, id, id, id *) \
+    X(set_constant, "setConstantValue:type:atIndex:", void, const void *, size_t, size_t) \
+    X(new_function, "newFunctionWithName:constantValues:error:", id, id, id, id *) \
+    X(new_pipeline, "newComputePipelineStateWithFunction:error:", id, id, id *) \
+    X(simd_width, "threadExecutionWidth", size_t) \
+    X(max_threads, "maxTotalThreadsPerThreadgroup", size_t) \
     X(share_pages, "newBufferWithBytesNoCopy:length:options:deallocator:", id, \
-      (id, SEL, void *, size_t, size_t, id)) \
-    X(commands, "commandBuffer", id, (id, SEL)) X(encoder, "computeCommandEncoder", id, (id, SEL)) \
-    X(set_pipeline, "setComputePipelineState:", void, (id, SEL, id)) \
-    X(set_buffer, "setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t)) \
-    X(set_bytes, "setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t)) \
-    X(set_shared, "setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t)) \
-    X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
-    X(blit_encoder, "blitCommandEncoder", id, (id, SEL)) \
+      void *, size_t, size_t, id) \
+    X(commands, "commandBuffer", id) X(encoder, "computeCommandEncoder", id) \
+    X(set_pipeline, "setComputePipelineState:", void, id) \
+    X(set_buffer, "setBuffer:offset:atIndex:", void, id, size_t, size_t) \
+    X(set_bytes, "setBytes:length:atIndex:", void, const void *, size_t, size_t) \
+    X(set_shared, "setThreadgroupMemoryLength:atIndex:", void, size_t, size_t) \
+    X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, MTLSize, MTLSize) \
+    X(blit_encoder, "blitCommandEncoder", id) \
     X(copy, "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:", void, \
-      (id, SEL, id, size_t, id, size_t, size_t)) \
-    X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
-    X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
-    X(error, "error", id, (id, SEL)) X(describe, "localizedDescription", id, (id, SEL))
+      id, size_t, id, size_t, size_t) \
+    X(end_encoding, "endEncoding", void) X(commit, "commit", void) \
+    X(wait, "waitUntilCompleted", void) X(status, "status", size_t) X(error, "error", id) \
+    X(describe, "localizedDescription", id)
 
-#define X(name, selector, R, types) \
-    typedef R send_##name types; \
+#define X(name, selector, R, ...) \
+    typedef R send_##name(id, SEL, ##__VA_ARGS__); \
     static SEL sel_##name(void) { \
         static SEL sel; \
         return sel ? sel : (sel = sel_registerName(selector)); \

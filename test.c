@@ -4088,8 +4088,9 @@ static void check_complete(void) {
         sscanf(s, "\nkernel void %39[a-z_0-9]", name);
         CHECK(strstr(kernels_run, text_of(" %s ", name)), "kernel %s is not tested", name);
     }
-#define X(name, selector, R, types) \
-    CHECK(soft_has(selector, #R " " #types), "%s: %s %s is not Apple's", selector, #R, #types);
+#define X(name, selector, R, ...) \
+    CHECK(soft_has(selector, #R " (id, SEL" __VA_OPT__(", ") #__VA_ARGS__ ")"), \
+          "%s: %s of %s is not Apple's", selector, #R, #__VA_ARGS__);
     METHODS(X)
 #undef X
 #endif
