@@ -834,17 +834,9 @@ static int experts_tile(const Session *s, int n) {
     return gemm_tokens(n * s->m->layers[s->l].n_used / s->m->config.n_expert);
 }
 
-// The input, rows of cols floats that lie `step` apart, as halves in g->halves, which gemm reads.
-static void run_halve(Session *s, const float *x, int rows, int cols, int step) {
-    Gpu *g = s->gpu;
-    struct halve_args a = {cols, step};
-    run_kernel(s, a, "halve", {x, g->halves, g->powers}, 3, rows,
-               threads_for(div_up(half_step(cols), 4), NORM_THREADS), NORM_FLOATS,
-               {[C_RAGGED] = cols % 32 != 0});
-}
-
-// The tile is as large as it can be while there are enough threadgroups for the GPU.
-static void run_gemm(Session *s, Products p) {   // the input is in g->halves
+// First makes halves of the input; without one (NULL) those of the product before serve again. The
+// tile is as large as it can be while there are enough threadgroups for the GPU.
+static void run_gemm(Session *s, Products p) {
     enum { FILL = 100 };
     Gpu *g = s->gpu;
     struct product_args a;
@@ -854,6 +846,12 @@ static void run_gemm(Session *s, Products p) {   // the input is in g->halves
     Dispatch d = {"gemm", {[12] = chosen ? g->tiles : NULL, chosen ? s->order : NULL}, 15, 0, 0, 0,
                   {[C_BUFFERS] = TILE_BUFFERS}};
     bind_products(s, &d, &a, &p);
+    struct halve_args b = {a.cols, a.x_step};
+    if (p.in.x)
+        run_kernel(s, b, "halve", {p.in.x, g->halves, g->powers}, 3,
+                   p.n * (p.experts == EXPERTS_GATHER ? 1 : a.each),
+                   threads_for(div_up(half_step(a.cols), 4), NORM_THREADS), NORM_FLOATS,
+                   {[C_RAGGED] = a.cols % 32 != 0});
     d.bound[6] = g->halves;
     d.bound[7] = g->powers;
     each = p.experts == EXPERTS_HEADS ? a.each : 1;
@@ -873,9 +871,8 @@ static void run_gemm(Session *s, Products p) {   // the input is in g->halves
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
     Products p = {w, k, in, y, n, e, EXPERTS_NONE};
-    if (n == 1) return run_gemv(s, p);
-    run_halve(s, in.x, n, w[0]->cols, input_step(w[0]));
-    run_gemm(s, p);
+    if (n == 1) run_gemv(s, p);
+    else run_gemm(s, p);
 }
 
 static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
@@ -975,7 +972,6 @@ static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int
     w = &one;
     Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS};
     if (n == 1) p.n = n_head;   // for gemv each head is a token
-    else run_halve(s, x, n * n_head, w->cols, input_step(w));
     if (n == 1) run_gemv(s, p);
     else run_gemm(s, p);
 }
@@ -1016,8 +1012,8 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1) return run_gemv(s, p);
-    run_halve(s, in.x, n, up->cols, input_step(up));
     if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
+    if (k > 1) in.x = NULL;
     run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts});
 }
 
@@ -1069,7 +1065,6 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     bool weighed = w->shared_router.data;
     if (n > 1) {
         struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
-        run_halve(s, g->up, n * w->n_used, down->cols, down->cols);
         run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
         if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
         return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
