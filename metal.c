@@ -24,13 +24,6 @@ enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10 };
 enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
-// a kernel compiled with these function constants; it has n buffers, and at most so many threads
-typedef struct {
-    const char *kernel;
-    int constant[N_CONSTANTS], n;
-    size_t threads;
-    void *state;
-} Variant;
 
 // one dispatch; bound: buffers 0 to n - 1, NULL where the variant ignores one (n: its arguments)
 typedef struct {
@@ -40,6 +33,8 @@ typedef struct {
     size_t groups, threads, shared;   // threadgroups; threads and shared floats of each
     int constant[N_CONSTANTS];
 } Dispatch;
+// a kernel compiled for the dispatches that have the function constants of this one
+typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // threads: the most
 // groups and threads of a Dispatch with a SIMD-group for each of n
 #define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
@@ -253,18 +248,19 @@ static char *device_address(const Gpu *g, const void *p) {
 // must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
 // flash_attention 2 or 3 threadgroups, so that some compute while others wait.
 static void cuda_source(const Variant *p, char *s) {
-#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, p->constant[C_##name]);
+    const int *constant = p->d.constant;
+#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
-    int fit = (gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
-    if (p->constant[C_TILE_ROWS]) fit = 512 / p->threads;
-    else if (p->constant[C_BUFFERS]) fit = p->constant[C_HEAD_DIM] > 128 ? 2 : 3;
-    else if (!p->constant[C_UNIT_ROWS] || !fit) fit = 1;
+    int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
+    if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
+    else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
+    else if (!constant[C_UNIT_ROWS] || !fit) fit = 1;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
                  "run_%s(const __grid_constant__ Bound x) {\n    %s(",
-                 p->threads, fit, p->kernel, p->kernel);
-    for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
+                 p->threads, fit, p->d.kernel, p->d.kernel);
+    for (int i = 0; i < p->d.n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
 }
@@ -344,24 +340,22 @@ static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are n
         void *module;
         char name[64];
         if (p->state) continue;
-        snprintf(name, sizeof name, "run_%s", p->kernel);   // so that profilers tell them apart
+        snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
         ok = c->n ? ok && cuda(g, cuModuleLoadData, &module, c->bytes) &&
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
-                        (!p->constant[C_BUFFERS] ||
+                        (!p->d.constant[C_BUFFERS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES))
-                  : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
+                  : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
         *c = (Code){0};
     }
     return ok;
 }
 
-static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // cuda_ready compiles it
-    (void)g;
-    p->n = d->n;
-    bool own = p->constant[C_UNIT_ROWS] || p->constant[C_BUFFERS];
-    p->threads = d->threads > 256 ? 1024 : own ? d->threads : 256;
-    return true;
+static bool device_pipeline(Gpu *g, Variant *p) {   // cuda_ready compiles it
+    bool own = p->d.constant[C_UNIT_ROWS] || p->d.constant[C_BUFFERS];
+    p->threads = p->d.threads > 256 ? 1024 : own ? p->d.threads : 256;
+    return (void)g, true;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -560,17 +554,16 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
     return s->buffer != NULL;
 }
 
-static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
-    id error = NULL, name = send(string, objc_getClass("NSString"), p->kernel);
+static bool device_pipeline(Gpu *g, Variant *p) {
+    id error = NULL, name = send(string, objc_getClass("NSString"), p->d.kernel);
     id values = send(make, objc_getClass("MTLFunctionConstantValues"));
-    (void)d;
     for (size_t i = 0; i < N_CONSTANTS; i++)
-        send(set_constant, values, &p->constant[i], MTLDataTypeInt, i);
+        send(set_constant, values, &p->d.constant[i], MTLDataTypeInt, i);
     id function = send(new_function, g->device->library, name, values, &error);
     p->state = function ? send(new_pipeline, g->device->device, function, &error) : NULL;
     send(release, function);
     send(release, values);
-    if (!p->state) return metal_fail(g, p->kernel, error);
+    if (!p->state) return metal_fail(g, p->d.kernel, error);
     if (send(simd_width, p->state) != SIMD_LANES)
         gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
     p->threads = send(max_threads, p->state);
@@ -655,12 +648,11 @@ static bool gpu_share(Gpu *g, Map map, bool filled) {
 static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
     Variant *p = g->pipeline, *end = p + g->n_pipelines;
     for (; p < end; p++)
-        if (!strcmp(p->kernel, d->kernel) &&
-            !memcmp(p->constant, d->constant, sizeof p->constant)) return p;
+        if (!strcmp(p->d.kernel, d->kernel) &&
+            !memcmp(p->d.constant, d->constant, sizeof d->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    *p = (Variant){.kernel = d->kernel};
-    memcpy(p->constant, d->constant, sizeof p->constant);
-    if (!device_pipeline(g, p, d)) return NULL;
+    *p = (Variant){*d, 0, NULL};
+    if (!device_pipeline(g, p)) return NULL;
     g->n_pipelines++;
     return p;
 }
