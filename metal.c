@@ -184,9 +184,8 @@ static bool device_open(Gpu *g) {
     bool ok = cuda(g, cuCtxCreate_v2, &d->context, 0, 0) &&
               cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
-              cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
-    if (ok && major < 8)
-        return gpu_fail(g, "its compute capability is below 8.0", NULL);   // no copies, few words
+              cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0) &&   // 7: no copies
+              (major > 7 || gpu_fail(g, "its compute capability is below 8.0", NULL));
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
     return ok;
 }
@@ -412,9 +411,8 @@ static void device_fetch(Gpu *g, void *p, size_t bytes) {   // waits for the GPU
         cuda(g, cuStreamSynchronize, g->device->stream);
 }
 
-static void device_often(Gpu *g, void *p, size_t bytes) {   // pins it, so it is fetched faster
-    g->device->cuMemHostRegister_v2(p, bytes, 0);
-}
+// pins it, so it is fetched faster
+static void device_often(Gpu *g, void *p, size_t n) { g->device->cuMemHostRegister_v2(p, n, 0); }
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
     cuda(g, cuMemcpyDtoDAsync_v2, device_address(g, to), device_address(g, from), bytes,
@@ -1252,12 +1250,11 @@ static void run_layers(Session *s, int n) {
         run_norm(s, g->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs, n * c->n_layer,
                  (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }
-    if (s->m->embd_norm.w)
-        run_norm(s, s->x, &s->m->embd_norm, c->norm, c->dim, s->x, n, STORE);
+    if (m->embd_norm.w) run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
-        run_layer(s, &s->m->layers[s->l], n);
+        run_layer(s, &m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
-        if (n > 1 && (s->l + 1) % split == 0) device_begin(s->gpu);
+        if (n > 1 && (s->l + 1) % split == 0) device_begin(g);
     }
 }
 
@@ -1330,7 +1327,6 @@ static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        bool late = c->qk_norm_late;
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
         bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
@@ -1339,7 +1335,7 @@ static const char *gpu_lacks(const Model *m) {
         if (!w->up.data && (w->attn_post_norm.w || w->ffn_post_norm.w)) return "post-norms";
         if (w->k_b.data && (w->k_b.x_step / w->n_head) % 4) return "head size";
         if (w->k_b.scale || w->v_b.scale || w->k_b.bias || w->v_b.bias) return "head's scales";
-        if (late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // no model has that
+        if (c->qk_norm_late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // in no model
     }
     return gguf_int(m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
@@ -1348,30 +1344,30 @@ static const char *gpu_lacks(const Model *m) {
 static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    size_t n = s->o.chunk, wide = 0, ff = 0, out = 0, parts = 0, choices = n * c->n_used, heads = 0;
-    size_t channels = 0;
-    for (size_t i = 0; i < s->m->gguf->n_tensors; i++)   // the widest input
-        if (s->m->gguf->tensors[i].ne[1] > 1) wide = larger(wide, s->m->gguf->tensors[i].ne[0]);
+    size_t n = s->o.chunk, choices = n * c->n_used, wide = 0, ff = 0, out = 0, parts = 0, conv = 0;
+    for (size_t i = 0; i < s->m->gguf->n_tensors; i++)
+        if (s->m->gguf->tensors[i].ne[1] > 1)
+            wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         int each = w->n_kv ? attention_parts(w->n_head, w->n_kv) : 1;
         int slices = attention_slices(s->cache[l].rows, each);
         parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
-        if (w->mixer) channels = larger(channels, w->conv_in.rows);
+        if (w->mixer) conv = larger(conv, w->conv_in.rows);
         if (w->k_b.data)   // both kinds of rows that each head has
-            heads = larger(heads, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
+            wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
-    wide = larger(n * larger(half_step(wide), heads), choices * half_step(ff));
+    wide = larger(n * wide, choices * half_step(ff));
     g->halves = arena_take(a, wide, sizeof *g->halves);
     g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
-    g->conv = arena_take(a, n * channels, sizeof *g->conv);
+    g->conv = arena_take(a, n * conv, sizeof *g->conv);
     g->place = arena_take(a, choices, sizeof *g->place);
     g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
 }
@@ -1459,9 +1455,9 @@ static int gpu_chunk(Session *s) {
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;
     g->pool = s->pool;
-    bool opened = device_open(g);
-    if (opened && lacks) gpu_fail(g, "the GPU path does not know this model's", lacks);
-    if (!opened || lacks) return gpu_close(s), 0;
+    bool ok = device_open(g);
+    if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
+    if (!ok) return gpu_close(s), 0;
     int chunk = GPU_CHUNK, own = s->o.chunk;
     for (double need = 0; chunk > 512; chunk /= 2, need = 0) {
         s->o.chunk = chunk;
