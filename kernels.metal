@@ -210,8 +210,7 @@ enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
 enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };
 #endif
 
-// The variants of a kernel: metal.c sets these constants when it makes a pipeline, so the compiler
-// decides every `if` that depends on one.
+// metal.c sets these constants when it makes a pipeline: the compiler decides every `if` on them.
 #define FUNCTION_CONSTANTS(X) \
     X(FORMAT_0) X(FORMAT_1) X(FORMAT_2) X(FORMAT_3)   /* formats of up to four matrices */ \
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
@@ -237,8 +236,7 @@ enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
-    X(TILE_TOKENS)   /* gemm: tokens in a tile, */ \
-    X(TILE_ROWS)     /* and rows */ \
+    X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */
 #define X(name) C_##name,
@@ -584,12 +582,11 @@ static inline void group_weights(int format, device const uchar *row, int g, int
 // The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may be
 // normed to (x - mean) * scale * w + bias. An RMSNorm without bias has scale 1 here: the product
 // also sums the squares of x, and the caller divides it by their root. Other norms, for which
-// norm_first is true, need mean and scale beforehand. STAGED: all of x is in xs, normed, and the
-// sum of its squares in `square`.
+// norm_first is true, need mean and scale beforehand. STAGED: all of x is in xs, normed.
 struct row_input {
     device const float *x, *w, *bias;
     int norm, cols;                                       // NORM bits, or 0
-    float mean, scale, square;
+    float mean, scale, square;                            // square: sum of x * x, if STAGED
     uint lane;
     threadgroup float *xs;
 };
@@ -1241,8 +1238,7 @@ kernel void attention_merge(device const float *q, device const float *sinks,
 // Writes rows[n][HEAD_DIM], a chunk's latent rows, to the cache: the first VALUE_DIM numbers
 // normed, the other n_rot rotated. p[n][n_head][q_step] are queries before their product with k_b:
 // the last n_rot numbers of each head are rotated, and go to the end of its q[n][n_head][HEAD_DIM].
-// All of a query, p too, is multiplied by its temperature. Grid: a SIMD-group for each token's row,
-// and one for each of its heads.
+// All of a query, p too, is multiplied by its temperature. Grid: a SIMD-group for each row or head.
 kernel void latent_row(device float *p, device float *q, device const float *rows, device half *k,
         device int *pos_k, device const float *weights, device const float *angles,
         device const int *now, constant struct attention_args *a, PLACE) {
@@ -1379,8 +1375,7 @@ static inline void stage_rows(int format, thread const struct gemm_tile *t, int 
     }
 }
 
-// The thread's group of a step, if W's format has blocks. Behind the last column it is the last one
-// times 0.
+// The thread's group of a step, if W's format has blocks; behind the last column, zeros
 struct weight_group { uint q[8]; float d[2], m[2]; };
 static inline void fetch_group(int format, thread const struct gemm_tile *t, int k0,
         thread struct weight_group *g) {
@@ -1566,9 +1561,8 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
     return r0;
 }
 
-// tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows
-// become zeros, since they may hold NaN, and 0 * NaN is NaN; so do the columns that fill a head up
-// to whole 16 x 16 matrices.
+// tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows,
+// which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
 static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
     const int across = flash_cols(dim) / 8, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
@@ -1650,8 +1644,7 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
 // adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
 // which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
 // in registers. A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two BUFFERS the
-// next tile's keys and values are copied meanwhile; with one, as Apple's threadgroups have less
-// memory, values take the place of the keys.
+// next tile is copied meanwhile; with one, for Apple's smaller memory, values replace the keys.
 kernel void flash_attention(device const float *q, device const half *k, device const half *v,
         device const int *pos_k, device const int *now, device const float *slopes,
         device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
@@ -1857,8 +1850,7 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
 // a->tile of its choices. One threadgroup: choices are cut into as many parts as leave a thread for
-// each expert and part. It counts the expert's choices in its part, and after all others have, too,
-// it knows where they begin.
+// each expert and part. It counts those; when all threads have, it knows where its own begin.
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][parts]

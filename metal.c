@@ -14,8 +14,7 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 //
 // The functions device_* stand here twice, for NVIDIA and for Apple; no other code knows which.
 
-// tiles of gemm and flash_attention: buffers and tokens, in so much threadgroup memory; the tests'
-// GPU tries both
+// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
 enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10 };
 #else
@@ -748,8 +747,7 @@ static int norm_bits(const Norm *w) {
     return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
 }
 
-// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: NORM_RMS,
-// NORM_LAYER or NORM_BARE
+// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: a NORM_*
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
     struct norm_args a = {cols, w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
@@ -1391,8 +1389,7 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
-// Shares all that kernels read or write: g->own, the model's files, the vectors that were converted
-// to f32, KV cache and scratch.
+// Shares all that kernels access: g->own, the files, vectors converted to f32, cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
