@@ -42,7 +42,6 @@ typedef unsigned char uchar, uint8_t;
 typedef unsigned short ushort, uint16_t;
 typedef int int32_t;
 typedef unsigned int uint, uint32_t;
-typedef long int64_t;
 typedef unsigned long ulong, uint64_t;
 struct half {
     ushort bits;
@@ -247,7 +246,8 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
     UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row
-    NORM_THREADS = 256,                               // at most
+    NORM_THREADS = 256, SORT_THREADS = 1024,          // at most
+    MERGE_THREADS = 128, BLOCK_THREADS = 1024,
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
@@ -256,8 +256,6 @@ enum {
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
     ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows in one; so many fill a GPU
-    MERGE_THREADS = 128,
-    BLOCK_THREADS = 1024,
     GEMM_FEW = 16, GEMM_ROWS = 128,                   // fewest tokens in a tile; most rows
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
@@ -267,7 +265,6 @@ enum {
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
-    SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 8, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a block of S
     DELTA_TOKENS = 8, DELTA_OWN = 2,                  // tokens staged together; by a SIMD-group
     CONV_TOKENS = 64,                                 // tokens of a thread
@@ -1337,9 +1334,7 @@ struct gemm_tile {
 // A SIMD-group has tile_down x tile_across matrices (tokens x rows); two share the same rows.
 static inline int tile_across(void) { return TILE_TOKENS > 16 ? 2 : 1; }
 static inline int tile_down(void) { return TILE_TOKENS / (16 * tile_across()); }
-static inline int tile_token(uint sg) {
-    return (int)sg % tile_across() * (TILE_TOKENS / tile_across());
-}
+static inline int tile_token(uint sg) { return (int)sg % tile_across() * 16 * tile_down(); }
 static inline int tile_row(uint sg) { return (int)sg / tile_across() * 16 * tile_across(); }
 
 // weights of row number r of the tile; behind the last row, that one's

@@ -38,7 +38,7 @@ typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // thread
 #define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
 typedef struct Device Device;
-typedef struct {
+typedef struct Gpu {
     Device *device;
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
@@ -734,13 +734,12 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
 
 // x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions) and w[2] (token types)
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
-    Gpu *g = s->gpu;
     struct embed_args a = {.cols = w[0]->cols};
-    Dispatch d = {"embed", {[3] = g->ids, g->now, x}, 6, n, SIMD_LANES, 0, {0}};
+    Dispatch d = {"embed", {[3] = s->gpu->ids, s->gpu->now, x}, 6, n, SIMD_LANES, 0, {0}};
     for (int i = 0; i < 3; i++)
         if (w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
     a.w[0].scale *= scale;
-    gpu_dispatch(g, &d, &a, sizeof a);
+    gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
 static int norm_bits(const Norm *w) {
@@ -785,12 +784,10 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     d->constant[C_SOFTCAPPED] = p->e.cap > 0;
     d->constant[C_ACTIVATION] = s->m->config.act;
     d->constant[C_EXPERTS] = p->experts;
-    for (int i = 0; i < 3; i++) {
-        const Matrix *w = p->w[i < p->k ? i : p->k - 1];
-        d->constant[C_FORMAT_0 + i] = w->type;
-        if (i >= p->k) continue;
-        bind_matrix(d, a->w, i, w, 3, p->experts);
-        if (p->experts) d->bound[14 + i] = w->scale;
+    for (int i = p->k; i < 3; i++) d->constant[C_FORMAT_0 + i] = p->w[p->k - 1]->type;
+    for (int i = 0; i < p->k; i++) {
+        bind_matrix(d, a->w, i, p->w[i], 3, p->experts);
+        if (p->experts) d->bound[14 + i] = p->w[i]->scale;
         if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[8 + i] = p->y[i];
     }
 }
@@ -971,7 +968,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
                                .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
-                                    s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
+                                    s->angles[w->window > 0], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
                {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope});
 }
@@ -1016,7 +1013,6 @@ static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) *
 // The router's choice, and the chosen experts up to their last product, in g->up. The shared expert
 // gets as far in s->up; its router's product goes to s->gathered.
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
-    Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
@@ -1033,7 +1029,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     if (n > 1) {
         int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
-        run_kernel(s, b, "sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
+        run_kernel(s, b, "sort_choices", {s->chosen, s->order, s->gpu->place, s->gpu->tiles}, 4, 1,
                    SORT_THREADS, larger(c->n_expert, SORT_THREADS), {0});
     }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
@@ -1041,7 +1037,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
-    run_ffn(s, &w->gate, &w->up, x, g->gate, g->up, n, EXPERTS_GATHER);
+    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
@@ -1234,7 +1230,6 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
 
 // embedding and all layers
 static void run_layers(Session *s, int n) {
-    Gpu *g = s->gpu;
     const Model *m = s->m;
     const Config *c = &m->config;
     const Matrix none = {0}, *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd};
@@ -1243,16 +1238,16 @@ static void run_layers(Session *s, int n) {
     run_embed(s, embd, c->embd_scale, s->x, n);
     if (c->per_layer) {   // see layer_inputs
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
-        run_product(s, &m->layer_proj, (Input){s->x, NULL}, g->inputs, n,
+        run_product(s, &m->layer_proj, (Input){s->x, NULL}, s->gpu->inputs, n,
                     (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
-        run_norm(s, g->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs, n * c->n_layer,
-                 (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
+        run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
+                 n * c->n_layer, (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }
     if (m->embd_norm.w) run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
-        if (n > 1 && (s->l + 1) % split == 0) device_begin(g);
+        if (n > 1 && (s->l + 1) % split == 0) device_begin(s->gpu);
     }
 }
 
@@ -1309,11 +1304,10 @@ static void gpu_fetch(Session *s, void *p, size_t bytes) {
 }
 
 static void gpu_store(Session *s) {
-    Gpu *g = s->gpu;
-    if (!g || !g->n_shared) return;   // gpu_open sends everything
+    if (!s->gpu || !s->gpu->n_shared) return;   // gpu_open sends everything
     for (int l = 0; l < s->m->config.n_layer; l++)
-        device_send(g, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
-    device_send(g, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
+        device_send(s->gpu, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
+    device_send(s->gpu, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
 }
 
 // ---- open ----
@@ -1406,12 +1400,11 @@ static bool share_all(Session *s) {
 // dry: nothing runs. (CUDA compiles the variants later, all together at the first launch.) Then it
 // runs one token, whose row no query ever sees; this brings the weights into memory.
 static void warm_up(Session *s) {
-    Gpu *g = s->gpu;
     int n[] = {s->o.chunk, 512, 65, 64, 32, 2, 1, 1}, last = COUNT(n) - 1;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
-        g->dry = i < last;
-        device_begin(g);
+        s->gpu->dry = i < last;
+        device_begin(s->gpu);
         send_tokens(s, NULL, rows, i == last - 1 ? s->o.window : 0);
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
@@ -1422,9 +1415,8 @@ static void warm_up(Session *s) {
 }
 
 static inline double gpu_bytes(const Session *s) {   // of what the GPU sees, or has a copy of
-    const Gpu *g = s->gpu;
     double bytes = 0;
-    for (int i = 0; i < g->n_shared; i++) bytes += g->shared[i].size;
+    for (int i = 0; i < s->gpu->n_shared; i++) bytes += s->gpu->shared[i].size;
     return bytes;
 }
 
@@ -1471,9 +1463,8 @@ static int gpu_chunk(Session *s) {
 }
 
 static void gpu_open(Session *s) {
-    Gpu *g = s->gpu;
     if (!share_all(s)) return gpu_close(s);
-    device_send(g, s->slopes, s->m->config.n_head * sizeof *s->slopes);
-    device_often(g, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
+    device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
+    device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);
 }

@@ -3518,7 +3518,7 @@ static void *lab_symbol(void *from, const char *name) {
 }
 
 static void lab_break(Session *s, const char *name) {   // of a session that is open
-    struct Device *d = s->gpu ? ((Gpu *)s->gpu)->device : NULL;
+    struct Device *d = s->gpu ? s->gpu->device : NULL;
 #define X(function, types) if (d && !strcmp(name, #function)) d->function = (void *)lab_broken;
     DRIVER(X)
 #undef X
@@ -4500,7 +4500,7 @@ static void check_parts(const Model *m) {
     one.config.n_layer = 1;
     Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000});
     int slices = attention_slices(s->cache[0].rows, attention_parts(w->n_head, w->n_kv));
-    long room = s->gpu ? (float *)((Gpu *)s->gpu)->halves - ((Gpu *)s->gpu)->parts : 0;
+    long room = s->gpu ? (float *)s->gpu->halves - s->gpu->parts : 0;
     long extra = room - w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
     session_close(s);
