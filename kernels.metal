@@ -101,14 +101,13 @@ struct float16x16 { float e[8]; };
 uint shared_address(const void *p) { return (uint)__cvta_generic_to_shared(p); }
 // Lane l gives the address of row l % 8 of the 8 x 8 matrix l / 8, which goes to r[l / 8].
 void load_matrices(half16x16 *m, const half *p, bool turned) {
-    if (turned)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3])
-                     : "r"(shared_address(p)));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3])
-                     : "r"(shared_address(p)));
+#define LDMATRIX(way) \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" way ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                 : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3]) \
+                 : "r"(shared_address(p)))
+    if (turned) LDMATRIX(".trans");
+    else LDMATRIX("");
+#undef LDMATRIX
 }
 void load_left(half16x16 *m, const half *p, int stride) {
     load_matrices(m, p + threadIdx.x % 16 * stride + threadIdx.x / 16 % 2 * 8, false);
@@ -596,9 +595,7 @@ static inline float4 normed(float4 v, int i, thread const struct row_input *in) 
     return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
 }
 
-static inline float limited(float x, float limit) {
-    return limit > 0.0f ? clamp(x, -limit, limit) : x;
-}
+static inline float limited(float x, float most) { return most > 0.0f ? clamp(x, -most, most) : x; }
 
 // where number i of a row is; with a step, the row consists of heads that lie `step` apart
 static inline int row_index(int i, int step) {
@@ -889,8 +886,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
     x += (ulong)min(t, a->tokens - 1) * a->x_step;
     struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane,
                            STAGED ? shared : shared + sg * X_FLOATS};
-    if (norm_first())
-        in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
+    if (norm_first()) in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (STAGED) {
         float square = 0.0f;
         for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
@@ -1462,10 +1458,8 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
         end = expert_tile[3 * tile + 2];
         if (expert < 0) return;                               // all threads: no barrier was there
     }
-    if (EXPERTS) {
-        w0 += (ulong)expert * a->w[0].step;
-        bias0 += expert * a->w[0].bias_step;
-    }
+    w0 += (ulong)expert * a->w[0].step;                       // 0 where there is one matrix
+    bias0 += expert * a->w[0].bias_step;
     for (int i = tid; i < TILE_TOKENS; i += 2 * TILE_ROWS) {
         int t = min(token + i, end - 1);
         if (EXPERTS == EXPERTS_HEADS) t = t * a->each + expert;

@@ -561,8 +561,7 @@ static bool device_pipeline(Gpu *g, Variant *p) {
     send(release, function);
     send(release, values);
     if (!p->state) return metal_fail(g, p->d.kernel, error);
-    if (send(simd_width, p->state) != SIMD_LANES)
-        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
+    if (send(simd_width, p->state) != SIMD_LANES) gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
     p->threads = send(max_threads, p->state);
     return true;
 }
@@ -919,8 +918,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
                      [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = bits,
-                     [C_QK_LATE] = c->qk_norm_late,
-                     [C_CENTRED] = c->norm != NORM_RMS,
+                     [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_CAUSAL] = c->causal}};
@@ -1006,8 +1004,7 @@ static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) *
     const Config *c = &s->m->config;
     struct input_args a = {n, c->per_layer, c->n_layer * c->per_layer};
     run_kernel(s, a, "gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
-               div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
-               {[C_ACTIVATION] = c->act});
+               div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0, {[C_ACTIVATION] = c->act});
 }
 
 // The router's choice, and the chosen experts up to their last product, in g->up. The shared expert
@@ -1160,8 +1157,7 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     if (before && ends && l->out_scale) add.cap = *l->out_scale;
     if (w) run_product(s, w, (Input){in, NULL}, to, n, e);
     else run_experts_end(s, l, to, n, e);
-    if (post->w)
-        run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
+    if (post->w) run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
     if (again) run_norm(s, tmp, &l->attn_norm_2, c->norm, c->dim, y, n, STORE);
 }
 
@@ -1171,7 +1167,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
     float *to[3] = {is_gated(w) ? s->mix : s->q, s->k, s->v};
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
-    bool experts = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
+    bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
@@ -1190,10 +1186,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
     if (!w->up.data) return;
     if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
         in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
-    if (experts) run_choice(s, w, in, n);
+    if (moe) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
-    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x,
-                 n);
+    run_residual(s, w, moe ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x, n);
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
