@@ -299,8 +299,7 @@ struct product_args {
     float eps, softcap, factor;            // factor: of W x + bias
 };
 struct attention_args {
-    int32_t n;                             // queries
-    int32_t n_head, n_kv, n_rot, sinks;    // sinks: 1 if each head has an attention sink
+    int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
     int32_t rows, window, keep;            // of the ring; see visible
     int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
