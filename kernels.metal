@@ -42,7 +42,6 @@ typedef unsigned char uchar, uint8_t;
 typedef unsigned short ushort, uint16_t;
 typedef int int32_t;
 typedef unsigned int uint, uint32_t;
-typedef long int64_t;
 typedef unsigned long ulong, uint64_t;
 struct half {
     ushort bits;
@@ -54,11 +53,7 @@ struct half {
         return x;
     }
 };
-half __ushort_as_half(ushort bits) {
-    half h;
-    h.bits = bits;
-    return h;
-}
+half __ushort_as_half(ushort bits) { return *(half *)&bits; }
 float __half2float(half h) { return h; }
 
 template <class T, int N> struct alignas(N * sizeof(T)) vec {
@@ -106,14 +101,13 @@ struct float16x16 { float e[8]; };
 uint shared_address(const void *p) { return (uint)__cvta_generic_to_shared(p); }
 // Lane l gives the address of row l % 8 of the 8 x 8 matrix l / 8, which goes to r[l / 8].
 void load_matrices(half16x16 *m, const half *p, bool turned) {
-    if (turned)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3])
-                     : "r"(shared_address(p)));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3])
-                     : "r"(shared_address(p)));
+#define LDMATRIX(way) \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" way ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                 : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3]) \
+                 : "r"(shared_address(p)))
+    if (turned) LDMATRIX(".trans");
+    else LDMATRIX("");
+#undef LDMATRIX
 }
 void load_left(half16x16 *m, const half *p, int stride) {
     load_matrices(m, p + threadIdx.x % 16 * stride + threadIdx.x / 16 % 2 * 8, false);
@@ -198,8 +192,8 @@ using namespace metal;
 
 // ---- 1. arguments ----
 //
-// All that the kernels and metal.c must agree on stands here, except for the order of the buffers,
-// which is in each kernel's signature.
+// All that the kernels and metal.c must agree on stands here, except for the buffers: Metal numbers
+// those of a kernel as its parameters stand, from 0 on.
 
 #ifndef KERNEL_ARGS
 #define KERNEL_ARGS
@@ -209,14 +203,12 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
-// The next two are numbered as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2).
-#ifndef METAL_HOST   // llm.c's own
+#ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2)
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
+enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };
 #endif
-enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
 
-// The variants of a kernel: metal.c sets these constants when it makes a pipeline, so the compiler
-// decides every `if` that depends on one.
+// metal.c sets these constants when it makes a pipeline: the compiler decides every `if` on them.
 #define FUNCTION_CONSTANTS(X) \
     X(FORMAT_0) X(FORMAT_1) X(FORMAT_2) X(FORMAT_3)   /* formats of up to four matrices */ \
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
@@ -242,8 +234,7 @@ enum { PAIRING_NONE, PAIRING_NEIGHBOURS, PAIRING_HALVES };
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
-    X(TILE_TOKENS)   /* gemm: tokens in a tile, */ \
-    X(TILE_ROWS)     /* and rows */ \
+    X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
     X(BLOCK)         /* delta_rule: tokens computed at once, BLOCK_MAX or 1 */
@@ -255,7 +246,8 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
     UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row
-    NORM_THREADS = 256,                               // at most
+    NORM_THREADS = 256, SORT_THREADS = 1024,          // at most
+    MERGE_THREADS = 128, BLOCK_THREADS = 1024,
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
@@ -264,8 +256,6 @@ enum {
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
     ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows in one; so many fill a GPU
-    MERGE_THREADS = 128,
-    BLOCK_THREADS = 1024,
     GEMM_FEW = 16, GEMM_ROWS = 128,                   // fewest tokens in a tile; most rows
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
@@ -275,7 +265,6 @@ enum {
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
-    SORT_THREADS = 1024,                              // at most
     DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a part of S
     DELTA_LANES = 8,                                  // lanes that share a row; at least a block
     BLOCK_MAX = 8, DELTA_OWN = 2,                     // tokens of a block; staged by a SIMD-group
@@ -312,8 +301,7 @@ struct product_args {
     float eps, softcap, factor;            // factor: of W x + bias
 };
 struct attention_args {
-    int32_t n;                             // queries
-    int32_t n_head, n_kv, n_rot, sinks;    // sinks: 1 if each head has an attention sink
+    int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
     int32_t rows, window, keep;            // of the ring; see visible
     int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
@@ -515,48 +503,34 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 
 static inline float group_code(thread const uint *q, int i) { return quant_code(q[i / 4], i % 4); }
 
+// What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
+// the most that code + bias can be; whether a block is one group, so that its decoder is short
+#define X(id, name, weights, bytes, per16, bias) format == id ? bias :
+static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
+#undef X
+#define X(id, name, weights, bytes, per16, bias) \
+    format == id ? (bias ? 2 * bias : (1 << 8 * bytes / weights) - 1) :
+static inline int format_most(int format) { return QUANT_TYPES(X) 128; }
+#undef X
+#define X(id, name, weights, bytes, per16, bias) format == id ? weights == 32 :
+static inline bool format_short(int format) { return QUANT_TYPES(X) false; }
+#undef X
+
 // A byte u below 128 needs no conversion: behind the upper bits of 2.0, it is the float 2 + u / 64.
 // So gemv takes code c as u = (c + bias) << shift, as near_zero + c * near_unit. It is not as exact
 // as c, least for a small shift: a format whose near_shift is 0 or -1 keeps its codes.
-static inline int near_top(int format, thread int *bias) {   // the most that c + bias can be
-#define X(id, name, weights, bytes, per16, b) \
-    if (format == id) return *bias = b, b ? 2 * b : (1 << 8 * bytes / weights) - 1;
-    QUANT_TYPES(X)
-#undef X
-    return *bias = 0, 128;
-}
 static inline int near_shift(int format) {
-    int shift = -1, bias;
-    while (near_top(format, &bias) << (shift + 1) < 128) shift++;
+    int shift = -1;
+    while (format_most(format) << (shift + 1) < 128) shift++;
     return shift;
 }
 static inline float near_unit(int format) { return (float)(1 << near_shift(format)) / 64.0f; }
-static inline float near_zero(int format) {
-    int bias;
-    near_top(format, &bias);
-    return 2.0f + (float)bias * near_unit(format);
-}
+static inline float near_zero(int format) { return 2.0f + format_bias(format) * near_unit(format); }
 static inline float near_code(int format, thread const uint *q, int i) {
-    int bias;
-    uint u = q[i / 4];
-    near_top(format, &bias);
+    uint u = q[i / 4], bias = format_bias(format);
     if (near_shift(format) < 1) return group_code(q, i);
-    if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101u;   // c + bias; no byte borrows
+    if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101;   // c + bias; no byte borrows
     return quant_near(u << near_shift(format), i % 4);
-}
-
-// Does a format have offsets m? Exactly those with bias 0 do: see QUANT_TYPES.
-static inline bool format_offsets(int format) {
-#define X(id, name, weights, bytes, per16, bias) (format == id && bias == 0) ||
-    return QUANT_TYPES(X) false;
-#undef X
-}
-
-// Has a format blocks of 32 weights? Their decoders are short.
-static inline bool format_short(int format) {
-#define X(id, name, weights, bytes, per16, bias) (format == id && weights == 32) ||
-    return QUANT_TYPES(X) false;
-#undef X
 }
 
 static inline bool format_float(int format) {
@@ -584,8 +558,7 @@ static inline float4 four_weights(int format, device const uchar *row, int i, in
         if (i + e < cols) w[e] = half_weight(format, ((device const ushort *)row)[i + e]);
     if (RAGGED || i >= cols) return w;
     uint2 pairs = *(device const uint2 *)(row + 2 * i);
-    for (int e = 0; e < 4; e++)
-        w[e] = half_weight(format, e % 2 ? pairs[e / 2] >> 16 : pairs[e / 2] & 0xffff);
+    for (int e = 0; e < 4; e++) w[e] = half_weight(format, pairs[e / 2] >> e % 2 * 16 & 0xffff);
     return w;
 }
 
@@ -608,12 +581,11 @@ static inline void group_weights(int format, device const uchar *row, int g, int
 // The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may be
 // normed to (x - mean) * scale * w + bias. An RMSNorm without bias has scale 1 here: the product
 // also sums the squares of x, and the caller divides it by their root. Other norms, for which
-// norm_first is true, need mean and scale beforehand. STAGED: all of x is in xs, normed, and the
-// sum of its squares in `square`.
+// norm_first is true, need mean and scale beforehand. STAGED: all of x is in xs, normed.
 struct row_input {
     device const float *x, *w, *bias;
     int norm, cols;                                       // NORM bits, or 0
-    float mean, scale, square;
+    float mean, scale, square;                            // square: sum of x * x, if STAGED
     uint lane;
     threadgroup float *xs;
 };
@@ -626,9 +598,7 @@ static inline float4 normed(float4 v, int i, thread const struct row_input *in) 
     return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
 }
 
-static inline float limited(float x, float limit) {
-    return limit > 0.0f ? clamp(x, -limit, limit) : x;
-}
+static inline float limited(float x, float most) { return most > 0.0f ? clamp(x, -most, most) : x; }
 
 // where number i of a row is; with a step, the row consists of heads that lie `step` apart
 static inline int row_index(int i, int step) {
@@ -738,7 +708,7 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             for (int h = 0; h < 2 && near_shift(format) > 0; h++)
                 dot[h] = (dot[h] - near_zero(format) * xsum[h]) / near_unit(format);
             sum[r] += d[r][0] * dot[0] + d[r][1] * dot[1];
-            if (format_offsets(format)) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
+            if (format_bias(format) == 0) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
         }
     }
 }
@@ -767,9 +737,7 @@ static inline void finish(device float *y, float v, float cap, float other) {
 }
 
 // does the epilogue read `other`, which the host binds?
-static inline bool takes_other(void) {
-    return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU;
-}
+static inline bool has_other(void) { return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU; }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
@@ -791,10 +759,9 @@ static inline void embed_part(int format, device const uchar *w, constant struct
 
 // x[n][cols]: x[t] = row ids[t] of W, plus the rows of its position and of token type 0 where a
 // model has these. Grid: a SIMD-group for each token; a lane keeps to its own groups.
-kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *positions [[buffer(1)]],
-        device const uchar *types [[buffer(2)]], device const int *ids [[buffer(3)]],
-        device const int *now [[buffer(4)]], device float *x [[buffer(5)]],
-        constant struct embed_args *a [[buffer(6)]], PLACE) {
+kernel void embed(device const uchar *w, device const uchar *positions,
+        device const uchar *types, device const int *ids, device const int *now, device float *x,
+        constant struct embed_args *a, PLACE) {
     device float *to = x + (ulong)tg * a->cols;
     int pos = now[NOW_POS] + tg;
     embed_part(FORMAT_0, w, &a->w[0], ids[tg], a->cols, false, to, lane);
@@ -804,18 +771,16 @@ kernel void embed(device const uchar *w [[buffer(0)]], device const uchar *posit
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
 // CENTRED. An epilogue follows, because Gemma adds a normed result to x, and the delta rule has a
-// gate. The weights are w[groups][cols]: row r has w[r % groups].
-// Grid: a threadgroup for each row. Bound by memory: for 4 FLOP a value it moves 3 or 4 floats.
-kernel void norm(device const float *x [[buffer(0)]], device const float *w [[buffer(1)]],
-        device const float *bias [[buffer(2)]], device const float *other [[buffer(3)]],
-        device float *y [[buffer(4)]], constant struct norm_args *a [[buffer(5)]], PLACE) {
+// gate. Grid: a threadgroup for each row. Bound by memory: 4 FLOP a value, for 3 or 4 floats.
+kernel void norm(device const float *x, device const float *w, device const float *bias,
+        device const float *other, device float *y, constant struct norm_args *a, PLACE) {
     ulong at = (ulong)tg * a->cols;
     int own = tg % a->groups * a->cols;
     x += at;
     float mean, scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = 4 * (int)tid; i < a->cols; i += 4 * nsg * SIMD_LANES) {
         float4 v = four_floats(x, i, a->cols), before = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (takes_other()) before = four_floats(other + at, i, a->cols);
+        if (has_other()) before = four_floats(other + at, i, a->cols);
         v = (v - mean) * scale;
         if (NORMED & NORM_WEIGHTS) v = v * four_floats(w + own, i, a->cols);
         if (NORMED & NORM_BIAS) v = v + four_floats(bias + own, i, a->cols);
@@ -826,11 +791,10 @@ kernel void norm(device const float *x [[buffer(0)]], device const float *w [[bu
     }
 }
 
-// gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t. The inputs of two
-// tokens lie `step` apart.
-// Grid: a thread for each number.
-kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *inputs [[buffer(1)]],
-        constant struct input_args *a [[buffer(2)]], PLACE) {
+// gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t, which lie `step`
+// apart. Grid: a thread for each number.
+kernel void gate_inputs(device float *gate, device const float *inputs,
+        constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
 }
@@ -839,8 +803,8 @@ kernel void gate_inputs(device float *gate [[buffer(0)]], device const float *in
 // with zeros behind. A row's power of two brings its largest number to 2^14 .. 2^15, because half
 // overflows with Gemma, and has fewer digits below 2^-14. gemm multiplies products by the power.
 // Grid: a threadgroup for each row; rows of x lie `step` apart.
-kernel void halve(device const float *x [[buffer(0)]], device half *to [[buffer(1)]],
-        device float *powers [[buffer(2)]], constant struct halve_args *a [[buffer(3)]], PLACE) {
+kernel void halve(device const float *x, device half *to, device float *powers,
+        constant struct halve_args *a, PLACE) {
     float top = 1e-30f;
     x += (ulong)tg * a->step;
     to += (ulong)tg * half_step(a->cols);
@@ -921,15 +885,13 @@ static inline void gemv_unit(int format, int part, int unit, int expert, device 
 // gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the
 // GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
 // EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own.
-kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
-        device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
-        device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const float *x [[buffer(6)]], device const float *weights [[buffer(7)]],
-        device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
-        device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
-        device const float *norm_bias [[buffer(12)]], device const int *chosen [[buffer(13)]],
-        device const float *scale0 [[buffer(14)]], device const float *scale1 [[buffer(15)]],
-        constant struct product_args *a [[buffer(16)]], PLACE) {
+kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
+        device const float *bias0, device const float *bias1, device const float *bias2,
+        device const float *x, device const float *weights,                       // buffers 6, 7
+        device float *y0, device float *y1, device float *y2,                     // 8 to 10
+        device const float *other, device const float *norm_bias, device const int *chosen,
+        device const float *scale0, device const float *scale1,                   // 14, 15
+        constant struct product_args *a, PLACE) {
     float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
     int u = tg * nsg + sg, t = u / a->units;
     int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS);
@@ -937,8 +899,7 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
     x += (ulong)min(t, a->tokens - 1) * a->x_step;
     struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane,
                            STAGED ? shared : shared + sg * X_FLOATS};
-    if (norm_first())
-        in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
+    if (norm_first()) in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (STAGED) {
         float square = 0.0f;
         for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
@@ -973,7 +934,7 @@ kernel void gemv(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
 // The place of the first (which = 0) or second number of pair p in a head. Behind the n_rot numbers
 // that RoPE rotates, pairs are neighbours, and stay as they are.
 static inline int pair_index(int p, int which, int n_rot) {
-    bool apart = PAIRING == PAIRING_HALVES && p < n_rot / 2;
+    bool apart = PAIRING == ROPE_HALVES && p < n_rot / 2;
     return apart ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
@@ -1011,7 +972,7 @@ static inline void head_rope(int which, int head, device const float *x, device 
     for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
         for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
     if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
-    int pairs = PAIRING == PAIRING_NONE ? 0 : a->n_rot / 2;
+    int pairs = PAIRING == ROPE_NONE ? 0 : a->n_rot / 2;
     for (int p = lane, i = 0; p < pairs; p += SIMD_LANES, i += 2) {
         float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
@@ -1020,29 +981,17 @@ static inline void head_rope(int which, int head, device const float *x, device 
     if (QK_LATE) head_norm(which, head, w, bias, a, lane, v);
 }
 
-// head_rope's result in threadgroup memory, out[HEAD_DIM], where every lane can read all of it
-static inline void head_stage(int which, int head, device const float *x, device const float *w,
-        device const float *bias, device const float *angles, constant struct attention_args *a,
-        uint lane, threadgroup float *out) {
-    float v[HEAD_MAX / SIMD_LANES];
-    head_rope(which, head, x, w, bias, angles, a, lane, v);
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-        for (int j = 0; j < 2; j++) out[pair_index(p, j, a->n_rot)] = v[i + j];
-}
-
 // QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
 // Grid: a threadgroup for each token's Q, and one for its K.
-kernel void qk_norm(device const float *q_norm [[buffer(0)]],
-        device const float *k_norm [[buffer(1)]], device const float *q_bias [[buffer(2)]],
-        device const float *k_bias [[buffer(3)]], device float *k [[buffer(4)]],
-        device float *q [[buffer(5)]], constant struct attention_args *a [[buffer(6)]], PLACE) {
+kernel void qk_norm(device const float *q_norm, device const float *k_norm,
+        device const float *q_bias, device const float *k_bias, device float *k, device float *q,
+        constant struct attention_args *a, PLACE) {
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
     int step = which ? HEAD_DIM : query_step();
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
     device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    float mean, scale;
-    scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
+    float mean, scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
         int at = row_index(i, step);
         x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
@@ -1060,11 +1009,6 @@ static inline bool visible(int pos_k, int pos_q, constant struct attention_args 
 // the row for a position: the first `keep` rows are pinned, in the others positions go round
 static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
-}
-
-// rows of the ring that are used once it has the n new tokens, of which the first is at pos
-static inline int used_rows(int pos, constant struct attention_args *a) {
-    return min(pos + a->n, a->rows);
 }
 
 // 1 + temp * ln(floor(pos / n_ctx) + 1), a factor of the query: some models sharpen attention so
@@ -1219,19 +1163,16 @@ static inline void attention_output(thread struct softmax_state *state, threadgr
 // Its SIMD-groups take turns at the rows, and merge at the end. Bound by memory: 4 bytes of K and V
 // serve 4 FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers
 // that too few SIMD-groups could run at once to hide how long a load takes.
-kernel void attention(device const float *v_new [[buffer(0)]],
-        device const float *angles [[buffer(1)]],                              // [n_rot / 2][2]
-        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
-        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
-        device const float *k_new [[buffer(6)]], device const float *q [[buffer(7)]],
-        device half *k [[buffer(8)]], device half *v [[buffer(9)]],
-        device int *pos_k [[buffer(10)]], device const int *now [[buffer(11)]],
-        device const float *slopes [[buffer(12)]], device const float *sinks [[buffer(13)]],
-        device float *out [[buffer(14)]], constant struct attention_args *a [[buffer(15)]], PLACE) {
+kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
+        device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
+        device const float *q_bias, device const float *k_bias, device const float *k_new,
+        device const float *q, device half *k, device half *v, device int *pos_k, // 7 to 10
+        device const int *now, device const float *slopes, device const float *sinks,
+        device float *out, constant struct attention_args *a, PLACE) {
     int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
     int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
     int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
-    int pos = now[NOW_POS] + t, used = used_rows(now[NOW_POS], a);
+    int pos = now[NOW_POS] + t, used = min(now[NOW_POS] + a->n, a->rows);
     int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
@@ -1243,11 +1184,15 @@ kernel void attention(device const float *v_new [[buffer(0)]],
     v += (ulong)kv * a->rows * VALUE_STEP;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    for (int i = sg; FUSED && i < QUERY_HEADS + (slice == 0); i += nsg) {
-        bool key = i == QUERY_HEADS;
-        int h = key ? kv : min(head + i, last);
-        head_stage(key, h, key ? k_new : q + h * query_step(), key ? k_norm : q_norm,
-                   key ? k_bias : q_bias, angles, a, lane, qs + i * HEAD_DIM);   // ks is behind qs
+    for (int u = sg; FUSED && u < QUERY_HEADS + (slice == 0); u += nsg) {
+        bool key = u == QUERY_HEADS;                      // ks is behind qs
+        int h = key ? kv : min(head + u, last);
+        threadgroup float *to = qs + u * HEAD_DIM;
+        float y[HEAD_MAX / SIMD_LANES];
+        head_rope(key, h, key ? k_new : q + h * query_step(), key ? k_norm : q_norm,
+                  key ? k_bias : q_bias, angles, a, lane, y);
+        for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
+            for (int j = 0; j < 2; j++) to[pair_index(p, j, a->n_rot)] = y[i + j];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
@@ -1280,9 +1225,8 @@ kernel void attention(device const float *v_new [[buffer(0)]],
 
 // One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
 // Grid: a thread for each number.
-kernel void attention_merge(device const float *q [[buffer(0)]],
-        device const float *sinks [[buffer(1)]], device const float *parts [[buffer(2)]],
-        device float *out [[buffer(3)]], constant struct attention_args *a [[buffer(4)]], PLACE) {
+kernel void attention_merge(device const float *q, device const float *sinks,
+        device const float *parts, device float *out, constant struct attention_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
     float m = UNSEEN, sum = 0.0f, o = 0.0f;
     if (head >= a->n_head) return;
@@ -1300,13 +1244,10 @@ kernel void attention_merge(device const float *q [[buffer(0)]],
 // Writes rows[n][HEAD_DIM], a chunk's latent rows, to the cache: the first VALUE_DIM numbers
 // normed, the other n_rot rotated. p[n][n_head][q_step] are queries before their product with k_b:
 // the last n_rot numbers of each head are rotated, and go to the end of its q[n][n_head][HEAD_DIM].
-// All of a query, p too, is multiplied by its temperature. Grid: a SIMD-group for each token's row,
-// and one for each of its heads.
-kernel void latent_row(device float *p [[buffer(0)]], device float *q [[buffer(1)]],
-        device const float *rows [[buffer(2)]], device half *k [[buffer(3)]],
-        device int *pos_k [[buffer(4)]], device const float *weights [[buffer(5)]],
-        device const float *angles [[buffer(6)]], device const int *now [[buffer(7)]],
-        constant struct attention_args *a [[buffer(8)]], PLACE) {
+// All of a query, p too, is multiplied by its temperature. Grid: a SIMD-group for each row or head.
+kernel void latent_row(device float *p, device float *q, device const float *rows, device half *k,
+        device int *pos_k, device const float *weights, device const float *angles,
+        device const int *now, constant struct attention_args *a, PLACE) {
     int unit = tg * nsg + sg, t = unit / (a->n_head + 1), h = unit % (a->n_head + 1);
     int pos = now[NOW_POS] + t, first = a->q_step - a->n_rot;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
@@ -1359,11 +1300,9 @@ static inline void block_add(int format, int part, device const uchar *w, int co
 // and the same kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
 // x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
-kernel void ffn_block(device const uchar *wo [[buffer(0)]], device const uchar *gate [[buffer(1)]],
-        device const uchar *up [[buffer(2)]], device const uchar *down [[buffer(3)]],
-        device const float *att [[buffer(4)]], device const float *weights [[buffer(5)]],
-        device float *x [[buffer(6)]], device float *h [[buffer(7)]],
-        constant struct product_args *a [[buffer(8)]], PLACE) {
+kernel void ffn_block(device const uchar *wo, device const uchar *gate, device const uchar *up,
+        device const uchar *down, device const float *att, device const float *weights,
+        device float *x, device float *h, constant struct product_args *a, PLACE) {
     int dim = a->w[0].rows, ff = a->w[1].rows;
     struct row_input in = {x, weights, 0, NORMED, dim, 0.0f, 1.0f, 0.0f, lane, 0};
     float v[GEMV_ROWS];
@@ -1404,9 +1343,7 @@ struct gemm_tile {
 // A SIMD-group has tile_down x tile_across matrices (tokens x rows); two share the same rows.
 static inline int tile_across(void) { return TILE_TOKENS > 16 ? 2 : 1; }
 static inline int tile_down(void) { return TILE_TOKENS / (16 * tile_across()); }
-static inline int tile_token(uint sg) {
-    return (int)sg % tile_across() * (TILE_TOKENS / tile_across());
-}
+static inline int tile_token(uint sg) { return (int)sg % tile_across() * 16 * tile_down(); }
 static inline int tile_row(uint sg) { return (int)sg / tile_across() * 16 * tile_across(); }
 
 // weights of row number r of the tile; behind the last row, that one's
@@ -1442,8 +1379,7 @@ static inline void stage_rows(int format, thread const struct gemm_tile *t, int 
     }
 }
 
-// The thread's group of a step, if W's format has blocks. Behind the last column it is the last one
-// times 0.
+// The thread's group of a step, if W's format has blocks; behind the last column, zeros
 struct weight_group { uint q[8]; float d[2], m[2]; };
 static inline void fetch_group(int format, thread const struct gemm_tile *t, int k0,
         thread struct weight_group *g) {
@@ -1515,15 +1451,13 @@ static inline void tile_product(int format, thread const struct gemm_tile *t,
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
 // EXPERTS_HEADS: each of the `each` heads of a token has a matrix, a row of x and one of y.
-kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[buffer(1)]],
-        device const uchar *w2 [[buffer(2)]], device const float *bias0 [[buffer(3)]],
-        device const float *bias1 [[buffer(4)]], device const float *bias2 [[buffer(5)]],
-        device const half *x [[buffer(6)]], device const float *powers [[buffer(7)]],
-        device float *y0 [[buffer(8)]], device float *y1 [[buffer(9)]],
-        device float *y2 [[buffer(10)]], device const float *other [[buffer(11)]],
-        device const int *expert_tile [[buffer(12)]],                          // [tiles][3]
-        device const int *order [[buffer(13)]], device const float *scales [[buffer(14)]],
-        constant struct product_args *a [[buffer(15)]], PLACE) {
+kernel void gemm(device const uchar *w0, device const uchar *w1, device const uchar *w2,
+        device const float *bias0, device const float *bias1, device const float *bias2,
+        device const half *x, device const float *powers,                         // buffers 6, 7
+        device float *y0, device float *y1, device float *y2,                     // 8 to 10
+        device const float *other, device const int *expert_tile,                 // 11; [tiles][3]
+        device const int *order, device const float *scales,                      // 13, 14
+        constant struct product_args *a, PLACE) {
     threadgroup int *from = (threadgroup int *)shared;
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
     int tiles = a->units, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
@@ -1537,10 +1471,8 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
         end = expert_tile[3 * tile + 2];
         if (expert < 0) return;                               // all threads: no barrier was there
     }
-    if (EXPERTS) {
-        w0 += (ulong)expert * a->w[0].step;
-        bias0 += expert * a->w[0].bias_step;
-    }
+    w0 += (ulong)expert * a->w[0].step;                       // 0 where there is one matrix
+    bias0 += expert * a->w[0].bias_step;
     for (int i = tid; i < TILE_TOKENS; i += 2 * TILE_ROWS) {
         int t = min(token + i, end - 1);
         if (EXPERTS == EXPERTS_HEADS) t = t * a->each + expert;
@@ -1576,7 +1508,7 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
                        (EXPERTS == EXPERTS_HEADS ? a->w[0].out_step : rows) + r;
             float v = patch[k * PATCH_STRIDE + (int)lane % wide] * (scale * powers[from[at]]);
             if (BIASES >> part & 1) v += bias[r];
-            finish(&y[to], v * a->factor, a->softcap, takes_other() ? other[to] : 0.0f);
+            finish(&y[to], v * a->factor, a->softcap, has_other() ? other[to] : 0.0f);
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);        // it is used
     }
@@ -1584,15 +1516,12 @@ kernel void gemm(device const uchar *w0 [[buffer(0)]], device const uchar *w1 [[
 
 // QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
 // k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring;
-// angles[n][n_rot / 2][2].
-// Grid: a SIMD-group for each token and head; query heads come first, then keys, then values.
-kernel void rope(device const float *v_new [[buffer(0)]], device const float *angles [[buffer(1)]],
-        device const float *q_norm [[buffer(2)]], device const float *k_norm [[buffer(3)]],
-        device const float *q_bias [[buffer(4)]], device const float *k_bias [[buffer(5)]],
-        device const float *k_new [[buffer(6)]], device float *q [[buffer(7)]],
-        device half *k [[buffer(8)]], device half *v [[buffer(9)]],
-        device int *pos_k [[buffer(10)]], device const int *now [[buffer(11)]],
-        constant struct attention_args *a [[buffer(12)]], PLACE) {
+// angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a token: queries, keys, values.
+kernel void rope(device const float *v_new, device const float *angles,
+        device const float *q_norm, device const float *k_norm, device const float *q_bias,
+        device const float *k_bias, device const float *k_new, device float *q, device half *k,
+        device half *v, device int *pos_k, device const int *now,
+        constant struct attention_args *a, PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
     int pos = now[NOW_POS] + t;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
@@ -1634,9 +1563,8 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
     return r0;
 }
 
-// tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows
-// become zeros, since they may hold NaN, and 0 * NaN is NaN; so do the columns that fill a head up
-// to whole 16 x 16 matrices.
+// tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows,
+// which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
 static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
     const int across = flash_cols(dim) / 8, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
@@ -1717,15 +1645,11 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
 // queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
 // adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
 // which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
-// in registers. exp(x) is computed as exp2(x * log2(e)); the queries' scale
-// has the factor log2(e). A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two
-// BUFFERS the next tile's keys and values are copied meanwhile; with one, as Apple's threadgroups
-// have less memory, values take the place of the keys.
-kernel void flash_attention(device const float *q [[buffer(0)]], device const half *k [[buffer(1)]],
-        device const half *v [[buffer(2)]], device const int *pos_k [[buffer(3)]],
-        device const int *now [[buffer(4)]], device const float *slopes [[buffer(5)]],
-        device const float *sinks [[buffer(6)]], device float *out [[buffer(7)]],
-        constant struct attention_args *a [[buffer(8)]], PLACE) {
+// in registers. A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two BUFFERS the
+// next tile is copied meanwhile; with one, for Apple's smaller memory, values replace the keys.
+kernel void flash_attention(device const float *q, device const half *k, device const half *v,
+        device const int *pos_k, device const int *now, device const float *slopes,
+        device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
     const int split = flash_parts(), queries = FLASH_QUERIES / split;
     const int wide = flash_cols(HEAD_DIM) / split, deep = flash_cols(VALUE_DIM) / split;
     const int key_row = flash_row(HEAD_DIM), row = flash_shares() ? key_row : flash_row(VALUE_DIM);
@@ -1739,7 +1663,7 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
     int t = own + lane / 2, pos = now[NOW_POS], first = pos + t0;
     int last = pos + min(t0 + queries, a->n) - 1, group = a->n_head / a->n_kv;
     int key_col = split > 1 ? (int)sg * wide : 0, value_col = split > 1 ? (int)sg * deep : 0;
-    int used = used_rows(pos, a), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
+    int used = min(pos + a->n, a->rows), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
     half16x16 mq[NARROW_MAX / 16], mk, mp;
     float16x16 o[NARROW_MAX / 16], s[2];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
@@ -1841,9 +1765,8 @@ kernel void flash_attention(device const float *q [[buffer(0)]], device const ha
 // is larger (the smallest normal half, as in llama.cpp). Experts outside the group_used best groups
 // get a probability of -1: see drop_groups.
 // Grid: a SIMD-group for each token. route[n][n_expert], the router's product, is overwritten.
-kernel void choose_experts(device float *route [[buffer(0)]],
-        device const float *bias [[buffer(1)]], device int *chosen [[buffer(2)]],
-        device float *weight [[buffer(3)]], constant struct choose_args *a [[buffer(4)]], PLACE) {
+kernel void choose_experts(device float *route, device const float *bias, device int *chosen,
+        device float *weight, constant struct choose_args *a, PLACE) {
     float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN;
     int before = -1;                                      // the expert chosen last; its score: last
     route += (ulong)tg * a->n_expert;
@@ -1900,14 +1823,11 @@ kernel void choose_experts(device float *route [[buffer(0)]],
 // y[dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue. A
 // shared expert's product is added, multiplied by the sigmoid of its router's product if `weighed`.
 // Grid: a SIMD-group for each unit of rows, which only it adds to.
-kernel void experts_down(device const uchar *down [[buffer(0)]],
-        device const uchar *shared_down [[buffer(1)]], device const float *bias0 [[buffer(2)]],
-        device const float *bias1 [[buffer(3)]], device const float *scale0 [[buffer(4)]],
-        device const float *up [[buffer(5)]],                                  // [n_used][ff]
-        device const float *shared_up [[buffer(6)]], device const int *chosen [[buffer(7)]],
-        device const float *weight [[buffer(8)]], device const float *route [[buffer(9)]],
-        device const float *other [[buffer(10)]], device float *y [[buffer(11)]],
-        constant struct experts_args *a [[buffer(12)]], PLACE) {
+kernel void experts_down(device const uchar *down, device const uchar *shared_down,
+        device const float *bias0, device const float *bias1, device const float *scale0,
+        device const float *up, device const float *shared_up,                    // up[n_used][ff]
+        device const int *chosen, device const float *weight, device const float *route,
+        device const float *other, device float *y, constant struct experts_args *a, PLACE) {
     int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
     struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, 0.0f, lane,
                            shared + sg * X_FLOATS};
@@ -1926,19 +1846,17 @@ kernel void experts_down(device const uchar *down [[buffer(0)]],
     }
     for (int r = 0; r < R; r++)
         if (lane == 0 && row + r < a->down.w[0].rows)
-            finish(&y[row + r], sum[r], 0.0f, takes_other() ? other[row + r] : 0.0f);
+            finish(&y[row + r], sum[r], 0.0f, has_other() ? other[row + r] : 0.0f);
 }
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
 // a->tile of its choices. One threadgroup: choices are cut into as many parts as leave a thread for
-// each expert and part. It counts the expert's choices in its part, and after all others have, too,
-// it knows where they begin.
-kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *order [[buffer(1)]],
-        device int *place [[buffer(2)]], device int *tile [[buffer(3)]],
-        constant struct sort_args *a [[buffer(4)]], PLACE) {
+// each expert and part. It counts those; when all threads have, it knows where its own begin.
+kernel void sort_choices(device const int *chosen, device int *order, device int *place,
+        device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][parts]
-    int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1), used = 0;
+    int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1);
     int all = a->n_expert * parts, size = div_up(a->choices, parts);
     for (int u = tid; u < all; u += threads) {
         int e = u % a->n_expert, part = u / a->n_expert, n = 0;
@@ -1959,6 +1877,7 @@ kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *ord
             tile[3 * n + 1] = at + i;
             tile[3 * n + 2] = at + min(i + a->tile, own);
         }
+        for (; u == a->n_expert - 1 && n < a->tiles; n++) tile[3 * n] = -1;   // behind the last
         for (int i = 0; i < part; i++) at += count[e * parts + i];
         int end = min((part + 1) * size, a->choices);
         for (int i = part * size; i < end; i += 8) {
@@ -1971,21 +1890,13 @@ kernel void sort_choices(device const int *chosen [[buffer(0)]], device int *ord
             }
         }
     }
-    for (int e = 0; e < a->n_expert; e++) {
-        int own = 0;
-        for (int i = 0; i < parts; i++) own += count[e * parts + i];
-        used += div_up(own, a->tile);
-    }
-    for (int i = used + (int)tid; i < a->tiles; i += threads) tile[3 * i] = -1;
 }
 
 // y[n][dim] = the sum of weight * out over a token's choices, plus the shared expert's result, with
 // the epilogue. Grid: a threadgroup for each token.
-kernel void weigh_experts(device const float *out [[buffer(0)]],
-        device const float *weight [[buffer(1)]], device const int *place [[buffer(2)]],
-        device const float *shared_out [[buffer(3)]], device const float *route [[buffer(4)]],
-        device const float *other [[buffer(5)]], device float *y [[buffer(6)]],
-        constant struct weigh_args *a [[buffer(7)]], PLACE) {
+kernel void weigh_experts(device const float *out, device const float *weight,
+        device const int *place, device const float *shared_out, device const float *route,
+        device const float *other, device float *y, constant struct weigh_args *a, PLACE) {
     float factor = a->weighed ? sigmoid(route[tg]) : 1.0f;
     weight += (ulong)tg * a->n_used;
     place += (ulong)tg * a->n_used;
@@ -1993,7 +1904,7 @@ kernel void weigh_experts(device const float *out [[buffer(0)]],
         ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
         for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
-        finish(&y[at], sum * a->factor, 0.0f, takes_other() ? other[at] : 0.0f);
+        finish(&y[at], sum * a->factor, 0.0f, has_other() ? other[at] : 0.0f);
     }
 }
 
@@ -2022,10 +1933,9 @@ static inline float conv_input(device const float *mix, device const float *stat
 // multiplied by z[n][channels].
 // Grid: a thread for CONV_TOKENS tokens of a channel, so that neighbours read neighbours. The first
 // of a channel's threads alone reads its state, as CONV_TOKENS is more than `past`; and writes it.
-kernel void delta_conv(device const float *mix [[buffer(0)]], device float *state [[buffer(1)]],
-        device const float *taps [[buffer(2)]], device const float *bias [[buffer(3)]],
-        device const float *b [[buffer(4)]], device const float *z [[buffer(5)]],
-        device float *out [[buffer(6)]], constant struct conv_args *a [[buffer(7)]], PLACE) {
+kernel void delta_conv(device const float *mix, device float *state, device const float *taps,
+        device const float *bias, device const float *b, device const float *z, device float *out,
+        constant struct conv_args *a, PLACE) {
     int channels = a->channels, wide = div_up(channels, SIMD_LANES) * SIMD_LANES;
     int unit = tg * nsg * SIMD_LANES + tid, i = unit % wide, first = unit / wide * CONV_TOKENS;
     if (i >= channels) return;
@@ -2100,12 +2010,10 @@ static inline void delta_load(device const float *k, device const float *q, devi
 // Eight lanes share a row: lane l has row l / 8, and of it every eighth quad from l % 8 on. In
 // memory S is as llm.c has it, [dv / 64][dk][64]. A row of mix[n] has q and k of n_key heads, and
 // v; or in a state space x, k and q.
-kernel void delta_rule(device float *state [[buffer(0)]], device const float *mix [[buffer(1)]],
-        device const float *alpha [[buffer(2)]], device const float *beta [[buffer(3)]],
-        device const float *dt [[buffer(4)]], device const float *decay [[buffer(5)]],
-        device float *out [[buffer(6)]],                                       // [n][n_value][dv]
-        device const float *z [[buffer(7)]], device const float *skip [[buffer(8)]],
-        constant struct delta_args *a [[buffer(9)]], PLACE) {
+kernel void delta_rule(device float *state, device const float *mix, device const float *alpha,
+        device const float *beta, device const float *dt, device const float *decay,
+        device float *out, device const float *z, device const float *skip,       // [n][n_value][dv]
+        constant struct delta_args *a, PLACE) {
     const int width = delta_width(HEAD_DIM), quads = width / 4 / DELTA_LANES;   // of a lane
     int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, part = lane % DELTA_LANES;
     int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane / DELTA_LANES, own = min(row, a->dv - 1);

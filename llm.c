@@ -299,7 +299,7 @@ typedef struct Session {
     // `reused` were already; false stops
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;                 // for on_chunk
-    void *gpu;                 // the GPU's own
+    struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
     const int32_t *ids;        // [n] tokens of the chunk that forward works on
     int n, pos, l;             // how many, position of the first, layer
     // forward's buffers; n: at most a chunk; rows: the larger of n and n_used

@@ -8,17 +8,13 @@
 #include "kernels.metal"
 #undef METAL_HOST
 
-// the kernels take llm.c's pairings as they are
-_Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");
-_Static_assert((int)PAIRING_NONE == ROPE_NONE && (int)PAIRING_NEIGHBOURS == ROPE_PAIRS &&
-               (int)PAIRING_HALVES == ROPE_HALVES, "");
+_Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has it
 
 // ---- the device ----
 //
 // The functions device_* stand here twice, for NVIDIA and for Apple; no other code knows which.
 
-// tiles of gemm and flash_attention: buffers and tokens, in so much threadgroup memory; the tests'
-// GPU tries both
+// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
 enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10 };
 #else
@@ -27,13 +23,6 @@ enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10 };
 enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
-// a kernel compiled with these function constants; it has n buffers, and at most so many threads
-typedef struct {
-    const char *kernel;
-    int constant[N_CONSTANTS], n;
-    size_t threads;
-    void *state;
-} Variant;
 
 // one dispatch; bound: buffers 0 to n - 1, NULL where the variant ignores one (n: its arguments)
 typedef struct {
@@ -43,11 +32,13 @@ typedef struct {
     size_t groups, threads, shared;   // threadgroups; threads and shared floats of each
     int constant[N_CONSTANTS];
 } Dispatch;
+// a kernel compiled for the dispatches that have the function constants of this one
+typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // threads: the most
 // groups and threads of a Dispatch with a SIMD-group for each of n
 #define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
 typedef struct Device Device;
-typedef struct {
+typedef struct Gpu {
     Device *device;
     Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
     Variant pipeline[MAX_PIPELINES];
@@ -192,9 +183,8 @@ static bool device_open(Gpu *g) {
     bool ok = cuda(g, cuCtxCreate_v2, &d->context, 0, 0) &&
               cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
-              cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0);
-    if (ok && major < 8)
-        return gpu_fail(g, "its compute capability is below 8.0", NULL);   // no copies, few words
+              cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0) &&   // 7: no copies
+              (major > 7 || gpu_fail(g, "its compute capability is below 8.0", NULL));
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
     return ok;
 }
@@ -256,18 +246,19 @@ static char *device_address(const Gpu *g, const void *p) {
 // must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
 // flash_attention 2 or 3 threadgroups, so that some compute while others wait.
 static void cuda_source(const Variant *p, char *s) {
-#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, p->constant[C_##name]);
+    const int *constant = p->d.constant;
+#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
-    int fit = (gemv_rows(p->constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
-    if (p->constant[C_TILE_ROWS]) fit = 512 / p->threads;
-    else if (p->constant[C_BUFFERS]) fit = p->constant[C_HEAD_DIM] > 128 ? 2 : 3;
-    else if (!p->constant[C_UNIT_ROWS] || !fit) fit = 1;
+    int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
+    if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
+    else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
+    else if (!constant[C_UNIT_ROWS] || !fit) fit = 1;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
                  "run_%s(const __grid_constant__ Bound x) {\n    %s(",
-                 p->threads, fit, p->kernel, p->kernel);
-    for (int i = 0; i < p->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
+                 p->threads, fit, p->d.kernel, p->d.kernel);
+    for (int i = 0; i < p->d.n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
 }
@@ -347,24 +338,22 @@ static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are n
         void *module;
         char name[64];
         if (p->state) continue;
-        snprintf(name, sizeof name, "run_%s", p->kernel);   // so that profilers tell them apart
+        snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
         ok = c->n ? ok && cuda(g, cuModuleLoadData, &module, c->bytes) &&
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
-                        (!p->constant[C_BUFFERS] ||
+                        (!p->d.constant[C_BUFFERS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES))
-                  : gpu_fail(g, p->kernel, c->bytes ? c->bytes : "it is not compiled");
+                  : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
         *c = (Code){0};
     }
     return ok;
 }
 
-static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {   // cuda_ready compiles it
-    (void)g;
-    p->n = d->n;
-    bool own = p->constant[C_UNIT_ROWS] || p->constant[C_BUFFERS];
-    p->threads = d->threads > 256 ? 1024 : own ? d->threads : 256;
-    return true;
+static bool device_pipeline(Gpu *g, Variant *p) {   // cuda_ready compiles it
+    bool own = p->d.constant[C_UNIT_ROWS] || p->d.constant[C_BUFFERS];
+    p->threads = p->d.threads > 256 ? 1024 : own ? p->d.threads : 256;
+    return (void)g, true;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -421,9 +410,8 @@ static void device_fetch(Gpu *g, void *p, size_t bytes) {   // waits for the GPU
         cuda(g, cuStreamSynchronize, g->device->stream);
 }
 
-static void device_often(Gpu *g, void *p, size_t bytes) {   // pins it, so it is fetched faster
-    g->device->cuMemHostRegister_v2(p, bytes, 0);
-}
+// pins it, so it is fetched faster
+static void device_often(Gpu *g, void *p, size_t n) { g->device->cuMemHostRegister_v2(p, n, 0); }
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
     cuda(g, cuMemcpyDtoDAsync_v2, device_address(g, to), device_address(g, from), bytes,
@@ -449,40 +437,36 @@ IMP class_getMethodImplementation(id, SEL);
 void *objc_autoreleasePoolPush(void);
 void objc_autoreleasePoolPop(void *);
 
-// X(name for send, selector, result, parameters); NSUInteger is size_t
+// X(name for send, selector, result, parameters behind object and selector); NSUInteger: size_t
 #define METHODS(X) \
-    X(make, "new", id, (id, SEL)) X(retain, "retain", id, (id, SEL)) \
-    X(release, "release", void, (id, SEL)) X(count, "count", size_t, (id, SEL)) \
-    X(string, "stringWithUTF8String:", id, (id, SEL, const char *)) \
-    X(utf8, "UTF8String", const char *, (id, SEL)) \
-    X(object_at, "objectAtIndex:", id, (id, SEL, size_t)) \
-    X(set_fast_math, "setFastMathEnabled:", void, (id, SEL, bool)) \
-    X(new_queue, "newCommandQueue", id, (id, SEL)) \
-    X(max_length, "maxBufferLength", size_t, (id, SEL)) \
-    X(new_library, "newLibraryWithSource:options:error:", id, (id, SEL, id, id, id *)) \
-    X(set_constant, "setConstantValue:type:atIndex:", void, \
-      (id, SEL, const void *, size_t, size_t)) \
-    X(new_function, "newFunctionWithName:constantValues:error:", id, (id, SEL, id, id, id *)) \
-    X(new_pipeline, "newComputePipelineStateWithFunction:error:", id, (id, SEL, id, id *)) \
-    X(simd_width, "threadExecutionWidth", size_t, (id, SEL)) \
-    X(max_threads, "maxTotalThreadsPerThreadgroup", size_t, (id, SEL)) \
+    X(make, "new", id) X(retain, "retain", id) X(release, "release", void) \
+    X(string, "stringWithUTF8String:", id, const char *) X(utf8, "UTF8String", const char *) \
+    X(count, "count", size_t) X(object_at, "objectAtIndex:", id, size_t) \
+    X(set_fast_math, "setFastMathEnabled:", void, bool) X(new_queue, "newCommandQueue", id) \
+    X(max_length, "maxBufferLength", size_t) \
+    X(new_library, "newLibraryWithSource:options:error:", id, id, id, id *) \
+    X(set_constant, "setConstantValue:type:atIndex:", void, const void *, size_t, size_t) \
+    X(new_function, "newFunctionWithName:constantValues:error:", id, id, id, id *) \
+    X(new_pipeline, "newComputePipelineStateWithFunction:error:", id, id, id *) \
+    X(simd_width, "threadExecutionWidth", size_t) \
+    X(max_threads, "maxTotalThreadsPerThreadgroup", size_t) \
     X(share_pages, "newBufferWithBytesNoCopy:length:options:deallocator:", id, \
-      (id, SEL, void *, size_t, size_t, id)) \
-    X(commands, "commandBuffer", id, (id, SEL)) X(encoder, "computeCommandEncoder", id, (id, SEL)) \
-    X(set_pipeline, "setComputePipelineState:", void, (id, SEL, id)) \
-    X(set_buffer, "setBuffer:offset:atIndex:", void, (id, SEL, id, size_t, size_t)) \
-    X(set_bytes, "setBytes:length:atIndex:", void, (id, SEL, const void *, size_t, size_t)) \
-    X(set_shared, "setThreadgroupMemoryLength:atIndex:", void, (id, SEL, size_t, size_t)) \
-    X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, (id, SEL, MTLSize, MTLSize)) \
-    X(blit_encoder, "blitCommandEncoder", id, (id, SEL)) \
+      void *, size_t, size_t, id) \
+    X(commands, "commandBuffer", id) X(encoder, "computeCommandEncoder", id) \
+    X(set_pipeline, "setComputePipelineState:", void, id) \
+    X(set_buffer, "setBuffer:offset:atIndex:", void, id, size_t, size_t) \
+    X(set_bytes, "setBytes:length:atIndex:", void, const void *, size_t, size_t) \
+    X(set_shared, "setThreadgroupMemoryLength:atIndex:", void, size_t, size_t) \
+    X(dispatch, "dispatchThreadgroups:threadsPerThreadgroup:", void, MTLSize, MTLSize) \
+    X(blit_encoder, "blitCommandEncoder", id) \
     X(copy, "copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:", void, \
-      (id, SEL, id, size_t, id, size_t, size_t)) \
-    X(end_encoding, "endEncoding", void, (id, SEL)) X(commit, "commit", void, (id, SEL)) \
-    X(wait, "waitUntilCompleted", void, (id, SEL)) X(status, "status", size_t, (id, SEL)) \
-    X(error, "error", id, (id, SEL)) X(describe, "localizedDescription", id, (id, SEL))
+      id, size_t, id, size_t, size_t) \
+    X(end_encoding, "endEncoding", void) X(commit, "commit", void) \
+    X(wait, "waitUntilCompleted", void) X(status, "status", size_t) X(error, "error", id) \
+    X(describe, "localizedDescription", id)
 
-#define X(name, selector, R, types) \
-    typedef R send_##name types; \
+#define X(name, selector, R, ...) \
+    typedef R send_##name(id, SEL, ##__VA_ARGS__); \
     static SEL sel_##name(void) { \
         static SEL sel; \
         return sel ? sel : (sel = sel_registerName(selector)); \
@@ -567,19 +551,17 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
     return s->buffer != NULL;
 }
 
-static bool device_pipeline(Gpu *g, Variant *p, const Dispatch *d) {
-    id error = NULL, name = send(string, objc_getClass("NSString"), p->kernel);
+static bool device_pipeline(Gpu *g, Variant *p) {
+    id error = NULL, name = send(string, objc_getClass("NSString"), p->d.kernel);
     id values = send(make, objc_getClass("MTLFunctionConstantValues"));
-    (void)d;
     for (size_t i = 0; i < N_CONSTANTS; i++)
-        send(set_constant, values, &p->constant[i], MTLDataTypeInt, i);
+        send(set_constant, values, &p->d.constant[i], MTLDataTypeInt, i);
     id function = send(new_function, g->device->library, name, values, &error);
     p->state = function ? send(new_pipeline, g->device->device, function, &error) : NULL;
     send(release, function);
     send(release, values);
-    if (!p->state) return metal_fail(g, p->kernel, error);
-    if (send(simd_width, p->state) != SIMD_LANES)
-        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
+    if (!p->state) return metal_fail(g, p->d.kernel, error);
+    if (send(simd_width, p->state) != SIMD_LANES) gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
     p->threads = send(max_threads, p->state);
     return true;
 }
@@ -662,12 +644,11 @@ static bool gpu_share(Gpu *g, Map map, bool filled) {
 static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
     Variant *p = g->pipeline, *end = p + g->n_pipelines;
     for (; p < end; p++)
-        if (!strcmp(p->kernel, d->kernel) &&
-            !memcmp(p->constant, d->constant, sizeof p->constant)) return p;
+        if (!strcmp(p->d.kernel, d->kernel) &&
+            !memcmp(p->d.constant, d->constant, sizeof d->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    *p = (Variant){.kernel = d->kernel};
-    memcpy(p->constant, d->constant, sizeof p->constant);
-    if (!device_pipeline(g, p, d)) return NULL;
+    *p = (Variant){*d, 0, NULL};
+    if (!device_pipeline(g, p)) return NULL;
     g->n_pipelines++;
     return p;
 }
@@ -752,21 +733,19 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
 
 // x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions) and w[2] (token types)
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
-    Gpu *g = s->gpu;
     struct embed_args a = {.cols = w[0]->cols};
-    Dispatch d = {"embed", {[3] = g->ids, g->now, x}, 6, n, SIMD_LANES, 0, {0}};
+    Dispatch d = {"embed", {[3] = s->gpu->ids, s->gpu->now, x}, 6, n, SIMD_LANES, 0, {0}};
     for (int i = 0; i < 3; i++)
         if (w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
     a.w[0].scale *= scale;
-    gpu_dispatch(g, &d, &a, sizeof a);
+    gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
 
 static int norm_bits(const Norm *w) {
     return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
 }
 
-// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: NORM_RMS,
-// NORM_LAYER or NORM_BARE
+// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: a NORM_*
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
     struct norm_args a = {cols, w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
@@ -805,12 +784,10 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     d->constant[C_SOFTCAPPED] = p->e.cap > 0;
     d->constant[C_ACTIVATION] = s->m->config.act;
     d->constant[C_EXPERTS] = p->experts;
-    for (int i = 0; i < 3; i++) {
-        const Matrix *w = p->w[i < p->k ? i : p->k - 1];
-        d->constant[C_FORMAT_0 + i] = w->type;
-        if (i >= p->k) continue;
-        bind_matrix(d, a->w, i, w, 3, p->experts);
-        if (p->experts) d->bound[14 + i] = w->scale;
+    for (int i = p->k; i < 3; i++) d->constant[C_FORMAT_0 + i] = p->w[p->k - 1]->type;
+    for (int i = 0; i < p->k; i++) {
+        bind_matrix(d, a->w, i, p->w[i], 3, p->experts);
+        if (p->experts) d->bound[14 + i] = p->w[i]->scale;
         if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[8 + i] = p->y[i];
     }
 }
@@ -842,17 +819,9 @@ static int experts_tile(const Session *s, int n) {
     return gemm_tokens(n * s->m->layers[s->l].n_used / s->m->config.n_expert);
 }
 
-// The input, rows of cols floats that lie `step` apart, as halves in g->halves, which gemm reads.
-static void run_halve(Session *s, const float *x, int rows, int cols, int step) {
-    Gpu *g = s->gpu;
-    struct halve_args a = {cols, step};
-    run_kernel(s, a, "halve", {x, g->halves, g->powers}, 3, rows,
-               threads_for(div_up(half_step(cols), 4), NORM_THREADS), NORM_FLOATS,
-               {[C_RAGGED] = cols % 32 != 0});
-}
-
-// The tile is as large as it can be while there are enough threadgroups for the GPU.
-static void run_gemm(Session *s, Products p) {   // the input is in g->halves
+// First makes halves of the input; without one (NULL) those of the product before serve again. The
+// tile is as large as it can be while there are enough threadgroups for the GPU.
+static void run_gemm(Session *s, Products p) {
     enum { FILL = 100 };
     Gpu *g = s->gpu;
     struct product_args a;
@@ -862,6 +831,12 @@ static void run_gemm(Session *s, Products p) {   // the input is in g->halves
     Dispatch d = {"gemm", {[12] = chosen ? g->tiles : NULL, chosen ? s->order : NULL}, 15, 0, 0, 0,
                   {[C_BUFFERS] = TILE_BUFFERS}};
     bind_products(s, &d, &a, &p);
+    struct halve_args b = {a.cols, a.x_step};
+    if (p.in.x)
+        run_kernel(s, b, "halve", {p.in.x, g->halves, g->powers}, 3,
+                   p.n * (p.experts == EXPERTS_GATHER ? 1 : a.each),
+                   threads_for(div_up(half_step(a.cols), 4), NORM_THREADS), NORM_FLOATS,
+                   {[C_RAGGED] = a.cols % 32 != 0});
     d.bound[6] = g->halves;
     d.bound[7] = g->powers;
     each = p.experts == EXPERTS_HEADS ? a.each : 1;
@@ -881,9 +856,8 @@ static void run_gemm(Session *s, Products p) {   // the input is in g->halves
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
     Products p = {w, k, in, y, n, e, EXPERTS_NONE};
-    if (n == 1) return run_gemv(s, p);
-    run_halve(s, in.x, n, w[0]->cols, input_step(w[0]));
-    run_gemm(s, p);
+    if (n == 1) run_gemv(s, p);
+    else run_gemm(s, p);
 }
 
 static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
@@ -944,9 +918,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
         .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
-                     [C_PAIRING] = w->rotated ? c->rope : PAIRING_NONE, [C_QK_NORMED] = bits,
-                     [C_QK_LATE] = c->qk_norm_late,
-                     [C_CENTRED] = c->norm != NORM_RMS,
+                     [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = bits,
+                     [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_CAUSAL] = c->causal}};
@@ -983,7 +956,6 @@ static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int
     w = &one;
     Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS};
     if (n == 1) p.n = n_head;   // for gemv each head is a token
-    else run_halve(s, x, n * n_head, w->cols, input_step(w));
     if (n == 1) run_gemv(s, p);
     else run_gemm(s, p);
 }
@@ -995,7 +967,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
                                .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
-                                    s->angles[w->window > 0], ((Gpu *)s->gpu)->now}, 8,
+                                    s->angles[w->window > 0], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
                {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope});
 }
@@ -1024,8 +996,8 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1) return run_gemv(s, p);
-    run_halve(s, in.x, n, up->cols, input_step(up));
     if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
+    if (k > 1) in.x = NULL;
     run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts});
 }
 
@@ -1033,14 +1005,12 @@ static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) *
     const Config *c = &s->m->config;
     struct input_args a = {n, c->per_layer, c->n_layer * c->per_layer};
     run_kernel(s, a, "gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
-               div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0,
-               {[C_ACTIVATION] = c->act});
+               div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0, {[C_ACTIVATION] = c->act});
 }
 
 // The router's choice, and the chosen experts up to their last product, in g->up. The shared expert
 // gets as far in s->up; its router's product goes to s->gathered.
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
-    Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
@@ -1057,7 +1027,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     if (n > 1) {
         int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
-        run_kernel(s, b, "sort_choices", {s->chosen, s->order, g->place, g->tiles}, 4, 1,
+        run_kernel(s, b, "sort_choices", {s->chosen, s->order, s->gpu->place, s->gpu->tiles}, 4, 1,
                    SORT_THREADS, larger(c->n_expert, SORT_THREADS), {0});
     }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
@@ -1065,7 +1035,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
-    run_ffn(s, &w->gate, &w->up, x, g->gate, g->up, n, EXPERTS_GATHER);
+    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
@@ -1077,7 +1047,6 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     bool weighed = w->shared_router.data;
     if (n > 1) {
         struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
-        run_halve(s, g->up, n * w->n_used, down->cols, down->cols);
         run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
         if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
         return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
@@ -1189,8 +1158,7 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     if (before && ends && l->out_scale) add.cap = *l->out_scale;
     if (w) run_product(s, w, (Input){in, NULL}, to, n, e);
     else run_experts_end(s, l, to, n, e);
-    if (post->w)
-        run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
+    if (post->w) run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
     if (again) run_norm(s, tmp, &l->attn_norm_2, c->norm, c->dim, y, n, STORE);
 }
 
@@ -1200,7 +1168,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
     float *to[3] = {is_gated(w) ? s->mix : s->q, s->k, s->v};
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
-    bool experts = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
+    bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
@@ -1219,10 +1187,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
     if (!w->up.data) return;
     if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
         in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
-    if (experts) run_choice(s, w, in, n);
+    if (moe) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
-    run_residual(s, w, experts ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x,
-                 n);
+    run_residual(s, w, moe ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x, n);
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
@@ -1259,7 +1226,6 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
 
 // embedding and all layers
 static void run_layers(Session *s, int n) {
-    Gpu *g = s->gpu;
     const Model *m = s->m;
     const Config *c = &m->config;
     const Matrix none = {0}, *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd};
@@ -1268,15 +1234,14 @@ static void run_layers(Session *s, int n) {
     run_embed(s, embd, c->embd_scale, s->x, n);
     if (c->per_layer) {   // see layer_inputs
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
-        run_product(s, &m->layer_proj, (Input){s->x, NULL}, g->inputs, n,
+        run_product(s, &m->layer_proj, (Input){s->x, NULL}, s->gpu->inputs, n,
                     (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
-        run_norm(s, g->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs, n * c->n_layer,
-                 (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
+        run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
+                 n * c->n_layer, (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }
-    if (s->m->embd_norm.w)
-        run_norm(s, s->x, &s->m->embd_norm, c->norm, c->dim, s->x, n, STORE);
+    if (m->embd_norm.w) run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
-        run_layer(s, &s->m->layers[s->l], n);
+        run_layer(s, &m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
         if (n > 1 && (s->l + 1) % split == 0) device_begin(s->gpu);
     }
@@ -1335,11 +1300,10 @@ static void gpu_fetch(Session *s, void *p, size_t bytes) {
 }
 
 static void gpu_store(Session *s, bool states) {
-    Gpu *g = s->gpu;
-    if (!g || !g->n_shared) return;   // gpu_open sends everything
+    if (!s->gpu || !s->gpu->n_shared) return;   // gpu_open sends everything
     for (int l = 0; l < s->m->config.n_layer; l++)
-        device_send(g, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
-    if (states) device_send(g, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
+        device_send(s->gpu, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
+    if (states) device_send(s->gpu, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
 }
 
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
@@ -1358,7 +1322,6 @@ static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        bool late = c->qk_norm_late;
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
         bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
@@ -1367,7 +1330,7 @@ static const char *gpu_lacks(const Model *m) {
         if (!w->up.data && (w->attn_post_norm.w || w->ffn_post_norm.w)) return "post-norms";
         if (w->k_b.data && (w->k_b.x_step / w->n_head) % 4) return "head size";
         if (w->k_b.scale || w->v_b.scale || w->k_b.bias || w->v_b.bias) return "head's scales";
-        if (late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // no model has that
+        if (c->qk_norm_late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // in no model
     }
     return gguf_int(m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
@@ -1376,30 +1339,30 @@ static const char *gpu_lacks(const Model *m) {
 static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
-    size_t n = s->o.chunk, wide = 0, ff = 0, out = 0, parts = 0, choices = n * c->n_used, heads = 0;
-    size_t channels = 0;
-    for (size_t i = 0; i < s->m->gguf->n_tensors; i++)   // the widest input
-        if (s->m->gguf->tensors[i].ne[1] > 1) wide = larger(wide, s->m->gguf->tensors[i].ne[0]);
+    size_t n = s->o.chunk, choices = n * c->n_used, wide = 0, ff = 0, out = 0, parts = 0, conv = 0;
+    for (size_t i = 0; i < s->m->gguf->n_tensors; i++)
+        if (s->m->gguf->tensors[i].ne[1] > 1)
+            wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         int each = w->n_kv ? attention_parts(w->n_head, w->n_kv) : 1;
         int slices = attention_slices(s->cache[l].rows, each);
         parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
-        if (w->mixer) channels = larger(channels, w->conv_in.rows);
+        if (w->mixer) conv = larger(conv, w->conv_in.rows);
         if (w->k_b.data)   // both kinds of rows that each head has
-            heads = larger(heads, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
+            wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
-    wide = larger(n * larger(half_step(wide), heads), choices * half_step(ff));
+    wide = larger(n * wide, choices * half_step(ff));
     g->halves = arena_take(a, wide, sizeof *g->halves);
     g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
-    g->conv = arena_take(a, n * channels, sizeof *g->conv);
+    g->conv = arena_take(a, n * conv, sizeof *g->conv);
     g->place = arena_take(a, choices, sizeof *g->place);
     g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
 }
@@ -1423,8 +1386,7 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
-// Shares all that kernels read or write: g->own, the model's files, the vectors that were converted
-// to f32, KV cache and scratch.
+// Shares all that kernels access: g->own, the files, vectors converted to f32, cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
@@ -1441,12 +1403,11 @@ static bool share_all(Session *s) {
 // dry: nothing runs. (CUDA compiles the variants later, all together at the first launch.) Then it
 // runs one token, whose row no query ever sees; this brings the weights into memory.
 static void warm_up(Session *s) {
-    Gpu *g = s->gpu;
     int n[] = {s->o.chunk, 512, 65, 64, 32, 2, 1, 1}, last = COUNT(n) - 1;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
-        g->dry = i < last;
-        device_begin(g);
+        s->gpu->dry = i < last;
+        device_begin(s->gpu);
         send_tokens(s, NULL, rows, i == last - 1 ? s->o.window : 0);
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
@@ -1457,9 +1418,8 @@ static void warm_up(Session *s) {
 }
 
 static inline double gpu_bytes(const Session *s) {   // of what the GPU sees, or has a copy of
-    const Gpu *g = s->gpu;
     double bytes = 0;
-    for (int i = 0; i < g->n_shared; i++) bytes += g->shared[i].size;
+    for (int i = 0; i < s->gpu->n_shared; i++) bytes += s->gpu->shared[i].size;
     return bytes;
 }
 
@@ -1487,9 +1447,9 @@ static int gpu_chunk(Session *s) {
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;
     g->pool = s->pool;
-    bool opened = device_open(g);
-    if (opened && lacks) gpu_fail(g, "the GPU path does not know this model's", lacks);
-    if (!opened || lacks) return gpu_close(s), 0;
+    bool ok = device_open(g);
+    if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
+    if (!ok) return gpu_close(s), 0;
     int chunk = GPU_CHUNK, own = s->o.chunk;
     for (double need = 0; chunk > 512; chunk /= 2, need = 0) {
         s->o.chunk = chunk;
@@ -1506,9 +1466,8 @@ static int gpu_chunk(Session *s) {
 }
 
 static void gpu_open(Session *s) {
-    Gpu *g = s->gpu;
     if (!share_all(s)) return gpu_close(s);
-    device_send(g, s->slopes, s->m->config.n_head * sizeof *s->slopes);
-    device_often(g, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
+    device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
+    device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);
 }

@@ -3106,7 +3106,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define simdgroup_multiply(d, a, b) \
     simdgroup_multiply_accumulate(d, a, b, ((simdgroup_float8x8){{0, 0}}))
 
-#pragma GCC diagnostic ignored "-Wattributes"   // [[buffer(0)]] and its kin
+#pragma GCC diagnostic ignored "-Wattributes"   // [[shared_memory]] and its kin
 #undef QUANT_UNROLL
 #define QUANT_UNROLL                            // it would cost time to compile, and warnings
 #define attention metal_attention               // names that llm.c and the tests use, too
@@ -3127,9 +3127,9 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 
 // ---- the software Metal device ----
 //
-// Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data. The
-// order of [[attributes]] is read in the source; compiled kernels are found by name in this program
-// (link with -rdynamic). The call passes one word a parameter: right on x86-64 and arm64 Linux.
+// Kernels run when waitUntilCompleted is sent: a host that reads too early sees the old data. How
+// many buffers a kernel has is read in the source; compiled kernels are found by name (link with
+// -rdynamic). The call passes one word a parameter: right on x86-64 and arm64 Linux.
 
 enum { BINDINGS = 31, PARAMS = 24, PLACES = 6 };
 static const char *const soft_places[PLACES] = {   // behind a kernel's buffers, as PLACE has them
@@ -3294,7 +3294,6 @@ M(id, new_library, id source, id options, id *error) {
 M(id, new_function, id name, id constants, id *error) {
     const char *want = ((SoftObject *)name)->p, *s = SELF->p;
     size_t n = strlen(want);
-    int parameters = 0, index;
     while ((s = strstr(s, "kernel void ")) && (s += 12, strncmp(s, want, n) || s[n] != '(')) ;
     if (!s) return *error = soft_string(&NSError, "no such kernel"), NULL;
     SoftObject *f = soft_child(&MTLFunction, self);
@@ -3304,14 +3303,9 @@ M(id, new_function, id name, id constants, id *error) {
     f->p = dlsym(RTLD_DEFAULT, text_of("metal_%s", want));
     if (!f->p) f->p = dlsym(RTLD_DEFAULT, want);
     if (!f->p) soft_fault("kernel %s is not in this program: link with -rdynamic", want);
-    for (; *s && *s != '{'; s++) {
-        parameters += *s == ',';
-        if (s[0] != '[' || s[1] != '[') continue;
-        if (sscanf(s, "[[buffer(%d)]]", &index) != 1 || index != f->n_buffers++)
-            soft_fault("%s: cannot read %.20s", want, s);
-    }
-    if (parameters != f->n_buffers || parameters + PLACES > PARAMS || strncmp(s - 7, "PLACE) ", 7))
-        soft_fault("%s: a parameter has no attribute, or PLACE is not the last", want);
+    for (; *s && *s != '{'; s++) f->n_buffers += *s == ',';
+    if (f->n_buffers + PLACES > PARAMS || strncmp(s - 7, "PLACE) ", 7))
+        soft_fault("%s: too many parameters, or PLACE is not the last", want);
     return f;
 }
 
@@ -3524,7 +3518,7 @@ static void *lab_symbol(void *from, const char *name) {
 }
 
 static void lab_break(Session *s, const char *name) {   // of a session that is open
-    struct Device *d = s->gpu ? ((Gpu *)s->gpu)->device : NULL;
+    struct Device *d = s->gpu ? s->gpu->device : NULL;
 #define X(function, types) if (d && !strcmp(name, #function)) d->function = (void *)lab_broken;
     DRIVER(X)
 #undef X
@@ -4096,8 +4090,9 @@ static void check_complete(void) {
         sscanf(s, "\nkernel void %39[a-z_0-9]", name);
         CHECK(strstr(kernels_run, text_of(" %s ", name)), "kernel %s is not tested", name);
     }
-#define X(name, selector, R, types) \
-    CHECK(soft_has(selector, #R " " #types), "%s: %s %s is not Apple's", selector, #R, #types);
+#define X(name, selector, R, ...) \
+    CHECK(soft_has(selector, #R " (id, SEL" __VA_OPT__(", ") #__VA_ARGS__ ")"), \
+          "%s: %s of %s is not Apple's", selector, #R, #__VA_ARGS__);
     METHODS(X)
 #undef X
 #endif
@@ -4507,7 +4502,7 @@ static void check_parts(const Model *m) {
     one.config.n_layer = 1;
     Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000});
     int slices = attention_slices(s->cache[0].rows, attention_parts(w->n_head, w->n_kv));
-    long room = s->gpu ? (float *)((Gpu *)s->gpu)->halves - ((Gpu *)s->gpu)->parts : 0;
+    long room = s->gpu ? (float *)s->gpu->halves - s->gpu->parts : 0;
     long extra = room - w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
     session_close(s);
