@@ -1307,7 +1307,7 @@ static void gpu_store(Session *s, bool states) {
 }
 
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
-    if (!s->gpu) return false;
+    if (!s->gpu || !DEVICE_COPIES) return false;   // all memory is the host's, too
     device_begin(s->gpu);
     device_copy(s->gpu, to, from, bytes);
     return device_wait(s->gpu);
