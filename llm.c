@@ -119,9 +119,10 @@ typedef struct {
     int n_vocab;               // ids that have a logit
     int dim;                   // width of the residual stream
     int norm;                  // NORM_RMS, NORM_LAYER or NORM_BARE
-    float eps;                 // added under a norm's root
+    float eps, eps_post;       // added under a norm's root; of attn_post_norm and ffn_post_norm
     int act;                   // ACT_SILU, ...
     float embd_scale;          // factor of the embeddings
+    bool embd_normed;          // embeddings are normed, without weights
     float residual_scale;      // factor of what a block adds to the stream
     float logit_scale;         // factor of the logits
     float logit_cap;           // soft cap of the logits; 0: none
@@ -131,6 +132,8 @@ typedef struct {
     int n_head;                // query heads of layer 0
     int hd, vd;                // width of a head's query and key; of its value
     int window;                // tokens that a query sees in layers that have one, itself included
+    int n_exact;               // positions up to which the result is exact (sparse attention), or 0
+    bool softplus_gates;       // attention's gates pass softplus, not a sigmoid
     bool qk_norm_late;         // queries and keys are normed after RoPE, not before it
     bool values_normed;        // values are normed, too, without weights
     float attn_scale;          // factor of the scores, mostly 1/sqrt(hd)
@@ -164,6 +167,8 @@ typedef struct {
     int conv;                  // inputs of a recurrent mixer's convolution
     int n_key, n_value;        // its key heads and value heads
     int dk, dv;                // width of a key, of a value
+    int kda;                   // width of its heads if each channel has a decay of its own; or 0
+    float kda_lower;           // the lowest exponent of such a decay, below 0; 0: no bound
     bool key_tiled;            // value head h reads key head h % n_key, not h / (n_value / n_key)
     int lora;                  // width of latent attention's latent
     int latent_hd, latent_vd;  // widths of the queries and values that it stands for
@@ -177,6 +182,7 @@ typedef struct {
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm, as the file says it
     float value_scale;         // factor of attention's result
+    int kda_safe;              // kda_lower is in use
     int rope_tuned;            // 0: the file wants no RoPE after all
     int rope_sections;         // not 0: the pairing is ROPE_HALVES
     float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
@@ -207,11 +213,13 @@ typedef struct {
     int mixer;                 // MIX_NONE, or a recurrent mixer in place of attention or beside it
     int side_by_side;          // attention and FFN read the same stream
     int ff, n_used;            // width of the FFN or an expert; experts that a token uses
+    float clamp, clamp_shared; // limit of act(gate) and up in experts; in other FFNs; 0: none
     Norm attn_norm, attn_post_norm;   // before the mixer; of its result
     Norm ffn_norm, ffn_post_norm;     // the same of the FFN
     Norm attn_norm_2;          // one more after attention (JinaBERT)
     const float *out_scale;    // [1] factor of the stream after the layer, or NULL
-    Matrix q, k, v, o;         // q has 2 x hd rows a head where attention is gated
+    Matrix q, k, v, o;         // q has 2 x hd rows a head where it holds gates, too
+    Matrix attn_gate;          // a gate for each head, or for each value, of its own; or none
     Norm q_norm, k_norm;       // [hd] for all heads, [heads][hd], or one norm over all heads
     const float *sinks;        // [n_head] a score beside those of the keys, or NULL
     // FFN; experts: gate, up and down hold those of all, a step apart
@@ -224,8 +232,9 @@ typedef struct {
     Matrix input_gate, input_proj;      // of the layer's own input
     Norm input_norm;
     Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // of the recurrent mixer
+    Matrix alpha_a, z_a;       // what alpha and z multiply is a product, too (KDA)
     const float *conv, *conv_bias;      // [channels][conv], [channels]
-    const float *dt_bias, *a, *skip;    // [n_value]
+    const float *dt_bias, *a, *skip;    // [n_value]; KDA: dt_bias[n_value][dk]
     Norm delta_norm;
 } Layer;
 
@@ -314,7 +323,8 @@ typedef struct Session {
     float *q, *k, *v, *att;    // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
     float *mix, *z;            // [n + conv][..], [n][..] of the blocks of Part III
     float *beta_alpha;         // [n][2 * n_value] of the delta rule
-    float *decay, *write_gate; // [n][n_value] how much a state forgets, and takes in
+    float *decay, *write_gate; // [n][n_value] how much a state forgets (KDA: [n][n_value][dk]), and
+                               // takes in
     float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
     float *route;              // [n][n_expert] the router's logits
     float *gathered, *expert_out;       // [rows][dim or latent] what experts read; their results
@@ -441,7 +451,7 @@ static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
 static void split_gate_row(Session *s, const void *layer, size_t i);   // of gated attention
-static void gate_row(Session *s, const void *layer, size_t i);
+static void gate_heads(Session *s, float *x, int width, int gates);
 static void sharpen(const Config *c, float *q, size_t n, int pos);   // attention far out
 static void make_layer_inputs(Session *s);            // what each layer gets of its own
 static const Norm *layer_input_block(Session *s, const Norm *post);   // adds it, as a third block
@@ -581,6 +591,7 @@ static void embed_row(Session *s, const void *arg, size_t i) {
     float *x = s->x + i * c->dim, *more = s->normed + i * c->dim;
     matrix_row(&m->embd, s->ids[i], x);
     scale(x, c->dim, c->embd_scale);
+    if (c->embd_normed) norm(x, x, c->dim, &(Norm){0}, NORM_RMS, c->eps);
     if (m->pos_embd.data) {
         matrix_row(&m->pos_embd, s->pos + i, more);
         add_scaled(x, more, c->dim, 1);
@@ -629,10 +640,10 @@ static void between_row(Session *s, const void *arg, size_t i) {
     const Between *b = arg;
     float *x = s->x + i * c->dim, *out = s->out + i * c->dim;
     if (b->norm && b->norm_first) norm_row(s, b->norm, i);
-    if (b->post->w && !c->encoder) norm(out, out, c->dim, b->post, c->norm, c->eps);
+    if (b->post->w && !c->encoder) norm(out, out, c->dim, b->post, c->norm, c->eps_post);
     add_scaled(x, out, c->dim, c->residual_scale);
     if (b->scale) scale(x, c->dim, *b->scale);
-    if (b->post->w && c->encoder) norm(x, x, c->dim, b->post, c->norm, c->eps);
+    if (b->post->w && c->encoder) norm(x, x, c->dim, b->post, c->norm, c->eps_post);
     if (b->again && b->again->w) {
         add_scaled(x, s->normed + i * c->dim, c->dim, 1);
         norm(x, x, c->dim, b->again, c->norm, c->eps);
@@ -711,22 +722,28 @@ static void attention_block(Session *s) {
     bool heads_alone = (!w->q_norm.w || w->q_norm.n == w->hd) &&
                        (!w->k_norm.w || w->k_norm.n == w->hd);
     int parts = n == 1 && heads_alone ? w->n_kv : 1;
-    Matmul in[] = {{&w->q, s->normed, gated ? s->mix : s->q, n}, {&w->k, s->normed, s->k, n},
-                   {&w->v, s->normed, s->v, n}};
-    matmul(s->pool, &s->op_scratch, in, w->k.rows ? 3 : 1);
+    Matmul in[4] = {{&w->q, s->normed, gated ? s->mix : s->q, n}, {&w->k, s->normed, s->k, n},
+                    {&w->v, s->normed, s->v, n}};
+    int jobs = w->k.rows ? 3 : 1;
+    if (w->attn_gate.data) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
+    matmul(s->pool, &s->op_scratch, in, jobs);
     if (gated) each_row(s, split_gate_row, w, n);
     each_row(s, qkv_part, &parts, n * parts);
     attend(s);
-    if (gated) each_row(s, gate_row, w, n);
+    if (gated || w->attn_gate.data)
+        gate_heads(s, s->att, w->vd, gated ? w->vd : w->attn_gate.rows / w->n_head);
     product(s, &w->o, s->att, s->out);
 }
 
-typedef struct { const Matrix *gate, *up, *down; } Ffn;
+typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void activate_row(Session *s, const void *arg, size_t i) {   // up = act(gate) * up
     const Ffn *f = arg;
     size_t ff = f->up->rows;
     float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
-    activate(up, gate, up, ff, s->m->config.act);
+    if (f->limit <= 0 || !gate) return activate(up, gate, up, ff, s->m->config.act);
+    activate(gate, NULL, gate, ff, s->m->config.act);   // min(act(gate), limit) * clamped up
+    clamp(up, ff, f->limit);
+    for (size_t j = 0; j < ff; j++) up[j] *= fminf(gate[j], f->limit);
 }
 
 // out [n][dim] = down (act(gate normed) * up normed)
@@ -767,7 +784,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
 
         // each token by itself: the FFN
         if (w->router.data) experts(s);
-        else if (has_ffn) ffn(s, &(Ffn){&w->gate, &w->up, &w->down}, s->out);
+        else if (has_ffn) ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->clamp_shared}, s->out);
         if (w->input_gate.data) layers.post = layer_input_block(s, layers.post);
         each_row(s, between_row, &layers, n);
     }
@@ -927,8 +944,10 @@ static void plan_scratch(Session *s, Arena *a) {
         most.k = larger(most.k, w->k.rows);
         most.v = larger(most.v, w->v.rows);
         most.att = larger(most.att, larger(w->z.rows, (size_t)w->n_head * w->vd));
+        most.att = larger(most.att, w->alpha_a.rows + w->z_a.rows);
         most.mix = larger(most.mix, larger(w->conv_in.rows, larger(2 * gated, latent)));
         most.z = larger(most.z, larger(w->q_a.rows, larger(w->z.rows, gated)));
+        most.z = larger(most.z, w->attn_gate.rows);
         most.ff = larger(larger(most.ff, c->per_layer), larger(w->ff, w->shared_up.rows));
         most.latent = larger(most.latent, w->latent_down.rows);
     }
@@ -950,7 +969,7 @@ static void plan_scratch(Session *s, Arena *a) {
     s->mix = arena_take(a, (n + c->conv) * most.mix, f);
     s->z = arena_take(a, n * most.z, f);
     s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
-    s->decay = arena_take(a, n * c->n_value, f);
+    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
     s->write_gate = arena_take(a, n * c->n_value, f);
     a->used = mark;
     s->gate = arena_take(a, rows * most.ff, f);
@@ -1020,6 +1039,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
     *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
     if (!s->o.window) s->o.window = c->n_ctx < 4096 ? c->n_ctx : 4096;
+    if (c->n_exact && s->o.window > c->n_exact) s->o.window = c->n_exact;
     if (!s->o.threads) s->o.threads = count_cpus();
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
@@ -1086,6 +1106,9 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
         if (ids[i] < 0 || ids[i] >= m->embd.rows)
             return fail(e, "token id %d is out of range; the model has %lld", ids[i],
                         (long long)m->embd.rows);
+    if (m->config.n_exact && n > m->config.n_exact)
+        return fail(e, "position %d: beyond %d this model chooses what it attends to, which the "
+                       "engine does not know", n - 1, m->config.n_exact);
     if (m->pos_embd.data && n > m->pos_embd.rows)
         return fail(e, "position %d is past the model's %lld learned positions", n - 1,
                     (long long)m->pos_embd.rows);
@@ -1682,6 +1705,13 @@ enum {
     FULL_FIRST = 1 << 21,      // of `local` layers the first sees all, not the last
     LOCAL_SINKS = 1 << 22,     // only windowed layers have sinks
     MAY_BE_PARALLEL = 1 << 23, // without a norm before it the FFN reads what attention reads
+    GATE = 1 << 24,            // attention has gates in a tensor of its own, which pass a sigmoid,
+    GATE_SOFTPLUS = 1 << 25,   // or softplus
+    EMBD_NORMED = 1 << 26,     // embeddings are normed; the eps of norms behind blocks is 1e-8
+    ROPE_10000 = 1 << 27,      // RoPE's base, whatever the file says
+    SCALE_BY_HEAD = 1 << 28,   // attention scale is 1/hd, not 1/sqrt(hd)
+    FF_BOTH = 1 << 29,         // feed_forward_length counts gate and up
+    HALF_ROTATED = 1 << 30,    // layers that see all rotate half of rope.dimension_count
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -1701,6 +1731,24 @@ typedef struct {
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
     {"llama* mistral3* ernie4_5-moe", .rope = ROPE_PAIRS, .flags = GATES_NORMED},
+    {"maincoder", .rope = ROPE_PAIRS, .flags = QK_NORM_LATE},
+    {"refact", .flags = ALIBI_8},
+    {"cogvlm deepseek2-ocr", .rope = ROPE_HALVES, .flags = ROPE_10000},
+    {"eurobert", .rope = ROPE_HALVES, .flags = BOTH_WAYS},
+    {"neo-bert", .rope = ROPE_PAIRS, .flags = BOTH_WAYS},
+    {"qwen", .rope = ROPE_HALVES, .flags = FF_BOTH},
+    {"phimoe", .rope = ROPE_HALVES, .flags = GATES_NORMED},
+    {"plamo3", .rope = ROPE_HALVES, .flags = LOCAL_10000, .local = 8},
+    {"muse-glimmer", .rope = ROPE_PAIRS, .flags = GATE | EMBD_NORMED | LOCAL_ROPE, .local = 4},
+    {"laguna", .rope = ROPE_HALVES, .local = 4,
+     .flags = GATE | GATE_SOFTPLUS | FULL_FIRST | LOCAL_UNSCALED | GATES_SIGMOID},
+    {"afmoe", .rope = ROPE_HALVES, .flags = GATE | EMBD_SQRT | GATES_SIGMOID, .local = 4,
+     .no_rope = 4},
+    {"spark2_5", .act = ACT_GELU, .rope = ROPE_HALVES, .flags = GATE, .local = 4},
+    {"step35", .rope = ROPE_HALVES, .local = 4,
+     .flags = GATE | GATES_SIGMOID | LOCAL_10000 | LOCAL_UNSCALED | HALF_ROTATED},
+    {"kimi-linear", .rope = ROPE_PAIRS, .flags = GATES_NORMED, .no_rope = 1},
+    {"bailingmoe3", .rope = ROPE_PAIRS, .flags = GATE},
     {"llama-embed", .rope = ROPE_PAIRS, .flags = GATES_NORMED | BOTH_WAYS},
     {"baichuan", .rope = ROPE_PAIRS, .n_layer = 32},
     {"baichuan", .flags = ALIBI_8, .n_layer = 40},
@@ -1719,7 +1767,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"cohere2", NORM_LAYER, ACT_SILU, ROPE_PAIRS,
      .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .local = 4},
     {"exaone4", .rope = ROPE_HALVES, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe qwen2moe seed_oss", .rope = ROPE_HALVES},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss",
+     .rope = ROPE_HALVES},
     {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .rope = ROPE_HALVES},
     {"plamo", .rope = ROPE_HALVES, .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .rope = ROPE_HALVES, .flags = SECTIONS_MIXED},
@@ -1747,19 +1796,23 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .flags = GEMMA3 | BOTH_WAYS, .local = 6},
     {"gemma4*", .act = ACT_GELU, .rope = ROPE_HALVES, .flags = GEMMA4, .local = 6},
     {"deepseek2*", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
-    {"deepseek2* mistral4", .rope = ROPE_PAIRS, .flags = YARN_SCORES},
+    {"deepseek2* mistral4 deepseek32", .rope = ROPE_PAIRS, .flags = YARN_SCORES},
+    {"glm-dsa", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID},
     {"orion stablelm", NORM_LAYER, ACT_SILU, ROPE_HALVES, .flags = MAY_BE_PARALLEL},
-    {"falcon gptneox phi2 starcoder2", NORM_LAYER, ACT_GELU, ROPE_HALVES, .flags = MAY_BE_PARALLEL},
+    {"codeshell falcon gptneox phi2 starcoder2", NORM_LAYER, ACT_GELU, ROPE_HALVES,
+     .flags = MAY_BE_PARALLEL},
     {"dbrx", NORM_LAYER, ACT_SILU, ROPE_HALVES, .flags = GATES_NORMED},
     {"nemotron jais2", NORM_LAYER, ACT_RELU2, ROPE_HALVES, .flags = 0},
     {"nemotron_h nemotron_h_moe*", .act = ACT_RELU2, .flags = GATES_SIGMOID},
     {"falcon-h1*", .rope = ROPE_HALVES},
     {"lfm2", .rope = ROPE_HALVES, .local = NO_LAYER},
-    {"gpt2 starcoder", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = 0},
+    {"gpt2 starcoder mpt", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = 0},
+    {"jais", NORM_LAYER, ACT_SILU, ROPE_NONE, .flags = SCALE_BY_HEAD},
     {"bloom", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ALIBI_8},
     {"bert*", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ENCODER},
     {"jina-bert-v2", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ENCODER | ALIBI_8},
     {"nomic-bert*", NORM_LAYER, ACT_SILU, ROPE_HALVES, .flags = ENCODER},
+    {"nomic-bert-moe jina-bert-v3", NORM_LAYER, ACT_GELU, ROPE_HALVES, .flags = ENCODER},
     {"modern-bert", NORM_LAYER, ACT_GELU, ROPE_HALVES,
      .flags = BOTH_WAYS | LOCAL_10000 | LOCAL_UNSCALED | FULL_FIRST, .local = 3},
 };
@@ -1767,7 +1820,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
 // A number that a file gives under its architecture's name, such as "llama.block_count".
 typedef struct {
     const char *key;
-    enum { KEY_INT, KEY_REAL, KEY_LAYER } kind;   // KEY_LAYER: an int, or one per layer
+    enum { KEY_INT, KEY_REAL, KEY_LAYER, KEY_LAYER_REAL } kind;   // KEY_LAYER: or one per layer
     size_t at;                 // offset of the field in Config, or in Layer
     double low, high;          // the range; a key whose default is below `low` must be in the file
     const char *archs;         // that read it (NULL: all); those with a star require it
@@ -1776,6 +1829,8 @@ typedef struct {
 #define INT(key, field, low, high, archs) {key, KEY_INT, offsetof(Config, field), low, high, archs}
 #define LAYER(key, field, low, high, archs) \
     {key, KEY_LAYER, offsetof(Layer, field), low, high, archs}
+#define LAYER_REAL(key, field, archs) \
+    {key, KEY_LAYER_REAL, offsetof(Layer, field), -FLT_MAX, FLT_MAX, archs}
 #define RANGE(key, field, low, high, archs) \
     {key, KEY_REAL, offsetof(Config, field), low, high, archs}
 #define REAL(key, field, archs) RANGE(key, field, -FLT_MAX, FLT_MAX, archs)
@@ -1793,8 +1848,8 @@ static const Key KEYS[] = {
     REAL("embedding_scale", embd_scale, "granite granitehybrid granitemoe granite_swa minicpm"),
     REAL("residual_scale", residual_scale, "granite granitehybrid granitemoe granite_swa minicpm"),
     REAL("logit_scale", logit_scale,
-     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2*"),
-    REAL("final_logit_softcapping", logit_cap, "gemma2 gemma3 gemma4"),
+     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* muse-glimmer*"),
+    REAL("final_logit_softcapping", logit_cap, "gemma2 gemma3 gemma4 muse-glimmer"),
     INT("attention.head_count", n_head, 0, 1 << 14, NULL),
     LAYER("attention.head_count", n_head, 0, 1 << 14, NULL),
     LAYER("attention.head_count_kv", n_kv, 0, 1 << 14, NULL),      // 0: see load_layer
@@ -1808,24 +1863,32 @@ static const Key KEYS[] = {
     INT("attention.shared_kv_layers", n_shared, 0, 1 << 14, "gemma4"),
     INT("embedding_length_per_layer_input", per_layer, 0, 1 << 16, "gemma4"),
     INT("attention.sliding_window", window, 0, INT_MAX, NULL),
-    INT("attention.sliding_window", window, 0, INT_MAX, "cohere2* gemma-embedding* gpt-oss*"),
+    INT("attention.sliding_window", window, 0, INT_MAX,
+        "cohere2* gemma-embedding* gpt-oss* spark2_5* step35*"),
     LAYER("attention.sliding_window_pattern", pattern, 0, INT_MAX, NULL),
+    LAYER("attention.sliding_window_pattern", pattern, 0, INT_MAX, "spark2_5* step35*"),
+    INT("attention.indexer.top_k", n_exact, 1, INT_MAX, "glm-dsa* deepseek32*"),
     INT("attention.causal", causal, 0, 1, NULL),
     REAL("attention.scale", attn_scale, "granite granitehybrid granitemoe granite_swa"),
     REAL("attn_logit_softcapping", attn_cap, "gemma2"),
     REAL("attention.value_scale", value_scale, "mimo2"),
     LAYER("attention.rope_pattern", rotated, 0, 1, "granite_swa"),
-    REAL("attention.clamp_kqv", clamp_qkv, "olmo dbrx"),
+    REAL("attention.clamp_kqv", clamp_qkv, "olmo dbrx mpt"),
+    REAL("attention.max_alibi_bias", alibi, "jais mpt"),
+    LAYER_REAL("swiglu_clamp_exp", clamp, "bailingmoe3 step35"),
+    LAYER_REAL("swiglu_clamp_shexp", clamp_shared, "bailingmoe3 step35"),
     REAL("attention.temperature_scale", sharpen_scale, "mistral3 deepseek2 mistral4"),
     REAL("rope.scaling_beta", sharpen_scale, "mistral3 deepseek2 mistral4"),   // so says Ollama
     INT("attention.temperature_length", sharpen_length, 0, INT_MAX, "deepseek2 mistral4"),
     INT("use_parallel_residual", side_by_side, 0, 1, "gptneox*"),
     INT("rope.dimension_count", n_rot, -1, 4096, NULL),               // -1: all of a head
     INT("rope.dimension_sections", rope_sections, 0, INT_MAX, "glm4"),
-    INT("rope.dimension_count_swa", n_rot_local, 0, 4096, "gemma4"),
+    INT("rope.dimension_count_swa", n_rot_local, 0, 4096,
+        "gemma4 afmoe laguna muse-glimmer spark2_5 step35"),
     REAL("rope.freq_base", rope_base, NULL),
     REAL("rope.freq_base_swa", rope_base_local,
-     "gemma2 gemma3 gemma4 gemma-embedding gpt-oss mimo2 modern-bert"),
+     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna mimo2 modern-bert muse-glimmer "
+     "plamo3 spark2_5 step35"),
     REAL("rope.global.freq_base", rope_base, "gemma3 gemma4"),        // Ollama's names
     REAL("rope.local.freq_base", rope_base_local, "gemma3 gemma4"),
     REAL("rope.scale_linear", rope_factor, NULL),
@@ -1836,7 +1899,8 @@ static const Key KEYS[] = {
     INT("rope.scaling.original_context_length", n_ctx_orig, 0, INT_MAX, NULL),
     REAL("rope.scaling.yarn_beta_fast", yarn_fast, "mistral3"),
     REAL("rope.scaling.yarn_beta_slow", yarn_slow, "mistral3"),
-    REAL("rope.scaling.yarn_log_multiplier", yarn_log, "mistral3 deepseek2 mistral4"),
+    REAL("rope.scaling.yarn_log_multiplier", yarn_log,
+         "mistral3 deepseek2 mistral4 glm-dsa deepseek32"),
     REAL("rope.scaling.beta_fast", yarn_fast, "mistral3"),            // Ollama's names
     REAL("rope.scaling.beta_slow", yarn_slow, "mistral3"),
     REAL("rope.scaling.mscale_all_dim", yarn_log, "mistral3 deepseek2 mistral4"),
@@ -1846,17 +1910,23 @@ static const Key KEYS[] = {
     INT("expert_group_count", n_group, 0, MOST_GROUPS, NULL),
     INT("expert_group_used_count", n_group_used, 0, MOST_GROUPS, NULL),
     INT("expert_gating_func", gating, 1, 2,
-     "bailingmoe2* deepseek2 dots1 exaone-moe glm4moe hy_v3 lfm2moe* minimax-m2 mistral4"),
+     "afmoe bailingmoe2* bailingmoe3* deepseek2 deepseek2-ocr deepseek32 dots1 exaone-moe glm-dsa "
+     "glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 step35"),
     INT("expert_weights_norm", gates_normed, 0, 1,
-     "bailingmoe bailingmoe2 deepseek2 dots1 exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"),
-    REAL("expert_weights_scale", gates_scale, "bailingmoe bailingmoe2 deepseek deepseek2 dots1 "
-     "exaone-moe glm4moe hy_v3 mistral4 nemotron_h_moe"),
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 dots1 exaone-moe "
+     "glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"),
+    REAL("expert_weights_scale", gates_scale,
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek2-ocr deepseek32 dots1 "
+     "exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 nemotron_h_moe step35"),
     INT("ssm.conv_kernel", conv, 0, MOST_TAPS, NULL),
     INT("ssm.group_count", n_key, 0, 1 << 14, NULL),
     INT("ssm.time_step_rank", n_value, 0, 1 << 14, NULL),
     INT("ssm.state_size", dk, 0, 4096, NULL),
     INT("ssm.inner_size", dv, 0, 1 << 20, NULL),                      // of all value heads
     INT("shortconv.l_cache", conv, 1, MOST_TAPS, "lfm2* lfm2moe*"),
+    INT("kda.head_dim", kda, 1, 4096, "kimi-linear* bailingmoe3*"),
+    RANGE("kda.gate_lower_bound", kda_lower, -FLT_MAX, -FLT_MIN, "bailingmoe3*"),
+    INT("kda.safe_gate", kda_safe, 1, 1, "bailingmoe3"),
 };
 
 // Tensors that such a model always has, although the engine could run without them.
@@ -1935,9 +2005,9 @@ static void load_keys(Loader *ld, void *to, bool layer) {
     Str arch = gguf_str(ld->m->gguf, "general.architecture");
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         void *field = (char *)to + k->at;
-        bool real = k->kind == KEY_REAL;
+        bool real = k->kind == KEY_REAL || k->kind == KEY_LAYER_REAL;
         const char *names_it = k->archs ? find_str(arch, k->archs) : "";
-        if ((k->kind == KEY_LAYER) != layer || !names_it) continue;
+        if ((k->kind >= KEY_LAYER) != layer || !names_it) continue;
         double x = load_number(ld, k->key, real ? *(float *)field : *(int *)field);
         if (!arch_meta(ld, k->key) && (x < k->low || *names_it == '*'))
             refuse(ld, "key %.*s.%s is missing", STR_ARG(arch), k->key);
@@ -2044,6 +2114,7 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 }
 
 // Part III has these.
+static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
 static void load_experts(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w);
 static void derive_latent(Config *c, bool yarn_scores);
@@ -2090,6 +2161,7 @@ static void load_attention(Loader *ld, Layer *w) {
     w->o = need_matrix(ld, "attn_output", w->n_head * w->vd, c->dim, 1);
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
+    load_gate(ld, w, w->n_head, w->vd);
     w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
     if (w->k.data && !w->q_norm.w != !w->k_norm.w)
@@ -2164,6 +2236,7 @@ static void load_layer(Loader *ld, Layer *w) {
     w->pattern = a->local == NO_LAYER ? 0 : a->local;
     w->rotated = true;
     load_keys(ld, w, true);
+    if (a->flags & FF_BOTH) w->ff /= 2;
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
@@ -2235,7 +2308,7 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
 
 // Nothing in the file may be passed over but what does not run: other modalities, the heads of
 // rerankers, NVFP4's scales of activations, blocks that predict further tokens. And nothing may be
-// missing that such a model has.
+// missing that such a model has. With at most n_exact positions an indexer has no choice.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
@@ -2246,6 +2319,7 @@ static void check_tensors(Loader *ld) {
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
+        idle |= (l >= 0 && strstr(name, ".vis_")) || (c->n_exact && strstr(name, ".indexer."));
         const char *scale = strstr(name, ".input_scale");
         idle |= (scale && !scale[12]) || (l >= c->n_layer && l < c->n_layer + c->n_layer_mtp &&
                                           layer_tensor(ld, l, "nextn.eh_proj", ".weight"));
@@ -2295,12 +2369,15 @@ static void imply_config(Config *c, const Arch *a) {
     c->n_rot = c->hd;
     c->n_ctx_orig = c->n_ctx;
     c->router_scale = 1 / sqrtf(c->dim);
+    c->embd_normed = flags & EMBD_NORMED;
+    c->softplus_gates = flags & GATE_SOFTPLUS;
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
     c->residual_scale = mup ? 1.4f / sqrtf(c->n_layer) : 1;
     c->logit_scale = mup ? 256.0f / c->dim : 1;
     c->logit_cap = flags & (CAPPED | LOGITS_CAPPED) ? 30 : 0;
     c->attn_cap = flags & CAPPED ? 50 : 0;
     c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)c->n_head : c->hd);
+    if (flags & SCALE_BY_HEAD) c->attn_scale *= c->attn_scale;
     if (flags & QKV_NORMED) c->attn_scale = 1;
     c->alibi = flags & ALIBI_8 ? 8 : 0;
     c->window = flags & WINDOW_4096 ? 4096 : 0;
@@ -2323,6 +2400,7 @@ static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     int flags = ld->arch->flags;
     c->eps = fmaxf(c->norm == NORM_RMS ? c->eps_rms : c->eps, 0);
+    c->eps_post = flags & EMBD_NORMED ? 1e-8f : c->eps;
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
@@ -2331,6 +2409,7 @@ static void derive_config(Loader *ld) {
         refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
     c->n_layer -= c->n_layer_mtp;
     c->dv /= c->n_value ? c->n_value : 1;
+    if (c->kda) c->n_key = c->n_value = c->n_head, c->dk = c->dv = c->kda;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf->n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf->n_tensors);
     if (c->n_group < 2) c->n_group = c->n_group_used = 1;
@@ -2356,6 +2435,9 @@ static void derive_config(Loader *ld) {
     if (!c->hd_local) c->hd_local = c->hd;
     if (!c->vd_local) c->vd_local = c->vd;
     if (!c->n_rot_local) c->n_rot_local = c->hd_local < c->hd ? c->hd_local : c->n_rot;
+    if (flags & HALF_ROTATED) c->n_rot /= 2;
+    if (flags & HALF_ROTATED && c->rope_factor != 1) refuse(ld, "RoPE scaling in a %s", c->name);
+    if (flags & ROPE_10000) c->rope_base = c->rope_base_local = 10000;
     if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
     if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > c->hd_local ||
@@ -2378,10 +2460,11 @@ static bool weights_load(Model *m, Error *e) {
     Config *c = &m->config;
     *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
                   .rope_tuned = 1, .yarn_fast = 32, .yarn_slow = 1, .gating = 1, .gates_scale = 1,
-                  .value_scale = 1};   // where neither the file nor its architecture says otherwise
+                  .value_scale = 1, .kda_safe = 1};   // where neither the file nor its architecture says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
-    m->freqs = load_vector(&ld, "rope_freqs", ".weight", c->n_rot / 2);
+    int n_rot = ld.arch->flags & HALF_ROTATED ? c->n_rot_local : c->n_rot;   // the first ones count
+    m->freqs = load_vector(&ld, "rope_freqs", ".weight", n_rot / 2);
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", c->n_rot / 2);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", c->n_rot / 2);
     if (!m->freqs_long != !m->freqs_short)
@@ -2399,6 +2482,7 @@ static bool weights_load(Model *m, Error *e) {
     bool last = c->encoder || find_tensor(&ld, "output_norm", ".weight");
     if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
+    if (!m->out_norm.w) m->out_norm = load_norm(&ld, "enc.output_norm", 1, c->dim);   // NeoBERT
     if (c->norm != NORM_BARE && !c->encoder)
         require(&ld, m->out_norm.w, "output_norm", ".weight");
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
@@ -2479,11 +2563,31 @@ static void split_gate_row(Session *s, const void *arg, size_t i) {
     }
 }
 
+// Or the gates are a product of their own, with one for each value or one for each head.
+static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
+    if (!(ld->arch->flags & GATE)) return;
+    const Tensor *t = find_tensor(ld, "attn_gate", ".weight");
+    int rows = t && t->ne[1] == n_head ? n_head : n_head * vd;
+    w->attn_gate = load_matrix(ld, "attn_gate", ld->m->config.dim, rows, 1);
+}
+
+static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }   // ln(1 + e^x)
+
+typedef struct { float *x; int width, gates; } Gated;
 static void gate_row(Session *s, const void *arg, size_t i) {
-    const Layer *w = arg;
-    int n = w->n_head * w->hd;
-    float *att = s->att + i * n, *z = s->z + i * n;
-    for (int j = 0; j < n; j++) att[j] /= 1 + exp_fast(-z[j]);
+    const Gated *g = arg;
+    int n_head = s->m->layers[s->l].n_head;
+    float *x = g->x + i * n_head * g->width, *z = s->z + i * n_head * g->gates;
+    bool plus = s->m->config.softplus_gates;
+    for (int j = 0; plus && j < n_head * g->gates; j++) z[j] = softplus(z[j]);
+    for (int j = 0; !plus && j < n_head * g->gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
+    for (int h = 0; h < n_head; h++, x += g->width, z += g->gates)
+        for (int j = 0; j < g->width; j++) x[j] *= z[g->gates > 1 ? j : 0];
+}
+
+// x [n][n_head][width] times the gates in s->z [n][n_head][gates], of which there are width or 1
+static void gate_heads(Session *s, float *x, int width, int gates) {
+    each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
 // ---- 14. experts ----
@@ -2630,7 +2734,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     }
     each_row(s, gather_row, order, rows);
     matmul(s->pool, &s->op_scratch, in, k);
-    each_row(s, activate_row, &(Ffn){gate, up, down}, rows);
+    each_row(s, activate_row, &(Ffn){gate, up, down, w->clamp}, rows);
     matmul(s->pool, &s->op_scratch, back, jobs);
     for (int r = 0; order && r < rows; r++)
         add_scaled(s->expert_sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim,
@@ -2670,7 +2774,8 @@ static void experts(Session *s) {
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
     if (w->shared_router.data) product(s, &w->shared_router, s->normed, s->route);
-    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down}, s->expert_out);
+    Ffn shared = {&w->shared_gate, &w->shared_up, &w->shared_down, w->clamp_shared};
+    ffn(s, &shared, s->expert_out);
     each_row(s, add_shared_row, w, n);
 }
 
@@ -2712,15 +2817,62 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
 
+// Early files of Qwen3-Next have, for each key head in turn, its rows of q, k, v and z in one tensor.
+// They are copied into the order of later files: those of q of all heads, of k, of v, of z.
+static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
+    const Config *c = &ld->m->config;
+    Matrix all = need_matrix(ld, "ssm_in", c->dim, qkv + values, 1);
+    if (all.bias) refuse(ld, "tensor %sssm_in: bias", ld->prefix);
+    size_t row = ld->ok ? quant_row_bytes(all.type, c->dim) : 0;
+    uint8_t *to = ld->ok ? keep_memory(ld, (qkv + values) * row) : NULL;
+    int wide = values / c->n_key, part[4] = {c->dk, c->dk, wide, wide};   // rows of a key head
+    for (int h = 0; to && h < c->n_key; h++)
+        for (int k = 0, at = 0; k < 4; at += part[k++] * c->n_key, all.data += part[k - 1] * row)
+            memcpy(to + (at + h * part[k]) * row, all.data, part[k] * row);
+    all.data = to;
+    w->conv_in = matrix_rows(all, 0, qkv);
+    w->z = matrix_rows(all, qkv, values);
+}
+
 static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
-    w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
-    w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
+    if (find_tensor(ld, "ssm_in", ".weight")) load_interleaved(ld, w, qkv, values);
+    else {
+        w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
+        w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
+    }
     w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
     if (w->beta_alpha.data) return;
     w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
     w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
+}
+
+// In KDA (Kimi Delta Attention, arXiv 2510.26692) each channel of a key has a decay of its own, g is
+// a vector [dk]; and o's gate is a sigmoid. q, k and v are three products, which lie side by side
+// as in the delta rule, with taps of their own. alpha and z may be products of two matrices each.
+static void load_kda(Loader *ld, Layer *w, int wide) {
+    const Config *c = &ld->m->config;
+    static const char *const name[3] = {"ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"};
+    size_t taps = (size_t)wide * c->conv;
+    float *joined = ld->ok ? keep_memory(ld, 3 * taps * sizeof *joined) : NULL;
+    load_fused(ld, "attn_qkv", c->dim, 1, (Slice[]){{"attn_q", wide, &w->q},
+               {"attn_k", wide, &w->k}, {"attn_v", wide, &w->v}}, 3);
+    w->q.out_step = w->k.out_step = w->v.out_step = 3 * wide;
+    w->conv_in = (Matrix){.rows = 3 * wide, .cols = c->dim};   // stands for the three
+    for (int i = 0; i < 3; i++) {
+        const float *from = load_vector(ld, name[i], ".weight", taps);
+        require(ld, from, name[i], ".weight");
+        if (joined && from) memcpy(joined + i * taps, from, taps * sizeof *from);
+    }
+    w->conv = joined;
+    bool two = find_tensor(ld, "ssm_f_b", ".weight"), z_two = find_tensor(ld, "ssm_g_b", ".weight");
+    if (two) w->alpha_a = need_matrix(ld, "ssm_f_a", c->dim, 0, 1);
+    if (z_two) w->z_a = need_matrix(ld, "ssm_g_a", c->dim, 0, 1);
+    w->alpha = need_matrix(ld, two ? "ssm_f_b" : "ssm_f_a", two ? w->alpha_a.rows : c->dim, wide, 1);
+    w->z = need_matrix(ld, z_two ? "ssm_g_b" : "ssm_g_a", z_two ? w->z_a.rows : c->dim, wide, 1);
+    w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
+    w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
 }
 
 // A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
@@ -2767,12 +2919,14 @@ static void delta_conv(Session *s, const void *arg, size_t block) {
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
 //   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
+// or, with a bound `lower` below 0, g = exp(lower * sigmoid(a * (alpha + dt)))
 static void delta_gates_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     const Config *c = &s->m->config;
     float *mix = s->mix + i * w->conv_in.rows, *all = s->beta_alpha + i * 2 * c->n_value;
-    float *decay = s->decay + i * c->n_value, *write = s->write_gate + i * c->n_value;
-    int share = c->n_value / c->n_key;   // value heads of a key head
+    int share = c->n_value / c->n_key, each = larger(c->kda, 1);   // value heads of a key head;
+    float *decay = s->decay + i * c->n_value * each;               // decays of a value head
+    float *write = s->write_gate + i * c->n_value;
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
         float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
@@ -2780,15 +2934,18 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     }
     for (int h = 0; h < c->n_value; h++) {
         const float *both = all + h / share * 2 * share + h % share;   // per key head: b's, a's
-        float a = (w->beta_alpha.data ? both[share] : decay[h]) + w->dt_bias[h];
-        float b = w->beta_alpha.data ? both[0] : write[h];
-        float step = a > 20 ? a : log1pf(expf(a));
-        decay[h] = expf(w->a[h] * step);
+        float b = w->beta_alpha.data ? both[0] : write[h], step = 0;
+        for (int j = h * each; j < (h + 1) * each; j++) {
+            float a = (w->beta_alpha.data ? both[share] : decay[j]) + w->dt_bias[j];
+            step = softplus(a);
+            decay[j] = expf(c->kda_lower < 0 ? c->kda_lower / (1 + expf(-w->a[h] * a))
+                                             : w->a[h] * step);
+        }
         write[h] = w->mixer == MIX_SPACE ? step : 1 / (1 + expf(-b));
     }
 }
 
-// norm(o) * silu(z), or in a state space norm(o * silu(z))
+// norm(o) * silu(z), in KDA norm(o) * sigmoid(z), in a state space norm(o * silu(z))
 static void delta_out_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = arg;
@@ -2796,7 +2953,8 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
     float *o = s->att + i * n, *z = s->z + i * n;
     if (w->mixer == MIX_SPACE) activate(o, z, o, n, ACT_SILU);
     if (w->delta_norm.w) norm(o, o, n, &w->delta_norm, NORM_RMS, c->eps);
-    if (w->mixer == MIX_DELTA) activate(o, z, o, n, ACT_SILU);
+    if (w->mixer == MIX_DELTA && !c->kda) activate(o, z, o, n, ACT_SILU);
+    for (int j = 0; c->kda && j < n; j++) o[j] /= 1 + exp_fast(-z[j]);
 }
 
 // Rows of one block of S, side by side in the lanes of V vectors, over all tokens of the chunk:
@@ -2804,9 +2962,10 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
 // ask what is stored under its key (S k), to write, and to read for its query (S q). One pass over
 // the columns of S does it all: as soon as token t is written to a column, the column adds to the
 // result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
-// to the sum.) So a token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked (WY) form
-// takes 70,000 with chunks of 64, and a triangular inverse. A state space does not ask.
-INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks) {
+// to the sum; or one for each column, to the key.) So a token costs 4 dk dv multiply-adds, 65,536
+// for 128 x 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse. A
+// state space does not ask. each: decays of a head, 1 or dk.
+INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, int each) {
     enum { V = 4 };
     const Config *c = &s->m->config;
     int blocks = delta_blocks(c), h = block / blocks, r = block % blocks * DELTA_ROWS, dk = c->dk;
@@ -2819,12 +2978,15 @@ INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks) {
         const float *k = s->mix + key * dk + (asks ? keys : values);
         const float *q = asks ? k - keys : k + keys;
         const float *value = s->mix + (asks ? 2 * keys : 0) + h * c->dv + r;
+        const float *g = s->decay + (size_t)h * each;
         vf asked[V] = {{0}};
         for (int j = 0; asks && j < dk; j++)
             UNROLL for (int v = 0; v < V; v++)
-                asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) * k[j];
+                asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) *
+                            (each > 1 ? k[j] * g[j] : k[j]);
         for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
             const float *next = i + 1 < s->n ? k + step : k;
+            const float *next_g = i + 1 < s->n ? g + (size_t)c->n_value * each : g;
             size_t at = (size_t)i * c->n_value + h;
             vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
             prefetch_l1(q + 2 * step, dk * sizeof *q);
@@ -2832,25 +2994,30 @@ INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks) {
             memcpy(write, value, bytes);
             UNROLL for (int v = 0; v < V; v++) {
                 if (!asks) out[v] = write[v] * w->skip[h];
-                write[v] = (write[v] - asked[v] * s->decay[at]) * s->write_gate[at];
+                write[v] = (write[v] - (each > 1 ? asked[v] : asked[v] * *g)) * s->write_gate[at];
             }
-            float g = s->decay[at];
             for (int j = 0; j < dk; j++)
                 UNROLL for (int v = 0; v < V; v++) {
                     float *place = state + j * DELTA_ROWS + v * LANES;
-                    vf row = load_f32(place) * g + write[v] * k[j];
+                    vf row = load_f32(place) * g[each > 1 ? j : 0] + write[v] * k[j];
                     store(place, row);
                     out[v] += row * q[j];
-                    if (asks) ask[v] += row * next[j];
+                    if (asks) ask[v] += row * (each > 1 ? next[j] * next_g[j] : next[j]);
                 }
+            g = next_g;
             memcpy(asked, ask, sizeof ask);
             memcpy(s->att + at * c->dv + r, out, bytes);
         }
     }
 }
 
-static void delta_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true); }
-static void space_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, false); }
+static void delta_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, 1); }
+static void space_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, false, 1); }
+static void kda_block(Session *s, const void *w, size_t i) {
+    int each = s->m->config.kda;
+    if (each > 1) memory_block(s, w, i, true, each);
+    else memory_block(s, w, i, true, 1);
+}
 
 // ---- 16. the state space (Mamba-2, arXiv 2405.21060) ----
 //
@@ -2883,11 +3050,10 @@ static bool load_recurrent(Loader *ld, Layer *w) {
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
     if (find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
     if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
-    if (find_tensor(ld, "ssm_in", ".weight")) w->mixer = MIX_SPACE;
+    if (find_tensor(ld, "ssm_in", ".weight") && !find_tensor(ld, "ssm_ba", ".weight"))
+        w->mixer = MIX_SPACE;
+    if (c->kda && find_tensor(ld, "ssm_f_a", ".weight")) w->mixer = MIX_DELTA;
     if (!w->mixer) return true;
-    if (w->mixer == MIX_SPACE && find_tensor(ld, "ssm_ba", ".weight"))
-        refuse(ld, "layer %d: an early file of Qwen3-Next (ssm_in has q, k, v and z); make it anew",
-               ld->l);
     bool conv = w->mixer == MIX_CONV;
     const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
     if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
@@ -2902,13 +3068,16 @@ static bool load_recurrent(Loader *ld, Layer *w) {
             refuse(ld, "layer %d: a state of %.0f numbers is too large for its weights",
                    ld->l, (double)delta_state_size(c));
         if (!ld->ok) return false;
-        (w->mixer == MIX_SPACE ? load_space : load_delta)(ld, w, qkv, values);
-        w->dt_bias = load_vector(ld, "ssm_dt", ".bias", c->n_value);
+        if (c->kda) load_kda(ld, w, values);
+        else (w->mixer == MIX_SPACE ? load_space : load_delta)(ld, w, qkv, values);
+        w->dt_bias = load_vector(ld, "ssm_dt", ".bias", (uint64_t)c->n_value * larger(c->kda, 1));
         w->a = load_vector(ld, "ssm_a", "", c->n_value);
         require(ld, w->dt_bias, "ssm_dt", ".bias");
         require(ld, w->a, "ssm_a", "");
     }
-    w->delta_out = need_matrix(ld, conv ? "shortconv.out_proj" : "ssm_out", w->z.rows, c->dim, 1);
+    const char *out = conv ? "shortconv.out_proj" : c->kda ? "attn_output" : "ssm_out";
+    w->delta_out = need_matrix(ld, out, w->z.rows, c->dim, 1);
+    if (c->kda) return false;
     w->conv = load_vector(ld, taps, ".weight", (size_t)w->conv_in.rows * c->conv);
     w->conv_bias = load_vector(ld, taps, ".bias", w->conv_in.rows);
     require(ld, w->conv, taps, ".weight");
@@ -2922,15 +3091,26 @@ static void recurrent(Session *s) {
     int n = s->n;
     bool fused = w->beta_alpha.data, delta = w->mixer == MIX_DELTA, conv = w->mixer == MIX_CONV;
     float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
-    float *alpha = fused ? s->beta_alpha : conv ? s->att : s->decay;
-    Matmul in[] = {{&w->conv_in, s->normed, mix, n}, {&w->z, s->normed, s->z, n},
-                   {fused ? &w->beta_alpha : &w->alpha, s->normed, alpha, n},
-                   {&w->beta, s->normed, s->write_gate, n}};
-    matmul(s->pool, &s->op_scratch, in, delta && !fused ? 4 : 3);
+    bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data;
+    float *alpha = fused ? s->beta_alpha : conv || two ? s->att : s->decay;
+    float *z_in = s->att + n * w->alpha_a.rows;
+    Matmul in[6] = {{&w->conv_in, s->normed, mix, n},
+                    {z_two ? &w->z_a : &w->z, s->normed, z_two ? z_in : s->z, n},
+                    {fused ? &w->beta_alpha : two ? &w->alpha_a : &w->alpha, s->normed, alpha, n},
+                    {&w->beta, s->normed, s->write_gate, n}};
+    if (kda) {   // three matrices in place of conv_in
+        in[0] = (Matmul){&w->q, s->normed, mix, n};
+        in[4] = (Matmul){&w->k, s->normed, mix + w->q.rows, n};
+        in[5] = (Matmul){&w->v, s->normed, mix + 2 * w->q.rows, n};
+    }
+    matmul(s->pool, &s->op_scratch, in, kda ? 6 : delta && !fused ? 4 : 3);
+    if (two) product(s, &w->alpha, s->att, s->decay);
+    if (z_two) product(s, &w->z, z_in, s->z);
     each_row(s, delta_conv, w, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
     if (!conv) {
         each_row(s, delta_gates_row, w, n);
-        each_row(s, delta ? delta_block : space_block, w, c->n_value * delta_blocks(c));
+        each_row(s, kda ? kda_block : delta ? delta_block : space_block, w,
+                 c->n_value * delta_blocks(c));
         each_row(s, delta_out_row, w, n);
     }
     product(s, &w->delta_out, s->att, s->out);
@@ -3002,6 +3182,7 @@ static void load_latent(Loader *ld, Layer *w) {
     w->k_b.out_step = n * w->hd;
     w->v_b.x_step = n * c->lora;
     w->v_b.out_step = n * vd;
+    load_gate(ld, w, n, vd);
     w->o = need_matrix(ld, "attn_output", n * vd, c->dim, 1);
 }
 
@@ -3020,12 +3201,12 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     float *row = s->k + i * w->hd, *turn = s->angles[w->window > 0] + i * w->n_rot;
     sharpen(c, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
-    rope(row + w->vd, turn, w->n_rot, c->rope);
+    if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
     narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
     kv->pos[slot] = pos;
     for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
         memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
-        rope(to, turn, w->n_rot, c->rope);
+        if (w->rotated) rope(to, turn, w->n_rot, c->rope);
     }
 }
 
@@ -3056,6 +3237,10 @@ static void latent_attention(Session *s) {
     head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
     head_products(s, &w->v_b, s->att, s->mix);
+    if (w->attn_gate.data) {
+        product(s, &w->attn_gate, s->normed, s->z);
+        gate_heads(s, s->mix, w->v_b.rows, w->attn_gate.rows / w->n_head);
+    }
     product(s, &w->o, s->mix, s->out);
 }
 
@@ -7230,7 +7415,8 @@ static void print_statistics(const Cli *cli) {
 // `shapes` are no loss: the shapes of tensors give the same numbers.
 static void print_unread(const Model *m) {
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
-        "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers";
+        "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers "
+        "attention.indexer.head_count attention.indexer.key_length attention.indexer.types";
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
         Str rest = v->key;
         bool counts = str_cut(&rest, "general.sampling.");
@@ -7251,6 +7437,9 @@ static void print_notes(const Cli *cli) {
     if (s->m) print_unread(&cli->m);
     if (cli->gpu && !*GPU_NAME)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
+    if (s->m && cli->o.window > window)
+        fprintf(stderr, "note: -c %d: beyond that this model chooses what it attends to, which the "
+                "engine does not know\n", window);
     if (cli->o.window > n_ctx && s->m)
         fprintf(stderr, "note: %s %d is larger than the model's context of %d\n",
                 cli->m.config.causal ? "-c" : "the text's length", window, n_ctx);
