@@ -219,7 +219,7 @@ enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };
     X(EXPERTS)       /* whether each chosen expert, or each head, has a matrix of its own */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
-    X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap) */ \
+    X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap); GLU: has a limit */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
@@ -237,7 +237,8 @@ enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
-    X(BLOCK)         /* delta_rule: tokens computed at once, BLOCK_MAX or 1 */
+    X(BLOCK)         /* delta_rule: tokens computed at once, BLOCK_MAX or 1 */ \
+    X(CHANNELS)      /* delta_rule: each channel of a key has a decay of its own (KDA) */
 #define X(name) C_##name,
 enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 #undef X
@@ -313,10 +314,11 @@ struct experts_args { struct product_args down; int32_t shared_cols, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
 struct conv_args { int32_t n, channels, past; };
+struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
     int32_t n, n_key, n_value, dv, tiled;  // tiled: see key_tiled in llm.c
     int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
-    float eps;
+    float eps, lower;                      // lower: see kda_lower in llm.c
 };
 
 // What changes from pass to pass is in a buffer of its own, now[NOW_SIZE]: the first token's
@@ -357,8 +359,8 @@ static inline int gemm_floats(int tile, int rows, int buffers) {
 
 // delta_rule stages keys and queries with zeros behind; floats of threadgroup memory
 static inline int delta_width(int dk) { return div_up(dk, 32) * 32; }
-static inline int delta_floats(int dk, int block) {
-    return 2 * block * (delta_width(dk) + block + 1);
+static inline int delta_floats(int dk, int block, int channels) {
+    return block * ((2 + channels) * delta_width(dk) + 2 * block + 2);
 }
 
 // the most tiles that n choices of experts can make: each expert's last tile may not be full
@@ -728,11 +730,13 @@ static inline float activation(float x) {
 
 // *y = v after soft cap and epilogue
 static inline void finish(device float *y, float v, float cap, float other) {
-    v = softcap(v, cap);
+    bool glu = EPILOGUE == EPILOGUE_GLU, limits = glu && SOFTCAPPED;
+    if (!glu) v = softcap(v, cap);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
     if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
-    if (EPILOGUE == EPILOGUE_GLU && ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + clamp(v, -7.0f, 7.0f);
-    if (EPILOGUE == EPILOGUE_GLU) v *= activation(other);
+    if (glu && ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + clamp(v, -7.0f, 7.0f);
+    if (limits) v = clamp(v, -cap, cap);
+    if (glu) v *= limits ? min(activation(other), cap) : activation(other);
     *y = v;
 }
 
@@ -740,6 +744,12 @@ static inline void finish(device float *y, float v, float cap, float other) {
 static inline bool has_other(void) { return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU; }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+
+// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
+static inline float softplus(float x) {
+    float e = exp(x), one = 1.0f + e;
+    return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
+}
 
 // ---- 3. embed, norms ----
 
@@ -797,6 +807,14 @@ kernel void gate_inputs(device float *gate, device const float *inputs,
         constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
+}
+
+// x[n] times gates z, each of which serves `each` numbers: their sigmoid, or softplus.
+// Grid: a thread for each number.
+kernel void gate_heads(device float *x, device const float *z, constant struct gate_args *a,
+        PLACE) {
+    int i = tg * MERGE_THREADS + tid;
+    if (i < a->n) x[i] *= a->softplus ? softplus(z[i / a->each]) : sigmoid(z[i / a->each]);
 }
 
 // Makes halves of a chunk's activations, for gemm: to[row][half_step(cols)] = x[row] / powers[row],
@@ -1262,7 +1280,8 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     device const float *x = query ? p + first : rows + VALUE_DIM;
     for (int j = lane; j < a->n_rot / 2; j += SIMD_LANES) {
         int i0 = pair_index(j, 0, a->n_rot), i1 = pair_index(j, 1, a->n_rot);
-        float c = angles[2 * j] * scale, s = angles[2 * j + 1] * scale;
+        float c = PAIRING == ROPE_NONE ? scale : angles[2 * j] * scale;
+        float s = PAIRING == ROPE_NONE ? 0.0f : angles[2 * j + 1] * scale;
         float y0 = x[i0] * c - x[i1] * s, y1 = x[i0] * s + x[i1] * c;
         if (query) q[i0] = y0, q[i1] = y1;
         else k[VALUE_DIM + i0] = (half)y0, k[VALUE_DIM + i1] = (half)y1;
@@ -1505,7 +1524,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
             int at = tile_token(sg) + 16 * i + k;
             if (token + at >= end || r >= rows) continue;
             ulong to = (ulong)(EXPERTS == EXPERTS_HEADS ? from[at] : token + at) *
-                       (EXPERTS == EXPERTS_HEADS ? a->w[0].out_step : rows) + r;
+                       a->w[part].out_step + r;
             float v = patch[k * PATCH_STRIDE + (int)lane % wide] * (scale * powers[from[at]]);
             if (BIASES >> part & 1) v += bias[r];
             finish(&y[to], v * a->factor, a->softcap, has_other() ? other[to] : 0.0f);
@@ -1953,24 +1972,23 @@ kernel void delta_conv(device const float *mix, device float *state, device cons
         state[(ulong)j * channels] = conv_input(mix, state, b, a->n + j, a);
 }
 
-// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
-static inline float softplus(float x) {
-    float e = exp(x), one = 1.0f + e;
-    return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
-}
-
 // the sum over the lanes that share a row of the state
 static inline float row_sum(float x) {
     QUANT_UNROLL for (int i = 1; i < DELTA_LANES; i *= 2) x += simd_shuffle_xor(x, i);
     return x;
 }
 
+// a channel's decay, for x = alpha + dt
+static inline float channel_decay(float x, float decay, float lower) {
+    return exp(lower < 0.0f ? lower * sigmoid(decay * x) : decay * softplus(x));
+}
+
 // What a thread loads for a block of tokens, while the block before is computed: of tokens sg and
-// sg + UNIT_SIMDGROUPS every 32nd number of k and q from `lane` on, alpha and beta; of token `part`
-// its row's v, and in a state space its z.
+// sg + UNIT_SIMDGROUPS every 32nd number of k and q from `lane` on, alpha (one, or as many) and
+// beta; of token `part` its row's v, and in a state space its z.
 struct delta_input {
     float k[DELTA_OWN][NARROW_MAX / 32], q[DELTA_OWN][NARROW_MAX / 32];
-    float alpha[DELTA_OWN], beta[DELTA_OWN], v, z;
+    float alpha[DELTA_OWN][NARROW_MAX / 32], beta[DELTA_OWN], v, z;
 };
 
 // k, q, v, alpha, beta and z are those of the first token; `count` are left
@@ -1985,8 +2003,10 @@ static inline void delta_load(device const float *k, device const float *q, devi
             int j = 32 * n + (int)lane;
             in->k[i][n] = j < HEAD_DIM ? k[(ulong)t * step + j] : 0.0f;
             in->q[i][n] = j < HEAD_DIM ? q[(ulong)t * step + j] : 0.0f;
+            if (CHANNELS && j < HEAD_DIM)
+                in->alpha[i][n] = alpha[(ulong)t * a->step * HEAD_DIM + j];
         }
-        in->alpha[i] = alpha[(ulong)t * a->step];
+        if (!CHANNELS) in->alpha[i][0] = alpha[(ulong)t * a->step];
         in->beta[i] = ASKS ? beta[(ulong)t * a->step] : 0.0f;
     }
     in->v = v[(ulong)mine * step];
@@ -1998,13 +2018,16 @@ static inline void delta_load(device const float *k, device const float *q, devi
 //   g = exp(decay * softplus(alpha + dt)),   b = sigmoid(beta)
 // or for a state space (not ASKS), where x takes the place of v, and k and q keep their length,
 //   S *= g,   S += softplus(alpha + dt) * x k',   out = (S q + skip * x) * silu(z)
+// or where CHANNELS have decays of their own, with alpha[dk], dt[dk] and g[dk], the delta rule with
+//   g = exp(decay * softplus(alpha + dt)),   or   g = exp(lower * sigmoid(decay * (alpha + dt)))
 // BLOCK tokens are computed at once (as in arXiv 2406.06484): token t finds the S before the block,
 // and what the block's tokens wrote, all decayed since. With G(j, t) = g[j + 1] ... g[t] and S of
 // token -1:
 //   w[t] = b[t] * (v[t] - G(-1, t) S k[t] - sum over j < t of w[j] G(j, t) k[j]' k[t])
 //   out[t] = G(-1, t) S q[t] + sum over j <= t of w[j] G(j, t) k[j]' q[t]
 //   S = G(-1, last) S + sum over all j of w[j] G(j, last) k[j]'
-// So a token waits for the one before it only in numbers, not in products with S.
+// So a token waits for the one before it only in numbers, not in products with S. With CHANNELS
+// G(j, t) is a vector, a factor of S's and k's columns.
 // Grid: threadgroups of a head's rows, with a SIMD-group for DELTA_UNIT of them. The k and q of a
 // block are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
 // Eight lanes share a row: lane l has row l / 8, and of it every eighth quad from l % 8 on. In
@@ -2012,7 +2035,7 @@ static inline void delta_load(device const float *k, device const float *q, devi
 // v; or in a state space x, k and q.
 kernel void delta_rule(device float *state, device const float *mix, device const float *alpha,
         device const float *beta, device const float *dt, device const float *decay,
-        device float *out, device const float *z, device const float *skip,       // [n][n_value][dv]
+        device float *out, device const float *z, device const float *skip,  // out[n][n_value][dv]
         constant struct delta_args *a, PLACE) {
     const int width = delta_width(HEAD_DIM), quads = width / 4 / DELTA_LANES;   // of a lane
     int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, part = lane % DELTA_LANES;
@@ -2024,6 +2047,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     threadgroup float *ks = shared, *qs = ks + BLOCK * width;               // [BLOCK][width]
     threadgroup float *kk = qs + BLOCK * width, *kq = kk + BLOCK * BLOCK;   // [BLOCK][BLOCK]
     threadgroup float *g = kq + BLOCK * BLOCK, *b = g + BLOCK;              // [BLOCK]
+    threadgroup float *gs = b + BLOCK;                                      // [BLOCK][width]
     device const float *k = mix + (ASKS ? keys : values) + key * HEAD_DIM;
     device const float *q = ASKS ? k - keys : k + keys, *x = mix + (ASKS ? 2 * keys : 0);
     float s[NARROW_MAX / DELTA_LANES];
@@ -2031,7 +2055,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     x += h * a->dv + own;
     z += h * a->dv + own;
     out += h * a->dv + own;
-    alpha += at;
+    alpha += CHANNELS ? h * HEAD_DIM : at;
     beta += at;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
     QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
@@ -2042,10 +2066,12 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     for (int t0 = 0; t0 < a->n; t0 += BLOCK) {
         int next = t0 + BLOCK;
         float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX], mine = 0.0f, since = 1.0f;
+        float fade[NARROW_MAX / DELTA_LANES];                 // CHANNELS: as since, of each column
         threadgroup_barrier(mem_flags::mem_threadgroup);      // the block before is computed
         QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
             int t = (int)sg + i * UNIT_SIMDGROUPS;
-            float k2 = 0.0f, q2 = 0.0f, step = softplus(in.alpha[i] + dt[h]);
+            float k2 = 0.0f, q2 = 0.0f, step = CHANNELS ? 0.0f : softplus(in.alpha[i][0] + dt[h]);
+            bool there = t0 + t < a->n;                       // behind the last, nothing changes S
             QUANT_UNROLL for (int n = 0; n < quads; n++) {
                 k2 += in.k[i][n] * in.k[i][n];
                 q2 += in.q[i][n] * in.q[i][n];
@@ -2057,20 +2083,29 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
                 in.q[i][n] *= q2;
                 if (t < BLOCK) ks[t * width + 32 * n + lane] = in.k[i][n];
                 if (t < BLOCK) qs[t * width + 32 * n + lane] = in.q[i][n];
+                int j = min(32 * n + (int)lane, HEAD_DIM - 1);
+                if (CHANNELS && t < BLOCK)
+                    gs[t * width + 32 * n + lane] =
+                        there ? channel_decay(in.alpha[i][n] + dt[h * HEAD_DIM + j], decay[h],
+                                              a->lower) : 1.0f;
             }
             if (lane > 0 || t >= BLOCK) continue;
-            g[t] = t0 + t < a->n ? exp(decay[h] * step) : 1.0f;   // past the last token nothing
-            b[t] = t0 + t >= a->n ? 0.0f : ASKS ? sigmoid(in.beta[i]) : step;   // changes S
+            g[t] = CHANNELS || !there ? 1.0f : exp(decay[h] * step);
+            b[t] = !there ? 0.0f : ASKS ? sigmoid(in.beta[i]) : step;
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);      // it is staged
         QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
             int t = (int)sg + i * UNIT_SIMDGROUPS;
             float to_k[BLOCK_MAX], to_q[BLOCK_MAX];
-            QUANT_UNROLL for (int j = 0; j < BLOCK; j++) {
+            QUANT_UNROLL for (int j = BLOCK - 1; j >= 0; j--) {
                 to_k[j] = to_q[j] = 0.0f;
                 QUANT_UNROLL for (int n = 0; n < quads; n++) {
-                    if (ASKS) to_k[j] += in.k[i][n] * ks[j * width + 32 * n + lane];
-                    to_q[j] += in.q[i][n] * ks[j * width + 32 * n + lane];
+                    int at = j * width + 32 * n + lane;
+                    if (ASKS) to_k[j] += in.k[i][n] * ks[at];
+                    to_q[j] += in.q[i][n] * ks[at];
+                    if (!CHANNELS || j > t) continue;         // k[t] and q[t] meet an earlier k
+                    in.k[i][n] *= gs[at];
+                    in.q[i][n] *= gs[at];
                 }
             }
             QUANT_UNROLL for (int j = 0; j < BLOCK; j++) {    // these sums overlap
@@ -2093,7 +2128,9 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
             asked[t] = found[t] = 0.0f;
             QUANT_UNROLL for (int i = 0; i < quads; i++) {
-                threadgroup const float *from = ks + t * width + 32 * i + part * 4;
+                int at = t * width + 32 * i + part * 4;
+                threadgroup const float *from = ks + at;
+                for (int e = 0; CHANNELS && e < 4; e++) s[4 * i + e] *= gs[at + e];
                 float4 kv = *(threadgroup const float4 *)from;
                 float4 qv = *(threadgroup const float4 *)(from + BLOCK * width);
                 for (int e = 0; e < 4; e++) {
@@ -2122,11 +2159,18 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
             w[t] *= since;
             since *= g[t];
         }
-        QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) s[i] *= since;
-        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+        QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
+            s[i] *= since;
+            fade[i] = 1.0f;
+        }
+        QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {
             QUANT_UNROLL for (int i = 0; i < quads; i++) {
-                float4 kv = *(threadgroup const float4 *)(ks + t * width + 32 * i + part * 4);
-                for (int e = 0; e < 4; e++) s[4 * i + e] += w[t] * kv[e];
+                int at = t * width + 32 * i + part * 4;
+                float4 kv = *(threadgroup const float4 *)(ks + at);
+                for (int e = 0; e < 4; e++) {
+                    s[4 * i + e] += w[t] * (CHANNELS ? kv[e] * fade[4 * i + e] : kv[e]);
+                    if (CHANNELS) fade[4 * i + e] *= gs[at + e];
+                }
             }
         }
     }

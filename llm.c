@@ -119,7 +119,7 @@ typedef struct {
     int n_vocab;               // ids that have a logit
     int dim;                   // width of the residual stream
     int norm;                  // NORM_RMS, NORM_LAYER or NORM_BARE
-    float eps, eps_post;       // added under a norm's root; of attn_post_norm and ffn_post_norm
+    float eps;                 // added under a norm's root
     int act;                   // ACT_SILU, ...
     float embd_scale;          // factor of the embeddings
     bool embd_normed;          // embeddings are normed, without weights
@@ -200,8 +200,8 @@ typedef struct {
 } Matrix;
 
 // Weights and biases [n] of a norm, or NULL; they repeat along the row. Values are normed in groups
-// of `group`; 0: a row is one group.
-typedef struct { const float *w, *b; int n, group; } Norm;
+// of `group`; 0: a row is one group. eps takes the place of the model's; 0: it does not.
+typedef struct { const float *w, *b; int n, group; float eps; } Norm;
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
@@ -451,7 +451,7 @@ static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
 static void split_gate_row(Session *s, const void *layer, size_t i);   // of gated attention
-static void gate_heads(Session *s, float *x, int width, int gates);
+static void gate_attention(Session *s, float *x, int width, int gates);
 static void sharpen(const Config *c, float *q, size_t n, int pos);   // attention far out
 static void make_layer_inputs(Session *s);            // what each layer gets of its own
 static const Norm *layer_input_block(Session *s, const Norm *post);   // adds it, as a third block
@@ -495,7 +495,7 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
     int group = w->group ? w->group : n;
     for (int g = 0; g < n; g += group, x += group, out += group) {
         float mean = kind == NORM_RMS ? 0 : sum16(x, group, 0, false) / group;
-        float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
+        float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + (w->eps > 0 ? w->eps : eps));
         for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
         int at = w->n ? g % w->n : 0;   // 0 where all groups share the weights
         if (w->w)
@@ -640,10 +640,10 @@ static void between_row(Session *s, const void *arg, size_t i) {
     const Between *b = arg;
     float *x = s->x + i * c->dim, *out = s->out + i * c->dim;
     if (b->norm && b->norm_first) norm_row(s, b->norm, i);
-    if (b->post->w && !c->encoder) norm(out, out, c->dim, b->post, c->norm, c->eps_post);
+    if (b->post->w && !c->encoder) norm(out, out, c->dim, b->post, c->norm, c->eps);
     add_scaled(x, out, c->dim, c->residual_scale);
     if (b->scale) scale(x, c->dim, *b->scale);
-    if (b->post->w && c->encoder) norm(x, x, c->dim, b->post, c->norm, c->eps_post);
+    if (b->post->w && c->encoder) norm(x, x, c->dim, b->post, c->norm, c->eps);
     if (b->again && b->again->w) {
         add_scaled(x, s->normed + i * c->dim, c->dim, 1);
         norm(x, x, c->dim, b->again, c->norm, c->eps);
@@ -731,7 +731,7 @@ static void attention_block(Session *s) {
     each_row(s, qkv_part, &parts, n * parts);
     attend(s);
     if (gated || w->attn_gate.data)
-        gate_heads(s, s->att, w->vd, gated ? w->vd : w->attn_gate.rows / w->n_head);
+        gate_attention(s, s->att, w->vd, gated ? w->vd : w->attn_gate.rows / w->n_head);
     product(s, &w->o, s->att, s->out);
 }
 
@@ -2072,7 +2072,7 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
     const float *w = load_vector(ld, name, suffix, size);
-    return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head || heads == 1 ? n : 0};
+    return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head || heads == 1 ? n : 0, 0};
 }
 
 static Norm need_norm(Loader *ld, const char *name, int n) {
@@ -2213,6 +2213,7 @@ static void load_norms(Loader *ld, Layer *w) {
     }
     w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
     w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
+    if (ld->arch->flags & EMBD_NORMED) w->attn_post_norm.eps = w->ffn_post_norm.eps = 1e-8f;
     if (!w->ffn_norm.w) w->ffn_norm = output_norm;
     if (!w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
@@ -2400,7 +2401,6 @@ static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     int flags = ld->arch->flags;
     c->eps = fmaxf(c->norm == NORM_RMS ? c->eps_rms : c->eps, 0);
-    c->eps_post = flags & EMBD_NORMED ? 1e-8f : c->eps;
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
@@ -2460,7 +2460,7 @@ static bool weights_load(Model *m, Error *e) {
     Config *c = &m->config;
     *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
                   .rope_tuned = 1, .yarn_fast = 32, .yarn_slow = 1, .gating = 1, .gates_scale = 1,
-                  .value_scale = 1, .kda_safe = 1};   // where neither the file nor its architecture says otherwise
+                  .value_scale = 1, .kda_safe = 1};   // where neither file nor row says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
     int n_rot = ld.arch->flags & HALF_ROTATED ? c->n_rot_local : c->n_rot;   // the first ones count
@@ -2571,7 +2571,7 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     w->attn_gate = load_matrix(ld, "attn_gate", ld->m->config.dim, rows, 1);
 }
 
-static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }   // ln(1 + e^x)
+static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // softplus
 
 typedef struct { float *x; int width, gates; } Gated;
 static void gate_row(Session *s, const void *arg, size_t i) {
@@ -2579,14 +2579,14 @@ static void gate_row(Session *s, const void *arg, size_t i) {
     int n_head = s->m->layers[s->l].n_head;
     float *x = g->x + i * n_head * g->width, *z = s->z + i * n_head * g->gates;
     bool plus = s->m->config.softplus_gates;
-    for (int j = 0; plus && j < n_head * g->gates; j++) z[j] = softplus(z[j]);
+    for (int j = 0; plus && j < n_head * g->gates; j++) z[j] = log1p_exp(z[j]);
     for (int j = 0; !plus && j < n_head * g->gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
     for (int h = 0; h < n_head; h++, x += g->width, z += g->gates)
         for (int j = 0; j < g->width; j++) x[j] *= z[g->gates > 1 ? j : 0];
 }
 
 // x [n][n_head][width] times the gates in s->z [n][n_head][gates], of which there are width or 1
-static void gate_heads(Session *s, float *x, int width, int gates) {
+static void gate_attention(Session *s, float *x, int width, int gates) {
     each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
@@ -2620,7 +2620,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (!w->down.scale) w->down.scale = load_vector(ld, "ffn_gate_inp", ".per_expert_scale", n);
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
-        w->router_norm = (Norm){scale, NULL, c->dim, c->dim};
+        w->router_norm = (Norm){scale, NULL, c->dim, c->dim, 0};
         w->router.scale = &c->router_scale;
         require(ld, w->ffn_post_norm.w, "post_ffw_norm", ".weight");
         w->expert_norm = need_norm(ld, "pre_ffw_norm_2", c->dim);
@@ -2817,7 +2817,7 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
 
-// Early files of Qwen3-Next have, for each key head in turn, its rows of q, k, v and z in one tensor.
+// Early files of Qwen3-Next have q, k, v and z in one tensor, the rows of each key head in turn.
 // They are copied into the order of later files: those of q of all heads, of k, of v, of z.
 static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
@@ -2848,9 +2848,9 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
 }
 
-// In KDA (Kimi Delta Attention, arXiv 2510.26692) each channel of a key has a decay of its own, g is
-// a vector [dk]; and o's gate is a sigmoid. q, k and v are three products, which lie side by side
-// as in the delta rule, with taps of their own. alpha and z may be products of two matrices each.
+// In KDA (Kimi Delta Attention, arXiv 2510.26692) each channel of a key has its own decay: g is
+// a vector [dk]. And o's gate is a sigmoid. q, k and v are three products with taps of their own,
+// side by side as the delta rule's one. alpha and z may be products of two matrices each.
 static void load_kda(Loader *ld, Layer *w, int wide) {
     const Config *c = &ld->m->config;
     static const char *const name[3] = {"ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"};
@@ -2869,8 +2869,9 @@ static void load_kda(Loader *ld, Layer *w, int wide) {
     bool two = find_tensor(ld, "ssm_f_b", ".weight"), z_two = find_tensor(ld, "ssm_g_b", ".weight");
     if (two) w->alpha_a = need_matrix(ld, "ssm_f_a", c->dim, 0, 1);
     if (z_two) w->z_a = need_matrix(ld, "ssm_g_a", c->dim, 0, 1);
-    w->alpha = need_matrix(ld, two ? "ssm_f_b" : "ssm_f_a", two ? w->alpha_a.rows : c->dim, wide, 1);
-    w->z = need_matrix(ld, z_two ? "ssm_g_b" : "ssm_g_a", z_two ? w->z_a.rows : c->dim, wide, 1);
+    int a_cols = two ? w->alpha_a.rows : c->dim, z_cols = z_two ? w->z_a.rows : c->dim;
+    w->alpha = need_matrix(ld, two ? "ssm_f_b" : "ssm_f_a", a_cols, wide, 1);
+    w->z = need_matrix(ld, z_two ? "ssm_g_b" : "ssm_g_a", z_cols, wide, 1);
     w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
     w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
 }
@@ -2937,7 +2938,7 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
         float b = w->beta_alpha.data ? both[0] : write[h], step = 0;
         for (int j = h * each; j < (h + 1) * each; j++) {
             float a = (w->beta_alpha.data ? both[share] : decay[j]) + w->dt_bias[j];
-            step = softplus(a);
+            step = log1p_exp(a);
             decay[j] = expf(c->kda_lower < 0 ? c->kda_lower / (1 + expf(-w->a[h] * a))
                                              : w->a[h] * step);
         }
@@ -3239,7 +3240,7 @@ static void latent_attention(Session *s) {
     head_products(s, &w->v_b, s->att, s->mix);
     if (w->attn_gate.data) {
         product(s, &w->attn_gate, s->normed, s->z);
-        gate_heads(s, s->mix, w->v_b.rows, w->attn_gate.rows / w->n_head);
+        gate_attention(s, s->mix, w->v_b.rows, w->attn_gate.rows / w->n_head);
     }
     product(s, &w->o, s->mix, s->out);
 }

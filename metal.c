@@ -703,7 +703,8 @@ static int attention_slices(int used, int parts) {
     return slices > 1 ? slices : 1;
 }
 
-// what is done with a product and its bias, times factor, or with a norm's result: see finish
+// what is done with a product and its bias, times factor, or with a norm's result: see finish; cap:
+// a soft cap, or of a GLU the limit
 typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
 static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
 
@@ -748,8 +749,8 @@ static int norm_bits(const Norm *w) {
 // y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: a NORM_*
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
-    struct norm_args a = {cols, w->n > cols ? w->n / cols : 1, s->m->config.eps, e.factor,
-                          e.cap != 0 ? e.cap : 1};
+    struct norm_args a = {cols, w->n > cols ? w->n / cols : 1,
+                          w->eps > 0 ? w->eps : s->m->config.eps, e.factor, e.cap != 0 ? e.cap : 1};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n,
                threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
                {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != NORM_RMS,
@@ -901,7 +902,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
-    const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {NULL, NULL, 0, 0};
+    const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
     bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
     int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
     int bits = (!qn->w ? 0 : qn->group ? 1 : 4) | (!kn->w ? 0 : kn->group ? 2 : 8);   // QK_NORMED
@@ -947,6 +948,12 @@ static void run_attention(Session *s, const Layer *w, int n) {
                  MERGE_THREADS, 0);
 }
 
+// x[n] times gates in s->z, each of which serves `each` numbers
+static void run_gate_heads(Session *s, float *x, int n, int each) {
+    struct gate_args a = {n, each, s->m->config.softplus_gates};
+    run_kernel(s, a, "gate_heads", {x, s->z}, 2, div_up(n, MERGE_THREADS), MERGE_THREADS, 0, {0});
+}
+
 // y[n][n_head][..] = each head's matrix times x[n][n_head][..]
 static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int n) {
     int n_head = s->m->layers[s->l].n_head;
@@ -969,7 +976,14 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window > 0], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
-               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = c->rope});
+               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
+                [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE});
+}
+
+// x[n][n_head][width] times gates, which are a product of their own and go to s->z
+static void run_gates(Session *s, const Layer *w, Input in, float *x, int width, int n) {
+    run_product(s, &w->attn_gate, in, s->z, n, STORE);
+    run_gate_heads(s, x, n * w->n_head * width, w->attn_gate.rows > w->n_head ? 1 : width);
 }
 
 // s->mix[n][n_head][v] by latent attention, as in latent_attention
@@ -985,14 +999,16 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     run_heads(s, &w->k_b, s->mix, s->q, n);
     run_attention(s, w, n);
     run_heads(s, &w->v_b, s->att, s->mix, n);
+    if (w->attn_gate.data) run_gates(s, w, in, s->mix, w->v_b.rows, n);
 }
 
 // y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate: one dispatch, or
-// two for a chunk with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows.
+// two for a chunk with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows. limit:
+// of activation(gate in) and up in, or 0.
 static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, float *h, float *y,
-                    int n, int experts) {
+                    int n, int experts, float limit) {
     const Matrix *pair[2] = {gate, up};
-    Epilogue glu = {EPILOGUE_GLU, h, 1, 0}, act = {EPILOGUE_ACT, NULL, 1, 0};
+    Epilogue glu = {EPILOGUE_GLU, h, 1, limit}, act = {EPILOGUE_ACT, NULL, 1, 0};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1) return run_gemv(s, p);
@@ -1023,7 +1039,8 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     run_kernel(s, a, "choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
     if (w->shared_up.data)
-        run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE);
+        run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE,
+                w->clamp_shared);
     if (n > 1) {
         int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
@@ -1035,7 +1052,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
-    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER);
+    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER, w->clamp);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
@@ -1091,12 +1108,22 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
+    bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data;
     int channels = w->conv_in.rows, past = c->conv - 1, apart = asks && !fused;
-    const Matrix *m[4] = {&w->conv_in, &w->z, fused ? &w->beta_alpha : &w->alpha, &w->beta};
-    float *to[4] = {s->mix + (size_t)past * channels, s->z,
-                    fused ? s->beta_alpha : gated ? s->att : s->decay, s->write_gate};
-    run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
-    if (apart) run_products(s, m + 2, 2, in, to + 2, n, STORE);
+    float *mix = s->mix + (size_t)past * channels, *z_in = s->att + n * w->alpha_a.rows;
+    const Matrix *m[4] = {&w->conv_in, z_two ? &w->z_a : &w->z,
+                          fused ? &w->beta_alpha : two ? &w->alpha_a : &w->alpha, &w->beta};
+    float *to[4] = {mix, z_two ? z_in : s->z,
+                    fused ? s->beta_alpha : gated || two ? s->att : s->decay, s->write_gate};
+    if (kda) {   // three matrices in place of conv_in, whose results lie side by side
+        const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
+        float *side[3] = {mix, mix + w->q.rows, mix + 2 * w->q.rows};
+        run_products(s, qkv, 3, in, side, n, STORE);
+        run_products(s, m + 1, 3, in, to + 1, n, STORE);
+    } else run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
+    if (apart && !kda) run_products(s, m + 2, 2, in, to + 2, n, STORE);
+    if (two) run_product(s, &w->alpha, (Input){s->att, NULL}, s->decay, n, STORE);
+    if (z_two) run_product(s, &w->z, (Input){z_in, NULL}, s->z, n, STORE);
     struct conv_args a = {n, channels, past};
     run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z,
                                     g->conv}, 7,
@@ -1107,16 +1134,19 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const float *alpha = fused ? s->beta_alpha + share : s->decay;
     const float *beta = fused ? s->beta_alpha : s->write_gate;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
-                           fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps};
+                           fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps,
+                           c->kda_lower};
     run_kernel(s, b, "delta_rule", {cache->state, g->conv, alpha, beta, w->dt_bias, w->a, s->att,
                                     s->z, w->skip}, 9,
                c->n_value * div_up(c->dv, DELTA_UNIT * UNIT_SIMDGROUPS),
-               UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk, block),
-               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block});
+               UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk, block, kda),
+               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block, [C_CHANNELS] = kda});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
     Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // a state space: the rule has applied it
     if (w->delta_norm.w)
-        run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows, asks ? gate : STORE);
+        run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows,
+                 asks && !kda ? gate : STORE);
+    if (kda) run_gate_heads(s, s->att, n * c->n_value * c->dv, 1);
     return s->att;
 }
 
@@ -1130,8 +1160,8 @@ static bool run_block(Session *s, const Layer *w) {
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->side_by_side &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
-                !w->mixer && !w->k_b.data && !w->input_gate.data && c->norm == NORM_RMS &&
-                c->residual_scale == 1;
+                !w->mixer && !w->k_b.data && !w->input_gate.data && w->clamp_shared <= 0 &&
+                c->norm == NORM_RMS && c->residual_scale == 1;
     for (int i = 0; fits && i < 4; i++) {
         fits = !m[i]->bias;
         bind_matrix(&d, a.w, i, m[i], NO_BIAS, false);
@@ -1174,6 +1204,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
         if (latent) run_latent(s, w, in, n);
         else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, STORE);
         if (!latent) run_attention(s, w, n);
+        if (!latent && w->attn_gate.data) run_gates(s, w, in, s->att, w->vd, n);
         if (n == 1 && run_block(s, w)) return;
         run_residual(s, w, &w->o, latent ? s->mix : s->att, both ? &(Norm){0} : &w->attn_post_norm,
                      s->x, s->out, both ? s->out : sum, n);
@@ -1188,7 +1219,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
     if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
         in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
     if (moe) run_choice(s, w, in, n);
-    else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE);
+    else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE, w->clamp_shared);
     run_residual(s, w, moe ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x, n);
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
@@ -1239,6 +1270,7 @@ static void run_layers(Session *s, int n) {
         run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
                  n * c->n_layer, (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }
+    if (c->embd_normed) run_norm(s, s->x, &(Norm){0}, NORM_RMS, c->dim, s->x, n, STORE);
     if (m->embd_norm.w) run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &m->layers[s->l], n);
