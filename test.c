@@ -415,9 +415,13 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   M a state space  C a short convolution  H either in even layers, attention in odd ones
 //   3 layers of a state space, attention or an FFN alone, in turn  L latent experts
 //   Q the norm of the embedding is that of the output  F no norm before the first attention
-//   I dense layers behind an embedding  R factors of RoPE's frequencies
-// and, of the program: l a linear layer, ^ tensors that are in no layer, = what is always f32,
-// Z W Y a layer without attention, without a recurrent mixer, without FFN, X without attn_norm.
+//   I dense layers behind an embedding  R factors of RoPE's frequencies  G V a gate for each head
+//   of attention, for each value  A U KDA in even layers (A: alpha and z of two matrices each),
+//   latent attention in odd ones
+//   9 post-norms whose names lack .weight
+// and, of the program: l a linear layer, 8 one with KDA, ^ tensors that are in no layer, = what is
+// always f32, Z W Y a layer without attention, without a recurrent mixer, without FFN, X without
+// attn_norm.
 
 enum { WIDTH = 32, HEADS = 4, KV_HEADS = 2, HEAD = 16, FF = 48, VOCAB = 64 };
 
@@ -427,12 +431,13 @@ static const char PARTS[] =
     "token_types:32,2:^E rope_freqs:8:^R token_embd_norm:32:^N+n output_norm:32:^!0!E!Q+n "
     "output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n ffn_norm:32:!0!p!E!1!a!w+n "
     "post_attention_norm:32:a+n post_attention_norm:32:p+n post_attention_norm:32:t+n "
-    "post_ffw_norm:32:p+n post_ffw_norm:32:t+n attn_output_norm:32:E+n attn_output_norm:32:w "
-    "attn_norm_2:32:h+n layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q+b "
+    "post_ffw_norm:32:p+n post_ffw_norm:32:t+n post_attention_norm:32:9 post_ffw_norm:32:9 "
+    "attn_output_norm:32:E+n attn_output_norm:32:w "
+    "attn_norm_2:32:h+n layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q!8+b "
     "attn_q:32,128:d!l!v attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q "
     "attn_kv_a_mqa:32,28:c attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y "
     "attn_v_b:20,16,4:c!y attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b "
-    "attn_output:64,32:!l+o attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K "
+    "attn_output:64,32:!l!8+o attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K "
     "attn_k_norm:32:K attn_q_norm:16,4:j attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l "
     "attn_gate:32,32:l ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
     "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l ffn_gate:32,48:e ffn_up:32,48:e "
@@ -446,7 +451,10 @@ static const char PARTS[] =
     "ffn_gate_inp_shexp:32:S ffn_latent_down:32,20:L ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L "
     "ffn_latent_up:20,32:L ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M "
     "ssm_d:6:M ssm_norm:10,3:M ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C "
-    "shortconv.out_proj:32,32:C";
+    "shortconv.out_proj:32,32:C attn_gate:32,4:G!8 attn_gate:32,64:V!8 attn_q:32,32:8 "
+    "attn_output:32,32:8 ssm_conv1d_q:4,32:=8 ssm_conv1d_k:4,32:=8 ssm_conv1d_v:4,32:=8 "
+    "ssm_f_a:32,8:8A ssm_f_b:8,32:8A ssm_f_a:32,32:8!A ssm_g_a:32,8:8A ssm_g_b:8,32:8A "
+    "ssm_g_a:32,32:8!A ssm_beta:32,4:8 ssm_a:4:8 ssm_dt.bias:32:8 ssm_norm:8:8";
 
 typedef struct {
     const char *arch;
@@ -474,7 +482,8 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
     bool mixer = !strncmp(name, "ssm_", 4) || !strncmp(name, "short", 5);
     if (strchr(letters, ffn ? 'Y' : attn ? 'Z' : mixer ? 'W' : '-')) return;
     if (w->pass && (w->pass == 2) == (small || !ne[1])) return;
-    full = text_of("%s%s%s", prefix, name, vector ? "" : ".weight");
+    bool plain = vector || (!strncmp(name, "post", 4) && strchr(letters, '9'));
+    full = text_of("%s%s%s", prefix, name, plain ? "" : ".weight");
     // such that a product is about as large as its input
     float scale = vector ? 0.4f : norm ? 0.3f : strstr(name, "token_") ? 1 : 1.7f / sqrtf(ne[0]);
     if (norm && w->norm) put_tensor(w, full, ne, w->norm, 0);
@@ -517,6 +526,7 @@ static void put_model(Writer *w, const Shape *m) {
         if (strchr(m->letters, 'H')) kind = l % 2 ? "W" : "Z";
         if (strchr(m->letters, '3')) kind = l % 3 == 0 ? "ZY" : l % 3 == 1 ? "WY" : "ZW";
         if (strchr(m->letters, 'F') && l == 0) kind = "X";
+        if (strpbrk(m->letters, "AU")) kind = l % 2 ? "c" : "8";
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
     }
     if (w->spoil.how == NEW_TENSOR) put_tensor(w, w->spoil.name, (int[3]){w->spoil.a}, 1, 0.1f);
@@ -531,6 +541,7 @@ static void put_model(Writer *w, const Shape *m) {
 #define WINDOW_KEYS "attention.sliding_window=9 "
 #define GEMMA4_KEYS WINDOW_KEYS "attention.key_length_swa=16 attention.value_length_swa=16 "
 #define LATENT_KEYS "attention.kv_lora_rank=20 rope.dimension_count=8 "
+#define KDA_KEYS LATENT_KEYS "kda.head_dim=8 ssm.conv_kernel=4 attention.head_count_kv=0,1,0 "
 #define GROUP_KEYS "expert_gating_func=2 expert_group_count=3 expert_group_used_count=2 "
 
 static void write_model(Writer *w, const Shape *shape, const char *path) {   // without a vocabulary
@@ -1392,7 +1403,7 @@ static void test_activations(void) {
 
 typedef struct {
     const Model *m;
-    int32_t ids[64];
+    int32_t ids[80];
     int n;
     float *want;    // logits, or of an encoder the vector
     double limit;   // quantised: three times llama.cpp's own distance from the same weights in f32
@@ -1405,10 +1416,10 @@ static Golden golden_model(const char *name) {
     if (access(path, R_OK)) path = text_of("golden/archs/%s-00001-of-00002.gguf", name);
     Golden g = {.m = open_model(path), .limit = 1e-5};
     const char *s = read_all(text_of("golden/archs/%s.tokens", name), NULL);
-    for (; g.n < 64 && (g.ids[g.n] = strtol(s, &end, 10), end > s); g.n++) s = end + (*end == ',');
+    for (; g.n < 80 && (g.ids[g.n] = strtol(s, &end, 10), end > s); g.n++) s = end + (*end == ',');
     bool encoder = g.m->config.encoder;
     g.want = read_all(text_of("golden/archs/%s.%s", name, encoder ? "embd" : "logits"), &size);
-    size_t numbers = encoder ? 64 : (size_t)g.n * g.m->config.n_vocab;
+    size_t numbers = encoder ? (size_t)g.m->config.dim : (size_t)g.n * g.m->config.n_vocab;
     REQUIRE(size == numbers * sizeof *g.want, "%s: %zu", name, size);
     if (!strchr(name, '.')) return g;
     g.limit = fmax(1e-4, 3 * atof(read_all(text_of("golden/archs/%s.nmse", name), NULL)));
@@ -1428,7 +1439,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 38, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 48, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -1442,7 +1453,7 @@ static void check_golden(const char *name) {   // *-heads: six value heads on tw
     Golden g = golden_model(name);
     double worst = 0;   // an encoder takes a text in one chunk
     for (int k = 0; k < (!g.m->config.causal ? 1 : test.quick ? 3 : 4); k++) {
-        Options o = {.chunk = chunks[k], .threads = 1 + k % 2};
+        Options o = {.chunk = g.m->config.causal ? chunks[k] : g.n, .threads = 1 + k % 2};
         double error = golden_error(g.m, logits_of(g.m, g.ids, g.n, o), g.n, g.want);
         CHECK(error <= g.limit, "%s -b %d: NMSE %.2g > %.2g", name, o.chunk, error, g.limit);
         worst = fmax(worst, error);
@@ -1515,6 +1526,26 @@ static const Shape SHAPES[] = {
     {"granite_swa", 4, "ixs", EXPERT_KEYS WINDOW_KEYS "logit_scale=2. attention.rope_pattern=1"},
     {"jina-bert-v2", 3, "nboBuENhK", ""}, {"gemma-embedding", 6, "tkT", WINDOW_KEYS},
     {"modern-bert", 4, "fuNTF", WINDOW_KEYS "attention.causal=0"},
+    {"maincoder", 3, "k", ""}, {"refact", 3, "", ""}, {"cogvlm", 3, "f", ""},
+    {"eurobert", 3, "T", ""}, {"neo-bert", 3, "fu", ""}, {"openelm", 3, "fkT", ""},
+    {"qwen", 3, "fb", "feed_forward_length=96"}, {"phimoe", 3, "nboxO", EXPERT_KEYS},
+    {"plamo3", 8, "fk9u", WINDOW_KEYS}, {"codeshell", 3, "nboBgf", ""},
+    {"mpt", 3, "nfgT", "attention.max_alibi_bias=8. attention.clamp_kqv=1."},
+    {"jais", 3, "nbofB", "attention.max_alibi_bias=8."},
+    {"nomic-bert-moe", 3, "nfbBEgN", ""}, {"jina-bert-v3", 3, "nfboBEgN", ""},
+    {"deepseek2-ocr", 3, "xs", EXPERT_KEYS},
+    {"glm-dsa", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS "attention.indexer.top_k=96"},
+    {"deepseek32", 3, "cqxsr", EXPERT_KEYS LATENT_KEYS "attention.indexer.top_k=96"},
+    {"muse-glimmer", 4, "ktV", WINDOW_KEYS "logit_scale=0.5"},
+    {"laguna", 4, "kGxsr", EXPERT_KEYS WINDOW_KEYS "rope.dimension_count_swa=8"},
+    {"afmoe", 4, "ktVxsr", EXPERT_KEYS WINDOW_KEYS "expert_weights_norm=1"},
+    {"spark2_5", 4, "GT", WINDOW_KEYS "attention.sliding_window_pattern=4"},
+    {"step35", 4, "kGxsr", EXPERT_KEYS WINDOW_KEYS "attention.sliding_window_pattern=2 "
+     "swiglu_clamp_exp=0.5 swiglu_clamp_shexp=0.4"},
+    {"step35", 4, "k", WINDOW_KEYS "attention.sliding_window_pattern=2 swiglu_clamp_shexp=0.4"},
+    {"kimi-linear", 3, "Axsr", EXPERT_KEYS KDA_KEYS "expert_gating_func=2"},
+    {"bailingmoe3", 3, "UGxsrq", EXPERT_KEYS KDA_KEYS "expert_gating_func=2 swiglu_clamp_exp=0.5 "
+     "kda.gate_lower_bound=-5."},
 };
 
 // Are all tensors used? The file is mapped: a change to a tensor in it must change the last row.
