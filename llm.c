@@ -3342,6 +3342,7 @@ static const Norm *layer_input_block(Session *s, const Norm *post) {
 //   BPE, gpt2             by the rules     a byte is a printable character   earliest merge
 //   BPE, gemma4           lines            a space is U+2581                 earliest merge
 //   WordPiece, bert       by a rule        lower case, no accents            (longest token)
+//   unigram, t5           the whole text   as the file's table says         (highest sum of scores)
 
 // UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
 // forms and surrogates pass; utf8_valid rejects all of these. A set of classes has a bit for each
@@ -3372,23 +3373,23 @@ typedef struct {
     size_t longest;   // bytes of the longest string
 } Dictionary;
 
+#define HASH_EMPTY 0xCBF29CE484222325   // of a text without a byte
 static uint64_t hash_text(uint64_t hash, Str s) {   // FNV-1a, of a text behind another's hash
     for (size_t i = 0; i < s.n; i++) hash = (hash ^ (uint8_t)s.s[i]) * 0x100000001B3;
     return hash;
 }
 
 // the slot of a string, or the empty one where it would go; NULL: strings made to collide
-static uint32_t *dictionary_slot(const Dictionary *d, Str s) {
-    uint64_t h = hash_text(0xCBF29CE484222325, s);
+static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
     for (int probe = 0; probe < 1000; probe++) {
-        uint32_t *slot = &d->slot[(h + probe) & d->mask];
+        uint32_t *slot = &d->slot[(hash + probe) & d->mask];
         if (!*slot || !name_compare(&d->str[*slot - 1], &s)) return slot;
     }
     return NULL;
 }
 
 static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    const uint32_t *slot = dictionary_slot(d, (Str){s, n});
+    const uint32_t *slot = dictionary_slot(d, hash_text(HASH_EMPTY, (Str){s, n}), (Str){s, n});
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
@@ -3400,12 +3401,12 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   P punctuation   S symbols   s white space   C control   d 0-9   n \n   r \r \n   / slash
 //   f $+<=>^~|   t `   h Chinese   H more of it   y letters but h, H   a ASCII punctuation
 //   p, k, K DeepSeek's punctuation and CJK   b BLOOM's punctuation   O unassigned
-//   g Hangul   z Bopomofo   q East Asian punctuation
+//   g Hangul   z Bopomofo   q East Asian punctuation   A AFMoE's Asian scripts
 //
 // [..] one of, [^..] none of; ? * + as usual, 3 one to three times, =n 2^n times; ! white space or
 // the end follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
 // w a word that goes on over single spaces; $ alone: white space at the end of a piece; % alone:
-// digits in threes from the right, & numbers.
+// digits in threes from the right, & numbers, and a piece ends behind them.
 //
 // Flags: a word that is a token stays whole; BOS is added; only spaces are respelled.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
@@ -3414,11 +3415,13 @@ typedef struct { const char *names; int flags; const char *rule[7]; } PreTokeniz
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
 #define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
 #define RULE_QWEN2  "i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"
+#define RULE_DEEPSEEK3 "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"
 
 static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
     {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
     {"(SentencePiece)", PRE_SPACES | PRE_BOS, {NULL}},
     {"(WordPiece)", PRE_SPACES, {"[hPft]|[^shPft]+"}},
+    {"(unigram)", PRE_SPACES, {NULL}},
     {"gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v2-es "
      "jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert",
      0, {RULE_GPT2}},
@@ -3452,17 +3455,19 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"tiny_aya cohere2moe", 0, {"&", "[^rLN]?[LM]+~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
     {"deepseek-llm", 0, {"r", "s?[ulc]+", "s?p+", "$", "K+", "N+"}},
     {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
-    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
-     {"N3", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"}},
+    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0, {"N3", "k+", RULE_DEEPSEEK3}},
+    {"afmoe", 0, {"&", "A+", RULE_DEEPSEEK3}},
+    {"spark2_5", 0, {"N", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+|r|s+!|s+"}},
     {"gemma4 granite-embed-multi-311m sarvam-moe", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
 };
 
-enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM };
+enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM, TOKENIZER_UNIGRAM };
 // Flags beside the type: EOG, generation ends here; TURN, it opens or closes a part of gpt-oss's
 // turns; STRIP, white space behind it is dropped.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
-enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN };
+enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN,
+       UNIGRAM_TYPES = 1 << TOKEN_USER | 1 << TOKEN_NORMAL | 1 << TOKEN_UNUSED };   // as words
 enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
 
 typedef struct Tokenizer {
@@ -3470,12 +3475,15 @@ typedef struct Tokenizer {
     int32_t bos, eos, unk, sep;      // -1: there is none
     bool add_bos, add_eos;           // WordPiece adds sep instead of eos
     bool space_prefix;               // text begins with a space
+    bool trim_spaces;                // unigram: it has no other spaces than between two words
     bool lower_case, strip_accents;  // WordPiece
     int32_t n_vocab;
     bool no_rules;                   // pre-tokenizer unknown: cannot tokenize
     char note[128];                  // what the user should know, or empty
     const PreTokenizer *pre;
-    const Meta *scores;              // SentencePiece: [n_vocab]
+    const Meta *scores;              // SentencePiece, unigram: [n_vocab]
+    float unknown_score;             // unigram: of a character that is no token
+    Str trie, strings;               // unigram: what is replaced, and by what (charsmap_match)
     Dictionary tokens, merges;
     uint8_t *type;                   // [n_vocab]
     uint8_t *special_length;         // [tokens.longest + 1] has a special token this length?
@@ -3514,6 +3522,7 @@ typedef struct {
     const unsigned char *mark;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
     bool space;       // the next fragment begins with a space
+    bool failed;      // out of memory
 } Work;
 
 static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
@@ -3566,7 +3575,7 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     if (*rule == '%' || *rule == '&') {
         for (int digits = 0; end-- > ch;) {
             digits = end->set & CLASS(*rule == '&' ? 'N' : 'd') ? digits + 1 : 0;
-            if (digits > 3 && digits % 3 == 1) end[1].cut = 1;
+            if (digits % 3 == 1 && (digits > 3 || *rule == '&')) end[1].cut = 1;
         }
         return;
     }
@@ -3608,6 +3617,11 @@ static void pair_update(Work *w, uint32_t i) {
     for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
+static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the word
+    size_t n = w->n_text - i, len = utf8_length(w->text[i]);
+    return len < n ? len : n;
+}
+
 // Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes.
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
@@ -3618,10 +3632,7 @@ static void word_join(Work *w) {
     whole = whole && dictionary_find(&t->tokens, w->text, n) >= 0;
     memset(part, 0, n * sizeof *part);
     memset(w->cost, -1, 2 * n * sizeof *w->cost);
-    for (size_t i = 0; i < n; i += part[i]) {
-        size_t len = whole ? n : utf8_length(w->text[i]);
-        part[i] = len < n - i ? len : n - i;
-    }
+    for (size_t i = 0; i < n; i += part[i]) part[i] = whole ? n : character_bytes(w, i);
     for (size_t i = 0; i < n; i += part[i]) pair_update(w, i);
     while (w->cost[1] != UINT64_MAX) {
         uint32_t a = w->cost[1], b = a + part[a], before = a ? a - 1 : 0;
@@ -3695,6 +3706,105 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
+// A unigram vocabulary may say which strings replace others, such as "A" its full-width form. What
+// is replaced is in a double-array trie. Of a node x of 4 bytes:
+//
+//   label(x) = x & 0x800000FF      base(x) = (x >> 10) << (x & 512 ? 8 : 0)
+//
+// From node i, byte c leads to node k = i ^ base(node[i]) ^ c, if c is the label of node[k]. If its
+// bit 8 is set, an entry ends there: bits 0 to 30 of node[k ^ base(node[k])] say where in `strings`
+// the replacement begins, which a 0 ends.
+enum { CHARSMAP_MAX = 255 };   // bytes of an entry or of a replacement at most
+
+static uint32_t trie_node(const Tokenizer *t, uint32_t i) {
+    uint32_t x = UINT32_MAX;   // past the end: the label of no byte, and no string begins there
+    if (i < t->trie.n / 4) memcpy(&x, t->trie.s + (size_t)4 * i, 4);
+    return x;
+}
+
+static uint32_t trie_base(uint32_t x) { return x >> 10 << (x & 512 ? 8 : 0); }
+
+// Returns how many bytes at s the longest entry has, 0: there is none; *to: what replaces them.
+static size_t charsmap_match(const Tokenizer *t, const char *s, size_t n, const char **to) {
+    size_t match = 0;
+    uint32_t i = 0, x = trie_node(t, 0);
+    for (size_t k = 0; k < n && k < CHARSMAP_MAX && s[k]; k++) {
+        i ^= trie_base(x) ^ (uint8_t)s[k];
+        x = trie_node(t, i);
+        if ((x & 0x800000FF) != (uint8_t)s[k]) break;
+        uint32_t string = x & 256 ? trie_node(t, i ^ trie_base(x)) & INT32_MAX : UINT32_MAX;
+        if (string < t->strings.n) *to = t->strings.s + string, match = k + 1;
+    }
+    return match;
+}
+
+// Spells a fragment as unigram's tokens are, and returns its bytes; out NULL: counts them only.
+static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char *out) {
+    uint64_t len = 0;
+    bool owed = t->space_prefix;   // a space is to come before the next character that is none
+    for (size_t i = 0, used; i < n; i += used) {
+        const char *to = s + i;
+        size_t bytes = used = charsmap_match(t, s + i, n - i, &to);
+        if (used) bytes = strlen(to);
+        else if (utf8_decode(s + i, n - i, &used) == UTF8_BAD) to = "\uFFFD", bytes = 3;
+        else bytes = used;
+        for (; bytes > 0; bytes--, to++) {
+            bool space = *to == ' ', mark = space ? !t->trim_spaces : owed;
+            if (out && mark) memcpy(out + len, "\u2581", 3);
+            len += 3 * mark;
+            if (out && !space) out[len] = *to;
+            len += !space;
+            owed = space && (owed || t->trim_spaces);
+        }
+    }
+    return len;
+}
+
+// Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that of the
+// first i bytes, part[i] the length of the token that ends there. Tokens begin where characters do;
+// a character that is no token may be unknown, and unknown ones in a row are one.
+static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
+    const Tokenizer *t = w->t;
+    size_t first = w->out->n;
+    uint64_t n = unigram_spell(t, s, n_bytes, NULL);
+    uint64_t most = 16 * (uint64_t)n_bytes + 64;   // the worst of Unicode, U+FDFA, takes 13 times
+    double *best = n > most ? NULL : resize(NULL, n + 1, sizeof *best + sizeof *w->part + 1);
+    w->failed |= !best;
+    if (!best) return;
+    uint32_t *part = memset(best + n + 1, 0, (n + 1) * sizeof *part);   // 0: none ends there yet
+    w->text = (char *)(part + n + 1);
+    w->n_text = unigram_spell(t, s, n_bytes, w->text);
+    best[0] = 0;
+    for (size_t i = 0, next; i < n; i = next) {
+        uint64_t hash = HASH_EMPTY;
+        next = i + character_bytes(w, i);
+        for (size_t end = i, len; end < next || (end < n && end - i < t->tokens.longest);) {
+            len = character_bytes(w, end);
+            hash = hash_text(hash, (Str){w->text + end, len});
+            end += len;
+            uint32_t *slot = dictionary_slot(&t->tokens, hash, (Str){w->text + i, end - i});
+            int32_t id = slot ? (int32_t)*slot - 1 : -1;
+            bool known = id >= 0 && token_is(t, id, UNIGRAM_TYPES);
+            if (!known && end != next) continue;
+            double score = known ? meta_float(t->scores, id) : t->unknown_score;
+            double sum = best[i] + (known && token_is(t, id, 1 << TOKEN_USER) ? 0 : score);
+            if (!part[end] || sum > best[end]) best[end] = sum, part[end] = end - i;
+        }
+    }
+    for (size_t end = n, len = part[n], before; end > 0; len = before) {   // back from the end
+        end -= len;
+        before = part[end];
+        part[end] = len;   // of the token that begins there
+    }
+    for (size_t i = 0; i < n; i += part[i]) {
+        int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
+        if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) id = t->unk;
+        bool again = id == t->unk && w->out->n > first && w->out->id[w->out->n - 1] == id;
+        if (id >= 0 && !again) w->failed |= !tokens_add(w->out, id);
+    }
+    free(best);
+}
+
 // Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand. In
 // what a user wrote, only tokens that anyone may write are cut out.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
@@ -3708,13 +3818,13 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
             bool anyone = (type & ~(TOKEN_EOG | TOKEN_STRIP)) == TOKEN_USER;
             if (!token_is(t, id, w->types) || (marked && !anyone)) continue;
             text_tokenize(w, s, i, len - 1);
-            w->out->id[w->out->n++] = id;
+            w->failed |= !tokens_add(w->out, id);
             w->space = t->space_prefix;
             s += i + len, n -= i + len, i = -1;
             while (type & TOKEN_STRIP && n && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
         }
     }
-    if (n) fragment_tokenize(w, s, n);
+    if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
 }
 
 enum {
@@ -3729,7 +3839,8 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    size_t m = 6 * n + 8;   // a bad byte reads as U+FFFD: three bytes, each may be spelled as two
+    // a bad byte reads as U+FFFD: three bytes, each may be spelled as two; unigram takes its own
+    size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
@@ -3740,11 +3851,12 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     w.part = (uint32_t *)(w.ch + n + 2);
     w.text = (char *)(w.part + m);
     bool add = flags & TOKENS_ADD;
-    if (add && t->add_bos) out->id[out->n++] = t->bos;
+    if (add && t->add_bos) w.failed |= !tokens_add(out, t->bos);
     text_tokenize(&w, text, n, t->tokens.longest);
-    if (add && t->add_eos) out->id[out->n++] = t->kind == TOKENIZER_WPM ? t->sep : t->eos;
+    if (add && t->add_eos)
+        w.failed |= !tokens_add(out, t->kind == TOKENIZER_WPM ? t->sep : t->eos);
     free(w.cost);
-    return true;
+    return !w.failed || fail(e, "out of memory");
 }
 
 static bool token_is_eog(const Tokenizer *t, int32_t id) {
@@ -3816,6 +3928,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
     {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
     {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
+    {"t5", "(unigram)", {TOKENIZER_UNIGRAM, .bos = -1, .eos = 1, .unk = 2, .sep = -1}},
     {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
@@ -3844,13 +3957,36 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
     Cursor c = {m->v, m->end, false};
     for (uint32_t i = 0; i < d->n; i++) {
         Str s = d->str[i] = read_str(&c);
-        uint32_t *slot = dictionary_slot(d, s);
+        uint32_t *slot = dictionary_slot(d, hash_text(HASH_EMPTY, s), s);
         if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
         if (s.n > TEXT_MAX) return fail(e, "%s: a string of %zu bytes", key, s.n);
         if (s.n && !*slot) *slot = i + 1;
     }
     return true;
+}
+
+static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
+    const char *key = "tokenizer.ggml.precompiled_charsmap";
+    const Meta *m = gguf_find(g, key);
+    float least = FLT_MAX;   // score of a normal token: unused ones have -10000
+    for (int32_t i = 0; i < t->n_vocab; i++) {
+        double score = meta_float(t->scores, i);
+        if (!(fabs(score) <= FLT_MAX)) return fail(e, "token %d has a score of %g", i, score);
+        if (t->type[i] == TOKEN_NORMAL && score < least) least = score;
+    }
+    t->unknown_score = least - 10;
+    if (!m || !m->n) return true;
+    Cursor c = {m->v, m->end, false};
+    t->trie.n = read_bytes(&c, 4);
+    t->trie.s = take(&c, t->trie.n);
+    t->strings = (Str){(const char *)c.p, c.end - c.p};
+    bool ok = m->type == GGUF_ARR && m->elem <= GGUF_I8 && m->n <= TEXT_MAX && !c.bad &&
+              t->trie.n % 4 == 0;
+    size_t run = ok ? 0 : CHARSMAP_MAX + 1;   // bytes since the last 0
+    for (; c.p < c.end && run <= CHARSMAP_MAX; c.p++) run = *c.p ? run + 1 : 0;
+    return !run || fail(e, "%s must be bytes: a trie's size, here %zu, its nodes of 4, strings of "
+                        "up to %d that a 0 ends", key, t->trie.n, CHARSMAP_MAX);
 }
 
 static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
@@ -3867,8 +4003,9 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
         t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
     }
-    if (t->kind == TOKENIZER_SPM)
+    if (t->kind == TOKENIZER_SPM || t->kind == TOKENIZER_UNIGRAM)
         t->scores = vocab_array(g, "tokenizer.ggml.scores", t->n_vocab, e);
+    if (t->kind == TOKENIZER_UNIGRAM) return t->scores && unigram_open(t, g, e);
     if (t->kind != TOKENIZER_BPE) return t->kind == TOKENIZER_WPM || t->scores;
     if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
@@ -3885,6 +4022,7 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
                                        "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
     int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
     bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
+    bool unigram = t->kind == TOKENIZER_UNIGRAM;
     for (size_t i = !wpm; i < COUNT(keys); i++) {
         int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;
         char key[64];
@@ -3902,10 +4040,12 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
         if (i >= 4 && id >= 0) t->type[id] |= TOKEN_EOG;
     }
     // BERT's files do not say so, Gemma 4's say no and mean yes
-    bool forced = wpm || (!spm && t->pre->flags & PRE_SPACES);
+    bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags & PRE_SPACES);
     t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
-    t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", false);
-    t->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", true);
+    t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", unigram);
+    t->trim_spaces = unigram && gguf_int(g, "tokenizer.ggml.remove_extra_whitespaces", false);
+    t->space_prefix = t->trim_spaces ||
+                      ((spm || unigram) && gguf_int(g, "tokenizer.ggml.add_space_prefix", spm));
     t->lower_case = gguf_int(g, "tokenizer.ggml.normalizer.lowercase", true);
     t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
     if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
@@ -3942,8 +4082,8 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     if (str_eq(model, "llama") && str_eq(pre, "gemma4") && merges) model = pre;   // Ollama
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
-        return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, none",
-                    STR_ARG(model));
+        return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, t5, "
+                    "none", STR_ARG(model));
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
     if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
@@ -8058,7 +8198,9 @@ static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
     {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002}, {'b', 0xFF0C, 0xFF0C}, {'g', 0x3131, 0x318E},
     {'g', 0xAC00, 0xD7A3}, {'z', 0x3105, 0x312F}, {'q', 0x2014, 0x2014}, {'q', 0x2018, 0x2019},
     {'q', 0x201C, 0x201D}, {'q', 0x2026, 0x2026}, {'q', 0x3001, 0x303F}, {'q', 0xFE30, 0xFE4F},
-    {'q', 0xFF01, 0xFF01}, {'q', 0xFF0C, 0xFF0C}, {'q', 0xFF1A, 0xFF1B},
+    {'q', 0xFF01, 0xFF01}, {'q', 0xFF0C, 0xFF0C}, {'q', 0xFF1A, 0xFF1B}, {'A', 0xE40, 0xEFF},
+    {'A', 0x1000, 0x109F}, {'A', 0x1100, 0x11FF}, {'A', 0x1780, 0x17FF}, {'A', 0x2F00, 0x2FDF},
+    {'A', 0x3040, 0x30FF}, {'A', 0x3400, 0x4DBF}, {'A', 0x4E00, 0xFAFF}, {'A', 0xFF65, 0xFF9F},
 };
 
 static uint64_t unicode_classes(uint32_t c) {

@@ -1885,9 +1885,12 @@ static void test_sampler_session(void) {
 
 // ---- tokenizer ----
 
-static const struct { const char *gguf, *tsv; } TOK_GOLDENS[] = {
+static const struct { const char *gguf, *tsv; } TOK_GOLDENS[] = {   // the last two change text
     {"golden/tok/spm.gguf", "golden/tok/spm.tsv"}, {"golden/story.gguf", "golden/tok/bpe.tsv"},
+    {"golden/tok/afmoe.gguf", "golden/tok/afmoe.tsv"},
+    {"golden/tok/spark2_5.gguf", "golden/tok/spark2_5.tsv"},
     {"golden/archs/bert.gguf", "golden/tok/wpm.tsv"},
+    {"golden/tok/unigram.gguf", "golden/tok/unigram.tsv"},
 };
 
 static const Tokenizer *written_tokenizer(Writer *w) {
@@ -1909,7 +1912,7 @@ static const char *ids_of(const Tokenizer *t, const char *s, size_t n, const voi
 
 // Every line of the recordings; then the ids turned into text again, a token at a time.
 static void test_tokenizer_goldens(void) {
-    for (size_t k = 0; k < 3; k++) {
+    for (size_t k = 0; k < COUNT(TOK_GOLDENS); k++) {
         const Tokenizer *t = open_tokenizer(TOK_GOLDENS[k].gguf);
         size_t size;
         int lines = 0;
@@ -1929,7 +1932,7 @@ static void test_tokenizer_goldens(void) {
                 memcpy(back + n_back, piece, len);
                 n_back += len;
             }
-            if (k < 2) CHECK(n == n_back && !memcmp(text, back, n), "line %d back", lines + 1);
+            if (k < 4) CHECK(n == n_back && !memcmp(text, back, n), "line %d back", lines + 1);
         }
         CHECK(lines == 35, "%s: %d lines", TOK_GOLDENS[k].tsv, lines);
     }
@@ -1954,6 +1957,7 @@ static void test_tokenizer_rules(void) {
         {"exaone-moe", "ab a\u0301 cd| | x|1|2|!\n|\n"}, {"gemma4", "a  b c|\n\n|d"},
         {"granite-embed-multi-97m", "Hello|World| a\u0301b|123|4"}, {"exaone4", "x| y"},
         {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
+        {"afmoe", "12|345|a|㐀ﾊเເកကᄀꀀ가一|กb|!|⼀"},
     };
     for (size_t k = 0; k < COUNT(rules); k++) {
         Char ch[256] = {{0}};
@@ -2071,12 +2075,38 @@ static void test_tokenizer_streaming(void) {
     CHECK(!strcmp(ids_of(t, "\xC1\xA1", 2, NULL, 0), "0 0 0 0 0"), "overlong");
 }
 
+// By hand. Our table replaces A by "a ", AA by nothing, B by "[T]"; others, of n bytes, are broken.
+static void test_tokenizer_unigram(void) {
+    static const struct { uint32_t size, node[324]; char s[8]; } ours = {1296, {0x600,
+        [257] = 0x941, [259] = 0x80000002, [320] = 1u << 31, 0x541, 0x542, 0x80000003}, "a \0[T]"};
+    static const struct { const char *text, *want, *keys; size_t n; } cases[] = {
+        {" a  b", "7 3 3 5 1"}, {"xx\xC1\xA1zz", "2 8 1"}, {"aba", "4 11 1"}, {"\0\0", "s:", "", 3},
+        {"AAAAAb", "4 3 5 1"}, {"<s>xxa[T]b", "0 2 4 9 5 1"}, {"B\xFF", "9 10 1"},
+        {"  a", "3 3 7 1", "add_space_prefix=1"}, {"", "0 1", "add_bos_token=1 bos_token_id=0"},
+        {"a  Ab [T] b ", "7 7 3 5 9 3 5 1", "remove_extra_whitespaces=1"},
+        {"\3\0\0\0abc", "s:", "", 8}, {"\10\0\0\0abc", "s:", "", 8}, {"\0\0\0\0abc", "s:", "", 7}};
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        const char *text = cases[i].text, *want = cases[i].want, *path = scratch("t5.gguf");
+        size_t n = cases[i].n ? cases[i].n : 1307;
+        Writer w = {0};
+        key_vocab(&w, "t5", NULL, "<s>,</s>,<unk>,▁,a,b,ab,▁a,zz,[T],\uFFFD,ba,xx", NULL);
+        put_keys(&w, "tokenizer.ggml", text_of("scores=0,0,0,-4,-3,-3,-5,-6,-20,-50,-6,-5,-10000 "
+                 "token_type=3,3,2,1,1,1,1,1,5,4,1,1,5 %s", cases[i].keys ? cases[i].keys : ""));
+        key_array(&w, "tokenizer.ggml.precompiled_charsmap", GGUF_I8, n,
+                  n > 9 ? (char *)&ours : text, n);
+        write_gguf(&w, path);
+        if (n < 9) refused(path, want);
+        else CHECK(!strcmp(ids_of(open_tokenizer(path), text, strlen(text), NULL, ~0), want),
+                   "'%s' is not %s", text, want);
+    }
+}
+
 // a megabyte without a break takes seconds at most; quadratic joining would take hours
 static void test_tokenizer_linear(void) {
     static const char *const patterns[] = {"a", " ", "ab", "\xD0\xB1", "\xFF", " \n"};
     const size_t n = test.quick ? 1 << 13 : 1 << 20;
     char *text = need(n);
-    for (size_t k = 0; k < 3; k++) {
+    for (size_t k = 0; k < COUNT(TOK_GOLDENS); k++) {
         const Tokenizer *t = open_tokenizer(TOK_GOLDENS[k].gguf);
         for (size_t p = 0; p < COUNT(patterns); p++) {
             for (size_t i = 0; i < n; i++) text[i] = patterns[p][i % strlen(patterns[p])];
@@ -4883,7 +4913,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         Shape shape = SHAPES[i % COUNT(SHAPES)];
         shape.n_layer = 2;
         if (i < COUNT(SHAPES)) put_model(&w, &shape);
-        key_vocab(&w, k == 0 ? "llama" : k == 1 ? "bert" : "gpt2",
+        key_vocab(&w, k == 0 ? "llama" : k == 1 ? "bert" : k == 3 ? "t5" : "gpt2",
                   text_of("%.*s", (int)strcspn(names, " "), names), "a,b,ab,<s>,</s>,<unk>,\u2581,"
                   "\u2581a,<0xF0>,<0x9F>,<0xZZ>,##b,\xFF\xFE,\u0120,\u010A,\u0120a,1,12,\u00E9,"
                   "\u6F22,,<|im_end|>,x", "a b,\u0120 a,ab \u0120a");
@@ -4918,7 +4948,7 @@ static const Test TESTS[] = {
     T(golden_models) T(every_architecture) T(ring) T(regenerate)
     T(session_refusals) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
-    T(tokenizer_streaming) T(tokenizer_linear) T(chat_templates) T(allocations)
+    T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
     T(cli_terminal) T(cli_typing) T(cli_logits) T(cli_interrupt)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
