@@ -2055,7 +2055,8 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     x += h * a->dv + own;
     z += h * a->dv + own;
     out += h * a->dv + own;
-    alpha += CHANNELS ? h * HEAD_DIM : at;
+    int decays = CHANNELS ? HEAD_DIM : 1;                // of a head
+    alpha += at * decays;
     beta += at;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
     QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
@@ -2123,7 +2124,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         float v = in.v, gate = ASKS ? 1.0f : in.z * sigmoid(in.z);
         if (next < a->n)
             delta_load(k + (ulong)next * all, q + (ulong)next * all, x + (ulong)next * all,
-                       alpha + (ulong)next * a->step, beta + (ulong)next * a->step,
+                       alpha + (ulong)next * a->step * decays, beta + (ulong)next * a->step,
                        z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
         QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
             asked[t] = found[t] = 0.0f;

@@ -1284,7 +1284,7 @@ static uint64_t token_key(const Session *s, int rows) {
     uint64_t key = rows + 1;
     for (int l = 0, nsg = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int slices = w->q.data ? attention_spread(s, w, s->cache[l].rows, 1, &nsg) : 0;
+        int slices = w->n_kv ? attention_spread(s, w, s->cache[l].rows, 1, &nsg) : 0;
         key = (key ^ (slices << 8 | nsg)) * 0x100000001b3;
     }
     return key;

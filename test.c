@@ -434,7 +434,7 @@ static const char PARTS[] =
     "post_ffw_norm:32:p+n post_ffw_norm:32:t+n post_attention_norm:32:9 post_ffw_norm:32:9 "
     "attn_output_norm:32:E+n attn_output_norm:32:w "
     "attn_norm_2:32:h+n layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q!8+b "
-    "attn_q:32,128:d!l!v attn_q_a:32,24:q attn_q_a_norm:24:q attn_q_b:24,64:q "
+    "attn_q:32,128:d!l!v attn_q_a:32,24:q!8 attn_q_a_norm:24:q!8 attn_q_b:24,64:q!8 "
     "attn_kv_a_mqa:32,28:c attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y "
     "attn_v_b:20,16,4:c!y attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b "
     "attn_output:64,32:!l!8+o attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K "
@@ -1559,7 +1559,8 @@ static void check_tensors_used(Session *s, const int32_t *ids, int n, const floa
         int layer = -1;
         sscanf(t->name.s, "blk.%d.", &layer);
         if (layer > 1 && layer < s->m->config.n_layer - 1) continue;
-        if (!strncmp(t->name.s, "rope_", 5)) continue;   // the session has read it
+        const char *name = text_of("%.*s", STR_ARG(t->name));   // read, or copied, beforehand:
+        if (!strncmp(name, "rope_", 5) || strstr(name, ".ssm_conv1d_")) continue;
         memcpy(old, t->data, 4 * count);
         for (size_t k = 0; k < count; k++) changed[k] = 0.2f - old[k];
         ssize_t wrote = pwrite(fd, changed, 4 * count, at);
@@ -1605,7 +1606,9 @@ static const struct { const char *name; int n_layer; float x[9]; } IMPLIED[] = {
     {"gemma3", 0, {8, 0, 10000}}, {"gemma-embedding", 0, {8, 0, 10000}},
     {"gemma4", 0, {8, 1, 10000, 0, 30}}, {"modern-bert", 0, {0, 0, 10000}},
     {"exaone4", 64, {[5] = 4096}}, {"baichuan", 40, {[6] = 8}}, {"bloom", 0, {[6] = 8}},
-    {"jina-bert-v2", 0, {[6] = 8}}, {"minicpm", 0, {12, [7] = 0.7f, 4}},
+    {"jina-bert-v2", 0, {[6] = 8}}, {"refact", 0, {[6] = 8}}, {"plamo3", 0, {0, 0, 10000}},
+    {"step35", 0, {0, 0, 10000}}, {"afmoe", 0, {8}}, {"jais", 0, {0, 0.0625f}},
+    {"minicpm", 0, {12, [7] = 0.7f, 4}},
     {"minicpm3", 0, {12, [7] = 0.7f, 4}}, {"", 0, {1, 0.25f, 500, 0, 0, 0, 0, 1, 1}}};
 
 static void check_names(void) {   // has every name of ARCHS a shape, and its numbers?
@@ -3429,7 +3432,8 @@ M(void, dispatch, MTLSize groups, MTLSize threads) {
     if (soft.n_run == RECORDS) return;
     soft.run[soft.n_run].kernel = r->pipeline->a->name;
     soft.run[soft.n_run].constant = r->pipeline->a->constant;
-    for (int i = 0; i < 16; i++) soft.run[soft.n_run].bound[i] = r->bind[i].p;
+    for (int i = 0; i < 16; i++)   // what is behind is another kernel's
+        soft.run[soft.n_run].bound[i] = i < r->pipeline->a->n_buffers ? r->bind[i].p : NULL;
     soft.n_run++;
 }
 
@@ -3944,7 +3948,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     for (int i = 0; gated && i < n; i++) split_gate_row(&cpu, &x.w, i);
     for (int i = 0; i < n; i++) qkv_part(&cpu, &(int){1}, i);   // all heads at once
     plain_attention(&a, need(a.rows * sizeof(float)));
-    for (int i = 0; gated && i < n; i++) gate_row(&cpu, &x.w, i);
+    for (int i = 0; gated && i < n; i++) gate_row(&cpu, &(Gated){a.out, vd, vd}, i);
     const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
@@ -4072,10 +4076,15 @@ static void kernel_experts(Gpu *g, int type) {
     lab_experts(g, type, type == FORMAT_F32 ? 50 : format_block(type) < 256 ? 9 : 2);
 }
 
-typedef struct { int n_key, n_value, dk, dv, conv; bool tiled, fused; int mixer; } DeltaCase;
+typedef struct {   // kda: each channel has a decay; -1: with a bound
+    int n_key, n_value, dk, dv, conv;
+    bool tiled, fused;
+    int mixer, kda;
+} DeltaCase;
 static const DeltaCase DELTAS[] = {
     {2, 4, 20, 12, 4, false, false, MIX_DELTA}, {2, 6, 33, 72, 3, true, true, MIX_DELTA},
     {1, 2, 256, 8, 2, false, true, MIX_DELTA}, {3, 3, 128, 5, 4, true, false, MIX_DELTA},
+    {2, 2, 40, 40, 4, false, false, MIX_DELTA, 1}, {3, 3, 128, 128, 3, false, false, MIX_DELTA, -1},
     {2, 6, 24, 5, 4, .mixer = MIX_SPACE}, {1, 3, 128, 80, 2, .mixer = MIX_SPACE},
     {3, 3, 256, 9, 64, .mixer = MIX_SPACE}, {1, 1, 1, 90, 3, .mixer = MIX_CONV},
     {1, 1, 1, 7, 64, .mixer = MIX_CONV}};
@@ -4083,29 +4092,36 @@ static const DeltaCase DELTAS[] = {
 // N tokens on the CPU; on the GPU all at once, or 2 and then each by itself
 static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     enum { DIM = 40 };
-    const int N = d == DELTAS ? 70 : 5;   // more than are staged, or convolved, together
+    const int N = d == DELTAS || d->kda ? 70 : 5;   // more than are staged, or convolved, together
     Lab x = lab(g);
     bool conv = d->mixer == MIX_CONV, delta = d->mixer == MIX_DELTA;
     int values = d->n_value * d->dv, channels = conv ? values : 2 * d->n_key * d->dk + values;
     int past = d->conv - 1, group = delta ? d->dv : values / d->n_key;
     Config *c = &x.m.config;
     *c = (Config){.eps = 1e-5f, .dim = DIM, .conv = d->conv, .n_key = d->n_key, .dk = d->dk,
-                  .n_value = d->n_value, .dv = d->dv};
+                  .n_value = d->n_value, .dv = d->dv, .kda = d->kda ? d->dk : 0,
+                  .kda_lower = d->kda < 0 ? -5 : 0};
+    int decays = d->n_value * (d->kda ? d->dk : 1);
     size_t n_conv = past * channels, n_state = conv ? 0 : delta_state_size(c);
     size_t all = n_conv + n_state;
     x.m.config.key_tiled = d->tiled;
     x.w = (Layer){.mixer = d->mixer, .conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
                   .z = lab_matrix(g, FORMAT_F16, values, DIM).m,
                   .conv = lab_floats(g, channels * d->conv, d->conv > 4 ? 0.1f : 1),
-                  .dt_bias = lab_floats(g, d->n_value, 2), .a = lab_floats(g, d->n_value, 1),
+                  .dt_bias = lab_floats(g, decays, 2), .a = lab_floats(g, d->n_value, 1),
                   .delta_norm = lab_norm(g, delta ? group : values, group),
                   .delta_out = lab_matrix(g, FORMAT_F16, DIM, values).m};
     if (!delta) x.w.skip = lab_floats(g, d->n_value, 1);
     if (d->mixer == MIX_SPACE) x.w.conv_bias = lab_floats(g, channels, 1);
     if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM).m;
-    else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : d->n_value, DIM).m;
+    else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM).m;
+    for (int i = 0; d->kda && i < 3; i++) {
+        Matrix *m = i == 0 ? &x.w.q : i == 1 ? &x.w.k : &x.w.v;
+        *m = matrix_rows(x.w.conv_in, i * values, values);
+        m->out_step = channels;
+    }
     if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
-    for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= 1;   // it decays
+    for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= d->kda < 0 ? -2 : 1;   // it decays
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
     g->conv = lab_floats(g, N * channels, 1);
     float *got = need(N * values * sizeof *got), *old = memcpy(need(4 * all), state, 4 * all);
@@ -4115,7 +4131,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                     .mix = lab_floats(g, (N + past) * channels, 1),
                     .z = lab_floats(g, N * values, 1), .att = lab_floats(g, N * values, 1),
                     .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
-                    .decay = lab_floats(g, N * d->n_value, 1),
+                    .decay = lab_floats(g, N * decays, 1),
                     .write_gate = lab_floats(g, N * d->n_value, 1)};
     round_floats(in, N * DIM);
     Session cpu = lab_cpu(&x, x.s, &x.w);
@@ -4317,7 +4333,8 @@ static void check_reads(const Session *s) {
         const Layer *w = &s->m->layers[l];
         const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router,
             &w->shared_gate, &w->shared_up, &w->shared_down, &w->shared_router, &w->conv_in, &w->z,
-            &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out, &w->latent_down, &w->latent_up};
+            &w->alpha, &w->beta, &w->beta_alpha, &w->delta_out, &w->latent_down, &w->latent_up,
+            &w->attn_gate, &w->alpha_a, &w->z_a};
         const Cache *c = &s->cache[l];
         const void *own[] = {c->k, c->v, c->conv, c->state};
         int n = COUNT(all);
