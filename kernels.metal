@@ -2003,10 +2003,9 @@ static inline void delta_load(device const float *k, device const float *q, devi
             int j = 32 * n + (int)lane;
             in->k[i][n] = j < HEAD_DIM ? k[(ulong)t * step + j] : 0.0f;
             in->q[i][n] = j < HEAD_DIM ? q[(ulong)t * step + j] : 0.0f;
-            if (CHANNELS && j < HEAD_DIM)
-                in->alpha[i][n] = alpha[(ulong)t * a->step * HEAD_DIM + j];
+            in->alpha[i][n] = !CHANNELS ? alpha[(ulong)t * a->step] :
+                              j < HEAD_DIM ? alpha[(ulong)t * a->step * HEAD_DIM + j] : 0.0f;
         }
-        if (!CHANNELS) in->alpha[i][0] = alpha[(ulong)t * a->step];
         in->beta[i] = ASKS ? beta[(ulong)t * a->step] : 0.0f;
     }
     in->v = v[(ulong)mine * step];

@@ -132,6 +132,7 @@ typedef struct {
     int n_head;                // query heads of layer 0
     int hd, vd;                // width of a head's query and key; of its value
     int window;                // tokens that a query sees in layers that have one, itself included
+    int chunk;                 // windows are chunks of so many tokens (Llama 4): see attend; or 0
     int n_exact;               // positions up to which the result is exact (sparse attention), or 0
     bool softplus_gates;       // attention's gates pass softplus, not a sigmoid
     bool qk_norm_late;         // queries and keys are normed after RoPE, not before it
@@ -163,6 +164,7 @@ typedef struct {
     int gates_normed;          // the weights of the chosen experts are divided by their sum
     float gates_scale;         // factor of their weights
     float router_scale;        // factor of the router's product, where its input is normed
+    bool inputs_weighed;       // an expert's weight is a factor of its input, not of its result
     // other mixers (Part III)
     int conv;                  // inputs of a recurrent mixer's convolution
     int n_key, n_value;        // its key heads and value heads
@@ -391,18 +393,18 @@ typedef struct {
     int rows;
     int pos, n;                // queries at pos .. pos+n-1
     int n_head, n_kv, hd, vd, v_step;
-    int window, keep, ahead;   // what a query sees, see attention_sees
+    int first, window, keep, ahead;   // what a query sees, see attention_sees
     float scale;               // of the scores
     float softcap;             // of the scores; 0: none
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 
 // Does a query see a key? Both are positions; key -1 is an empty row. A query sees a window that
-// ends with itself, up to `ahead` later keys (0 in a causal model), and the first `keep` keys. Bits
-// and no branches: a loop over keys is vector code.
+// ends with itself, up to `ahead` later keys (0 in a causal model), and the first `keep` keys; none
+// before `first`. Bits and no branches: a loop over keys is vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
-    return (key >= 0) & (key - query <= a->ahead) & near;
+    return (key >= a->first) & (key - query <= a->ahead) & near;
 }
 
 // out = softmax(cap(scale * q . k) - slope * distance) v over the keys that a query sees, for each
@@ -668,6 +670,8 @@ static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, 
         if (c->rope == ROPE_HALVES) rope(x + h * hd, turn, n_rot, ROPE_HALVES);
         else rope(x + h * hd, turn, n_rot, ROPE_PAIRS);
     if (w->w && c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
+    if (c->chunk && layer->window && c->n_expert != 128)   // Llama 4's larger model has none
+        norm(x, x, heads * hd, &(Norm){.group = hd}, NORM_RMS, c->eps);
 }
 
 // Prepares a token's queries and keys, and writes its keys and values to the cache. Its heads are
@@ -685,7 +689,7 @@ static void qkv_part(Session *s, const void *arg, size_t i) {
     float *v = s->v + token * w->v.rows + first * w->vd;
     const float *turn = s->angles[w->window > 0] + token * w->n_rot;
     prepare_heads(s, q, n_head, &w->q_norm, turn);
-    sharpen(c, q, n_head * w->hd, pos);
+    if (!c->chunk || !w->window) sharpen(c, q, n_head * w->hd, pos + !!c->chunk);
     if (!w->k.rows) return;   // another layer's cache is read
     prepare_heads(s, k, n_kv, &w->k_norm, turn);
     clamp(v, n_kv * w->vd, c->clamp_qkv);
@@ -698,7 +702,8 @@ static void qkv_part(Session *s, const void *arg, size_t i) {
     if (part == 0) cache->pos[row] = pos;
 }
 
-// s->att = attention of s->q over the layer's cache
+// s->att = attention of s->q over the layer's cache. Where windows are chunks a query sees no token
+// before its chunk; those of the next chunk are a call of their own.
 static void attend(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -710,7 +715,14 @@ static void attend(Session *s) {
                    .keep = cache->keep, .ahead = c->causal ? 0 : cache->window - 1,
                    .scale = c->attn_scale, .softcap = c->attn_cap, .sinks = w->sinks,
                    .slopes = c->alibi > 0 ? s->slopes : NULL};
-    attention(s->pool, &s->op_scratch, &a);
+    int span = c->chunk && w->window ? c->chunk : INT_MAX, n = s->n;
+    for (; n > 0; n -= a.n, a.pos += a.n) {
+        a.first = a.pos / span * span;
+        a.n = n < span - a.pos + a.first ? n : span - a.pos + a.first;
+        attention(s->pool, &s->op_scratch, &a);
+        a.q += (size_t)a.n * a.n_head * a.hd;
+        a.out += (size_t)a.n * a.n_head * a.vd;
+    }
 }
 
 static void attention_block(Session *s) {
@@ -1727,10 +1739,12 @@ typedef struct {
                                // sees all; NO_LAYER: none does
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
+    uint16_t chunk;            // tokens of a chunk of attention, in layers that do not see all
 } Arch;
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
     {"llama* mistral3* ernie4_5-moe", .rope = ROPE_PAIRS, .flags = GATES_NORMED},
+    {"llama4", .rope = ROPE_PAIRS, .flags = GATES_SIGMOID, .local = 4, .no_rope = 4, .chunk = 8192},
     {"maincoder", .rope = ROPE_PAIRS, .flags = QK_NORM_LATE},
     {"refact", .flags = ALIBI_8},
     {"cogvlm deepseek2-ocr", .rope = ROPE_HALVES, .flags = ROPE_10000},
@@ -2403,6 +2417,9 @@ static void imply_config(Config *c, const Arch *a) {
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
     c->gates_normed = !!(flags & GATES_NORMED);
     c->gating = flags & GATES_SIGMOID ? 2 : 1;
+    c->chunk = a->chunk;
+    c->inputs_weighed = a->chunk;
+    if (a->chunk) c->sharpen_scale = 0.1f, c->sharpen_length = c->window = a->chunk;
 }
 
 // what follows from several keys at once, and what they must agree on
@@ -2411,6 +2428,8 @@ static void derive_config(Loader *ld) {
     int flags = ld->arch->flags;
     c->eps = fmaxf(c->norm == NORM_RMS ? c->eps_rms : c->eps, 0);
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
+    if (c->chunk && !c->window) refuse(ld, "attention.sliding_window is 0");
+    if (c->chunk) c->window = c->chunk;   // whatever the file says
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
     if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
@@ -2716,6 +2735,7 @@ static void gather_row(Session *s, const void *arg, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, token = order[i] / w->n_used;
     memcpy(s->gathered + i * dim, s->expert_in + token * dim, dim * sizeof *s->normed);
+    if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
 
 // Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
@@ -2747,7 +2767,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     matmul(s->pool, &s->op_scratch, back, jobs);
     for (int r = 0; order && r < rows; r++)
         add_scaled(s->expert_sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim,
-                   s->weight[order[r]]);
+                   s->m->config.inputs_weighed ? 1 : s->weight[order[r]]);
     return rows;
 }
 

@@ -1352,6 +1352,7 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // norm over all heads after RoPE; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
+    if (c->chunk) return "chunks of attention";
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
         int most = w->hd > w->vd ? w->hd : w->vd;
