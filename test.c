@@ -4444,8 +4444,10 @@ static void check_golden_gpu(const char *name) {
     Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
     // experts chosen by codes are far from those by floats, which only golden logits can judge
     bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
+    float margin = !strcmp(name, "laguna-head") ? 4e-4f : 1e-4f;   // its attention is most peaked
     soft.order = order++ % ORDERS;
-    if (ringed) n = before_tie(g.m, ring, g.ids, before_tie(g.m, whole, g.ids, n, 1e-4f), 1e-4f);
+    if (ringed) n = before_tie(g.m, whole, g.ids, n, margin);
+    if (ringed) n = before_tie(g.m, ring, g.ids, n, margin);
     compare_model(g.m, whole, g.ids, n, g.want, g.limit, g.limit);
     if (ringed) compare_model(g.m, ring, g.ids, n, NULL, g.limit, g.limit);
     // the second has post-norms, which rule a block out
