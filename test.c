@@ -4444,7 +4444,7 @@ static void check_golden_gpu(const char *name) {
     Options whole = {.chunk = 64}, ring = {.chunk = 7, .window = 10, .keep = 2};
     // experts chosen by codes are far from those by floats, which only golden logits can judge
     bool ringed = g.m->config.causal && !(g.m->config.n_expert && strchr(name, '.'));
-    float margin = !strcmp(name, "laguna-head") ? 4e-4f : 1e-4f;   // its attention is most peaked
+    float margin = g.n > 64 ? 4e-4f : 1e-4f;   // halves move the scores of laguna by 3e-4
     soft.order = order++ % ORDERS;
     if (ringed) n = before_tie(g.m, whole, g.ids, n, margin);
     if (ringed) n = before_tie(g.m, ring, g.ids, n, margin);
