@@ -205,7 +205,7 @@ enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its we
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
 #ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2)
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
-enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
 #endif
 
 // metal.c sets these constants when it makes a pipeline: the compiler decides every `if` on them.

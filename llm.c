@@ -109,7 +109,7 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };              // BARE: LayerNorm without weights
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // activation; GELU in its tanh form
-enum { ROPE_NONE, ROPE_PAIRS, ROPE_HALVES };   // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };     // recurrent mixers
 
 typedef struct {
@@ -132,7 +132,7 @@ typedef struct {
     int n_head;                // query heads of layer 0
     int hd, vd;                // width of a head's query and key; of its value
     int window;                // tokens that a query sees in layers that have one, itself included
-    int chunk;                 // windows are chunks of so many tokens (Llama 4): see attend; or 0
+    int span;                  // instead of a window a query sees its own span of the text; or 0
     int n_exact;               // positions up to which the result is exact (sparse attention), or 0
     bool softplus_gates;       // attention's gates pass softplus, not a sigmoid
     bool qk_norm_late;         // queries and keys are normed after RoPE, not before it
@@ -233,8 +233,7 @@ typedef struct {
     Norm q_a_norm, latent_norm;
     Matrix input_gate, input_proj;      // of the layer's own input
     Norm input_norm;
-    Matrix conv_in, z, alpha, beta, beta_alpha, delta_out;   // of the recurrent mixer
-    Matrix alpha_a, z_a;       // what alpha and z multiply is a product, too (KDA)
+    Matrix conv_in, z, z_a, alpha, alpha_a, beta, beta_alpha, delta_out;   // of a recurrent mixer
     const float *conv, *conv_bias;      // [channels][conv], [channels]
     const float *dt_bias, *a, *skip;    // [n_value]; KDA: dt_bias[n_value][dk]
     Norm delta_norm;
@@ -324,14 +323,12 @@ typedef struct Session {
     float *slopes;             // [n_head] of ALiBi
     float *q, *k, *v, *att;    // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
     float *mix, *z;            // [n + conv][..], [n][..] of the blocks of Part III
-    float *beta_alpha;         // [n][2 * n_value] of the delta rule
-    float *decay, *write_gate; // [n][n_value] how much a state forgets (KDA: [n][n_value][dk]), and
-                               // takes in
+    float *beta_alpha, *write_gate;     // [n][2 * n_value], [n][n_value] of the delta rule
+    float *decay;              // [n][n_value], KDA: [n][n_value][dk] of it
     float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
     float *route;              // [n][n_expert] the router's logits
     float *gathered, *expert_out;       // [rows][dim or latent] what experts read; their results
     float *latent, *latent_sum;         // [n][latent_down.rows] input and result of latent experts
-    float *expert_in, *expert_sum;      // which buffers the experts read and add to
     int32_t *chosen;           // [n][n_used] experts
     int32_t *order;            // [n * n_used] indices of these, sorted by expert
     float *weight;             // [n][n_used] of the chosen experts
@@ -453,24 +450,14 @@ static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
 static void split_gate_row(Session *s, const void *layer, size_t i);   // of gated attention
-static void gate_attention(Session *s, float *x, int width, int gates);
-static void sharpen(const Config *c, float *q, size_t n, int pos);   // attention far out
+static void gate_attention(Session *s, float *x, int width);
+static void sharpen(const Session *s, float *q, size_t n, int pos);   // attention far out
+static void activate_limited(float *gate, float *up, int n, int act, float limit);
 static void make_layer_inputs(Session *s);            // what each layer gets of its own
 static const Norm *layer_input_block(Session *s, const Norm *post);   // adds it, as a third block
 static uint64_t delta_state_size(const Config *c);    // floats of a recurrent layer's state
 
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
-
-// A GPU (metal.c) runs the whole model on these buffers. A function that returns false leaves the
-// work to the CPU. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row `first` on;
-// gpu_logits makes further ones.
-static int gpu_chunk(Session *s);    // finds a GPU; its default chunk, 0: there is none
-static void gpu_open(Session *s), gpu_close(Session *s);
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
-static bool gpu_logits(Session *s, int first, int n);
-static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-static void gpu_store(Session *s, bool states);   // after the CPU has changed positions, or states
-static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 // ---- 5. ops ----
 //
@@ -593,7 +580,6 @@ static void embed_row(Session *s, const void *arg, size_t i) {
     float *x = s->x + i * c->dim, *more = s->normed + i * c->dim;
     matrix_row(&m->embd, s->ids[i], x);
     scale(x, c->dim, c->embd_scale);
-    if (c->embd_normed) norm(x, x, c->dim, &(Norm){0}, NORM_RMS, c->eps);
     if (m->pos_embd.data) {
         matrix_row(&m->pos_embd, s->pos + i, more);
         add_scaled(x, more, c->dim, 1);
@@ -602,7 +588,7 @@ static void embed_row(Session *s, const void *arg, size_t i) {
         matrix_row(&m->type_embd, 0, more);
         add_scaled(x, more, c->dim, 1);
     }
-    if (m->embd_norm.w) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
+    if (m->embd_norm.w || c->embd_normed) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
 }
 
 // the cosines and sines of a position, for layers that see all and for windowed ones
@@ -665,13 +651,11 @@ static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, 
     const Layer *layer = &s->m->layers[s->l];
     int hd = layer->hd, n_rot = layer->n_rot;
     clamp(x, heads * hd, c->clamp_qkv);
-    if (w->w && !c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
+    if (w->n && !c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
     for (int h = 0; layer->rotated && h < heads; h++)   // a constant pairing gets its own loop
         if (c->rope == ROPE_HALVES) rope(x + h * hd, turn, n_rot, ROPE_HALVES);
         else rope(x + h * hd, turn, n_rot, ROPE_PAIRS);
-    if (w->w && c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
-    if (c->chunk && layer->window && c->n_expert != 128)   // Llama 4's larger model has none
-        norm(x, x, heads * hd, &(Norm){.group = hd}, NORM_RMS, c->eps);
+    if (w->n && c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
 }
 
 // Prepares a token's queries and keys, and writes its keys and values to the cache. Its heads are
@@ -689,7 +673,7 @@ static void qkv_part(Session *s, const void *arg, size_t i) {
     float *v = s->v + token * w->v.rows + first * w->vd;
     const float *turn = s->angles[w->window > 0] + token * w->n_rot;
     prepare_heads(s, q, n_head, &w->q_norm, turn);
-    if (!c->chunk || !w->window) sharpen(c, q, n_head * w->hd, pos + !!c->chunk);
+    sharpen(s, q, n_head * w->hd, pos);
     if (!w->k.rows) return;   // another layer's cache is read
     prepare_heads(s, k, n_kv, &w->k_norm, turn);
     clamp(v, n_kv * w->vd, c->clamp_qkv);
@@ -702,8 +686,7 @@ static void qkv_part(Session *s, const void *arg, size_t i) {
     if (part == 0) cache->pos[row] = pos;
 }
 
-// s->att = attention of s->q over the layer's cache. Where windows are chunks a query sees no token
-// before its chunk; those of the next chunk are a call of their own.
+// s->att = attention of s->q over the layer's cache
 static void attend(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -713,37 +696,29 @@ static void attend(Session *s) {
                    .n_kv = w->n_kv, .hd = w->hd, .vd = w->vd,
                    .v_step = cache->v == cache->k ? w->hd : w->vd, .window = cache->window,
                    .keep = cache->keep, .ahead = c->causal ? 0 : cache->window - 1,
+                   .first = c->span && w->window ? s->pos / c->span * c->span : 0,
                    .scale = c->attn_scale, .softcap = c->attn_cap, .sinks = w->sinks,
                    .slopes = c->alibi > 0 ? s->slopes : NULL};
-    int span = c->chunk && w->window ? c->chunk : INT_MAX, n = s->n;
-    for (; n > 0; n -= a.n, a.pos += a.n) {
-        a.first = a.pos / span * span;
-        a.n = n < span - a.pos + a.first ? n : span - a.pos + a.first;
-        attention(s->pool, &s->op_scratch, &a);
-        a.q += (size_t)a.n * a.n_head * a.hd;
-        a.out += (size_t)a.n * a.n_head * a.vd;
-    }
+    attention(s->pool, &s->op_scratch, &a);
 }
 
 static void attention_block(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n;
-    bool gated = w->q.rows > (int64_t)w->n_head * w->hd;
+    bool fused = w->q.rows > (int64_t)w->n_head * w->hd, gates = w->attn_gate.data;   // of gates
     // in decode there is one token: so that all threads have work, its heads are split, unless a
     // norm spans them or differs among them
     bool heads_alone = (!w->q_norm.w || w->q_norm.n == w->hd) &&
                        (!w->k_norm.w || w->k_norm.n == w->hd);
     int parts = n == 1 && heads_alone ? w->n_kv : 1;
-    Matmul in[4] = {{&w->q, s->normed, gated ? s->mix : s->q, n}, {&w->k, s->normed, s->k, n},
-                    {&w->v, s->normed, s->v, n}};
-    int jobs = w->k.rows ? 3 : 1;
-    if (w->attn_gate.data) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
-    matmul(s->pool, &s->op_scratch, in, jobs);
-    if (gated) each_row(s, split_gate_row, w, n);
+    Matmul in[] = {{&w->attn_gate, s->normed, s->z, n},
+                   {&w->q, s->normed, fused ? s->mix : s->q, n},
+                   {&w->k, s->normed, s->k, n}, {&w->v, s->normed, s->v, n}};
+    matmul(s->pool, &s->op_scratch, in + !gates, gates + (w->k.rows ? 3 : 1));
+    if (fused) each_row(s, split_gate_row, w, n);
     each_row(s, qkv_part, &parts, n * parts);
     attend(s);
-    if (gated || w->attn_gate.data)
-        gate_attention(s, s->att, w->vd, gated ? w->vd : w->attn_gate.rows / w->n_head);
+    if (fused || gates) gate_attention(s, s->att, w->vd);
     product(s, &w->o, s->att, s->out);
 }
 
@@ -752,10 +727,8 @@ static void activate_row(Session *s, const void *arg, size_t i) {   // up = act(
     const Ffn *f = arg;
     size_t ff = f->up->rows;
     float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
-    if (f->limit <= 0 || !gate) return activate(up, gate, up, ff, s->m->config.act);
-    activate(gate, NULL, gate, ff, s->m->config.act);   // min(act(gate), limit) * clamped up
-    clamp(up, ff, f->limit);
-    for (size_t j = 0; j < ff; j++) up[j] *= fminf(gate[j], f->limit);
+    if (gate && f->limit > 0) activate_limited(gate, up, ff, s->m->config.act, f->limit);
+    else activate(up, gate, up, ff, s->m->config.act);
 }
 
 // out [n][dim] = down (act(gate normed) * up normed)
@@ -830,6 +803,17 @@ static void output_logits(Session *s, int first, int n) {
 //
 // Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
 // past any limit but that of learned positions.
+
+// A GPU (metal.c) runs the whole model on these buffers. A function that returns false leaves the
+// work to the CPU. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row `first` on;
+// gpu_logits makes further ones.
+static int gpu_chunk(Session *s);    // finds a GPU; its default chunk, 0: there is none
+static void gpu_open(Session *s), gpu_close(Session *s);
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
+static bool gpu_logits(Session *s, int first, int n);
+static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
+static void gpu_store(Session *s, bool states);   // after the CPU has changed positions, or states
+static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 // realloc for so many items; also NULL if their bytes are more than a size_t counts
 static void *resize(void *p, uint64_t count, size_t size) {
@@ -958,8 +942,7 @@ static void plan_scratch(Session *s, Arena *a) {
         most.att = larger(most.att, larger(w->z.rows, (size_t)w->n_head * w->vd));
         most.att = larger(most.att, w->alpha_a.rows + w->z_a.rows);
         most.mix = larger(most.mix, larger(w->conv_in.rows, larger(2 * gated, latent)));
-        most.z = larger(most.z, larger(w->q_a.rows, larger(w->z.rows, gated)));
-        most.z = larger(most.z, w->attn_gate.rows);
+        most.z = larger(most.z, larger(w->q_a.rows, w->z.rows + gated + w->attn_gate.rows));
         most.ff = larger(larger(most.ff, c->per_layer), larger(w->ff, w->shared_up.rows));
         most.latent = larger(most.latent, w->latent_down.rows);
     }
@@ -1130,10 +1113,13 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     return true;
 }
 
-// How many of the `left` tokens that remain are the next chunk? With recurrent layers the last
-// token runs alone, after a snapshot of the states: another answer then costs one token.
-static int chunk_size(const Session *s, int left, bool snapshot) {
-    if (left > s->o.chunk) return s->o.chunk;
+// How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. With
+// recurrent layers the last token runs alone, after a snapshot of the states: another answer then
+// costs one token.
+static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
+    int span = s->m->config.span, most = s->o.chunk;
+    if (span && most > span - pos % span) most = span - pos % span;
+    if (left > most) return most;
     return snapshot && left > 1 ? left - 1 : left;
 }
 
@@ -1167,7 +1153,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     int reused = session_reuse(s, &r), count;
     bool snapshot = s->n_recurrent && r.n - reused > 1;
     for (int p = reused; p < r.n; p += count) {
-        count = chunk_size(s, r.n - p, snapshot);
+        count = chunk_size(s, p, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) copy_states(s, s->saved, s->recurrent), s->saved_pos = p;
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
         int first = r.from > p ? r.from - p : 0;   // the first row that r.fn is to get
@@ -1739,34 +1725,32 @@ typedef struct {
                                // sees all; NO_LAYER: none does
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
-    uint16_t chunk;            // tokens of a chunk of attention, in layers that do not see all
+    uint16_t span;             // see Config; in layers that do not see all
 } Arch;
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
     {"llama* mistral3* ernie4_5-moe", .rope = ROPE_PAIRS, .flags = GATES_NORMED},
-    {"llama4", .rope = ROPE_PAIRS, .flags = GATES_SIGMOID, .local = 4, .no_rope = 4, .chunk = 8192},
+    {"llama4", .rope = ROPE_PAIRS, .local = 4, .no_rope = 4, .span = 8192,
+     .flags = GATES_SIGMOID | QK_NORM_LATE},
     {"maincoder", .rope = ROPE_PAIRS, .flags = QK_NORM_LATE},
-    {"refact", .flags = ALIBI_8},
-    {"cogvlm deepseek2-ocr", .rope = ROPE_HALVES, .flags = ROPE_10000},
-    {"eurobert", .rope = ROPE_HALVES, .flags = BOTH_WAYS},
-    {"neo-bert", .rope = ROPE_PAIRS, .flags = BOTH_WAYS},
-    {"qwen", .rope = ROPE_HALVES, .flags = FF_BOTH},
-    {"phimoe*", .rope = ROPE_HALVES, .flags = GATES_NORMED},
-    {"plamo3", .rope = ROPE_HALVES, .flags = LOCAL_10000, .local = 8},
+    {"refact", .rope = ROPE_NONE, .flags = ALIBI_8},
+    {"cogvlm deepseek2-ocr", .flags = ROPE_10000},
+    {"eurobert", .flags = BOTH_WAYS},
+    {"qwen", .flags = FF_BOTH},
+    {"plamo3", .flags = LOCAL_10000, .local = 8},
     {"muse-glimmer*", .rope = ROPE_PAIRS, .flags = GATE | EMBD_NORMED | LOCAL_ROPE, .local = 4},
-    {"laguna*", .rope = ROPE_HALVES, .local = 4,
+    {"laguna*", .local = 4,
      .flags = GATE | GATE_SOFTPLUS | FULL_FIRST | LOCAL_UNSCALED | GATES_SIGMOID},
-    {"afmoe", .rope = ROPE_HALVES, .flags = GATE | EMBD_SQRT | GATES_SIGMOID, .local = 4,
-     .no_rope = 4},
-    {"spark2_5", .act = ACT_GELU, .rope = ROPE_HALVES, .flags = GATE, .local = 4},
-    {"step35*", .rope = ROPE_HALVES, .local = 4,
+    {"afmoe", .flags = GATE | EMBD_SQRT | GATES_SIGMOID, .local = 4, .no_rope = 4},
+    {"spark2_5", .act = ACT_GELU, .flags = GATE, .local = 4},
+    {"step35*", .local = 4,
      .flags = GATE | GATES_SIGMOID | LOCAL_10000 | LOCAL_UNSCALED | HALF_ROTATED},
     {"kimi-linear*", .rope = ROPE_PAIRS, .flags = GATES_NORMED, .no_rope = 1},
     {"bailingmoe3*", .rope = ROPE_PAIRS, .flags = GATE},
-    {"llama-embed", .rope = ROPE_PAIRS, .flags = GATES_NORMED | BOTH_WAYS},
+    {"llama-embed neo-bert", .rope = ROPE_PAIRS, .flags = GATES_NORMED | BOTH_WAYS},
     {"baichuan", .rope = ROPE_PAIRS, .n_layer = 32},
-    {"baichuan", .flags = ALIBI_8, .n_layer = 40},
-    {"baichuan mamba2*", .flags = 0},
+    {"baichuan", .rope = ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
+    {"baichuan mamba2*", .rope = ROPE_NONE},
     {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", .rope = ROPE_PAIRS},
     {"smollm3", .rope = ROPE_PAIRS, .no_rope = 4},
     {"granite granitehybrid*", .rope = ROPE_PAIRS,
@@ -1774,60 +1758,53 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"granitemoe", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
     {"granite_swa", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED, .local = 4},
     {"minicpm", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
-    {"minicpm3", .rope = ROPE_HALVES, .flags = MUP},
+    {"minicpm3", .flags = MUP},
     {"arcee plm", .act = ACT_RELU2, .rope = ROPE_PAIRS},
     {"olmo", NORM_BARE, ACT_SILU, ROPE_PAIRS, .flags = 0},
     {"command-r", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = MAY_BE_PARALLEL},
-    {"cohere2", NORM_LAYER, ACT_SILU, ROPE_PAIRS,
-     .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .local = 4},
-    {"exaone4", .rope = ROPE_HALVES, .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss",
-     .rope = ROPE_HALVES},
-    {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .rope = ROPE_HALVES},
-    {"plamo", .rope = ROPE_HALVES, .flags = MAY_BE_PARALLEL},
-    {"qwen3vl", .rope = ROPE_HALVES, .flags = SECTIONS_MIXED},
-    {"glm4moe* dots1 hy_v3", .rope = ROPE_HALVES, .flags = GATES_SIGMOID},
-    {"exaone-moe", .rope = ROPE_HALVES, .flags = LOCAL_ROPE, .local = 4},
-    {"mellum", .rope = ROPE_HALVES, .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
-    {"mimo2", .rope = ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS, .local = 6},
-    {"minimax-m2", .rope = ROPE_HALVES, .flags = GATES_NORMED | GATES_SIGMOID},
-    {"qwen3moe* qwen3next* lfm2moe*", .rope = ROPE_HALVES, .flags = GATES_NORMED},
-    {"qwen3vlmoe", .rope = ROPE_HALVES, .flags = GATES_NORMED | SECTIONS_MIXED},
-    {"qwen35* qwen35moe", .rope = ROPE_HALVES,
-     .flags = DELTA_TILED | GATES_NORMED | SECTIONS_MIXED},
-    {"hunyuan-dense hunyuan-moe hunyuan_vl", .rope = ROPE_HALVES,
-     .flags = QK_NORM_LATE | GATES_NORMED},
-    {"olmo2", .rope = ROPE_HALVES, .flags = LOCAL_UNSCALED, .local = 4},
-    {"gpt-oss*", .act = ACT_SWIGLU_OAI, .rope = ROPE_HALVES, .flags = GATES_NORMED, .local = 2},
-    {"gemma*", .act = ACT_GELU, .rope = ROPE_HALVES, .flags = EMBD_SQRT},
-    {"gemma2*", .act = ACT_GELU, .rope = ROPE_HALVES,
-     .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
-    {"gemma2*", .act = ACT_GELU, .rope = ROPE_HALVES, .flags = GEMMA2, .local = 2},
-    {"gemma3*", .act = ACT_GELU, .rope = ROPE_HALVES,
-     .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
-    {"gemma3*", .act = ACT_GELU, .rope = ROPE_HALVES, .flags = GEMMA3, .local = 6},
-    {"gemma-embedding", .act = ACT_GELU, .rope = ROPE_HALVES,
-     .flags = GEMMA3 | BOTH_WAYS, .local = 6},
-    {"gemma4*", .act = ACT_GELU, .rope = ROPE_HALVES, .flags = GEMMA4, .local = 6},
+    {"cohere2", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = LOCAL_ROPE | MAY_BE_PARALLEL,
+     .local = 4},
+    {"exaone4", .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
+    {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss", .flags = 0},
+    {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .flags = 0},
+    {"plamo", .flags = MAY_BE_PARALLEL},
+    {"qwen3vl", .flags = SECTIONS_MIXED},
+    {"glm4moe* dots1 hy_v3", .flags = GATES_SIGMOID},
+    {"exaone-moe", .flags = LOCAL_ROPE, .local = 4},
+    {"mellum", .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
+    {"mimo2", .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS, .local = 6},
+    {"minimax-m2", .flags = GATES_NORMED | GATES_SIGMOID},
+    {"phimoe* qwen3moe* qwen3next* lfm2moe*", .flags = GATES_NORMED},
+    {"qwen3vlmoe", .flags = GATES_NORMED | SECTIONS_MIXED},
+    {"qwen35* qwen35moe", .flags = DELTA_TILED | GATES_NORMED | SECTIONS_MIXED},
+    {"hunyuan-dense hunyuan-moe hunyuan_vl", .flags = QK_NORM_LATE | GATES_NORMED},
+    {"olmo2", .flags = LOCAL_UNSCALED, .local = 4},
+    {"gpt-oss*", .act = ACT_SWIGLU_OAI, .flags = GATES_NORMED, .local = 2},
+    {"gemma*", .act = ACT_GELU, .flags = EMBD_SQRT},
+    {"gemma2*", .act = ACT_GELU, .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
+    {"gemma2*", .act = ACT_GELU, .flags = GEMMA2, .local = 2},
+    {"gemma3*", .act = ACT_GELU, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
+    {"gemma3*", .act = ACT_GELU, .flags = GEMMA3, .local = 6},
+    {"gemma-embedding", .act = ACT_GELU, .flags = GEMMA3 | BOTH_WAYS, .local = 6},
+    {"gemma4*", .act = ACT_GELU, .flags = GEMMA4, .local = 6},
     {"deepseek2*", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
     {"deepseek2* mistral4 deepseek32", .rope = ROPE_PAIRS, .flags = YARN_SCORES},
     {"glm-dsa", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID},
-    {"orion stablelm", NORM_LAYER, ACT_SILU, ROPE_HALVES, .flags = MAY_BE_PARALLEL},
-    {"codeshell falcon gptneox phi2 starcoder2", NORM_LAYER, ACT_GELU, ROPE_HALVES,
-     .flags = MAY_BE_PARALLEL},
-    {"dbrx", NORM_LAYER, ACT_SILU, ROPE_HALVES, .flags = GATES_NORMED},
-    {"nemotron jais2", NORM_LAYER, ACT_RELU2, ROPE_HALVES, .flags = 0},
-    {"nemotron_h nemotron_h_moe*", .act = ACT_RELU2, .flags = GATES_SIGMOID},
-    {"falcon-h1*", .rope = ROPE_HALVES},
-    {"lfm2", .rope = ROPE_HALVES, .local = NO_LAYER},
+    {"orion stablelm", NORM_LAYER, ACT_SILU, .flags = MAY_BE_PARALLEL},
+    {"codeshell falcon gptneox phi2 starcoder2", NORM_LAYER, ACT_GELU, .flags = MAY_BE_PARALLEL},
+    {"dbrx", NORM_LAYER, ACT_SILU, .flags = GATES_NORMED},
+    {"nemotron jais2", NORM_LAYER, ACT_RELU2, .flags = 0},
+    {"nemotron_h nemotron_h_moe*", .rope = ROPE_NONE, .act = ACT_RELU2, .flags = GATES_SIGMOID},
+    {"falcon-h1*", .flags = 0},
+    {"lfm2", .local = NO_LAYER},
     {"gpt2 starcoder mpt*", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = 0},
     {"jais*", NORM_LAYER, ACT_SILU, ROPE_NONE, .flags = SCALE_BY_HEAD},
     {"bloom", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ALIBI_8},
     {"bert*", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ENCODER},
     {"jina-bert-v2", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ENCODER | ALIBI_8},
-    {"nomic-bert*", NORM_LAYER, ACT_SILU, ROPE_HALVES, .flags = ENCODER},
-    {"nomic-bert-moe* jina-bert-v3", NORM_LAYER, ACT_GELU, ROPE_HALVES, .flags = ENCODER},
-    {"modern-bert", NORM_LAYER, ACT_GELU, ROPE_HALVES,
+    {"nomic-bert*", NORM_LAYER, ACT_SILU, .flags = ENCODER},
+    {"nomic-bert-moe* jina-bert-v3", NORM_LAYER, ACT_GELU, .flags = ENCODER},
+    {"modern-bert", NORM_LAYER, ACT_GELU,
      .flags = BOTH_WAYS | LOCAL_10000 | LOCAL_UNSCALED | FULL_FIRST, .local = 3},
 };
 
@@ -2095,7 +2072,8 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
     const float *w = load_vector(ld, name, suffix, size);
-    return (Norm){w, load_vector(ld, name, ".bias", size), size, by_head || heads == 1 ? n : 0, 0};
+    const float *b = load_vector(ld, name, ".bias", size);
+    return (Norm){w, b, w ? size : 0, by_head || heads == 1 ? n : 0, 0};
 }
 
 static Norm need_norm(Loader *ld, const char *name, int n) {
@@ -2171,7 +2149,8 @@ static void load_attention(Loader *ld, Layer *w) {
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
     bool shares = load_shared(ld, w);
     // a gated model says so by its q alone: the rows of each head are query, then gate
-    if (first && w->hd == w->vd && first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
+    if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
+        first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
     load_fused(ld, "attn_qkv", c->dim, 1,
                (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k},
                          {v_is_k ? "attn_k" : "attn_v", v, &w->v}},
@@ -2187,6 +2166,8 @@ static void load_attention(Loader *ld, Layer *w) {
     load_gate(ld, w, w->n_head, w->vd);
     w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
+    if (c->span && w->window && c->n_expert != 128 && !w->q_norm.w)   // Llama 4, not the larger one
+        w->q_norm = w->k_norm = (Norm){.n = w->hd, .group = w->hd};   // without weights
     if (w->k.data && !w->q_norm.w != !w->k_norm.w)
         require(ld, NULL, w->q_norm.w ? "attn_k_norm" : "attn_q_norm", ".weight");
 }
@@ -2417,9 +2398,9 @@ static void imply_config(Config *c, const Arch *a) {
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
     c->gates_normed = !!(flags & GATES_NORMED);
     c->gating = flags & GATES_SIGMOID ? 2 : 1;
-    c->chunk = a->chunk;
-    c->inputs_weighed = a->chunk;
-    if (a->chunk) c->sharpen_scale = 0.1f, c->sharpen_length = c->window = a->chunk;
+    c->span = a->span;
+    c->inputs_weighed = a->span;
+    if (a->span) c->sharpen_scale = 0.1f, c->sharpen_length = c->window = a->span;
 }
 
 // what follows from several keys at once, and what they must agree on
@@ -2428,8 +2409,8 @@ static void derive_config(Loader *ld) {
     int flags = ld->arch->flags;
     c->eps = fmaxf(c->norm == NORM_RMS ? c->eps_rms : c->eps, 0);
     if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
-    if (c->chunk && !c->window) refuse(ld, "attention.sliding_window is 0");
-    if (c->chunk) c->window = c->chunk;   // whatever the file says
+    if (c->span && (!c->window || !c->causal)) refuse(ld, "spans need a causal window");
+    if (c->span) c->window = c->span;   // whatever the file says
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
     if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
@@ -2491,10 +2472,12 @@ static bool weights_load(Model *m, Error *e) {
                   .value_scale = 1, .kda_safe = 1};   // where neither file nor row says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
-    int n_rot = ld.arch->flags & HALF_ROTATED ? c->n_rot_local : c->n_rot;   // the first ones count
-    m->freqs = load_vector(&ld, "rope_freqs", ".weight", n_rot / 2);
-    m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", c->n_rot / 2);
-    m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", c->n_rot / 2);
+    // layers that rotate fewer numbers than others read the first ones
+    bool all = ld.arch->flags & HALF_ROTATED || !c->local_unscaled;
+    uint64_t n_freqs = larger(c->n_rot, all ? c->n_rot_local : 0) / 2;
+    m->freqs = load_vector(&ld, "rope_freqs", ".weight", n_freqs);
+    m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", n_freqs);
+    m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", n_freqs);
     if (!m->freqs_long != !m->freqs_short)
         require(&ld, NULL, m->freqs_long ? "rope_factors_short" : "rope_factors_long", ".weight");
     m->embd = need_matrix(&ld, "token_embd", c->dim, 0, 1);
@@ -2573,9 +2556,12 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //
 //   q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) + 1)
 
-static void sharpen(const Config *c, float *q, size_t n, int pos) {
-    if (c->sharpen_scale == 0) return;
-    scale(q, n, c->sharpen_scale * logf(floorf(pos / (float)c->sharpen_length) + 1) + 1);
+// Llama 4 has pos + 1 for pos, and does so only where there is no window.
+static void sharpen(const Session *s, float *q, size_t n, int pos) {
+    const Config *c = &s->m->config;
+    if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].window)) return;
+    float spans = floorf((pos + (c->span > 0)) / (float)c->sharpen_length);
+    scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
 }
 
 // A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
@@ -2599,7 +2585,7 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     w->attn_gate = load_matrix(ld, "attn_gate", ld->m->config.dim, rows, 1);
 }
 
-static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // softplus
+static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
 
 typedef struct { float *x; int width, gates; } Gated;
 static void gate_row(Session *s, const void *arg, size_t i) {
@@ -2613,8 +2599,10 @@ static void gate_row(Session *s, const void *arg, size_t i) {
         for (int j = 0; j < g->width; j++) x[j] *= z[g->gates > 1 ? j : 0];
 }
 
-// x [n][n_head][width] times the gates in s->z [n][n_head][gates], of which there are width or 1
-static void gate_attention(Session *s, float *x, int width, int gates) {
+// x [n][n_head][width] times the gates in s->z [n][n_head][width or 1]
+static void gate_attention(Session *s, float *x, int width) {
+    const Layer *w = &s->m->layers[s->l];
+    int gates = w->attn_gate.data ? w->attn_gate.rows / w->n_head : width;
     each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
@@ -2734,7 +2722,8 @@ static void gather_row(Session *s, const void *arg, size_t i) {
     const int32_t *order = arg;
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, token = order[i] / w->n_used;
-    memcpy(s->gathered + i * dim, s->expert_in + token * dim, dim * sizeof *s->normed);
+    const float *from = w->latent_down.data ? s->latent : s->normed;
+    memcpy(s->gathered + i * dim, from + token * dim, dim * sizeof *from);
     if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
 
@@ -2742,7 +2731,8 @@ static void gather_row(Session *s, const void *arg, size_t i) {
 // with all its tokens; returns how many choices that were. Choice k is of token k / n_used. While
 // scratch is counted there are no choices (order NULL), but one case bounds all: `limit` tokens for
 // one expert and two for each of the others, which wastes most of a tile.
-static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit) {
+static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit,
+                       float *sum) {
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
     size_t dim = w->down.rows, ff = w->ff;
@@ -2766,9 +2756,16 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     each_row(s, activate_row, &(Ffn){gate, up, down, w->clamp}, rows);
     matmul(s->pool, &s->op_scratch, back, jobs);
     for (int r = 0; order && r < rows; r++)
-        add_scaled(s->expert_sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim,
+        add_scaled(sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim,
                    s->m->config.inputs_weighed ? 1 : s->weight[order[r]]);
     return rows;
+}
+
+// up = min(act(gate), limit) * up, with up within -limit .. limit
+static void activate_limited(float *gate, float *up, int n, int act, float limit) {
+    activate(gate, NULL, gate, n, act);
+    clamp(up, n, limit);
+    for (int i = 0; i < n; i++) up[i] *= fminf(gate[i], limit);
 }
 
 // adds the shared expert's result, weighted where there is a router for it
@@ -2788,17 +2785,16 @@ static void experts(Session *s) {
     Matmul in[] = {{&w->router, s->normed, s->route, n},
                    {&w->latent_down, s->normed, s->latent, n}};
     bool latent = w->latent_down.data;
-    s->expert_in = latent ? s->latent : s->normed;
-    s->expert_sum = latent ? s->latent_sum : s->out;
+    float *sum = latent ? s->latent_sum : s->out;
     if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
     matmul(s->pool, &s->op_scratch, in, 1 + latent);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
     if (s->op_scratch.base) {
         sort_choices(s, rows);
-        memset(s->expert_sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
-        for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit);
-    } else run_experts(s, w, NULL, limit + 2 * (limit - 1), limit);
+        memset(sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
+        for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit, sum);
+    } else run_experts(s, w, NULL, limit + 2 * (limit - 1), limit, NULL);
     if (latent) product(s, &w->latent_up, s->latent_sum, s->out);
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
@@ -2994,13 +2990,14 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
 // result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
 // to the sum; or one for each column, to the key.) So a token costs 4 dk dv multiply-adds, 65,536
 // for 128 x 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse. A
-// state space does not ask. each: decays of a head, 1 or dk.
-INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, int each) {
+// state space does not ask. by_column (KDA): each column of S has its own decay.
+INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, bool by_column) {
     enum { V = 4 };
     const Config *c = &s->m->config;
     int blocks = delta_blocks(c), h = block / blocks, r = block % blocks * DELTA_ROWS, dk = c->dk;
     int keys = c->n_key * dk, values = c->n_value * c->dv;   // a token has q, k, v; or v, k, q
     int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);
+    int each = by_column ? dk : 1;   // decays of a head
     size_t step = w->conv_in.rows;   // from a token's q, k, v to the next one's
     float *state = s->cache[s->l].state + block * dk * DELTA_ROWS;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
@@ -3013,7 +3010,7 @@ INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, in
         for (int j = 0; asks && j < dk; j++)
             UNROLL for (int v = 0; v < V; v++)
                 asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) *
-                            (each > 1 ? k[j] * g[j] : k[j]);
+                            (by_column ? k[j] * g[j] : k[j]);
         for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
             const float *next = i + 1 < s->n ? k + step : k;
             const float *next_g = i + 1 < s->n ? g + (size_t)c->n_value * each : g;
@@ -3024,15 +3021,15 @@ INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, in
             memcpy(write, value, bytes);
             UNROLL for (int v = 0; v < V; v++) {
                 if (!asks) out[v] = write[v] * w->skip[h];
-                write[v] = (write[v] - (each > 1 ? asked[v] : asked[v] * *g)) * s->write_gate[at];
+                write[v] = (write[v] - (by_column ? asked[v] : asked[v] * *g)) * s->write_gate[at];
             }
             for (int j = 0; j < dk; j++)
                 UNROLL for (int v = 0; v < V; v++) {
                     float *place = state + j * DELTA_ROWS + v * LANES;
-                    vf row = load_f32(place) * g[each > 1 ? j : 0] + write[v] * k[j];
+                    vf row = load_f32(place) * g[by_column ? j : 0] + write[v] * k[j];
                     store(place, row);
                     out[v] += row * q[j];
-                    if (asks) ask[v] += row * (each > 1 ? next[j] * next_g[j] : next[j]);
+                    if (asks) ask[v] += row * (by_column ? next[j] * next_g[j] : next[j]);
                 }
             g = next_g;
             memcpy(asked, ask, sizeof ask);
@@ -3041,13 +3038,9 @@ INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, in
     }
 }
 
-static void delta_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, 1); }
-static void space_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, false, 1); }
-static void kda_block(Session *s, const void *w, size_t i) {
-    int each = s->m->config.kda;
-    if (each > 1) memory_block(s, w, i, true, each);
-    else memory_block(s, w, i, true, 1);
-}
+static void delta_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, false); }
+static void space_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, false, 0); }
+static void kda_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, true); }
 
 // ---- 16. the state space (Mamba-2, arXiv 2405.21060) ----
 //
@@ -3078,7 +3071,7 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
 static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    if (find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
+    if (!c->kda && find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
     if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
     if (find_tensor(ld, "ssm_in", ".weight") && !find_tensor(ld, "ssm_ba", ".weight"))
         w->mixer = MIX_SPACE;
@@ -3229,7 +3222,7 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     int pos = s->pos + i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
     float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
     float *row = s->k + i * w->hd, *turn = s->angles[w->window > 0] + i * w->n_rot;
-    sharpen(c, q, w->q.rows, pos);
+    sharpen(s, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
     if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
     narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
@@ -3269,7 +3262,7 @@ static void latent_attention(Session *s) {
     head_products(s, &w->v_b, s->att, s->mix);
     if (w->attn_gate.data) {
         product(s, &w->attn_gate, s->normed, s->z);
-        gate_attention(s, s->mix, w->v_b.rows, w->attn_gate.rows / w->n_head);
+        gate_attention(s, s->mix, w->v_b.rows);
     }
     product(s, &w->o, s->mix, s->out);
 }
@@ -7846,7 +7839,7 @@ static bool print_info(Cli *cli) {
     const Session *s = &cli->s;
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
-    static const char *const rope[] = {"no RoPE", "RoPE on neighbours", "RoPE on halves"};
+    static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
     // three of attention, those of MIX_DELTA and so on, two of FFNs
     static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
                                         "gated delta net", "state space", "short convolution",

@@ -1270,8 +1270,8 @@ static void run_layers(Session *s, int n) {
         run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
                  n * c->n_layer, (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
     }
-    if (c->embd_normed) run_norm(s, s->x, &(Norm){0}, NORM_RMS, c->dim, s->x, n, STORE);
-    if (m->embd_norm.w) run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
+    if (c->embd_normed || m->embd_norm.w)
+        run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
@@ -1352,7 +1352,7 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // norm over all heads after RoPE; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    if (c->chunk) return "chunks of attention";
+    if (c->span) return "spans of attention";
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
         int most = w->hd > w->vd ? w->hd : w->vd;

@@ -4471,7 +4471,7 @@ static void test_metal_shapes(void) {
         const Model *m = random_model(&SHAPES[i]);
         Options o = {.chunk = 9, .window = 64};
         int n;
-        if (m->config.chunk) {   // runs on the CPU, with a line that says so
+        if (m->config.span) {   // runs on the CPU, with a line that says so
             CHECK(!open_gpu(m, o)->gpu, "chunks of attention on the GPU");
             clean_up();
             continue;
