@@ -2066,7 +2066,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     for (int t0 = 0; t0 < a->n; t0 += BLOCK) {
         int next = t0 + BLOCK;
         float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX], mine = 0.0f, since = 1.0f;
-        float fade[NARROW_MAX / DELTA_LANES];                 // CHANNELS: as since, of each column
+        float fade[NARROW_MAX / DELTA_LANES];   // CHANNELS: what `since` is for all columns
         threadgroup_barrier(mem_flags::mem_threadgroup);      // the block before is computed
         QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
             int t = (int)sg + i * UNIT_SIMDGROUPS;

@@ -133,7 +133,7 @@ typedef struct {
     int hd, vd;                // width of a head's query and key; of its value
     int window;                // tokens that a query sees in layers that have one, itself included
     int span;                  // instead of a window a query sees its own span of the text; or 0
-    int n_exact;               // positions up to which the result is exact (sparse attention), or 0
+    int n_exact;               // sparse attention is full up to so many tokens; 0: it is not sparse
     bool softplus_gates;       // attention's gates pass softplus, not a sigmoid
     bool qk_norm_late;         // queries and keys are normed after RoPE, not before it
     bool values_normed;        // values are normed, too, without weights
@@ -170,7 +170,7 @@ typedef struct {
     int n_key, n_value;        // its key heads and value heads
     int dk, dv;                // width of a key, of a value
     int kda;                   // width of its heads if each channel has a decay of its own; or 0
-    float kda_lower;           // the lowest exponent of such a decay, below 0; 0: no bound
+    float kda_lower;           // below 0: a decay is exp(kda_lower * sigmoid(..)); 0: no bound
     bool key_tiled;            // value head h reads key head h % n_key, not h / (n_value / n_key)
     int lora;                  // width of latent attention's latent
     int latent_hd, latent_vd;  // widths of the queries and values that it stands for
@@ -184,7 +184,6 @@ typedef struct {
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm, as the file says it
     float value_scale;         // factor of attention's result
-    int kda_safe;              // kda_lower is in use
     int rope_tuned;            // 0: the file wants no RoPE after all
     int rope_sections;         // not 0: the pairing is ROPE_HALVES
     float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
@@ -202,7 +201,7 @@ typedef struct {
 } Matrix;
 
 // Weights and biases [n] of a norm, or NULL; they repeat along the row. Values are normed in groups
-// of `group`; 0: a row is one group. eps takes the place of the model's; 0: it does not.
+// of `group`; 0: a row is one group. eps: instead of the model's, if above 0.
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;
 
 typedef struct {
@@ -215,13 +214,13 @@ typedef struct {
     int mixer;                 // MIX_NONE, or a recurrent mixer in place of attention or beside it
     int side_by_side;          // attention and FFN read the same stream
     int ff, n_used;            // width of the FFN or an expert; experts that a token uses
-    float clamp, clamp_shared; // limit of act(gate) and up in experts; in other FFNs; 0: none
+    float limit_experts, limit_ffn;   // of act(gate) and up: in experts, in other FFNs; 0: none
     Norm attn_norm, attn_post_norm;   // before the mixer; of its result
     Norm ffn_norm, ffn_post_norm;     // the same of the FFN
     Norm attn_norm_2;          // one more after attention (JinaBERT)
     const float *out_scale;    // [1] factor of the stream after the layer, or NULL
     Matrix q, k, v, o;         // q has 2 x hd rows a head where it holds gates, too
-    Matrix attn_gate;          // a gate for each head, or for each value, of its own; or none
+    Matrix attn_gate;          // [n_head] or [n_head * vd] rows of gates, where q has none; or none
     Norm q_norm, k_norm;       // [hd] for all heads, [heads][hd], or one norm over all heads
     const float *sinks;        // [n_head] a score beside those of the keys, or NULL
     // FFN; experts: gate, up and down hold those of all, a step apart
@@ -324,7 +323,7 @@ typedef struct Session {
     float *q, *k, *v, *att;    // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
     float *mix, *z;            // [n + conv][..], [n][..] of the blocks of Part III
     float *beta_alpha, *write_gate;     // [n][2 * n_value], [n][n_value] of the delta rule
-    float *decay;              // [n][n_value], KDA: [n][n_value][dk] of it
+    float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
     float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
     float *route;              // [n][n_expert] the router's logits
     float *gathered, *expert_out;       // [rows][dim or latent] what experts read; their results
@@ -397,8 +396,8 @@ typedef struct {
 } Attention;
 
 // Does a query see a key? Both are positions; key -1 is an empty row. A query sees a window that
-// ends with itself, up to `ahead` later keys (0 in a causal model), and the first `keep` keys; none
-// before `first`. Bits and no branches: a loop over keys is vector code.
+// ends with itself, up to `ahead` later keys (0 in a causal model), and the first `keep` keys. It
+// sees nothing before `first`. Bits and no branches: a loop over keys is vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
     return (key >= a->first) & (key - query <= a->ahead) & near;
@@ -456,8 +455,6 @@ static void activate_limited(float *gate, float *up, int n, int act, float limit
 static void make_layer_inputs(Session *s);            // what each layer gets of its own
 static const Norm *layer_input_block(Session *s, const Norm *post);   // adds it, as a third block
 static uint64_t delta_state_size(const Config *c);    // floats of a recurrent layer's state
-
-static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
 // ---- 5. ops ----
 //
@@ -769,7 +766,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
 
         // each token by itself: the FFN
         if (w->router.data) experts(s);
-        else if (has_ffn) ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->clamp_shared}, s->out);
+        else if (has_ffn) ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
         if (w->input_gate.data) layers.post = layer_input_block(s, layers.post);
         each_row(s, between_row, &layers, n);
     }
@@ -1154,7 +1151,10 @@ static bool session_run(Session *s, Request r, Error *e) {
     bool snapshot = s->n_recurrent && r.n - reused > 1;
     for (int p = reused; p < r.n; p += count) {
         count = chunk_size(s, p, r.n - p, snapshot);
-        if (snapshot && p == r.n - 1) copy_states(s, s->saved, s->recurrent), s->saved_pos = p;
+        if (snapshot && p == r.n - 1) {
+            copy_states(s, s->saved, s->recurrent);
+            s->saved_pos = p;
+        }
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
         int first = r.from > p ? r.from - p : 0;   // the first row that r.fn is to get
         if (first > count) first = count;
@@ -1316,6 +1316,8 @@ int32_t session_sample(Session *s, const float *logits) {
 }
 
 // ---- 9. generate ----
+
+static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 
@@ -1703,9 +1705,9 @@ enum {
     FULL_FIRST = 1 << 21,      // of `local` layers the first sees all, not the last
     LOCAL_SINKS = 1 << 22,     // only windowed layers have sinks
     MAY_BE_PARALLEL = 1 << 23, // without a norm before it the FFN reads what attention reads
-    GATE = 1 << 24,            // attention has gates in a tensor of its own, which pass a sigmoid,
-    GATE_SOFTPLUS = 1 << 25,   // or softplus
-    EMBD_NORMED = 1 << 26,     // embeddings are normed; the eps of norms behind blocks is 1e-8
+    GATE = 1 << 24,            // attention has gates in a tensor of its own
+    GATE_SOFTPLUS = 1 << 25,   // they pass softplus, not a sigmoid
+    EMBD_NORMED = 1 << 26,     // embeddings are normed; the eps of post-norms is 1e-8
     ROPE_10000 = 1 << 27,      // RoPE's base, whatever the file says
     SCALE_BY_HEAD = 1 << 28,   // attention scale is 1/hd, not 1/sqrt(hd)
     FF_BOTH = 1 << 29,         // feed_forward_length counts gate and up
@@ -1866,8 +1868,8 @@ static const Key KEYS[] = {
     LAYER("attention.rope_pattern", rotated, 0, 1, "granite_swa"),
     REAL("attention.clamp_kqv", clamp_qkv, "olmo dbrx mpt"),
     REAL("attention.max_alibi_bias", alibi, "jais mpt"),
-    LAYER_REAL("swiglu_clamp_exp", clamp, "bailingmoe3 step35"),
-    LAYER_REAL("swiglu_clamp_shexp", clamp_shared, "bailingmoe3 step35"),
+    LAYER_REAL("swiglu_clamp_exp", limit_experts, "bailingmoe3 step35"),
+    LAYER_REAL("swiglu_clamp_shexp", limit_ffn, "bailingmoe3 step35"),
     REAL("attention.temperature_scale", sharpen_scale, "mistral3 deepseek2 mistral4"),
     REAL("rope.scaling_beta", sharpen_scale, "mistral3 deepseek2 mistral4"),   // so says Ollama
     INT("attention.temperature_length", sharpen_length, 0, INT_MAX, "deepseek2 mistral4"),
@@ -1917,7 +1919,6 @@ static const Key KEYS[] = {
     INT("shortconv.l_cache", conv, 1, MOST_TAPS, "lfm2* lfm2moe*"),
     INT("kda.head_dim", kda, 1, 4096, "kimi-linear* bailingmoe3*"),
     RANGE("kda.gate_lower_bound", kda_lower, -FLT_MAX, -FLT_MIN, "bailingmoe3*"),
-    INT("kda.safe_gate", kda_safe, 1, 1, "bailingmoe3"),
 };
 
 // Tensors that such a model always has, although the engine could run without them.
@@ -2313,7 +2314,7 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
 
 // Nothing in the file may be passed over but what does not run: other modalities, the heads of
 // rerankers, NVFP4's scales of activations, blocks that predict further tokens. And nothing may be
-// missing that such a model has. With at most n_exact positions an indexer has no choice.
+// missing that such a model has. A text of n_exact tokens at most needs no indexer.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
@@ -2469,7 +2470,7 @@ static bool weights_load(Model *m, Error *e) {
     Config *c = &m->config;
     *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
                   .rope_tuned = 1, .yarn_fast = 32, .yarn_slow = 1, .gating = 1, .gates_scale = 1,
-                  .value_scale = 1, .kda_safe = 1};   // where neither file nor row says otherwise
+                  .value_scale = 1};   // where neither file nor row says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
     // layers that rotate fewer numbers than others read the first ones
@@ -2564,8 +2565,9 @@ static void sharpen(const Session *s, float *q, size_t n, int pos) {
     scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
 }
 
-// A head's output is multiplied by sigmoid(gate), with one gate per value. The rows of the
-// projection are query and gate of the first head, of the second, ...; split_gate_row parts them.
+// A head's output is multiplied by sigmoid(gate) or softplus(gate). The rows of q's projection may
+// be query and gate of the first head, of the second, ..., one gate for each value; split_gate_row
+// parts them. Other models make gates by a product: one for each value, or one for each head.
 
 static void split_gate_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
@@ -2577,7 +2579,6 @@ static void split_gate_row(Session *s, const void *arg, size_t i) {
     }
 }
 
-// Or the gates are a product of their own, with one for each value or one for each head.
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     if (!(ld->arch->flags & GATE)) return;
     const Tensor *t = find_tensor(ld, "attn_gate", ".weight");
@@ -2587,7 +2588,7 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
 
 static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
 
-typedef struct { float *x; int width, gates; } Gated;
+typedef struct { float *x; int width, gates; } Gated;   // a head's values; its gates: width or 1
 static void gate_row(Session *s, const void *arg, size_t i) {
     const Gated *g = arg;
     int n_head = s->m->layers[s->l].n_head;
@@ -2753,7 +2754,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
     }
     each_row(s, gather_row, order, rows);
     matmul(s->pool, &s->op_scratch, in, k);
-    each_row(s, activate_row, &(Ffn){gate, up, down, w->clamp}, rows);
+    each_row(s, activate_row, &(Ffn){gate, up, down, w->limit_experts}, rows);
     matmul(s->pool, &s->op_scratch, back, jobs);
     for (int r = 0; order && r < rows; r++)
         add_scaled(sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim,
@@ -2799,7 +2800,7 @@ static void experts(Session *s) {
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
     if (w->shared_router.data) product(s, &w->shared_router, s->normed, s->route);
-    Ffn shared = {&w->shared_gate, &w->shared_up, &w->shared_down, w->clamp_shared};
+    Ffn shared = {&w->shared_gate, &w->shared_up, &w->shared_down, w->limit_ffn};
     ffn(s, &shared, s->expert_out);
     each_row(s, add_shared_row, w, n);
 }
@@ -2837,7 +2838,7 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 // values. A token lets S decay by g, asks it for the value stored under its own key k, and writes
 // the difference to its value v, as strongly as b says; then its query q reads:
 //
-//   S *= g        S += b (v - S k) k'        o = S q
+//   S *= g        S += b (v - S k) k'        o = S q        (KDA: column j of S by g[j])
 //
 // Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
 // from two more projections, and o passes a norm and a gate z.
@@ -2850,10 +2851,13 @@ static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     if (all.bias) refuse(ld, "tensor %sssm_in: bias", ld->prefix);
     size_t row = ld->ok ? quant_row_bytes(all.type, c->dim) : 0;
     uint8_t *to = ld->ok ? keep_memory(ld, (qkv + values) * row) : NULL;
+    const uint8_t *from = all.data;
     int wide = values / c->n_key, part[4] = {c->dk, c->dk, wide, wide};   // rows of a key head
     for (int h = 0; to && h < c->n_key; h++)
-        for (int k = 0, at = 0; k < 4; at += part[k++] * c->n_key, all.data += part[k - 1] * row)
-            memcpy(to + (at + h * part[k]) * row, all.data, part[k] * row);
+        for (int k = 0, at = 0; k < 4; at += part[k++] * c->n_key) {   // at: where k's rows begin
+            memcpy(to + (at + h * part[k]) * row, from, part[k] * row);
+            from += part[k] * row;
+        }
     all.data = to;
     w->conv_in = matrix_rows(all, 0, qkv);
     w->z = matrix_rows(all, qkv, values);
@@ -2873,24 +2877,27 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
 }
 
-// In KDA (Kimi Delta Attention, arXiv 2510.26692) each channel of a key has its own decay: g is
-// a vector [dk]. And o's gate is a sigmoid. q, k and v are three products with taps of their own,
-// side by side as the delta rule's one. alpha and z may be products of two matrices each.
+// Kimi Delta Attention (KDA, arXiv 2510.26692): each column of S has a decay of its own, so g is a
+// vector [dk], and the gate of o is a sigmoid. q, k and v are three products with three
+// convolutions; their results lie side by side, as those of the one product do elsewhere. alpha and
+// z may be products of two matrices: alpha alpha_a h, z z_a h.
 static void load_kda(Loader *ld, Layer *w, int wide) {
     const Config *c = &ld->m->config;
     static const char *const name[3] = {"ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"};
+    const float *from[3];
     size_t taps = (size_t)wide * c->conv;
-    float *joined = ld->ok ? keep_memory(ld, 3 * taps * sizeof *joined) : NULL;
     load_fused(ld, "attn_qkv", c->dim, 1, (Slice[]){{"attn_q", wide, &w->q},
                {"attn_k", wide, &w->k}, {"attn_v", wide, &w->v}}, 3);
     w->q.out_step = w->k.out_step = w->v.out_step = 3 * wide;
     w->conv_in = (Matrix){.rows = 3 * wide, .cols = c->dim};   // stands for the three
     for (int i = 0; i < 3; i++) {
-        const float *from = load_vector(ld, name[i], ".weight", taps);
-        require(ld, from, name[i], ".weight");
-        if (joined && from) memcpy(joined + i * taps, from, taps * sizeof *from);
+        from[i] = load_vector(ld, name[i], ".weight", taps);
+        require(ld, from[i], name[i], ".weight");
     }
+    float *joined = ld->ok ? keep_memory(ld, 3 * taps * sizeof *joined) : NULL;
+    for (int i = 0; joined && i < 3; i++) memcpy(joined + i * taps, from[i], taps * sizeof *joined);
     w->conv = joined;
+    if (load_number(ld, "kda.safe_gate", 1) != 1) refuse(ld, "kda.safe_gate is off");
     bool two = find_tensor(ld, "ssm_f_b", ".weight"), z_two = find_tensor(ld, "ssm_g_b", ".weight");
     if (two) w->alpha_a = need_matrix(ld, "ssm_f_a", c->dim, 0, 1);
     if (z_two) w->z_a = need_matrix(ld, "ssm_g_a", c->dim, 0, 1);
@@ -2945,13 +2952,14 @@ static void delta_conv(Session *s, const void *arg, size_t block) {
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
 //   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
-// or, with a bound `lower` below 0, g = exp(lower * sigmoid(a * (alpha + dt)))
+// or, with a bound, g = exp(kda_lower * sigmoid(a * (alpha + dt)))
 static void delta_gates_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     const Config *c = &s->m->config;
     float *mix = s->mix + i * w->conv_in.rows, *all = s->beta_alpha + i * 2 * c->n_value;
-    int share = c->n_value / c->n_key, each = larger(c->kda, 1);   // value heads of a key head;
-    float *decay = s->decay + i * c->n_value * each;               // decays of a value head
+    int share = c->n_value / c->n_key;   // value heads of a key head
+    int each = larger(c->kda, 1);        // decays of a value head
+    float *decay = s->decay + i * c->n_value * each;
     float *write = s->write_gate + i * c->n_value;
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
@@ -2960,14 +2968,13 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     }
     for (int h = 0; h < c->n_value; h++) {
         const float *both = all + h / share * 2 * share + h % share;   // per key head: b's, a's
-        float b = w->beta_alpha.data ? both[0] : write[h], step = 0;
+        float b = w->beta_alpha.data ? both[0] : write[h], a = w->a[h], t = 0;
         for (int j = h * each; j < (h + 1) * each; j++) {
-            float a = (w->beta_alpha.data ? both[share] : decay[j]) + w->dt_bias[j];
-            step = log1p_exp(a);
-            decay[j] = expf(c->kda_lower < 0 ? c->kda_lower / (1 + expf(-w->a[h] * a))
-                                             : w->a[h] * step);
+            float x = (w->beta_alpha.data ? both[share] : decay[j]) + w->dt_bias[j];
+            t = log1p_exp(x);
+            decay[j] = expf(c->kda_lower < 0 ? c->kda_lower / (1 + expf(-a * x)) : a * t);
         }
-        write[h] = w->mixer == MIX_SPACE ? step : 1 / (1 + expf(-b));
+        write[h] = w->mixer == MIX_SPACE ? t : 1 / (1 + expf(-b));
     }
 }
 
@@ -2988,9 +2995,9 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
 // ask what is stored under its key (S k), to write, and to read for its query (S q). One pass over
 // the columns of S does it all: as soon as token t is written to a column, the column adds to the
 // result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
-// to the sum; or one for each column, to the key.) So a token costs 4 dk dv multiply-adds, 65,536
-// for 128 x 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse. A
-// state space does not ask. by_column (KDA): each column of S has its own decay.
+// to the sum; in KDA one for each column, applied to k.) So a token costs 4 dk dv multiply-adds,
+// 65,536 for 128 x 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular
+// inverse. A state space does not ask. by_column (KDA): each column of S has its own decay.
 INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, bool by_column) {
     enum { V = 4 };
     const Config *c = &s->m->config;
@@ -3071,11 +3078,11 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
 static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
-    if (!c->kda && find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
+    if (find_tensor(ld, "shortconv.in_proj", ".weight")) w->mixer = MIX_CONV;
     if (find_tensor(ld, "ssm_conv1d", ".weight")) w->mixer = MIX_DELTA;
     if (find_tensor(ld, "ssm_in", ".weight") && !find_tensor(ld, "ssm_ba", ".weight"))
         w->mixer = MIX_SPACE;
-    if (c->kda && find_tensor(ld, "ssm_f_a", ".weight")) w->mixer = MIX_DELTA;
+    if (c->kda) w->mixer = find_tensor(ld, "ssm_f_a", ".weight") ? MIX_DELTA : MIX_NONE;
     if (!w->mixer) return true;
     bool conv = w->mixer == MIX_CONV;
     const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
@@ -7603,7 +7610,7 @@ static void print_notes(const Cli *cli) {
     if (s->m && cli->o.window > window)
         fprintf(stderr, "note: -c %d: beyond that this model chooses what it attends to, which the "
                 "engine does not know\n", window);
-    if (cli->o.window > n_ctx && s->m)
+    else if (cli->o.window > n_ctx && s->m)
         fprintf(stderr, "note: %s %d is larger than the model's context of %d\n",
                 cli->m.config.causal ? "-c" : "the text's length", window, n_ctx);
     if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id)

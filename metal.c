@@ -949,8 +949,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
 }
 
 // x[n] times gates in s->z, each of which serves `each` numbers
-static void run_gate_heads(Session *s, float *x, int n, int each) {
-    struct gate_args a = {n, each, s->m->config.softplus_gates};
+static void run_gate_heads(Session *s, float *x, int n, int each, bool softplus) {
+    struct gate_args a = {n, each, softplus};
     run_kernel(s, a, "gate_heads", {x, s->z}, 2, div_up(n, MERGE_THREADS), MERGE_THREADS, 0, {0});
 }
 
@@ -983,7 +983,8 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
 // x[n][n_head][width] times gates, which are a product of their own and go to s->z
 static void run_gates(Session *s, const Layer *w, Input in, float *x, int width, int n) {
     run_product(s, &w->attn_gate, in, s->z, n, STORE);
-    run_gate_heads(s, x, n * w->n_head * width, w->attn_gate.rows > w->n_head ? 1 : width);
+    int each = w->attn_gate.rows > w->n_head ? 1 : width;
+    run_gate_heads(s, x, n * w->n_head * width, each, s->m->config.softplus_gates);
 }
 
 // s->mix[n][n_head][v] by latent attention, as in latent_attention
@@ -1040,7 +1041,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
                SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE,
-                w->clamp_shared);
+                w->limit_ffn);
     if (n > 1) {
         int all = n * w->n_used, tile = experts_tile(s, n);
         struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
@@ -1052,7 +1053,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
-    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER, w->clamp);
+    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER, w->limit_experts);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
@@ -1146,7 +1147,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     if (w->delta_norm.w)
         run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows,
                  asks && !kda ? gate : STORE);
-    if (kda) run_gate_heads(s, s->att, n * c->n_value * c->dv, 1);
+    if (kda) run_gate_heads(s, s->att, n * c->n_value * c->dv, 1, false);
     return s->att;
 }
 
@@ -1160,7 +1161,7 @@ static bool run_block(Session *s, const Layer *w) {
                       [C_NORMED] = norm_bits(&w->ffn_norm), [C_UNIT_ROWS] = GEMV_ROWS}};
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->side_by_side &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
-                !w->mixer && !w->k_b.data && !w->input_gate.data && w->clamp_shared <= 0 &&
+                !w->mixer && !w->k_b.data && !w->input_gate.data && w->limit_ffn <= 0 &&
                 c->norm == NORM_RMS && c->residual_scale == 1;
     for (int i = 0; fits && i < 4; i++) {
         fits = !m[i]->bias;
@@ -1219,7 +1220,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
     if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
         in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
     if (moe) run_choice(s, w, in, n);
-    else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE, w->clamp_shared);
+    else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE, w->limit_ffn);
     run_residual(s, w, moe ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x, n);
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
@@ -1357,6 +1358,7 @@ static const char *gpu_lacks(const Model *m) {
         const Layer *w = &m->layers[l];
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
+        if (w->alpha_a.rows % 4) return "head size";
         bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
         if (w->out_scale && *w->out_scale == 0) return "layer_output_scale";
         if (scaled && (!by_norm || c->encoder)) return "layer_output_scale";
