@@ -4212,12 +4212,12 @@ static void kernel_latent(Gpu *g, int unused) {
     lab_heads_product(g, FORMAT_Q8_0);
     lab_heads_product(g, quant_type_from_name("q4_K"));
     enum { H = 3, N = 2, LORA = 20, ROT = 12, HD = 30, ROWS = 9, POS = 5, P = 40 };
-    for (int pairing = ROPE_PAIRS; pairing <= ROPE_HALVES; pairing++) {
+    for (int pairing = ROPE_HALVES; pairing <= ROPE_NONE; pairing++) {
         Lab x = lab(g);
         x.m.config = (Config){.act = ACT_GELU, .eps = 1e-5f, .rope = pairing, .sharpen_scale = 0.7f,
                               .sharpen_length = 2, .per_layer = P, .n_layer = 1};
         x.w = (Layer){.n_head = H, .hd = LORA + ROT, .vd = LORA, .n_rot = ROT, .q.rows = H * HD,
-                      .latent_norm = lab_norm(g, LORA, LORA)};
+                      .rotated = pairing != ROPE_NONE, .latent_norm = lab_norm(g, LORA, LORA)};
         Cache c = {.k = lab_bytes(g, 2 * ROWS * x.w.hd), .pos = lab_bytes(g, 4 * ROWS), ROWS};
         Cache want = c;
         x.s = (Session){.pos = POS, .k = lab_floats(g, N * x.w.hd, 3), .cache = &c,
