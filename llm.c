@@ -3199,6 +3199,7 @@ static void load_latent(Loader *ld, Layer *w) {
     w->k = need_matrix(ld, "attn_kv_a_mqa", c->dim, w->hd, 1);
     w->latent_norm = need_norm(ld, "attn_kv_a_norm", c->lora);
     w->k_b = load_matrix(ld, "attn_k_b", nope, c->lora, n);
+    if (c->kda) require(ld, w->k_b.data, "attn_k_b", ".weight");   // none is known without
     Matrix both = load_matrix(ld, "attn_kv_b", c->lora, n * (nope + vd), 1);
     if (w->k_b.data) w->v_b = need_matrix(ld, "attn_v_b", c->lora, vd, n);
     else {   // one tensor has, for each head, rows for keys and rows for values

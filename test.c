@@ -1178,6 +1178,7 @@ static void test_gguf_whole(void) {
         {{"phi3", 2, "fu", ""},
          {"rope_factors_long.weight is missing", NEW_TENSOR, "rope_factors_short.weight", 8}},
         {{"qwen3next", 2, "dDJak", DELTA_KEYS}, {"bias", NEW_TENSOR, "blk.0.ssm_in.bias", 96}},
+        {{"kimi-linear", 3, "Ayxsr", EXPERT_KEYS KDA_KEYS}, {"blk.1.attn_k_b.weight is missing"}},
         {{"step35", 2, "kG", STEP_KEYS "rope.scaling.factor=4."}, {"RoPE scaling in a step35"}},
         {{"llama4", 2, "", "attention.sliding_window=0"}, {"spans need a causal window"}},
         {{"glm-dsa", 2, "cq", DSA_KEYS}, {NULL, NEW_TENSOR, "blk.1.indexer.k.weight", 8}},
