@@ -2100,12 +2100,12 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
             QUANT_UNROLL for (int j = BLOCK - 1; j >= 0; j--) {
                 to_k[j] = to_q[j] = 0.0f;
                 QUANT_UNROLL for (int n = 0; n < quads; n++) {
-                    int at = j * width + 32 * n + lane;
-                    if (ASKS) to_k[j] += in.k[i][n] * ks[at];
-                    to_q[j] += in.q[i][n] * ks[at];
+                    int place = j * width + 32 * n + lane;
+                    if (ASKS) to_k[j] += in.k[i][n] * ks[place];
+                    to_q[j] += in.q[i][n] * ks[place];
                     if (!CHANNELS || j > t) continue;         // k[t] and q[t] meet an earlier k
-                    in.k[i][n] *= gs[at];
-                    in.q[i][n] *= gs[at];
+                    in.k[i][n] *= gs[place];
+                    in.q[i][n] *= gs[place];
                 }
             }
             QUANT_UNROLL for (int j = 0; j < BLOCK; j++) {    // these sums overlap
@@ -2125,12 +2125,12 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
             delta_load(k + (ulong)next * all, q + (ulong)next * all, x + (ulong)next * all,
                        alpha + (ulong)next * a->step * decays, beta + (ulong)next * a->step,
                        z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
-        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {        // S k[t] and S q[t]
             asked[t] = found[t] = 0.0f;
             QUANT_UNROLL for (int i = 0; i < quads; i++) {
-                int at = t * width + 32 * i + part * 4;
-                threadgroup const float *from = ks + at;
-                for (int e = 0; CHANNELS && e < 4; e++) s[4 * i + e] *= gs[at + e];
+                int place = t * width + 32 * i + part * 4;
+                threadgroup const float *from = ks + place;
+                for (int e = 0; CHANNELS && e < 4; e++) s[4 * i + e] *= gs[place + e];
                 float4 kv = *(threadgroup const float4 *)from;
                 float4 qv = *(threadgroup const float4 *)(from + BLOCK * width);
                 for (int e = 0; e < 4; e++) {
@@ -2143,7 +2143,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);      // kk and kq are there
         since = 1.0f;
-        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {        // w[t] and out[t]
             since *= g[t];
             w[t] = simd_shuffle(v, lane - part + t) - (ASKS ? since * asked[t] : 0.0f);
             for (int j = 0; ASKS && j < t; j++) w[t] -= w[j] * kk[t * BLOCK + j];
@@ -2155,21 +2155,21 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         if (part < min(BLOCK, a->n - t0) && row < a->dv)
             out[(ulong)(t0 + part) * values] = ASKS ? mine : (mine + skip[h] * v) * gate;
         since = 1.0f;
-        QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {
+        QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {   // w[t] G(t, last)
             w[t] *= since;
             since *= g[t];
         }
-        QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
+        QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {    // S behind the block
             s[i] *= since;
             fade[i] = 1.0f;
         }
         QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {
             QUANT_UNROLL for (int i = 0; i < quads; i++) {
-                int at = t * width + 32 * i + part * 4;
-                float4 kv = *(threadgroup const float4 *)(ks + at);
+                int place = t * width + 32 * i + part * 4;
+                float4 kv = *(threadgroup const float4 *)(ks + place);
                 for (int e = 0; e < 4; e++) {
                     s[4 * i + e] += w[t] * (CHANNELS ? kv[e] * fade[4 * i + e] : kv[e]);
-                    if (CHANNELS) fade[4 * i + e] *= gs[at + e];
+                    if (CHANNELS) fade[4 * i + e] *= gs[place + e];
                 }
             }
         }
