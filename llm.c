@@ -1037,10 +1037,11 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!s->cache) return fail(e, "out of memory");
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
-    int chunk = s->o.cpu ? 0 : gpu_chunk(s);
+    bool negative = o.window < 0 || o.chunk < 0 || o.keep < 0;
+    int chunk = s->o.cpu || negative ? 0 : gpu_chunk(s);
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // positions and rows are ints
-    if (rows > INT32_MAX / 2 || o.window < 0 || o.chunk < 0 || o.keep < 0)
+    if (rows > INT32_MAX / 2 || negative)
         return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, s->o.chunk, s->o.keep);
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
@@ -1732,7 +1733,7 @@ typedef struct {
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
     {"llama* mistral3* ernie4_5-moe", .rope = ROPE_PAIRS, .flags = GATES_NORMED},
-    {"llama4", .rope = ROPE_PAIRS, .local = 4, .no_rope = 4, .span = 8192,
+    {"llama4*", .rope = ROPE_PAIRS, .local = 4, .no_rope = 4, .span = 8192,
      .flags = GATES_SIGMOID | QK_NORM_LATE},
     {"maincoder", .rope = ROPE_PAIRS, .flags = QK_NORM_LATE},
     {"refact", .rope = ROPE_NONE, .flags = ALIBI_8},
