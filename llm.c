@@ -702,9 +702,9 @@ static void attend(Session *s) {
 static void attention_block(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n;
-    bool fused = w->q.rows > (int64_t)w->n_head * w->hd, gates = w->attn_gate.data;   // of gates
-    // in decode there is one token: so that all threads have work, its heads are split, unless a
-    // norm spans them or differs among them
+    // gates of attention's result come with q, or from a matrix of their own, or there are none
+    bool fused = w->q.rows > (int64_t)w->n_head * w->hd, gates = w->attn_gate.data;
+    // in decode a token's heads are split, for all threads, unless a norm spans them or differs
     bool heads_alone = (!w->q_norm.w || w->q_norm.n == w->hd) &&
                        (!w->k_norm.w || w->k_norm.n == w->hd);
     int parts = n == 1 && heads_alone ? w->n_kv : 1;
