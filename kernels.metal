@@ -7,6 +7,7 @@
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row
 //       norm              norm
+//       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; the epilogues are add and activate; head_products
 //       qk_norm           norm, of whole projections in qkv_part
@@ -22,7 +23,7 @@
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
-//       delta_rule        delta_gates_row, then delta_block or space_block
+//       delta_rule        delta_gates_row, then delta_block, kda_block or space_block
 //
 // Names: tg is the threadgroup, tid a thread in it, sg one of its nsg SIMD-groups and lane a thread
 // in that; all are numbers. `shared` is the threadgroup's memory. g is a group of 32 weights, t a
@@ -203,7 +204,7 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
-#ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (2i, 2i + 1) or (i, i + n_rot / 2)
+#ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
 #endif

@@ -109,7 +109,7 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };              // BARE: LayerNorm without weights
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // activation; GELU in its tanh form
-enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // rotates pairs (2i, 2i+1), or (i, i + n_rot/2)
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // rotates pairs (i, i + n_rot/2), or (2i, 2i+1)
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };     // recurrent mixers
 
 typedef struct {
@@ -1722,7 +1722,7 @@ enum { NO_LAYER = 255 };
 
 typedef struct {
     const char *names;         // "llama* mistral3*"
-    uint8_t norm, act, rope;   // NORM_RMS, ACT_SILU, ROPE_NONE where the row does not say
+    uint8_t norm, act, rope;   // NORM_RMS, ACT_SILU, ROPE_HALVES where the row does not say
     uint32_t flags;
     uint8_t local;             // every local-th layer sees all, the others a window; 0: every layer
                                // sees all; NO_LAYER: none does
@@ -2387,7 +2387,7 @@ static void imply_config(Config *c, const Arch *a) {
     if (flags & SCALE_BY_HEAD) c->attn_scale *= c->attn_scale;
     if (flags & QKV_NORMED) c->attn_scale = 1;
     c->alibi = flags & ALIBI_8 ? 8 : 0;
-    c->window = flags & WINDOW_4096 ? 4096 : 0;
+    c->window = flags & WINDOW_4096 ? 4096 : a->span;
     c->causal = !(flags & (ENCODER | BOTH_WAYS));
     c->encoder = flags & ENCODER;
     c->norm = a->norm;
@@ -2401,8 +2401,9 @@ static void imply_config(Config *c, const Arch *a) {
     c->gates_normed = !!(flags & GATES_NORMED);
     c->gating = flags & GATES_SIGMOID ? 2 : 1;
     c->span = a->span;
-    c->inputs_weighed = a->span;
-    if (a->span) c->sharpen_scale = 0.1f, c->sharpen_length = c->window = a->span;
+    c->inputs_weighed = a->span;   // as Llama 4 does, which alone has spans; and it sharpens:
+    c->sharpen_scale = a->span ? 0.1f : 0;
+    c->sharpen_length = a->span;
 }
 
 // what follows from several keys at once, and what they must agree on
@@ -2420,7 +2421,8 @@ static void derive_config(Loader *ld) {
         refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
     c->n_layer -= c->n_layer_mtp;
     c->dv /= c->n_value ? c->n_value : 1;
-    if (c->kda) c->n_key = c->n_value = c->n_head, c->dk = c->dv = c->kda;
+    if (c->kda) c->n_key = c->n_value = c->n_head;
+    if (c->kda) c->dk = c->dv = c->kda;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf->n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf->n_tensors);
     if (c->n_group < 2) c->n_group = c->n_group_used = 1;

@@ -1350,7 +1350,7 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 
 // What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4;
 // a layer's scale or own inputs if the layer does not end with a norm; scales of latent heads; a QK
-// norm over all heads after RoPE; tensors that are not aligned to 16 bytes
+// norm over all heads after RoPE; spans of attention; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     if (c->span) return "spans of attention";
