@@ -601,7 +601,11 @@ static inline float4 normed(float4 v, int i, thread const struct row_input *in) 
     return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
 }
 
-static inline float limited(float x, float most) { return most > 0.0f ? clamp(x, -most, most) : x; }
+// x within -most .. most; 0: as it is. A NaN stays one: clamp, min and max would make it a number.
+static inline float limited(float x, float most) {
+    if (most <= 0.0f || !(fabs(x) > most)) return x;
+    return x > 0.0f ? most : -most;
+}
 
 // where number i of a row is; with a step, the row consists of heads that lie `step` apart
 static inline int row_index(int i, int step) {
@@ -720,13 +724,15 @@ static inline float softcap(float x, float cap) { return SOFTCAPPED ? cap * tanh
 
 static inline float activation(float x) {
     if (ACTIVATION == ACT_SILU) return x / (1.0f + exp(-x));
-    if (ACTIVATION == ACT_SWIGLU_OAI) return min(x, 7.0f) / (1.0f + exp(-1.702f * min(x, 7.0f)));
+    if (ACTIVATION == ACT_SWIGLU_OAI) {
+        float g = x > 7.0f ? 7.0f : x;
+        return g / (1.0f + exp(-1.702f * g));
+    }
     if (ACTIVATION == ACT_GELU) {   // past 10 tanh is 1, but its exp might overflow
         float t = 0.79788456f * x * (1.0f + 0.044715f * x * x);
         return 0.5f * x * (1.0f + tanh(clamp(t, -10.0f, 10.0f)));
     }
-    float r = max(x, 0.0f);
-    return r * r;
+    return x < 0.0f ? 0.0f : x * x;
 }
 
 // *y = v after soft cap and epilogue
@@ -735,9 +741,10 @@ static inline void finish(device float *y, float v, float cap, float other) {
     if (!glu) v = softcap(v, cap);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
     if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
-    if (glu && ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + clamp(v, -7.0f, 7.0f);
-    if (limits) v = clamp(v, -cap, cap);
-    if (glu) v *= limits ? min(activation(other), cap) : activation(other);
+    if (glu && ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + limited(v, 7.0f);
+    if (limits) v = limited(v, cap);
+    float gate = glu ? activation(other) : 1.0f;
+    if (glu) v *= limits && gate > cap ? cap : gate;
     *y = v;
 }
 
@@ -1030,6 +1037,18 @@ static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
+// Values in the cache must be finite, see cache_finite in llm.c. What is not becomes 0, and number i
+// of its key, to which number i of the value belongs, NaN: 0 times infinity or NaN.
+static inline half cached_value(float v) {
+    float rounded = (float)(half)v;
+    return (half)(0.0f * rounded == 0.0f ? rounded : 0.0f);
+}
+static inline half cached_key(float k, device const float *v, int i,
+        constant struct attention_args *a) {
+    for (; i < VALUE_DIM; i += HEAD_DIM) k += 0.0f * (float)(half)limited(v[i], a->limit);
+    return (half)k;
+}
+
 // 1 + temp * ln(floor(pos / n_ctx) + 1), a factor of the query: some models sharpen attention so
 static inline float temperature(int pos, constant struct attention_args *a) {
     if (a->temp == 0.0f) return 1.0f;
@@ -1053,7 +1072,7 @@ static inline float attention_value(float o, float m, float sum, device const fl
         sum = sum * shrink + exp2(*sink * LOG2E - top);
     }
     if (GATED) o /= 1.0f + exp(-*gate);
-    return sum > 0.0f ? o / sum : 0.0f;                   // 0 if the query sees nothing
+    return sum == 0.0f ? 0.0f : o / sum;                  // 0 if the query sees nothing
 }
 
 // A lane's part of an online softmax for one query: its quads of the query and of o; m, the largest
@@ -1229,9 +1248,10 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     }
     int all = nsg * SIMD_LANES;
     bool writes = FUSED && slice == 0 && unit % parts == 0;
-    for (int i = tid; writes && i < HEAD_DIM; i += all) k[(ulong)slot * HEAD_DIM + i] = (half)ks[i];
+    for (int i = tid; writes && i < HEAD_DIM; i += all)
+        k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i, a);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
-        v[(ulong)slot * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
+        v[(ulong)slot * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
     if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
@@ -1290,7 +1310,14 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     for (int i = lane; query && i < first; i += SIMD_LANES) p[i] *= scale;
     if (query) return;
     scale = norm_scale(rows, 0, 0.0f, VALUE_DIM, a->eps, 0, 1, 0, lane, &mean);
-    for (int i = lane; i < VALUE_DIM; i += SIMD_LANES) k[i] = (half)(rows[i] * scale * weights[i]);
+    float damage = 0.0f;                                  // NaN if a value is not finite
+    for (int i = lane; i < VALUE_DIM; i += SIMD_LANES) {
+        float v = rows[i] * scale * weights[i];
+        damage += 0.0f * (float)(half)v;
+        k[i] = cached_value(v);
+    }
+    damage = simd_sum(damage);
+    if (lane == 0 && damage != 0.0f) k[VALUE_DIM] = (half)damage;   // a number of the key alone
     if (lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
 }
 
@@ -1550,7 +1577,7 @@ kernel void rope(device const float *v_new, device const float *angles,
     ulong row = (ulong)kv * a->rows + ring_row(pos, a);
     v_new += ((ulong)t * a->n_kv + kv) * VALUE_DIM;
     for (int i = lane; value && i < VALUE_DIM; i += SIMD_LANES)
-        v[row * VALUE_DIM + i] = (half)limited(v_new[i], a->limit);
+        v[row * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
     if (value) return;
     if (h == a->n_head && lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
     float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(pos, a) : 1.0f;
@@ -1563,7 +1590,7 @@ kernel void rope(device const float *v_new, device const float *angles,
         for (int j = 0; j < 2; j++) {
             int at = pair_index(p, j, a->n_rot);
             if (query) q[at] = y[i + j] * scale;
-            else k[row * HEAD_DIM + at] = (half)y[i + j];
+            else k[row * HEAD_DIM + at] = cached_key(y[i + j], v_new, at, a);
         }
 }
 
@@ -1787,7 +1814,7 @@ kernel void flash_attention(device const float *q, device const half *k, device 
 // Grid: a SIMD-group for each token. route[n][n_expert], the router's product, is overwritten.
 kernel void choose_experts(device float *route, device const float *bias, device int *chosen,
         device float *weight, constant struct choose_args *a, PLACE) {
-    float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN;
+    float top = UNSEEN, all = 0.0f, sum = 0.0f, last = -UNSEEN, scores = 0.0f;
     int before = -1;                                      // the expert chosen last; its score: last
     route += (ulong)tg * a->n_expert;
     chosen += (ulong)tg * a->n_used;
@@ -1797,8 +1824,10 @@ kernel void choose_experts(device float *route, device const float *bias, device
     for (int e = lane; e < a->n_expert; e += SIMD_LANES) {
         route[e] = a->sigmoid ? sigmoid(route[e]) : exp(route[e] - top);
         all += route[e];
+        scores += route[e] + (BIASES & 1 ? bias[e] : 0.0f);
     }
     all = a->sigmoid ? 1.0f : simd_sum(all);
+    scores = simd_sum(scores);
     int groups = a->n_group > 1 ? a->n_group : 0, size = groups ? a->n_expert / groups : 0;
     simdgroup_barrier(mem_flags::mem_device);             // probabilities are there
     for (int g = lane; g < groups; g += SIMD_LANES) {     // a group's worth
@@ -1837,6 +1866,7 @@ kernel void choose_experts(device float *route, device const float *bias, device
         if (lane == 0) weight[k] = p;
     }
     float scale = a->normed ? a->scale / max(sum, 6.103515625e-5f) : a->scale;
+    if (scores != scores) scale = scores;                     // a NaN is never chosen, but counts
     for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
 }
 

@@ -503,18 +503,25 @@ QUANT_INLINE void rope(float *x, const float *turn, int n_rot, int pairing) {
     }
 }
 
+// x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
+// and a damaged model would go on talking.
+static inline float within(float x, float limit) {
+    x = x < -limit ? -limit : x;
+    return x > limit ? limit : x;
+}
+
 // out = act(gate) * up, or act(up) without a gate. QUANT_INLINE: a constant act gets its own loop
 QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
         float g = x[i], u = gate ? up[i] : 1, y;
         if (act == ACT_SWIGLU_OAI) {   // gpt-oss: g at most 7, 1 + u with u within -7 .. 7
-            g = g < 7 ? g : 7;
-            u = 1 + (u < -7 ? -7 : u > 7 ? 7 : u);
+            g = g > 7 ? 7 : g;
+            u = 1 + within(u, 7);
         }
         float z = act == ACT_SWIGLU_OAI ? 1.702f * g : g;   // y = g * sigmoid(z)
         if (act == ACT_GELU) z = 1.595769122f * (g + 0.044715f * g * g * g);   // 2 sqrt(2 / pi)
-        y = act == ACT_RELU2 ? (g > 0 ? g * g : 0) : g / (1 + exp_fast(-z));
+        y = act == ACT_RELU2 ? (g < 0 ? 0 : g * g) : g / (1 + exp_fast(-z));
         out[i] = y * u;
     }
 }
@@ -537,7 +544,7 @@ static void scale(float *x, size_t n, float by) {
 
 static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0: not at all
     if (limit > 0)
-        for (int64_t i = 0; i < n; i++) x[i] = fminf(limit, fmaxf(-limit, x[i]));
+        for (int64_t i = 0; i < n; i++) x[i] = within(x[i], limit);
 }
 
 // ---- 6. forward ----
@@ -642,6 +649,18 @@ static int cache_row(const Cache *cache, int pos) {
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
+// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: values
+// in the cache must be finite. Of a cached value v [n] this makes 0 what is not, and puts a NaN into
+// its key, which goes into the scores of those that see the row, and of nobody else.
+static void cache_finite(uint16_t *v, int n, uint16_t *key) {
+    enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
+    int damaged = 0;
+    for (int i = 0; i < n; i++) damaged |= (v[i] & EXPONENT) == EXPONENT;
+    if (!damaged) return;
+    for (int i = 0; i < n; i++) v[i] = (v[i] & EXPONENT) == EXPONENT ? 0 : v[i];
+    *key = EXPONENT + 1;
+}
+
 // Clamps, norms and rotates queries or keys x [heads][hd]; turn: the position's cosines and sines.
 static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, const float *turn) {
     const Config *c = &s->m->config;
@@ -679,6 +698,7 @@ static void qkv_part(Session *s, const void *arg, size_t i) {
         size_t at = (size_t)(first + h) * cache->rows + row;
         narrow(k + h * w->hd, w->hd, cache->k + at * w->hd);
         narrow(v + h * w->vd, w->vd, cache->v + at * w->vd);
+        cache_finite(cache->v + at * w->vd, w->vd, cache->k + at * w->hd);
     }
     if (part == 0) cache->pos[row] = pos;
 }
@@ -772,9 +792,15 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     }
 }
 
-// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap
-static void soft_cap(float *x, size_t n, float cap) {   // tanh(y) = 1 - 2 / (e^(2y) + 1)
-    for (size_t i = 0; i < n; i++) x[i] = cap * (1 - 2 / (exp_fast(2 * x[i] / cap) + 1));
+// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) = 1 - 2 / (e^(2y) + 1), but near
+// 0 that difference would have few digits: there its Taylor series is taken.
+static void soft_cap(float *x, size_t n, float cap) {
+    for (size_t i = 0; i < n; i++) {
+        float y = x[i] / cap, z = y * y;
+        float near = y + y * z * (-1 / 3.0f + z * (2 / 15.0f + z * (-17 / 315.0f + z * 62 / 2835)));
+        float far = 1 - 2 / (exp_fast(2 * y) + 1);
+        x[i] = cap * (z < 0.0625f ? near : far);
+    }
 }
 
 // s->logits [n][n_vocab] of n <= LOGIT_ROWS rows of the last chunk, from row first on
@@ -1068,9 +1094,17 @@ static bool rows_resident(const Session *s, int p) {
 
 // What to evaluate, and who gets the result: ids [n] is the whole text; fn, if it is not NULL, gets
 // the rows of the tokens from .. n-1 in order, and returns false to stop. A row is the logits
-// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim].
+// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim]. Nothing but NaN
+// in a row is an error; where the row as a whole counts (whole, hidden), any NaN is.
 typedef bool OnRow(void *ctx, int i, const float *row);
-typedef struct { const int32_t *ids; int n, from; bool hidden; OnRow *fn; void *ctx; } Request;
+typedef struct {
+    const int32_t *ids;
+    int n, from;
+    bool hidden;
+    OnRow *fn;
+    void *ctx;
+    bool whole;
+} Request;
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns its
 // length, which is r->from at most: rows from there on must be made.
@@ -1131,11 +1165,12 @@ static bool give_rows(Session *s, const Request *r, int first, bool made, Error 
         if (!r->hidden && !made && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         const float *row = r->hidden ? s->normed + i * width : s->logits;
         for (int k = 0; k < rows; k++, row += width) {
-            size_t nan = 0;
-            while (nan < width && isnan(row[nan])) nan++;
-            if (nan == width)   // nothing can be chosen or pooled
-                return fail(e, "at token %d the model yields nothing but NaN: its weights may be "
-                               "damaged", s->pos + i + k);
+            bool whole = r->hidden || r->whole;
+            size_t j = 0;   // finds the first NaN; the first number, where one is enough
+            while (j < width && !isnan(row[j]) == whole) j++;
+            if ((j < width) == whole)
+                return fail(e, "at token %d the model yields %s NaN: its weights may be damaged",
+                            s->pos + i + k, whole ? "a" : "nothing but");
             if (r->fn && !r->fn(r->ctx, s->pos + i + k, row)) return fail(e, "interrupted");
         }
     }
@@ -1563,7 +1598,7 @@ static bool map_file(Map *map, const char *path, Error *e) {
     bool regular = !fstat(fd, &st) && S_ISREG(st.st_mode);
     uint64_t size = regular ? st.st_size : 0;
     map->size = size < SIZE_MAX ? size : SIZE_MAX;   // which cannot be mapped
-    void *p = map->size ? mmap(NULL, map->size, PROT_READ, MAP_SHARED, fd, 0) : NULL;
+    void *p = map->size ? mmap(NULL, map->size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
     close(fd);   // the map stays
     if (!regular) return fail(e, "not a regular file");
     if (p == MAP_FAILED)
@@ -1588,7 +1623,8 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     uint32_t magic = read_bytes(&in, 4), version = read_bytes(&in, 4);
     uint64_t n_tensors = read_bytes(&in, 8), n_meta = read_bytes(&in, 8);
     if (magic != 0x46554747)   // "GGUF"
-        return fail(e, "not a GGUF file: it starts with %08x", __builtin_bswap32(magic));
+        return fail(e, "not a GGUF file: it starts with %08x, '%.4s'", __builtin_bswap32(magic),
+                    (const char *)map->base);
     if (version && !(version << 8)) return fail(e, "a big-endian file; want little endian");
     if (version != 2 && version != 3)
         return fail(e, "GGUF version %u; versions 2 and 3 are supported", version);
@@ -1741,7 +1777,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
     {"plamo3", .flags = LOCAL_10000, .local = 8},
-    {"muse-glimmer*", .rope = ROPE_PAIRS, .flags = GATE | EMBD_NORMED | LOCAL_ROPE, .local = 4},
+    {"muse-glimmer*", .rope = ROPE_PAIRS, .local = 4,
+     .flags = GATE | EMBD_NORMED | LOCAL_ROPE | LOGITS_CAPPED},
     {"laguna*", .local = 4,
      .flags = GATE | GATE_SOFTPLUS | FULL_FIRST | LOCAL_UNSCALED | GATES_SIGMOID},
     {"afmoe", .flags = GATE | EMBD_SQRT | GATES_SIGMOID, .local = 4, .no_rope = 4},
@@ -1811,6 +1848,29 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .flags = BOTH_WAYS | LOCAL_10000 | LOCAL_UNSCALED | FULL_FIRST, .local = 3},
 };
 
+// Ollama has names of its own for architectures and tensors. Files of some do not name their
+// pre-tokenizer (pre), or not YaRN (yarn).
+typedef struct { const char *name, *ours, *pre; bool yarn; } Alias;
+static const Alias ALIASES[] = {
+    {"gptoss", "gpt-oss", "gpt-4o", true}, {"glm4moelite", "deepseek2", "glm4", false},
+    {"olmo3", "olmo2", NULL, false}, {"qwen25vl", "qwen2vl", NULL, false},
+    {"deepseekocr", "deepseek2-ocr", NULL, false},
+    {"nemotron_h_omni", "nemotron_h_moe", NULL, false},
+};
+static const char *const TENSOR_ALIASES[][2] = {   // what the name in a file ends in, and ours
+    {"attn_out.weight", "attn_output.weight"}, {"attn_out.bias", "attn_output.bias"},
+    {"attn_sinks", "attn_sinks.weight"}, {"attn_g.weight", "attn_gate.weight"},
+    {"ssm_dt", "ssm_dt.bias"}, {"ffn_latent_in.weight", "ffn_latent_down.weight"},
+    {"ffn_latent_out.weight", "ffn_latent_up.weight"},
+};
+
+static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: there is none
+    Str name = gguf_str(g, "general.architecture");
+    for (size_t i = 0; i < COUNT(ALIASES); i++)
+        if (str_eq(name, ALIASES[i].name)) return &ALIASES[i];
+    return NULL;
+}
+
 // A number that a file gives under its architecture's name, such as "llama.block_count".
 typedef struct {
     const char *key;
@@ -1879,6 +1939,8 @@ static const Key KEYS[] = {
     INT("rope.dimension_sections", rope_sections, 0, INT_MAX, "glm4"),
     INT("rope.dimension_count_swa", n_rot_local, 0, 4096,
         "gemma4 afmoe laguna muse-glimmer spark2_5 step35"),
+    INT("rope.swa.dimension_count", n_rot_local, 0, 4096, "laguna"),  // Ollama's names
+    REAL("rope.swa.freq_base", rope_base_local, "laguna"),
     REAL("rope.freq_base", rope_base, NULL),
     REAL("rope.freq_base_swa", rope_base_local,
      "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna mimo2 modern-bert muse-glimmer "
@@ -1922,6 +1984,9 @@ static const Key KEYS[] = {
     RANGE("kda.gate_lower_bound", kda_lower, -FLT_MAX, -FLT_MIN, "bailingmoe3*"),
 };
 
+// keys whose arrays may be longer than the model has layers
+static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
+
 // Tensors that such a model always has, although the engine could run without them.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_q_norm.weight", "afmoe bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 "
@@ -1930,7 +1995,7 @@ static const struct { const char *name, *archs; } NEEDS[] = {
      "qwen3vl qwen3vlmoe"},
     {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
     {"post_attention_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 "
-     "glm4moe gpt-oss muse-glimmer olmo2 qwen35 qwen35moe qwen3next seed_oss"},
+     "glm4moe muse-glimmer olmo2 qwen35 qwen35moe qwen3next seed_oss"},
     {"post_ffw_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 muse-glimmer "
      "olmo2"},
     {"post_attention_norm", "plamo3"}, {"post_ffw_norm", "plamo3"},
@@ -1960,8 +2025,8 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"position_embd.weight", "bert gpt2 starcoder"}, {"ssm_conv1d.bias", "mamba2"},
     {"ssm_norm.weight", "mamba2 granitehybrid nemotron_h nemotron_h_moe"},
     {"output.weight", "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox "
-     "internlm2 mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo plm "
-     "qwen qwen2moe stablelm xverse"},
+     "internlm2 mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo qwen "
+     "qwen2moe stablelm xverse"},
 };
 
 // ---- 12. loading ----
@@ -1980,23 +2045,29 @@ typedef struct {
 
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
-// metadata under the architecture's name
+// metadata under the architecture's name, as the file spells it
 static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
-    snprintf(name, sizeof name, "%s.%s", ld->m->config.name, key);
+    Str arch = gguf_str(ld->m->gguf, "general.architecture");
+    snprintf(name, sizeof name, "%.*s.%s", STR_ARG(arch), key);
     Meta *v = gguf_find(ld->m->gguf, name);
     if (v) v->used = true;
     return v;
 }
 
-// a number, or this layer's in an array of them
+// A number, or this layer's in an array of them. An array has a value for each layer, those that
+// are not run included; patterns may be longer (print_unread notes it).
 static double load_number(Loader *ld, const char *key, double otherwise) {
-    const Meta *v = arch_meta(ld, key);
+    const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
-    uint64_t i = v->type == GGUF_ARR && ld->l > 0 ? ld->l : 0;
     Str word = {key, strlen(key)};
-    bool each = ld->l >= 0 || find_str(word, "attention.head_count rope.dimension_sections");
-    bool number = v->elem != GGUF_STR && (v->type != GGUF_ARR || each);
+    bool array = v->type == GGUF_ARR, sections = find_str(word, "rope.dimension_sections");
+    bool each = ld->l >= 0 || sections || find_str(word, "attention.head_count");
+    uint64_t i = array && ld->l > 0 ? ld->l : 0, n = blocks && blocks->n ? meta_int(blocks, 0) : 0;
+    if (array && each && !sections && (v->n < n || (v->n > n && !find_str(word, PATTERNS))))
+        refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
+               (unsigned long long)v->n, (unsigned long long)n);
+    bool number = v->elem != GGUF_STR && (!array || each);
     double x = number && i < v->n ? meta_float(v, i) : NAN;
     if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
     return x;
@@ -2004,7 +2075,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
 
 // fills the fields of a Config, or of a Layer, with what the file says of them
 static void load_keys(Loader *ld, void *to, bool layer) {
-    Str arch = gguf_str(ld->m->gguf, "general.architecture");
+    Str arch = {ld->m->config.name, strlen(ld->m->config.name)};
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         void *field = (char *)to + k->at;
         bool real = k->kind == KEY_REAL || k->kind == KEY_LAYER_REAL;
@@ -2027,6 +2098,11 @@ static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
     char full[128];
     Str key = {full, snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix)};
     Tensor *t = ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare) : NULL;
+    for (size_t i = 0; !t && ld->ok && i < COUNT(TENSOR_ALIASES); i++) {
+        if (strcmp(full + strlen(ld->prefix), TENSOR_ALIASES[i][1])) continue;
+        key.n = snprintf(full, sizeof full, "%s%s", ld->prefix, TENSOR_ALIASES[i][0]);
+        t = bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare);
+    }
     if (!t || tensor_bytes(t) > 0) return t;
     refuse(ld, "tensor %.*s holds nothing", STR_ARG(t->name));
     return NULL;
@@ -2313,16 +2389,20 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
     }
 }
 
-// Nothing in the file may be passed over but what does not run: other modalities, the heads of
-// rerankers, NVFP4's scales of activations, blocks that predict further tokens. And nothing may be
-// missing that such a model has. A text of n_exact tokens at most needs no indexer.
+// what the names of tensors begin with that do not run: other modalities, the heads of rerankers,
+// what predicts further tokens
+static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp."};
+
+// Nothing in the file may be passed over but what does not run: IDLE_TENSORS, NVFP4's scales of
+// activations, blocks that predict further tokens. And nothing may be missing that such a model
+// has. A text of n_exact tokens at most needs no indexer.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
     for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && ld->ok; t++) {
         Str rest = t->name;
-        bool idle = tensor_bytes(t) == 0 || str_cut(&rest, "v.") || str_cut(&rest, "mm.") ||
-                    str_cut(&rest, "a.") || str_cut(&rest, "cls.");
+        bool idle = tensor_bytes(t) == 0;
+        for (size_t i = 0; i < COUNT(IDLE_TENSORS); i++) idle |= str_cut(&rest, IDLE_TENSORS[i]);
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
@@ -2351,7 +2431,9 @@ static bool load_arch(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
     Str name = gguf_str(m->gguf, "general.architecture");
+    const Alias *alias = find_alias(m->gguf);
     if (!name.s) return refuse(ld, "key general.architecture is missing");
+    if (alias) name = (Str){alias->ours, strlen(alias->ours)};
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
     for (const Arch *a = ARCHS; a < ARCHS + COUNT(ARCHS) && !ld->arch; a++) {
@@ -2432,7 +2514,8 @@ static void derive_config(Loader *ld) {
     bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
     const Meta *scaling = arch_meta(ld, "rope.scaling.type");
     Str type = meta_str(scaling);
-    c->yarn = str_eq(type, "yarn");
+    const Alias *alias = find_alias(ld->m->gguf);
+    c->yarn = scaling ? str_eq(type, "yarn") : alias && alias->yarn;
     if (str_eq(type, "none")) c->rope_factor = 1;
     if (scaling && !find_str(type, "none linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
@@ -2440,6 +2523,10 @@ static void derive_config(Loader *ld) {
     if (c->n_rot < 0) c->n_rot = c->hd;
     if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
     const Meta *section = arch_meta(ld, "rope.dimension_sections");
+    if (!section) section = arch_meta(ld, "rope.mrope_section");   // so says Ollama, of the first 3
+    if (section && section->type == GGUF_ARR && section->n != 3 && section->n != 4)
+        refuse(ld, "key %.*s has %llu values, want 4", STR_ARG(section->key),
+               (unsigned long long)section->n);
     for (int i = 0; section && gguf_size[section->elem] && i < 4 && i < (int)section->n; i++)
         c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
@@ -2691,14 +2778,14 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     int n_used = w->n_used;
     float *p = s->route + i * c->n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
-    float top = p[0], all = 0, sum = 0, scale = c->gates_scale, score[MOST_EXPERTS];
+    float top = p[0], all = 0, sum = 0, scores = 0, scale = c->gates_scale, score[MOST_EXPERTS];
     bool sigmoid = c->gating == 2;
     for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < c->n_expert; e++)
         all += p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
     for (int e = 0; e < c->n_expert; e++) {
         if (!sigmoid) p[e] /= all;
-        score[e] = p[e] + (bias ? bias[e] : 0);
+        scores += score[e] = p[e] + (bias ? bias[e] : 0);
     }
     if (c->n_group > 1) drop_groups(c, score);
     for (int e = 0; e < c->n_expert; e++) {   // puts e in its place among the best so far
@@ -2709,6 +2796,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     }
     for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
     if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);          // 2^-14
+    if (isnan(scores)) scale = NAN;   // it is never chosen: nobody else would notice
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
@@ -2769,7 +2857,7 @@ static int run_experts(Session *s, const Layer *w, const int32_t *order, int lef
 static void activate_limited(float *gate, float *up, int n, int act, float limit) {
     activate(gate, NULL, gate, n, act);
     clamp(up, n, limit);
-    for (int i = 0; i < n; i++) up[i] *= fminf(gate[i], limit);
+    for (int i = 0; i < n; i++) up[i] *= gate[i] > limit ? limit : gate[i];
 }
 
 // adds the shared expert's result, weighted where there is a router for it
@@ -3177,8 +3265,9 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
 // A head's widths are those of the queries and values that it stands for, and so is the scale. In
 // files with YaRN the key yarn_log, if there is one, is of the scores instead of the cosines.
 static void derive_latent(Config *c, bool yarn_scores) {
-    if (!c->latent_hd) c->latent_hd = c->hd;
-    if (!c->latent_vd) c->latent_vd = c->vd;
+    bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
+    if (!c->latent_hd || swapped) c->latent_hd = c->hd;
+    if (!c->latent_vd || swapped) c->latent_vd = c->vd;
     if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
     if (!yarn_scores) return;
     float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
@@ -3189,7 +3278,7 @@ static void derive_latent(Config *c, bool yarn_scores) {
 static void load_latent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int n = w->n_head, hd = c->latent_hd, vd = c->latent_vd, nope = hd - w->n_rot;
-    if (nope < 1 || vd < 1 || c->lora < 1 || hd > 4096)
+    if (nope < 1 || w->n_rot < 1 || vd < 1 || c->lora < 1 || hd > 4096)
         return (void)refuse(ld, "latent attention: heads of %d (%d rotated) and %d, of %d numbers",
                             hd, w->n_rot, vd, c->lora);
     w->n_kv = 1;
@@ -3236,7 +3325,9 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     sharpen(s, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
     if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
-    narrow(row, w->hd, kv->k + (size_t)slot * w->hd);
+    uint16_t *to_row = kv->k + (size_t)slot * w->hd;
+    narrow(row, w->hd, to_row);
+    cache_finite(to_row, w->vd, to_row + w->vd);   // the rotated numbers are no value's
     kv->pos[slot] = pos;
     for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
         memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
@@ -3390,30 +3481,38 @@ enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1 };
 
 // A dictionary of the file's own strings: a hash table of their indices. Of equal strings the first
 // counts. The merges of BPE are such strings, too: "left right".
+typedef struct { uint32_t n; uint64_t power; } Length;   // bytes of some strings; HASH_BASE^n
 typedef struct {
     uint32_t *slot;   // [mask + 1] 1 + index of a string, 0: empty; at most half are used
     Str *str;         // [n] pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
+    Length *length;   // [n_lengths] of the strings, the shortest first; NULL: see dictionary_lengths
+    size_t n_lengths;
 } Dictionary;
 
-#define HASH_EMPTY 0xCBF29CE484222325   // of a text without a byte
-static uint64_t hash_text(uint64_t hash, Str s) {   // FNV-1a, of a text behind another's hash
-    for (size_t i = 0; i < s.n; i++) hash = (hash ^ (uint8_t)s.s[i]) * 0x100000001B3;
+// The hash of a text is the number whose digits are its bytes. So the hash of any part b of a text
+// ab follows from those of two beginnings: hash(b) = hash(ab) - hash(a) * HASH_BASE^n, b's n bytes.
+#define HASH_BASE 0x9E3779B97F4A7C15
+static uint64_t hash_text(uint64_t hash, Str s) {   // of a text behind another's hash, or 0
+    for (size_t i = 0; i < s.n; i++) hash = hash * HASH_BASE + (uint8_t)s.s[i];
     return hash;
 }
 
 // the slot of a string, or the empty one where it would go; NULL: strings made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
+    hash = (hash ^ hash >> 32) * HASH_BASE >> 32;   // all bits count
     for (int probe = 0; probe < 1000; probe++) {
         uint32_t *slot = &d->slot[(hash + probe) & d->mask];
-        if (!*slot || !name_compare(&d->str[*slot - 1], &s)) return slot;
+        if (!*slot) return slot;
+        const Str *found = &d->str[*slot - 1];
+        if (found->n == s.n && !memcmp(found->s, s.s, s.n)) return slot;
     }
     return NULL;
 }
 
 static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    const uint32_t *slot = dictionary_slot(d, hash_text(HASH_EMPTY, (Str){s, n}), (Str){s, n});
+    const uint32_t *slot = dictionary_slot(d, hash_text(0, (Str){s, n}), (Str){s, n});
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
@@ -3681,14 +3780,33 @@ static void word_join(Work *w) {
     }
 }
 
+// Where any part of a word may be a token, only lengths that tokens have are tried, and the hashes
+// [n_text + 1] of the word's beginnings give that of a part: time grows with the text times how
+// many lengths there are.
+static void hash_beginnings(const Work *w, uint64_t *hash) {
+    hash[0] = 0;
+    for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash[i] * HASH_BASE + (uint8_t)w->text[i];
+}
+
+// the token that stands at byte i of the word and has this length; -1: none, or the word ends first
+static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Length len) {
+    if (len.n > w->n_text - i) return -1;
+    uint64_t part = hash[i + len.n] - hash[i] * len.power;
+    const uint32_t *slot = dictionary_slot(&w->t->tokens, part, (Str){w->text + i, len.n});
+    return slot ? (int32_t)*slot - 1 : -1;
+}
+
 // WordPiece takes the longest token, again and again. A word that this cannot spell is unknown.
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
+    hash_beginnings(w, w->cost);
     for (size_t i = 0, n; i < w->n_text; i += n) {
         int32_t id = -1;
-        n = w->n_text - i < d->longest ? w->n_text - i : d->longest;
-        while (n > 0 && (id = dictionary_find(d, w->text + i, n)) < 0) n--;
+        for (size_t k = d->n_lengths; k > 0 && id < 0; k--) {
+            n = d->length[k - 1].n;
+            id = token_of_length(w, w->cost, i, d->length[k - 1]);
+        }
         if (id < 0) w->out->n = before, id = w->t->unk, n = w->n_text;
         if (id >= 0) w->out->id[w->out->n++] = id;
     }
@@ -3787,33 +3905,41 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
 // Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that of the
 // first i bytes, part[i] the length of the token that ends there. Tokens begin where characters do;
 // a character that is no token may be unknown, and unknown ones in a row are one.
+static void unigram_reach(double *best, uint32_t *part, size_t from, size_t end, double score) {
+    double sum = best[from] + score;
+    if (part[end] && sum <= best[end]) return;
+    best[end] = sum;
+    part[end] = end - from;
+}
+
 static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
     const Tokenizer *t = w->t;
+    const Dictionary *d = &t->tokens;
     size_t first = w->out->n;
     uint64_t n = unigram_spell(t, s, n_bytes, NULL);
     uint64_t most = 16 * (uint64_t)n_bytes + 64;   // the worst of Unicode, U+FDFA, takes 13 times
-    double *best = n > most ? NULL : resize(NULL, n + 1, sizeof *best + sizeof *w->part + 1);
+    size_t each = sizeof(double) + sizeof(uint64_t) + sizeof *w->part + 1;
+    double *best = n > most ? NULL : resize(NULL, n + 1, each);
     w->failed |= !best;
     if (!best) return;
-    uint32_t *part = memset(best + n + 1, 0, (n + 1) * sizeof *part);   // 0: none ends there yet
+    uint64_t *hash = (uint64_t *)(best + n + 1);
+    uint32_t *part = memset(hash + n + 1, 0, (n + 1) * sizeof *part);   // 0: none ends there yet
     w->text = (char *)(part + n + 1);
     w->n_text = unigram_spell(t, s, n_bytes, w->text);
+    hash_beginnings(w, hash);
     best[0] = 0;
     for (size_t i = 0, next; i < n; i = next) {
-        uint64_t hash = HASH_EMPTY;
         next = i + character_bytes(w, i);
-        for (size_t end = i, len; end < next || (end < n && end - i < t->tokens.longest);) {
-            len = character_bytes(w, end);
-            hash = hash_text(hash, (Str){w->text + end, len});
-            end += len;
-            uint32_t *slot = dictionary_slot(&t->tokens, hash, (Str){w->text + i, end - i});
-            int32_t id = slot ? (int32_t)*slot - 1 : -1;
-            bool known = id >= 0 && token_is(t, id, UNIGRAM_TYPES);
-            if (!known && end != next) continue;
-            double score = known ? meta_float(t->scores, id) : t->unknown_score;
-            double sum = best[i] + (known && token_is(t, id, 1 << TOKEN_USER) ? 0 : score);
-            if (!part[end] || sum > best[end]) best[end] = sum, part[end] = end - i;
+        bool known = false;   // the character at i
+        for (size_t k = 0; k < d->n_lengths && d->length[k].n <= n - i; k++) {
+            size_t end = i + d->length[k].n;
+            int32_t id = token_of_length(w, hash, i, d->length[k]);
+            if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) continue;
+            bool free = token_is(t, id, 1 << TOKEN_USER);
+            unigram_reach(best, part, i, end, free ? 0 : meta_float(t->scores, id));
+            known |= end == next;
         }
+        if (!known) unigram_reach(best, part, i, next, t->unknown_score);
     }
     for (size_t end = n, len = part[n], before; end > 0; len = before) {   // back from the end
         end -= len;
@@ -3981,12 +4107,25 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
     Cursor c = {m->v, m->end, false};
     for (uint32_t i = 0; i < d->n; i++) {
         Str s = d->str[i] = read_str(&c);
-        uint32_t *slot = dictionary_slot(d, hash_text(HASH_EMPTY, s), s);
+        uint32_t *slot = dictionary_slot(d, hash_text(0, s), s);
         if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
         if (s.n > TEXT_MAX) return fail(e, "%s: a string of %zu bytes", key, s.n);
         if (s.n && !*slot) *slot = i + 1;
     }
+    return true;
+}
+
+// Lists the lengths that strings have, for vocabularies where any part of a text may be a token.
+static bool dictionary_lengths(Dictionary *d, Error *e) {
+    uint8_t *any = calloc(d->longest + 1, 1);
+    d->length = malloc(d->n * sizeof *d->length);
+    if (!any || !d->length) return free(any), fail(e, "out of memory");
+    for (uint32_t i = 0; i < d->n; i++) any[d->str[i].n] = true;
+    uint64_t power = HASH_BASE;
+    for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)
+        if (any[n]) d->length[d->n_lengths++] = (Length){n, power};
+    free(any);
     return true;
 }
 
@@ -4029,8 +4168,10 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     }
     if (t->kind == TOKENIZER_SPM || t->kind == TOKENIZER_UNIGRAM)
         t->scores = vocab_array(g, "tokenizer.ggml.scores", t->n_vocab, e);
-    if (t->kind == TOKENIZER_UNIGRAM) return t->scores && unigram_open(t, g, e);
-    if (t->kind != TOKENIZER_BPE) return t->kind == TOKENIZER_WPM || t->scores;
+    if (t->kind == TOKENIZER_UNIGRAM)
+        return t->scores && unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
+    if (t->kind == TOKENIZER_WPM) return dictionary_lengths(&t->tokens, e);
+    if (t->kind == TOKENIZER_SPM) return t->scores;
     if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
@@ -4082,6 +4223,15 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
+    const Meta *ends = gguf_find(g, "tokenizer.ggml.eos_token_ids");   // each ends a text
+    if (ends && !gguf_size[ends->elem])
+        return fail(e, "tokenizer.ggml.eos_token_ids must be numbers");
+    for (uint64_t i = 0; ends && i < ends->n; i++) {
+        int64_t id = meta_int(ends, i);
+        if (id >= 0 && id < t->n_vocab) t->type[id] |= TOKEN_EOG;
+        else snprintf(t->note, sizeof t->note, "tokenizer.ggml.eos_token_ids has %lld, but there "
+                      "are %d tokens: ignored", (long long)id, t->n_vocab);
+    }
     char name[102];   // an arbitrary rule: models of this name drop white space behind some tokens
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
@@ -4104,6 +4254,8 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     if (!model.s) return fail(e, "tokenizer.ggml.model is missing");
     bool merges = gguf_find(g, "tokenizer.ggml.merges");
     if (str_eq(model, "llama") && str_eq(pre, "gemma4") && merges) model = pre;   // Ollama
+    const Alias *alias = find_alias(g);
+    if (alias && alias->pre) pre = (Str){alias->pre, strlen(alias->pre)};
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, t5, "
@@ -4126,6 +4278,7 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
 static void tokenizer_close(Tokenizer *t) {
     free(t->tokens.slot);
     free(t->tokens.str);
+    free(t->tokens.length);
     free(t->merges.slot);
     free(t->merges.str);
     free(t->type);
@@ -6475,7 +6628,7 @@ static void many_task(Task t) {
         int lane = j % TILE, head = kv * group + j % group;
         float *to = a->out + ((size_t)(first + j / group) * a->n_head + head) * a->vd;
         float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
-        float inverse = sum > 0 ? 1 / sum : 0;
+        float inverse = sum == 0 ? 0 : 1 / sum;   // 0: it sees nothing
         for (int e = 0; e < a->vd; e++) to[e] = tile->out[TILE * e + lane] * inverse;
     }
 }
@@ -6628,9 +6781,9 @@ static void one_join(const OneCall *call, int head) {
         const Partial *partial = partial_of(call, head, i);
         float fade = exp_fast(partial->top - top);
         sum += partial->sum * fade;
-        if (partial->sum > 0) for (int e = 0; e < a->vd; e++) out[e] += partial->out[e] * fade;
+        if (partial->sum != 0) for (int e = 0; e < a->vd; e++) out[e] += partial->out[e] * fade;
     }
-    for (int e = 0; e < a->vd; e++) out[e] = sum > 0 ? out[e] / sum : 0;
+    for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
 static void one_task(Task t) {
@@ -7591,10 +7744,16 @@ static void print_unread(const Model *m) {
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers "
         "attention.indexer.head_count attention.indexer.key_length attention.indexer.types";
+    uint64_t n_layer = m->config.n_layer + m->config.n_layer_mtp;
+    char arch[110];
+    snprintf(arch, sizeof arch, "%.*s.", STR_ARG(gguf_str(m->gguf, "general.architecture")));
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
         Str rest = v->key;
-        bool counts = str_cut(&rest, "general.sampling.");
-        if (str_cut(&rest, m->config.name) && str_cut(&rest, ".") && !find_str(rest, shapes))
+        bool counts = str_cut(&rest, "general.sampling."), of_arch = str_cut(&rest, arch);
+        if (of_arch && v->type == GGUF_ARR && v->n > n_layer && find_str(rest, PATTERNS))
+            fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
+                    (unsigned long long)v->n, (int)n_layer);
+        if (of_arch && !find_str(rest, shapes))
             counts = str_cut(&rest, "rope.") || str_cut(&rest, "attention.") ||
                      str_cut(&rest, "expert");
         if (counts && gguf_size[v->type] && str_cut(&rest, "scaling.yarn_"))   // as it is anyway
@@ -7709,7 +7868,7 @@ static bool run_ppl(Cli *cli) {
     for (size_t w = 0; w < windows; w++, p.ids += n) {
         if (t->add_bos) cli->ids.id[w * n] = t->bos;
         session_truncate(&cli->s, 0);
-        Request half = {p.ids, n - 1, n / 2, .fn = score_row, .ctx = &p};
+        Request half = {p.ids, n - 1, n / 2, .fn = score_row, .ctx = &p, .whole = true};
         if (!session_run(&cli->s, half, &cli->e)) return false;
     }
     double mean = p.nll / p.count, variance = fmax(p.squares / p.count - mean * mean, 0);
@@ -7738,10 +7897,19 @@ static bool pool_row(void *ctx, int i, const float *row) {
         n = w->rows;
     }
     for (int j = 0; j < n; j++) length += (double)x[j] * x[j];
+    if (!isfinite(length)) return fail(&cli->e, "the embedding's length is %g", length);
     for (int j = 0; j < n; j++)
         printf(j ? " %.9g" : "%.9g", length > 0 ? x[j] / sqrt(length) : 0.0);
     putchar('\n');
     return true;
+}
+
+static bool run_embedding(Cli *cli) {
+    Error why;
+    Request all = {cli->ids.id, cli->ids.n, .hidden = true, .fn = pool_row, .ctx = cli};
+    bool ok = session_run(&cli->s, all, &why);
+    if (!ok && !cli->e.text[0]) cli->e = why;   // pool_row may have said more
+    return ok;
 }
 
 enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // RUNS times reads SLICES of SLICE bytes
@@ -7888,13 +8056,15 @@ static bool print_info(Cli *cli) {
 
 // What the model's makers ask for, in general.sampling, stands behind the user's options.
 static void sampling_defaults(Cli *cli) {
-    static const char *const keys[] = {"temp", "top_k", "top_p", "min_p", "penalty_repeat",
-                                       "penalty_last_n"};   // in OPTIONS' order
-    const Option *o = OPTIONS;
-    while (o->at != PICK(temp)) o++;
-    for (size_t i = 0; i < COUNT(keys); i++, o++) {
+    static const struct { size_t at; const char *name; } wishes[] = {
+        {PICK(temp), "temp"}, {PICK(top_k), "top_k"}, {PICK(top_p), "top_p"},
+        {PICK(min_p), "min_p"}, {PICK(repeat_penalty), "penalty_repeat"},
+        {PICK(repeat_last_n), "penalty_last_n"}};
+    for (size_t i = 0; i < COUNT(wishes); i++) {
+        const Option *o = OPTIONS;
         char text[64];
-        snprintf(text, sizeof text, "general.sampling.%s", keys[i]);
+        while (o->at != wishes[i].at) o++;
+        snprintf(text, sizeof text, "general.sampling.%s", wishes[i].name);
         Meta *v = gguf_find(cli->m.gguf, text);
         if (!v || !gguf_size[v->type]) continue;
         double x = meta_float(v, 0);
@@ -7943,9 +8113,7 @@ static bool run(Cli *cli) {
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
     if (cli->bench.id) return run_bench(cli);
-    if (cli->embed)
-        return session_run(&cli->s, (Request){cli->ids.id, cli->ids.n, 0, true, pool_row, cli},
-                           &cli->e);
+    if (cli->embed) return run_embedding(cli);
     if (cli->logits) return run_logits(cli);
     if (cli->chat) return run_chat(cli);
     if (cli->answer_once) return reply(cli);

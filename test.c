@@ -227,6 +227,11 @@ static double reference_activation(int act, double g, double u, bool gate) {
     return y * (!gate ? 1 : act == ACT_SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
 }
 
+static void write_file(const char *path, const void *data, size_t n) {
+    FILE *f = fopen(path, "wb");
+    REQUIRE(f && fwrite(data, 1, n, f) == n && !fclose(f), "%s: cannot be written", path);
+}
+
 typedef struct { Matrix m; float *f; } RandomMatrix;   // f: the weights as floats
 
 // ---- a writer of GGUF files ----
@@ -395,8 +400,7 @@ static size_t write_gguf(Writer *w, const char *path) {
     put(&b, w->data.p, w->data.n);
     if (w->spoil.how == BYTES) memcpy(b.p + w->spoil.a, w->spoil.name, w->spoil.b);
     if (w->spoil.how == CUT) b.n = w->spoil.b ? 0 : cut;
-    FILE *f = fopen(path, "wb");
-    REQUIRE(f && fwrite(b.p, 1, b.n, f) == b.n && !fclose(f), "%s: cannot be written", path);
+    write_file(path, b.p, b.n);
     return head;
 }
 
@@ -675,7 +679,8 @@ static void get_rows(Session *s, const int32_t *ids, int n, int from, float *row
     bool hidden = c->encoder;
     int width = hidden ? c->dim : c->n_vocab;
     Rows out = {hidden ? NULL : s, rows - from * width, width};
-    CHECK(session_run(s, (Request){ids, n, from, hidden, keep_row, &out}, &e), "%s", e.text);
+    Request r = {ids, n, from, hidden, keep_row, &out};
+    CHECK(session_run(s, r, &e), "%s", e.text);
 }
 
 static void last_row(Session *s, const int32_t *ids, int n, float *row) {
@@ -1790,7 +1795,7 @@ static void test_session_refusals(void) {
     nan.out_norm.w = nothing;
     s = open_session(&nan, (Options){.threads = 1});
     CHECK(!session_eval(s, ids, 3, &e) && strstr(e.text, "token 2 the model yields"), "%s", e.text);
-    Request pooled = {ids, 3, 0, true, NULL, NULL};
+    Request pooled = {ids, 3, .hidden = true};
     CHECK(!session_run(s, pooled, &e) && strstr(e.text, "NaN"), "%s", e.text);
     size_t before = allocations;
     for (int i = 0; i < 1000; i++) CHECK(tokens_add(&out, i), "no room");
@@ -1798,6 +1803,83 @@ static void test_session_refusals(void) {
     session_close(&huge);
     session_close(&huge);   // closing again is no harm
     free(out.id);
+}
+
+// the golden model with n bytes of a tensor set to 0xFF, which makes floats NaN, in a file `to`
+static const Model *damaged(const char *name, const Model *m, const void *at, size_t n,
+                            const char *to) {
+    size_t size;
+    uint8_t *file = read_all(text_of("golden/archs/%s.gguf", name), &size);
+    memset(file + ((const uint8_t *)at - m->gguf->maps[0].base), 0xFF, n);
+    write_file(scratch(to), file, size);
+    return open_model(scratch(to));
+}
+
+// A text with a damaged token, or of a model with damaged values, is an error. It leaves nothing
+// behind: texts that begin like it, and one so long that the token is out of sight of all, have the
+// bits that they always had.
+static void check_damage(const char *name, Session *open(const Model *m, Options o)) {
+    enum { BAD = 5, LONG = 60 };
+    static const int chunks[] = {1, 8, 30};   // the ways of attention
+    const Model *m = open_model(text_of("golden/archs/%s.gguf", name));
+    const Layer *w = m->layers;
+    size_t row = quant_row_bytes(m->embd.type, m->embd.cols);
+    while (!w->n_kv) w++;
+    const void *value = w->k_b.data ? w->latent_norm.w : (const void *)w->v.data;
+    const Model *token = damaged(name, m, m->embd.data + BAD * row, row, "token.gguf");
+    const Model *values = damaged(name, m, value, 4, "values.gguf");
+    for (int k = 0; k < 3; k++) {
+        Options o = {.window = 8, .chunk = chunks[k], .threads = 1};
+        Session *s = open(token, o), *fresh = open(token, o);
+        int32_t good[LONG], bad[LONG];
+        size_t bytes = m->config.n_vocab * sizeof(float);
+        Error e = {""};
+        for (int i = 0; i < LONG; i++) bad[i] = good[i] = 6 + i;
+        bad[3] = BAD;
+        CHECK(!session_eval(s, bad, 8, &e) && strstr(e.text, "NaN"), "%s: '%s'", name, e.text);
+        for (int n = 1; n <= 9; n++) {
+            bool forgets = n == 9;
+            if (forgets && s->n_recurrent) continue;   // a state sees all of the text
+            if (forgets) session_truncate(s, 0);
+            const float *got = session_eval(s, forgets ? bad : good, forgets ? LONG : n, &e);
+            const float *want = session_eval(fresh, good, forgets ? LONG : n, &e);
+            CHECK(got && want && !memcmp(got, want, bytes), "%s -b %d: %d", name, o.chunk, n);
+        }
+        session_close(s);
+        session_close(fresh);
+        s = open(values, o);
+        CHECK(!session_eval(s, good, 8, &e), "%s -b %d: damaged values", name, o.chunk);
+        session_close(s);
+    }
+}
+
+static const char *const DAMAGED[] = {"llama", "gpt-oss", "deepseek2-old", "falcon-h1", "qwen35"};
+static void test_session_damage(void) {
+    for (size_t i = 0; i < COUNT(DAMAGED); i++) check_damage(DAMAGED[i], open_session);
+    // what bounds a number leaves a NaN alone, and so does a router's choice
+    float x[] = {NAN, -9, 9}, up[] = {1, NAN, 9};
+    clamp(x, 3, 2);
+    activate_limited(x, up, 3, ACT_RELU2, 2);
+    CHECK(isnan(up[0]) && isnan(up[1]) && up[2] == 4, "%g %g %g", up[0], up[1], up[2]);
+    for (int act = ACT_SILU; act <= ACT_SWIGLU_OAI; act++) {
+        activate(up, &(float){NAN}, &(float){1}, 1, act);
+        activate(up + 1, &(float){1}, &(float){NAN}, 1, act);
+        CHECK(isnan(up[0]) && isnan(up[1]), "activation %d: %g %g", act, up[0], up[1]);
+    }
+    Model m = *golden_model("llama-moe").m;
+    float bias[] = {0, 0, 0, NAN, 0, 0, 0, 0};
+    for (int l = 0; l < m.config.n_layer; l++) m.layers[l].router_bias = bias;
+    Session *s = open_session(&m, (Options){.threads = 1});
+    CHECK(!session_eval(s, (int32_t[]){1, 2}, 2, &(Error){""}), "a router's NaN is not seen");
+    for (float cap = 1; cap < 2e9f; cap *= 10) {   // a soft cap is tanhf, however large
+        double worst = 0;
+        for (float v = -40; v < 40; v += 0.37f) {
+            float y = v, want = cap * tanhf(v / cap);
+            soft_cap(&y, 1, cap);
+            worst = fmax(worst, fabs(y / want - 1));
+        }
+        CHECK(worst < 1e-6, "cap %g: %.1e", cap, worst);
+    }
 }
 
 // ==== sampler ====
@@ -4479,6 +4561,7 @@ static void check_golden_gpu(const char *name) {
 
 static void test_metal_models(void) {
     each_golden_model(check_golden_gpu);
+    for (size_t i = 0; i < COUNT(DAMAGED); i++) check_damage(DAMAGED[i], open_gpu);
     check_counters();
 }
 
@@ -4992,7 +5075,7 @@ static const Test TESTS[] = {
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
     T(golden_models) T(every_architecture) T(ring) T(regenerate)
-    T(session_refusals) T(sampler_stages) T(sampler_choice) T(sampler_session)
+    T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
