@@ -256,9 +256,10 @@ enum { GOOD, BYTES, CUT, KEY, NEW_KEY, NO_KEY, TWICE, NEW_TENSOR, NO_TENSOR, REN
 typedef struct {
     const char *expect;   // part of the message
     int how;              // BYTES: a is where, b how many
-                          // FOLD: [n] becomes [n/b,b]
-                          // CUT: a bytes behind the metadata remain; b: none at all
-                          // NEW_TENSOR: of a values; RENAME: to text; TYPE: b: its bytes, too
+                          // FOLD: [n] becomes [n/b,b], [n,m] becomes [n,m/b,1,b]
+                          // CUT: a bytes behind the metadata remain; b: of the whole file
+                          // NEW_TENSOR: of a values; RENAME: to text
+                          // TYPE: b: its bytes, too; text: a new tensor of one value
     const char *name;     // of the key or tensor; the bytes
     int64_t a, b;         // KEY: type, value; DIM: which (-1: their number), size
     const char *text;     // KEY: a string's value, or the strings of an array
@@ -338,9 +339,12 @@ static void key_vocab(Writer *w, const char *model, const char *pre, const char 
 static void put_entry(Writer *w, const char *name, const int ne[3], int type, size_t at) {
     const Spoil *s = &w->spoil;
     bool dim = spoils(w, DIM, name);
-    int fold = spoils(w, FOLD, name) ? s->b : 1, folded[3] = {ne[0] / fold, fold};
-    if (fold > 1) ne = folded;
-    int dims = 1 + (ne[1] > 0) + (ne[2] > 0);
+    int fold = spoils(w, FOLD, name) ? s->b : 1, dims = 1 + (ne[1] > 0) + (ne[2] > 0);
+    int vector[] = {ne[0] / fold, fold}, matrix[] = {ne[0], ne[1] / fold, 1, fold};
+    if (fold > 1) {
+        ne = dims == 1 ? vector : matrix;
+        dims *= 2;
+    }
     put_text(&w->tensors, spoils(w, RENAME, name) ? s->text : name);
     put_int(&w->tensors, dim && s->a < 0 ? s->b : dims, 4);
     for (int d = 0; d < dims; d++) put_int(&w->tensors, dim && s->a == d ? s->b : ne[d], 8);
@@ -394,7 +398,7 @@ static size_t write_gguf(Writer *w, const char *path) {
     size_t head = b.n;
     put(&b, w->data.p, w->data.n);
     if (w->spoil.how == BYTES) memcpy(b.p + w->spoil.a, w->spoil.name, w->spoil.b);
-    if (w->spoil.how == CUT) b.n = w->spoil.b ? 0 : cut;
+    if (w->spoil.how == CUT) b.n = w->spoil.b ? (size_t)w->spoil.a : cut;
     FILE *f = fopen(path, "wb");
     REQUIRE(f && fwrite(b.p, 1, b.n, f) == b.n && !fclose(f), "%s: cannot be written", path);
     return head;
@@ -529,7 +533,9 @@ static void put_model(Writer *w, const Shape *m) {
         if (strpbrk(m->letters, "AU")) kind = l % 2 ? "c" : "8";
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
     }
-    if (w->spoil.how == NEW_TENSOR) put_tensor(w, w->spoil.name, (int[3]){w->spoil.a}, 1, 0.1f);
+    const Spoil *s = &w->spoil;
+    if (s->how == NEW_TENSOR) put_tensor(w, s->name, (int[3]){s->a}, 1, 0.1f);
+    if (s->how == TYPE && s->text) put_tensor(w, s->text, (int[3]){1}, 1, 0.1f);
 }
 
 #define DELTA_KEYS "ssm.conv_kernel=4 ssm.state_size=8 ssm.group_count=2 ssm.time_step_rank=4 " \
@@ -980,10 +986,11 @@ static const Spoil BROKEN[] = {
     {"alignment is 0, want a power of two", KEY, "general.alignment", GGUF_U32, 0},
     {"a power of two", KEY, "general.alignment", GGUF_U32, 48},
     {"a power of two", KEY, "general.alignment", GGUF_STR, 0, "32"},
+    {"alignment is 2097152, want", KEY, "general.alignment", GGUF_U32, 1 << 21},
     {"this is part 3", NEW_KEY, "split.no", GGUF_U16, 2},
     {"split.count is out of range", NEW_KEY, "split.count", GGUF_I16, -1},
     {"must be named", NEW_KEY, "split.count", GGUF_U16, 2},
-    {"1 to 4 dimensions", DIM, "output.weight", -1, 5},
+    {"found 5", DIM, "output.weight", -1, 5}, {"found 0", DIM, "output.weight", -1, 0},
     {"tensor token_embd.weight holds nothing", DIM, "token_embd.weight", 1},
     {"token_embd.weight: not at offset 0", OFFSET, "token_embd.weight", 32},
     {"dimension 1 is 2147483648", DIM, "output.weight", 1, (int64_t)1 << 31},
@@ -997,6 +1004,7 @@ static const Spoil BROKEN[] = {
      TYPE, "output.weight", 1},
     {"leaves it -", OFFSET, "blk.0.attn_k.weight"}, {"is it truncated", CUT, "", 4000},
     {"output.weight appears twice", TWICE, "output.weight"}, {"0 bytes are too few", CUT, "", 0, 1},
+    {"4 bytes are too few", CUT, "", 4, 1}, {"8 bytes are too few", CUT, "", 8, 1},
     {"no language model", KEY, "general.architecture", GGUF_STR, 0, "clip"},
     {"no language model", NEW_KEY, "general.type", GGUF_STR, 0, "adapter"},
     {"general.architecture is missing", NO_KEY, "general.architecture"},
@@ -1113,6 +1121,15 @@ static void test_gguf_shapes(void) {
         {{"lfm2", 2, "HCkNQ", ""}, {"shortconv.l_cache is missing"}},
         {{"gemma4", 2, "akxe", EXPERT_KEYS GEMMA4_KEYS}, {"post_ffw_norm"}},
         {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {"a causal"}},
+        {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.group_count=2 ssm.state_size=18"}, {"norm's shape"}},
+        {{"spark2_5", 4, "GT", WINDOW_KEYS "attention.sliding_window_pattern=4 "
+          "rope.dimension_count_swa=18"}, {"RoPE: "}},
+        {{"llama", 2, "x", EXPERT_KEYS "expert_count=4097"}, {"is 4097, expected 0 to 4096"}},
+        {{"llama", 2, "x", EXPERT_KEYS "expert_count=5"}, {"want [32,48,5,1], file has [32,48,6",
+          DIM, "blk.0.ffn_gate_inp.weight", 1, 5}},
+        {{"llama", 2, "x", EXPERT_KEYS GROUP_KEYS "expert_group_used_count=4"}, {"4 of 3 groups"}},
+        {{"llama", 2, "x", EXPERT_KEYS GROUP_KEYS "expert_used_count=3 expert_group_used_count=1"},
+         {"uses 3 of 6 experts"}},
     };
     static const int32_t ids[] = {1, 5, 9};
     float *got[2];
@@ -1143,6 +1160,15 @@ static void test_gguf_whole(void) {
         {LLAMA, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8}},
         {LLAMA, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1}},
         {LLAMA, {"bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
+        {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.bias", 96}},
+        {LLAMA, {"file has [32,32,1,2]", FOLD, "output.weight", 0, 2}},
+        {LLAMA, {"want 8 values, file has 9", NEW_TENSOR, "rope_freqs.weight", 9}},
+        // NVFP4's scales (type 40) may be left out
+        {LLAMA, {NULL, TYPE, "blk.1.attn_output.weight", 40, 1, "blk.1.attn_output.scale"}},
+        {{"llama", 1, "", ""},
+         {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
+        {{"llama", 1, "", ""},
+         {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
         {LLAMA, {"blk.1.v.weight: no part", NEW_TENSOR, "blk.1.v.weight", 8}},
         {LLAMA, {"position_embd.weight: no part", NEW_TENSOR, "position_embd.weight", 64}},
         {LLAMA, {"scales: no part", NEW_TENSOR, "blk.1.attn_q.input_scales", 1}},
