@@ -2492,8 +2492,11 @@ static bool weights_load(Model *m, Error *e) {
         refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     if (c->rope == ROPE_NONE) m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     if (c->encoder) m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
-    if (m->embd.bias || m->embd.scale || m->pos_embd.bias || m->type_embd.bias)
-        refuse(&ld, "tensor token_embd: bias or scale");
+    static const char *const tables[] = {"token_embd", "position_embd", "token_types",
+                                         "per_layer_token_embd"};   // whose rows are read alone
+    for (size_t i = 0; i < COUNT(tables); i++)
+        if (find_tensor(&ld, tables[i], ".bias") || find_tensor(&ld, tables[i], ".scale"))
+            refuse(&ld, "tensor %s: bias or scale", tables[i]);
     bool last = c->encoder || find_tensor(&ld, "output_norm", ".weight");
     if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);

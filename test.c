@@ -1187,8 +1187,9 @@ static void test_gguf_whole(void) {
         {LLAMA, {"q.bias: no part", NEW_TENSOR, "blk.2.attn_q.bias", 64}},
         {LLAMA, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8}},
         {LLAMA, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1}},
-        {LLAMA, {"bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
+        {LLAMA, {"token_embd: bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
         {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.bias", 96}},
+        {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.scale", 1}},
         {LLAMA, {"file has [32,32,1,2]", FOLD, "output.weight", 0, 2}},
         {LLAMA, {"want 8 values, file has 9", NEW_TENSOR, "rope_freqs.weight", 9}},
         // NVFP4's scales (type 40) may be left out
