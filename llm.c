@@ -2455,7 +2455,8 @@ static void derive_config(Loader *ld) {
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
     if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > c->hd_local ||
         !(c->rope_base > 0 && c->rope_base_local > 0))
-        refuse(ld, "RoPE: %d dimensions of %d at base %g", c->n_rot, c->hd, c->rope_base);
+        refuse(ld, "RoPE: %d dimensions of %d at base %g; in windows %d of %d at base %g", c->n_rot,
+               c->hd, c->rope_base, c->n_rot_local, c->hd_local, c->rope_base_local);
 }
 
 static void load_config(Loader *ld) {

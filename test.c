@@ -1141,7 +1141,7 @@ static void test_gguf_shapes(void) {
         {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 attention.causal=0"}, {"a causal"}},
         {{"mamba2", 2, "MZY", SPACE_KEYS "ssm.group_count=2 ssm.state_size=18"}, {"norm's shape"}},
         {{"spark2_5", 4, "GT", WINDOW_KEYS "attention.sliding_window_pattern=4 "
-          "rope.dimension_count_swa=18"}, {"RoPE: "}},
+          "rope.dimension_count_swa=18"}, {"in windows 18 of 16"}},
         {{"llama", 2, "x", EXPERT_KEYS "expert_count=4097"}, {"is 4097, expected 0 to 4096"}},
         {{"llama", 1, "x", EXPERT_KEYS "expert_count=5"}, {"want [32,48,5,1], file has [32,48,6",
           DIM, "blk.0.ffn_gate_inp.weight", 1, 5}},
