@@ -2542,7 +2542,8 @@ static void derive_config(Loader *ld) {
         c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
     if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > c->hd_local ||
         !(c->rope_base > 0 && c->rope_base_local > 0))
-        refuse(ld, "RoPE: %d dimensions of %d at base %g", c->n_rot, c->hd, c->rope_base);
+        refuse(ld, "RoPE: %d dimensions of %d at base %g; in windows %d of %d at base %g", c->n_rot,
+               c->hd, c->rope_base, c->n_rot_local, c->hd_local, c->rope_base_local);
 }
 
 static void load_config(Loader *ld) {
@@ -2579,8 +2580,11 @@ static bool weights_load(Model *m, Error *e) {
         refuse(&ld, "token_embd has %d rows, output %d", (int)m->embd.rows, c->n_vocab);
     if (c->rope == ROPE_NONE) m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     if (c->encoder) m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
-    if (m->embd.bias || m->embd.scale || m->pos_embd.bias || m->type_embd.bias)
-        refuse(&ld, "tensor token_embd: bias or scale");
+    static const char *const tables[] = {"token_embd", "position_embd", "token_types",
+                                         "per_layer_token_embd"};   // whose rows are read alone
+    for (size_t i = 0; i < COUNT(tables); i++)
+        if (find_tensor(&ld, tables[i], ".bias") || find_tensor(&ld, tables[i], ".scale"))
+            refuse(&ld, "tensor %s: bias or scale", tables[i]);
     bool last = c->encoder || find_tensor(&ld, "output_norm", ".weight");
     if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
