@@ -649,9 +649,9 @@ static int cache_row(const Cache *cache, int pos) {
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: values
-// in the cache must be finite. Of a cached value v [n] this makes 0 what is not, and puts a NaN into
-// its key, which goes into the scores of those that see the row, and of nobody else.
+// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
+// values in the cache must be finite. What is not in a value v [n] becomes 0 here, and its key gets
+// a NaN, which goes into the scores of those that see the row, and of nobody else.
 static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
     int damaged = 0;
@@ -792,8 +792,8 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     }
 }
 
-// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) = 1 - 2 / (e^(2y) + 1), but near
-// 0 that difference would have few digits: there its Taylor series is taken.
+// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) + 1), but
+// near 0 that difference would have few digits: there its Taylor series is taken.
 static void soft_cap(float *x, size_t n, float cap) {
     for (size_t i = 0; i < n; i++) {
         float y = x[i] / cap, z = y * y;
@@ -3491,7 +3491,7 @@ typedef struct {
     Str *str;         // [n] pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
-    Length *length;   // [n_lengths] of the strings, the shortest first; NULL: see dictionary_lengths
+    Length *length;   // [n_lengths] of the strings, the shortest first, see dictionary_lengths
     size_t n_lengths;
 } Dictionary;
 
