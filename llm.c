@@ -6979,8 +6979,6 @@ static void amx_use(bool on) { (void)on; }
 // bytes that grow by doubling; behind them stands a NUL, unless n was made smaller
 typedef struct { char *s; size_t n, room; } Text;
 
-typedef struct { const char *open, *close; } Thoughts;   // what encloses a model's thoughts
-
 typedef struct {
     // what was asked for
     const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
@@ -7011,46 +7009,37 @@ typedef struct {
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
     Text said, last, answer;         // what the user types, said before; what the model writes
-    const Thoughts *thoughts;        // that the model is in, or NULL
-    bool header, outgrown;           // it names a channel; the chat is longer than the window
-    struct { size_t from; int screen, rows; } line;   // edited: of `said`; rows kept free for it
+    bool thinking, header;           // is it writing thoughts, or the name of a channel?
+    bool outgrown;                   // the chat is longer than its window
+    size_t from;                     // the line that is edited: where it begins in `said`
+    int screen, rows;                // where it is shown; rows kept free for it below its first one
 } Cli;
 
-// What signals count and undo: Ctrl-C since this was last 0; thoughts that are dimmed, a line that
-// is edited; the mode that the terminal then gets back.
+// what signals count, Ctrl-C, and undo: dimmed thoughts, an edited line
 static volatile sig_atomic_t interrupted, dimmed, edited;
-static struct termios own_mode;
-
-static void terminal_reset(void) {   // does not wait for a terminal that is stopped
-    bool ready = dimmed && poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 100) > 0;
-    if (ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
-    if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
-    dimmed = edited = 0;
-}
+static struct termios own_mode;   // of the terminal, where no line is edited
 
 // Ctrl-C counts once. SIGTERM and SIGHUP, where a line is edited, count as two, which end a chat.
-// SIGCONT only ends a wait. The others do what they do by default, once the terminal is reset.
+// SIGCONT only ends a wait. The others do what they do by default, once the terminal is as it was;
+// one that is stopped is not waited for. SIGBUS: someone cut the mapped file, or the disk failed.
 static void on_signal(int sig) {
+    static const char lost[] = "llm: the model's file can no longer be read: was it truncated?\n";
     struct sigaction caught;
     int error = errno;
     if (sig == SIGINT) interrupted++;
     else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += 2;
     else if (sig != SIGCONT) {
-        terminal_reset();
+        bool ready = dimmed && poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 100) > 0;
+        if (ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+        if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
+        dimmed = edited = 0;
+        if (sig == SIGBUS) (void)!write(STDERR_FILENO, lost, sizeof lost - 1);
+        if (sig == SIGBUS) _exit(1);
         sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
         raise(sig);
         sigaction(sig, &caught, NULL);   // it was SIGTSTP, and llm goes on
     }
     errno = error;
-}
-
-// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
-static void on_lost_file(int sig) {
-    static const char text[] = "llm: the model's file can no longer be read: was it truncated?\n";
-    (void)sig;
-    terminal_reset();
-    (void)!write(STDERR_FILENO, text, sizeof text - 1);
-    _exit(1);
 }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
@@ -7181,9 +7170,8 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     bool measures = cli->bench.id || cli->info;
     cli->talks = !mode && !measures && isatty(STDIN_FILENO);
     cli->chat |= cli->talks;
-    template |= cli->talks;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    if (!template && (cli->system || cli->think || cli->template_file))
+    if (!template && !cli->chat && (cli->system || cli->think || cli->template_file))
         return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
     if (template && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
@@ -7212,19 +7200,17 @@ static bool text_ends(const Text *t, const char *with) {
 // its end are no part of the text, but for --ppl. What is too long is not read to its end.
 static bool read_file(Cli *cli, const char *path, Text *t) {
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
-    size_t from = t->n;
     char part[4096];
-    bool ok = true;
-    for (size_t n = 1; f && ok && n && t->n <= TEXT_MAX;) {
+    size_t n = f ? fread(part, 1, 3, f) : 0;
+    bool bom = n == 3 && !memcmp(part, "\xEF\xBB\xBF", 3) && path != cli->ppl;
+    bool ok = bom || text_add(cli, t, part, n);
+    for (n = 1; f && ok && n && t->n <= TEXT_MAX;) {
         n = fread(part, 1, sizeof part, f);
         ok = text_add(cli, t, part, n);
     }
     if (!f || ferror(f)) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
     if (f && f != stdin) fclose(f);
-    if (path == cli->ppl) return ok;
-    t->n -= text_ends(t, "\r\n") ? 2 : text_ends(t, "\n");
-    bool bom = t->n >= from + 3 && !memcmp(t->s + from, "\xEF\xBB\xBF", 3);
-    if (bom) memmove(t->s + from, t->s + from + 3, (t->n -= 3) - from);
+    if (path != cli->ppl) t->n -= text_ends(t, "\r\n") ? 2 : text_ends(t, "\n");
     return ok;
 }
 
@@ -7245,7 +7231,8 @@ static bool check_utf8(Cli *cli, const Text *t) {
 // tokens, not what a user wrote. The answer becomes a message: what the template opened for it,
 // <think> as a rule, and what the model wrote.
 
-static const Thoughts THOUGHTS[] = {
+// what encloses a model's thoughts
+static const struct { const char *open, *close; } THOUGHTS[] = {
     {"<think>", "</think>"}, {"[THINK]", "[/THINK]"}, {"<seed:think>", "</seed:think>"},
     {"<|channel>thought", "<channel|>"}, {"<|channel|>analysis<|message|>", "<|end|>"},
 };
@@ -7359,8 +7346,6 @@ static bool chat_ids(Cli *cli) {
     if (!chat_render(cli, cli->message, cli->n_message, think, &r)) return false;
     if (cli->render) fwrite(r.text, 1, r.n, stdout);
     ids->n = cli->answer.n = 0;
-    cli->thoughts = NULL;
-    cli->header = false;
     bool ok = !t->add_bos || tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
     ok = ok && (cli->render || tokenize(t, r.text, r.n, r.mark, TOKENS_SPECIAL, ids, &cli->e));
     if (ok && t->add_bos && ids->n > 1 && ids->id[1] == t->bos)   // the template brings its own
@@ -7370,7 +7355,6 @@ static bool chat_ids(Cli *cli) {
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
         size_t open = strlen(THOUGHTS[i].open);
         if (!text_ends(&(Text){r.text, n, 0}, THOUGHTS[i].open) || r.mark[n - 1]) continue;
-        cli->thoughts = &THOUGHTS[i];
         ok = text_add(cli, &cli->answer, r.text + n - open, r.n - n + open);
     }
     rendered_free(&r);
@@ -7436,23 +7420,23 @@ static int next_byte(int ms) {
 // knows, but no character has more cells than bytes. Before the line can wrap, rows below it are
 // made free: once the screen scrolls, ESC 8 no longer finds what ESC 7 has saved.
 static void show_line(Cli *cli, bool anew) {
-    struct winsize size = {0};
-    int screen = cli->line.screen, *rows = &cli->line.rows;
-    ioctl(screen, TIOCGWINSZ, &size);
-    size_t n = cli->said.n, width = size.ws_col > 1 ? size.ws_col - 1 : 79;
-    int most = size.ws_row > 1 ? size.ws_row - 1 : 23;
-    int need = cli->dumb ? 0 : fmin((2 + n - cli->line.from) / width, most);
+    struct winsize size;
+    if (ioctl(cli->screen, TIOCGWINSZ, &size) || size.ws_col < 2)
+        size = (struct winsize){.ws_row = 24, .ws_col = 80};
+    int n = cli->said.n, from = n - 1, width = size.ws_col - 1;
+    int rows = cli->dumb ? 0 : fmin((2 + n - cli->from) / width, size.ws_row - 1);
+    bool grows = rows > cli->rows;
     if (!(own_mode.c_lflag & ECHO)) return;   // Emacs shows what it sends
-    bool grows = need > *rows;
     if (grows || anew) {
-        if (*rows) dprintf(screen, "\0338\033[J");
-        else dprintf(screen, "\r%*s\r", (int)width, "");
-        for (int i = 0; grows && i < need; i++) dprintf(screen, "\n");
-        if (grows) dprintf(screen, "\033[%dA\0337", *rows = need);
-        dprintf(screen, "> ");
+        if (cli->rows) dprintf(cli->screen, "\0338\033[J");
+        else dprintf(cli->screen, "\r%*s\r", width, "");
+        for (int i = 0; grows && i < rows; i++) dprintf(cli->screen, "\n");
+        if (grows) dprintf(cli->screen, "\033[%dA\0337", cli->rows = rows);
+        dprintf(cli->screen, "> ");
+        from = cli->from;
     }
-    for (size_t i = grows || anew ? cli->line.from : n - 1; i < n; i++)
-        dprintf(screen, "%c", (uint8_t)cli->said.s[i] < ' ' ? ' ' : cli->said.s[i]);
+    for (const char *c = cli->said.s + from; c < cli->said.s + n; c++)
+        dprintf(cli->screen, "%c", (uint8_t)*c < ' ' ? ' ' : *c);
 }
 
 // Obeys a key that is no text. It may erase a character, a word or all of the line, or, the arrow
@@ -7461,8 +7445,8 @@ static bool edit_line(Cli *cli, int key) {
     Text *said = &cli->said;
     int brackets = 0;
     bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
-    while (erases && said->n > cli->line.from) {
-        while (--said->n > cli->line.from && (said->s[said->n] & 0xC0) == 0x80) {}
+    while (erases && said->n > cli->from) {
+        while (--said->n > cli->from && (said->s[said->n] & 0xC0) == 0x80) {}
         erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
     }
     if (key != ESCAPE) return true;
@@ -7470,7 +7454,7 @@ static bool edit_line(Cli *cli, int key) {
         brackets += key == '[' || key == 'O';
     for (int left = key > 0 ? utf8_length(key) : 1; left > 1; left--) next_byte(PASTE);
     if (key != 'A' || brackets != 1 || !cli->last.n) return true;
-    said->n = cli->line.from;
+    said->n = cli->from;
     return text_add(cli, said, cli->last.s, cli->last.n);
 }
 
@@ -7478,12 +7462,11 @@ static bool edit_line(Cli *cli, int key) {
 // or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
-    size_t *from = &cli->line.from;   // where the line begins that is edited
     int screen = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO, next = NONE;
     bool terminal = isatty(STDIN_FILENO), ok = true, more = true, cut = false;
     bool edits = edit_begins();
-    said->n = *from = cli->line.rows = 0;
-    cli->line.screen = screen;
+    said->n = cli->from = cli->rows = 0;
+    cli->screen = screen;
     if (terminal) dprintf(screen, "> ");
     while (ok && more) {
         int c = next > 0 ? next : next_byte(-1);
@@ -7497,31 +7480,31 @@ static bool chat_listen(Cli *cli) {
         } else if (c == '\n' || (edits && c == '\r')) {
             if (edits) next = next_byte(PASTE);
             if (c == '\r' && next == '\n') next = next_byte(PASTE);
-            cut |= terminal && !edits && said->n - *from >= TERMINAL_LINE;
+            cut |= terminal && !edits && said->n - cli->from >= TERMINAL_LINE;
             said->n -= text_ends(said, "\r");
-            bool goes_on = said->n > *from && text_ends(said, "\\");
+            bool goes_on = said->n > cli->from && text_ends(said, "\\");
             said->n -= goes_on;
             more = goes_on || next > 0;
             if (edits && own_mode.c_lflag & ECHO) dprintf(screen, "\n");
             if (goes_on && !edits) edits = edit_begins();
             if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
             if (more) ok = text_add(cli, said, "\n", 1);
-            *from = said->n;
-            cli->line.rows = 0;
+            cli->from = said->n;
+            cli->rows = 0;
         } else if (edits && (interrupted || c == NONE || c == CTRL_Z)) {
-            terminal_set(false);
             if (c == CTRL_Z) kill(0, SIGTSTP);
-            if (interrupted) said->n = *from = interrupted = 0;
+            if (interrupted) said->n = cli->from = interrupted = 0;
             terminal_set(true);
             dprintf(screen, "\n> ");
-            cli->line.rows = 0;
-            if (said->n > *from) show_line(cli, true);
+            cli->rows = 0;
+            if (said->n > cli->from) show_line(cli, true);
         } else if (edits && c != '\t' && (c < ' ' || c == DELETE)) {
             ok = edit_line(cli, c);
             show_line(cli, true);
         } else if (c != NONE) {
             ok = text_add(cli, said, &(char){c}, 1);
             if (edits) show_line(cli, false);
+            else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
         }
     }
     if (edits) terminal_set(false);
@@ -7576,23 +7559,18 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-static void set_dim(bool on) {   // signals take it for dim a moment too long, not too short
-    dimmed = true;
-    fputs(on ? "\033[2m" : "\033[0m", stdout);
-    fflush(stdout);
-    dimmed = on;
-}
-
 // Prints a new token. In a chat its text goes into the answer, too. Thoughts are dimmed, and names
 // of channels are not shown; elsewhere marks tell thoughts and answer apart, control tokens, too.
 static bool print_token(void *ctx, int32_t id) {
-    static const char marks[] = "<think> </think> [THINK] [/THINK] <seed:think> </seed:think> "
-                                "<|channel> <channel|>";
     Cli *cli = ctx;
     const Tokenizer *t = cli->m.tokenizer;
     Text *answer = &cli->answer;
-    if (!cli->first && !cli->dims) fwrite(answer->s, 1, answer->n, stdout);   // from the template
-    if (!cli->first) cli->first = now();
+    if (!cli->first) {
+        cli->first = now();
+        cli->header = false;
+        cli->thinking = answer->n > 0;   // the template has opened its thoughts
+        if (!cli->dims) fwrite(answer->s, 1, answer->n, stdout);
+    }
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
     bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
     Str s = {cli->work, t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0};
@@ -7600,21 +7578,28 @@ static bool print_token(void *ctx, int32_t id) {
     if (control) s = name;
     cli->header |= is(name, "<|start|> <|channel|> <|channel>");
     if (cli->n_message && cli->dims) shown &= !cli->header && !is(name, "<|end|>");
-    else if (cli->n_message) shown |= is(name, marks);
+    else if (cli->n_message)
+        shown |= is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
+                          "<seed:think> </seed:think>");
     for (; ok && s.n > 0; s = str_from(s, 1)) {
-        const Thoughts *in = cli->thoughts;
-        if (cli->dims && dimmed != (in != NULL)) set_dim(in);
+        if (cli->dims && dimmed != cli->thinking) {
+            dimmed = true;   // a moment too long rather than too short
+            fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
+            fflush(stdout);
+            dimmed = cli->thinking;
+        }
         if (shown) putchar(*s.s);
         if (!cli->n_message) continue;
         ok = text_add(cli, answer, s.s, 1);
-        if (in && text_ends(answer, in->close)) cli->thoughts = NULL;
-        for (size_t i = 0; i < COUNT(THOUGHTS) && !in; i++)
-            if (text_ends(answer, THOUGHTS[i].open)) cli->thoughts = &THOUGHTS[i];
+        for (size_t i = 0; i < COUNT(THOUGHTS); i++) {
+            cli->thinking |= text_ends(answer, THOUGHTS[i].open);
+            cli->thinking &= !text_ends(answer, THOUGHTS[i].close);
+        }
         if (!text_ends(answer, FINAL)) continue;
         if (cli->dims && answer->n >= sizeof FINAL) putchar('\n');   // behind thoughts
         answer->n = 0;
     }
-    cli->header &= !cli->thoughts && !is(name, "<|message|> <channel|>");
+    cli->header &= !cli->thinking && !is(name, "<|message|> <channel|>");
     fflush(stdout);
     cli->n_new++;
     return ok && !interrupted && !ferror(stdout);
@@ -7651,9 +7636,10 @@ static bool reply(Cli *cli) {
     if (!cli->first) cli->first = end;
     cli->prefill += cli->first - start;
     cli->decode += end - cli->first;
-    if (dimmed) set_dim(false);
+    if (dimmed) fputs("\033[0m", stdout);
     if (ok || interrupted || cli->n_new > n_new) putchar('\n');
     fflush(stdout);
+    dimmed = false;
     return ok;
 }
 
@@ -8011,9 +7997,9 @@ static bool run(Cli *cli) {
     if (!ok) return false;
     sampling_defaults(cli);
     Str own = gguf_str(m->gguf, "tokenizer.chat_template");
-    const char *other = cli->template_file;
-    if (other ? !read_file(cli, other, &cli->template) || !check_utf8(cli, &cli->template)
-              : !text_add(cli, &cli->template, own.s, own.n)) return false;
+    if (!(cli->template_file ? read_file(cli, cli->template_file, &cli->template)
+                             : text_add(cli, &cli->template, own.s, own.n)))
+        return false;
     if (cli->talks && !cli->template.n)
         return cli->failure = 2, fail(&cli->e, "no PROMPT given; see --help");
     if (!load_prompt(cli)) return false;
@@ -8059,7 +8045,7 @@ int main(int argc, char **argv) {
     Cli cli = {.failure = 2, .n_predict = -2,   // not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
-    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};
+    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT, SIGBUS};
     struct sigaction caught = {.sa_handler = on_signal, .sa_flags = SA_RESTART | SA_NODEFER};
     for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as behind nohup, stays so
         if (signal(signals[i], SIG_IGN) != SIG_IGN) sigaction(signals[i], &caught, NULL);
@@ -8067,7 +8053,6 @@ int main(int argc, char **argv) {
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dumb = term && !strcmp(term, "dumb");
     cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);
-    sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
