@@ -7138,7 +7138,7 @@ typedef struct { char *s; size_t n, room; } Text;
 
 typedef struct {
     // what was asked for
-    const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think;
+    const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
     int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
@@ -7156,28 +7156,47 @@ typedef struct {
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;
     Detokenizer detokenizer;
-    bool dims;                       // thoughts, on a terminal that takes escape sequences
+    bool dumb, dims;                 // a terminal takes no escape sequences; it dims thoughts
     // statistics: tokens of prompts, of these found in the cache; new ones, of these evaluated
     size_t n_prompts, n_reused, n_new, n_decoded;
     double first, prefill, decode;   // when the first new token came; seconds before and after
-    struct { double start; bool shown; } progress;   // of an evaluation
+    struct { double start; int done; bool shown; } progress;   // of an evaluation
     // of a chat
+    Text template;                   // the model's, or that of --template
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, answer;               // what the user is typing, what the model is writing
+    Text said, last, answer;         // what the user types, said before; what the model writes
+    bool thinking, header;           // is it writing thoughts, or the name of a channel?
+    bool outgrown;                   // the chat is longer than its window
+    size_t from;                     // the line that is edited: where it begins in `said`
+    int screen, rows;                // where it is shown; rows kept free for it below its first one
 } Cli;
 
-static volatile sig_atomic_t interrupted;   // how often, since it was last reset
+// what signals count, Ctrl-C, and undo: dimmed thoughts, an edited line
+static volatile sig_atomic_t interrupted, dimmed, edited;
+static struct termios own_mode;   // of the terminal, where no line is edited
 
-// Ctrl-C counts once; SIGTERM and SIGHUP count as two, which end a chat. SIGCONT only ends a wait.
-static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGCONT ? 0 : 2; }
-
-// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
-static void on_lost_file(int sig) {
-    static const char text[] = "llm: the model's file can no longer be read: was it truncated?\n";
-    (void)sig;
-    (void)!write(STDERR_FILENO, text, sizeof text - 1);
-    _exit(1);
+// Ctrl-C counts once. SIGTERM and SIGHUP, where a line is edited, count as two, which end a chat.
+// SIGCONT only ends a wait. The others do what they do by default, once the terminal is as it was;
+// one that is stopped is not waited for. SIGBUS: someone cut the mapped file, or the disk failed.
+static void on_signal(int sig) {
+    static const char lost[] = "llm: the model's file can no longer be read: was it truncated?\n";
+    struct sigaction caught;
+    int error = errno;
+    if (sig == SIGINT) interrupted++;
+    else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += 2;
+    else if (sig != SIGCONT) {
+        bool ready = dimmed && poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 100) > 0;
+        if (ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+        if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
+        dimmed = edited = 0;
+        if (sig == SIGBUS) (void)!write(STDERR_FILENO, lost, sizeof lost - 1);
+        if (sig == SIGBUS) _exit(1);
+        sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
+        raise(sig);
+        sigaction(sig, &caught, NULL);   // it was SIGTSTP, and llm goes on
+    }
+    errno = error;
 }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
@@ -7194,11 +7213,12 @@ typedef struct {
 static const Option OPTIONS[] = {
     {"-m MODEL", TEXT, AT(model), 0, 0, "the model, instead of the first argument"},
     {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, instead of the second argument"},
-    {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for standard input"},
+    {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for stdin; behind PROMPT, if given"},
     {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with it"},
     {"--chat", SWITCH, AT(answer_once), 0, 0, "PROMPT through the template, one answer"},
     {"--system TEXT", TEXT, AT(system), 0, 0, "the system message of a chat; @FILE reads it"},
     {"--think on|off", TEXT, AT(think), 0, 0, "thoughts or none, where the template has a switch"},
+    {"--template FILE", TEXT, AT(template_file), 0, 0, "a chat template in place of the model's"},
     {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
     {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1 (chats): no limit"},
     {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
@@ -7292,8 +7312,8 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     }
     const char **prompt = cli->model ? word : word + 1;
     if (!cli->model) cli->model = word[0];
-    int prompts = !!cli->prompt + !!cli->file + !!cli->ids.id + !!prompt[0] + !!prompt[1] +
-                  !!cli->ppl;
+    int prompts = !!cli->prompt + !!prompt[0] + !!prompt[1];
+    prompts += (cli->file && !prompts) + !!cli->ids.id + !!cli->ppl;   // PROMPT and -f are one
     if (prompt[0]) cli->prompt = prompt[0];
     if (cli->help || cli->version) return true;
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
@@ -7308,8 +7328,8 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     cli->talks = !mode && !measures && isatty(STDIN_FILENO);
     cli->chat |= cli->talks;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    if (!template && (cli->system || cli->think))
-        return fail(&cli->e, "--system and --think are for -i, --chat and --render");
+    if (!template && !cli->chat && (cli->system || cli->think || cli->template_file))
+        return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
     if (template && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
     if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
@@ -7333,13 +7353,15 @@ static bool text_ends(const Text *t, const char *with) {
     return t->n >= n && !memcmp(t->s + t->n - n, with, n);
 }
 
-// Reads a file, or standard input if the path is -. The newline at the end belongs to the file and
-// not to the text, but for --ppl. A text that is too long is not read to its end.
+// Adds a file to a text, or standard input if the path is -. A BOM at its start and the newline at
+// its end are no part of the text, but for --ppl. What is too long is not read to its end.
 static bool read_file(Cli *cli, const char *path, Text *t) {
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
     char part[4096];
-    bool ok = true;
-    for (size_t n = 1; f && ok && n && t->n <= TEXT_MAX;) {
+    size_t n = f ? fread(part, 1, 3, f) : 0;
+    bool bom = n == 3 && !memcmp(part, "\xEF\xBB\xBF", 3) && path != cli->ppl;
+    bool ok = bom || text_add(cli, t, part, n);
+    for (n = 1; f && ok && n && t->n <= TEXT_MAX;) {
         n = fread(part, 1, sizeof part, f);
         ok = text_add(cli, t, part, n);
     }
@@ -7414,14 +7436,14 @@ static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
     Text text = {0};
     bool ok = true, crlf = false;
-    str_cut(&rest, "\xEF\xBB\xBF");   // which Windows writes
     while (ok && rest.s) {
         Str line = cut_line(&rest);
         bool cr = line.n && line.s[line.n - 1] == '\r';
         crlf |= cr && !role.n;
         line.n -= cr && crlf;
         bool named = names_role(line), begins = named && *line.s == '@';
-        if (!role.n && !(begins && cli->file)) return chat_add(cli, str("user"), &cli->text);
+        if (!role.n && !(begins && cli->file && !cli->prompt))
+            return chat_add(cli, str("user"), &cli->text);
         if (begins && role.n) ok = chat_add(cli, role, &text);
         line = str_from(line, named);
         if (begins) role = line;
@@ -7451,7 +7473,7 @@ static bool chat_save(const Cli *cli, const char *path) {
 // renders messages with the model's template; think as template_render
 static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
     const Tokenizer *t = cli->m.tokenizer;
-    Str template = gguf_str(cli->m.gguf, "tokenizer.chat_template");
+    Str template = {cli->template.s, cli->template.n};
     return template_render(template, m, n, token_at(t, t->bos).text, token_at(t, t->eos).text,
                            think, r, &cli->e);
 }
@@ -7504,8 +7526,8 @@ static bool chat_open(Cli *cli) {
     const char *system = cli->system;
     ChatMessage trial = {str("user"), str("Hello")};
     Rendered off = {0}, on = {0};
-    if (!gguf_str(cli->m.gguf, "tokenizer.chat_template").n)
-        return fail(&cli->e, "%s: the model has no chat template", cli->model);
+    if (!cli->template.n)
+        return fail(&cli->e, "%s: no chat template; --template FILE reads one", cli->model);
     if (cli->text.s && !chat_read(cli)) return false;
     bool ok = !system || (*system == '@' ? read_file(cli, system + 1, &cli->said)
                                          : text_add(cli, &cli->said, system, strlen(system)));
@@ -7525,20 +7547,20 @@ static bool chat_open(Cli *cli) {
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
 enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
 
-static bool terminal_set(const struct termios *was, bool edit) {
-    struct termios mode = *was;
+static bool terminal_set(bool edit) {
+    struct termios mode = own_mode;
     if (edit) mode.c_iflag &= ~ICRNL;
     if (edit) mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
-    signal(SIGTERM, edit ? on_signal : SIG_DFL);
-    signal(SIGHUP, edit ? on_signal : SIG_DFL);
-    signal(SIGCONT, edit ? on_signal : SIG_DFL);   // behind which the mode may be another
-    return !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+    edited = true;
+    bool ok = !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+    edited = edit;
+    return ok;
 }
 
-// True: the user edits the line, as on a terminal where nothing was typed ahead; sets `was`.
-static bool edit_begins(struct termios *was) {
+// True: the user edits the line, as on a terminal where nothing was typed ahead.
+static bool edit_begins(void) {
     bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
-    return !ahead && !tcgetattr(STDIN_FILENO, was) && terminal_set(was, true);
+    return !ahead && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_set(true);
 }
 
 // the next byte of the input within ms (-1: no limit); EOF at its end; NONE: none came, or a signal
@@ -7551,31 +7573,59 @@ static int next_byte(int ms) {
     return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
-// Obeys a key that is no text. It may erase a character, a word or all of the line that begins at
-// `from`. An arrow, Home or F1 does nothing: behind ESC it sends [ or O, numbers and a letter.
-static void edit_line(Text *said, size_t from, int key, int screen) {
+// Shows the character that was typed, or all of the line anew. How wide they are the terminal alone
+// knows, but no character has more cells than bytes. Before the line can wrap, rows below it are
+// made free: once the screen scrolls, ESC 8 no longer finds what ESC 7 has saved.
+static void show_line(Cli *cli, bool anew) {
+    struct winsize size;
+    if (ioctl(cli->screen, TIOCGWINSZ, &size) || size.ws_col < 2)
+        size = (struct winsize){.ws_row = 24, .ws_col = 80};
+    int n = cli->said.n, from = n - 1, width = size.ws_col - 1;
+    int rows = cli->dumb ? 0 : fmin((2 + n - cli->from) / width, size.ws_row - 1);
+    bool grows = rows > cli->rows;
+    if (!(own_mode.c_lflag & ECHO)) return;   // Emacs shows what it sends
+    if (grows || anew) {
+        if (cli->rows) dprintf(cli->screen, "\0338\033[J");
+        else dprintf(cli->screen, "\r%*s\r", width, "");
+        for (int i = 0; grows && i < rows; i++) dprintf(cli->screen, "\n");
+        if (grows) dprintf(cli->screen, "\033[%dA\0337", cli->rows = rows);
+        dprintf(cli->screen, "> ");
+        from = cli->from;
+    }
+    for (const char *c = cli->said.s + from; c < cli->said.s + n; c++)
+        dprintf(cli->screen, "%c", (uint8_t)*c < ' ' ? ' ' : *c);
+}
+
+// Obeys a key that is no text. It may erase a character, a word or all of the line, or, the arrow
+// up, bring back what was said last. Behind ESC comes a character, or [ or O, numbers and a letter.
+static bool edit_line(Cli *cli, int key) {
+    Text *said = &cli->said;
+    int brackets = 0;
     bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
-    while (erases && said->n > from) {
-        while (--said->n > from && (said->s[said->n] & 0xC0) == 0x80) {}
-        bool wide = (uint8_t)said->s[said->n] >= 0xE3;   // East Asian, emojis
-        dprintf(screen, wide ? "\b\b  \b\b" : "\b \b");
+    while (erases && said->n > cli->from) {
+        while (--said->n > cli->from && (said->s[said->n] & 0xC0) == 0x80) {}
         erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
     }
-    if (key == ESCAPE)
-        while ((key = next_byte(PASTE)) > 0 && strchr("[O;0123456789", key)) {}
+    if (key != ESCAPE) return true;
+    while ((key = next_byte(PASTE)) > 0 && strchr("\033[O;0123456789", key))
+        brackets += key == '[' || key == 'O';
+    for (int left = key > 0 ? utf8_length(key) : 1; left > 1; left--) next_byte(PASTE);
+    if (key != 'A' || brackets != 1 || !cli->last.n) return true;
+    said->n = cli->from;
+    return text_add(cli, said, cli->last.s, cli->last.n);
 }
 
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
 // or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
-    struct termios was;
     int screen = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO, next = NONE;
     bool terminal = isatty(STDIN_FILENO), ok = true, more = true, cut = false;
-    bool edits = edit_begins(&was);
-    said->n = 0;
+    bool edits = edit_begins();
+    said->n = cli->from = cli->rows = 0;
+    cli->screen = screen;
     if (terminal) dprintf(screen, "> ");
-    for (size_t from = 0; ok && more;) {   // from: where the line begins that is edited
+    while (ok && more) {
         int c = next > 0 ? next : next_byte(-1);
         next = NONE;
         interrupted += edits && c == CTRL_C;
@@ -7583,33 +7633,38 @@ static bool chat_listen(Cli *cli) {
         if (leaves || c == EOF || (edits && c == CTRL_D && !said->n)) {
             ok = !leaves && said->n;   // a last line without a newline
             more = false;
+            if (terminal) dprintf(screen, "\n");
         } else if (c == '\n' || (edits && c == '\r')) {
             if (edits) next = next_byte(PASTE);
             if (c == '\r' && next == '\n') next = next_byte(PASTE);
-            cut |= terminal && !edits && said->n - from >= TERMINAL_LINE;
+            cut |= terminal && !edits && said->n - cli->from >= TERMINAL_LINE;
             said->n -= text_ends(said, "\r");
-            bool goes_on = said->n > from && text_ends(said, "\\");
+            bool goes_on = said->n > cli->from && text_ends(said, "\\");
             said->n -= goes_on;
             more = goes_on || next > 0;
-            if (edits) dprintf(screen, "\n");
-            if (goes_on && !edits) edits = edit_begins(&was);
+            if (edits && own_mode.c_lflag & ECHO) dprintf(screen, "\n");
+            if (goes_on && !edits) edits = edit_begins();
             if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
             if (more) ok = text_add(cli, said, "\n", 1);
-            from = said->n;
+            cli->from = said->n;
+            cli->rows = 0;
         } else if (edits && (interrupted || c == NONE || c == CTRL_Z)) {
-            terminal_set(&was, false);
             if (c == CTRL_Z) kill(0, SIGTSTP);
-            if (interrupted) said->n = from = interrupted = 0;
-            terminal_set(&was, true);
-            dprintf(screen, "\n> %.*s", (int)(said->n - from), said->n ? said->s + from : "");
+            if (interrupted) said->n = cli->from = interrupted = 0;
+            terminal_set(true);
+            dprintf(screen, "\n> ");
+            cli->rows = 0;
+            if (said->n > cli->from) show_line(cli, true);
         } else if (edits && c != '\t' && (c < ' ' || c == DELETE)) {
-            edit_line(said, from, c, screen);
+            ok = edit_line(cli, c);
+            show_line(cli, true);
         } else if (c != NONE) {
             ok = text_add(cli, said, &(char){c}, 1);
-            if (edits) dprintf(screen, "%c", c == '\t' ? ' ' : c);
+            if (edits) show_line(cli, false);
+            else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
         }
     }
-    if (edits) terminal_set(&was, false);
+    if (edits) terminal_set(false);
     if (cut) said->n = 0, fputs("llm: the terminal cut this line: it is not sent\n", stderr);
     return ok && text_add(cli, said, "", 0);
 }
@@ -7621,8 +7676,10 @@ static bool load_prompt(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     const char *file = cli->ppl ? cli->ppl : cli->file, *prompt = cli->prompt;
     Text *text = &cli->text;
+    if (prompt && !text_add(cli, text, prompt, strlen(prompt))) return false;
+    bool joins = file && text->n && !text_ends(text, "\n");
+    if (joins && !text_add(cli, text, "\n", 1)) return false;
     if (file && !read_file(cli, file, text)) return false;
-    if (!file && prompt && !text_add(cli, text, prompt, strlen(prompt))) return false;
     if (!check_utf8(cli, text)) return false;
     if (cli->chat || cli->answer_once || cli->render) return chat_open(cli);
     if (!text->s) return true;
@@ -7659,27 +7716,47 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-// Prints a new token. In a chat its text goes into the answer, too: a control token is not printed,
-// but kept as it is spelled. Thoughts are dimmed.
+// Prints a new token. In a chat its text goes into the answer, too. Thoughts are dimmed, and names
+// of channels are not shown; elsewhere marks tell thoughts and answer apart, control tokens, too.
 static bool print_token(void *ctx, int32_t id) {
     Cli *cli = ctx;
     const Tokenizer *t = cli->m.tokenizer;
     Text *answer = &cli->answer;
-    if (!cli->first) cli->first = now();
+    if (!cli->first) {
+        cli->first = now();
+        cli->header = false;
+        cli->thinking = answer->n > 0;   // the template has opened its thoughts
+        if (!cli->dims) fwrite(answer->s, 1, answer->n, stdout);
+    }
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
+    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
     Str s = {cli->work, t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0};
-    if (control) s = token_at(t, id).text;
+    Str name = token_is(t, id, SPECIAL_TYPES) ? token_at(t, id).text : NOTHING;
+    if (control) s = name;
+    cli->header |= is(name, "<|start|> <|channel|> <|channel>");
+    if (cli->n_message && cli->dims) shown &= !cli->header && !is(name, "<|end|>");
+    else if (cli->n_message)
+        shown |= is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
+                          "<seed:think> </seed:think>");
     for (; ok && s.n > 0; s = str_from(s, 1)) {
-        if (!control) putchar(*s.s);
+        if (cli->dims && dimmed != cli->thinking) {
+            dimmed = true;   // a moment too long rather than too short
+            fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
+            fflush(stdout);
+            dimmed = cli->thinking;
+        }
+        if (shown) putchar(*s.s);
         if (!cli->n_message) continue;
         ok = text_add(cli, answer, s.s, 1);
-        if (text_ends(answer, FINAL)) answer->n = 0;
-        for (size_t i = 0; i < COUNT(THOUGHTS) && cli->dims; i++) {
-            if (text_ends(answer, THOUGHTS[i].open)) fputs("\033[2m", stdout);
-            if (text_ends(answer, THOUGHTS[i].close)) fputs("\033[0m", stdout);
+        for (size_t i = 0; i < COUNT(THOUGHTS); i++) {
+            cli->thinking |= text_ends(answer, THOUGHTS[i].open);
+            cli->thinking &= !text_ends(answer, THOUGHTS[i].close);
         }
+        if (!text_ends(answer, FINAL)) continue;
+        if (cli->dims && answer->n >= sizeof FINAL) putchar('\n');   // behind thoughts
+        answer->n = 0;
     }
+    cli->header &= !cli->thinking && !is(name, "<|message|> <channel|>");
     fflush(stdout);
     cli->n_new++;
     return ok && !interrupted && !ferror(stdout);
@@ -7692,9 +7769,11 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     cli->progress.shown = !ends && done > reused && isatty(STDERR_FILENO);
     if (done == reused) {   // it begins
         cli->progress.start = now();
-        cli->n_prompts += cli->first ? 0 : n;
+        cli->progress.done = cli->first ? done : 0;
         cli->n_reused += cli->first ? 0 : reused;
     }
+    *(cli->first ? &cli->n_decoded : &cli->n_prompts) += done - cli->progress.done;
+    cli->progress.done = done;
     char text[80] = "";
     if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
                         (done - reused) / (now() - cli->progress.start));
@@ -7705,23 +7784,19 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
 // evaluates cli->ids and prints what the model writes behind them
 static bool reply(Cli *cli) {
     size_t n = cli->ids.n, n_new = cli->n_new;
-    bool dim = cli->answer.n && cli->dims;   // the template has opened its thoughts
     double start = now();
     cli->first = 0;
-    if (dim) fputs("\033[2m", stdout);
     fflush(stdout);
     bool ok = session_generate(&cli->s, cli->ids.id, n, cli->n_predict, (OnToken){print_token, cli},
                                &cli->e);
     double end = now();
-    size_t seen = cli->s.history.n;
     if (!cli->first) cli->first = end;
     cli->prefill += cli->first - start;
     cli->decode += end - cli->first;
-    if (seen > n) cli->n_decoded += seen - n;
-    else cli->n_prompts -= n - seen;   // an interrupt left the rest
-    if (cli->n_message && cli->dims) fputs("\033[0m", stdout);
+    if (dimmed) fputs("\033[0m", stdout);
     if (ok || interrupted || cli->n_new > n_new) putchar('\n');
     fflush(stdout);
+    dimmed = false;
     return ok;
 }
 
@@ -7780,7 +7855,7 @@ static void print_notes(const Cli *cli) {
     else if (cli->o.window > n_ctx && s->m)
         fprintf(stderr, "note: %s %d is larger than the model's context of %d\n",
                 cli->m.config.causal ? "-c" : "the text's length", window, n_ctx);
-    if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id)
+    if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id && !cli->chat)
         fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
                 "-c %d keeps them\n", n - window, n);
     print_statistics(cli);
@@ -7790,6 +7865,11 @@ static void print_notes(const Cli *cli) {
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
     bool ok = chat_ids(cli) && (reply(cli) || interrupted == 1);
+    bool outgrown = cli->m.config.hd && cli->s.history.n > (size_t)cli->s.o.window;
+    if (outgrown && !cli->outgrown)
+        fputs("note: the chat's beginning, a system message first, goes out of sight now; --keep N "
+              "pins the first N tokens\n", stderr);
+    cli->outgrown = outgrown;
     if (interrupted == 1) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
     ok = ok && chat_add(cli, str("assistant"), a);
@@ -7811,14 +7891,16 @@ static bool run_chat(Cli *cli) {
         if (!said->n) continue;
         Str word = {said->s, strcspn(said->s, " ")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (!is(word, "/system /reset /stats /save /quit /help"))   // it is for the model
-            ok = chat_add(cli, str("user"), said) && chat_answer(cli);
-        else if (str_eq(word, "/system") && *value) {
+        if (!is(word, "/system /reset /stats /save /quit /exit /bye /help")) {   // for the model
+            cli->last.n = 0;
+            ok = text_add(cli, &cli->last, said->s, said->n) && chat_add(cli, str("user"), said) &&
+                 chat_answer(cli);
+        } else if (str_eq(word, "/system") && *value) {
             said->n = 0;
             ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
         } else if (str_eq(word, "/save") && *value && !chat_save(cli, value))
             fprintf(stderr, "%s: %s\n", value, strerror(errno));
-        else if (str_eq(word, "/quit") && !*value) return true;
+        else if (is(word, "/quit /exit /bye") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
         else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
         else if (!str_eq(word, "/save") || !*value)
@@ -8081,15 +8163,18 @@ static void sampling_defaults(Cli *cli) {
 
 static bool run(Cli *cli) {
     Model *m = &cli->m;
+    cli->failure = 1;
     if (cli->help) return print_usage();
     if (cli->version) return puts("llm 1.0"), true;
-    cli->failure = 1;
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);
     if (cli->info && m->tokenizer) print_file(cli);   // the file was read
     if (!ok) return false;
     sampling_defaults(cli);
-    bool template = gguf_find(m->gguf, "tokenizer.chat_template");
-    if (cli->talks && !template)
+    Str own = gguf_str(m->gguf, "tokenizer.chat_template");
+    if (!(cli->template_file ? read_file(cli, cli->template_file, &cli->template)
+                             : text_add(cli, &cli->template, own.s, own.n)))
+        return false;
+    if (cli->talks && !cli->template.n)
         return cli->failure = 2, fail(&cli->e, "no PROMPT given; see --help");
     if (!load_prompt(cli)) return false;
     if (cli->render) return true;
@@ -8121,7 +8206,7 @@ static bool run(Cli *cli) {
     if (cli->logits) return run_logits(cli);
     if (cli->chat) return run_chat(cli);
     if (cli->answer_once) return reply(cli);
-    if (template && isatty(STDERR_FILENO))
+    if (cli->template.n && isatty(STDERR_FILENO))
         fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
     if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
     cli->detokenizer.started = cli->text.n > 0;
@@ -8132,10 +8217,14 @@ int main(int argc, char **argv) {
     Cli cli = {.failure = 2, .n_predict = -2,   // not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
+    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT, SIGBUS};
+    struct sigaction caught = {.sa_handler = on_signal, .sa_flags = SA_RESTART | SA_NODEFER};
+    for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as behind nohup, stays so
+        if (signal(signals[i], SIG_IGN) != SIG_IGN) sigaction(signals[i], &caught, NULL);
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_signal}, NULL);   // ends reads, too
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
-    cli.dims = isatty(STDOUT_FILENO) && !(term && !strcmp(term, "dumb")) && !(plain && *plain);
-    sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
+    cli.dumb = term && !strcmp(term, "dumb");
+    cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
@@ -8147,7 +8236,9 @@ int main(int argc, char **argv) {
     chat_clear(&cli, 0);
     free(cli.message);
     free(cli.said.s);
+    free(cli.last.s);
     free(cli.answer.s);
+    free(cli.template.s);
     free(cli.text.s);
     free(cli.ids.id);
     free(cli.bench.id);

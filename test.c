@@ -2622,7 +2622,9 @@ static void test_cli_refusals(void) {
         {2, "$S one -p two", "prompts"}, {2, "$S -f x --tokens 1", "prompts"},
         {2, "$S one --ppl x", "prompts"}, {1, "$S hi --keep 2147483647", "2147483647 pinned"},
         {2, "$S one two three", "prompts"}, {2, "$S --tokens 1,x", "x"}, {1, "$S -i", "template"},
-        {2, "$S --tokens ''", "--tokens"}, {2, "$S --tokens 9999999999", "to 2147483647"},
+        {2, "$S a --template x", "--template"}, {1, "$S --chat a --template nowhere", "nowhere"},
+        {2, "$S one -f x --tokens 1", "prompts"}, {2, "$S --tokens ''", "--tokens"},
+        {2, "$S --tokens 9999999999", "to 2147483647"},
         {2, "$S -i --tokens 1", "-i"}, {2, "$S --bench 16", "--bench"},
         {2, "$S hi --gpu fast", "fast"}, {2, "$S --bench 16,0", "16,0"},
         {1, "nowhere.gguf hi", "nowhere.gguf"}, {1, "golden hi", "not a regular file"},
@@ -2665,6 +2667,9 @@ static void test_cli_output(void) {
         {"printf 'Once upon a time\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
         {"printf 'Once upon a time\n\n' | llm $S -f - --tokenize", "^1656 329 659 258 530 198\n$"},
         {"printf 'Once upon a time\r\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
+        {"printf '\357\273\277Once upon a time' | llm $S -f - --tokenize",   // a BOM
+         "^1656 329 659 258 530\n$"},
+        {"printf 'upon a time\n' | llm $S Once -f - -n 0", "^Once\nupon a time\n$"},
         {"llm $S --tokenize ''", "^\n$"}, {"llm golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"llm $S --tokenize -- --help", "^[0-9 ]+\n$"},
         {"llm $S --tokenize -p --help", "^[0-9 ]+\n$"},
@@ -2683,7 +2688,7 @@ static void test_cli_output(void) {
         {"cd $D && : >llm && m=\"make -sf $OLDPWD/Makefile -o llm PREFIX=\" p=\"$PWD/it's ours\""
          " && $m\"$p\" install && ls \"$p/bin\" && $m\"$p\" uninstall && ls \"$p/bin\"",
          "^llm\n$"},
-        {"llm --help", "^usage: llm MODEL([^\n]*\n){1,44}$"},   // no more than a screen
+        {"llm --help", "^usage: llm MODEL([^\n]*\n){1,45}$"},   // no more than a screen
     };
     for (size_t i = 0; i < COUNT(good); i++) check_llm(good[i].command, 0, good[i].pattern, "");
     for (size_t i = 0; i < COUNT(ARCHS); i++)
@@ -2712,6 +2717,7 @@ static void test_cli_completion(void) {
     check_llm("llm $S 'Once upon a time' -n 2 -c 3", 0, "", "^note: .* 2 tokens .*-c 5.*\nprefill");
     check_llm("printf 'a\\000b' | llm $S -f - -n 0 | tr '\\000' 0", 0, "^a0b\n$", "");
     check_llm("llm $S Once -n 5 >/dev/full", 1, "^$", "standard output");
+    check_llm("llm --help >/dev/full", 1, "^$", "standard output");
 }
 
 // a model without a vocabulary, which prints ids
@@ -2723,7 +2729,7 @@ static void write_ids(Writer *w, const char *name, const char *keys) {
 // what a file asks for stands behind the user's options; what the engine does not use is said
 static void test_cli_wishes(void) {
     static const char *const command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5%s";
-    Writer made = {0}, plain = {0}, odd = {0}, ranks = {0};
+    Writer made = {0}, more = {0}, plain = {0}, odd = {0}, ranks = {0};
     put_keys(&made, "general.sampling",
              "temp=3. top_k=9 top_p=0.9 min_p=0.02 penalty_repeat=1.5 penalty_last_n=7");
     write_ids(&made, "made.gguf", "");
@@ -2735,6 +2741,10 @@ static void test_cli_wishes(void) {
     CHECK(!strcmp(got, cli.out), "the file's sampling: '%s', want '%s'", got, cli.out);
     shell(text_of(command, "plain.gguf", ""));
     CHECK(strcmp(got, cli.out), "the file's sampling is ignored");
+    put_keys(&more, "general.sampling", "top_p=1.5");   // as far as the option goes
+    write_ids(&more, "more.gguf", "");
+    shell(text_of(command, "plain.gguf", " --top-p 1"));
+    check_llm(text_of(command, "more.gguf", ""), 0, text_of("^%s$", cli.out), "");
     shell(text_of(command, "plain.gguf", " --temp 0"));
     got = cli.out;
     shell(text_of(command, "made.gguf", " --temp 0 --repeat-penalty 1"));
@@ -2850,11 +2860,11 @@ static void test_cli_chat(void) {
     static const struct { const char *template, *chain, *said, *kept; int reused, n; } chats[] = {
         {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes",
          "<think>hm</think>yes", 89, 172},
-        {CHATML "<think>{{ '\\n' }}", "\u010A hm nobody </think> yes <|im_end|>", "hm</think>yes",
-         "<think>\nhm</think>yes", 89, 178},
+        {CHATML "<think>{{ '\\n' }}", "\u010A hm nobody </think> yes <|im_end|>",
+         "<think>\nhm</think>yes", "<think>\nhm</think>yes", 89, 178},
         {"{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>" EARLIER "{% endfor %}"
-         "<|assistant|><think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", "hm</think>yes",
-         "<think>\nhm</think>yes", 36, 70},
+         "<|assistant|><think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>",
+         "<think>\nhm</think>yes", "<think>\nhm</think>yes", 36, 70},
         {"{% for m in messages %}{% if '<|channel|>' in m.content %}{{ raise_exception('no') }}"
          "{% endif %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
          "<|start|>assistant", "t <|channel|> analysis <|message|> hm <|end|> "
@@ -2895,6 +2905,12 @@ static void test_cli_chat(void) {
           "'%s'", cli.out);
     check_llm("printf '@user\r\na\r\n@assistant\r\n\r\nb' | llm $D/chat.gguf --render", 0,
               "^<.start.>user<.message.>a<.end.><.start.>assistant<.message.>\nb<", "^$");
+    check_llm("printf '@user\n\\\\@user\nb' | llm $D/chat.gguf --render", 0,
+              "<.message.>@user\nb<.end.>", "^$");
+    check_llm("printf '\357\273\277a\n/save /dev/full\nb' | llm $D/chat.gguf -i -c 8 -n 1; "
+              "printf '{{ messages[0].content }}!' >$D/t; "
+              "printf '@user' | llm $S --render a -f - --template $D/t", 0, "a\n@user!$",
+              "^note: [^\n]*--keep[^\n]*\n/dev/full: No space[^\n]*\nprefill[^\n]*\n$");
     // a conversation goes on and is written as it was read; any other text is a first message
     check_llm("printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
               "printf '/save '$D/again | llm $D/chat.gguf -i -f $D/a; cmp $D/a $D/again",
@@ -2910,6 +2926,8 @@ static void test_cli_chat(void) {
         write_scripted(think[i][0], "t hm", 4);
         check_llm("llm $D/chat.gguf --render a --think on", 0, think[i][1], think[i][2]);
     }
+    write_scripted("{{ messages[0].content }}", "> yes <|im_end|>", 3);   // no thoughts are opened
+    check_llm("llm $D/chat.gguf --chat 'a<think>' --temp 0 -n 2", 0, "^yes\n$", "");
 }
 
 enum { SCREEN = 1 << 16 };   // bytes that are shown, at most
@@ -2928,7 +2946,8 @@ static bool wait_for(int master, char *seen, const char *last) {
 }
 
 // Runs a command on a terminal and returns what that shows. `typed` are pairs, NULL at the end: how
-// the screen must end before something is typed ("": before the command starts), and what that is.
+// the screen must end before something is typed ("": before the command starts), and what that is;
+// behind a !, a command that runs then.
 static const char *on_terminal(const char *command, int columns, const char *const *typed) {
     char *seen = need(SCREEN);
     struct termios mode;
@@ -2946,7 +2965,8 @@ static const char *on_terminal(const char *command, int columns, const char *con
     REQUIRE(child, "no shell");
     for (; *typed; typed += 2) {
         if (!CHECK(wait_for(master, seen, *typed), "%s: %s, not %s", command, seen, *typed)) break;
-        CHECK(write(master, typed[1], strlen(typed[1])) > 0, "nothing can be typed");
+        if (*typed[1] == '!') CHECK(!system(typed[1] + 1), "%s fails", typed[1]);
+        else CHECK(write(master, typed[1], strlen(typed[1])) > 0, "nothing can be typed");
     }
     wait_for(master, seen, NULL);
     tcgetattr(master, &mode);
@@ -2960,24 +2980,44 @@ static const char *on_terminal(const char *command, int columns, const char *con
 static void test_cli_terminal(void) {
     char *cut = memset(need(5001), 'a', 5000);
     cut[4999] = '\n';
+    const char *known = "sh -c 'sh -c \"echo \\$\\$ >$D/pid; exec $LLM $D/%s\"; echo $?'";
     const struct { const char *command; int columns; const char *typed[9], *pattern; } shown[] = {
+        {text_of(known, "chat.gguf -i"), 80, {"> ", "half", "half", "!kill $(cat $D/pid)"},
+         "> half\r\n130\r\n$"},
+        {text_of(known, "silent.gguf --chat a -n -1 --temp 0"), 80, {"hm", "!kill $(cat $D/pid)"},
+         "^\033\\[2mhm\033\\[0m.*143\r\n$"},
+        {"$LLM $D/gptoss.gguf --chat a --temp 0", 80, {NULL}, "^\033\\[2mhm\033\\[0myes\r\n"},
+        {"sh -c 'stty -echo; $LLM $D/chat.gguf -i --temp 0; stty echo'", 80,
+         {"> ", "a\n", "\r\n> ", "/bye\n"}, "^> \033\\[2mhm"},
+        {"$LLM $D/chat.gguf -i", 20,
+         {"> ", "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq\25Z", "> Z", "\3", "\r\n> ", "\4"},
+         "> q{16}\r {19}\r\r\n\033\\[1A\0337> q{35}\0338\033\\[J\r\n\r\n\033\\[2A\0337> q{38}"
+         "\0338\033\\[J> Z\r\n> \r\n$"},
+        {"TERM=dumb $LLM $D/chat.gguf -i", 80, {"> ", "ab\177", "\r> a", "\3", "\r\n> ", "\4"},
+         "ab\r {79}\r> a\r\n> "},
         {"$LLM $D/chat.gguf -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
          "^> a\r\n\033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
         {"$LLM $D/control.gguf --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
         {"$LLM $D/chat.gguf -i", 80, {"", cut, "\r\n> ", "\4"},
-         "> llm: the terminal cut[^\n]*\n> $"},
+         "> llm: the terminal cut[^\n]*\n> \r\n$"},
         {"$LLM $D/chat.gguf -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
-         "> > half\r\n> $"},
+         "> > half\r\n> \r\n$"},
         {"$LLM $D/chat.gguf a -n 1", 80, {NULL}, "note: --chat answers"},
         {"TERM=dumb $LLM $D/chat.gguf --chat aa -b 9 --temp 0", 80, {NULL},
          "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
-        {"NO_COLOR=1 $LLM $D/chat.gguf --chat a --temp 0", 80, {NULL}, "^hm</think>yes[^\033]*$"},
+        {"NO_COLOR=1 $LLM $D/chat.gguf --chat a --temp 0", 80, {NULL},
+         "^<think>\r\nhm</think>yes[^\033]*$"},
         {"$LLM $S", 80, {NULL}, "^llm: no PROMPT given; see --help\r\n$"},
         {"$LLM $S 'Once upon a time' -b 2 -n 1 -t 1", 20, {NULL},
          "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
     write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
+    check_llm("llm $D/control.gguf --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
+    write_scripted("t", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
+    CHECK(!rename(scratch("chat.gguf"), scratch("gptoss.gguf")), "no scratch file");
+    write_scripted("t<think>", "<think> hm <s> <s>", 4);   // it thinks without end or words
+    CHECK(!rename(scratch("chat.gguf"), scratch("silent.gguf")), "no scratch file");
     write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
         const char *seen = on_terminal(shown[i].command, shown[i].columns, shown[i].typed);
@@ -2993,11 +3033,12 @@ static void test_cli_typing(void) {
     memcpy(system, "/system ", 8);
     system[4999] = '\n';
     const char *const typed[] = {
-        "> ", "wrong\25ab\u00E9\177c dd\27\033[1;5A\033OHe\n", "\r\n> ", "half", "half", "\3",
-        "\r\n> ", "one\ntwo\r\nthree\n", "\r\n> ", "Gr\374\n", "\r\n> ", "/nothing x\\\n",
+        "> ", "wrong\25ab\u00E9\177c dd\27\033[1;5A\033OHe\033\u00E9\n", "\r\n> ", "half",
+        "half", "\3", "\r\n> ", "one\ntwo\r\nthree\n", "\r\n> ", "x\033[A\n",
+        "\r\n> ", "Gr\374\n", "\r\n> ", "/nothing x\\\n",
         "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
         "\r\n> ", "/system s\n", "\r\n> ", text_of("/save %s\n", scratch("saved")),
-        "\r\n> ", "/quit \n", NULL};
+        "\r\n> ", "/exit \n", NULL};
     write_scripted("{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
                    "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
     const char *seen = on_terminal("$LLM $D/chat.gguf -i --temp 0", 80, typed);
@@ -3007,7 +3048,8 @@ static void test_cli_typing(void) {
     size_t n = strspn(system + 8, "x");
     CHECK(!strncmp(saved, "@system\n", 8) && !strncmp(saved + 8, system + 8, n) &&
               !strcmp(saved + 8 + n, "\n@user\nabc e\n@assistant\nyes\n@user\none\ntwo\nthree\n"
-                      "@assistant\nyes\n@user\n/nothing x\n\\@user\n@assistant\nyes\n"),
+                      "@assistant\nyes\n@user\none\ntwo\nthree\n@assistant\nyes\n"
+                      "@user\n/nothing x\n\\@user\n@assistant\nyes\n"),
           "'%s'", saved);
 }
 
@@ -3024,13 +3066,18 @@ static void test_cli_logits(void) {
     CHECK(access(scratch("cut"), F_OK), "a part of the logits was left behind");
 }
 
+static bool stop_early(void *ctx, int reused, int done, int n) {
+    interrupted = done == 4;
+    return on_chunk(ctx, reused, done, n);
+}
+
 // Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
 // times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
 static void test_cli_interrupt(void) {
     static const struct { const char *arguments, *typed; int status; } runs[] = {
         {"$S Once -n 100000000 -c 64 --temp 0", "", 130},
         {"$D/chat.gguf Once -n 20 -i <>$D/nobody", "", 130},
-        {"$D/chat.gguf Once -i <>$D/nobody", "/quit\\n", 0}};
+        {"$D/chat.gguf Once -i <>$D/nobody", "/bye\\n", 0}};
     write_scripted(CHATML, "Ċ hm hm", 4);
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
     for (int a = 0; a < 3; a++)
@@ -3039,6 +3086,18 @@ static void test_cli_interrupt(void) {
                           "kill -INT $!; printf '%s' 1<>$D/nobody; wait $!",
                           runs[a].arguments, runs[a].typed),
                   runs[a].status, "", "prefill .*decode .*seed [0-9]+, cpu\n$");
+    // a prompt that is refused or interrupted counts as far as it came
+    Cli c = {.m = *open_model("golden/story.gguf"), .n_predict = 1};
+    REQUIRE(session_open(&c.s, &c.m, (Options){.chunk = 2, .cpu = true}, &c.e), "%s", c.e.text);
+    c.s.on_chunk = stop_early;
+    c.s.ctx = &c;
+    for (int32_t id = 5; id < 10; id++) CHECK(tokens_add(&c.ids, id), "out of memory");
+    CHECK(!reply(&c) && c.n_prompts == 4 && c.n_decoded == 0, "%zu, %zu", c.n_prompts, c.n_decoded);
+    interrupted = 0;
+    c.ids.id[0] = -1;
+    CHECK(!reply(&c) && c.n_prompts == 4 && c.n_decoded == 0, "%zu, %zu", c.n_prompts, c.n_decoded);
+    session_close(&c.s);
+    freed(c.ids.id);
 }
 
 // ==== a GPU in software ====
