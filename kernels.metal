@@ -1037,8 +1037,8 @@ static inline int ring_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
-// Values in the cache must be finite, see cache_finite in llm.c. If number i of one is not, it becomes
-// 0, and number i of its key NaN, as 0 times infinity or NaN is.
+// Values in the cache must be finite, see cache_finite in llm.c. If number i of one is not, it is 0
+// there, and number i of its key NaN, as 0 times infinity or NaN is.
 static inline half cached_value(float v) {
     float rounded = (float)(half)v;
     return (half)(0.0f * rounded == 0.0f ? rounded : 0.0f);

@@ -7865,7 +7865,8 @@ static void print_notes(const Cli *cli) {
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
     bool ok = chat_ids(cli) && (reply(cli) || interrupted == 1);
-    bool outgrown = cli->m.config.hd && cli->s.history.n > (size_t)cli->s.o.window;
+    const Session *s = &cli->s;
+    bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
     if (outgrown && !cli->outgrown)
         fputs("note: the chat's beginning, a system message first, goes out of sight now; --keep N "
               "pins the first N tokens\n", stderr);

@@ -1190,10 +1190,10 @@ static void test_gguf_whole(void) {
         {LLAMA, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8}},
         {LLAMA, {NULL, NEW_TENSOR, "a.position_embd.weight", 8}},
         {LLAMA, {NULL, NEW_TENSOR, "cls.output.weight", 8}},
-        {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}},
+        {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}}, {LLAMA, {NULL, NEW_TENSOR, "s.0.weight", 8}},
         {{"llama", 1, "", ""}, {NULL, RENAME, "blk.0.attn_output.weight",
                                 .text = "blk.0.attn_out.weight"}},   // Ollama's name
-        {{"gemma3", 1, "tk", WINDOW_KEYS "attention.sliding_window_pattern=1,1"}, {NULL}},   // noted
+        {{"gemma3", 1, "tk", WINDOW_KEYS "attention.sliding_window_pattern=1,1"}, {NULL}},
         {{"glm4moelite", 2, "cq", "attention.kv_lora_rank=20 rope.dimension_count=8 "
           "attention.key_length=16 attention.key_length_mla=28 attention.value_length_mla=20"},
          {NULL}},   // of a head, of the latent row: other files have it the other way round
