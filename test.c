@@ -1190,7 +1190,8 @@ static void test_gguf_whole(void) {
         {LLAMA, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8}},
         {LLAMA, {NULL, NEW_TENSOR, "a.position_embd.weight", 8}},
         {LLAMA, {NULL, NEW_TENSOR, "cls.output.weight", 8}},
-        {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}}, {LLAMA, {NULL, NEW_TENSOR, "s.0.weight", 8}},
+        {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}},
+        {LLAMA, {NULL, NEW_TENSOR, "s.blk.0.weight", 8}},
         {{"llama", 1, "", ""}, {NULL, RENAME, "blk.0.attn_output.weight",
                                 .text = "blk.0.attn_out.weight"}},   // Ollama's name
         {{"gemma3", 1, "tk", WINDOW_KEYS "attention.sliding_window_pattern=1,1"}, {NULL}},
