@@ -58,6 +58,9 @@
 #define QUANT_PLAIN            // no SIMD in the formats either
 #endif
 #include "quant.h"             // weights in blocks of a few bits each, f16, and QUANT_INLINE
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "llm.c reads numbers of a file as they lie there: its CPU must be little endian"
+#endif
 
 // ==== Part I: the model =========================================================================
 
@@ -7022,6 +7025,17 @@ static void on_lost_file(int sig) {
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
     _exit(1);
 }
+
+// SIGILL: this CPU lacks an instruction of the CPU that llm was built for. It is caught before
+// main, which may have one; signal, unlike sigaction, needs no struct that such would fill.
+static void on_other_cpu(int sig) {
+    static const char text[] = "llm: this CPU lacks instructions that this llm was built for: "
+                               "build it here, or with `make NATIVE=`\n";
+    (void)sig;
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+    _exit(1);
+}
+__attribute__((constructor)) static void catch_other_cpu(void) { signal(SIGILL, on_other_cpu); }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
