@@ -5298,17 +5298,47 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 #ifdef __APPLE__
 #include <sys/sysctl.h>
 enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes; in Linux, in kilobytes
-static int count_cpus(void) {   // the performance cores
-    int n = 0;
+static int count_cpus(void) {   // the performance cores; all, where there is only one kind
+    int n = 1;
     size_t size = sizeof n;
-    return sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0) || n < 1 ? 1 : n;
+    if (sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0))
+        sysctlbyname("hw.physicalcpu", &n, &size, NULL, 0);
+    return n;
 }
 #else
 #include <sched.h>
 enum { RSS_PER_MB = 1 << 10 };
+
+// A container's quota is so much time in each period, of the group that this process is in or of
+// one around it: n CPUs, or as few as it is worth. root: "", but in tests
+static int within_quota(const char *root, int n) {
+    static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
+    char group[PATH_MAX], path[2 * PATH_MAX];
+    snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
+    FILE *f, *list = fopen(path, "r");
+    while (list && fscanf(list, "%*d:%4095[^\n]", group) == 1) {   // :/a/b; v1: cpu,cpuacct:/a/b
+        char *end = strchr(group, ':');
+        if (end) *end = '/', end = group + strlen(group);
+        for (; end; end = strrchr(group, '/')) {
+            double x[2] = {0};   // quota and period; no quota is "max", in v1 -1
+            int got = 0;
+            *end = 0;
+            for (size_t i = 0; i < COUNT(files); i++) {
+                snprintf(path, sizeof path, "%s/sys/fs/cgroup/%s/%s", root, group, files[i]);
+                if (!(f = fopen(path, "r"))) continue;
+                while (got < 2 && fscanf(f, "%lf", &x[got]) == 1) got++;
+                fclose(f);
+            }
+            if (x[0] > 0 && x[0] < n * x[1]) n = ceil(x[0] / x[1]);
+        }
+    }
+    if (list) fclose(list);
+    return n;
+}
+
 static int count_cpus(void) {
     cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set);
+    return within_quota("", sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set));
 }
 #endif
 
@@ -5627,7 +5657,7 @@ INLINE void store_f16(void *p, vf v) {
 }
 #else
 INLINE vf load_f16(const void *p) {
-    vf v;
+    vf v = {0};
     for (int i = 0; i < LANES; i++) v[i] = quant_half((const uint8_t *)p + 2 * i);
     return v;
 }
@@ -7018,24 +7048,20 @@ static volatile sig_atomic_t interrupted;   // how often, since it was last rese
 // Ctrl-C counts once; SIGTERM and SIGHUP count as two, which end a chat. SIGCONT only ends a wait.
 static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGCONT ? 0 : 2; }
 
-// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed.
-static void on_lost_file(int sig) {
-    static const char text[] = "llm: the model's file can no longer be read: was it truncated?\n";
-    (void)sig;
-    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed. SIGILL: the CPU
+// is not the one that llm was built for. Even main may begin with an instruction that it lacks: the
+// handlers are set before, by signal, which needs no struct that such an instruction would fill.
+static void on_fault(int sig) {
+    const char *text = "llm: the model's file can no longer be read: was it truncated?\n";
+    if (sig == SIGILL)
+        text = "llm: this CPU lacks instructions that llm was built for: see README, `NATIVE=`\n";
+    (void)!write(STDERR_FILENO, text, strlen(text));
     _exit(1);
 }
-
-// SIGILL: this CPU lacks an instruction of the CPU that llm was built for. It is caught before
-// main, which may have one; signal, unlike sigaction, needs no struct that such would fill.
-static void on_other_cpu(int sig) {
-    static const char text[] = "llm: this CPU lacks instructions that this llm was built for: "
-                               "build it here, or with `make NATIVE=`\n";
-    (void)sig;
-    (void)!write(STDERR_FILENO, text, sizeof text - 1);
-    _exit(1);
+__attribute__((constructor)) static void catch_faults(void) {
+    signal(SIGBUS, on_fault);
+    signal(SIGILL, on_fault);
 }
-__attribute__((constructor)) static void catch_other_cpu(void) { signal(SIGILL, on_other_cpu); }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
@@ -7977,7 +8003,6 @@ int main(int argc, char **argv) {
     sigaction(SIGINT, &(struct sigaction){.sa_handler = on_signal}, NULL);   // ends reads, too
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dims = isatty(STDOUT_FILENO) && !(term && !strcmp(term, "dumb")) && !(plain && *plain);
-    sigaction(SIGBUS, &(struct sigaction){.sa_handler = on_lost_file}, NULL);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));

@@ -130,7 +130,7 @@ struct Device {
 };
 
 // kernels.metal and quant.h as texts inside this program
-__asm__(".data\nkernels_text: .incbin \"kernels.metal\"\n.byte 0\n"
+__asm__(".data\n.weak kernels_text, quant_text\nkernels_text: .incbin \"kernels.metal\"\n.byte 0\n"
         "quant_text: .incbin \"quant.h\"\n.byte 0\n.previous\n");
 extern const char kernels_text[] __asm__("kernels_text"), quant_text[] __asm__("quant_text");
 
