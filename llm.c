@@ -39,7 +39,7 @@
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
 // Only Part VI calls exit or prints; but session_open says on stderr if a GPU cannot be used, and
-// shows its loading on a terminal.
+// shows its loading on a terminal. A call takes less than 512 KB of stack.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -4149,7 +4149,7 @@ static void tokenizer_close(Tokenizer *t) {
 // FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
 // copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
 //
-// An error leaves by longjmp. Every template ends, since depth, steps and memory have limits.
+// An error leaves by longjmp. Every template ends, since stack, steps and memory have limits.
 #include <ctype.h>
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
@@ -4160,7 +4160,7 @@ typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rende
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000,
-       DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
+       DEEPEST = 400 << 10 };   // bytes of stack that recursion may take
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
        V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
@@ -4193,7 +4193,8 @@ typedef struct {
     const char *tag_end;                    // the last tag ends here, or a text does
     bool raw;                               // that tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
-    int depth, flow;                        // flow: R_break or R_continue on its way to the loop
+    int flow;                               // R_break or R_continue on its way to the loop
+    char *stack;                            // where it was when the template began to run
     Dict *scope;                            // the names that are set here; outer: those around it
     Dict *builtins;
     size_t steps, memory, size;             // what is left of both; bytes of the block
@@ -4222,9 +4223,10 @@ static void spend(Template *t, size_t steps) {
     t->steps -= steps;
 }
 
-static void enter(Template *t) {   // one level deeper; t->depth-- leaves it
+static void enter(Template *t) {   // one level deeper
     spend(t, 1);
-    if (++t->depth > DEEPEST) stop(t, "it is nested too deeply");
+    if (labs((char *)__builtin_frame_address(0) - t->stack) > DEEPEST)
+        stop(t, "it is nested too deeply");
 }
 
 static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as the template runs
@@ -4378,7 +4380,6 @@ static int order(Template *t, Value a, Value b) {
     enter(t);
     spend(t, text ? both / 64 : 0);
     for (size_t i = 0; !text && !c && i < both; i++) c = order(t, x.v[i], y.v[i]);
-    t->depth--;
     if (!c) c = (n > m) - (n < m);
     return text ? (c > 0) - (c < 0) : c;
 }
@@ -4487,7 +4488,6 @@ static Str json(Template *t, Str s, Value v, Str line, Str indent) {
         s = concat(t, s, str(v.kind == V_NONE ? "null" : v.i ? "true" : "false"));
     else if (!v.kind) must_be(t, v, V_DICT);
     else if (!string && !list && !dict) s = concat(t, s, to_text(t, v));
-    t->depth--;
     if (l.n) s = concat(t, s, line);
     return concat(t, s, str(string ? "\"" : dict ? "}" : list ? "]" : ""));
 }
@@ -4930,7 +4930,6 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     enter(t);
     bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) :
                r < R_word ? READERS[r - R_name](t, &node.v) : read_word(t, node.v.s);
-    t->depth--;
     if (!yes) return false;
     bool alone = r <= R_atom && node.first && !node.first->next;
     **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
@@ -5006,7 +5005,6 @@ static Value call(Template *t, Value f, Args a) {
     Value given[8] = {{0}}, key = word_value("caller"), *caller = entry(t, &a.named, key);
     size_t n = 0;
     enter(t);
-    t->depth += CALL_DEPTH;
     if (m->params->rule == R_wrong) eval(t, m->params);
     if (m->body && caller) set(t, own, key, *caller);
     for (const Node *p = m->params->first; p; p = p->next, n++) {
@@ -5024,7 +5022,6 @@ static Value call(Template *t, Value f, Args a) {
             stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
     Value v = m->body ? eval(t, m->body) : n ? builtin(t, m->name, given) : dict_value(own);
     t->scope = scope;
-    t->depth -= CALL_DEPTH + 1;
     return v;
 }
 
@@ -5115,8 +5112,9 @@ static Value captured(Template *t, const Node *block) {
 }
 
 // Each turn has its own names. The test goes first, as the loop knows its length. break and
-// continue leave the body by t->flow, which stops every block on the way.
-static Value run_for(Template *t, const Node *n) {
+// continue leave the body by t->flow, which stops every block on the way. Inlined, it would double
+// the stack that eval takes.
+__attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
     Dict *scope = t->scope, *outer = new_dict(t, scope), *loop = new_dict(t, NULL);
@@ -5203,13 +5201,13 @@ static Value eval(Template *t, const Node *n) {
     default: v = eval_chain(t, n);
     }
     if (!t->flow) t->p = where;
-    t->depth--;
     return v;
 }
 
 // Sets what the template sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
+    t->stack = __builtin_frame_address(0);
     if (setjmp(t->failed)) return false;
     List messages = {0};
     Node *root = NULL, **at = &root;
@@ -5295,23 +5293,10 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 #include <pthread.h>
 #include <stdatomic.h>
-#ifdef __APPLE__
-#include <sys/sysctl.h>
-enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes; in Linux, in kilobytes
-static int count_cpus(void) {   // the performance cores; all, where there is only one kind
-    int n = 1;
-    size_t size = sizeof n;
-    if (sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0))
-        sysctlbyname("hw.physicalcpu", &n, &size, NULL, 0);
-    return n;
-}
-#else
-#include <sched.h>
-enum { RSS_PER_MB = 1 << 10 };
 
 // A container's quota is so much time in each period, of the group that this process is in or of
 // one around it: n CPUs, or as few as it is worth. root: "", but in tests
-static int within_quota(const char *root, int n) {
+static __attribute__((unused)) int within_quota(const char *root, int n) {
     static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
     char group[PATH_MAX], path[2 * PATH_MAX];
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
@@ -5336,6 +5321,19 @@ static int within_quota(const char *root, int n) {
     return n;
 }
 
+#ifdef __APPLE__
+#include <sys/sysctl.h>
+enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes; in Linux, in kilobytes
+static int count_cpus(void) {   // the performance cores; all, where there is only one kind
+    int n = 1;
+    size_t size = sizeof n;
+    if (sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0))
+        sysctlbyname("hw.physicalcpu", &n, &size, NULL, 0);
+    return n;
+}
+#else
+#include <sched.h>
+enum { RSS_PER_MB = 1 << 10 };
 static int count_cpus(void) {
     cpu_set_t set;
     return within_quota("", sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set));
