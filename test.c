@@ -4663,6 +4663,24 @@ static void check_parts(const Model *m) {
     session_close(s);
 }
 
+#ifdef LLM_CUDA
+static void check_cache(const Model *m) {   // images that the driver refuses are compiled anew
+    setenv("XDG_CACHE_HOME", test.dir, 1);
+    for (int run = 0; run < 3; run++) {
+        Session s;
+        glob_t files = {0};
+        bool ok = session_open(&s, m, (Options){0}, &(Error){""}) && s.gpu;
+        session_close(&s);
+        CHECK(ok && !glob(scratch("llm/*"), 0, NULL, &files), "run %d fails", run);
+        for (size_t i = 0; i < files.gl_pathc; i++)
+            cuda_keep(files.gl_pathv[i], (Code){64, need(64), false});
+        globfree(&files);
+    }
+}
+#else
+static void check_cache(const Model *unused) {}
+#endif
+
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
     // sizes of heads, of delta keys; which of two layers (2: none) has a QK norm of all after RoPE
@@ -4696,6 +4714,7 @@ static void test_metal_failures(void) {
         CHECK(want ? says && !strcmp(says, want) : !says, "row %zu: %s", i, says ? says : "none");
     }
     check_counters();
+    check_cache(m);
 }
 
 #ifdef LLM_CUDA
