@@ -4160,7 +4160,7 @@ typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rende
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000,
-       DEEPEST = 400 << 10 };   // bytes of stack that recursion may take
+       DEEPEST = 400 << 10 };   // bytes of stack that recursion may take: a thread may have 512 KB
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
        V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
@@ -4194,7 +4194,7 @@ typedef struct {
     bool raw;                               // that tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
     int flow;                               // R_break or R_continue on its way to the loop
-    char *stack;                            // where it was when the template began to run
+    char *stack;                            // its end when the template began to run
     Dict *scope;                            // the names that are set here; outer: those around it
     Dict *builtins;
     size_t steps, memory, size;             // what is left of both; bytes of the block
@@ -5294,8 +5294,8 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 #include <pthread.h>
 #include <stdatomic.h>
 
-// A container's quota is so much time in each period, of the group that this process is in or of
-// one around it: n CPUs, or as few as it is worth. root: "", but in tests
+// A container has a quota of time in each period: that of the group of this process, or of a group
+// around it. Returns the CPUs that it is worth, n at most. root: "", but in tests
 static __attribute__((unused)) int within_quota(const char *root, int n) {
     static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
     char group[PATH_MAX], path[2 * PATH_MAX];
@@ -5303,18 +5303,17 @@ static __attribute__((unused)) int within_quota(const char *root, int n) {
     FILE *f, *list = fopen(path, "r");
     while (list && fscanf(list, "%*d:%4095[^\n]", group) == 1) {   // :/a/b; v1: cpu,cpuacct:/a/b
         char *end = strchr(group, ':');
-        if (end) *end = '/', end = group + strlen(group);
+        if (end) *end = '/', end = strchr(end, 0);
         for (; end; end = strrchr(group, '/')) {
-            double x[2] = {0};   // quota and period; no quota is "max", in v1 -1
-            int got = 0;
+            double quota = 0, period = 0;   // no quota is "max", in v1 -1
             *end = 0;
             for (size_t i = 0; i < COUNT(files); i++) {
                 snprintf(path, sizeof path, "%s/sys/fs/cgroup/%s/%s", root, group, files[i]);
                 if (!(f = fopen(path, "r"))) continue;
-                while (got < 2 && fscanf(f, "%lf", &x[got]) == 1) got++;
+                (void)!fscanf(f, "%lf %lf", i < 2 ? &quota : &period, &period);   // one or both
                 fclose(f);
             }
-            if (x[0] > 0 && x[0] < n * x[1]) n = ceil(x[0] / x[1]);
+            if (quota > 0 && quota < n * period) n = ceil(quota / period);
         }
     }
     if (list) fclose(list);
@@ -7046,9 +7045,9 @@ static volatile sig_atomic_t interrupted;   // how often, since it was last rese
 // Ctrl-C counts once; SIGTERM and SIGHUP count as two, which end a chat. SIGCONT only ends a wait.
 static void on_signal(int sig) { interrupted += sig == SIGINT ? 1 : sig == SIGCONT ? 0 : 2; }
 
-// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed. SIGILL: the CPU
-// is not the one that llm was built for. Even main may begin with an instruction that it lacks: the
-// handlers are set before, by signal, which needs no struct that such an instruction would fill.
+// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed. SIGILL: llm
+// was built for another CPU. As main may begin with an instruction that is not there, handlers are
+// set before it; signal, unlike sigaction, takes no struct for such an instruction to fill.
 static void on_fault(int sig) {
     const char *text = "llm: the model's file can no longer be read: was it truncated?\n";
     if (sig == SIGILL)

@@ -3656,8 +3656,23 @@ static void lab_break(Session *s, const char *name) {   // of a session that is 
     DRIVER(X)
 #undef X
 }
+
+static void check_cache(const Model *m) {   // images that the driver refuses are compiled anew
+    setenv("XDG_CACHE_HOME", test.dir, 1);
+    for (int run = 0; run < 3; run++) {
+        Session s;
+        glob_t files = {0};
+        bool ok = session_open(&s, m, (Options){0}, &(Error){""}) && s.gpu;
+        session_close(&s);
+        CHECK(ok && !glob(scratch("llm/*"), 0, NULL, &files), "run %d fails", run);
+        for (size_t i = 0; i < files.gl_pathc; i++)
+            cuda_keep(files.gl_pathv[i], (Code){64, need(64), false});
+        globfree(&files);
+    }
+}
 enum { BREAKS = 1 };
 #else
+static void check_cache(const Model *unused) {}
 static void lab_break(Session *unused, const char *method) { soft.broken = method; }
 enum { BREAKS = RECORDER };
 #endif
@@ -4662,24 +4677,6 @@ static void check_parts(const Model *m) {
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
     session_close(s);
 }
-
-#ifdef LLM_CUDA
-static void check_cache(const Model *m) {   // images that the driver refuses are compiled anew
-    setenv("XDG_CACHE_HOME", test.dir, 1);
-    for (int run = 0; run < 3; run++) {
-        Session s;
-        glob_t files = {0};
-        bool ok = session_open(&s, m, (Options){0}, &(Error){""}) && s.gpu;
-        session_close(&s);
-        CHECK(ok && !glob(scratch("llm/*"), 0, NULL, &files), "run %d fails", run);
-        for (size_t i = 0; i < files.gl_pathc; i++)
-            cuda_keep(files.gl_pathv[i], (Code){64, need(64), false});
-        globfree(&files);
-    }
-}
-#else
-static void check_cache(const Model *unused) {}
-#endif
 
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
