@@ -2,9 +2,11 @@
 
 CC ?= cc
 CFLAGS ?= -O3
-# the CPU this is built on: SIMD is most of the speed; compilers use half of AVX-512 unless told so
-NATIVE := $(shell for f in "-march=native -mprefer-vector-width=512" -march=native -mcpu=native; \
-    do echo 'int x;' | $(CC) $$f -x c -c -o /dev/null - 2>/dev/null && echo $$f && break; done)
+# the CPU that CC or CFLAGS name, or the one this is built on: SIMD is most of the speed; compilers
+# use half of AVX-512 unless told so
+NATIVE ?= $(or $(filter -march=% -mcpu=%,$(CC) $(CFLAGS)), $(shell \
+    for f in "-march=native -mprefer-vector-width=512" -march=native -mcpu=native; do \
+    echo 'int x;' | $(CC) $$f -x c -c -o /dev/null - 2>/dev/null && echo $$f && break; done))
 # -fno-trapping-math changes no result and lets loops that clamp become vector code; a hot loop that
 # does not begin with a cache line can be 5 % slower
 WARN = -std=gnu11 -Wall -Wextra -fno-trapping-math -falign-loops=64
@@ -29,7 +31,7 @@ AVX2 := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c)
 # you want to use it
 all: llm
 llm: $(ENGINE)
-	$(CC) $(WARN) $(CFLAGS) $(NATIVE) llm.c -o $@ $(LIBS) $(GPU)
+	$(CC) $(WARN) $(NATIVE) $(CPPFLAGS) $(CFLAGS) $(LDFLAGS) llm.c -o $@ $(LIBS) $(GPU)
 
 # you want to see it work: a story of some 150 words, another one for each SEED
 SEED ?= 11
@@ -40,18 +42,18 @@ run: llm
 # Each build of the tests covers other code: this CPU's SIMD, plain C, quant.h with four codes in a
 # word and tiles as on NVIDIA's GPUs, Part I's plain engine, and SIMD under checkers, which name
 # lines if -g1. valgrind does not know AVX-512, and takes long for multiply-adds: there are none.
-test_native: FLAGS = -O3 $(NATIVE)
+test_native: FLAGS = $(NATIVE) $(CFLAGS)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN
 test_words: FLAGS = -O1 -DQUANT_WORDS -DLARGE_TILES
 test_book: FLAGS = -O2 -DLLM_PLAIN
 test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)
 test_tsan: FLAGS = -g -O1 -fsanitize=thread
-test_cuda: FLAGS = -O3 $(NATIVE) -DLLM_CUDA
+test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
 test_book test_cuda: TEST_LIBS = $(LIBS) -ldl
 BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda
 $(BUILDS): test.c $(ENGINE)
-	$(CC) $(WARN) $(FLAGS) test.c -o $@ $(TEST_LIBS)
+	$(CC) $(WARN) $(CPPFLAGS) $(FLAGS) $(LDFLAGS) test.c -o $@ $(TEST_LIBS)
 
 # what runs under the checkers in every test run (`make valgrind` runs all): what is slow there is
 # left out; AddressSanitizer talks into metal_models, valgrind does not follow the command line

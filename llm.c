@@ -39,7 +39,7 @@
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
 // Only Part VI calls exit or prints; but session_open says on stderr if a GPU cannot be used, and
-// shows its loading on a terminal.
+// shows its loading on a terminal. A call takes less than 512 KB of stack.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -58,6 +58,9 @@
 #define QUANT_PLAIN            // no SIMD in the formats either
 #endif
 #include "quant.h"             // weights in blocks of a few bits each, f16, and QUANT_INLINE
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "llm.c reads numbers of a file as they lie there: its CPU must be little endian"
+#endif
 
 // ==== Part I: the model =========================================================================
 
@@ -4303,7 +4306,7 @@ static void tokenizer_close(Tokenizer *t) {
 // FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
 // copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
 //
-// An error leaves by longjmp. Every template ends, since depth, steps and memory have limits.
+// An error leaves by longjmp. Every template ends, since stack, steps and memory have limits.
 #include <ctype.h>
 #include <setjmp.h>
 typedef struct { Str role, content; } ChatMessage;
@@ -4314,7 +4317,7 @@ typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rende
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000,
-       DEEPEST = 3000, CALL_DEPTH = 10 };   // levels of recursion; a call counts as so many
+       DEEPEST = 400 << 10 };   // bytes of stack that recursion may take: a thread may have 512 KB
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
        V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
@@ -4347,7 +4350,8 @@ typedef struct {
     const char *tag_end;                    // the last tag ends here, or a text does
     bool raw;                               // that tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
-    int depth, flow;                        // flow: R_break or R_continue on its way to the loop
+    int flow;                               // R_break or R_continue on its way to the loop
+    char *stack;                            // its end when the template began to run
     Dict *scope;                            // the names that are set here; outer: those around it
     Dict *builtins;
     size_t steps, memory, size;             // what is left of both; bytes of the block
@@ -4376,9 +4380,10 @@ static void spend(Template *t, size_t steps) {
     t->steps -= steps;
 }
 
-static void enter(Template *t) {   // one level deeper; t->depth-- leaves it
+static void enter(Template *t) {   // one level deeper
     spend(t, 1);
-    if (++t->depth > DEEPEST) stop(t, "it is nested too deeply");
+    if (labs((char *)__builtin_frame_address(0) - t->stack) > DEEPEST)
+        stop(t, "it is nested too deeply");
 }
 
 static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as the template runs
@@ -4532,7 +4537,6 @@ static int order(Template *t, Value a, Value b) {
     enter(t);
     spend(t, text ? both / 64 : 0);
     for (size_t i = 0; !text && !c && i < both; i++) c = order(t, x.v[i], y.v[i]);
-    t->depth--;
     if (!c) c = (n > m) - (n < m);
     return text ? (c > 0) - (c < 0) : c;
 }
@@ -4641,7 +4645,6 @@ static Str json(Template *t, Str s, Value v, Str line, Str indent) {
         s = concat(t, s, str(v.kind == V_NONE ? "null" : v.i ? "true" : "false"));
     else if (!v.kind) must_be(t, v, V_DICT);
     else if (!string && !list && !dict) s = concat(t, s, to_text(t, v));
-    t->depth--;
     if (l.n) s = concat(t, s, line);
     return concat(t, s, str(string ? "\"" : dict ? "}" : list ? "]" : ""));
 }
@@ -5084,7 +5087,6 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     enter(t);
     bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) :
                r < R_word ? READERS[r - R_name](t, &node.v) : read_word(t, node.v.s);
-    t->depth--;
     if (!yes) return false;
     bool alone = r <= R_atom && node.first && !node.first->next;
     **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
@@ -5160,7 +5162,6 @@ static Value call(Template *t, Value f, Args a) {
     Value given[8] = {{0}}, key = word_value("caller"), *caller = entry(t, &a.named, key);
     size_t n = 0;
     enter(t);
-    t->depth += CALL_DEPTH;
     if (m->params->rule == R_wrong) eval(t, m->params);
     if (m->body && caller) set(t, own, key, *caller);
     for (const Node *p = m->params->first; p; p = p->next, n++) {
@@ -5178,7 +5179,6 @@ static Value call(Template *t, Value f, Args a) {
             stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
     Value v = m->body ? eval(t, m->body) : n ? builtin(t, m->name, given) : dict_value(own);
     t->scope = scope;
-    t->depth -= CALL_DEPTH + 1;
     return v;
 }
 
@@ -5269,8 +5269,9 @@ static Value captured(Template *t, const Node *block) {
 }
 
 // Each turn has its own names. The test goes first, as the loop knows its length. break and
-// continue leave the body by t->flow, which stops every block on the way.
-static Value run_for(Template *t, const Node *n) {
+// continue leave the body by t->flow, which stops every block on the way. Inlined, it would double
+// the stack that eval takes.
+__attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
     Dict *scope = t->scope, *outer = new_dict(t, scope), *loop = new_dict(t, NULL);
@@ -5357,13 +5358,13 @@ static Value eval(Template *t, const Node *n) {
     default: v = eval_chain(t, n);
     }
     if (!t->flow) t->p = where;
-    t->depth--;
     return v;
 }
 
 // Sets what the template sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
+    t->stack = __builtin_frame_address(0);
     if (setjmp(t->failed)) return false;
     List messages = {0};
     Node *root = NULL, **at = &root;
@@ -5449,20 +5450,49 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 #include <pthread.h>
 #include <stdatomic.h>
+
+// A container has a quota of time in each period: that of the group of this process, or of a group
+// around it. Returns the CPUs that it is worth, n at most. root: "", but in tests
+static __attribute__((unused)) int within_quota(const char *root, int n) {
+    static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
+    char group[PATH_MAX], path[2 * PATH_MAX];
+    snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
+    FILE *f, *list = fopen(path, "r");
+    while (list && fscanf(list, "%*d:%4095[^\n]", group) == 1) {   // :/a/b; v1: cpu,cpuacct:/a/b
+        char *end = strchr(group, ':');
+        if (end) *end = '/', end = strchr(end, 0);
+        for (; end; end = strrchr(group, '/')) {
+            double quota = 0, period = 0;   // no quota is "max", in v1 -1
+            *end = 0;
+            for (size_t i = 0; i < COUNT(files); i++) {
+                snprintf(path, sizeof path, "%s/sys/fs/cgroup/%s/%s", root, group, files[i]);
+                if (!(f = fopen(path, "r"))) continue;
+                (void)!fscanf(f, "%lf %lf", i < 2 ? &quota : &period, &period);   // one or both
+                fclose(f);
+            }
+            if (quota > 0 && quota < n * period) n = ceil(quota / period);
+        }
+    }
+    if (list) fclose(list);
+    return n;
+}
+
 #ifdef __APPLE__
 #include <sys/sysctl.h>
 enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes; in Linux, in kilobytes
-static int count_cpus(void) {   // the performance cores
-    int n = 0;
+static int count_cpus(void) {   // the performance cores; all, where there is only one kind
+    int n = 1;
     size_t size = sizeof n;
-    return sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0) || n < 1 ? 1 : n;
+    if (sysctlbyname("hw.perflevel0.physicalcpu", &n, &size, NULL, 0))
+        sysctlbyname("hw.physicalcpu", &n, &size, NULL, 0);
+    return n;
 }
 #else
 #include <sched.h>
 enum { RSS_PER_MB = 1 << 10 };
 static int count_cpus(void) {
     cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set);
+    return within_quota("", sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set));
 }
 #endif
 
@@ -5781,7 +5811,7 @@ INLINE void store_f16(void *p, vf v) {
 }
 #else
 INLINE vf load_f16(const void *p) {
-    vf v;
+    vf v = {0};
     for (int i = 0; i < LANES; i++) v[i] = quant_half((const uint8_t *)p + 2 * i);
     return v;
 }
@@ -7176,27 +7206,43 @@ typedef struct {
 static volatile sig_atomic_t interrupted, dimmed, edited;
 static struct termios own_mode;   // of the terminal, where no line is edited
 
+static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
+    bool ready = dimmed && poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 100) > 0;
+    if (ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+    if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
+    dimmed = edited = 0;
+}
+
 // Ctrl-C counts once. SIGTERM and SIGHUP, where a line is edited, count as two, which end a chat.
-// SIGCONT only ends a wait. The others do what they do by default, once the terminal is as it was;
-// one that is stopped is not waited for. SIGBUS: someone cut the mapped file, or the disk failed.
+// SIGCONT only ends a wait. The others do what they do by default, once the terminal is as it was.
 static void on_signal(int sig) {
-    static const char lost[] = "llm: the model's file can no longer be read: was it truncated?\n";
     struct sigaction caught;
     int error = errno;
     if (sig == SIGINT) interrupted++;
     else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += 2;
     else if (sig != SIGCONT) {
-        bool ready = dimmed && poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 100) > 0;
-        if (ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
-        if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
-        dimmed = edited = 0;
-        if (sig == SIGBUS) (void)!write(STDERR_FILENO, lost, sizeof lost - 1);
-        if (sig == SIGBUS) _exit(1);
+        terminal_undo();
         sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
         raise(sig);
         sigaction(sig, &caught, NULL);   // it was SIGTSTP, and llm goes on
     }
     errno = error;
+}
+
+// SIGBUS: the mapped file cannot be read, because someone cut it or the disk failed. SIGILL: llm
+// was built for another CPU. As main may begin with an instruction that is not there, handlers are
+// set before it; signal, unlike sigaction, takes no struct for such an instruction to fill.
+static void on_fault(int sig) {
+    const char *text = "llm: the model's file can no longer be read: was it truncated?\n";
+    if (sig == SIGILL)
+        text = "llm: this CPU lacks instructions that llm was built for: see README, `NATIVE=`\n";
+    (void)!write(STDERR_FILENO, text, strlen(text));
+    if (sig == SIGBUS) terminal_undo();
+    _exit(1);
+}
+__attribute__((constructor)) static void catch_faults(void) {
+    signal(SIGBUS, on_fault);
+    signal(SIGILL, on_fault);
 }
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
@@ -8218,7 +8264,7 @@ int main(int argc, char **argv) {
     Cli cli = {.failure = 2, .n_predict = -2,   // not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
-    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT, SIGBUS};
+    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};
     struct sigaction caught = {.sa_handler = on_signal, .sa_flags = SA_RESTART | SA_NODEFER};
     for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as behind nohup, stays so
         if (signal(signals[i], SIG_IGN) != SIG_IGN) sigaction(signals[i], &caught, NULL);

@@ -115,7 +115,8 @@ enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 6
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
-typedef struct { size_t n; char *bytes; } Code;   // malloc'ed; n 0: bytes are the compiler's errors
+// malloc'ed; n 0: bytes are the compiler's errors; kept: from a file, or that one was refused
+typedef struct { size_t n; char *bytes; bool kept; } Code;
 
 struct Device {
 #define X(name, types) int (*name) types;
@@ -130,7 +131,7 @@ struct Device {
 };
 
 // kernels.metal and quant.h as texts inside this program
-__asm__(".data\nkernels_text: .incbin \"kernels.metal\"\n.byte 0\n"
+__asm__(".data\n.weak kernels_text, quant_text\nkernels_text: .incbin \"kernels.metal\"\n.byte 0\n"
         "quant_text: .incbin \"quant.h\"\n.byte 0\n.previous\n");
 extern const char kernels_text[] __asm__("kernels_text"), quant_text[] __asm__("quant_text");
 
@@ -268,15 +269,15 @@ static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size)
     const char *texts[] = {g->device->arch, quant_text, kernels_text, source};
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
     uint64_t hash = 0xcbf29ce484222325;
-    bool own = cache && *cache;
-    if (!own && !home) return false;
+    bool own = cache && *cache == '/';
+    if (!own && !(home && *home == '/')) return false;
     for (size_t i = 0; i < COUNT(texts); i++)
         hash = hash_text(hash, (Str){texts[i], strlen(texts[i])});
     int n = snprintf(path, size, "%s%s", own ? cache : home, own ? "" : "/.cache");
     if (n > (int)size - 40) return false;
-    mkdir(path, 0777);
+    mkdir(path, 0700);
     n += snprintf(path + n, size - n, "/llm");
-    mkdir(path, 0777);
+    mkdir(path, 0700);
     snprintf(path + n, size - n, "/%016llx", (unsigned long long)hash);
     return true;
 }
@@ -289,7 +290,8 @@ static Code cuda_cached(const char *path) {   // empty if the file is missing or
         size_t n = file.size - sizeof hash;
         memcpy(&hash, file.base + n, sizeof hash);
         bool whole = hash == hash_text(0, (Str){(char *)file.base, n});
-        if (whole && (c.bytes = malloc(n))) memcpy(c.bytes, file.base, c.n = n);
+        c.kept = whole && (c.bytes = malloc(n));
+        if (c.kept) memcpy(c.bytes, file.base, c.n = n);
     }
     if (file.base) munmap(file.base, file.size);
     return c;
@@ -299,9 +301,10 @@ static void cuda_keep(const char *path, Code c) {   // the file gets its name wh
     char draft[600];
     uint64_t hash = hash_text(0, (Str){c.bytes, c.n});
     snprintf(draft, sizeof draft, "%s.%d", path, (int)getpid());
-    FILE *f = fopen(draft, "wb");
-    bool written = f && fwrite(c.bytes, c.n, 1, f) && fwrite(&hash, sizeof hash, 1, f);
-    if (f && (fclose(f) || !written || rename(draft, path))) unlink(draft);
+    int fd = open(draft, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW, 0600);
+    bool written = write(fd, c.bytes, c.n) == (ssize_t)c.n &&
+                   write(fd, &hash, sizeof hash) == sizeof hash;
+    if (fd >= 0 && (close(fd) || !written || rename(draft, path))) unlink(draft);
 }
 
 static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
@@ -316,7 +319,7 @@ static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
     if (g->pipeline[t.i].state) return;
     cuda_source(&g->pipeline[t.i], source);
     bool keeps = cuda_path(g, source, path, sizeof path);
-    if (keeps) *c = cuda_cached(path);
+    if (keeps && !c->kept) *c = cuda_cached(path);
     if (c->bytes || d->nvrtcCreateProgram(&program, source, "pipeline", 3, texts, names)) return;
     size_t size = 0;
     bool ok = !d->nvrtcCompileProgram(program, 4, options);
@@ -338,8 +341,15 @@ static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are n
         void *module;
         char name[64];
         if (p->state) continue;
+        int error = ok && c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
+        if (error && c->kept) {   // an image that the driver refuses is compiled anew
+            free(c->bytes);
+            *c = (Code){.kept = true};
+            cuda_compile((Task){.ctx = g, .i = i});
+            error = c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
+        }
         snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
-        ok = c->n ? ok && cuda(g, cuModuleLoadData, &module, c->bytes) &&
+        ok = c->n ? ok && cuda_check(g, error, "cuModuleLoadData") &&
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
                         (!p->d.constant[C_BUFFERS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES))

@@ -525,7 +525,7 @@ QUANT_INLINE void quant_put_scale(float *d, const quant_i *v, float D, int g, in
 }
 QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
     uint64_t lo = 0, hi = 0;
-    QUANT_UNROLL for (int i = 3; n == 8 && i >= 0; i--) {
+    if (n == 8) QUANT_UNROLL for (int i = 3; i >= 0; i--) {
         lo = lo << 16 | quant_u16(p + i * size);
         hi = hi << 16 | quant_u16(p + (4 + i) * size);
     }

@@ -2482,6 +2482,10 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
     {"{{ 'a'.split('b', 'c') }}", "!str instead of int"},
     {"{{ {}|dictsort(by='k') }}", "!'dictsort' takes no argument 'by'"},
     {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
+    {"{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l] %}{% endfor %}"
+     "{{ n.l|tojson }}", "!nested too deeply"},
+    {"{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l] %}{% endfor %}"
+     "{{ n.l == n.l }}", "!nested too deeply"},
     {"{% set s = 'a' * 99999 %}"
      "{% for i in range(400) %}{{ 'b' in s }}{% endfor %}{% for i in range(99999) %}"
      "{% for j in range(999) %}{{ 1 in [] }}{% endfor %}{% endfor %}", "!too many steps"},
@@ -2497,8 +2501,16 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
 static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
     {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
 
-static void test_chat_templates(void) {
-    setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
+static void *render_all(void *unused) {
+    static const char *const deep[][2] = {{"{{", " not"}, {"{{", "("}, {"{{", "["}, {"{{", " -"},
+        {"", "{% if 1 %}"}, {"{% if 0 %}", "{% elif 0 %}"}, {"{{", "0 if 1 else "}};
+    for (size_t i = 0; i < COUNT(deep); i++) {
+        char *text = need(40000), *end = stpcpy(text, deep[i][0]);
+        Error e = {""};
+        for (int k = 0; k < 3000; k++) end = stpcpy(end, deep[i][1]);
+        template_render(str(text), TALK, 4, NOTHING, NOTHING, -1, &(Rendered){0}, &e);
+        CHECK(strstr(e.text, "nested too deeply"), "3000 times %s: %s", deep[i][1], e.text);
+    }
     for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
         const char *text = TEMPLATES[i].text, *want = TEMPLATES[i].want;
         if (test.quick && strstr(text, "1000000")) continue;   // slow
@@ -2515,6 +2527,18 @@ static void test_chat_templates(void) {
         CHECK(right, "%s: %s%s", text, got, e.text);
         rendered_free(&r);
     }
+    return NULL;
+}
+
+static void test_chat_templates(void) {   // with as little stack as llm.c says that a call takes
+    pthread_t thread;
+    pthread_attr_t small;
+    setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, 512 << 10);
+    REQUIRE(!pthread_create(&thread, &small, render_all, NULL), "no thread");
+    pthread_join(thread, NULL);
+    pthread_attr_destroy(&small);
     unsetenv("SOURCE_DATE_EPOCH");
 }
 
@@ -3074,6 +3098,30 @@ static bool stop_early(void *ctx, int reused, int done, int n) {
 
 // Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
 // times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
+// what depends on the machine that llm runs on
+static void test_cli_machines(void) {
+    static const struct { const char *change; int cpus; } quotas[] = {   // of eight CPUs
+        {"mkdir -p proc/self $C/a/b $C/cpu,cpuacct", 8}, {"echo 0::/a/b >proc/self/cgroup", 8},
+        {"echo max 100000 >$C/a/b/cpu.max", 8}, {"echo 200001 100000 >$C/a/cpu.max", 3},
+        {"echo 1 100000 >$C/cpu.max", 1}, {"echo 4:cpu,cpuacct:/gone >proc/self/cgroup", 8},
+        {"cd $C/cpu,cpuacct; echo 99999 >cpu.cfs_period_us; echo 200000 >cpu.cfs_quota_us", 3},
+        {"echo -1 >$C/cpu,cpuacct/cpu.cfs_quota_us", 8}};
+    for (size_t i = 0; i < COUNT(quotas); i++) {
+        shell(text_of("cd $D; C=sys/fs/cgroup; %s", quotas[i].change));
+        int n = within_quota(test.dir, 8);
+        CHECK(n == quotas[i].cpus, "%s: %d CPUs", quotas[i].change, n);
+    }
+    int status = 0;
+    if (!fork()) {   // meets an instruction that this CPU lacks
+        dup2(open(scratch("err"), O_CREAT | O_TRUNC | O_WRONLY, 0600), STDERR_FILENO);
+        _exit(raise(SIGILL));
+    }
+    wait(&status);
+    const char *says = read_all(scratch("err"), NULL);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 &&
+          matches(says, "^llm: this CPU lacks[^\n]*\n$"), "status %d: '%s'", status, says);
+}
+
 static void test_cli_interrupt(void) {
     static const struct { const char *arguments, *typed; int status; } runs[] = {
         {"$S Once -n 100000000 -c 64 --temp 0", "", 130},
@@ -3880,8 +3928,23 @@ static void lab_break(Session *s, const char *name) {   // of a session that is 
     DRIVER(X)
 #undef X
 }
+
+static void check_cache(const Model *m) {   // images that the driver refuses are compiled anew
+    setenv("XDG_CACHE_HOME", test.dir, 1);
+    for (int run = 0; run < 3; run++) {
+        Session s;
+        glob_t files = {0};
+        bool ok = session_open(&s, m, (Options){0}, &(Error){""}) && s.gpu;
+        session_close(&s);
+        CHECK(ok && !glob(scratch("llm/*"), 0, NULL, &files), "run %d fails", run);
+        for (size_t i = 0; i < files.gl_pathc; i++)
+            cuda_keep(files.gl_pathv[i], (Code){64, need(64), false});
+        globfree(&files);
+    }
+}
 enum { BREAKS = 1 };
 #else
+static void check_cache(const Model *unused) {}
 static void lab_break(Session *unused, const char *method) { soft.broken = method; }
 enum { BREAKS = RECORDER };
 #endif
@@ -4921,6 +4984,7 @@ static void test_metal_failures(void) {
         CHECK(want ? says && !strcmp(says, want) : !says, "row %zu: %s", i, says ? says : "none");
     }
     check_counters();
+    check_cache(m);
 }
 
 #ifdef LLM_CUDA
@@ -5149,15 +5213,14 @@ static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size
     return true;
 }
 
-// Less deep than in template_render, as frames are large under AddressSanitizer, and within limits
-// that make a thousand runs a second.
+// within limits that make a thousand runs a second
 static bool fuzz_template(const Tokenizer *t, const uint8_t *data, size_t size) {
     static char block[1 << 20];
     Str text = {(const char *)data, size}, bos = {"<s>", 3}, eos = {"", 0};
     Rendered r = {0};
     Error e;
     Template run = {.e = &e, .steps = 50000, .memory = sizeof block / 2, .size = sizeof block / 2,
-                    .block = block, .depth = DEEPEST - 1000};
+                    .block = block};
     return template_run(&run, text, TALK, size % 5, bos, eos, (int)(size % 3) - 1, size % 2, &r);
 }
 
@@ -5269,7 +5332,7 @@ static const Test TESTS[] = {
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
-    T(cli_terminal) T(cli_typing) T(cli_logits) T(cli_interrupt)
+    T(cli_terminal) T(cli_typing) T(cli_logits) T(cli_interrupt) T(cli_machines)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
