@@ -7388,7 +7388,7 @@ static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
     size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
     char *more = room == t->room ? t->s : realloc(t->s, room);
     if (!more) return fail(&cli->e, "out of memory");
-    memmove(more + t->n, s, n);   // s may be a part of t
+    if (n) memmove(more + t->n, s, n);   // s may be a part of t; NULL of nothing
     *t = (Text){more, t->n + n, room};
     more[t->n] = 0;
     return true;
