@@ -7772,7 +7772,7 @@ static bool print_token(void *ctx, int32_t id) {
         cli->first = now();
         cli->header = false;
         cli->thinking = answer->n > 0;   // the template has opened its thoughts
-        if (!cli->dims) fwrite(answer->s, 1, answer->n, stdout);
+        if (!cli->dims && answer->n) fwrite(answer->s, 1, answer->n, stdout);
     }
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
     bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;

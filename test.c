@@ -2825,7 +2825,7 @@ static void test_cli_numbers(void) {
         double got = strtod(cli.out, &end);
         CHECK(fabs(got - z[i] / length) < 1e-6, "dense_3: %g at %d, not %g", got, i, z[i] / length);
     }
-    Cli pooled = {.m = *m, .ids.n = 1, .work = row};
+    Cli pooled = {.m = *m, .ids.n = 1, .work = need(4 * WIDTH * sizeof(double))};
     CHECK(!pool_row(&pooled, 0, noise_array(WIDTH, INFINITY)), "an embedding of infinite length");
 }
 
