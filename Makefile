@@ -44,7 +44,7 @@ run: llm
 # lines if -g1. valgrind does not know AVX-512, and takes long for multiply-adds: there are none.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN
-test_words: FLAGS = -O1 -DQUANT_WORDS -DLARGE_TILES
+test_words: FLAGS = -O1 -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
 test_book: FLAGS = -O2 -DLLM_PLAIN
 test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)

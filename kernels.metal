@@ -32,7 +32,9 @@
 // Rules: a pointer's type begins with its address space. Threadgroup memory comes as one argument,
 // `shared`. simd_* functions stand only where all lanes arrive together, barriers where all threads
 // do. Metal has no double: write 1.0f. A large number takes the place of infinity, because
-// exp(inf - inf) is NaN.
+// exp(inf - inf) is NaN. If arguments of one dispatch are the same memory, a number in it is read
+// and written by one thread only: Metal takes them for different memory. An array is in registers
+// only if all loops over it have a constant count, and what it is passed to is QUANT_INLINE.
 //
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
 // under "arguments" and its dispatch in metal.c, then add one line to KERNEL_TESTS in test.c.
@@ -182,6 +184,9 @@ extern __shared__ float4 shared_bytes[];
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
 using namespace metal;
+#if __METAL_VERSION__ >= 320
+#pragma METAL fp contract(fast)               // a product and a sum are one instruction
+#endif
 #define shared_memory threadgroup(0)          // elsewhere the word threadgroup is an empty macro
 #endif
 
@@ -262,7 +267,7 @@ enum {
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
-    NARROW_MAX = 256,                                 // largest in flash_attention, delta_rule
+    NARROW_MAX = 256, FLASH_NARROW = 96,              // largest in flash_attention, delta_rule
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
@@ -393,20 +398,20 @@ static inline int attention_floats(int heads, int head, int value, int nsg, int 
     return (heads + 1) * head + nsg * (SIMD_LANES / lanes) * heads * (value + 2);
 }
 
-// flash_attention: SIMD-groups that share the columns of wide heads; columns that are staged, whole
-// 16 x 16 matrices for each; halves from one row to the next (8 more, so that rows begin in
-// different banks); floats of threadgroup memory
-static inline int flash_split(int head, int value) {
-    return head > NARROW_MAX || value > NARROW_MAX ? FLASH_SIMDGROUPS : 1;
+// flash_attention: SIMD-groups that share the columns of wide heads (with one buffer, as on Apple's
+// GPUs, which have 128 registers, those above 96); columns that are staged, whole 16 x 16 matrices
+// for each; halves from one row to the next (8 more, so that rows begin in different banks); floats
+// of threadgroup memory
+static inline int flash_split(int head, int value, int buffers) {
+    int most = buffers > 1 ? NARROW_MAX : FLASH_NARROW;
+    return head > most || value > most ? FLASH_SIMDGROUPS : 1;
 }
-static inline int flash_cols(int head) {
-    int whole = head > NARROW_MAX ? 16 * FLASH_SIMDGROUPS : 16;
-    return div_up(head, whole) * whole;
-}
-static inline int flash_row(int head) { return flash_cols(head) + 8; }
+static inline int flash_cols(int dim, int split) { return div_up(dim, 16 * split) * 16 * split; }
+static inline int flash_row(int dim, int split) { return flash_cols(dim, split) + 8; }
 static inline int flash_floats(int head, int value, bool shares, int buffers) {
-    int one = flash_row(head > value ? head : value), both = flash_row(head) + flash_row(value);
-    int row = shares ? buffers * flash_row(head) : buffers > 1 ? 2 * both : one;
+    int split = flash_split(head, value, buffers);
+    int k = flash_row(head, split), v = flash_row(value, split), one = k > v ? k : v;
+    int row = shares ? buffers * k : buffers > 1 ? 2 * (k + v) : one;
     return FLASH_SIMDGROUPS * FLASH_OWN + FLASH_KEYS / 2 * row;
 }
 
@@ -436,39 +441,39 @@ FUNCTION_CONSTANTS(X)
 #ifndef __CUDACC__
 typedef struct { simdgroup_half8x8 m[4]; } half16x16;
 typedef struct { simdgroup_float8x8 m[4]; } float16x16;
-static inline void load_left(thread half16x16 *a, threadgroup const half *p, int stride) {
+QUANT_INLINE void load_left(thread half16x16 *a, threadgroup const half *p, int stride) {
     QUANT_UNROLL for (int i = 0; i < 4; i++)
         simdgroup_load(a->m[i], p + i / 2 * 8 * stride + i % 2 * 8, stride);
 }
-static inline void load_right(thread half16x16 *b, threadgroup const half *p, int stride,
+QUANT_INLINE void load_right(thread half16x16 *b, threadgroup const half *p, int stride,
         bool turned) {
     QUANT_UNROLL for (int i = 0; i < 4; i++) {
         int row = turned ? i % 2 : i / 2, col = turned ? i / 2 : i % 2;
         simdgroup_load(b->m[i], p + row * 8 * stride + col * 8, stride, 0, turned);
     }
 }
-static inline void zero16(thread float16x16 *c) {
+QUANT_INLINE void zero16(thread float16x16 *c) {
     QUANT_UNROLL for (int i = 0; i < 4; i++) c->m[i] = simdgroup_float8x8(0.0f);
 }
-static inline void multiply16(thread float16x16 *c, thread const half16x16 *a,
+QUANT_INLINE void multiply16(thread float16x16 *c, thread const half16x16 *a,
         thread const half16x16 *b) {
     QUANT_UNROLL for (int k = 0; k < 2; k++)
         QUANT_UNROLL for (int i = 0; i < 4; i++)
             simdgroup_multiply_accumulate(c->m[i], a->m[i / 2 * 2 + k], b->m[2 * k + i % 2],
                                           c->m[i]);
 }
-static inline void scale16(thread float16x16 *c, threadgroup const float *diagonals) {
+QUANT_INLINE void scale16(thread float16x16 *c, threadgroup const float *diagonals) {
     simdgroup_float8x8 d;
     QUANT_UNROLL for (int i = 0; i < 4; i++) {
         simdgroup_load(d, diagonals + i / 2 * 64, 8);
         simdgroup_multiply(c->m[i], d, c->m[i]);
     }
 }
-static inline void store16(thread const float16x16 *c, threadgroup float *p, int stride) {
+QUANT_INLINE void store16(thread const float16x16 *c, threadgroup float *p, int stride) {
     QUANT_UNROLL for (int i = 0; i < 4; i++)
         simdgroup_store(c->m[i], p + i / 2 * 8 * stride + i % 2 * 8, stride);
 }
-static inline void store_halves(threadgroup half *to, thread const float *v) {
+QUANT_INLINE void store_halves(threadgroup half *to, thread const float *v) {
     for (int i = 0; i < 8; i += 4) {
         half4 h = {(half)v[i], (half)v[i + 1], (half)v[i + 2], (half)v[i + 3]};
         *(threadgroup half4 *)(to + i) = h;
@@ -504,8 +509,6 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
     }
 }
 
-static inline float group_code(thread const uint *q, int i) { return quant_code(q[i / 4], i % 4); }
-
 // What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
 // the most that code + bias can be; whether a block is one group, so that its decoder is short
 #define X(id, name, weights, bytes, per16, bias) format == id ? bias :
@@ -519,21 +522,26 @@ static inline int format_most(int format) { return QUANT_TYPES(X) 128; }
 static inline bool format_short(int format) { return QUANT_TYPES(X) false; }
 #undef X
 
-// A byte u below 128 needs no conversion: behind the upper bits of 2.0, it is the float 2 + u / 64.
-// So gemv takes code c as u = (c + bias) << shift, as near_zero + c * near_unit. It is not as exact
-// as c, least for a small shift: a format whose near_shift is 0 or -1 keeps its codes.
+// In CUDA a byte u below 128 needs no conversion: behind the upper bits of 2.0, it is the float
+// 2 + u / 64. So gemv takes code c as u = (c + bias) << shift, as near_zero + c * near_unit. It is
+// not as exact as c, least for a small shift: a format whose near_shift is 0 or -1 keeps its codes.
+#if defined(__CUDACC__) || defined(LARGE_TILES)
+enum { TAKES_NEAR = 1 };
+#else
+enum { TAKES_NEAR = 0 };
+#endif
 static inline int near_shift(int format) {
     int shift = -1;
-    while (format_most(format) << (shift + 1) < 128) shift++;
+    while (TAKES_NEAR && format_most(format) << (shift + 1) < 128) shift++;
     return shift;
 }
 static inline float near_unit(int format) { return (float)(1 << near_shift(format)) / 64.0f; }
 static inline float near_zero(int format) { return 2.0f + format_bias(format) * near_unit(format); }
-static inline float near_code(int format, thread const uint *q, int i) {
-    uint u = q[i / 4], bias = format_bias(format);
-    if (near_shift(format) < 1) return group_code(q, i);
+QUANT_INLINE void near_codes(int format, uint word, thread float *c) {   // the four in a word
+    uint bias = format_bias(format), u = word;
+    if (near_shift(format) < 1) return quant_as_floats(word, bias, c);
     if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101;   // c + bias; no byte borrows
-    return quant_near(u << near_shift(format), i % 4);
+    QUANT_UNROLL for (int i = 0; i < 4; i++) c[i] = quant_near(u << near_shift(format), i);
 }
 
 static inline bool format_float(int format) {
@@ -578,7 +586,11 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     uint q[8];
     float d[2], m[2];
     group_decode(format, row, g, q, d, m);
-    QUANT_UNROLL for (int i = 0; i < 32; i++) w[i] = d[i / 16] * group_code(q, i) + m[i / 16];
+    QUANT_UNROLL for (int j = 0; j < 8; j++) {
+        float c[4];
+        quant_as_floats(q[j], format_bias(format), c);
+        QUANT_UNROLL for (int e = 0; e < 4; e++) w[4 * j + e] = d[j / 4] * c[e] + m[j / 4];
+    }
 }
 
 // The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may be
@@ -710,8 +722,11 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             float dot[2] = {0.0f, 0.0f};
             if (format_short(format))
                 group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q[r], d[r], m[r]);
-            QUANT_UNROLL for (int i = 0; i < 32; i++)
-                dot[i / 16] += near_code(format, q[r], i) * v[i / 4][i % 4];
+            QUANT_UNROLL for (int j = 0; j < 8; j++) {
+                float c[4];
+                near_codes(format, q[r][j], c);
+                QUANT_UNROLL for (int e = 0; e < 4; e++) dot[j / 4] += c[e] * v[j][e];
+            }
             for (int h = 0; h < 2 && near_shift(format) > 0; h++)
                 dot[h] = (dot[h] - near_zero(format) * xsum[h]) / near_unit(format);
             sum[r] += d[r][0] * dot[0] + d[r][1] * dot[1];
@@ -841,7 +856,7 @@ kernel void halve(device const float *x, device half *to, device float *powers,
     top = simd_max(top);
     if (lane == 0) shared[sg] = top;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // each SIMD-group's is there
-    int power = min(ilogb(simd_max(lane < nsg ? shared[lane] : 0.0f)), 120) - 14;
+    int power = max(-120, min(ilogb(simd_max(lane < nsg ? shared[lane] : 0.0f)), 120)) - 14;
     float shrink = ldexp(1.0f, -power);
     if (tid == 0) powers[tg] = ldexp(1.0f, power);
     for (int i = 4 * (int)tid; i < half_step(a->cols); i += 4 * SIMD_LANES * nsg) {
@@ -964,42 +979,51 @@ static inline int pair_index(int p, int which, int n_rot) {
     return apart ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
+// A lane has pairs lane, lane + 32, .. of a head: how many numbers, the pair of number i, and
+// whether it is inside the head
+static inline int lane_numbers(void) { return 2 * div_up(HEAD_DIM / 2, SIMD_LANES); }
+static inline int lane_pair(int i, uint lane) { return (int)lane + i / 2 * SIMD_LANES; }
+static inline bool pair_inside(int i, uint lane) { return lane_pair(i, lane) < HEAD_DIM / 2; }
+
 // from a head's query to the next one's; if GATED, the head's gate is between them
 static inline int query_step(void) { return GATED ? 2 * HEAD_DIM : HEAD_DIM; }
 
 // Norms one head of Q (which = 0) or K, whose pairs are in v as in head_rope: RMSNorm, or LayerNorm
 // if CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each head has its own.
-static inline void head_norm(int which, int head, device const float *w, device const float *bias,
+QUANT_INLINE void head_norm(int which, int head, device const float *w, device const float *bias,
         constant struct attention_args *a, uint lane, thread float *v) {
     float mean = 0.0f, square = 0.0f;
     int own = head * (which ? a->k_step : a->q_step);
     if (!(QK_NORMED >> which & 1)) return;
-    for (int p = lane, i = 0; CENTRED && p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-        mean += v[i] + v[i + 1];
-    if (CENTRED) mean = simd_sum(mean) / (float)HEAD_DIM;
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-        for (int j = 0; j < 2; j++) square += (v[i + j] - mean) * (v[i + j] - mean);
+    QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
+        if (pair_inside(i, lane)) mean += v[i];
+    mean = CENTRED ? simd_sum(mean) / (float)HEAD_DIM : 0.0f;
+    QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
+        if (pair_inside(i, lane)) square += (v[i] - mean) * (v[i] - mean);
     float scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-        for (int j = 0; j < 2; j++) {
-            int at = own + pair_index(p, j, a->n_rot);
-            v[i + j] = (v[i + j] - mean) * scale * w[at];
-            if (BIASES >> which & 1) v[i + j] += bias[at];
-        }
+    QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++) {
+        int at = own + pair_index(lane_pair(i, lane), i % 2, a->n_rot);
+        if (!pair_inside(i, lane)) continue;
+        v[i] = (v[i] - mean) * scale * w[at];
+        if (BIASES >> which & 1) v[i] += bias[at];
+    }
 }
 
 // QK norm and RoPE of one head by one SIMD-group. Lane l gets pairs l, l + 32, ... in v, each of
 // them rotated: (x0 * cos - x1 * sin, x0 * sin + x1 * cos). angles[n_rot / 2][2] are the cosine and
 // sine of each pair's angle, from the host. Where qk_norm has run, it has applied the limit.
-static inline void head_rope(int which, int head, device const float *x, device const float *w,
+QUANT_INLINE void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
     float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-        for (int j = 0; j < 2; j++) v[i + j] = limited(x[pair_index(p, j, a->n_rot)], limit);
+    QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
+        if (pair_inside(i, lane))
+            v[i] = limited(x[pair_index(lane_pair(i, lane), i % 2, a->n_rot)], limit);
     if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
     int pairs = PAIRING == ROPE_NONE ? 0 : a->n_rot / 2;
-    for (int p = lane, i = 0; p < pairs; p += SIMD_LANES, i += 2) {
+    QUANT_UNROLL for (int i = 0; i < lane_numbers(); i += 2) {
+        int p = lane_pair(i, lane);
+        if (p >= pairs) continue;
         float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;
@@ -1091,7 +1115,7 @@ static inline bool lane_has(int e, int dim, uint lane) {
 
 // Adds n rows, of which the lane has the quads k[n][quads] and v[n][quads]. A row that is not
 // `seen` is ignored. The products of the n rows overlap, and o is rescaled once for all of them.
-static inline void softmax_add(int n, thread const half4 *k, thread const half4 *v,
+QUANT_INLINE void softmax_add(int n, thread const half4 *k, thread const half4 *v,
         thread const int *seen, thread const int *far, float slope,
         constant struct attention_args *a, thread struct softmax_state *state) {
     float s[ATTENTION_ROWS], top = state->m;
@@ -1119,7 +1143,7 @@ static inline void softmax_add(int n, thread const half4 *k, thread const half4 
 // are loaded first, and tell which rows are seen; then all keys and values are loaded at once. A
 // row that is not seen may hold anything, even NaN, so a row that is seen is read in its place. Row
 // `slot` is left out: this dispatch writes it, perhaps at this moment.
-static inline void attention_rows(device const half *k, device const half *v,
+QUANT_INLINE void attention_rows(device const half *k, device const half *v,
         device const int *pos_k, int pos, int slot, int r0, int used, thread const float *slopes,
         constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
     int r = r0 + (int)lane % attention_step(ROW_LANES), seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
@@ -1145,7 +1169,7 @@ static inline void attention_rows(device const half *k, device const half *v,
 }
 
 // adds the newest key and value, which may not be in their row yet
-static inline void attention_newest(threadgroup const float *k, device const float *v, int pos,
+QUANT_INLINE void attention_newest(threadgroup const float *k, device const float *v, int pos,
         constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
     half4 ks[QUADS_MAX], vs[QUADS_MAX];
     int seen = (int)lane < ROW_LANES && visible(pos, pos, a), far = 0;
@@ -1161,7 +1185,7 @@ static inline void attention_newest(threadgroup const float *k, device const flo
 // Merges, through threadgroup memory, the parts of lanes and SIMD-groups that had different rows.
 // The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and sum of each
 // head and slice go to out[n_head][slices][VALUE_DIM + 2].
-static inline void attention_output(thread struct softmax_state *state, threadgroup float *shared,
+QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgroup float *shared,
         device const float *q, device const float *sinks, device float *out, int head, int heads,
         int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
     int all = nsg * (SIMD_LANES / ROW_LANES) * QUERY_HEADS;
@@ -1229,8 +1253,8 @@ kernel void attention(device const float *v_new, device const float *angles,   /
         float y[HEAD_MAX / SIMD_LANES];
         head_rope(key, h, key ? k_new : q + h * query_step(), key ? k_norm : q_norm,
                   key ? k_bias : q_bias, angles, a, lane, y);
-        for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-            for (int j = 0; j < 2; j++) to[pair_index(p, j, a->n_rot)] = y[i + j];
+        QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
+            if (pair_inside(i, lane)) to[pair_index(lane_pair(i, lane), i % 2, a->n_rot)] = y[i];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
     float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
@@ -1439,16 +1463,17 @@ static inline void fetch_group(int format, thread const struct gemm_tile *t, int
 static inline void stage_group(int format, thread const struct weight_group *g, uint tid,
         threadgroup half *ws) {
     if (format_float(format)) return;
-    QUANT_UNROLL for (int j = 0; j < 32; j += 8) {
+    QUANT_UNROLL for (int j = 0; j < 4; j++) {
         float v[8];
-        QUANT_UNROLL for (int e = 0; e < 8; e++)
-            v[e] = g->d[j / 16] * group_code(g->q, j + e) + g->m[j / 16];
-        store_halves(ws + tid / 2 * GEMM_STRIDE + tid % 2 * 32 + j, v);
+        quant_as_floats(g->q[2 * j], format_bias(format), v);
+        quant_as_floats(g->q[2 * j + 1], format_bias(format), v + 4);
+        QUANT_UNROLL for (int e = 0; e < 8; e++) v[e] = g->d[j / 2] * v[e] + g->m[j / 2];
+        store_halves(ws + tid / 2 * GEMM_STRIDE + tid % 2 * 32 + 8 * j, v);
     }
 }
 
 // c += xs times ws transposed, for the SIMD-group's matrices
-static inline void tile_multiply(threadgroup const half *xs, threadgroup const half *ws, uint sg,
+QUANT_INLINE void tile_multiply(threadgroup const half *xs, threadgroup const half *ws, uint sg,
         thread float16x16 *c) {
     half16x16 x, w[2];
     xs += tile_token(sg) * GEMM_STRIDE;
@@ -1586,12 +1611,12 @@ kernel void rope(device const float *v_new, device const float *angles,
     angles += (ulong)t * a->n_rot;
     if (query) head_rope(0, h, q, q_norm, q_bias, angles, a, lane, y);
     else head_rope(1, kv, k_new, k_norm, k_bias, angles, a, lane, y);
-    for (int p = lane, i = 0; p < HEAD_DIM / 2; p += SIMD_LANES, i += 2)
-        for (int j = 0; j < 2; j++) {
-            int at = pair_index(p, j, a->n_rot);
-            if (query) q[at] = y[i + j] * scale;
-            else k[row * HEAD_DIM + at] = cached_key(y[i + j], v_new, at, a);
-        }
+    QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++) {
+        int at = pair_index(lane_pair(i, lane), i % 2, a->n_rot);
+        if (!pair_inside(i, lane)) continue;
+        if (query) q[at] = y[i] * scale;
+        else k[row * HEAD_DIM + at] = cached_key(y[i], v_new, at, a);
+    }
 }
 
 // The first tile after that at r0 in which some query sees a key. *key becomes the position in its
@@ -1610,16 +1635,19 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
     return r0;
 }
 
+static inline int flash_parts(void) { return flash_split(HEAD_DIM, VALUE_DIM, BUFFERS); }
+
 // tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows,
 // which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
 static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
-    const int across = flash_cols(dim) / 8, count = div_up(across * FLASH_KEYS, FLASH_THREADS);
+    const int across = flash_cols(dim, flash_parts()) / 8;
+    const int count = div_up(across * FLASH_KEYS, FLASH_THREADS);
     QUANT_UNROLL for (int j = 0; j < count; j++) {
         int i = (int)tid + j * FLASH_THREADS, e = i % across * 8;
         int r = min(i / across, FLASH_KEYS - 1);
         bool empty = simd_shuffle(key, r) < 0 || e >= dim;
-        threadgroup half *to = tile + r * flash_row(dim) + e;
+        threadgroup half *to = tile + r * flash_row(dim, flash_parts()) + e;
         device const half *at = from + (ulong)(r0 + r) * dim + e;
         if (i >= across * FLASH_KEYS) continue;
         if (!empty && dim % 8 == 0) {
@@ -1636,7 +1664,6 @@ static inline void flash_copy(device const half *from, int dim, int r0, int key,
 
 // Does a tile of keys hold the values, too? In latent attention a value is the start of its key.
 static inline bool flash_shares(void) { return VALUE_STEP != VALUE_DIM; }
-static inline int flash_parts(void) { return flash_split(HEAD_DIM, VALUE_DIM); }
 
 // waits for the threads that have parts of the same queries
 static inline void flash_barrier(void) {
@@ -1698,8 +1725,10 @@ kernel void flash_attention(device const float *q, device const half *k, device 
         device const int *pos_k, device const int *now, device const float *slopes,
         device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
     const int split = flash_parts(), queries = FLASH_QUERIES / split;
-    const int wide = flash_cols(HEAD_DIM) / split, deep = flash_cols(VALUE_DIM) / split;
-    const int key_row = flash_row(HEAD_DIM), row = flash_shares() ? key_row : flash_row(VALUE_DIM);
+    const int wide = flash_cols(HEAD_DIM, split) / split;
+    const int deep = flash_cols(VALUE_DIM, split) / split;
+    const int key_row = flash_row(HEAD_DIM, split);
+    const int row = flash_shares() ? key_row : flash_row(VALUE_DIM, split);
     const int behind = BUFFERS > 1 && !flash_shares() ? FLASH_KEYS * key_row : 0;
     const int size = BUFFERS > 1 ? behind + FLASH_KEYS * row : 0;
     threadgroup float *scores = shared + sg * FLASH_OWN;              // and diagonals[2][8][8]
@@ -2023,7 +2052,7 @@ struct delta_input {
 };
 
 // k, q, v, alpha, beta and z are those of the first token; `count` are left
-static inline void delta_load(device const float *k, device const float *q, device const float *v,
+QUANT_INLINE void delta_load(device const float *k, device const float *q, device const float *v,
         device const float *alpha, device const float *beta, device const float *z, int step,
         int count, uint sg, uint lane, constant struct delta_args *a,
         thread struct delta_input *in) {

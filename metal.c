@@ -20,7 +20,7 @@ enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10 };
 #else
 enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10 };
 #endif
-enum { MAX_PIPELINES = 256, MAX_BOUND = 16, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
+enum { MAX_PIPELINES = 256, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
 
@@ -44,7 +44,7 @@ typedef struct Gpu {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
     size_t longest;             // bytes that a buffer may have
-    Pool *pool;                 // the session's, for CUDA's compiler
+    Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
     uint16_t *halves;           // [rows][half_step of an input], which gemm reads
@@ -332,7 +332,7 @@ static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
     if (c->n && keeps) cuda_keep(path, *c);
 }
 
-static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are not loaded
+static bool device_ready(Gpu *g) {   // compiles and loads all variants that are not loaded
     bool ok = true;
     parallel(g->pool, cuda_compile, g, NULL, g->n_pipelines);
     for (int i = 0; i < g->n_pipelines; i++) {
@@ -360,10 +360,9 @@ static bool cuda_ready(Gpu *g) {   // compiles and loads all variants that are n
     return ok;
 }
 
-static bool device_pipeline(Gpu *g, Variant *p) {   // cuda_ready compiles it
-    bool own = p->d.constant[C_UNIT_ROWS] || p->d.constant[C_BUFFERS];
-    p->threads = p->d.threads > 256 ? 1024 : own ? p->d.threads : 256;
-    return (void)g, true;
+static size_t device_threads(const Dispatch *d) {   // what a variant is compiled for
+    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS];
+    return d->threads > 256 ? 1024 : own ? d->threads : 256;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -399,7 +398,6 @@ static bool device_wait(Gpu *g) {
 
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
     Bound x;
-    if (!p->state && !cuda_ready(g)) return;
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
     memcpy(x.bytes, a, n);
@@ -427,6 +425,8 @@ static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
     cuda(g, cuMemcpyDtoDAsync_v2, device_address(g, to), device_address(g, from), bytes,
          g->device->stream);
 }
+
+static void device_keep(Gpu *g) { (void)g; }   // its memory is its own
 #else
 // ---- Apple: Objective-C, by hand ----
 //
@@ -462,7 +462,11 @@ void objc_autoreleasePoolPop(void *);
     X(max_threads, "maxTotalThreadsPerThreadgroup", size_t) \
     X(share_pages, "newBufferWithBytesNoCopy:length:options:deallocator:", id, \
       void *, size_t, size_t, id) \
-    X(commands, "commandBuffer", id) X(encoder, "computeCommandEncoder", id) \
+    X(new_residency, "newResidencySetWithDescriptor:error:", id, id, id *) \
+    X(add_allocation, "addAllocation:", void, id) X(request, "requestResidency", void) \
+    X(add_residency, "addResidencySet:", void, id) \
+    X(commands, "commandBufferWithUnretainedReferences", id) \
+    X(encoder, "computeCommandEncoder", id) \
     X(set_pipeline, "setComputePipelineState:", void, id) \
     X(set_buffer, "setBuffer:offset:atIndex:", void, id, size_t, size_t) \
     X(set_bytes, "setBytes:length:atIndex:", void, const void *, size_t, size_t) \
@@ -505,6 +509,11 @@ struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
     void *pool;                 // autorelease pool of device_open, or of a pass
+    id error[MAX_PIPELINES];    // why a variant does not compile, retained
+    // what the encoder has: a message costs 50 ns, and a token would need some 3,000
+    const char *bound[MAX_BOUND + 1];
+    const Variant *variant;
+    size_t shared;
 };
 
 // gpu_fail, with an NSError
@@ -529,7 +538,9 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     id text = send(string, objc_getClass("NSString"), metal_source);
     id options = send(make, objc_getClass("MTLCompileOptions"));
     send(set_fast_math, options, false);   // the kernels must tell NaN from numbers
+    if (isatty(2)) show_progress("compiling the GPU's kernels");
     d->library = send(new_library, d->device, text, options, &error);
+    if (isatty(2)) show_progress("");
     send(release, options);
     return d->library || metal_fail(g, "kernels.metal", error);   // error is also set by warnings
 }
@@ -561,19 +572,39 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
     return s->buffer != NULL;
 }
 
-static bool device_pipeline(Gpu *g, Variant *p) {
-    id error = NULL, name = send(string, objc_getClass("NSString"), p->d.kernel);
+static size_t device_threads(const Dispatch *d) { return d->threads; }   // until it is compiled
+
+static void metal_compile(Task t) {   // variant number t.i, if it is not compiled
+    Gpu *g = t.ctx;
+    Variant *p = &g->pipeline[t.i];
+    id error = NULL;
+    if (p->state) return;
+    void *pool = objc_autoreleasePoolPush();   // the thread's
+    id name = send(string, objc_getClass("NSString"), p->d.kernel);
     id values = send(make, objc_getClass("MTLFunctionConstantValues"));
     for (size_t i = 0; i < N_CONSTANTS; i++)
         send(set_constant, values, &p->d.constant[i], MTLDataTypeInt, i);
     id function = send(new_function, g->device->library, name, values, &error);
     p->state = function ? send(new_pipeline, g->device->device, function, &error) : NULL;
+    if (!p->state) g->device->error[t.i] = send(retain, error);
     send(release, function);
     send(release, values);
-    if (!p->state) return metal_fail(g, p->d.kernel, error);
-    if (send(simd_width, p->state) != SIMD_LANES) gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
-    p->threads = send(max_threads, p->state);
-    return true;
+    objc_autoreleasePoolPop(pool);
+}
+
+static bool device_ready(Gpu *g) {   // compiles all variants that are not compiled
+    parallel(g->pool, metal_compile, g, NULL, g->n_pipelines);
+    for (int i = 0; i < g->n_pipelines; i++) {
+        Variant *p = &g->pipeline[i];
+        id *error = &g->device->error[i];
+        if (!p->state) metal_fail(g, p->d.kernel, *error);
+        else if (send(simd_width, p->state) != SIMD_LANES)
+            gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
+        send(release, *error);
+        *error = NULL;
+        p->threads = send(max_threads, p->state);
+    }
+    return !g->why[0];
 }
 
 static void metal_commit(Gpu *g) {
@@ -589,6 +620,9 @@ static void device_begin(Gpu *g) {   // one more command buffer
     metal_commit(g);
     id commands = send(commands, d->queue);
     d->encoder = send(encoder, commands);
+    memset(d->bound, 0, sizeof d->bound);
+    d->variant = NULL;
+    d->shared = 0;
     if (d->encoder) d->commands[d->n_commands++] = commands;
     else gpu_fail(g, "no command encoder", NULL);
 }
@@ -610,15 +644,21 @@ static bool device_wait(Gpu *g) {
 }
 
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
-    id encoder = g->device->encoder;
-    send(set_pipeline, encoder, p->state);
+    Device *device = g->device;
+    id encoder = device->encoder;
+    size_t shared = d->shared ? 16 * div_up(d->shared, 4) : 16;   // Metal wants some
+    if (p != device->variant) send(set_pipeline, encoder, p->state);
+    device->variant = p;
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants one
         const Shared *at = gpu_find(g, from);
-        send(set_buffer, encoder, at->buffer, from - at->base, i);
+        if (from != device->bound[i]) send(set_buffer, encoder, at->buffer, from - at->base, i);
+        device->bound[i] = from;
     }
     send(set_bytes, encoder, a, n, d->n);
-    send(set_shared, encoder, d->shared ? 16 * div_up(d->shared, 4) : 16, 0);   // Metal wants some
+    device->bound[d->n] = NULL;
+    if (shared != device->shared) send(set_shared, encoder, shared, 0);
+    device->shared = shared;
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
@@ -635,6 +675,19 @@ static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {   //
     send(copy, d->encoder, a->buffer, (const char *)from - a->base, b->buffer,
          (char *)to - b->base, bytes);
 }
+
+// Keeps all buffers wired, or gigabytes may have to be wired anew after a pause. Before macOS 15
+// there is no such class, and messages to nil do nothing.
+static void device_keep(Gpu *g) {
+    id error = NULL, descriptor = send(make, objc_getClass("MTLResidencySetDescriptor"));
+    id set = descriptor ? send(new_residency, g->device->device, descriptor, &error) : NULL;
+    for (int i = 0; i < g->n_shared; i++) send(add_allocation, set, g->shared[i].buffer);
+    send(commit, set);
+    send(request, set);
+    if (set) send(add_residency, g->device->queue, set);
+    send(release, set);
+    send(release, descriptor);
+}
 #endif
 
 // ---- what is the same on both ----
@@ -650,17 +703,25 @@ static bool gpu_share(Gpu *g, Map map, bool filled) {
     return ok;
 }
 
-// the variant of d's kernel with d's function constants; it is made when it is first asked for
+// the variant of d's kernel with d's function constants; gpu_ready compiles it
 static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
     Variant *p = g->pipeline, *end = p + g->n_pipelines;
     for (; p < end; p++)
         if (!strcmp(p->d.kernel, d->kernel) &&
             !memcmp(p->d.constant, d->constant, sizeof d->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    *p = (Variant){*d, 0, NULL};
-    if (!device_pipeline(g, p)) return NULL;
+    *p = (Variant){*d, device_threads(d), NULL};
     g->n_pipelines++;
     return p;
+}
+
+// Is this variant compiled? If not, all that are missing are, on all threads.
+static bool gpu_ready(Gpu *g, const Variant *p) {
+    if (p->state) return true;
+    if (isatty(2)) show_progress("compiling the GPU's kernels");
+    bool ok = device_ready(g);
+    if (isatty(2)) show_progress("");
+    return ok;
 }
 
 // Also called after a failure, which it prints in one line; without s->gpu the CPU does the work.
@@ -677,9 +738,12 @@ static void gpu_close(Session *s) {
 
 static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t size) {
     const Variant *p = g->why[0] ? NULL : gpu_pipeline(g, d);
-    if (!p) return;
-    if (d->threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
-    else if (!g->dry) device_dispatch(g, p, d, args, size);
+    Dispatch fits = *d;
+    if (!p || g->dry || !gpu_ready(g, p)) return;
+    if (d->threads > p->threads && !strcmp(d->kernel, "sort_choices"))   // it takes any number
+        fits.threads = p->threads / SIMD_LANES * SIMD_LANES;
+    if (fits.threads > p->threads) gpu_fail(g, "it has too few threads for a kernel", NULL);
+    else device_dispatch(g, p, &fits, args, size);
 }
 
 // gpu_dispatch of a Dispatch with these fields
@@ -941,10 +1005,11 @@ static void run_attention(Session *s, const Layer *w, int n) {
     if (!own) b.n_kv = 0;
     if (!fused && !latent)
         run_part(g, d, &b, "rope", 0, 12, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
-    int queries = FLASH_QUERIES / flash_split(w->hd, w->vd), buffers = TILE_BUFFERS, shared;
+    int buffers = TILE_BUFFERS, shared;
     do shared = flash_floats(w->hd, w->vd, latent, buffers);
     while (shared > SHARED_BYTES / 4 && --buffers);
     if (n >= FLASH_MIN && buffers) {
+        int queries = FLASH_QUERIES / flash_split(w->hd, w->vd, buffers);
         d.constant[C_BUFFERS] = buffers;
         run_part(g, d, &a, "flash_attention", 7, 8, (size_t)div_up(n, queries) * w->n_head,
                  FLASH_THREADS, shared);
@@ -1178,7 +1243,7 @@ static bool run_block(Session *s, const Layer *w) {
         bind_matrix(&d, a.w, i, m[i], NO_BIAS, false);
     }
     const Variant *p = fits ? gpu_pipeline(s->gpu, &d) : NULL;
-    if (!p || p->threads < BLOCK_THREADS) return false;   // the compiler may allow fewer threads
+    if (!p || !gpu_ready(s->gpu, p) || p->threads < BLOCK_THREADS) return false;
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
     return true;
 }
@@ -1286,7 +1351,8 @@ static void run_layers(Session *s, int n) {
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &m->layers[s->l], n);
         // the GPU begins on these layers while the next are encoded
-        if (n > 1 && (s->l + 1) % split == 0) device_begin(s->gpu);
+        int done = s->l + 1;
+        if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
     }
 }
 
@@ -1444,9 +1510,9 @@ static bool share_all(Session *s) {
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
-// Makes the variants that a chunk, few tokens, and a token far on need, by encoding these passes
-// dry: nothing runs. (CUDA compiles the variants later, all together at the first launch.) Then it
-// runs one token, whose row no query ever sees; this brings the weights into memory.
+// Finds the variants that a chunk, few tokens, and a token far on need, by encoding these passes
+// dry: nothing runs; all are compiled together at the first dispatch that does. Then it runs one
+// token, whose row no query ever sees; this brings the weights into memory.
 static void warm_up(Session *s) {
     int n[] = {s->o.chunk, 512, 65, 64, 32, 2, 1, 1}, last = COUNT(n) - 1;
     for (int i = 0; s->gpu && i <= last; i++) {
@@ -1513,6 +1579,7 @@ static int gpu_chunk(Session *s) {
 static void gpu_open(Session *s) {
     if (!share_all(s)) return gpu_close(s);
     device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
+    device_keep(s->gpu);
     device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     warm_up(s);
 }

@@ -67,7 +67,7 @@
 #define QUANT_CONSTANT constant
 #define QUANT_TABLE constant
 #define QUANT_INLINE static inline __attribute__((always_inline))
-#define QUANT_UNROLL _Pragma("unroll")
+#define QUANT_UNROLL _Pragma("clang loop unroll(full)")   // also once function constants are known
 #else
 #if defined(__CUDACC__)
 #define QUANT_WORDS
@@ -154,13 +154,15 @@ QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, i
     return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
-// quant_code: byte i of a word, which is a code; quant_near: 2 + b / 64 for a byte b in 0..127;
-// quant_from_bits: a float from its bits; quant_f16_to_f32: half to float, exactly. CUDA adds
-// faster than it converts: 0x4b000000 | b, as bits of a float, is 2^23 + b.
+// quant_as_floats: c[4] = the codes in a word, of a format whose codes plus `bias` are never
+// negative; quant_near: 2 + b / 64 for byte i of a word, b in 0..127; quant_from_bits: a float from
+// its bits; quant_f16_to_f32: half to float, exactly.
 #if defined(__CUDACC__)
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return __uint_as_float(bits); }
-QUANT_INLINE float quant_code(uint32_t v, int i) {
-    return quant_from_bits(__byte_perm(v ^ 0x80808080, 0x4b000000, 0x7440 + i)) - 8388736.0f;
+// CUDA adds faster than it converts: 0x4b000000 | b, as bits of a float, is 2^23 + b.
+QUANT_INLINE void quant_as_floats(uint32_t v, int bias, float *c) {
+    QUANT_UNROLL for (int i = 0; i < 4; i++)
+        c[i] = quant_from_bits(__byte_perm(v ^ 0x80808080, 0x4b000000, 0x7440 + i)) - 8388736.0f;
 }
 QUANT_INLINE float quant_near(uint32_t v, int i) {
     return quant_from_bits(__byte_perm(v, 0x40000000, 0x7044 + 0x100 * i));
@@ -169,11 +171,27 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
     return __half2float(__ushort_as_half((unsigned short)h));
 }
 #else
-QUANT_INLINE float quant_code(uint32_t v, int i) { return (float)(int8_t)(v >> 8 * i & 255); }
 #if defined(__METAL_VERSION__)
+// To Apple a shift or a conversion is four additions, but the halves of a register are free: 0x6400
+// | b, as bits of a half, is 1024 + b, two at once. A power of two that a decoder has subtracted is
+// added again first: both go away, and u is what the file holds.
+QUANT_INLINE void quant_as_floats(uint32_t v, int bias, QUANT_THREAD float *c) {
+    bool less = bias < 128 && (bias & (bias - 1)) == 0;
+    uint32_t top = less ? 0x64006400 : 0x64806480;        // 0x80: a signed byte + 128
+    uint32_t u = less && bias ? (v ^ 0x80808080) - (128 - bias) * 0x01010101 : v;
+    half zero = (half)(1024.0f + (less ? bias : 128));
+    half2 even = as_type<half2>((u & 0x00ff00ff) ^ top) - zero;
+    half2 odd = as_type<half2>((u >> 8 & 0x00ff00ff) ^ top) - zero;
+    c[0] = (float)even[0], c[1] = (float)odd[0];
+    c[2] = (float)even[1], c[3] = (float)odd[1];
+}
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return as_type<float>(bits); }
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) { return (float)as_type<half>((ushort)h); }
 #else
+QUANT_INLINE void quant_as_floats(uint32_t v, int bias, float *c) {
+    for (int i = 0; i < 4; i++, v >>= 8) c[i] = (float)(int8_t)(v & 255);
+    (void)bias;
+}
 QUANT_INLINE float quant_from_bits(uint32_t bits) {
     union { uint32_t u; float f; } x = {bits};
     return x.f;
@@ -295,7 +313,7 @@ enum { QUANT_EIGHTS = 1, QUANT_SCALES = 1 };
 typedef int32_t quant_i;                                            // scales as integers
 // v >> s, where a negative s shifts to the left; of that bits to .. to + bits - 1, and zeros
 QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits, int to) {
-    return (*s < 0 ? v << -*s : v >> *s) & quant_each(((1 << bits) - 1) << to);
+    return (v >> (*s + to) & quant_each((1 << bits) - 1)) << to;
 }
 #if defined(__CUDACC__)
 // table[v]; byte i of __byte_perm(x, y, at) is byte k of x and y, 0..7, where k is nibble i of at
@@ -307,9 +325,11 @@ QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
 }
 #else
 QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, int size, quant_v v) {
-    quant_v t = 0;
-    for (int i = 8 * QUANT_LANES - 8; i >= 0; i -= 8) t = t << 8 | (uint8_t)table[v >> i & 255];
-    return t;
+    uint32_t even = (uint8_t)table[v & 255], odd = 0;             // bytes 0 and 2, 1 and 3
+    if (QUANT_LANES == 1) return (quant_v)even;
+    even |= (uint32_t)(uint8_t)table[v >> 16 & 255] << 16;
+    odd = (uint8_t)table[v >> 8 & 255] | (uint32_t)(uint8_t)table[v >> 24 & 255] << 16;
+    return (quant_v)(even | odd << 8);
 }
 #endif
 // the scale of the i-th 16 weights; a byte of lo and hi serves `per` weights, 16 or 32
@@ -645,6 +665,18 @@ QUANT_SCALED(q4_0) {
 //     bytes 4-7   | 2 top bits of mn[4+j] | 6 bits of mn[j]            |
 //     bytes 8-11  | 4 low bits of mn[4+j] | 4 low bits of sc[4+j]      |
 typedef struct { uint8_t d[2], dmin[2], scales[12], qs[128]; } block_q4_K;
+// The lowest byte: byte i of word k of the four at p, which are in w. CUDA has loaded them at once;
+// elsewhere a byte's own load costs less than a shift.
+QUANT_INLINE uint32_t quant_byte(QUANT_THREAD const uint32_t *w, QUANT_DEVICE const uint8_t *p,
+                                 int k, int i) {
+#if defined(__CUDACC__)
+    (void)p;
+    return w[k] >> i * 8;
+#else
+    (void)w;
+    return p[4 * k + i];
+#endif
+}
 // d and m of Q4_K and Q5_K from p, the 16 bytes d, dmin and scales
 #if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
@@ -652,7 +684,8 @@ QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
     uint32_t w[4];
     quant_four(w, p);
     for (int i = 0; i < n; i++, g++) {
-        uint32_t x = w[1] >> g % 4 * 8, y = w[2] >> g % 4 * 8, z = w[3] >> g % 4 * 8;
+        uint32_t x = quant_byte(w, p, 1, g % 4), y = quant_byte(w, p, 2, g % 4);
+        uint32_t z = quant_byte(w, p, 3, g % 4);
         uint32_t sc = g < 4 ? x & 63 : (z & 15) | (x >> 2 & 48);
         uint32_t mn = g < 4 ? y & 63 : (z >> 4 & 15) | (y >> 2 & 48);
         d[2 * i] = d[2 * i + 1] = (float)(int)sc * quant_f16_to_f32(w[0] & 0xffff);
