@@ -5460,8 +5460,9 @@ static __attribute__((unused)) int within_quota(const char *root, int n) {
     FILE *f, *list = fopen(path, "r");
     while (list && fscanf(list, "%*d:%4095[^\n]", group) == 1) {   // :/a/b; v1: cpu,cpuacct:/a/b
         char *end = strchr(group, ':');
-        if (end) *end = '/', end = strchr(end, 0);
-        for (; end; end = strrchr(group, '/')) {
+        if (!end) continue;
+        *end = '/';
+        for (end = strchr(end, 0); end; end = strrchr(group, '/')) {
             double quota = 0, period = 0;   // no quota is "max", in v1 -1
             *end = 0;
             for (size_t i = 0; i < COUNT(files); i++) {

@@ -1181,83 +1181,84 @@ static void test_gguf_shapes(void) {
 }
 
 // Nothing in a file is passed over, and nothing that such a model has may be missing.
-static void test_gguf_whole(void) {
 #define LLAMA {"llama", 2, "", ""}
 #define NEXTN {"llama", 3, "", "nextn_predict_layers=1"}
-    static const Odd rows[] = {
-        {LLAMA, {NULL, NEW_TENSOR, "mark", 0}},   // it holds nothing
-        {LLAMA, {NULL, NEW_TENSOR, "mm.0.weight", 8}},
-        {LLAMA, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8}},
-        {LLAMA, {NULL, NEW_TENSOR, "a.position_embd.weight", 8}},
-        {LLAMA, {NULL, NEW_TENSOR, "cls.output.weight", 8}},
-        {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}},
-        {LLAMA, {NULL, NEW_TENSOR, "s.blk.0.weight", 8}},
-        {{"llama", 1, "", ""}, {NULL, RENAME, "blk.0.attn_output.weight",
-                                .text = "blk.0.attn_out.weight"}},   // Ollama's name
-        {{"gemma3", 1, "tk", WINDOW_KEYS "attention.sliding_window_pattern=1,1"}, {NULL}},
-        {{"glm4moelite", 2, "cq", "attention.kv_lora_rank=20 rope.dimension_count=8 "
-          "attention.key_length=16 attention.key_length_mla=28 attention.value_length_mla=20"},
-         {NULL}},   // of a head, of the latent row: other files have it the other way round
-        {LLAMA, {NULL, NEW_TENSOR, "blk.1.attn_q.input_scale", 1}},
-        {NEXTN, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8}},
-        {{"mamba2", 2, "MZY", SPACE_KEYS}, {NULL}},   // with a feed_forward_length, no FFN
-        {NEXTN, {"blk.2.attn_k.weight: no part of a llama model of 2 layers"}},
-        {LLAMA, {"q.bias: no part", NEW_TENSOR, "blk.2.attn_q.bias", 64}},
-        {LLAMA, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8}},
-        {LLAMA, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1}},
-        {LLAMA, {"token_embd: bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
-        {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.bias", 96}},
-        {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.scale", 1}},
-        {LLAMA, {"file has [32,32,1,2]", FOLD, "output.weight", 0, 2}},
-        {LLAMA, {"want 8 values, file has 9", NEW_TENSOR, "rope_freqs.weight", 9}},
-        // NVFP4's scales (type 40) may be left out
-        {LLAMA, {NULL, TYPE, "blk.1.attn_output.weight", 40, 1, "blk.1.attn_output.scale"}},
-        {{"llama", 1, "", ""},
-         {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
-        {{"llama", 1, "", ""},
-         {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
-        {LLAMA, {"blk.1.v.weight: no part", NEW_TENSOR, "blk.1.v.weight", 8}},
-        {LLAMA, {"position_embd.weight: no part", NEW_TENSOR, "position_embd.weight", 64}},
-        {LLAMA, {"scales: no part", NEW_TENSOR, "blk.1.attn_q.input_scales", 1}},
-        {LLAMA, {"type '' is not", NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, ""}},
-        {{"llama", 2, "", "rope.freq_base=7,9"}, {"want a number"}},
-        {{"gemma3", 1, "tk", ""},
-         {"attn_norm.weight is missing", NO_TENSOR, "blk.0.attn_norm.weight"}},
-        {LLAMA, {"0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR, "blk.1.attn_q.scale", 1}},
-        {{"llama", 3, "b", ""},
-         {"blk.1.attn_k.bias is missing; layer 0", NO_TENSOR, "blk.1.attn_k.bias"}},
-        {LLAMA, {"1.ffn_gate.weight is", NO_TENSOR, "blk.1.ffn_gate.weight"}},
-        {LLAMA, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight"}},
-        {{"llama", 2, "g", ""}, {"blk.0.ffn_gate.weight is missing"}},
-        {{"llama", 2, "1", ""}, {"blk.0.ffn_norm.weight is missing"}},
-        {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.shared_kv_layers=2"}, {NULL}},
-        {{"gemma4", 1, "tTkxeR", EXPERT_KEYS GEMMA4_KEYS}, {NULL, RENAME,
-          "blk.0.ffn_down_exps.scale", 0, 0, "blk.0.ffn_gate_inp.per_expert_scale"}},
-        {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL}},
-        {{"deepseek2", 2, "cq", LATENT_KEYS}, {NULL}},   // none of its layers has experts
-        {{"glm4moe", 3, "abxsr", EXPERT_KEYS}, {"blk.2.exp_probs_b.bias is", NO_TENSOR,
-                                                "blk.2.exp_probs_b.bias"}},
-        // the one layer without a window may have no values of its own, one of two may not
-        {{"gemma4", 2, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
-         {NULL, NO_TENSOR, "blk.1.attn_v.weight"}},
-        {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
-         {"blk.3.attn_v.weight is", NO_TENSOR, "blk.3.attn_v.weight"}},
-        {{"qwen3", 2, "", ""}, {"tensor attn_q_norm.weight is missing"}},
-        {{"qwen3moe", 2, "kxg", EXPERT_KEYS}, {"ffn_gate_exps.weight is missing"}},
-        {{"gemma4", 2, "tk", GEMMA4_KEYS}, {"rope_freqs.weight is missing"}},
-        {{"gpt-oss", 2, "boaxB", EXPERT_KEYS WINDOW_KEYS}, {"attn_sinks"}},
-        {{"gpt-oss", 2, "boaxBi", EXPERT_KEYS WINDOW_KEYS},
-         {"blk.1.attn_sinks.weight is", NO_TENSOR, "blk.1.attn_sinks.weight"}},
-        {{"phi3", 2, "fu", ""},
-         {"rope_factors_long.weight is missing", NEW_TENSOR, "rope_factors_short.weight", 8}},
-        {{"qwen3next", 2, "dDJak", DELTA_KEYS}, {"bias", NEW_TENSOR, "blk.0.ssm_in.bias", 96}},
-        {{"kimi-linear", 3, "Ayxsr", EXPERT_KEYS KDA_KEYS}, {"blk.1.attn_k_b.weight is missing"}},
-        {{"step35", 2, "kG", STEP_KEYS "rope.scaling.factor=4."}, {"RoPE scaling in a step35"}},
-        {{"llama4", 2, "", "attention.sliding_window=0"}, {"spans need a causal window"}},
-        {{"glm-dsa", 2, "cq", DSA_KEYS}, {NULL, NEW_TENSOR, "blk.1.indexer.k.weight", 8}},
-        {LLAMA, {"indexer.k.weight: no part", NEW_TENSOR, "blk.1.indexer.k.weight", 8}},
-        {{"bailingmoe3", 3, "U", KDA_KEYS "kda.gate_lower_bound=-5. kda.safe_gate=0"}, {"safe"}},
-    };
+static const Odd WHOLE[] = {
+    {LLAMA, {NULL, NEW_TENSOR, "mark", 0}},   // it holds nothing
+    {LLAMA, {NULL, NEW_TENSOR, "mm.0.weight", 8}},
+    {LLAMA, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8}},
+    {LLAMA, {NULL, NEW_TENSOR, "a.position_embd.weight", 8}},
+    {LLAMA, {NULL, NEW_TENSOR, "cls.output.weight", 8}},
+    {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}},
+    {LLAMA, {NULL, NEW_TENSOR, "s.blk.0.weight", 8}},
+    {{"llama", 1, "", ""}, {NULL, RENAME, "blk.0.attn_output.weight",
+                            .text = "blk.0.attn_out.weight"}},   // Ollama's name
+    {{"gemma3", 1, "tk", WINDOW_KEYS "attention.sliding_window_pattern=1,1"}, {NULL}},
+    {{"glm4moelite", 2, "cq", "attention.kv_lora_rank=20 rope.dimension_count=8 "
+      "attention.key_length=16 attention.key_length_mla=28 attention.value_length_mla=20"},
+     {NULL}},   // of a head, of the latent row: other files have it the other way round
+    {LLAMA, {NULL, NEW_TENSOR, "blk.1.attn_q.input_scale", 1}},
+    {NEXTN, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8}},
+    {{"mamba2", 2, "MZY", SPACE_KEYS}, {NULL}},   // with a feed_forward_length, no FFN
+    {NEXTN, {"blk.2.attn_k.weight: no part of a llama model of 2 layers"}},
+    {LLAMA, {"q.bias: no part", NEW_TENSOR, "blk.2.attn_q.bias", 64}},
+    {LLAMA, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8}},
+    {LLAMA, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1}},
+    {LLAMA, {"token_embd: bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
+    {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.bias", 96}},
+    {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.scale", 1}},
+    {LLAMA, {"file has [32,32,1,2]", FOLD, "output.weight", 0, 2}},
+    {LLAMA, {"want 8 values, file has 9", NEW_TENSOR, "rope_freqs.weight", 9}},
+    // NVFP4's scales (type 40) may be left out
+    {LLAMA, {NULL, TYPE, "blk.1.attn_output.weight", 40, 1, "blk.1.attn_output.scale"}},
+    {{"llama", 1, "", ""},
+     {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
+    {{"llama", 1, "", ""},
+     {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
+    {LLAMA, {"blk.1.v.weight: no part", NEW_TENSOR, "blk.1.v.weight", 8}},
+    {LLAMA, {"position_embd.weight: no part", NEW_TENSOR, "position_embd.weight", 64}},
+    {LLAMA, {"scales: no part", NEW_TENSOR, "blk.1.attn_q.input_scales", 1}},
+    {LLAMA, {"type '' is not", NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, ""}},
+    {{"llama", 2, "", "rope.freq_base=7,9"}, {"want a number"}},
+    {{"gemma3", 1, "tk", ""},
+     {"attn_norm.weight is missing", NO_TENSOR, "blk.0.attn_norm.weight"}},
+    {LLAMA, {"0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR, "blk.1.attn_q.scale", 1}},
+    {{"llama", 3, "b", ""},
+     {"blk.1.attn_k.bias is missing; layer 0", NO_TENSOR, "blk.1.attn_k.bias"}},
+    {LLAMA, {"1.ffn_gate.weight is", NO_TENSOR, "blk.1.ffn_gate.weight"}},
+    {LLAMA, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight"}},
+    {{"llama", 2, "g", ""}, {"blk.0.ffn_gate.weight is missing"}},
+    {{"llama", 2, "1", ""}, {"blk.0.ffn_norm.weight is missing"}},
+    {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.shared_kv_layers=2"}, {NULL}},
+    {{"gemma4", 1, "tTkxeR", EXPERT_KEYS GEMMA4_KEYS}, {NULL, RENAME,
+      "blk.0.ffn_down_exps.scale", 0, 0, "blk.0.ffn_gate_inp.per_expert_scale"}},
+    {{"cohere2", 2, "1T", WINDOW_KEYS "logit_scale=1."}, {NULL}},
+    {{"deepseek2", 2, "cq", LATENT_KEYS}, {NULL}},   // none of its layers has experts
+    {{"glm4moe", 3, "abxsr", EXPERT_KEYS}, {"blk.2.exp_probs_b.bias is", NO_TENSOR,
+                                            "blk.2.exp_probs_b.bias"}},
+    // the one layer without a window may have no values of its own, one of two may not
+    {{"gemma4", 2, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
+     {NULL, NO_TENSOR, "blk.1.attn_v.weight"}},
+    {{"gemma4", 4, "tkR", GEMMA4_KEYS "attention.sliding_window_pattern=2"},
+     {"blk.3.attn_v.weight is", NO_TENSOR, "blk.3.attn_v.weight"}},
+    {{"qwen3", 2, "", ""}, {"tensor attn_q_norm.weight is missing"}},
+    {{"qwen3moe", 2, "kxg", EXPERT_KEYS}, {"ffn_gate_exps.weight is missing"}},
+    {{"gemma4", 2, "tk", GEMMA4_KEYS}, {"rope_freqs.weight is missing"}},
+    {{"gpt-oss", 2, "boaxB", EXPERT_KEYS WINDOW_KEYS}, {"attn_sinks"}},
+    {{"gpt-oss", 2, "boaxBi", EXPERT_KEYS WINDOW_KEYS},
+     {"blk.1.attn_sinks.weight is", NO_TENSOR, "blk.1.attn_sinks.weight"}},
+    {{"phi3", 2, "fu", ""},
+     {"rope_factors_long.weight is missing", NEW_TENSOR, "rope_factors_short.weight", 8}},
+    {{"qwen3next", 2, "dDJak", DELTA_KEYS}, {"bias", NEW_TENSOR, "blk.0.ssm_in.bias", 96}},
+    {{"kimi-linear", 3, "Ayxsr", EXPERT_KEYS KDA_KEYS}, {"blk.1.attn_k_b.weight is missing"}},
+    {{"step35", 2, "kG", STEP_KEYS "rope.scaling.factor=4."}, {"RoPE scaling in a step35"}},
+    {{"llama4", 2, "", "attention.sliding_window=0"}, {"spans need a causal window"}},
+    {{"glm-dsa", 2, "cq", DSA_KEYS}, {NULL, NEW_TENSOR, "blk.1.indexer.k.weight", 8}},
+    {LLAMA, {"indexer.k.weight: no part", NEW_TENSOR, "blk.1.indexer.k.weight", 8}},
+    {{"bailingmoe3", 3, "U", KDA_KEYS "kda.gate_lower_bound=-5. kda.safe_gate=0"}, {"safe"}},
+};
+
+static void test_gguf_whole(void) {
     // another engine's names for numbers
     static const struct { Shape shape; size_t at; } names[] = {
         {{"mistral3", 2, "", "rope.scaling.beta_fast=7.5"}, offsetof(Config, yarn_fast)},
@@ -1269,7 +1270,7 @@ static void test_gguf_whole(void) {
         {{"laguna", 2, "Vk", "rope.swa.freq_base=7.5"}, offsetof(Config, rope_base_local)},
         {{"cogvlm", 2, "f", "rope.freq_base=7.5"}, offsetof(Config, rope_base)},   // it is ignored
     };
-    for (size_t i = 0; i < COUNT(rows); i++) odd_model(&rows[i]);
+    for (size_t i = 0; i < COUNT(WHOLE); i++) odd_model(&WHOLE[i]);
     for (size_t i = 0; i < COUNT(names); i++) {
         const Config *c = &random_model(&names[i].shape)->config;
         float got = *(const float *)((const char *)c + names[i].at);
