@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: MIT
-// llm.c: a GGUF language model engine in one file and quant.h, a book to be read from the front.
+// llm.c: an engine for language models in GGUF files (llama.cpp's file format), in this file and
+// quant.h: a book to be read from the front.
 //
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
 // Part I is the model and the first sitting: how tokens become logits, and logits the next token,
-// in plain C. It declares what the other parts provide, and defines the two large operations,
-// matrix product and attention, in plain loops: with -DLLM_PLAIN every model runs on these alone.
+// in plain C. It has what a Llama needs; what other families add is a call into Part III. It
+// declares what the other parts provide, and defines the two large operations, matrix product and
+// attention, in plain loops: with -DLLM_PLAIN every model runs on these alone.
 //
-//   I    the model     base, the types of a model, the types of a session, what the other parts
-//                      provide, ops, forward, session, sampler, generate
+//   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
-//   III  more mixers   gated attention, experts, the gated delta rule, the state space, the short
-//                      convolution, latent attention, shared caches and per-layer inputs
+//   III  more mixers   positions, gated attention, experts, the gated delta rule, the state space,
+//                      the short convolution, latent attention, what Gemma 4 adds
 //   IV   text          tokenizer, chat templates
 //   V    speed         threads, vectors, products, tiles, attention, the GPU, AMX
 //   VI   main          the command line, conversations, modes; an appendix, Unicode
@@ -19,8 +20,9 @@
 // Short names: n is the number of tokens in a call, pos the position of the first, l a layer, h a
 // head and hd its width, dim the width of the residual stream (the vector per token that all layers
 // add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
-// (one conversation), w a Layer, e an Error; in the sampler c is the candidates. Shapes stand
-// outermost first: x [n][dim] is n rows of dim floats.
+// (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. In ops n is the width of a
+// row; in the sampler c is the candidates. Shapes stand outermost first: x [n][dim] is n rows of
+// dim floats. The KV cache holds the keys and values of earlier tokens: each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
@@ -36,10 +38,11 @@
 //   int32_t session_sample(Session *, logits)
 //       draws the next id, as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, OnToken, Error *)
+//       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit or prints; but session_open says on stderr if a GPU cannot be used, and
-// shows its loading on a terminal. A call takes less than 512 KB of stack.
+// Only Part VI calls exit or prints; but a GPU that is loaded shows so on a terminal, and a line on
+// stderr says that it cannot be used or has failed. A call takes less than 512 KB of stack.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -57,10 +60,7 @@
 #ifdef LLM_PLAIN
 #define QUANT_PLAIN            // no SIMD in the formats either
 #endif
-#include "quant.h"             // weights in blocks of a few bits each, f16, and QUANT_INLINE
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "llm.c reads numbers of a file as they lie there: its CPU must be little endian"
-#endif
+#include "quant.h"             // weights in blocks of a few bits each; QUANT_INLINE: always inlined
 
 // ==== Part I: the model =========================================================================
 
@@ -69,13 +69,13 @@
 typedef struct { char text[512]; } Error;
 
 // Writes one line, what was expected and what was found, and returns false: `return fail(e, ...)`.
-// A caller that puts its own words in front collects the inner ones in a second Error, `why`.
 __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(e->text, sizeof e->text, format, args);
     va_end(args);
-    for (uint8_t *c = (uint8_t *)e->text; *c; c++)   // names come from the file: one printable line
+    // names come from the file: no control character reaches a terminal, also none of UTF-8's C1
+    for (uint8_t *c = (uint8_t *)e->text; *c; c++)
         if (*c < ' ' || *c == 127) *c = '?';
         else if (*c == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0) c[0] = c[1] = '?';
     return false;
@@ -85,177 +85,204 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
 
 static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-typedef struct { uint8_t *base; size_t size; } Map;   // memory, in bytes
+typedef struct { uint8_t *base; size_t size; } Map;   // a mapped file, or memory of mmap; in bytes
 
-// An arena hands out pieces of one block of memory. A plan function runs twice: without a block
-// (base NULL), when the arena only counts, and to place the buffers. Setting `used` back lets
-// buffers that never live together share bytes; `peak` is the most in use. All sizes are in bytes.
+// An arena hands out pieces of one block of memory; all sizes are in bytes. plan_scratch and its
+// like run twice: on an arena without a block (base NULL) they only count, then they place their
+// buffers in a block of that size. Setting `used` back lets buffers that never live together share
+// bytes; `peak` is the most in use.
 typedef struct { char *base; uint64_t size, used, peak; } Arena;
 
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {   // 64-byte aligned
     uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
     a->peak = larger(a->peak, a->used);
-    assert(!a->base || a->used <= a->size);   // otherwise the counting run was wrong
+    assert(!a->base || a->used <= a->size);   // both runs take the same
     return a->base ? a->base + at : NULL;
 }
 
 // a list of token ids in memory that grows by doubling; free(id) when done
 typedef struct { int32_t *id; size_t n, room; } Tokens;
+static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false: out of memory
 
 // ---- 2. the types of a model ----
 //
-// A model is its hyperparameters, a Config, and its weights: a Layer for each layer, and what comes
-// before the first and after the last. Part II fills these types from a file, and checks all that
-// Part I relies on. On a first reading n_layer, n_vocab, dim, n_head, n_kv, hd and ff are enough:
-// in a plain Llama most of the rest is 0, NULL or 1.
+// A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
+// the first and after the last. Part II fills them from a file, and checks all that Part I relies
+// on. Each type begins with what a Llama has: seven sizes (n_layer, dim, n_vocab; n_head, n_kv, hd
+// and ff in a layer) and nine weights a layer. On a first reading stop there: of what other
+// families add, most is 0, NULL or 1 in a Llama.
 
-enum { NORM_RMS, NORM_LAYER, NORM_BARE };              // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // activation; GELU in its tanh form
-enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // rotates pairs (i, i + n_rot/2), or (2i, 2i+1)
-enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };     // recurrent mixers
+enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's, see activate_as
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
+enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // recurrent mixers, see Part III
+enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
+enum { FULL, WINDOWED };                        // layers whose queries see all; a window
 
 typedef struct {
-    char name[32];             // of the architecture
     int n_layer;               // layers that run
-    int n_ctx;                 // tokens of the longest text in training
-    int n_vocab;               // ids that have a logit
     int dim;                   // width of the residual stream
-    int norm;                  // NORM_RMS, NORM_LAYER or NORM_BARE
+    int n_vocab;               // ids that have a logit
+    int n_ctx;                 // tokens of the longest text in training
     float eps;                 // added under a norm's root
-    int act;                   // ACT_SILU, ...
-    float embd_scale;          // factor of the embeddings
-    bool embd_normed;          // embeddings are normed, without weights
-    float residual_scale;      // factor of what a block adds to the stream
-    float logit_scale;         // factor of the logits
-    float logit_cap;           // soft cap of the logits; 0: none
-    int causal;                // a token does not see later ones
-    bool encoder;              // norms follow the residual sum, and there are no logits
-    // attention
-    int n_head;                // query heads of layer 0
-    int hd, vd;                // width of a head's query and key; of its value
-    int window;                // tokens that a query sees in layers that have one, itself included
-    int span;                  // instead of a window a query sees its own span of the text; or 0
-    int n_exact;               // sparse attention is full up to so many tokens; 0: it is not sparse
-    bool softplus_gates;       // attention's gates pass softplus, not a sigmoid
-    bool qk_norm_late;         // queries and keys are normed after RoPE, not before it
-    bool values_normed;        // values are normed, too, without weights
-    float attn_scale;          // factor of the scores, mostly 1/sqrt(hd)
-    float attn_cap;            // soft cap of the scores; 0: none
-    float clamp_qkv;           // q, k and v are clamped to -clamp_qkv .. clamp_qkv; 0: not at all
-    float alibi;               // max_bias of ALiBi, see alibi_slopes; 0: no ALiBi
-    float sharpen_scale;       // of the factor of queries far out, see sharpen; 0: none
-    int sharpen_length;        // tokens after which the factor grows
-    // RoPE
-    int rope;                  // ROPE_NONE, ROPE_PAIRS or ROPE_HALVES
-    int n_rot, n_rot_local;    // values of a head that are rotated; in windowed layers
-    int section[4];            // pairs turned by an image's time, height and width; by nothing
-    bool sections_mixed;       // the sections take turns
-    float rope_base, rope_base_local;   // of the frequencies; in windowed layers
+    float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
+    int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
+    int n_rot;                 // values of a head that RoPE turns
+    float rope_base;           // of RoPE's frequencies
+
+    // -- what other families add --
+    char name[32];             // of the architecture
+    bool verified;             // its logits are checked against llama.cpp's
+    int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
+    bool causal;               // a token does not see later ones (encoders: it does)
+    bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
+    int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
+    float embd_scale;          // factor of the embeddings (Gemma)
+    bool embd_normed;          // embeddings are normed, without weights (Muse)
+    float residual_scale;      // factor of what a block adds to the stream (Granite)
+    float logit_scale, logit_cap;   // factor of the logits (Granite); their soft cap (Gemma 2) or 0
+    // attention; of layer 0, where layers differ
+    int n_head, hd, vd;        // query heads; width of a head's query and key; of its value
+    int window;                // tokens that a query sees in windowed layers, itself included
+    int span;                  // instead, it sees its own span of so many tokens (Llama 4); 0: none
+    int n_exact;               // sparse attention sees all of so many tokens (DeepSeek 3.2); or 0
+    float attn_cap;            // soft cap of the scores (Gemma 2); 0: none
+    float clamp_qkv;           // q, k and v are held within -clamp_qkv .. clamp_qkv (OLMo); 0: not
+    bool qk_norm_late;         // queries and keys are normed after RoPE, not before (Hunyuan)
+    bool values_normed;        // values are normed, too, without weights (Gemma 4)
+    bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
+    float value_scale;         // factor of attention's result (MiMo 2)
+    // positions, see Part III
+    int n_rot_local;           // in windowed layers (Gemma 3)
+    float rope_base_local;     // in windowed layers
     bool local_unscaled;       // windowed layers ignore the scaling that follows
     int n_ctx_orig;            // n_ctx before the scaling
-    float rope_factor;         // frequencies are divided by it
-    float rope_mag;            // factor of cosines and sines
-    bool yarn;                 // YaRN slows low frequencies only
-    float yarn_fast, yarn_slow;   // turns in n_ctx_orig tokens between which it blends
-    float yarn_log;            // how much of its factor of cosines and sines is taken back, 0 to 1
-    // experts (Part III)
-    int n_expert;              // in a layer
-    int n_used;                // that a token uses at most
-    int n_group, n_group_used; // experts stand in n_group groups, n_group_used of them are used
-    int gating;                // how the router's logits become weights: 1 softmax, 2 sigmoid
-    int gates_normed;          // the weights of the chosen experts are divided by their sum
+    float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
+    bool yarn;                 // YaRN slows low frequencies only:
+    float yarn_fast, yarn_slow;   // between so many turns in n_ctx_orig tokens it blends
+    float yarn_log;            // share of its own factor of cosines and sines that it takes back
+    int section[4];            // M-RoPE: pairs for an image's time, height and width; for nothing
+    bool sections_mixed;       // the sections take turns (Qwen3-VL)
+    float alibi;               // ALiBi's largest bias (BLOOM), see alibi_slopes; 0: no ALiBi
+    float sharpen_scale;       // far out queries grow (Ministral 3), see sharpen; 0: not
+    int sharpen_length;        // tokens after which they do
+    // experts
+    int n_expert, n_used;      // in a layer; that a token uses at most
+    int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
+    int gating;                // GATING_SOFTMAX or GATING_SIGMOID
+    bool gates_normed;         // the weights of the chosen experts are divided by their sum
     float gates_scale;         // factor of their weights
-    float router_scale;        // factor of the router's product, where its input is normed
-    bool inputs_weighed;       // an expert's weight is a factor of its input, not of its result
-    // other mixers (Part III)
-    int conv;                  // inputs of a recurrent mixer's convolution
-    int n_key, n_value;        // its key heads and value heads
+    float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
+    bool inputs_weighed;       // an expert's weight is a factor of its input, not result (Llama 4)
+    // recurrent mixers
+    int conv;                  // taps of the convolution: inputs that it sees
+    int n_key, n_value;        // key heads and value heads
     int dk, dv;                // width of a key, of a value
-    int kda;                   // width of its heads if each channel has a decay of its own; or 0
-    float kda_lower;           // below 0: a decay is exp(kda_lower * sigmoid(..)); 0: no bound
     bool key_tiled;            // value head h reads key head h % n_key, not h / (n_value / n_key)
-    int lora;                  // width of latent attention's latent
+    int kda;                   // width of a head whose channels each have a decay (Kimi); or 0
+    float kda_lower;           // below 0: a decay is exp(kda_lower * sigmoid(..)); 0: no bound
+    // latent attention (DeepSeek), layers' own inputs (Gemma 4)
+    int lora;                  // width of the latent
     int latent_hd, latent_vd;  // widths of the queries and values that it stands for
     int per_layer;             // width of each layer's own input; 0: none
-    // only for loading, and for the command line
-    bool verified;             // its logits are checked against llama.cpp's
-    int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
-    int n_layer_mtp;           // layers after the others that predict further tokens: not run
-    int n_shared;              // the last n_shared layers read the caches of earlier ones
-    int side_by_side;          // of all layers
-    int hd_local, vd_local;    // hd and vd of windowed layers
-    float eps_rms;             // eps of RMSNorm, as the file says it
-    float value_scale;         // factor of attention's result
-    int rope_tuned;            // 0: the file wants no RoPE after all
-    int rope_sections;         // not 0: the pairing is ROPE_HALVES
-    float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
-} Config;                      // (yes or no is an int where a table of keys fills it)
+} Config;
 
 // A view of a weight matrix: a tensor, or the rows of one that hold q, an expert, ...
 typedef struct {
     const uint8_t *data;       // [rows] rows of cols weights; NULL: there is none
-    int type;                  // ggml's number of the format
+    int type;                  // of the weights, as ggml (llama.cpp's library) numbers the formats
     int64_t rows, cols;
     const float *bias;         // [rows], or [experts][rows], or NULL
     const float *scale;        // [1] factor of the product, or [experts], or NULL
     size_t step;               // bytes from one expert's matrix to the next
-    int x_step, out_step;      // floats from a token's input (output) to the next; 0: cols (rows)
+    int x_step, out_step;      // floats from a token's input to the next one's, from its output; 0:
+                               // cols, rows. More, where each head has a matrix: all stand in a row
 } Matrix;
 
-// Weights and biases [n] of a norm, or NULL; they repeat along the row. Values are normed in groups
-// of `group`; 0: a row is one group. eps: instead of the model's, if above 0.
-typedef struct { const float *w, *b; int n, group; float eps; } Norm;
+// Weights w [n] and biases b [n] of a norm, or NULL, which repeat along the row that is normed.
+// Each `group` of the row is normed by itself; 0: all of it. Heads [n_head][hd] may be
+//   normed each by itself, with the same weights (n = group = hd) or its own (n = n_head * hd,
+//   group = hd), or as one row (n = n_head * hd, group = 0)
+typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
-    int hd, vd, n_rot;         // as in Config
-    int window;                // as in Config; 0: the session's
-    int rotated;               // queries and keys have RoPE
+    int hd;                    // width of a head
+    int ff;                    // width of the FFN, or of an expert
+    // in the order of use
+    Norm attn_norm;            // [dim]
+    Matrix q;                  // [n_head * hd][dim]
+    Matrix k;                  // [n_kv * hd][dim]
+    Matrix v;                  // [n_kv * vd][dim]
+    Matrix o;                  // [dim][n_head * vd]
+    Norm ffn_norm;             // [dim]
+    Matrix gate, up;           // [ff][dim] each
+    Matrix down;               // [dim][ff]
+
+    // -- what other families add --
+    int window;                // tokens that a query sees; 0: the session's window
+    int vd, n_rot;             // width of a value; values of a head that are rotated
+    bool rotated;              // queries and keys have RoPE
     int source;                // the layer whose cache it reads, mostly itself
-    int pattern;               // how a file says which layers have a window
-    int mixer;                 // MIX_NONE, or a recurrent mixer in place of attention or beside it
-    int side_by_side;          // attention and FFN read the same stream
-    int ff, n_used;            // width of the FFN or an expert; experts that a token uses
-    float limit_experts, limit_ffn;   // of act(gate) and up: in experts, in other FFNs; 0: none
-    Norm attn_norm, attn_post_norm;   // before the mixer; of its result
-    Norm ffn_norm, ffn_post_norm;     // the same of the FFN
-    Norm attn_norm_2;          // one more after attention (JinaBERT)
+    bool side_by_side;         // attention and FFN read the same stream (GPT-NeoX)
+    Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
+    Norm attn_norm_2;          // [dim] one more after attention (JinaBERT)
     const float *out_scale;    // [1] factor of the stream after the layer, or NULL
-    Matrix q, k, v, o;         // q has 2 x hd rows a head where it holds gates, too
-    Matrix attn_gate;          // [n_head] or [n_head * vd] rows of gates, where q has none; or none
-    Norm q_norm, k_norm;       // [hd] for all heads, [heads][hd], or one norm over all heads
-    const float *sinks;        // [n_head] a score beside those of the keys, or NULL
-    // FFN; experts: gate, up and down hold those of all, a step apart
-    Matrix gate, up, down;
-    Matrix router, shared_gate, shared_up, shared_down, shared_router, latent_down, latent_up;
+    Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3)
+    bool heads_alone;          // they let each head be prepared by itself
+    Matrix attn_gate;          // [n_head] or [n_head * vd][dim] gates of attention's result: or q
+                               // holds them, in [n_head][2 * hd] rows; or none
+    const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
+    float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
+    // experts: gate, up and down hold those of all, a step apart
+    int n_used;                // experts that a token uses
+    Matrix router;             // [n_expert][dim]
     const float *router_bias;  // [n_expert] for the choice only, or NULL
-    Norm router_norm, expert_norm, expert_post, shared_post;   // experts beside a dense FFN
-    Matrix q_a, k_b, v_b;      // latent attention, where there is a k_b
-    Norm q_a_norm, latent_norm;
-    Matrix input_gate, input_proj;      // of the layer's own input
-    Norm input_norm;
-    Matrix conv_in, z, z_a, alpha, alpha_a, beta, beta_alpha, delta_out;   // of a recurrent mixer
-    const float *conv, *conv_bias;      // [channels][conv], [channels]
-    const float *dt_bias, *a, *skip;    // [n_value]; KDA: dt_bias[n_value][dk]
-    Norm delta_norm;
+    Matrix shared_gate, shared_up, shared_down;   // an FFN for every token
+    Matrix shared_router;      // [1][dim] makes its weight
+    Matrix latent_down, latent_up;   // [wide][dim], [dim][wide]: experts of another width
+    Norm router_norm, expert_norm, expert_post, shared_post;   // [dim], beside a dense FFN
+    // latent attention, where there is a k_b
+    Matrix q_a;                // [q.cols][dim]: q is two products
+    Norm q_a_norm, latent_norm;   // [q.cols], [lora]
+    Matrix k_b, v_b;           // of each head [lora][latent_hd - n_rot], [latent_vd][lora]
+    // a recurrent mixer
+    int mixer;                 // MIX_NONE, or one in place of attention or beside it
+    Matrix conv_in;            // [channels][dim] what passes the convolution
+    const float *conv, *conv_bias;   // [channels][taps], [channels]
+    Matrix z, z_a;             // [n_value * dv][..] gates; where z is two products, the first
+    Matrix alpha, alpha_a;     // [n_value][..] decays; where alpha is two products, the first
+    Matrix beta, beta_alpha;   // [n_value][dim] how strongly it writes; or both in one tensor
+    const float *dt_bias, *a, *skip;   // [n_value]; KDA: dt_bias [n_value][dk]
+    Norm delta_norm;           // [dv]
+    Matrix delta_out;          // [dim][n_value * dv]
+    // its own input
+    Matrix input_gate, input_proj;   // [per_layer][dim], [dim][per_layer]
+    Norm input_norm;           // [dim]
 } Layer;
 
 typedef struct {
-    struct Gguf *gguf;         // the file
     Config config;
+    Matrix embd;               // [ids][dim]
     Layer *layers;             // [n_layer]
-    Matrix embd, output;       // [ids][dim], [n_vocab][dim]; they may be one
-    Matrix pos_embd;           // [n_ctx][dim] learned positions, or none
+    Norm out_norm;             // [dim]
+    Matrix output;             // [n_vocab][dim]; it may be embd
+
+    // -- what other families add --
+    Norm embd_norm;            // [dim] of the embeddings (BLOOM)
+    Matrix pos_embd;           // [n_ctx][dim] learned positions (GPT-2), or none
     Matrix type_embd;          // its first row is added to each embedding (BERT), or none
-    Norm embd_norm, out_norm;  // of the embeddings; before the output
-    Matrix dense[2];           // of the pooled embedding, one after the other
-    Matrix layer_embd, layer_proj; Norm layer_norm;   // of layers' own inputs
     const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] divisors of RoPE's frequencies
+    Matrix dense[2];           // of the pooled embedding, one after the other (Gemma)
+    Matrix layer_embd, layer_proj;   // [ids][n_layer * per_layer], [n_layer * per_layer][dim]
+    Norm layer_norm;           // [per_layer]
     Tokens suppressed;         // ids that are never sampled
+    // the file
+    struct Gguf *gguf;
+    struct Tokenizer *tokenizer;   // see Part IV
     Map *owned;                // [n_owned] copies of weights that had to be changed
     size_t n_owned;
-    struct Tokenizer *tokenizer;
 } Model;
 
 // ---- 3. the types of a session ----
@@ -270,30 +297,30 @@ typedef struct {               // no defaults: all 0 is greedy
     uint64_t seed;
 } Sampling;
 
-typedef struct {               // 0: the default
+typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, 4096 at most)
     int keep;                  // the first `keep` tokens are always seen (0)
-    int chunk, threads;        // tokens of the prompt run at once (512; GPU: more); threads (all)
-    bool cpu;                  // no GPU
-    bool gpu_block;            // on a GPU: half a layer in one dispatch
-    Sampling sampling;
+    int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
+    int threads;               // (all CPUs)
+    bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
+    Sampling sampling;         // (greedy)
 } Options;
 
 // What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
-// rows; for a recurrent mixer the last inputs of its convolution and a state of fixed size.
+// rows (see section 7); for a recurrent mixer the last inputs of its convolution, and a state.
 typedef struct {
-    uint16_t *k, *v;           // [n_kv][rows][hd], [n_kv][rows][vd] f16; keys with RoPE applied;
-                               // latent attention has v == k: a value is the start of its key
+    uint16_t *k;               // [n_kv][rows][hd] f16, with RoPE applied
+    uint16_t *v;               // [n_kv][rows][vd] f16; latent attention: v == k
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
     int window, keep;          // a query sees `window` tokens, and the first `keep` ones
     float *conv, *state;       // [conv-1][channels]; delta_state_size floats
 } Cache;
 
-typedef struct Candidate { float logit; int32_t id; } Candidate;   // for the next token
+typedef struct { float logit; int32_t id; } Candidate;   // for the next token
 typedef struct Pool Pool;      // threads
 
-enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once
+enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
 
 typedef struct Session {
     const Model *m;
@@ -301,10 +328,6 @@ typedef struct Session {
     Pool *pool;
     Map kv, scratch;           // memory of the caches; of all other buffers
     Cache *cache;              // [n_layer]
-    float *recurrent;          // [n_recurrent] conv and state of all layers
-    float *saved;              // [n_recurrent] a copy of it at position saved_pos; -1: none
-    size_t n_recurrent;        // floats
-    int saved_pos;
     Tokens history;            // the tokens in the caches; there is room for one more
     uint64_t rng;
     // NULL, or called before each chunk and at the end: `done` of n tokens are cached, of which
@@ -312,40 +335,50 @@ typedef struct Session {
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;                 // for on_chunk
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
-    const int32_t *ids;        // [n] tokens of the chunk that forward works on
-    int n, pos, l;             // how many, position of the first, layer
-    // forward's buffers; n: at most a chunk; rows: the larger of n and n_used
+    // what forward works on, for its row functions
+    const int32_t *ids;        // [n] tokens of the chunk
+    int n, pos, l;             // how many; position of the first; layer
+    // its buffers; n: at most a chunk
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that a block reads
     float *out;                // [n][dim] the result of a block
-    float *inputs;             // [n][n_layer][per_layer] each layer's own
-    float *angles[2];          // [n][n_rot] cos, sin pairs: [1] of windowed layers
-    double *freq[2];           // [n_rot/2] radians per position
-    float rope_mag[2];         // a factor of the cosines and sines
-    float *slopes;             // [n_head] of ALiBi
-    float *q, *k, *v, *att;    // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd], [n][n_head][vd]
-    float *mix, *z;            // [n + conv][..], [n][..] of the blocks of Part III
-    float *beta_alpha, *write_gate;     // [n][2 * n_value], [n][n_value] of the delta rule
-    float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
+    float *q, *k, *v;          // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
+    float *att;                // [n][n_head][vd] the result of attention
     float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
-    float *route;              // [n][n_expert] the router's logits
-    float *gathered, *expert_out;       // [rows][dim or latent] what experts read; their results
-    float *latent, *latent_sum;         // [n][latent_down.rows] input and result of latent experts
-    int32_t *chosen;           // [n][n_used] experts
-    int32_t *order;            // [n * n_used] indices of these, sorted by expert
-    float *weight;             // [n][n_used] of the chosen experts
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
+    float *angles[2];          // [n][n_rot] cos, sin pairs, of FULL layers and of WINDOWED ones
+    double *freq[2];           // [n_rot/2] radians per position
+    float rope_mag[2];         // a factor of the cosines and sines
     Arena op_scratch;          // of matmul and attention
+
+    // -- what other families add; rows: the larger of n and n_used --
+    float *slopes;             // [n_head] of ALiBi
+    float *inputs;             // [n][n_layer][per_layer] each layer's own
+    float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
+                               // mixers [conv-1 + n][channels]
+    float *z;                  // [n][..] gates
+    float *beta_alpha, *write_gate;   // [n][2 * n_value], [n][n_value] of the delta rule
+    float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
+    float *route;              // [n][n_expert] the router's logits
+    int32_t *chosen;           // [n][n_used] a token's experts, the best first: its choices
+    float *weight;             // [n][n_used] of the choices
+    int32_t *order;            // [n * n_used] indices of all choices, sorted by expert
+    float *gathered, *expert_out;     // [rows][dim or wide] what experts read; their results
+    float *latent, *latent_sum;       // [n][wide] input and result of latent experts
+    float *recurrent;          // [n_recurrent] conv and state of all layers
+    float *saved;              // [n_recurrent] a copy of it, the snapshot: the states at saved_pos
+    size_t n_recurrent;        // floats
+    int saved_pos;             // -1: there is no snapshot
 } Session;
 
 // ---- 4. what the other parts provide ----
 //
-// Part I knows the other parts by these prototypes alone. plain_matmul and plain_attention say what
-// the two large operations compute; Part V computes the same fast.
+// Part I knows the other parts by these prototypes alone.
 
 // Threads. parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and
-// waits for all. A task gets ctx and of from the caller, and may use the buffers of its thread.
+// waits for all. A task gets two pointers from the caller, to what it changes and to what it reads,
+// and may use the buffers of its thread.
 typedef struct { void *ctx; const void *of; int i, thread; } Task;
 typedef void TaskFn(Task t);
 
@@ -354,36 +387,14 @@ static Pool *pool_open(int threads);   // NULL: they cannot be started
 static void pool_close(Pool *p);       // NULL is fine
 static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);
 
-// Matrix products, up to MAX_JOBS in one call, which may share x.
+// A matrix product of n tokens, out [n][rows] = scale * x [n][cols] * transposed w + bias, which
+// plain_matmul defines. matmul runs k <= MAX_JOBS together, which may share x. Scratch is taken
+// from the arena and given back; with an arena that only counts, nothing is computed.
+enum { MAX_JOBS = 64 };
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
-enum { MAX_JOBS = 64, MAX_EXPERTS = MAX_JOBS / 2 };   // an expert: gate and up
-static size_t input_step(const Matrix *w) { return w->x_step ? w->x_step : w->cols; }
-static size_t output_step(const Matrix *w) { return w->out_step ? w->out_step : w->rows; }
-
-static void matrix_row(const Matrix *w, int64_t r, float *out) {   // row r as floats [cols]
-    quant_dequantize(w->type, w->data + r * quant_row_bytes(w->type, w->cols), out, w->cols);
-}
-
-// out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias. A row of weights is
-// unpacked once for all n tokens: that is why a prompt runs in chunks.
-static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) {   // row [cols]
-    const Matrix *w = job->w;
-    for (int64_t r = 0; r < w->rows; r++) {
-        matrix_row(w, r, row);
-        for (int i = 0; i < job->n; i++) {
-            const float *x = job->x + i * input_step(w);
-            float sum = 0;
-            for (int64_t j = 0; j < w->cols; j++) sum += row[j] * x[j];
-            sum *= w->scale ? *w->scale : 1;
-            job->out[i * output_step(w) + r] = sum + (w->bias ? w->bias[r] : 0);
-        }
-    }
-}
-
-// Runs k products together. Scratch is taken from the arena and given back. With an arena that only
-// counts, the scratch is counted and nothing is computed.
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
+// Attention of n queries over one cache, which plain_attention defines; scratch as in matmul.
 typedef struct {
     const float *q;            // [n][n_head][hd], with RoPE applied
     float *out;                // [n][n_head][vd]
@@ -392,101 +403,70 @@ typedef struct {
     int rows;
     int pos, n;                // queries at pos .. pos+n-1
     int n_head, n_kv, hd, vd, v_step;
-    int first, window, keep, ahead;   // what a query sees, see attention_sees
+    int window, keep, ahead, span_start;   // what a query sees, see attention_sees
     float scale;               // of the scores
     float softcap;             // of the scores; 0: none
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
+static void attention(Pool *p, Arena *a, const Attention *x);
 
-// Does a query see a key? Both are positions; key -1 is an empty row. A query sees a window that
-// ends with itself, up to `ahead` later keys (0 in a causal model), and the first `keep` keys. It
-// sees nothing before `first`. Bits and no branches: a loop over keys is vector code.
-static inline int attention_sees(const Attention *a, int query, int key) {
-    int near = (query - key < a->window) | (key < a->keep);
-    return (key >= a->first) & (key - query <= a->ahead) & near;
-}
+// Rows of numbers
+static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
+static inline float exp_fast(float x);    // e^x, relative error 1e-7, as vector code in loops
+static void clamp(float *x, int64_t n, float limit);       // to -limit .. limit; 0: not at all
+static void soft_cap(float *x, size_t n, float cap);       // x = cap * tanh(x / cap)
+static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean, or squares
+static void sort_top(Candidate *c, size_t n, size_t k);    // brings the k best to the front, sorted
 
-// out = softmax(cap(scale * q . k) - slope * distance) v over the keys that a query sees, for each
-// query and head. Groups of heads share keys and values (GQA). A sink is one more score in the
-// softmax, without a value.
-static __attribute__((unused)) void plain_attention(const Attention *a, float *score) {   // [rows]
-    for (int i = 0; i < a->n * a->n_head; i++) {
-        int pos = a->pos + i / a->n_head, h = i % a->n_head;
-        size_t first_row = (size_t)(h / (a->n_head / a->n_kv)) * a->rows;   // of its KV head
-        const float *q = a->q + (size_t)i * a->hd;
-        float *out = a->out + (size_t)i * a->vd;
-        float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;
-        for (int r = 0; r < a->rows; r++) {
-            const uint16_t *k = a->k + (first_row + r) * a->hd;
-            float dot = 0;
-            for (int j = 0; j < a->hd; j++) dot += q[j] * quant_f16_to_f32(k[j]);
-            dot *= a->scale;
-            if (a->softcap > 0) dot = a->softcap * tanhf(dot / a->softcap);
-            if (a->slopes) dot -= a->slopes[h] * abs(pos - a->pos_k[r]);   // ALiBi
-            score[r] = attention_sees(a, pos, a->pos_k[r]) ? dot : -INFINITY;
-            top = fmaxf(top, score[r]);
-        }
-        memset(out, 0, a->vd * sizeof *out);
-        for (int r = 0; r < a->rows; r++) {
-            const uint16_t *v = a->v + (first_row + r) * a->v_step;
-            float p = expf(score[r] - top);   // at most 1: nothing overflows
-            sum += p;
-            if (p == 0) continue;
-            for (int j = 0; j < a->vd; j++) out[j] += p * quant_f16_to_f32(v[j]);
-        }
-        if (a->sinks) sum += expf(a->sinks[h] - top);
-        if (sum == 0) continue;   // it sees nothing
-        for (int j = 0; j < a->vd; j++) out[j] /= sum;
-    }
-}
-
-static void attention(Pool *p, Arena *a, const Attention *x);   // scratch: as matmul
-static void narrow(const float *x, int n, uint16_t *to);        // floats to f16
-static inline float exp_fast(float x);   // e^x, relative error 1e-7, as vector code in loops
-
-// A step for token i of a chunk, or for part i of all its work; arg is what else it works on.
+// A step for row i of a chunk, or for part i of all its work; arg is what else it works on.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 
-// Blocks of Part III read s->normed and leave their result in s->out.
+// Blocks of other families, which read s->normed and leave their result in s->out
 static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
-static void split_gate_row(Session *s, const void *layer, size_t i);   // of gated attention
+typedef struct Sum Sum;
+static void add_layer_input(Session *s, Sum *end);   // one more block, at a layer's end
+
+// Steps of blocks, which do nothing in a Llama
+static void make_layer_inputs(Session *s);
+static void add_embeddings(Session *s, float *x, size_t i);   // to that of token i
+static void split_gate_row(Session *s, const void *w, size_t i);   // s->mix to queries and gates
 static void gate_attention(Session *s, float *x, int width);
-static void sharpen(const Session *s, float *q, size_t n, int pos);   // attention far out
+static void sharpen(const Session *s, float *q, size_t n, int pos);
+static void activate(float *out, const float *gate, const float *up, int n, int act);
 static void activate_limited(float *gate, float *up, int n, int act, float limit);
-static void make_layer_inputs(Session *s);            // what each layer gets of its own
-static const Norm *layer_input_block(Session *s, const Norm *post);   // adds it, as a third block
-static uint64_t delta_state_size(const Config *c);    // floats of a recurrent layer's state
+static float rope_scaling(const Model *m, int kind, int window, double *freq);
+static void alibi_slopes(float *slope, int n_head, float max_bias);
+static void cache_finite(uint16_t *v, int n, uint16_t *key);   // holds up NaNs of damaged models
+
+static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
+
+// A GPU (metal.c) runs the whole model on a Session's buffers. A function that returns false leaves
+// the work to the CPU. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row `first`
+// on; gpu_logits makes further ones.
+static int gpu_chunk(Session *s);    // finds a GPU; its default chunk, 0: there is none
+static void gpu_open(Session *s), gpu_close(Session *s);
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
+static bool gpu_logits(Session *s, int first, int n);
+static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
+static void gpu_store(Session *s, bool states);   // after the CPU has changed positions, or states
+static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 // ---- 5. ops ----
 //
-// What happens between the matrix products, on one token's row at a time.
-
-// The sum of all x[i] - mean, or of their squares, in 16 independent lanes: that is what lets a
-// compiler use SIMD without -ffast-math.
-static float sum16(const float *x, int n, float mean, bool squares) {
-    float lane[16] = {0}, sum = 0;
-    int i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; j++) {
-            float d = x[i + j] - mean;
-            lane[j] += squares ? d * d : d;
-        }
-    for (; i < n; i++) lane[0] += squares ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
-    for (int j = 0; j < 16; j++) sum += lane[j];
-    return sum;
-}
+// What happens between the matrix products, on one row x [n].
 
 // RMSNorm (arXiv 1910.07467) is x / sqrt(mean(x^2) + eps) * weight. LayerNorm first subtracts the
-// mean, and in the end adds a bias. Each group of x [n] is normed by itself.
+// mean, and in the end adds a bias. Each group of the row is normed by itself.
 static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
     int group = w->group ? w->group : n;
-    for (int g = 0; g < n; g += group, x += group, out += group) {
+    if (w->eps > 0) eps = w->eps;
+    for (int start = 0; start < n; start += group, x += group, out += group) {
         float mean = kind == NORM_RMS ? 0 : sum16(x, group, 0, false) / group;
-        float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + (w->eps > 0 ? w->eps : eps));
+        float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
         for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
-        int at = w->n ? g % w->n : 0;   // 0 where all groups share the weights
+        int at = w->n ? start % w->n : 0;   // the group's first weight
         if (w->w)
             for (int i = 0; i < group; i++) out[i] *= w->w[at + i];
         if (w->b)
@@ -497,43 +477,20 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
 // RoPE (arXiv 2104.09864) turns each pair of values by its angle at this position, so that the
 // product of a query and a key depends on how far apart they are. turn [n_rot]: cos, sin of each.
 QUANT_INLINE void rope(float *x, const float *turn, int n_rot, int pairing) {
-    int step = pairing == ROPE_PAIRS ? 2 : 1, mate = pairing == ROPE_PAIRS ? 1 : n_rot / 2;
+    bool neighbours = pairing == ROPE_PAIRS;
+    int step = neighbours ? 2 : 1;            // from a pair to the next
+    int apart = neighbours ? 1 : n_rot / 2;   // the two of a pair
     for (int i = 0; i < n_rot / 2; i++) {
         float cosine = turn[2 * i], sine = turn[2 * i + 1];
-        float *a = x + i * step, *b = a + mate, old = *a;
+        float *a = x + i * step, *b = a + apart, old = *a;
         *a = old * cosine - *b * sine;
         *b = old * sine + *b * cosine;
     }
 }
 
-// x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
-// and a damaged model would go on talking.
-static inline float within(float x, float limit) {
-    x = x < -limit ? -limit : x;
-    return x > limit ? limit : x;
-}
-
-// out = act(gate) * up, or act(up) without a gate. QUANT_INLINE: a constant act gets its own loop
-QUANT_INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
-    const float *x = gate ? gate : up;
-    for (int i = 0; i < n; i++) {
-        float g = x[i], u = gate ? up[i] : 1, y;
-        if (act == ACT_SWIGLU_OAI) {   // gpt-oss: g at most 7, 1 + u with u within -7 .. 7
-            g = g > 7 ? 7 : g;
-            u = 1 + within(u, 7);
-        }
-        float z = act == ACT_SWIGLU_OAI ? 1.702f * g : g;   // y = g * sigmoid(z)
-        if (act == ACT_GELU) z = 1.595769122f * (g + 0.044715f * g * g * g);   // 2 sqrt(2 / pi)
-        y = act == ACT_RELU2 ? (g < 0 ? 0 : g * g) : g / (1 + exp_fast(-z));
-        out[i] = y * u;
-    }
-}
-
-static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // four constants, four loops
-    else if (act == ACT_GELU) activate_as(out, gate, up, n, ACT_GELU);
-    else if (act == ACT_RELU2) activate_as(out, gate, up, n, ACT_RELU2);
-    else activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
+// SwiGLU (arXiv 2002.05202): out = silu(gate) * up, where silu(x) is x * sigmoid(x)
+static void swiglu(float *out, const float *gate, const float *up, int n) {
+    for (int i = 0; i < n; i++) out[i] = gate[i] / (1 + exp_fast(-gate[i])) * up[i];
 }
 
 static void add_scaled(float *x, const float *y, int n, float scale) {   // x += scale * y
@@ -541,13 +498,13 @@ static void add_scaled(float *x, const float *y, int n, float scale) {   // x +=
 }
 
 static void scale(float *x, size_t n, float by) {
-    if (by != 1)
-        for (size_t i = 0; i < n; i++) x[i] *= by;
+    if (by == 1) return;
+    for (size_t i = 0; i < n; i++) x[i] *= by;
 }
 
-static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0: not at all
-    if (limit > 0)
-        for (int64_t i = 0; i < n; i++) x[i] = within(x[i], limit);
+// row r of a matrix as floats [cols]
+static void matrix_row(const Matrix *w, int64_t r, float *out) {
+    quant_dequantize(w->type, w->data + r * quant_row_bytes(w->type, w->cols), out, w->cols);
 }
 
 // ---- 6. forward ----
@@ -560,9 +517,8 @@ static void clamp(float *x, int64_t n, float limit) {   // to -limit .. limit; 0
 //                x += ffn(norm(x))              each token by itself
 //   logits = output * norm(x)           [n_vocab]
 //
-// A block, attention or FFN, reads s->normed and leaves in s->out what is added to the stream. The
-// norm before it runs at the end of the block before it (see Between). All steps but products and
-// attention go row by row, a task for each token.
+// A block, attention or FFN, reads s->normed and leaves in s->out what is added to the stream. All
+// steps but products and attention go row by row, a task for each token.
 
 typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
 static void run_row(Task t) {
@@ -570,7 +526,7 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// Calls fn for rows 0 .. n-1; in a dry run (see count_op_scratch) it does nothing.
+// Calls fn for rows 0 .. n-1, on all threads; while scratch is only counted it does nothing.
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
     if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, NULL, n);
 }
@@ -580,34 +536,25 @@ static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
-// x = the token's embedding, scaled, plus those of its position and of token type 0, if any
+// x = the token's embedding
 static void embed_row(Session *s, const void *arg, size_t i) {
     const Model *m = arg;
-    const Config *c = &m->config;
-    float *x = s->x + i * c->dim, *more = s->normed + i * c->dim;
+    float *x = s->x + i * m->config.dim;
     matrix_row(&m->embd, s->ids[i], x);
-    scale(x, c->dim, c->embd_scale);
-    if (m->pos_embd.data) {
-        matrix_row(&m->pos_embd, s->pos + i, more);
-        add_scaled(x, more, c->dim, 1);
-    }
-    if (m->type_embd.data) {
-        matrix_row(&m->type_embd, 0, more);
-        add_scaled(x, more, c->dim, 1);
-    }
-    if (m->embd_norm.w || c->embd_normed) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
+    scale(x, m->config.dim, m->config.embd_scale);
+    add_embeddings(s, x, i);
 }
 
 // the cosines and sines of a position, for layers that see all and for windowed ones
 static void angles_row(Session *s, const void *arg, size_t i) {
     const Config *c = arg;
-    int n_rot[] = {c->n_rot, c->n_rot_local};
-    for (int k = 0; k < 2; k++) {
-        float *turn = s->angles[k] + i * n_rot[k];
-        for (int j = 0; j < n_rot[k] / 2; j++) {
-            double angle = (s->pos + (int)i) * s->freq[k][j];
-            turn[2 * j] = cos(angle) * s->rope_mag[k];
-            turn[2 * j + 1] = sin(angle) * s->rope_mag[k];
+    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
+    for (int kind = FULL; kind <= WINDOWED; kind++) {
+        float *turn = s->angles[kind] + i * n_rot[kind];
+        for (int j = 0; j < n_rot[kind] / 2; j++) {
+            double angle = (s->pos + (int)i) * s->freq[kind][j];
+            turn[2 * j] = cos(angle) * s->rope_mag[kind];
+            turn[2 * j + 1] = sin(angle) * s->rope_mag[kind];
         }
     }
 }
@@ -621,29 +568,25 @@ static void norm_row(Session *s, const void *arg, size_t i) {
     else memcpy(to, x, c->dim * sizeof *to);
 }
 
-// Between two blocks the result of one joins the stream, and the input of the other is made.
-typedef struct {
+// x += out: what a block computed joins the stream. All else is NULL in a Llama.
+struct Sum {
     const Norm *post;          // of out before the sum; in an encoder of the sum
-    const float *scale;        // [1] factor of the stream after the sum, or NULL
-    const Norm *again;         // the block's input is added, too, and the sum normed; or NULL
-    const Norm *norm;          // makes the next block's input; NULL: s->normed stays as it is
-    bool norm_first;           // of the stream before the sum: both blocks read the same stream
-} Between;
+    const Norm *again;         // then the block's input is added, too, and the sum normed
+    const float *scale;        // [1] factor of the stream after the sum
+};
 
-static void between_row(Session *s, const void *arg, size_t i) {
+static void add_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
-    const Between *b = arg;
+    const Sum *sum = arg;
+    bool normed = sum->post && sum->post->w;
     float *x = s->x + i * c->dim, *out = s->out + i * c->dim;
-    if (b->norm && b->norm_first) norm_row(s, b->norm, i);
-    if (b->post->w && !c->encoder) norm(out, out, c->dim, b->post, c->norm, c->eps);
+    if (normed && !c->encoder) norm(out, out, c->dim, sum->post, c->norm, c->eps);
     add_scaled(x, out, c->dim, c->residual_scale);
-    if (b->scale) scale(x, c->dim, *b->scale);
-    if (b->post->w && c->encoder) norm(x, x, c->dim, b->post, c->norm, c->eps);
-    if (b->again && b->again->w) {
-        add_scaled(x, s->normed + i * c->dim, c->dim, 1);
-        norm(x, x, c->dim, b->again, c->norm, c->eps);
-    }
-    if (b->norm && !b->norm_first) norm_row(s, b->norm, i);
+    if (sum->scale) scale(x, c->dim, *sum->scale);
+    if (normed && c->encoder) norm(x, x, c->dim, sum->post, c->norm, c->eps);
+    if (!sum->again || !sum->again->w) return;
+    add_scaled(x, s->normed + i * c->dim, c->dim, 1);
+    norm(x, x, c->dim, sum->again, c->norm, c->eps);
 }
 
 // the row of a position: the first keep rows are pinned, the rest is a ring
@@ -652,45 +595,32 @@ static int cache_row(const Cache *cache, int pos) {
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
-// values in the cache must be finite. What is not in a value v [n] becomes 0 here, and its key gets
-// a NaN, which goes into the scores of those that see the row, and of nobody else.
-static void cache_finite(uint16_t *v, int n, uint16_t *key) {
-    enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
-    int damaged = 0;
-    for (int i = 0; i < n; i++) damaged |= (v[i] & EXPONENT) == EXPONENT;
-    if (!damaged) return;
-    for (int i = 0; i < n; i++) v[i] = (v[i] & EXPONENT) == EXPONENT ? 0 : v[i];
-    *key = EXPONENT + 1;
-}
-
-// Clamps, norms and rotates queries or keys x [heads][hd]; turn: the position's cosines and sines.
+// Norms and rotates queries or keys x [heads][hd]; turn: the position's cosines and sines.
 static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, const float *turn) {
     const Config *c = &s->m->config;
     const Layer *layer = &s->m->layers[s->l];
     int hd = layer->hd, n_rot = layer->n_rot;
     clamp(x, heads * hd, c->clamp_qkv);
     if (w->n && !c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
-    for (int h = 0; layer->rotated && h < heads; h++)   // a constant pairing gets its own loop
+    for (int h = 0; layer->rotated && h < heads; h++) {   // a constant pairing gets its own loop
         if (c->rope == ROPE_HALVES) rope(x + h * hd, turn, n_rot, ROPE_HALVES);
         else rope(x + h * hd, turn, n_rot, ROPE_PAIRS);
+    }
     if (w->n && c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
 }
 
-// Prepares a token's queries and keys, and writes its keys and values to the cache. Its heads are
-// split into *arg equal parts; i counts the parts of all tokens.
-static void qkv_part(Session *s, const void *arg, size_t i) {
-    const Layer *w = &s->m->layers[s->l];
+// Prepares queries and keys, and writes keys and values to the cache. The heads of each token are
+// dealt out in *arg equal shares; i counts the shares of all tokens.
+static void qkv_share(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
     Cache *cache = &s->cache[s->l];
-    int parts = *(const int *)arg;
-    size_t token = i / parts, part = i % parts;
+    int shares = *(const int *)arg, token = i / shares, share = i % shares;
     int pos = s->pos + token, row = cache_row(cache, pos);
-    int n_head = w->n_head / parts, n_kv = w->n_kv / parts, first = part * n_kv;
-    float *q = s->q + (token * w->n_head + part * n_head) * w->hd;
-    float *k = s->k + token * w->k.rows + first * w->hd;
-    float *v = s->v + token * w->v.rows + first * w->vd;
-    const float *turn = s->angles[w->window > 0] + token * w->n_rot;
+    int n_head = w->n_head / shares, n_kv = w->n_kv / shares;   // of a share
+    float *q = s->q + i * n_head * w->hd, *k = s->k + i * n_kv * w->hd;
+    float *v = s->v + i * n_kv * w->vd;
+    const float *turn = s->angles[w->window ? WINDOWED : FULL] + token * w->n_rot;
     prepare_heads(s, q, n_head, &w->q_norm, turn);
     sharpen(s, q, n_head * w->hd, pos);
     if (!w->k.rows) return;   // another layer's cache is read
@@ -698,12 +628,12 @@ static void qkv_part(Session *s, const void *arg, size_t i) {
     clamp(v, n_kv * w->vd, c->clamp_qkv);
     if (c->values_normed) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
     for (int h = 0; h < n_kv; h++) {
-        size_t at = (size_t)(first + h) * cache->rows + row;
+        size_t at = (size_t)(share * n_kv + h) * cache->rows + row;
         narrow(k + h * w->hd, w->hd, cache->k + at * w->hd);
         narrow(v + h * w->vd, w->vd, cache->v + at * w->vd);
         cache_finite(cache->v + at * w->vd, w->vd, cache->k + at * w->hd);
     }
-    if (part == 0) cache->pos[row] = pos;
+    if (share == 0) cache->pos[row] = pos;
 }
 
 // s->att = attention of s->q over the layer's cache
@@ -713,51 +643,60 @@ static void attend(Session *s) {
     const Cache *cache = &s->cache[s->l];
     Attention a = {.q = s->q, .out = s->att, .k = cache->k, .v = cache->v, .pos_k = cache->pos,
                    .rows = cache->rows, .pos = s->pos, .n = s->n, .n_head = w->n_head,
-                   .n_kv = w->n_kv, .hd = w->hd, .vd = w->vd,
-                   .v_step = cache->v == cache->k ? w->hd : w->vd, .window = cache->window,
-                   .keep = cache->keep, .ahead = c->causal ? 0 : cache->window - 1,
-                   .first = c->span && w->window ? s->pos / c->span * c->span : 0,
-                   .scale = c->attn_scale, .softcap = c->attn_cap, .sinks = w->sinks,
-                   .slopes = c->alibi > 0 ? s->slopes : NULL};
+                   .n_kv = w->n_kv, .hd = w->hd, .vd = w->vd, .v_step = w->vd,
+                   .window = cache->window, .keep = cache->keep, .scale = c->attn_scale,
+                   .softcap = c->attn_cap, .sinks = w->sinks};
+    if (cache->v == cache->k) a.v_step = w->hd;         // latent attention
+    if (!c->causal) a.ahead = cache->window - 1;        // encoders see both ways
+    if (c->span && w->window) a.span_start = s->pos / c->span * c->span;   // Llama 4
+    if (c->alibi > 0) a.slopes = s->slopes;
     attention(s->pool, &s->op_scratch, &a);
 }
 
 static void attention_block(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n;
-    // gates of attention's result come with q, or from a matrix of their own, or there are none
-    bool fused = w->q.rows > (int64_t)w->n_head * w->hd, gates = w->attn_gate.data;
-    // in decode a token's heads are split, for all threads, unless a norm spans them or differs
-    bool heads_alone = (!w->q_norm.w || w->q_norm.n == w->hd) &&
-                       (!w->k_norm.w || w->k_norm.n == w->hd);
-    int parts = n == 1 && heads_alone ? w->n_kv : 1;
-    Matmul in[] = {{&w->attn_gate, s->normed, s->z, n},
-                   {&w->q, s->normed, fused ? s->mix : s->q, n},
-                   {&w->k, s->normed, s->k, n}, {&w->v, s->normed, s->v, n}};
-    matmul(s->pool, &s->op_scratch, in + !gates, gates + (w->k.rows ? 3 : 1));
-    if (fused) each_row(s, split_gate_row, w, n);
-    each_row(s, qkv_part, &parts, n * parts);
+    bool mixed = w->q.rows > w->n_head * w->hd, gates = w->attn_gate.data;   // not in a Llama
+    int n = s->n, jobs = w->k.rows ? 3 : 1;
+    int shares = n == 1 && w->heads_alone ? w->n_kv : 1;   // in decode all threads share a token
+    Matmul in[4] = {{&w->q, s->normed, mixed ? s->mix : s->q, n},   // mixed: queries and gates
+                    {&w->k, s->normed, s->k, n},
+                    {&w->v, s->normed, s->v, n}};
+    if (gates) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
+    matmul(s->pool, &s->op_scratch, in, jobs);
+    if (mixed) each_row(s, split_gate_row, w, n);
+    each_row(s, qkv_share, &shares, n * shares);
     attend(s);
-    if (fused || gates) gate_attention(s, s->att, w->vd);
+    if (mixed || gates) gate_attention(s, s->att, w->vd);
     product(s, &w->o, s->att, s->out);
 }
 
 typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
-static void activate_row(Session *s, const void *arg, size_t i) {   // up = act(gate) * up
+static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu(gate) * up
     const Ffn *f = arg;
-    size_t ff = f->up->rows;
+    int ff = f->up->rows, act = s->m->config.act;
     float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
-    if (gate && f->limit > 0) activate_limited(gate, up, ff, s->m->config.act, f->limit);
-    else activate(up, gate, up, ff, s->m->config.act);
+    if (gate && f->limit > 0) activate_limited(gate, up, ff, act, f->limit);
+    else if (gate && act == ACT_SILU) swiglu(up, gate, up, ff);
+    else activate(up, gate, up, ff, act);
 }
 
-// out [n][dim] = down (act(gate normed) * up normed)
+// out [n][dim] = down (silu(gate normed) * up normed)
 static void ffn(Session *s, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->normed, s->up, n}, {f->gate, s->normed, s->gate, n}};
     matmul(s->pool, &s->op_scratch, in, f->gate->data ? 2 : 1);
     each_row(s, activate_row, f, n);
     product(s, f->down, s->up, out);
+}
+
+// The first half of a layer: tokens look at each other, by attention, by a memory of fixed size, or
+// by both, which then read the same input.
+static void mix_tokens(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
+    if (w->k_b.data) latent_attention(s);
+    else if (w->n_kv) attention_block(s);
+    if (w->n_kv && w->mixer) each_row(s, add_row, &(Sum){0}, s->n);
+    if (w->mixer) recurrent(s);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -769,40 +708,28 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, embed_row, s->m, n);
     if (c->per_layer) make_layer_inputs(s);
     each_row(s, angles_row, c, n);
-    each_row(s, norm_row, &s->m->layers[0].attn_norm, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
-        bool attends = w->n_kv > 0, has_ffn = w->up.data, last = s->l + 1 == c->n_layer;
-        const Norm *ffn_norm = w->side_by_side && !w->ffn_norm.w ? NULL : &w->ffn_norm;
-        Between mixers = {.post = &(Norm){0}};   // x += out; both read the same input
-        Between blocks = {.post = &w->attn_post_norm, .again = &w->attn_norm_2, .norm = ffn_norm,
-                          .norm_first = w->side_by_side};
-        Between layers = {.post = &w->ffn_post_norm, .scale = w->out_scale,
-                          .norm = last ? NULL : &w[1].attn_norm};
+        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids: layers of one block
+        Sum mixed = {&w->attn_post_norm, &w->attn_norm_2, NULL};
+        Sum fed = {&w->ffn_post_norm, NULL, w->out_scale};
 
-        // tokens look at each other, by attention, by a memory of fixed size, or by both
-        if (w->k_b.data) latent_attention(s);
-        else if (attends) attention_block(s);
-        if (attends && w->mixer) each_row(s, between_row, &mixers, n);
-        if (w->mixer) recurrent(s);
-        if ((attends || w->mixer) && has_ffn) each_row(s, between_row, &blocks, n);
+        // x += attention(norm(x)): tokens look at each other
+        each_row(s, norm_row, &w->attn_norm, n);
+        if (mixes) mix_tokens(s);
+        if (mixes && feeds && !w->side_by_side) {
+            each_row(s, add_row, &mixed, n);
+            each_row(s, norm_row, &w->ffn_norm, n);
+        } else if (mixes && feeds) {   // the FFN reads the stream as attention did
+            if (w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
+            each_row(s, add_row, &mixed, n);
+        }
 
-        // each token by itself: the FFN
+        // x += ffn(norm(x)): each token by itself
         if (w->router.data) experts(s);
-        else if (has_ffn) ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-        if (w->input_gate.data) layers.post = layer_input_block(s, layers.post);
-        each_row(s, between_row, &layers, n);
-    }
-}
-
-// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) + 1), but
-// near 0 that difference would have few digits: there its Taylor series is taken.
-static void soft_cap(float *x, size_t n, float cap) {
-    for (size_t i = 0; i < n; i++) {
-        float y = x[i] / cap, z = y * y;
-        float near = y + y * z * (-1 / 3.0f + z * (2 / 15.0f + z * (-17 / 315.0f + z * 62 / 2835)));
-        float far = 1 - 2 / (exp_fast(2 * y) + 1);
-        x[i] = cap * (z < 0.0625f ? near : far);
+        else if (feeds) ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+        if (w->input_gate.data) add_layer_input(s, &fed);
+        each_row(s, add_row, &fed, n);
     }
 }
 
@@ -818,7 +745,78 @@ static void output_logits(Session *s, int first, int n) {
     if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);
 }
 
-// ---- 7. session ----
+// ---- 7. what matmul and attention compute, in plain loops ----
+
+// from a token's input, or output, to the next one's
+static size_t input_step(const Matrix *w) { return w->x_step ? w->x_step : w->cols; }
+static size_t output_step(const Matrix *w) { return w->out_step ? w->out_step : w->rows; }
+
+// out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias. A row of weights is
+// unpacked once for all n tokens: that is why a prompt runs in chunks. row [cols] is scratch.
+static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) {
+    const Matrix *w = job->w;
+    float scale = w->scale ? *w->scale : 1;
+    for (int64_t r = 0; r < w->rows; r++) {
+        matrix_row(w, r, row);
+        float bias = w->bias ? w->bias[r] : 0;
+        for (int i = 0; i < job->n; i++) {
+            const float *x = job->x + i * input_step(w);
+            float sum = 0;
+            for (int64_t j = 0; j < w->cols; j++) sum += row[j] * x[j];
+            job->out[i * output_step(w) + r] = sum * scale + bias;
+        }
+    }
+}
+
+// Does a query see a key? Both are positions; key -1 is an empty row. A query sees a window that
+// ends with itself, and the first `keep` keys; in an encoder `ahead` later keys, too; in Llama 4
+// nothing before span_start. Bits and no branches: a loop over keys is vector code.
+static inline int attention_sees(const Attention *a, int query, int key) {
+    int near = (query - key < a->window) | (key < a->keep);
+    return (key >= a->span_start) & (key - query <= a->ahead) & near;
+}
+
+// A score with what other families do to it: a soft cap, and ALiBi, which takes off what grows with
+// the distance. A key that is not seen has the score -INFINITY, and so the weight 0.
+static float final_score(const Attention *a, float score, int head, int query, int key) {
+    if (!attention_sees(a, query, key)) return -INFINITY;
+    if (a->softcap > 0) score = a->softcap * tanhf(score / a->softcap);
+    if (a->slopes) score -= a->slopes[head] * abs(query - key);
+    return score;
+}
+
+// out = softmax(scale * q . k) v over the keys that a query sees, for head h of query i. Groups of
+// heads share keys and values (GQA). score [rows] is scratch.
+static void plain_head(const Attention *a, int i, int h, float *score) {
+    size_t at = (size_t)i * a->n_head + h, kv = h / (a->n_head / a->n_kv);
+    const float *q = a->q + at * a->hd;
+    const uint16_t *k = a->k + kv * a->rows * a->hd, *v = a->v + kv * a->rows * a->v_step;
+    float *out = a->out + at * a->vd;
+    float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;
+    for (int r = 0; r < a->rows; r++, k += a->hd) {
+        float dot = 0;
+        for (int j = 0; j < a->hd; j++) dot += q[j] * quant_f16_to_f32(k[j]);
+        score[r] = final_score(a, dot * a->scale, h, a->pos + i, a->pos_k[r]);
+        top = fmaxf(top, score[r]);
+    }
+    memset(out, 0, a->vd * sizeof *out);
+    for (int r = 0; r < a->rows; r++, v += a->v_step) {
+        float weight = expf(score[r] - top);   // at most 1: nothing overflows
+        sum += weight;
+        if (weight == 0) continue;
+        for (int j = 0; j < a->vd; j++) out[j] += weight * quant_f16_to_f32(v[j]);
+    }
+    if (a->sinks) sum += expf(a->sinks[h] - top);   // gpt-oss: one more score, without a value
+    if (sum == 0) return;                           // it sees nothing
+    for (int j = 0; j < a->vd; j++) out[j] /= sum;
+}
+
+static __attribute__((unused)) void plain_attention(const Attention *a, float *score) {
+    for (int i = 0; i < a->n; i++)
+        for (int h = 0; h < a->n_head; h++) plain_head(a, i, h, score);
+}
+
+// ---- 8. session ----
 //
 // A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows, so that writing a
 // chunk overwrites no row that one of its own queries must still see. A row stores its position,
@@ -830,95 +828,32 @@ static void output_logits(Session *s, int first, int n) {
 // Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
 // past any limit but that of learned positions.
 
-// A GPU (metal.c) runs the whole model on these buffers. A function that returns false leaves the
-// work to the CPU. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row `first` on;
-// gpu_logits makes further ones.
-static int gpu_chunk(Session *s);    // finds a GPU; its default chunk, 0: there is none
-static void gpu_open(Session *s), gpu_close(Session *s);
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
-static bool gpu_logits(Session *s, int first, int n);
-static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-static void gpu_store(Session *s, bool states);   // after the CPU has changed positions, or states
-static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
-
-// realloc for so many items; also NULL if their bytes are more than a size_t counts
-static void *resize(void *p, uint64_t count, size_t size) {
-    return count > SIZE_MAX / size ? NULL : realloc(p, count * size);
-}
-
-static bool tokens_room(Tokens *t, size_t n) {   // makes room for n ids in all
-    if (n <= t->room) return true;
-    size_t room = larger(n, 2 * t->room);
-    int32_t *id = resize(t->id, room, sizeof *id);
-    if (!id) return false;
-    t->id = id;
-    t->room = room;
-    return true;
-}
-
-bool tokens_add(Tokens *t, int32_t id) {
-    if (!tokens_room(t, t->n + 1)) return false;
-    t->id[t->n++] = id;
-    return true;
-}
-
-// the pair of values whose angle makes so many turns in the original context
-static double yarn_pair(const Config *c, double turns, int n_rot, double base) {
-    return n_rot * log(c->n_ctx_orig / (turns * 2 * M_PI)) / (2 * log(base));
-}
-
-// Sets freq [n_rot/2], radians per position of each pair; returns a factor for cosines and sines.
-// Plain RoPE has base^(-2i / n_rot). Scaled models slow the angles down: all of them (linear), by a
-// factor each (Llama 3, longrope), or the low frequencies more than the high ones (YaRN, arXiv
-// 2309.00071). Models of images divide RoPE's pairs among three positions, which are the same in
-// text; pairs left over stand still. In double: at position 100,000 a float angle is off by 0.005.
-static float rope_frequencies(const Model *m, bool local, int window, double *freq) {
+// Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
+// position for pair i. Returns a factor of cosines and sines, 1 where nothing is scaled. In double:
+// at position 100,000 a float angle is off by 0.005.
+static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
     const Config *c = &m->config;
-    double base = local ? c->rope_base_local : c->rope_base;
-    int n_rot = local ? c->n_rot_local : c->n_rot;
-    bool unscaled = local && c->local_unscaled, yarn = c->yarn && !unscaled;
-    double scale = unscaled ? 1 : 1.0 / c->rope_factor;
-    const float *divide = window > c->n_ctx_orig ? m->freqs_long : m->freqs_short;
-    if (m->freqs) divide = m->freqs;
-    if (unscaled) divide = NULL;
-    int turning = c->section[0] + c->section[1] + c->section[2], sections = turning + c->section[3];
-    double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, n_rot, base)));
-    double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, n_rot, base)));
-    for (int i = 0; i < n_rot / 2; i++) {
-        double plain = pow(base, -2.0 * i / n_rot) / (divide ? divide[i] : 1);
-        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
-        int k = sections ? i % sections : 0;
-        bool still = c->sections_mixed ? k / 3 >= c->section[k % 3] : k >= turning;
-        if (sections && still) plain = 0;
-        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
-    }
-    double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    return (unscaled ? 1 : c->rope_mag) * (1 + longer) / (1 + c->yarn_log * longer);
+    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
+    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
+    return rope_scaling(m, kind, window, freq);
 }
 
-// ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
-// powers of one ratio: 2^(-max_bias * (h + 1) / n). Of any other number, the first 2^k heads have
-// these slopes, and the rest every other one of the sequence for 2^(k+1) heads.
-static void alibi_slopes(float *slope, int n_head, float max_bias) {
-    int whole = 1;
-    while (2 * whole <= n_head) whole *= 2;
-    for (int h = 0; h < n_head; h++)   // h - whole + 0.5: 2 (h - whole) + 1 of 2 * whole heads
-        slope[h] = exp2f(-max_bias * (h < whole ? h + 1 : h - whole + 0.5f) / whole);
-}
+// Memory of other families, and of Part V. Widths: floats that a token takes at most.
+typedef struct { uint64_t q, k, v, att, mix, z, ff, latent; } Widths;
+static void widen(Widths *most, const Config *c, const Layer *w);         // so that w fits
+static void plan_mixers(Session *s, Arena *a, const Widths *most);        // beside attention's
+static void plan_experts(Session *s, Arena *a, const Widths *most);       // beside the FFN's
+static void plan_states(Session *s, Arena *a);                            // of recurrent layers
+static void copy_states(Session *s, float *to, const float *from);
+static uint64_t count_op_scratch(Session *s);                             // bytes at most
+static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
+                       Error *e);   // runs a plan twice, to count and to place; what: for e
 
-// Places every cache, or counts. Recurrent layers lie together, so that a snapshot is one copy.
+// Places every cache, or counts.
 static void plan_caches(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    uint64_t start = a->used, f = sizeof(float), half = sizeof(uint16_t);
-    s->recurrent = arena_take(a, 0, 0);
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        if (!w->mixer) continue;
-        s->cache[l].conv = arena_take(a, (c->conv - 1) * w->conv_in.rows, f);
-        if (w->mixer != MIX_CONV) s->cache[l].state = arena_take(a, delta_state_size(c), f);
-    }
-    s->n_recurrent = (a->used - start) / f;
-    s->saved = arena_take(a, s->n_recurrent, f);
+    plan_states(s, a);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
@@ -927,52 +862,26 @@ static void plan_caches(Session *s, Arena *a) {
             *cache = s->cache[w->source];
             continue;
         }
-        bool whole = !w->window || w->window >= s->o.window;   // the smaller window counts
-        cache->window = whole ? s->o.window : w->window;
-        cache->keep = whole ? s->o.keep : 0;
+        bool full = !w->window || w->window >= s->o.window;   // the smaller window counts
+        cache->window = full ? s->o.window : w->window;
+        cache->keep = full ? s->o.keep : 0;
         cache->rows = cache->window + s->o.chunk + cache->keep;
-        cache->v = cache->k = arena_take(a, (uint64_t)w->n_kv * cache->rows, w->hd * half);
-        if (!w->k_b.data) cache->v = arena_take(a, (uint64_t)w->n_kv * cache->rows, w->vd * half);
-        cache->pos = arena_take(a, cache->rows, sizeof(int32_t));
+        uint64_t rows = (uint64_t)w->n_kv * cache->rows;
+        cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
+        cache->v = cache->k;   // latent attention
+        if (!w->k_b.data) cache->v = arena_take(a, rows, w->vd * sizeof *cache->v);
+        cache->pos = arena_take(a, cache->rows, sizeof *cache->pos);
     }
 }
 
-// The most scratch that matmul and attention take, by a dry run: with an arena that only counts,
-// forward touches no data. One token and a chunk may take different ways.
-static uint64_t count_op_scratch(Session *s) {
-    int counts[] = {1, s->o.chunk};
-    s->op_scratch = (Arena){0};
-    for (int k = 0; k < 2; k++) {
-        int rows = counts[k] < LOGIT_ROWS ? counts[k] : LOGIT_ROWS;
-        forward(s, NULL, counts[k], 0);
-        matmul(s->pool, &s->op_scratch, &(Matmul){&s->m->output, s->normed, NULL, rows}, 1);
-    }
-    return s->op_scratch.peak;
-}
-
-// Every buffer that forward uses, for the widest layer. Those of attention, of the FFN, and the
-// logits never live together: they share bytes.
+// Every buffer that forward uses, for the widest layer. Those of attention (or another mixer), of
+// the FFN (or experts), and of the logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    uint64_t n = s->o.chunk, f = sizeof(float), rows = larger(n, c->n_used);
-    uint64_t op_scratch = count_op_scratch(s);
-    struct { uint64_t q, k, v, att, mix, z, ff, latent; } most = {0};   // floats of a token
-    int n_rot[] = {c->n_rot, c->n_rot_local};
-    for (int l = 0; l < c->n_layer; l++) {
-        const Layer *w = &s->m->layers[l];
-        size_t heads = (size_t)w->n_head * w->hd, gated = (size_t)w->q.rows > heads ? heads : 0;
-        size_t latent = w->k_b.data ? larger(w->q.rows, w->o.cols) : 0;   // inputs of k_b, of o
-        most.q = larger(most.q, heads);
-        most.k = larger(most.k, w->k.rows);
-        most.v = larger(most.v, w->v.rows);
-        most.att = larger(most.att, larger(w->z.rows, (size_t)w->n_head * w->vd));
-        most.att = larger(most.att, w->alpha_a.rows + w->z_a.rows);
-        most.mix = larger(most.mix, larger(w->conv_in.rows, larger(2 * gated, latent)));
-        most.z = larger(most.z, larger(w->q_a.rows, w->z.rows + gated + w->attn_gate.rows));
-        most.ff = larger(larger(most.ff, c->per_layer), larger(w->ff, w->shared_up.rows));
-        most.latent = larger(most.latent, w->latent_down.rows);
-    }
-    uint64_t expert = c->n_expert ? rows * larger(c->dim, most.latent) : 0;
+    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
+    uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
+    Widths most = {0};
+    for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
     s->op_scratch.base = arena_take(a, 1, op_scratch);
     s->op_scratch.size = op_scratch;
     s->x = arena_take(a, n * c->dim, f);
@@ -982,68 +891,34 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
-    uint64_t mark = a->used;
+    uint64_t shared = a->used;   // 1: attention
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
     s->v = arena_take(a, n * most.v, f);
     s->att = arena_take(a, n * most.att, f);
-    s->mix = arena_take(a, (n + c->conv) * most.mix, f);
-    s->z = arena_take(a, n * most.z, f);
-    s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
-    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
-    s->write_gate = arena_take(a, n * c->n_value, f);
-    a->used = mark;
+    plan_mixers(s, a, &most);
+    a->used = shared;            // 2: the FFN
+    uint64_t rows = larger(n, c->n_used);
     s->gate = arena_take(a, rows * most.ff, f);
     s->up = arena_take(a, rows * most.ff, f);
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    s->gathered = arena_take(a, expert, f);
-    s->expert_out = arena_take(a, expert, f);
-    s->latent = arena_take(a, n * most.latent, f);
-    s->latent_sum = arena_take(a, n * most.latent, f);
-    s->chosen = arena_take(a, n * c->n_used, sizeof(int32_t));
-    s->order = arena_take(a, n * c->n_used, sizeof(int32_t));
-    s->weight = arena_take(a, n * c->n_used, f);
-    a->used = mark;
+    plan_experts(s, a, &most);
+    a->used = shared;            // 3: logits
     s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
-}
-
-static void copy_states(Session *s, float *to, const float *from) {
-    size_t bytes = s->n_recurrent * sizeof *to;
-    if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
 }
 
 // Forgets positions p and later. Where there are recurrent layers, p is 0 or saved_pos: a state
 // cannot be cut back, only cleared, or replaced by its snapshot.
 static void session_truncate(Session *s, int p) {
-    size_t bytes = s->n_recurrent * sizeof *s->saved;
     assert(p == 0 || !s->n_recurrent || p == s->saved_pos);
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
-    if (bytes && p == 0) memset(s->recurrent, 0, bytes);
+    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     if (p == 0) s->saved_pos = -1;
     s->history.n = p;
     gpu_store(s, p == 0);
     if (p > 0) copy_states(s, s->recurrent, s->saved);
-}
-
-// Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
-// share), which the system hands out zeroed when they are first touched. what: the buffers, and
-// what to try if there is no memory for them.
-static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
-                       Error *e) {
-    Arena a = {0};
-    plan(s, &a);
-    uint64_t size = larger(a.peak, 1);
-    bool fits = size <= SIZE_MAX && size < 1ull << 46;
-    void *p = !fits ? MAP_FAILED
-                    : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (p == MAP_FAILED) return fail(e, "no memory for %.0f MB of %s", (double)(size >> 20), what);
-    *map = (Map){p, size};
-    a = (Arena){.base = p, .size = size};
-    plan(s, &a);
-    return true;
 }
 
 void session_close(Session *s) {
@@ -1066,7 +941,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!s->cache) return fail(e, "out of memory");
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
-    bool negative = o.window < 0 || o.chunk < 0 || o.keep < 0;
+    bool negative = o.window < 0 || o.chunk < 0 || o.keep < 0;   // no GPU is opened for these
     int chunk = s->o.cpu || negative ? 0 : gpu_chunk(s);
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // positions and rows are ints
@@ -1097,8 +972,8 @@ static bool rows_resident(const Session *s, int p) {
 
 // What to evaluate, and who gets the result: ids [n] is the whole text; fn, if it is not NULL, gets
 // the rows of the tokens from .. n-1 in order, and returns false to stop. A row is the logits
-// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim]. Nothing but NaN
-// in a row is an error; where the row as a whole counts (whole, hidden), any NaN is.
+// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim]. A row of
+// nothing but NaN is an error; where each number of it counts (exact, hidden), one with any NaN is.
 typedef bool OnRow(void *ctx, int i, const float *row);
 typedef struct {
     const int32_t *ids;
@@ -1106,7 +981,7 @@ typedef struct {
     bool hidden;
     OnRow *fn;
     void *ctx;
-    bool whole;
+    bool exact;
 } Request;
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns its
@@ -1116,7 +991,8 @@ typedef struct {
 //   prefix reuse    both begin alike: the history is cut back to where they differ
 //   full prefill    nothing is alike, or rows that are still needed were overwritten
 //
-// In a model that is not causal all depends on later tokens, too, and nothing can be reused.
+// In a model that is not causal all depends on later tokens, too, and nothing can be reused. A
+// recurrent model goes back to its snapshot, which stands before the last token of a prompt.
 static int session_reuse(Session *s, const Request *r) {
     int p = 0, n_history = s->history.n;
     while (p < n_history && p < r->n && s->history.id[p] == r->ids[p]) p++;
@@ -1149,8 +1025,7 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
 }
 
 // How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. With
-// recurrent layers the last token runs alone, after a snapshot of the states: another answer then
-// costs one token.
+// `snapshot` the last token runs alone, behind it: another answer then costs one token.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
     if (span && most > span - pos % span) most = span - pos % span;
@@ -1158,23 +1033,28 @@ static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     return snapshot && left > 1 ? left - 1 : left;
 }
 
-// Makes the rows of the chunk from row first on, LOGIT_ROWS at a time, and gives them to r->fn;
-// made: the GPU has already made the first ones.
-static bool give_rows(Session *s, const Request *r, int first, bool made, Error *e) {
+// Is a row [n] nothing but NaN? Or, where each number of it counts, has it any?
+static bool row_damaged(const float *row, size_t n, bool exact) {
+    size_t i = 0;
+    while (i < n && isnan(row[i]) != exact) i++;   // to the first number; to the first NaN
+    return (i < n) == exact;
+}
+
+// Gives the rows of a chunk of n tokens at pos to r->fn, from row first on, after it has made them,
+// LOGIT_ROWS at a time; gpu: the GPU has already made the first ones.
+static bool give_rows(Session *s, const Request *r, int pos, int n, int first, bool gpu, Error *e) {
     size_t width = r->hidden ? s->m->config.dim : s->m->config.n_vocab;
-    for (int i = first; i < s->n; i += LOGIT_ROWS, made = false) {
-        int rows = s->n - i < LOGIT_ROWS ? s->n - i : LOGIT_ROWS;
-        for (int k = 0; r->hidden && k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
-        if (!r->hidden && !made && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
+    bool exact = r->hidden || r->exact;
+    for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
+        int rows = n - i < LOGIT_ROWS ? n - i : LOGIT_ROWS;
         const float *row = r->hidden ? s->normed + i * width : s->logits;
+        for (int k = 0; r->hidden && k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
+        if (!r->hidden && !gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
-            bool whole = r->hidden || r->whole;
-            size_t j = 0;   // finds the first NaN; the first number, where one is enough
-            while (j < width && !isnan(row[j]) == whole) j++;
-            if ((j < width) == whole)
+            if (row_damaged(row, width, exact))
                 return fail(e, "at token %d the model yields %s NaN: its weights may be damaged",
-                            s->pos + i + k, whole ? "a" : "nothing but");
-            if (r->fn && !r->fn(r->ctx, s->pos + i + k, row)) return fail(e, "interrupted");
+                            pos + i + k, exact ? "a" : "nothing but");
+            if (r->fn && !r->fn(r->ctx, pos + i + k, row)) return fail(e, "interrupted");
         }
     }
     return true;
@@ -1182,29 +1062,27 @@ static bool give_rows(Session *s, const Request *r, int first, bool made, Error 
 
 // Evaluates a text chunk by chunk, reusing what the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool ids_are_history = r.ids == s->history.id;   // which tokens_room may move
+    bool in_history = r.ids == s->history.id;   // session_generate's text; tokens_room may move it
     if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
-    if (ids_are_history) r.ids = s->history.id;
-    int reused = session_reuse(s, &r), count;
+    if (in_history) r.ids = s->history.id;
+    int reused = session_reuse(s, &r), n;
     bool snapshot = s->n_recurrent && r.n - reused > 1;
-    for (int p = reused; p < r.n; p += count) {
-        count = chunk_size(s, p, r.n - p, snapshot);
+    for (int p = reused; p < r.n; p += n) {
+        n = chunk_size(s, p, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) {
             copy_states(s, s->saved, s->recurrent);
             s->saved_pos = p;
         }
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from > p ? r.from - p : 0;   // the first row that r.fn is to get
-        if (first > count) first = count;
-        s->n = count;
-        s->pos = p;
-        bool gpu = gpu_forward(s, r.ids + p, count, p, r.hidden ? count : first);
-        if (!gpu) forward(s, r.ids + p, count, p);
-        if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)count * s->m->config.dim * sizeof *s->x);
-        memmove(s->history.id + p, r.ids + p, count * sizeof *r.ids);
-        s->history.n = p + count;
-        if (!give_rows(s, &r, first, gpu, e)) return false;
+        int first = r.from > p ? r.from - p : 0;   // the chunk's first row that r.fn is to get
+        if (first > n) first = n;
+        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);
+        if (!gpu) forward(s, r.ids + p, n, p);
+        if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)n * s->m->config.dim * sizeof *s->x);
+        memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
+        s->history.n = p + n;
+        if (!give_rows(s, &r, p, n, first, gpu, e)) return false;
     }
     return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
 }
@@ -1214,13 +1092,14 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
     return session_run(s, last, e) ? s->logits : NULL;
 }
 
-// ---- 8. sampler ----
+// ---- 9. sampler ----
 //
 // From logits to the next token: stages over one array of candidates, each a function that changes,
 // reorders or shortens it: penalty, temperature, top-k, top-p, min-p. Then the best is taken, or
 // one is drawn. (llama.cpp tempers last; here the cuts see the tempered distribution.) To add a
-// stage, write it like these, call it in sample, give it a field of Sampling and a row of OPTIONS,
-// and add a line to test.c. sort_top brings the best to the front without sorting the vocabulary.
+// stage, write it like these, call it in sample, and give it a field of Sampling with its default
+// in main and a row of OPTIONS; if files ask for it, a row in sampling_defaults. Then add a line to
+// test.c.
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
@@ -1269,7 +1148,7 @@ static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-// keeps the k best; this and the next two return how many are left
+// keeps the k best; top-k, top-p and min-p return how many are left
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k >= n) return n;
     sort_top(c, n, k);
@@ -1283,7 +1162,7 @@ static float best_logit(const Candidate *c, size_t n) {
 }
 
 // Softmax without its division: a weight is exp(logit - best), a candidate's share weight / total.
-// Adds up weights until they are enough; returns how many that takes.
+// Adds up weights until they are enough (INFINITY: all); returns how many that takes.
 static size_t sum_until(const Candidate *c, size_t n, double enough, double *sum) {
     float top = best_logit(c, n);
     size_t i = 0;
@@ -1354,15 +1233,13 @@ int32_t session_sample(Session *s, const float *logits) {
     return sample(o, c, n_vocab, s->history.id + s->history.n - n, n, &s->rng);
 }
 
-// ---- 9. generate ----
-
-static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
+// ---- 10. generate ----
 
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 
 // Generates up to n_predict ids (-1: no limit; 0: it only evaluates) after ids [n], and hands each
-// to on_token. An end-of-generation id ends it, and is not handed out. A generated id is stored
-// after the session's history, and evaluated with it to get the next one.
+// to on_token. An end-of-generation id ends it, and is not handed out. A generated id is written
+// behind the session's history, and evaluated as the end of that text to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
     int made = 0;
@@ -1380,7 +1257,12 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 
 // ==== Part II: the file =========================================================================
 //
-// From the bytes of a GGUF file to the types of a model.
+// In: the path of a file. Out: a Model, whose weights point into the mapped file, or one line that
+// says what is wrong with it. Read ARCHS and KEYS first (section 12): these two tables, and which
+// tensors a file has, say what a model is. Section 11 reads the file's lists of keys and tensors.
+// Section 13 fills Config and each Layer from them; what only blocks of other families have, the
+// load_ functions of Part III find. Where a caller puts words in front of what an inner function
+// says, that one has an Error of its own, `why`.
 
 #include <errno.h>             // what Part I does not need
 #include <fcntl.h>
@@ -1390,7 +1272,11 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 #include <time.h>
 #include <unistd.h>
 
-// ---- 10. GGUF ----
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "llm.c reads numbers of a file as they lie there: its CPU must be little endian"
+#endif
+
+// ---- 11. GGUF ----
 //
 // A GGUF file is, in this order and little endian (a string is a 64-bit length and its bytes):
 //
@@ -1402,6 +1288,28 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
 // must lie inside the file. Nothing is copied: strings and weights are pointers into it.
+
+// realloc for so many items; also NULL if their bytes are more than a size_t counts
+static void *resize(void *p, uint64_t count, size_t size) {
+    return count > SIZE_MAX / size ? NULL : realloc(p, count * size);
+}
+
+static bool tokens_room(Tokens *t, size_t n) {
+    if (n <= t->room) return true;
+    size_t room = larger(n, 2 * t->room);
+    int32_t *id = resize(t->id, room, sizeof *id);
+    if (!id) return false;
+    t->id = id;
+    t->room = room;
+    return true;
+}
+
+// Appends an id. False: out of memory, and the list is as it was.
+bool tokens_add(Tokens *t, int32_t id) {
+    if (!tokens_room(t, t->n + 1)) return false;
+    t->id[t->n++] = id;
+    return true;
+}
 
 typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, no NUL at the end
 
@@ -1704,54 +1612,61 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
            fail(e, "%s: %s", path, why.text);
 }
 
-// ---- 11. architectures ----
+// ---- 12. architectures ----
 //
 // Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
 // differs from a plain Llama. KEYS lists the numbers that a file gives and who reads them. Which
 // tensors there are says the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts,
-// sinks, tied output). To add an architecture: read the values off its reference implementation,
-// add its name to a row that has them, or a new row, and run `./llm model.gguf --info`. A number
-// under a new key gets a row in KEYS, a tensor under a new name a line in its block's load_
-// function. Then add one line to test.c. RoPE pairing is the usual mistake, and position 0 cannot
-// show it.
+// sinks, tied output).
+//
+// To add an architecture: read the values off its reference implementation, add its name to a row
+// that has them, or a new row, and run `./llm model.gguf --info`. Add the name in KEYS to the keys
+// that it reads and not all do, in NEEDS to the tensors that it cannot do without: else such a key
+// is noted and ignored, such a tensor may be missing. A number under a new key gets a row in KEYS,
+// a tensor under a new name a line in its block's load_ function, a new difference a flag, of which
+// imply_config makes a field of Config. Then add a row to SHAPES in test.c, whose tests ask for
+// what is left. RoPE pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
-// README names the exceptions. golden/ has llama.cpp's logits for the names with a star.
+// golden/ has llama.cpp's logits for the names with a star.
 //
 // KEYS and the names of tensors are as the files are: there is no rule behind them to look for.
 
-enum {
-    EMBD_SQRT = 1 << 0,        // embeddings are multiplied by sqrt(dim)
-    WINDOW_4096 = 1 << 1,      // sliding window where the file does not say
-    CAPPED = 1 << 2,           // soft caps of 50 and 30 where the file does not say
-    LOCAL_10000 = 1 << 3,      // RoPE base of windowed layers where the file does not say
-    LOCAL_UNSCALED = 1 << 4,   // windowed layers ignore RoPE scaling
-    LOCAL_ROPE = 1 << 5,       // only windowed layers have RoPE
-    ROPE_TUNED = 1 << 6,       // no RoPE where rope.scaling.finetuned is false
-    QK_NORM_LATE = 1 << 7,     // QK norm after RoPE
-    LOGIT_DIVIDE = 1 << 8,     // logit_scale divides
-    MUP = 1 << 9,              // scales follow from width and depth where the file does not say
-    SCALE_BY_DIM = 1 << 10,    // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
-    ALIBI_8 = 1 << 11,         // ALiBi with a largest bias of 8
-    ENCODER = 1 << 12,         // sees the whole text; norms follow the residual sum
-    DELTA_TILED = 1 << 13,     // value head h reads key head h % n_key, not h / (n_value / n_key)
-    GATES_NORMED = 1 << 14,    // weights of the chosen experts are divided by their sum
-    GATES_SIGMOID = 1 << 15,   // the router's logits pass a sigmoid where the file does not say
-    QKV_NORMED = 1 << 16,      // values are normed, too, without weights; scores are not scaled
-    LOGITS_CAPPED = 1 << 17,   // a soft cap of 30 for logits where the file does not say
-    YARN_SCORES = 1 << 18,     // YaRN sharpens the scores, not the cosines
-    BOTH_WAYS = 1 << 19,       // a token sees those behind it, too; windows lie half on each side
-    SECTIONS_MIXED = 1 << 20,  // RoPE's sections take turns
-    FULL_FIRST = 1 << 21,      // of `local` layers the first sees all, not the last
-    LOCAL_SINKS = 1 << 22,     // only windowed layers have sinks
-    MAY_BE_PARALLEL = 1 << 23, // without a norm before it the FFN reads what attention reads
-    GATE = 1 << 24,            // attention has gates in a tensor of its own
-    GATE_SOFTPLUS = 1 << 25,   // they pass softplus, not a sigmoid
-    EMBD_NORMED = 1 << 26,     // embeddings are normed; the eps of post-norms is 1e-8
-    ROPE_10000 = 1 << 27,      // RoPE's base, whatever the file says
-    SCALE_BY_HEAD = 1 << 28,   // attention scale is 1/hd, not 1/sqrt(hd)
-    FF_BOTH = 1 << 29,         // feed_forward_length counts gate and up
-    HALF_ROTATED = 1 << 30,    // layers that see all rotate half of rope.dimension_count
+enum {   // of 64 bits
+    EMBD_SQRT = 1ull << 0,        // embeddings are multiplied by sqrt(dim)
+    WINDOW_4096 = 1ull << 1,      // sliding window where the file does not say
+    CAPPED = 1ull << 2,           // soft caps of 50 and 30 where the file does not say
+    LOCAL_10000 = 1ull << 3,      // RoPE base of windowed layers where the file does not say
+    LOCAL_UNSCALED = 1ull << 4,   // windowed layers ignore RoPE scaling
+    LOCAL_ROPE = 1ull << 5,       // only windowed layers have RoPE
+    ROPE_TUNED = 1ull << 6,       // no RoPE where rope.scaling.finetuned is false
+    QK_NORM_LATE = 1ull << 7,     // QK norm after RoPE
+    LOGIT_DIVIDE = 1ull << 8,     // logit_scale divides
+    MUP = 1ull << 9,              // scales follow from width and depth where the file does not say
+    SCALE_BY_DIM = 1ull << 10,    // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
+    ALIBI_8 = 1ull << 11,         // ALiBi with a largest bias of 8
+    ENCODER = 1ull << 12,         // sees the whole text; norms follow the residual sum
+    DELTA_TILED = 1ull << 13,     // value head h reads key head h % n_key
+    GATES_NORMED = 1ull << 14,    // weights of the chosen experts are divided by their sum
+    GATES_SIGMOID = 1ull << 15,   // the router's logits pass a sigmoid where the file does not say
+    QKV_NORMED = 1ull << 16,      // values are normed, too, without weights; scores are not scaled
+    LOGITS_CAPPED = 1ull << 17,   // a soft cap of 30 for logits where the file does not say
+    YARN_SCORES = 1ull << 18,     // YaRN sharpens the scores, not the cosines
+    BOTH_WAYS = 1ull << 19,       // a token sees those behind it, too; half a window on each side
+    SECTIONS_MIXED = 1ull << 20,  // RoPE's sections take turns
+    FULL_FIRST = 1ull << 21,      // of `local` layers the first sees all, not the last
+    LOCAL_SINKS = 1ull << 22,     // only windowed layers have sinks
+    MAY_BE_PARALLEL = 1ull << 23, // without a norm before it the FFN reads what attention reads
+    GATE = 1ull << 24,            // attention has gates in a tensor of its own
+    GATE_SOFTPLUS = 1ull << 25,   // they pass softplus, not a sigmoid
+    EMBD_NORMED = 1ull << 26,     // embeddings are normed; the eps of post-norms is 1e-8
+    ROPE_10000 = 1ull << 27,      // RoPE's base, whatever the file says
+    SCALE_BY_HEAD = 1ull << 28,   // attention scale is 1/hd, not 1/sqrt(hd)
+    FF_BOTH = 1ull << 29,         // feed_forward_length counts gate and up
+    HALF_ROTATED = 1ull << 30,    // layers that see all rotate half of rope.dimension_count
+    INPUTS_WEIGHED = 1ull << 31,  // an expert's weight is a factor of its input
+    SHARPENED = 1ull << 32,       // attention far out is sharpened by 0.1 a span
+    QK_NORM_BARE = 1ull << 33,    // QK norm without weights in layers with spans
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -1762,7 +1677,7 @@ enum { NO_LAYER = 255 };
 typedef struct {
     const char *names;         // "llama* mistral3*"
     uint8_t norm, act, rope;   // NORM_RMS, ACT_SILU, ROPE_HALVES where the row does not say
-    uint32_t flags;
+    uint64_t flags;
     uint8_t local;             // every local-th layer sees all, the others a window; 0: every layer
                                // sees all; NO_LAYER: none does
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
@@ -1773,7 +1688,7 @@ typedef struct {
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
     {"llama* mistral3* ernie4_5-moe", .rope = ROPE_PAIRS, .flags = GATES_NORMED},
     {"llama4*", .rope = ROPE_PAIRS, .local = 4, .no_rope = 4, .span = 8192,
-     .flags = GATES_SIGMOID | QK_NORM_LATE},
+     .flags = GATES_SIGMOID | QK_NORM_LATE | INPUTS_WEIGHED | SHARPENED | QK_NORM_BARE},
     {"maincoder", .rope = ROPE_PAIRS, .flags = QK_NORM_LATE},
     {"refact", .rope = ROPE_NONE, .flags = ALIBI_8},
     {"cogvlm deepseek2-ocr", .flags = ROPE_10000},
@@ -1874,165 +1789,200 @@ static const Alias *find_alias(const Gguf *g) {   // of the file's architecture;
     return NULL;
 }
 
+// What a file says and only loading needs.
+typedef struct {
+    int n_layer_mtp;           // layers after the others that predict further tokens: not run
+    int n_shared;              // the last n_shared layers read the caches of earlier ones
+    int pattern;               // which layers have a window: a period, or yes or no for this one
+    bool side_by_side;         // of all layers
+    int hd_local, vd_local;    // hd and vd of windowed layers
+    float eps_rms;             // eps of RMSNorm
+    bool rope_tuned;           // no: the file wants no RoPE after all
+    int rope_sections;         // not 0: the pairing is ROPE_HALVES
+    float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
+} Hints;
+
 // A number that a file gives under its architecture's name, such as "llama.block_count".
 typedef struct {
     const char *key;
-    enum { KEY_INT, KEY_REAL, KEY_LAYER, KEY_LAYER_REAL } kind;   // KEY_LAYER: or one per layer
-    size_t at;                 // offset of the field in Config, or in Layer
+    enum { INT, REAL, BOOL } type;
+    enum { IN_CONFIG, IN_LAYER, IN_HINTS } place;
+    bool by_layer;             // one number, or an array with one for each layer
+    size_t at;                 // offset of the field in its struct
     double low, high;          // the range; a key whose default is below `low` must be in the file
-    const char *archs;         // that read it (NULL: all); those with a star require it
+    const char *archs;         // that read it; those with a star require it
 } Key;
 
-#define INT(key, field, low, high, archs) {key, KEY_INT, offsetof(Config, field), low, high, archs}
-#define LAYER(key, field, low, high, archs) \
-    {key, KEY_LAYER, offsetof(Layer, field), low, high, archs}
-#define LAYER_REAL(key, field, archs) \
-    {key, KEY_LAYER_REAL, offsetof(Layer, field), -FLT_MAX, FLT_MAX, archs}
-#define RANGE(key, field, low, high, archs) \
-    {key, KEY_REAL, offsetof(Config, field), low, high, archs}
-#define REAL(key, field, archs) RANGE(key, field, -FLT_MAX, FLT_MAX, archs)
+#define CONFIG(field) IN_CONFIG, false, offsetof(Config, field)
+#define HINT(field) IN_HINTS, false, offsetof(Hints, field)
+#define LAYER(field) IN_LAYER, true, offsetof(Layer, field)
+#define LAYER_HINT(field) IN_HINTS, true, offsetof(Hints, field)
+#define ANY -FLT_MAX, FLT_MAX
+#define ALL "all"
 enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
-    INT("block_count", n_layer, 1, 1 << 14, NULL),
-    INT("nextn_predict_layers", n_layer_mtp, 0, 1 << 14, NULL),
-    INT("embedding_length", dim, 1, 1 << 20, NULL),
-    INT("context_length", n_ctx, 1, INT_MAX, NULL),
-    INT("pooling_type", pooling, -1, 4, NULL),
-    RANGE("attention.layer_norm_epsilon", eps, 0, 1, NULL),
-    REAL("attention.layer_norm_epsilon", eps_rms, "nemotron_h nemotron_h_moe"),   // or as the next
-    RANGE("attention.layer_norm_rms_epsilon", eps_rms, 0, 1, NULL),
-    REAL("embedding_scale", embd_scale, "granite granitehybrid granitemoe granite_swa minicpm"),
-    REAL("residual_scale", residual_scale, "granite granitehybrid granitemoe granite_swa minicpm"),
-    REAL("logit_scale", logit_scale,
-     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* muse-glimmer*"),
-    REAL("final_logit_softcapping", logit_cap, "gemma2 gemma3 gemma4 muse-glimmer"),
-    INT("attention.head_count", n_head, 0, 1 << 14, NULL),
-    LAYER("attention.head_count", n_head, 0, 1 << 14, NULL),
-    LAYER("attention.head_count_kv", n_kv, 0, 1 << 14, NULL),      // 0: see load_layer
-    INT("attention.key_length", hd, 0, 4096, NULL),
-    INT("attention.value_length", vd, 0, 4096, NULL),
-    INT("attention.key_length_swa", hd_local, 0, 4096, "gemma4*"),
-    INT("attention.value_length_swa", vd_local, 0, 4096, "gemma4*"),
-    INT("attention.key_length_mla", latent_hd, 0, 4096, NULL),
-    INT("attention.value_length_mla", latent_vd, 0, 4096, NULL),
-    INT("attention.kv_lora_rank", lora, 0, MOST_LATENT, NULL),
-    INT("attention.shared_kv_layers", n_shared, 0, 1 << 14, "gemma4"),
-    INT("embedding_length_per_layer_input", per_layer, 0, 1 << 16, "gemma4"),
-    INT("attention.sliding_window", window, 0, INT_MAX, NULL),
-    INT("attention.sliding_window", window, 0, INT_MAX,
-        "cohere2* gemma-embedding* gpt-oss* spark2_5* step35*"),
-    LAYER("attention.sliding_window_pattern", pattern, 0, INT_MAX, NULL),
-    LAYER("attention.sliding_window_pattern", pattern, 0, INT_MAX, "spark2_5* step35*"),
-    INT("attention.indexer.top_k", n_exact, 1, INT_MAX, "glm-dsa* deepseek32*"),
-    INT("attention.causal", causal, 0, 1, NULL),
-    REAL("attention.scale", attn_scale, "granite granitehybrid granitemoe granite_swa"),
-    REAL("attn_logit_softcapping", attn_cap, "gemma2"),
-    REAL("attention.value_scale", value_scale, "mimo2"),
-    LAYER("attention.rope_pattern", rotated, 0, 1, "granite_swa"),
-    REAL("attention.clamp_kqv", clamp_qkv, "olmo dbrx mpt"),
-    REAL("attention.max_alibi_bias", alibi, "jais mpt"),
-    LAYER_REAL("swiglu_clamp_exp", limit_experts, "bailingmoe3 step35"),
-    LAYER_REAL("swiglu_clamp_shexp", limit_ffn, "bailingmoe3 step35"),
-    REAL("attention.temperature_scale", sharpen_scale, "mistral3 deepseek2 mistral4"),
-    REAL("rope.scaling_beta", sharpen_scale, "mistral3 deepseek2 mistral4"),   // so says Ollama
-    INT("attention.temperature_length", sharpen_length, 0, INT_MAX, "deepseek2 mistral4"),
-    INT("use_parallel_residual", side_by_side, 0, 1, "gptneox*"),
-    INT("rope.dimension_count", n_rot, -1, 4096, NULL),               // -1: all of a head
-    INT("rope.dimension_sections", rope_sections, 0, INT_MAX, "glm4"),
-    INT("rope.dimension_count_swa", n_rot_local, 0, 4096,
-        "gemma4 afmoe laguna muse-glimmer spark2_5 step35"),
-    INT("rope.swa.dimension_count", n_rot_local, 0, 4096, "laguna"),  // Ollama's names
-    REAL("rope.swa.freq_base", rope_base_local, "laguna"),
-    REAL("rope.freq_base", rope_base, NULL),
-    REAL("rope.freq_base_swa", rope_base_local,
-     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna mimo2 modern-bert muse-glimmer "
-     "plamo3 spark2_5 step35"),
-    REAL("rope.global.freq_base", rope_base, "gemma3 gemma4"),        // Ollama's names
-    REAL("rope.local.freq_base", rope_base_local, "gemma3 gemma4"),
-    REAL("rope.scale_linear", rope_factor, NULL),
-    REAL("rope.scaling.factor", rope_factor, NULL),
-    REAL("rope.scaling.attn_factor", rope_mag, NULL),
-    REAL("rope.scaling.alpha", rope_alpha, "hunyuan-dense hunyuan_vl"),
-    INT("rope.scaling.finetuned", rope_tuned, 0, 1, NULL),
-    INT("rope.scaling.original_context_length", n_ctx_orig, 0, INT_MAX, NULL),
-    REAL("rope.scaling.yarn_beta_fast", yarn_fast, "mistral3"),
-    REAL("rope.scaling.yarn_beta_slow", yarn_slow, "mistral3"),
-    REAL("rope.scaling.yarn_log_multiplier", yarn_log,
-         "mistral3 deepseek2 mistral4 glm-dsa deepseek32"),
-    REAL("rope.scaling.beta_fast", yarn_fast, "mistral3"),            // Ollama's names
-    REAL("rope.scaling.beta_slow", yarn_slow, "mistral3"),
-    REAL("rope.scaling.mscale_all_dim", yarn_log, "mistral3 deepseek2 mistral4"),
-    LAYER("feed_forward_length", ff, 0, 1 << 20, NULL),
-    INT("expert_count", n_expert, 0, MOST_EXPERTS, NULL),
-    LAYER("expert_used_count", n_used, 0, 4096, NULL),
-    INT("expert_group_count", n_group, 0, MOST_GROUPS, NULL),
-    INT("expert_group_used_count", n_group_used, 0, MOST_GROUPS, NULL),
-    INT("expert_gating_func", gating, 1, 2,
-     "afmoe bailingmoe2* bailingmoe3* deepseek2 deepseek2-ocr deepseek32 dots1 exaone-moe glm-dsa "
-     "glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 step35"),
-    INT("expert_weights_norm", gates_normed, 0, 1,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 dots1 exaone-moe "
-     "glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"),
-    REAL("expert_weights_scale", gates_scale,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek2-ocr deepseek32 dots1 "
-     "exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 nemotron_h_moe step35"),
-    INT("ssm.conv_kernel", conv, 0, MOST_TAPS, NULL),
-    INT("ssm.group_count", n_key, 0, 1 << 14, NULL),
-    INT("ssm.time_step_rank", n_value, 0, 1 << 14, NULL),
-    INT("ssm.state_size", dk, 0, 4096, NULL),
-    INT("ssm.inner_size", dv, 0, 1 << 20, NULL),                      // of all value heads
-    INT("shortconv.l_cache", conv, 1, MOST_TAPS, "lfm2* lfm2moe*"),
-    INT("kda.head_dim", kda, 1, 4096, "kimi-linear* bailingmoe3*"),
-    RANGE("kda.gate_lower_bound", kda_lower, -FLT_MAX, -FLT_MIN, "bailingmoe3*"),
+    {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, ALL},
+    {"nextn_predict_layers", INT, HINT(n_layer_mtp), 0, 1 << 14, ALL},
+    {"embedding_length", INT, CONFIG(dim), 1, 1 << 20, ALL},
+    {"context_length", INT, CONFIG(n_ctx), 1, INT_MAX, ALL},
+    {"pooling_type", INT, CONFIG(pooling), -1, 4, ALL},
+    {"attention.layer_norm_epsilon", REAL, CONFIG(eps), 0, 1, ALL},
+    // or as the next
+    {"attention.layer_norm_epsilon", REAL, HINT(eps_rms), ANY, "nemotron_h nemotron_h_moe"},
+    {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, ALL},
+    {"embedding_scale", REAL, CONFIG(embd_scale), ANY,
+     "granite granitehybrid granitemoe granite_swa minicpm"},
+    {"residual_scale", REAL, CONFIG(residual_scale), ANY,
+     "granite granitehybrid granitemoe granite_swa minicpm"},
+    {"logit_scale", REAL, CONFIG(logit_scale), ANY,
+     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* "
+     "muse-glimmer*"},
+    {"final_logit_softcapping", REAL, CONFIG(logit_cap), ANY, "gemma2 gemma3 gemma4 muse-glimmer"},
+    {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, ALL},
+    {"attention.head_count", INT, LAYER(n_head), 0, 1 << 14, ALL},
+    {"attention.head_count_kv", INT, LAYER(n_kv), 0, 1 << 14, ALL},   // 0: see load_layer
+    {"attention.key_length", INT, CONFIG(hd), 0, 4096, ALL},
+    {"attention.value_length", INT, CONFIG(vd), 0, 4096, ALL},
+    {"attention.key_length_swa", INT, HINT(hd_local), 0, 4096, "gemma4*"},
+    {"attention.value_length_swa", INT, HINT(vd_local), 0, 4096, "gemma4*"},
+    {"attention.key_length_mla", INT, CONFIG(latent_hd), 0, 4096, ALL},
+    {"attention.value_length_mla", INT, CONFIG(latent_vd), 0, 4096, ALL},
+    {"attention.kv_lora_rank", INT, CONFIG(lora), 0, MOST_LATENT, ALL},
+    {"attention.shared_kv_layers", INT, HINT(n_shared), 0, 1 << 14, "gemma4"},
+    {"embedding_length_per_layer_input", INT, CONFIG(per_layer), 0, 1 << 16, "gemma4"},
+    {"attention.sliding_window", INT, CONFIG(window), 0, INT_MAX,
+     "all cohere2* gemma-embedding* gpt-oss* spark2_5* step35*"},
+    {"attention.sliding_window_pattern", INT, LAYER_HINT(pattern), 0, INT_MAX,
+     "all spark2_5* step35*"},
+    {"attention.indexer.top_k", INT, CONFIG(n_exact), 1, INT_MAX, "glm-dsa* deepseek32*"},
+    {"attention.causal", BOOL, CONFIG(causal), 0, 1, ALL},
+    {"attention.scale", REAL, CONFIG(attn_scale), ANY,
+     "granite granitehybrid granitemoe granite_swa"},
+    {"attn_logit_softcapping", REAL, CONFIG(attn_cap), ANY, "gemma2"},
+    {"attention.value_scale", REAL, CONFIG(value_scale), ANY, "mimo2"},
+    {"attention.rope_pattern", BOOL, LAYER(rotated), 0, 1, "granite_swa"},
+    {"attention.clamp_kqv", REAL, CONFIG(clamp_qkv), ANY, "olmo dbrx mpt"},
+    {"attention.max_alibi_bias", REAL, CONFIG(alibi), ANY, "jais mpt"},
+    {"swiglu_clamp_exp", REAL, LAYER(limit_experts), ANY, "bailingmoe3 step35"},
+    {"swiglu_clamp_shexp", REAL, LAYER(limit_ffn), ANY, "bailingmoe3 step35"},
+    {"attention.temperature_scale", REAL, CONFIG(sharpen_scale), ANY,
+     "mistral3 deepseek2 mistral4"},
+    // so says Ollama
+    {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
+    {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
+    {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
+    {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, ALL},   // -1: all of a head
+    {"rope.dimension_sections", INT, HINT(rope_sections), 0, INT_MAX, "glm4"},
+    {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
+     "gemma4 afmoe laguna muse-glimmer spark2_5 step35"},
+    {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
+    {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
+    {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
+    {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
+     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna mimo2 modern-bert "
+     "muse-glimmer plamo3 spark2_5 step35"},
+    {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
+    {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
+    {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, ALL},
+    {"rope.scaling.factor", REAL, CONFIG(rope_factor), ANY, ALL},
+    {"rope.scaling.attn_factor", REAL, CONFIG(rope_mag), ANY, ALL},
+    {"rope.scaling.alpha", REAL, HINT(rope_alpha), ANY, "hunyuan-dense hunyuan_vl"},
+    {"rope.scaling.finetuned", BOOL, HINT(rope_tuned), 0, 1, ALL},
+    {"rope.scaling.original_context_length", INT, CONFIG(n_ctx_orig), 0, INT_MAX, ALL},
+    {"rope.scaling.yarn_beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},
+    {"rope.scaling.yarn_beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
+    {"rope.scaling.yarn_log_multiplier", REAL, CONFIG(yarn_log), ANY,
+     "mistral3 deepseek2 mistral4 glm-dsa deepseek32"},
+    {"rope.scaling.beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},   // Ollama's names
+    {"rope.scaling.beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
+    {"rope.scaling.mscale_all_dim", REAL, CONFIG(yarn_log), ANY, "mistral3 deepseek2 mistral4"},
+    {"feed_forward_length", INT, LAYER(ff), 0, 1 << 20, ALL},
+    {"expert_count", INT, CONFIG(n_expert), 0, MOST_EXPERTS, ALL},
+    {"expert_used_count", INT, LAYER(n_used), 0, 4096, ALL},
+    {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, ALL},
+    {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, ALL},
+    {"expert_gating_func", INT, CONFIG(gating), 1, 2,
+     "afmoe bailingmoe2* bailingmoe3* deepseek2 deepseek2-ocr deepseek32 dots1 exaone-moe "
+     "glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 step35"},
+    {"expert_weights_norm", BOOL, CONFIG(gates_normed), 0, 1,
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 dots1 "
+     "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"},
+    {"expert_weights_scale", REAL, CONFIG(gates_scale), ANY,
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek2-ocr deepseek32 "
+     "dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 nemotron_h_moe "
+     "step35"},
+    {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, ALL},
+    {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, ALL},
+    {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, ALL},
+    {"ssm.state_size", INT, CONFIG(dk), 0, 4096, ALL},
+    {"ssm.inner_size", INT, CONFIG(dv), 0, 1 << 20, ALL},   // of all value heads
+    {"shortconv.l_cache", INT, CONFIG(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
+    {"kda.head_dim", INT, CONFIG(kda), 1, 4096, "kimi-linear* bailingmoe3*"},
+    {"kda.gate_lower_bound", REAL, CONFIG(kda_lower), -FLT_MAX, -FLT_MIN, "bailingmoe3*"},
 };
+#undef CONFIG
+#undef HINT
+#undef LAYER
+#undef LAYER_HINT
+#undef ANY
+#undef ALL
 
 // keys whose arrays may be longer than the model has layers
 static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
 
-// Tensors that such a model always has, although the engine could run without them.
+// Tensors that such a model always has, although the engine could run without them: of layers, in
+// the order of attention, FFN, experts and recurrent mixers; then of the model.
 static const struct { const char *name, *archs; } NEEDS[] = {
-    {"attn_q_norm.weight", "afmoe bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 "
-     "gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder mellum "
-     "minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe qwen3next "
-     "qwen3vl qwen3vlmoe"},
-    {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
-    {"post_attention_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 "
-     "glm4moe muse-glimmer olmo2 qwen35 qwen35moe qwen3next seed_oss"},
-    {"post_ffw_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 muse-glimmer "
-     "olmo2"},
-    {"post_attention_norm", "plamo3"}, {"post_ffw_norm", "plamo3"},
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
-    {"ffn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
-    {"attn_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
-    {"layer_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
-    {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
-     "stablelm starcoder starcoder2"},
-    {"attn_output.bias", "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 "
-     "pangu-embedded phi2 phimoe starcoder starcoder2"},
-    {"attn_qkv.bias", "codeshell jais qwen"}, {"output.bias", "phimoe"},
-    {"attn_sinks.weight", "gpt-oss granite_swa"},
-    {"ffn_gate_inp.bias", "gpt-oss"}, {"ffn_gate_exps.bias", "gpt-oss"},
-    {"ffn_up_exps.bias", "gpt-oss"}, {"ffn_down_exps.bias", "gpt-oss"},
-    {"rope_freqs.weight", "gemma4"},
-    {"exp_probs_b.bias", "afmoe bailingmoe3 glm4moe kimi-linear laguna lfm2moe minimax-m2 "
-     "nemotron_h_moe"},
-    {"ffn_up_shexp.weight", "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 "
-     "deepseek2-ocr deepseek32 dots1 glm-dsa hunyuan-moe kimi-linear laguna qwen2moe qwen35moe "
-     "qwen3next step35"},
-    {"ffn_gate_inp_shexp.weight", "qwen2moe qwen35moe qwen3next"},
-    {"ffn_down.bias", "bloom codeshell gpt2 gptneox jais jais2 jina-bert-v2 phi2 starcoder "
+    {"attn_norm.bias",
+     "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe stablelm starcoder "
      "starcoder2"},
-    {"token_embd_norm.weight", "bert bloom jina-bert-v2 jina-bert-v3 modern-bert nomic-bert "
-     "nomic-bert-moe"},
-    {"position_embd.weight", "bert gpt2 starcoder"}, {"ssm_conv1d.bias", "mamba2"},
+    {"attn_qkv.bias", "codeshell jais qwen"},
+    {"attn_q_norm.weight",
+     "afmoe bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 gemma4 hunyuan-moe "
+     "hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder mellum minimax-m2 muse-glimmer "
+     "olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3vl qwen3vlmoe"},
+    {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
+    {"attn_sinks.weight", "gpt-oss granite_swa"},
+    {"attn_output.bias",
+     "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 pangu-embedded phi2 phimoe "
+     "starcoder starcoder2"},
+    {"attn_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
+    {"post_attention_norm.weight",
+     "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 glm4moe muse-glimmer olmo2 qwen35 "
+     "qwen35moe qwen3next seed_oss"},
+    {"post_attention_norm", "plamo3"},
+    {"ffn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
+    {"ffn_down.bias",
+     "bloom codeshell gpt2 gptneox jais jais2 jina-bert-v2 phi2 starcoder starcoder2"},
+    {"post_ffw_norm.weight",
+     "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 muse-glimmer olmo2"},
+    {"post_ffw_norm", "plamo3"},
+    {"layer_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
+    {"ffn_gate_inp.bias", "gpt-oss"},
+    {"ffn_gate_exps.bias", "gpt-oss"},
+    {"ffn_up_exps.bias", "gpt-oss"},
+    {"ffn_down_exps.bias", "gpt-oss"},
+    {"exp_probs_b.bias",
+     "afmoe bailingmoe3 glm4moe kimi-linear laguna lfm2moe minimax-m2 nemotron_h_moe"},
+    {"ffn_up_shexp.weight",
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek2-ocr deepseek32 dots1 "
+     "glm-dsa hunyuan-moe kimi-linear laguna qwen2moe qwen35moe qwen3next step35"},
+    {"ffn_gate_inp_shexp.weight", "qwen2moe qwen35moe qwen3next"},
+    {"ssm_conv1d.bias", "mamba2"},
     {"ssm_norm.weight", "mamba2 granitehybrid nemotron_h nemotron_h_moe"},
-    {"output.weight", "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox "
-     "internlm2 mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo qwen "
-     "qwen2moe stablelm xverse"},
+    {"token_embd_norm.weight",
+     "bert bloom jina-bert-v2 jina-bert-v3 modern-bert nomic-bert nomic-bert-moe"},
+    {"position_embd.weight", "bert gpt2 starcoder"},
+    {"rope_freqs.weight", "gemma4"},
+    {"output.weight",
+     "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox internlm2 mellum mimo2 "
+     "minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo qwen qwen2moe stablelm xverse"},
+    {"output.bias", "phimoe"},
 };
 
-// ---- 12. loading ----
+// ---- 13. loading ----
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
 // cannot fail. After the first error all lookups find nothing, so one check at the end is enough.
@@ -2040,6 +1990,7 @@ static const struct { const char *name, *archs; } NEEDS[] = {
 typedef struct {
     Model *m;
     const Arch *arch;          // the model's row of ARCHS
+    Hints hints;
     Error *e;
     bool ok;
     int l;                     // the layer, or -1
@@ -2065,32 +2016,43 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     if (!v) return otherwise;
     Str word = {key, strlen(key)};
     bool array = v->type == GGUF_ARR, sections = find_str(word, "rope.dimension_sections");
-    bool each = ld->l >= 0 || sections || find_str(word, "attention.head_count");
-    uint64_t i = array && ld->l > 0 ? ld->l : 0, n = blocks && blocks->n ? meta_int(blocks, 0) : 0;
-    if (array && each && !sections && (v->n < n || (v->n > n && !find_str(word, PATTERNS))))
+    bool by_layer = ld->l >= 0 || sections || find_str(word, "attention.head_count");
+    uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
+    if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
+    bool longer = v->n > n_layer && !find_str(word, PATTERNS);
+    if (array && by_layer && !sections && (v->n < n_layer || longer))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
-               (unsigned long long)v->n, (unsigned long long)n);
-    bool number = v->elem != GGUF_STR && (!array || each);
+               (unsigned long long)v->n, (unsigned long long)n_layer);
+    bool number = v->elem != GGUF_STR && (!array || by_layer);
     double x = number && i < v->n ? meta_float(v, i) : NAN;
     if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
     return x;
 }
 
-// fills the fields of a Config, or of a Layer, with what the file says of them
-static void load_keys(Loader *ld, void *to, bool layer) {
-    Str arch = {ld->m->config.name, strlen(ld->m->config.name)};
+// Fills the fields of which the file says one number for the model, or (layer) those of a layer.
+static void load_keys(Loader *ld, Layer *layer) {
+    Config *c = &ld->m->config;
+    char *place[] = {[IN_CONFIG] = (char *)c, [IN_LAYER] = (char *)layer,
+                     [IN_HINTS] = (char *)&ld->hints};
+    Str arch = {c->name, strlen(c->name)}, all = {"all", 3};
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
-        void *field = (char *)to + k->at;
-        bool real = k->kind == KEY_REAL || k->kind == KEY_LAYER_REAL;
-        const char *names_it = k->archs ? find_str(arch, k->archs) : "";
-        if ((k->kind >= KEY_LAYER) != layer || !names_it) continue;
-        double x = load_number(ld, k->key, real ? *(float *)field : *(int *)field);
-        if (!arch_meta(ld, k->key) && (x < k->low || *names_it == '*'))
+        const char *behind = find_str(arch, k->archs);   // the name in archs
+        bool required = behind && *behind == '*';
+        if (k->by_layer != (layer != NULL)) continue;
+        if (!behind && !find_str(all, k->archs)) continue;
+        void *field = place[k->place] + k->at;
+        double x = 0;
+        if (k->type == INT) x = *(int *)field;
+        if (k->type == REAL) x = *(float *)field;
+        if (k->type == BOOL) x = *(bool *)field;
+        x = load_number(ld, k->key, x);
+        if (!arch_meta(ld, k->key) && (x < k->low || required))
             refuse(ld, "key %.*s.%s is missing", STR_ARG(arch), k->key);
         else if (!(x >= k->low && x <= k->high))
             refuse(ld, "key %.*s.%s is %.15g, expected %.15g to %.15g", STR_ARG(arch), k->key, x,
                    k->low, k->high);
-        else if (!real) *(int *)field = x;
+        else if (k->type == INT) *(int *)field = x;
+        else if (k->type == BOOL) *(bool *)field = x;
         else if (x != 0) *(float *)field = x;   // 0 counts as no key
     }
 }
@@ -2143,7 +2105,7 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-// The norm of [heads][n] values. A tensor of the shape
+// The norm of [heads][n] values, if the file has one. A tensor of the shape
 //   [n]           is shared by all heads, each of which is normed by itself
 //   [heads][n]    has weights for each head
 //   [heads * n]   norms all heads at once
@@ -2152,9 +2114,11 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     const Tensor *t = find_tensor(ld, name, suffix);
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
-    const float *w = load_vector(ld, name, suffix, size);
-    const float *b = load_vector(ld, name, ".bias", size);
-    return (Norm){w, b, w ? size : 0, by_head || heads == 1 ? n : 0, 0};
+    Norm w = {.w = load_vector(ld, name, suffix, size)};
+    w.b = load_vector(ld, name, ".bias", size);
+    if (w.w) w.n = size;
+    if (by_head || heads == 1) w.group = n;
+    return w;
 }
 
 static Norm need_norm(Loader *ld, const char *name, int n) {
@@ -2163,8 +2127,8 @@ static Norm need_norm(Loader *ld, const char *name, int n) {
     return w;
 }
 
-// a [rows][cols] matrix, or n of them; rows 0: however many the file has
-static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
+// a [rows][cols] matrix, or n of them, with its bias; rows 0: however many the file has
+static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, int n) {
     Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
     t->used = true;
@@ -2174,11 +2138,16 @@ static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int 
         refuse(ld, "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
                STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (!ld->ok) return (Matrix){0};
-    const float *bias = load_vector(ld, name, ".bias", (uint64_t)rows * n);
-    bool scaled = strcmp(name, "ffn_gate_inp");   // a router's .scale is of its input
-    const float *scale = scaled ? load_vector(ld, name, ".scale", n) : NULL;
-    return (Matrix){t->data, t->type, rows, cols, bias, scale,
-                    rows * quant_row_bytes(t->type, cols), 0, 0};
+    return (Matrix){.data = t->data, .type = t->type, .rows = rows, .cols = cols,
+                    .bias = load_vector(ld, name, ".bias", (uint64_t)rows * n),
+                    .step = rows * quant_row_bytes(t->type, cols)};
+}
+
+// the same with the factor of its product, if the file has one (NVFP4)
+static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
+    Matrix w = load_unscaled(ld, name, cols, rows, n);
+    if (w.data) w.scale = load_vector(ld, name, ".scale", n);
+    return w;
 }
 
 static Matrix need_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
@@ -2212,9 +2181,22 @@ static void load_fused(Loader *ld, const char *name, int cols, int n_expert, con
     int rows = 0, at = 0;
     for (int i = 0; i < n; i++) rows += part[i].rows;
     Matrix all = load_matrix(ld, name, cols, rows, n_expert);
-    for (int i = 0; i < n; at += part[i++].rows)
-        *part[i].w = all.data ? matrix_rows(all, at, part[i].rows)
-                              : need_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
+    for (int i = 0; i < n; at += part[i++].rows) {
+        if (all.data) *part[i].w = matrix_rows(all, at, part[i].rows);
+        else *part[i].w = need_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
+    }
+}
+
+static void load_qk_norms(Loader *ld, Layer *w) {
+    Norm *q = &w->q_norm, *k = &w->k_norm;
+    *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
+    *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
+    bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
+    if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w)
+        *q = *k = (Norm){.n = w->hd, .group = w->hd};
+    if (w->k.data && !q->w != !k->w)
+        require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
+    w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
 }
 
 static void load_attention(Loader *ld, Layer *w) {
@@ -2245,12 +2227,7 @@ static void load_attention(Loader *ld, Layer *w) {
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     load_gate(ld, w, w->n_head, w->vd);
-    w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
-    w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
-    if (c->span && w->window && c->n_expert != 128 && !w->q_norm.w)   // Llama 4, not the larger one
-        w->q_norm = w->k_norm = (Norm){.n = w->hd, .group = w->hd};   // without weights
-    if (w->k.data && !w->q_norm.w != !w->k_norm.w)
-        require(ld, NULL, w->q_norm.w ? "attn_k_norm" : "attn_q_norm", ".weight");
+    load_qk_norms(ld, w);
 }
 
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
@@ -2312,46 +2289,59 @@ static void load_norms(Loader *ld, Layer *w) {
     bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
     if (!bare && !normed && !w->attn_post_norm.w)
         require(ld, w->attn_norm.w, "attn_norm", ".weight");
-    w->side_by_side = attn_norm_2.w || c->side_by_side || (no_ffn_norm && !bare);
+    w->side_by_side = attn_norm_2.w || ld->hints.side_by_side || (no_ffn_norm && !bare);
+}
+
+// Does this layer's window count? A file says so by a period, of which one layer sees all, or by an
+// array of yes and no. Sets what depends on it; some models use RoPE in windowed layers only, some
+// not in every n-th layer.
+static void load_window(Loader *ld, Layer *w) {
+    const Config *c = &ld->m->config;
+    const Arch *a = ld->arch;
+    const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
+    int pattern = ld->hints.pattern;   // a period, or this layer's yes or no
+    bool windows = a->local && c->window, sees_all = !pattern;
+    if (!key || key->type != GGUF_ARR) {
+        int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
+        sees_all = pattern && ld->l % pattern == full;
+    }
+    bool local = windows && !sees_all;
+    w->window = local ? c->window : 0;
+    w->hd = local ? ld->hints.hd_local : c->hd;
+    w->vd = local ? ld->hints.vd_local : c->vd;
+    w->n_rot = local ? c->n_rot_local : c->n_rot;
+    if (c->rope == ROPE_NONE) w->rotated = false;
+    if (a->no_rope && (ld->l + 1) % a->no_rope == 0) w->rotated = false;
+    if (a->flags & LOCAL_ROPE && windows && !local) w->rotated = false;
 }
 
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
-    bool windows = a->local && c->window;
-    w->pattern = a->local == NO_LAYER ? 0 : a->local;
+    ld->hints.pattern = a->local == NO_LAYER ? 0 : a->local;
     w->rotated = true;
-    load_keys(ld, w, true);
+    w->source = ld->l;
+    load_keys(ld, w);
+    load_window(ld, w);
     if (a->flags & FF_BOTH) w->ff /= 2;
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
-    // Which layers see only a window? The key is an array of yes and no, or a period, of which one
-    // layer sees all. Some models use RoPE in windowed layers only, some not in every n-th layer.
-    const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
-    bool each = key && key->type == GGUF_ARR;
-    int whole = a->flags & FULL_FIRST ? 0 : w->pattern - 1;   // which one of a period sees all
-    bool sees_all = each ? !w->pattern : w->pattern && ld->l % w->pattern == whole;
-    bool local = windows && !sees_all;
-    w->window = local ? c->window : 0;
-    w->rotated &= c->rope != ROPE_NONE && !(a->no_rope && (ld->l + 1) % a->no_rope == 0) &&
-                  !(a->flags & LOCAL_ROPE && windows && !local);
-    w->hd = local ? c->hd_local : c->hd;
-    w->vd = local ? c->vd_local : c->vd;
-    w->n_rot = local ? c->n_rot_local : c->n_rot;
-    w->source = ld->l;
     w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
     load_norms(ld, w);
+
+    // what mixes tokens
     bool attends = w->n_kv || !each_kv || find_tensor(ld, "attn_q", ".weight");
     if (!load_recurrent(ld, w) || !attends) w->n_head = w->n_kv = 0;
     else if (find_tensor(ld, "attn_kv_a_mqa", ".weight")) load_latent(ld, w);
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
+
+    // the FFN
+    Matrix *ffn[] = {&w->gate, &w->up, &w->down};
+    bool dense = (w->ff && !w->mixer) || !mixes || find_tensor(ld, "ffn_up", ".weight");
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if ((w->ff && !w->mixer) || !mixes || find_tensor(ld, "ffn_up", ".weight")) {
-        w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1,
-                         (Matrix *[]){&w->gate, &w->up, &w->down});
-    }
+    else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
     w->side_by_side = w->side_by_side && mixes && w->up.data;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
         require(ld, NULL, "ffn_norm", ".weight");
@@ -2396,25 +2386,35 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
 // what predicts further tokens
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp."};
 
-// Nothing in the file may be passed over but what does not run: IDLE_TENSORS, NVFP4's scales of
-// activations, blocks that predict further tokens. And nothing may be missing that such a model
-// has. A text of n_exact tokens at most needs no indexer.
+// Is a tensor of layer l (-1: of none) one that does not run: IDLE_TENSORS, one that holds nothing,
+// NVFP4's scales of activations, a layer's for images, an indexer (a text of n_exact tokens at most
+// needs none), a layer that predicts further tokens? name: less the blk.N of its layer
+static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
+    const Config *c = &ld->m->config;
+    Str rest = t->name;
+    for (size_t i = 0; i < COUNT(IDLE_TENSORS); i++)
+        if (str_cut(&rest, IDLE_TENSORS[i])) return true;
+    if (tensor_bytes(t) == 0) return true;
+    if (l >= 0 && strstr(name, ".vis_")) return true;
+    if (c->n_exact && strstr(name, ".indexer.")) return true;
+    const char *scale = strstr(name, ".input_scale");
+    if (scale && !strcmp(scale, ".input_scale")) return true;
+    return l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
+           layer_tensor(ld, l, "nextn.eh_proj", ".weight");
+}
+
+// Nothing in the file may be passed over but what does not run; nothing may be missing that such a
+// model has.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
     for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && ld->ok; t++) {
         Str rest = t->name;
-        bool idle = tensor_bytes(t) == 0;
-        for (size_t i = 0; i < COUNT(IDLE_TENSORS); i++) idle |= str_cut(&rest, IDLE_TENSORS[i]);
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
-        idle |= (l >= 0 && strstr(name, ".vis_")) || (c->n_exact && strstr(name, ".indexer."));
-        const char *scale = strstr(name, ".input_scale");
-        idle |= (scale && !scale[12]) || (l >= c->n_layer && l < c->n_layer + c->n_layer_mtp &&
-                                          layer_tensor(ld, l, "nextn.eh_proj", ".weight"));
         if (t->used && l >= 0) check_neighbours(ld, l, strchr(name, '.') + 1);
-        else if (!t->used && !idle)
+        else if (!t->used && !tensor_idle(ld, t, l, name))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
     }
@@ -2422,7 +2422,7 @@ static void check_tensors(Loader *ld) {
     for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
     for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
         bool found = !find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs);
-        if (strstr(NEEDS[i].name, "exp")) found |= !experts;
+        if (strstr(NEEDS[i].name, "exp") && !experts) found = true;
         for (int l = -1; l < c->n_layer && !found; l++)
             found = layer_tensor(ld, l, NEEDS[i].name, "");
         if (!found) refuse(ld, "tensor %s is missing", NEEDS[i].name);
@@ -2454,8 +2454,7 @@ static bool load_arch(Loader *ld) {
 
 // Sets what the architecture's row implies, given the sizes; the file may still override it.
 static void imply_config(Config *c, const Arch *a) {
-    int flags = a->flags;
-    bool mup = flags & MUP;
+    uint64_t flags = a->flags;
     if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
     if (!c->vd && c->n_head) c->vd = c->dim / c->n_head;
     c->n_rot = c->hd;
@@ -2463,9 +2462,13 @@ static void imply_config(Config *c, const Arch *a) {
     c->router_scale = 1 / sqrtf(c->dim);
     c->embd_normed = flags & EMBD_NORMED;
     c->softplus_gates = flags & GATE_SOFTPLUS;
-    c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : mup ? 12 : 1;
-    c->residual_scale = mup ? 1.4f / sqrtf(c->n_layer) : 1;
-    c->logit_scale = mup ? 256.0f / c->dim : 1;
+    c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : 1;
+    c->residual_scale = c->logit_scale = 1;
+    if (flags & MUP) {
+        c->embd_scale = 12;
+        c->residual_scale = 1.4f / sqrtf(c->n_layer);
+        c->logit_scale = 256.0f / c->dim;
+    }
     c->logit_cap = flags & (CAPPED | LOGITS_CAPPED) ? 30 : 0;
     c->attn_cap = flags & CAPPED ? 50 : 0;
     c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)c->n_head : c->hd);
@@ -2483,46 +2486,29 @@ static void imply_config(Config *c, const Arch *a) {
     c->sections_mixed = flags & SECTIONS_MIXED;
     c->key_tiled = flags & DELTA_TILED;
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
-    c->gates_normed = !!(flags & GATES_NORMED);
-    c->gating = flags & GATES_SIGMOID ? 2 : 1;
+    c->gates_normed = flags & GATES_NORMED;
+    c->gating = flags & GATES_SIGMOID ? GATING_SIGMOID : GATING_SOFTMAX;
+    c->inputs_weighed = flags & INPUTS_WEIGHED;
     c->span = a->span;
-    c->inputs_weighed = a->span;   // as Llama 4 does, which alone has spans; and it sharpens:
-    c->sharpen_scale = a->span ? 0.1f : 0;
+    c->sharpen_scale = flags & SHARPENED ? 0.1f : 0;
     c->sharpen_length = a->span;
 }
 
-// what follows from several keys at once, and what they must agree on
-static void derive_config(Loader *ld) {
+// RoPE's numbers, and what is made of them. The order matters: each line reads those above it.
+static void derive_rope(Loader *ld) {
     Config *c = &ld->m->config;
-    int flags = ld->arch->flags;
-    c->eps = fmaxf(c->norm == NORM_RMS ? c->eps_rms : c->eps, 0);
-    if (flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
-    if (c->span && (!c->window || !c->causal)) refuse(ld, "spans need a causal window");
-    if (c->span) c->window = c->span;   // whatever the file says
-    if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
-    Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
-    if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
-    else if (act.n && c->act == ACT_GELU && !find_str(act, "gelu geglu gelu_pytorch_tanh"))
-        refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
-    c->n_layer -= c->n_layer_mtp;
-    c->dv /= c->n_value ? c->n_value : 1;
-    if (c->kda) c->n_key = c->n_value = c->n_head;
-    if (c->kda) c->dk = c->dv = c->kda;
-    if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf->n_tensors)
-        refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf->n_tensors);
-    if (c->n_group < 2) c->n_group = c->n_group_used = 1;
-    if (c->n_expert % c->n_group || c->n_group_used < 1 || c->n_group_used > c->n_group)
-        refuse(ld, "experts in %d of %d groups", c->n_group_used, c->n_group);
-    // RoPE
-    bool untuned = flags & ROPE_TUNED && !c->rope_tuned;
+    Hints *h = &ld->hints;
+    uint64_t flags = ld->arch->flags;
     const Meta *scaling = arch_meta(ld, "rope.scaling.type");
-    Str type = meta_str(scaling);
     const Alias *alias = find_alias(ld->m->gguf);
+    Str type = meta_str(scaling);
     c->yarn = scaling ? str_eq(type, "yarn") : alias && alias->yarn;
     if (str_eq(type, "none")) c->rope_factor = 1;
     if (scaling && !find_str(type, "none linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
-    c->rope = c->rope_sections ? ROPE_HALVES : untuned ? ROPE_NONE : ld->arch->rope;
+    c->rope = ld->arch->rope;
+    if (flags & ROPE_TUNED && !h->rope_tuned) c->rope = ROPE_NONE;
+    if (h->rope_sections) c->rope = ROPE_HALVES;
     if (c->n_rot < 0) c->n_rot = c->hd;
     if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
     const Meta *section = arch_meta(ld, "rope.dimension_sections");
@@ -2535,35 +2521,61 @@ static void derive_config(Loader *ld) {
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     derive_latent(c, flags & YARN_SCORES);
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
-    if (!c->hd_local) c->hd_local = c->hd;
-    if (!c->vd_local) c->vd_local = c->vd;
-    if (!c->n_rot_local) c->n_rot_local = c->hd_local < c->hd ? c->hd_local : c->n_rot;
+    if (!h->hd_local) h->hd_local = c->hd;
+    if (!h->vd_local) h->vd_local = c->vd;
+    if (!c->n_rot_local) c->n_rot_local = h->hd_local < c->hd ? h->hd_local : c->n_rot;
     if (flags & HALF_ROTATED) c->n_rot /= 2;
     if (flags & HALF_ROTATED && c->rope_factor != 1) refuse(ld, "RoPE scaling in a %s", c->name);
     if (flags & ROPE_10000) c->rope_base = c->rope_base_local = 10000;
-    if (c->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
-        c->rope_base *= powf(c->rope_alpha, c->hd / (c->hd - 2.0f));
-    if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > c->hd_local ||
+    if (h->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
+        c->rope_base *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
+    if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > h->hd_local ||
         !(c->rope_base > 0 && c->rope_base_local > 0))
         refuse(ld, "RoPE: %d dimensions of %d at base %g; in windows %d of %d at base %g", c->n_rot,
-               c->hd, c->rope_base, c->n_rot_local, c->hd_local, c->rope_base_local);
+               c->hd, c->rope_base, c->n_rot_local, h->hd_local, c->rope_base_local);
+}
+
+// what follows from several keys at once, and what they must agree on
+static void derive_config(Loader *ld) {
+    Config *c = &ld->m->config;
+    c->eps = fmaxf(c->norm == NORM_RMS ? ld->hints.eps_rms : c->eps, 0);
+    if (ld->arch->flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
+    if (c->span && (!c->window || !c->causal)) refuse(ld, "spans need a causal window");
+    if (c->span) c->window = c->span;   // whatever the file says
+    if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
+    Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
+    if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
+    else if (act.n && c->act == ACT_GELU && !find_str(act, "gelu geglu gelu_pytorch_tanh"))
+        refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
+    c->n_layer -= ld->hints.n_layer_mtp;
+    if (c->n_value) c->dv /= c->n_value;
+    if (c->kda) {
+        c->n_key = c->n_value = c->n_head;
+        c->dk = c->dv = c->kda;
+    }
+    if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf->n_tensors)
+        refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf->n_tensors);
+    if (c->n_group < 2) c->n_group = c->n_group_used = 1;
+    if (c->n_expert % c->n_group || c->n_group_used < 1 || c->n_group_used > c->n_group)
+        refuse(ld, "experts in %d of %d groups", c->n_group_used, c->n_group);
+    derive_rope(ld);
 }
 
 static void load_config(Loader *ld) {
-    Config *c = &ld->m->config;
-    if (ld->arch->norm == NORM_RMS) c->eps_rms = -1;   // below what KEYS allows: the file must
-    else c->eps = -1;                                  // have it
-    load_keys(ld, c, false);                 // first the sizes
-    if (ld->ok) imply_config(c, ld->arch);   // then what the row implies
-    load_keys(ld, c, false);                 // then the file again, which overrides the row
+    enum { MISSING = -1 };   // below what KEYS allows: the file must have this eps
+    if (ld->arch->norm == NORM_RMS) ld->hints.eps_rms = MISSING;
+    else ld->m->config.eps = MISSING;
+    load_keys(ld, NULL);                                 // first the sizes
+    if (ld->ok) imply_config(&ld->m->config, ld->arch);   // then what the row implies
+    load_keys(ld, NULL);                                 // then the file again, which overrides it
     if (ld->ok) derive_config(ld);
 }
 
 static bool weights_load(Model *m, Error *e) {
-    Loader ld = {.m = m, .e = e, .ok = true, .l = -1};
+    Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
     *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
-                  .rope_tuned = 1, .yarn_fast = 32, .yarn_slow = 1, .gating = 1, .gates_scale = 1,
+                  .yarn_fast = 32, .yarn_slow = 1, .gating = GATING_SOFTMAX, .gates_scale = 1,
                   .value_scale = 1};   // where neither file nor row says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
@@ -2644,27 +2656,177 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 
 // ==== Part III: more mixers =====================================================================
 //
-// What else may stand between a norm and the residual: a gate on attention, experts instead of the
-// FFN, recurrent mixers instead of attention, whose memory of earlier tokens has a fixed size, keys
-// and values made of a latent; and what else a layer may add to the stream.
-
-// ---- 13. gated attention, attention far out ----
+// What other families add to a Llama. In: s->normed, the chunk's normed stream, and the layer s->l.
+// Out: s->out, what a block adds to the stream. Each section is one idea, with its load_ function
+// first: it finds the tensors, and sets what the others ask for. Read experts first (16), then the
+// gated delta rule (18); the state space, KDA and the short convolution are variations of it.
 //
-// Ministral 3 sharpens attention far out:
+//   14  positions            learned ones, RoPE beyond the text of training, ALiBi, far queries
+//   15  steps of a Llama's   gates of attention, activations, bounds, damaged values
+//       blocks
+//   16  experts              in place of the FFN
+//   17  vectors              of the compiler, for the next section
+//   18 - 20                  recurrent mixers, in place of attention or beside it: their memory of
+//                            earlier tokens has a fixed size
+//   21  latent attention     keys and values are made of a latent
+//   22  Gemma 4              shared caches, an input for each layer
+//   23  memory               buffers and states of all these
+
+#define INLINE QUANT_INLINE
+
+// ---- 14. positions ----
+//
+// Scaled models slow RoPE's angles down: all of them (linear), by a factor each (Llama 3,
+// longrope), or the low frequencies more than the high ones (YaRN, arXiv 2309.00071). Models of
+// images divide RoPE's pairs among three positions, which are the same in text; pairs left over
+// stand still.
+
+// x += the embeddings of its position and of token type 0; norms the sum
+static void add_embeddings(Session *s, float *x, size_t i) {
+    const Model *m = s->m;
+    const Config *c = &m->config;
+    float *more = s->normed + i * c->dim;   // free until the first norm
+    if (m->pos_embd.data) {
+        matrix_row(&m->pos_embd, s->pos + i, more);
+        add_scaled(x, more, c->dim, 1);
+    }
+    if (m->type_embd.data) {
+        matrix_row(&m->type_embd, 0, more);
+        add_scaled(x, more, c->dim, 1);
+    }
+    if (m->embd_norm.w || c->embd_normed) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
+}
+
+// the pair of values whose angle makes so many turns in the original context
+static double yarn_pair(const Config *c, double turns, int n_rot, double base) {
+    return n_rot * log(c->n_ctx_orig / (turns * 2 * M_PI)) / (2 * log(base));
+}
+
+// Does pair i stand still, because it belongs to none of the three positions?
+static bool pair_still(const Config *c, int i) {
+    int turning = c->section[0] + c->section[1] + c->section[2], all = turning + c->section[3];
+    if (!all) return false;
+    int k = i % all;
+    return c->sections_mixed ? k / 3 >= c->section[k % 3] : k >= turning;
+}
+
+// Changes the frequencies [n_rot/2] of rope_frequencies, and returns the factor of cosines and
+// sines. YaRN leaves pairs up to `low` as they are, divides those from `high` on, and blends the
+// others.
+static float rope_scaling(const Model *m, int kind, int window, double *freq) {
+    const Config *c = &m->config;
+    bool unscaled = kind == WINDOWED && c->local_unscaled, yarn = c->yarn && !unscaled;
+    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
+    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    double scale = unscaled ? 1 : 1.0 / c->rope_factor;
+    const float *divide = window > c->n_ctx_orig ? m->freqs_long : m->freqs_short;
+    if (m->freqs) divide = m->freqs;
+    if (unscaled) divide = NULL;
+    double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, n_rot, base)));
+    double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, n_rot, base)));
+    for (int i = 0; i < n_rot / 2; i++) {
+        double plain = freq[i] / (divide ? divide[i] : 1);
+        double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
+        if (pair_still(c, i)) plain = 0;
+        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
+    }
+    double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
+    return (unscaled ? 1 : c->rope_mag) * (1 + longer) / (1 + c->yarn_log * longer);
+}
+
+// ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
+// powers of one ratio: 2^(-max_bias * (h + 1) / n). Of any other number, the first 2^k heads have
+// these slopes, and the rest every other one of the sequence for 2^(k+1) heads.
+static void alibi_slopes(float *slope, int n_head, float max_bias) {
+    int power = 1;   // 2^k
+    while (2 * power <= n_head) power *= 2;
+    for (int h = 0; h < n_head; h++) {
+        float step = h + 1;
+        if (h >= power) step = h - power + 0.5f;   // 2 (h - power) + 1 of 2 * power heads
+        slope[h] = exp2f(-max_bias * step / power);
+    }
+}
+
+// Queries far out are sharpened (Ministral 3):
 //
 //   q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) + 1)
-
+//
 // Llama 4 has pos + 1 for pos, and does so only where there is no window.
 static void sharpen(const Session *s, float *q, size_t n, int pos) {
     const Config *c = &s->m->config;
     if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].window)) return;
-    float spans = floorf((pos + (c->span > 0)) / (float)c->sharpen_length);
+    if (c->span) pos++;
+    float spans = floorf(pos / (float)c->sharpen_length);
     scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
 }
 
-// A head's output is multiplied by sigmoid(gate) or softplus(gate). The rows of q's projection may
-// be query and gate of the first head, of the second, ..., one gate for each value; split_gate_row
-// parts them. Other models make gates by a product: one for each value, or one for each head.
+// ---- 15. steps of a Llama's blocks ----
+
+// x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
+// and a damaged model would go on talking.
+static inline float within(float x, float limit) {
+    x = x < -limit ? -limit : x;
+    return x > limit ? limit : x;
+}
+
+static void clamp(float *x, int64_t n, float limit) {
+    if (limit <= 0) return;
+    for (int64_t i = 0; i < n; i++) x[i] = within(x[i], limit);
+}
+
+// x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU's tanh form
+INLINE float activation_of(float x, int act) {
+    if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
+    float z = x;
+    if (act == ACT_SWIGLU_OAI) z = 1.702f * x;
+    if (act == ACT_GELU) z = 1.595769122f * (x + 0.044715f * x * x * x);
+    return x / (1 + exp_fast(-z));
+}
+
+// In gpt-oss the gate is at most 7, and 1 + up, with up within -7 .. 7, takes the place of up.
+INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
+    const float *x = gate ? gate : up;
+    for (int i = 0; i < n; i++) {
+        float g = x[i], u = gate ? up[i] : 1;
+        if (act == ACT_SWIGLU_OAI) {
+            g = g > 7 ? 7 : g;
+            u = 1 + within(u, 7);
+        }
+        out[i] = activation_of(g, act) * u;
+    }
+}
+
+// out = act(gate) * up, or act(up) without a gate
+static void activate(float *out, const float *gate, const float *up, int n, int act) {
+    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // four constants, four loops
+    else if (act == ACT_GELU) activate_as(out, gate, up, n, ACT_GELU);
+    else if (act == ACT_RELU2) activate_as(out, gate, up, n, ACT_RELU2);
+    else activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
+}
+
+// up = min(act(gate), limit) * up, with up within -limit .. limit
+static void activate_limited(float *gate, float *up, int n, int act, float limit) {
+    activate(gate, NULL, gate, n, act);
+    clamp(up, n, limit);
+    for (int i = 0; i < n; i++) up[i] *= gate[i] > limit ? limit : gate[i];
+}
+
+// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
+// values in the cache must be finite. What is not in a value v [n] becomes 0 here, and its key gets
+// a NaN, which goes into the scores of those that see the row, and of nobody else.
+static void cache_finite(uint16_t *v, int n, uint16_t *key) {
+    enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
+    int damaged = 0;
+    for (int i = 0; i < n; i++) damaged |= (v[i] & EXPONENT) == EXPONENT;
+    if (!damaged) return;
+    for (int i = 0; i < n; i++) v[i] = (v[i] & EXPONENT) == EXPONENT ? 0 : v[i];
+    *key = EXPONENT + 1;
+}
+
+// Gates of attention: a head's result is multiplied by sigmoid(gate) or softplus(gate). The rows of
+// q's projection may be query and gate of the first head, of the second, ..., one gate for each
+// value; split_gate_row parts them. Other models make gates by a product: one for each value, or
+// one for each head.
 
 static void split_gate_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
@@ -2690,9 +2852,9 @@ static void gate_row(Session *s, const void *arg, size_t i) {
     const Gated *g = arg;
     int n_head = s->m->layers[s->l].n_head;
     float *x = g->x + i * n_head * g->width, *z = s->z + i * n_head * g->gates;
-    bool plus = s->m->config.softplus_gates;
-    for (int j = 0; plus && j < n_head * g->gates; j++) z[j] = log1p_exp(z[j]);
-    for (int j = 0; !plus && j < n_head * g->gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
+    bool softplus = s->m->config.softplus_gates;
+    for (int j = 0; softplus && j < n_head * g->gates; j++) z[j] = log1p_exp(z[j]);
+    for (int j = 0; !softplus && j < n_head * g->gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
     for (int h = 0; h < n_head; h++, x += g->width, z += g->gates)
         for (int j = 0; j < g->width; j++) x[j] *= z[g->gates > 1 ? j : 0];
 }
@@ -2704,7 +2866,7 @@ static void gate_attention(Session *s, float *x, int width) {
     each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
-// ---- 14. experts ----
+// ---- 16. experts ----
 //
 // A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
 // results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
@@ -2721,7 +2883,8 @@ static void load_experts(Loader *ld, Layer *w) {
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
         refuse(ld, "a token uses %d of %d experts", w->n_used, n);
     c->n_used = larger(c->n_used, w->n_used);
-    w->router = need_matrix(ld, "ffn_gate_inp", c->dim, n, 1);
+    w->router = load_unscaled(ld, "ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
+    require(ld, w->router.data, "ffn_gate_inp", ".weight");
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
@@ -2741,13 +2904,17 @@ static void load_experts(Loader *ld, Layer *w) {
         w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
         w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
     }
-    if (!scale && !find_tensor(ld, shared.up, ".weight")) return;
-    load_ffn(ld, scale ? &DENSE_NAMES : &shared, c->dim, scale ? dense : 0, 1,
-             (Matrix *[]){&w->shared_gate, &w->shared_up, &w->shared_down});
-    if (!scale) w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    Matrix *ffn[] = {&w->shared_gate, &w->shared_up, &w->shared_down};
+    if (scale) load_ffn(ld, &DENSE_NAMES, c->dim, dense, 1, ffn);
+    else if (find_tensor(ld, shared.up, ".weight")) {
+        load_ffn(ld, &shared, c->dim, 0, 1, ffn);
+        w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    }
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
+
+enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together: one has gate and up
 
 // The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as
 // these bytes hold: w may be only some of the rows that the file has for each expert.
@@ -2777,33 +2944,40 @@ static void drop_groups(const Config *c, float *score) {
         for (int e = 0; e < size; e++) score[group[k].id * size + e] = -FLT_MAX;
 }
 
-// The router's choice for one token: probabilities, the n_used best, their weights.
+// The router's choice for one token: probabilities p, the n_used best by their scores (p, with a
+// bias and within the best groups), and their weights, which are of p.
 static void choose_experts(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = arg;
-    const float *bias = w->router_bias;
-    int n_used = w->n_used;
-    float *p = s->route + i * c->n_expert, *weight = s->weight + i * n_used;
+    int n_expert = c->n_expert, n_used = w->n_used;
+    float *p = s->route + i * n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
-    float top = p[0], all = 0, sum = 0, scores = 0, scale = c->gates_scale, score[MOST_EXPERTS];
-    bool sigmoid = c->gating == 2;
-    for (int e = 1; e < c->n_expert; e++) top = fmaxf(top, p[e]);
-    for (int e = 0; e < c->n_expert; e++)
-        all += p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
-    for (int e = 0; e < c->n_expert; e++) {
+    float score[MOST_EXPERTS], top = p[0], all = 0, scores = 0, sum = 0, scale = c->gates_scale;
+    bool sigmoid = c->gating == GATING_SIGMOID;
+    for (int e = 1; e < n_expert; e++) top = fmaxf(top, p[e]);
+    for (int e = 0; e < n_expert; e++) {
+        if (sigmoid) p[e] = 1 / (1 + expf(-p[e]));
+        else p[e] = expf(p[e] - top);
+        all += p[e];
+    }
+    for (int e = 0; e < n_expert; e++) {
         if (!sigmoid) p[e] /= all;
-        scores += score[e] = p[e] + (bias ? bias[e] : 0);
+        score[e] = p[e] + (w->router_bias ? w->router_bias[e] : 0);
+        scores += score[e];
     }
     if (c->n_group > 1) drop_groups(c, score);
-    for (int e = 0; e < c->n_expert; e++) {   // puts e in its place among the best so far
+    for (int e = 0; e < n_expert; e++) {   // puts e in its place among the best so far
         int k = e < n_used ? e : n_used - 1;
         if (e > k && !(score[e] > score[chosen[k]])) continue;
         for (; k > 0 && score[e] > score[chosen[k - 1]]; k--) chosen[k] = chosen[k - 1];
         chosen[k] = e;
     }
-    for (int k = 0; k < n_used; k++) sum += weight[k] = p[chosen[k]];   // without the bias
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);          // 2^-14
-    if (isnan(scores)) scale = NAN;   // it is never chosen: nobody else would notice
+    for (int k = 0; k < n_used; k++) {
+        weight[k] = p[chosen[k]];
+        sum += weight[k];
+    }
+    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
+    if (isnan(scores)) scale = NAN;   // a NaN is never chosen: nobody else would notice
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
@@ -2826,45 +3000,65 @@ static void gather_row(Session *s, const void *arg, size_t i) {
     if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
 
-// Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
-// with all its tokens; returns how many choices that were. Choice k is of token k / n_used. While
-// scratch is counted there are no choices (order NULL), but one case bounds all: `limit` tokens for
-// one expert and two for each of the others, which wastes most of a tile.
-static int run_experts(Session *s, const Layer *w, const int32_t *order, int left, int limit,
-                       float *sum) {
+// The products of some experts, which run together; room for their matrices.
+typedef struct {
+    int n_experts, n_in;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
-    Matmul in[2 * MAX_EXPERTS] = {{0}}, back[MAX_EXPERTS] = {{0}};
-    size_t dim = w->down.rows, ff = w->ff;
-    static float place[MAX_EXPERTS];   // an x for each expert while scratch is counted
-    int jobs = 0, rows = 0, k = 0;
-    for (int n = 1; rows < left && jobs < MAX_EXPERTS; rows += n, jobs++) {
-        int r = rows, e = order ? s->chosen[order[r]] : 0;
-        for (n = 1; order && r + n < left && s->chosen[order[r + n]] == e;) n++;
-        if (!order) n = jobs ? 2 : limit;
-        else if (r + n > limit) break;
-        gate[jobs] = matrix_expert(&w->gate, e);
-        up[jobs] = matrix_expert(&w->up, e);
-        down[jobs] = matrix_expert(&w->down, e);
-        float *x = order ? s->gathered + r * dim : &place[jobs], *h = order ? s->up + r * ff : x;
-        in[k++] = (Matmul){&up[jobs], x, h, n};
-        if (w->gate.data) in[k++] = (Matmul){&gate[jobs], x, order ? s->gate + r * ff : x, n};
-        back[jobs] = (Matmul){&down[jobs], h, order ? s->expert_out + r * dim : x, n};
-    }
-    each_row(s, gather_row, order, rows);
-    matmul(s->pool, &s->op_scratch, in, k);
-    each_row(s, activate_row, &(Ffn){gate, up, down, w->limit_experts}, rows);
-    matmul(s->pool, &s->op_scratch, back, jobs);
-    for (int r = 0; order && r < rows; r++)
-        add_scaled(sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim,
-                   s->m->config.inputs_weighed ? 1 : s->weight[order[r]]);
-    return rows;
+    Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
+} ExpertCall;
+typedef struct { float *x, *gate, *up, *out; } ExpertRows;   // where an expert's tokens begin
+
+static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRows r) {
+    int k = call->n_experts++;
+    call->gate[k] = matrix_expert(&w->gate, e);
+    call->up[k] = matrix_expert(&w->up, e);
+    call->down[k] = matrix_expert(&w->down, e);
+    call->in[call->n_in++] = (Matmul){&call->up[k], r.x, r.up, n};
+    if (w->gate.data) call->in[call->n_in++] = (Matmul){&call->gate[k], r.x, r.gate, n};
+    call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
 }
 
-// up = min(act(gate), limit) * up, with up within -limit .. limit
-static void activate_limited(float *gate, float *up, int n, int act, float limit) {
-    activate(gate, NULL, gate, n, act);
-    clamp(up, n, limit);
-    for (int i = 0; i < n; i++) up[i] *= gate[i] > limit ? limit : gate[i];
+// Counts the scratch of experts, while there are no choices. One case bounds all: `limit` tokens
+// for one expert and two for each of the others, which wastes most of a tile.
+static void count_experts(Session *s, int limit) {
+    ExpertCall call = {0};
+    float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
+    int most = limit + 2 * (limit - 1);
+    for (int n, rows = 0; rows < most && call.n_experts < MAX_EXPERTS; rows += n) {
+        float *at = &place[call.n_experts];
+        n = call.n_experts ? 2 : limit;
+        add_expert(&call, &s->m->layers[s->l], 0, n, (ExpertRows){at, at, at, at});
+    }
+    matmul(s->pool, &s->op_scratch, call.in, call.n_in);
+    matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
+}
+
+// Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
+// with all its tokens, and adds their results to sum [n][..]. Returns how many of the `left`
+// choices that were; choice k is of token k / n_used.
+static int run_experts(Session *s, const int32_t *order, int left, int limit, float *sum) {
+    const Layer *w = &s->m->layers[s->l];
+    size_t dim = w->down.rows, ff = w->ff;
+    ExpertCall call;
+    int rows = 0;
+    call.n_experts = call.n_in = 0;
+    for (int n; rows < left && call.n_experts < MAX_EXPERTS; rows += n) {
+        int e = s->chosen[order[rows]];
+        for (n = 1; rows + n < left && s->chosen[order[rows + n]] == e;) n++;
+        if (rows + n > limit) break;
+        ExpertRows r = {s->gathered + rows * dim, s->gate + rows * ff, s->up + rows * ff,
+                        s->expert_out + rows * dim};
+        add_expert(&call, w, e, n, r);
+    }
+    each_row(s, gather_row, order, rows);
+    matmul(s->pool, &s->op_scratch, call.in, call.n_in);
+    each_row(s, activate_row, &(Ffn){call.gate, call.up, call.down, w->limit_experts}, rows);
+    matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
+    for (int r = 0; r < rows; r++) {
+        float weight = s->m->config.inputs_weighed ? 1 : s->weight[order[r]];
+        add_scaled(sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim, weight);
+    }
+    return rows;
 }
 
 // adds the shared expert's result, weighted where there is a router for it
@@ -2889,11 +3083,12 @@ static void experts(Session *s) {
     matmul(s->pool, &s->op_scratch, in, 1 + latent);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
-    if (s->op_scratch.base) {
+    if (!s->op_scratch.base) count_experts(s, limit);
+    else {
         sort_choices(s, rows);
         memset(sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
-        for (int i = 0; i < rows;) i += run_experts(s, w, s->order + i, rows - i, limit, sum);
-    } else run_experts(s, w, NULL, limit + 2 * (limit - 1), limit, NULL);
+        for (int i = 0; i < rows;) i += run_experts(s, s->order + i, rows - i, limit, sum);
+    }
     if (latent) product(s, &w->latent_up, s->latent_sum, s->out);
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
@@ -2903,8 +3098,9 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// Compiler vectors of LANES floats, as wide as the CPU's registers; Part V adds to them.
-#define INLINE QUANT_INLINE
+// ---- 17. vectors of the compiler ----
+//
+// LANES floats in a register, as wide as the CPU's; Part V adds to them.
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
 #pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
@@ -2930,7 +3126,7 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
 }
 
-// ---- 15. the gated delta rule (arXiv 2412.06464) ----
+// ---- 18. the gated delta rule (arXiv 2412.06464) ----
 //
 // Linear attention with a memory of fixed size: a head has a matrix S of dv x dk that maps keys to
 // values. A token lets S decay by g, asks it for the value stored under its own key k, and writes
@@ -2952,9 +3148,10 @@ static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     const uint8_t *from = all.data;
     int wide = values / c->n_key, part[4] = {c->dk, c->dk, wide, wide};   // rows of a key head
     for (int h = 0; to && h < c->n_key; h++)
-        for (int k = 0, at = 0; k < 4; at += part[k++] * c->n_key) {   // at: where k's rows begin
+        for (int k = 0, at = 0; k < 4; k++) {   // at: where the rows of this k begin
             memcpy(to + (at + h * part[k]) * row, from, part[k] * row);
             from += part[k] * row;
+            at += part[k] * c->n_key;
         }
     all.data = to;
     w->conv_in = matrix_rows(all, 0, qkv);
@@ -2973,6 +3170,16 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     if (w->beta_alpha.data) return;
     w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
     w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
+}
+
+// One matrix [rows][dim] by the name of a, or two, a [..][dim] and behind it b [rows][..].
+static void load_pair(Loader *ld, const char *a_name, const char *b_name, int rows, Matrix *a,
+                      Matrix *last) {
+    int dim = ld->m->config.dim;
+    if (find_tensor(ld, b_name, ".weight")) {
+        *a = need_matrix(ld, a_name, dim, 0, 1);
+        *last = need_matrix(ld, b_name, a->rows, rows, 1);
+    } else *last = need_matrix(ld, a_name, dim, rows, 1);
 }
 
 // Kimi Delta Attention (KDA, arXiv 2510.26692): each column of S has a decay of its own, so g is a
@@ -2996,12 +3203,8 @@ static void load_kda(Loader *ld, Layer *w, int wide) {
     for (int i = 0; joined && i < 3; i++) memcpy(joined + i * taps, from[i], taps * sizeof *joined);
     w->conv = joined;
     if (load_number(ld, "kda.safe_gate", 1) != 1) refuse(ld, "kda.safe_gate is off");
-    bool two = find_tensor(ld, "ssm_f_b", ".weight"), z_two = find_tensor(ld, "ssm_g_b", ".weight");
-    if (two) w->alpha_a = need_matrix(ld, "ssm_f_a", c->dim, 0, 1);
-    if (z_two) w->z_a = need_matrix(ld, "ssm_g_a", c->dim, 0, 1);
-    int a_cols = two ? w->alpha_a.rows : c->dim, z_cols = z_two ? w->z_a.rows : c->dim;
-    w->alpha = need_matrix(ld, two ? "ssm_f_b" : "ssm_f_a", a_cols, wide, 1);
-    w->z = need_matrix(ld, z_two ? "ssm_g_b" : "ssm_g_a", z_cols, wide, 1);
+    load_pair(ld, "ssm_f_a", "ssm_f_b", wide, &w->alpha_a, &w->alpha);
+    load_pair(ld, "ssm_g_a", "ssm_g_b", wide, &w->z_a, &w->z);
     w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
     w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
 }
@@ -3025,27 +3228,28 @@ static uint64_t delta_state_size(const Config *c) {
 // which no later token reads.
 static void delta_conv(Session *s, const void *arg, size_t block) {
     const Layer *w = arg;
-    size_t channels = w->conv_in.rows, first = block * CONV_BLOCK;
+    size_t channels = w->conv_in.rows, at = block * CONV_BLOCK;   // the block's first channel
     bool gated = w->mixer == MIX_CONV;
     int n = s->n, past = s->m->config.conv - 1;
-    int width = channels - first < CONV_BLOCK ? channels - first : CONV_BLOCK;
-    float *old = s->cache[s->l].conv + first, *mix = s->mix + first, tap[MOST_TAPS][CONV_BLOCK];
-    float *b = s->att + first, *c = s->z + first;
+    int width = channels - at < CONV_BLOCK ? channels - at : CONV_BLOCK;
+    size_t bytes = width * sizeof(float);
+    float *old = s->cache[s->l].conv + at, *mix = s->mix + at, tap[MOST_TAPS][CONV_BLOCK];
     for (int j = 0; j <= past; j++)
-        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(first + i) * (past + 1) + j];
-    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, 4 * width);
-    for (int k = 0; k < n; k++) {
-        float y[CONV_BLOCK] = {0}, *x = mix + k * channels;
+        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(at + i) * (past + 1) + j];
+    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, bytes);
+    for (int t = 0; t < n; t++) {
+        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
+        float *b = s->att + t * channels + at, *c = s->z + t * channels + at;   // gates
         for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
             __builtin_prefetch(x + (past + 8) * channels + i);
-        if (w->conv_bias) memcpy(y, w->conv_bias + first, 4 * width);
-        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[k * channels + i];
+        if (w->conv_bias) memcpy(y, w->conv_bias + at, bytes);
+        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[i];
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
-        for (int i = 0; gated && i < width; i++) b[k * channels + i] = y[i] * c[k * channels + i];
+        for (int i = 0; gated && i < width; i++) b[i] = y[i] * c[i];   // it is the result
         if (!gated) activate(x, NULL, y, width, ACT_SILU);
     }
-    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, 4 * width);
+    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, bytes);
 }
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
@@ -3065,14 +3269,18 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
         for (int j = 0; j < c->dk; j++) x[j] *= scale;
     }
     for (int h = 0; h < c->n_value; h++) {
-        const float *both = all + h / share * 2 * share + h % share;   // per key head: b's, a's
-        float b = w->beta_alpha.data ? both[0] : write[h], a = w->a[h], t = 0;
+        if (w->beta_alpha.data) {   // of each key head: b of its value heads, then their alphas
+            const float *b = all + h / share * 2 * share + h % share;
+            write[h] = b[0];
+            decay[h] = b[share];
+        }
+        float a = w->a[h], t = 0;
         for (int j = h * each; j < (h + 1) * each; j++) {
-            float x = (w->beta_alpha.data ? both[share] : decay[j]) + w->dt_bias[j];
+            float x = decay[j] + w->dt_bias[j];
             t = log1p_exp(x);
             decay[j] = expf(c->kda_lower < 0 ? c->kda_lower / (1 + expf(-a * x)) : a * t);
         }
-        write[h] = w->mixer == MIX_SPACE ? t : 1 / (1 + expf(-b));
+        write[h] = w->mixer == MIX_SPACE ? t : 1 / (1 + expf(-write[h]));
     }
 }
 
@@ -3147,7 +3355,7 @@ static void delta_block(Session *s, const void *w, size_t i) { memory_block(s, w
 static void space_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, false, 0); }
 static void kda_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, true); }
 
-// ---- 16. the state space (Mamba-2, arXiv 2405.21060) ----
+// ---- 19. the state space (Mamba-2, arXiv 2405.21060) ----
 //
 // The same memory, written without asking. A head writes its value x under the key b as strongly
 // as t says, which also says how much decays; c reads, and x itself is added:
@@ -3167,7 +3375,7 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     if (w->delta_norm.w && !w->delta_norm.group) refuse(ld, "layer %d: ssm_norm's shape", ld->l);
 }
 
-// ---- 17. the short convolution (LFM2, arXiv 2511.23404) ----
+// ---- 20. the short convolution (LFM2, arXiv 2511.23404) ----
 //
 // The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
 // c, and u [dim], of one projection.
@@ -3203,7 +3411,8 @@ static bool load_recurrent(Loader *ld, Layer *w) {
         require(ld, w->dt_bias, "ssm_dt", ".bias");
         require(ld, w->a, "ssm_a", "");
     }
-    const char *out = conv ? "shortconv.out_proj" : c->kda ? "attn_output" : "ssm_out";
+    const char *out = conv ? "shortconv.out_proj" : "ssm_out";
+    if (c->kda) out = "attn_output";
     w->delta_out = need_matrix(ld, out, w->z.rows, c->dim, 1);
     if (c->kda) return false;
     w->conv = load_vector(ld, taps, ".weight", (size_t)w->conv_in.rows * c->conv);
@@ -3213,38 +3422,51 @@ static bool load_recurrent(Loader *ld, Layer *w) {
                                      find_tensor(ld, "attn_qkv", ".weight"));
 }
 
+// The products of a recurrent mixer: what passes the convolution, to mix; gates z; decays; how
+// strongly it writes. Decays and gates of KDA may be two products each: the first of them goes to
+// s->att, which is free until there is a result.
+static void recurrent_products(Session *s, const Layer *w, float *mix) {
+    int n = s->n, k = 0;
+    bool both = w->beta_alpha.data, two = w->alpha_a.data, z_two = w->z_a.data;
+    float *alpha_a = s->att, *z_a = s->att + n * w->alpha_a.rows;
+    Matmul in[6];
+    if (s->m->config.kda) {   // three matrices in place of conv_in, whose results lie side by side
+        in[k++] = (Matmul){&w->q, s->normed, mix, n};
+        in[k++] = (Matmul){&w->k, s->normed, mix + w->q.rows, n};
+        in[k++] = (Matmul){&w->v, s->normed, mix + 2 * w->q.rows, n};
+    } else in[k++] = (Matmul){&w->conv_in, s->normed, mix, n};
+
+    if (z_two) in[k++] = (Matmul){&w->z_a, s->normed, z_a, n};
+    else in[k++] = (Matmul){&w->z, s->normed, s->z, n};
+
+    if (both) in[k++] = (Matmul){&w->beta_alpha, s->normed, s->beta_alpha, n};
+    else if (two) in[k++] = (Matmul){&w->alpha_a, s->normed, alpha_a, n};
+    else if (w->mixer == MIX_CONV) in[k++] = (Matmul){&w->alpha, s->normed, s->att, n};   // a gate
+    else in[k++] = (Matmul){&w->alpha, s->normed, s->decay, n};
+
+    if (w->beta.data) in[k++] = (Matmul){&w->beta, s->normed, s->write_gate, n};
+    matmul(s->pool, &s->op_scratch, in, k);
+    if (two) product(s, &w->alpha, alpha_a, s->decay);
+    if (z_two) product(s, &w->z, z_a, s->z);
+}
+
 static void recurrent(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n;
-    bool fused = w->beta_alpha.data, delta = w->mixer == MIX_DELTA, conv = w->mixer == MIX_CONV;
-    float *mix = s->mix + (c->conv - 1) * w->conv_in.rows;   // behind the rows before the chunk
-    bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data;
-    float *alpha = fused ? s->beta_alpha : conv || two ? s->att : s->decay;
-    float *z_in = s->att + n * w->alpha_a.rows;
-    Matmul in[6] = {{&w->conv_in, s->normed, mix, n},
-                    {z_two ? &w->z_a : &w->z, s->normed, z_two ? z_in : s->z, n},
-                    {fused ? &w->beta_alpha : two ? &w->alpha_a : &w->alpha, s->normed, alpha, n},
-                    {&w->beta, s->normed, s->write_gate, n}};
-    if (kda) {   // three matrices in place of conv_in
-        in[0] = (Matmul){&w->q, s->normed, mix, n};
-        in[4] = (Matmul){&w->k, s->normed, mix + w->q.rows, n};
-        in[5] = (Matmul){&w->v, s->normed, mix + 2 * w->q.rows, n};
-    }
-    matmul(s->pool, &s->op_scratch, in, kda ? 6 : delta && !fused ? 4 : 3);
-    if (two) product(s, &w->alpha, s->att, s->decay);
-    if (z_two) product(s, &w->z, z_in, s->z);
-    each_row(s, delta_conv, w, (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK);
-    if (!conv) {
+    int n = s->n, conv_blocks = (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK;
+    recurrent_products(s, w, s->mix + (c->conv - 1) * w->conv_in.rows);   // behind what was before
+    each_row(s, delta_conv, w, conv_blocks);
+    if (w->mixer != MIX_CONV) {
+        RowFn *rule = w->mixer == MIX_DELTA ? delta_block : space_block;
+        if (c->kda) rule = kda_block;
         each_row(s, delta_gates_row, w, n);
-        each_row(s, kda ? kda_block : delta ? delta_block : space_block, w,
-                 c->n_value * delta_blocks(c));
+        each_row(s, rule, w, c->n_value * delta_blocks(c));
         each_row(s, delta_out_row, w, n);
     }
     product(s, &w->delta_out, s->att, s->out);
 }
 
-// ---- 18. latent attention (arXiv 2405.04434) ----
+// ---- 21. latent attention (arXiv 2405.04434) ----
 //
 // What is cached of a token are two vectors that all heads share: c, from which each head could
 // make its key and its value, and r, a key with RoPE. A head need not make them: what its matrix
@@ -3328,7 +3550,8 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     Cache *kv = &s->cache[s->l];
     int pos = s->pos + i, hd = w->q.rows / w->n_head, slot = cache_row(kv, pos);
     float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
-    float *row = s->k + i * w->hd, *turn = s->angles[w->window > 0] + i * w->n_rot;
+    float *row = s->k + i * w->hd;
+    const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
     sharpen(s, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
     if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
@@ -3360,11 +3583,13 @@ static void latent_attention(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     bool two = w->q_a.data;   // products that make q
     int n = s->n;
-    Matmul in[] = {{&w->k, s->normed, s->k, n},
-                   {two ? &w->q_a : &w->q, s->normed, two ? s->z : s->mix, n}};
+    Matmul in[] = {{&w->k, s->normed, s->k, n}, {&w->q, s->normed, s->mix, n}};
+    if (two) in[1] = (Matmul){&w->q_a, s->normed, s->z, n};
     matmul(s->pool, &s->op_scratch, in, 2);
-    if (two) each_row(s, latent_query_row, &w->q_a_norm, n);
-    if (two) product(s, &w->q, s->z, s->mix);
+    if (two) {
+        each_row(s, latent_query_row, &w->q_a_norm, n);
+        product(s, &w->q, s->z, s->mix);
+    }
     each_row(s, latent_row, w, n);
     head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
@@ -3376,7 +3601,7 @@ static void latent_attention(Session *s) {
     product(s, &w->o, s->mix, s->out);
 }
 
-// ---- 19. shared caches, per-layer inputs (Gemma 4) ----
+// ---- 22. shared caches, an input for each layer (Gemma 4) ----
 //
 // The last layers have no keys and values: they read the cache of the last layer before them of
 // their kind, windowed or not. And each layer gets p numbers of its own for each token, from a
@@ -3388,7 +3613,8 @@ static void latent_attention(Session *s) {
 
 static bool load_shared(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
     const Config *c = &ld->m->config;
-    int n_cached = larger(larger(c->n_layer, c->n_shared) - c->n_shared, 1);
+    int n_shared = ld->hints.n_shared;
+    int n_cached = larger(larger(c->n_layer, n_shared) - n_shared, 1);
     if (ld->l < n_cached || w->mixer) return false;
     const Layer *all = ld->m->layers, *from = &all[n_cached - 1];
     while (from > all && !from->window != !w->window) from--;
@@ -3441,14 +3667,135 @@ static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Ga
     activate(gate, gate, s->inputs + (i * c->n_layer + s->l) * p, p, c->act);
 }
 
-// Ends the block before, whose norm is `post`; runs one more, and returns its norm.
-static const Norm *layer_input_block(Session *s, const Norm *post) {
+// Ends the FFN's block, whose sum is `end`, and runs one more, of which `end` is then the sum.
+static void add_layer_input(Session *s, Sum *end) {
     const Layer *w = &s->m->layers[s->l];
-    each_row(s, between_row, &(Between){.post = post}, s->n);
+    each_row(s, add_row, &(Sum){.post = end->post}, s->n);
     product(s, &w->input_gate, s->x, s->gate);
     each_row(s, layer_input_row, &s->m->config, s->n);
     product(s, &w->input_proj, s->gate, s->out);
-    return &w->input_norm;
+    end->post = &w->input_norm;
+}
+
+// ---- 23. memory ----
+
+// Widens `most`, floats of a token, so that layer w fits.
+static void widen(Widths *most, const Config *c, const Layer *w) {
+    size_t heads = (size_t)w->n_head * w->hd;
+    size_t gates = (size_t)w->q.rows > heads ? heads : 0;   // in q
+    most->q = larger(most->q, heads);
+    most->k = larger(most->k, w->k.rows);
+    most->v = larger(most->v, w->v.rows);
+    most->att = larger(most->att, (size_t)w->n_head * w->vd);
+    most->ff = larger(most->ff, larger(w->ff, w->shared_up.rows));
+    most->ff = larger(most->ff, c->per_layer);
+    most->latent = larger(most->latent, w->latent_down.rows);
+    // gates of attention; latent attention: inputs of q, of k_b and of o
+    most->mix = larger(most->mix, 2 * gates);
+    if (w->k_b.data) most->mix = larger(most->mix, larger(w->q.rows, w->o.cols));
+    most->z = larger(most->z, larger(w->q_a.rows, w->z.rows + gates + w->attn_gate.rows));
+    // recurrent mixers: the convolution's channels; the result, and inputs of alpha and z
+    most->mix = larger(most->mix, w->conv_in.rows);
+    most->att = larger(most->att, larger(w->z.rows, w->alpha_a.rows + w->z_a.rows));
+}
+
+static void plan_mixers(Session *s, Arena *a, const Widths *most) {
+    const Config *c = &s->m->config;
+    uint64_t n = s->o.chunk, f = sizeof(float);
+    s->mix = arena_take(a, (n + c->conv) * most->mix, f);
+    s->z = arena_take(a, n * most->z, f);
+    s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
+    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
+    s->write_gate = arena_take(a, n * c->n_value, f);
+}
+
+static void plan_experts(Session *s, Arena *a, const Widths *most) {
+    const Config *c = &s->m->config;
+    uint64_t n = s->o.chunk, rows = larger(n, c->n_used), f = sizeof(float);
+    uint64_t wide = c->n_expert ? larger(c->dim, most->latent) : 0;   // of an expert's input
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
+    s->gathered = arena_take(a, rows * wide, f);
+    s->expert_out = arena_take(a, rows * wide, f);
+    s->latent = arena_take(a, n * most->latent, f);
+    s->latent_sum = arena_take(a, n * most->latent, f);
+    s->chosen = arena_take(a, n * c->n_used, sizeof *s->chosen);
+    s->order = arena_take(a, n * c->n_used, sizeof *s->order);
+    s->weight = arena_take(a, n * c->n_used, f);
+}
+
+// Recurrent layers lie together, so that a snapshot is one copy.
+static void plan_states(Session *s, Arena *a) {
+    const Config *c = &s->m->config;
+    uint64_t start = a->used, f = sizeof(float);
+    s->recurrent = arena_take(a, 0, f);   // no bytes: where the first one begins
+    for (int l = 0; l < c->n_layer; l++) {
+        const Layer *w = &s->m->layers[l];
+        if (!w->mixer) continue;
+        s->cache[l].conv = arena_take(a, (c->conv - 1) * w->conv_in.rows, f);
+        if (w->mixer != MIX_CONV) s->cache[l].state = arena_take(a, delta_state_size(c), f);
+    }
+    s->n_recurrent = (a->used - start) / f;
+    s->saved = arena_take(a, s->n_recurrent, f);
+}
+
+static void copy_states(Session *s, float *to, const float *from) {
+    size_t bytes = s->n_recurrent * sizeof *to;
+    if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
+}
+
+// The most scratch that matmul and attention take, by a dry run: with an arena that only counts,
+// forward touches no data. One token and a chunk may take different ways.
+static uint64_t count_op_scratch(Session *s) {
+    int counts[] = {1, s->o.chunk};
+    s->op_scratch = (Arena){0};
+    for (int k = 0; k < 2; k++) {
+        int rows = counts[k] < LOGIT_ROWS ? counts[k] : LOGIT_ROWS;
+        forward(s, NULL, counts[k], 0);
+        matmul(s->pool, &s->op_scratch, &(Matmul){&s->m->output, s->normed, NULL, rows}, 1);
+    }
+    return s->op_scratch.peak;
+}
+
+// Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
+// share), which the system hands out zeroed when they are first touched. what: the buffers, and
+// what to try if there is no memory for them.
+static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
+                       Error *e) {
+    Arena a = {0};
+    plan(s, &a);
+    uint64_t size = larger(a.peak, 1);
+    bool fits = size <= SIZE_MAX && size < 1ull << 46;
+    void *p = MAP_FAILED;
+    if (fits) p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (p == MAP_FAILED) return fail(e, "no memory for %.0f MB of %s", (double)(size >> 20), what);
+    *map = (Map){p, size};
+    a = (Arena){.base = p, .size = size};
+    plan(s, &a);
+    return true;
+}
+
+static float sum16(const float *x, int n, float mean, bool squares) {   // MOVE
+    float lane[16] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) {
+            float d = x[i + j] - mean;
+            lane[j] += squares ? d * d : d;
+        }
+    for (; i < n; i++) lane[0] += squares ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
+    for (int j = 0; j < 16; j++) sum += lane[j];
+    return sum;
+}
+
+// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) + 1), but
+// near 0 that difference would have few digits: there its Taylor series is taken.
+static void soft_cap(float *x, size_t n, float cap) {
+    for (size_t i = 0; i < n; i++) {
+        float y = x[i] / cap, z = y * y;
+        float near = y + y * z * (-1 / 3.0f + z * (2 / 15.0f + z * (-17 / 315.0f + z * 62 / 2835)));
+        float far = 1 - 2 / (exp_fast(2 * y) + 1);
+        x[i] = cap * (z < 0.0625f ? near : far);
+    }
 }
 
 // ==== Part IV: text =============================================================================
@@ -7870,9 +8217,10 @@ static void print_unread(const Model *m) {
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers "
         "attention.indexer.head_count attention.indexer.key_length attention.indexer.types";
-    uint64_t n_layer = m->config.n_layer + m->config.n_layer_mtp;
-    char arch[110];
+    char arch[110], blocks[130];
     snprintf(arch, sizeof arch, "%.*s.", STR_ARG(gguf_str(m->gguf, "general.architecture")));
+    snprintf(blocks, sizeof blocks, "%sblock_count", arch);
+    uint64_t n_layer = gguf_int(m->gguf, blocks, m->config.n_layer);
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
         Str rest = v->key;
         bool counts = str_cut(&rest, "general.sampling."), of_arch = str_cut(&rest, arch);
@@ -8002,7 +8350,7 @@ static bool run_ppl(Cli *cli) {
     for (size_t w = 0; w < windows; w++, p.ids += n) {
         if (t->add_bos) cli->ids.id[w * n] = t->bos;
         session_truncate(&cli->s, 0);
-        Request half = {p.ids, n - 1, n / 2, .fn = score_row, .ctx = &p, .whole = true};
+        Request half = {p.ids, n - 1, n / 2, .fn = score_row, .ctx = &p, .exact = true};
         if (!session_run(&cli->s, half, &cli->e)) return false;
     }
     double mean = p.nll / p.count, variance = fmax(p.squares / p.count - mean * mean, 0);

@@ -1455,11 +1455,11 @@ static void test_alibi_and_alpha(void) {
     }
     const Model *phi3 = open_model("golden/archs/phi3-long-00001-of-00002.gguf");
     double near[64], far[64];
-    rope_frequencies(phi3, false, phi3->config.n_ctx_orig, near);
-    rope_frequencies(phi3, false, phi3->config.n_ctx_orig + 1, far);
+    rope_frequencies(phi3, FULL, phi3->config.n_ctx_orig, near);
+    rope_frequencies(phi3, FULL, phi3->config.n_ctx_orig + 1, far);
     CHECK(near[1] != far[1], "phi3: long factors at the original length, or none behind it");
     Shape gemma3 = {"gemma3", 5, "tk", WINDOW_KEYS "rope.freq_base_swa=500."};
-    rope_frequencies(random_model(&gemma3), true, 0, near);
+    rope_frequencies(random_model(&gemma3), WINDOWED, 0, near);
     CHECK(fabs(near[1] / pow(500, -2.0 / HEAD) - 1) < 1e-6, "a base of 500: %g", near[1]);
 }
 
@@ -4286,7 +4286,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     a.scale = x.m.config.attn_scale;
     a.sinks = x.w.sinks;
     for (int i = 0; gated && i < n; i++) split_gate_row(&cpu, &x.w, i);
-    for (int i = 0; i < n; i++) qkv_part(&cpu, &(int){1}, i);   // all heads at once
+    for (int i = 0; i < n; i++) qkv_share(&cpu, &(int){1}, i);   // all heads at once
     plain_attention(&a, need(a.rows * sizeof(float)));
     for (int i = 0; gated && i < n; i++) gate_row(&cpu, &(Gated){a.out, vd, vd}, i);
     const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
@@ -4666,6 +4666,7 @@ static int times_bound(const void *p) {
 
 // One token: one dispatch binds each weight matrix, and reads it once; so with K, V, or a state.
 static void check_reads(const Session *s) {
+    int last = s->m->config.n_layer - 1;
     for (int l = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         const Matrix *all[] = {&w->q, &w->k, &w->v, &w->o, &w->gate, &w->up, &w->down, &w->router,
@@ -4679,7 +4680,7 @@ static void check_reads(const Session *s) {
             const void *p = i < n ? all[i]->data : own[i - n];
             int times = times_bound(i < n && p ? matrix_base(all[i]) : p);
             // shared caches, values that begin keys, values that are keys
-            bool shared = w->k_b.data || s->m->config.n_shared;
+            bool shared = w->k_b.data || s->m->layers[last].source < last;
             bool more = i < n ? i < 3 && w->v.data == w->k.data : shared;
             CHECK(!p || times == 1 || (more && times), "layer %d, %d: %d reads", l, i, times);
         }
