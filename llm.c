@@ -114,7 +114,7 @@ static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false:
 // families add, most is 0, NULL or 1 in a Llama.
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's, see activate_as
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // recurrent mixers, see Part III
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
@@ -128,8 +128,8 @@ typedef struct {
     float eps;                 // added under a norm's root
     float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
     int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
-    int n_rot;                 // values of a head that RoPE turns
-    float rope_base;           // of RoPE's frequencies
+    int n_rot, n_rot_local;    // values of a head that RoPE turns; in windowed layers (Gemma 3)
+    float rope_base, rope_base_local;   // of RoPE's frequencies; in windowed layers
 
     // -- what other families add --
     char name[32];             // of the architecture
@@ -154,8 +154,6 @@ typedef struct {
     bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
     float value_scale;         // factor of attention's result (MiMo 2)
     // positions, see Part III
-    int n_rot_local;           // in windowed layers (Gemma 3)
-    float rope_base_local;     // in windowed layers
     bool local_unscaled;       // windowed layers ignore the scaling that follows
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
@@ -208,7 +206,7 @@ typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
-    int hd;                    // width of a head
+    int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -222,7 +220,7 @@ typedef struct {
 
     // -- what other families add --
     int window;                // tokens that a query sees; 0: the session's window
-    int vd, n_rot;             // width of a value; values of a head that are rotated
+    int n_rot;                 // values of a head that are rotated
     bool rotated;              // queries and keys have RoPE
     int source;                // the layer whose cache it reads, mostly itself
     bool side_by_side;         // attention and FFN read the same stream (GPT-NeoX)
@@ -307,7 +305,7 @@ typedef struct {               // 0: the default, here in brackets
 } Options;
 
 // What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
-// rows (see section 7); for a recurrent mixer the last inputs of its convolution, and a state.
+// rows (see section 8); for a recurrent mixer the last inputs of its convolution, and a state.
 typedef struct {
     uint16_t *k;               // [n_kv][rows][hd] f16, with RoPE applied
     uint16_t *v;               // [n_kv][rows][vd] f16; latent attention: v == k
@@ -416,7 +414,6 @@ static inline float exp_fast(float x);    // e^x, relative error 1e-7, as vector
 static void clamp(float *x, int64_t n, float limit);       // to -limit .. limit; 0: not at all
 static void soft_cap(float *x, size_t n, float cap);       // x = cap * tanh(x / cap)
 static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean, or squares
-static void sort_top(Candidate *c, size_t n, size_t k);    // brings the k best to the front, sorted
 
 // A step for row i of a chunk, or for part i of all its work; arg is what else it works on.
 typedef void RowFn(Session *s, const void *arg, size_t i);
