@@ -2359,7 +2359,8 @@ static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows)
            (!windows || !a->window == !b->window);
 }
 
-// Layer l has a tensor of this name. Have its neighbours, the next of its kind on both sides?
+// Layer l has a tensor of this name. Have its neighbours, the next of its kind on both sides? The
+// name says which block counts: that of an FFN or of experts has ff in it, or begins with exp.
 static void check_neighbours(Loader *ld, int l, const char *name) {
     const Layer *w = ld->m->layers;
     bool ffn = strstr(name, "ff") || !strncmp(name, "exp", 3);
@@ -2653,21 +2654,21 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 
 // ==== Part III: more mixers =====================================================================
 //
-// What other families add to a Llama. In: s->normed, the chunk's normed stream, and the layer s->l.
-// Out: s->out, what a block adds to the stream. Each section is one idea, with its load_ function
-// first: it finds the tensors, and sets what the others ask for. Read experts first (16), then the
-// gated delta rule (18); the state space, KDA and the short convolution are variations of it.
+// What other families add to a Llama. A block comes in with s->normed, the chunk's normed stream,
+// and the layer s->l; out goes s->out, what is added to the stream. A section is one idea; where it
+// has tensors of its own, a load_ function finds them first. Read experts (16), then the gated delta
+// rule (18), of which the state space and the short convolution are variations.
 //
-//   14  positions            learned ones, RoPE beyond the text of training, ALiBi, far queries
-//   15  steps of a Llama's   gates of attention, activations, bounds, damaged values
-//       blocks
-//   16  experts              in place of the FFN
-//   17  vectors              of the compiler, for the next section
-//   18 - 20                  recurrent mixers, in place of attention or beside it: their memory of
-//                            earlier tokens has a fixed size
-//   21  latent attention     keys and values are made of a latent
-//   22  Gemma 4              shared caches, an input for each layer
-//   23  memory               buffers and states of all these
+//   14  positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
+//   15  steps of blocks     activations, bounds, damaged values, gates of attention
+//   16  experts             in place of the FFN
+//   17  vectors             of the compiler, for the next section
+//   18  the delta rule      recurrent mixers, in place of attention or beside it, whose memory of
+//   19  the state space     earlier tokens has a fixed size
+//   20  the convolution
+//   21  latent attention    keys and values are made of a latent
+//   22  Gemma 4             shared caches, an input for each layer
+//   23  memory              buffers and states of all these
 
 #define INLINE QUANT_INLINE
 
@@ -2757,7 +2758,7 @@ static void sharpen(const Session *s, float *q, size_t n, int pos) {
     scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
 }
 
-// ---- 15. steps of a Llama's blocks ----
+// ---- 15. steps of blocks ----
 
 // x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
 // and a damaged model would go on talking.
@@ -3305,16 +3306,21 @@ INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, bo
     enum { V = 4 };
     const Config *c = &s->m->config;
     int blocks = delta_blocks(c), h = block / blocks, r = block % blocks * DELTA_ROWS, dk = c->dk;
-    int keys = c->n_key * dk, values = c->n_value * c->dv;   // a token has q, k, v; or v, k, q
-    int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);
+    int keys = c->n_key * dk, values = c->n_value * c->dv;   // floats of all heads
+    int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
     int each = by_column ? dk : 1;   // decays of a head
-    size_t step = w->conv_in.rows;   // from a token's q, k, v to the next one's
+    size_t step = w->conv_in.rows;   // from a token's row of s->mix to the next one's
+    size_t q_at = 0, k_at = keys, v_at = 2 * keys;           // such a row is q | k | v
+    if (!asks) {
+        v_at = 0;
+        k_at = values;
+        q_at = values + keys;   // in a state space v | k | q
+    }
     float *state = s->cache[s->l].state + block * dk * DELTA_ROWS;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
         size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
-        const float *k = s->mix + key * dk + (asks ? keys : values);
-        const float *q = asks ? k - keys : k + keys;
-        const float *value = s->mix + (asks ? 2 * keys : 0) + h * c->dv + r;
+        const float *q = s->mix + q_at + key * dk, *k = s->mix + k_at + key * dk;
+        const float *value = s->mix + v_at + h * c->dv + r;
         const float *g = s->decay + (size_t)h * each;
         vf asked[V] = {{0}};
         for (int j = 0; asks && j < dk; j++)
@@ -3471,8 +3477,10 @@ static void recurrent(Session *s) {
 // the sum of the c's. So this is attention with one KV head, whose values are the first `lora`
 // numbers of its keys:
 //
-//   c | r = A h      q = Qb norm(Qa h), or Q h            of each head: nope | rotated numbers
-//   row = norm(c) | rope(r)      o = Vb softmax(scale * [Kb q_nope | rope(q_rope)] row') norm(c)
+//   c | r = A h                      of each token; the cache has its row, norm(c) | rope(r)
+//   q = Qb norm(Qa h), or Q h        of each head; its parts are nope | rotated
+//   query = Kb nope | rope(rotated)
+//   o = Vb (the sum of the norm(c)'s, weighed by softmax(scale * query . row))
 
 // Kb of all heads, which a file may hold as rows that make keys: turned, in memory of its own
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
@@ -3643,7 +3651,7 @@ static void layer_inputs_row(Session *s, const void *arg, size_t i) {   // e of 
     const uint8_t *row = w->data + s->ids[i] * quant_row_bytes(w->type, w->cols);
     int all = w->cols;
     float *e = s->inputs + i * all, part[256];   // whole blocks of any format
-    norm(e, e, all, &s->m->layer_norm, NORM_RMS, c->eps * c->dim);   // of e / sqrt(dim)
+    norm(e, e, all, &s->m->layer_norm, NORM_RMS, c->eps * c->dim);   // so e / sqrt(dim) is normed
     for (int k = 0; k < all; k += 256) {
         int n = all - k < 256 ? all - k : 256;
         quant_dequantize(w->type, row + quant_row_bytes(w->type, k), part, n);
