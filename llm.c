@@ -2656,8 +2656,8 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //
 // What other families add to a Llama. A block comes in with s->normed, the chunk's normed stream,
 // and the layer s->l; out goes s->out, what is added to the stream. A section is one idea; where it
-// has tensors of its own, a load_ function finds them first. Read experts (16), then the gated delta
-// rule (18), of which the state space and the short convolution are variations.
+// has tensors of its own, a load_ function finds them first. Read experts (16), then the gated
+// delta rule (18), of which the state space and the short convolution are variations.
 //
 //   14  positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
 //   15  steps of blocks     activations, bounds, damaged values, gates of attention
