@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// llm.c: an engine for language models in GGUF files (llama.cpp's file format), in this file and
-// quant.h: a book to be read from the front.
+// llm.c: an engine for language models in GGUF files (llama.cpp's file format), in this file,
+// quant.h and, for a GPU, metal.c: a book to be read from the front.
 //
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
@@ -41,8 +41,8 @@
 //       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit or prints; but a GPU that is loaded shows so on a terminal, and a line on
-// stderr says that it cannot be used or has failed. A call takes less than 512 KB of stack.
+// Only Part VI calls exit or prints, except that on stderr a GPU shows its loading, on a terminal,
+// and says in a line that it cannot be used or has failed. A call takes less than 512 KB of stack.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -110,15 +110,15 @@ static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false:
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
 // the first and after the last. Part II fills them from a file, and checks all that Part I relies
 // on. Each type begins with what a Llama has: seven sizes (n_layer, dim, n_vocab; n_head, n_kv, hd
-// and ff in a layer) and nine weights a layer. On a first reading stop there: of what other
-// families add, most is 0, NULL or 1 in a Llama.
+// and ff in a layer) and nine weights a layer. On a first reading stop there: in a Llama the rest
+// is 0, NULL, an empty Norm or a factor of 1; but it is causal, and source is the layer itself.
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // recurrent mixers, see Part III
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
-enum { FULL, WINDOWED };                        // layers whose queries see all; a window
+enum { FULL, WINDOWED };                        // layers that see the session's window; their own
 
 typedef struct {
     int n_layer;               // layers that run
@@ -135,15 +135,15 @@ typedef struct {
     char name[32];             // of the architecture
     bool verified;             // its logits are checked against llama.cpp's
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
-    bool causal;               // a token does not see later ones (encoders: it does)
+    bool causal;               // a token does not see later ones; in encoders it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
     float embd_scale;          // factor of the embeddings (Gemma)
     bool embd_normed;          // embeddings are normed, without weights (Muse)
     float residual_scale;      // factor of what a block adds to the stream (Granite)
     float logit_scale, logit_cap;   // factor of the logits (Granite); their soft cap (Gemma 2) or 0
-    // attention; of layer 0, where layers differ
-    int n_head, hd, vd;        // query heads; width of a head's query and key; of its value
+    // attention
+    int n_head, hd, vd;        // those of layer 0
     int window;                // tokens that a query sees in windowed layers, itself included
     int span;                  // instead, it sees its own span of so many tokens (Llama 4); 0: none
     int n_exact;               // sparse attention sees all of so many tokens (DeepSeek 3.2); or 0
@@ -159,8 +159,8 @@ typedef struct {
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only:
     float yarn_fast, yarn_slow;   // between so many turns in n_ctx_orig tokens it blends
-    float yarn_log;            // share of its own factor of cosines and sines that it takes back
-    int section[4];            // M-RoPE: pairs for an image's time, height and width; for nothing
+    float yarn_log;            // cosines grow by (1 + a) / (1 + yarn_log a), a = ln(rope_factor)/10
+    int section[4];            // M-RoPE: pairs for an image's time, height, width; the last: unused
     bool sections_mixed;       // the sections take turns (Qwen3-VL)
     float alibi;               // ALiBi's largest bias (BLOOM), see alibi_slopes; 0: no ALiBi
     float sharpen_scale;       // far out queries grow (Ministral 3), see sharpen; 0: not
@@ -194,19 +194,21 @@ typedef struct {
     const float *bias;         // [rows], or [experts][rows], or NULL
     const float *scale;        // [1] factor of the product, or [experts], or NULL
     size_t step;               // bytes from one expert's matrix to the next
-    int x_step, out_step;      // floats from a token's input to the next one's, from its output; 0:
-                               // cols, rows. More, where each head has a matrix: all stand in a row
+    int x_step, out_step;      // floats from one token's input, or output, to the next one's; 0:
+                               // cols, rows. Larger for the matrix of one head of a longer row
 } Matrix;
 
-// Weights w [n] and biases b [n] of a norm, or NULL, which repeat along the row that is normed.
-// Each `group` of the row is normed by itself; 0: all of it. Heads [n_head][hd] may be
-//   normed each by itself, with the same weights (n = group = hd) or its own (n = n_head * hd,
-//   group = hd), or as one row (n = n_head * hd, group = 0)
+// A norm: weights w [n] and biases b [n], each or NULL; they repeat along the row that is normed.
+// Each `group` of the row is normed by itself; 0: all of it. Heads [n_head][hd] may be normed each
+// by itself, with the same weights (n = group = hd) or its own (n = n_head * hd, group = hd), or as
+// one row (n = n_head * hd, group = 0).
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
+    int n_rot;                 // values of a head that RoPE turns, if it is
+    bool rotated;
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -220,15 +222,13 @@ typedef struct {
 
     // -- what other families add --
     int window;                // tokens that a query sees; 0: the session's window
-    int n_rot;                 // values of a head that are rotated
-    bool rotated;              // queries and keys have RoPE
     int source;                // the layer whose cache it reads, mostly itself
     bool side_by_side;         // attention and FFN read the same stream (GPT-NeoX)
     Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
     Norm attn_norm_2;          // [dim] one more after attention (JinaBERT)
     const float *out_scale;    // [1] factor of the stream after the layer, or NULL
-    Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3)
-    bool heads_alone;          // they let each head be prepared by itself
+    Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
+    bool heads_alone;          // they allow work on one head alone; in a Llama true
     Matrix attn_gate;          // [n_head] or [n_head * vd][dim] gates of attention's result: or q
                                // holds them, in [n_head][2 * hd] rows; or none
     const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
@@ -296,8 +296,8 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 typedef struct {               // 0: the default, here in brackets
-    int window;                // tokens that a query sees, itself included (n_ctx, 4096 at most)
-    int keep;                  // the first `keep` tokens are always seen (0)
+    int window;                // tokens that a query sees, itself included (the least of n_ctx, 4096)
+    int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
     bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
@@ -312,7 +312,7 @@ typedef struct {
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
     int window, keep;          // a query sees `window` tokens, and the first `keep` ones
-    float *conv, *state;       // [conv-1][channels]; delta_state_size floats
+    float *conv, *state;       // of recurrent mixers (Part III): [conv-1][channels]; a memory
 } Cache;
 
 typedef struct { float logit; int32_t id; } Candidate;   // for the next token
@@ -326,7 +326,7 @@ typedef struct Session {
     Pool *pool;
     Map kv, scratch;           // memory of the caches; of all other buffers
     Cache *cache;              // [n_layer]
-    Tokens history;            // the tokens in the caches; there is room for one more
+    Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     // NULL, or called before each chunk and at the end: `done` of n tokens are cached, of which
     // `reused` were already; false stops
@@ -336,7 +336,7 @@ typedef struct Session {
     // what forward works on, for its row functions
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers; n: at most a chunk
+    // its buffers; n: at most a chunk; rows: the larger of n and n_used (of experts)
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that a block reads
     float *out;                // [n][dim] the result of a block
@@ -350,7 +350,7 @@ typedef struct Session {
     float rope_mag[2];         // a factor of the cosines and sines
     Arena op_scratch;          // of matmul and attention
 
-    // -- what other families add; rows: the larger of n and n_used --
+    // -- what other families add --
     float *slopes;             // [n_head] of ALiBi
     float *inputs;             // [n][n_layer][per_layer] each layer's own
     float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
@@ -372,22 +372,21 @@ typedef struct Session {
 
 // ---- 4. what the other parts provide ----
 //
-// Part I knows the other parts by these prototypes alone.
+// Part I knows the other parts by these prototypes; those of memory follow in section 8.
 
 // Threads. parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and
-// waits for all. A task gets two pointers from the caller, to what it changes and to what it reads,
-// and may use the buffers of its thread.
-typedef struct { void *ctx; const void *of; int i, thread; } Task;
+// waits for all. ctx is what they work on; a task may use buffers that it picks by its thread.
+typedef struct { void *ctx; int i, thread; } Task;
 typedef void TaskFn(Task t);
 
 static int count_cpus(void);           // how many this process should use
 static Pool *pool_open(int threads);   // NULL: they cannot be started
 static void pool_close(Pool *p);       // NULL is fine
-static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n);
+static void parallel(Pool *p, TaskFn *fn, void *ctx, int n);
 
 // A matrix product of n tokens, out [n][rows] = scale * x [n][cols] * transposed w + bias, which
-// plain_matmul defines. matmul runs k <= MAX_JOBS together, which may share x. Scratch is taken
-// from the arena and given back; with an arena that only counts, nothing is computed.
+// plain_matmul defines. matmul runs k <= MAX_JOBS of them together, which may share x. Scratch is
+// taken from the arena and given back; with an arena that only counts, nothing is computed.
 enum { MAX_JOBS = 64 };
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
@@ -396,7 +395,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 typedef struct {
     const float *q;            // [n][n_head][hd], with RoPE applied
     float *out;                // [n][n_head][vd]
-    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; vd of v_step count
+    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; a value: the first vd
     const int32_t *pos_k;      // [rows] position in each row, -1: empty
     int rows;
     int pos, n;                // queries at pos .. pos+n-1
@@ -413,9 +412,10 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);    // e^x, relative error 1e-7, as vector code in loops
 static void clamp(float *x, int64_t n, float limit);       // to -limit .. limit; 0: not at all
 static void soft_cap(float *x, size_t n, float cap);       // x = cap * tanh(x / cap)
-static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean, or squares
+// the sum of all x - mean, or of their squares, in 16 lanes: SIMD without -ffast-math
+static float sum16(const float *x, int n, float mean, bool squares);
 
-// A step for row i of a chunk, or for part i of all its work; arg is what else it works on.
+// A step for row i of a chunk, or for share i of all its work; arg is what else it works on.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 
 // Blocks of other families, which read s->normed and leave their result in s->out
@@ -423,9 +423,9 @@ static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
 typedef struct Sum Sum;
-static void add_layer_input(Session *s, Sum *end);   // one more block, at a layer's end
+static void add_layer_input(Session *s, Sum *sum);   // makes a sum, runs a block, sets its sum
 
-// Steps of blocks, which do nothing in a Llama
+// Steps of other families, which are not called or change nothing in a plain Llama
 static void make_layer_inputs(Session *s);
 static void add_embeddings(Session *s, float *x, size_t i);   // to that of token i
 static void split_gate_row(Session *s, const void *w, size_t i);   // s->mix to queries and gates
@@ -435,14 +435,14 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
 static void activate_limited(float *gate, float *up, int n, int act, float limit);
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
 static void alibi_slopes(float *slope, int n_head, float max_bias);
-static void cache_finite(uint16_t *v, int n, uint16_t *key);   // holds up NaNs of damaged models
+static void cache_finite(uint16_t *v, int n, uint16_t *key);   // if v has a NaN, key gets it
 
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
-// A GPU (metal.c) runs the whole model on a Session's buffers. A function that returns false leaves
-// the work to the CPU. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row `first`
-// on; gpu_logits makes further ones.
-static int gpu_chunk(Session *s);    // finds a GPU; its default chunk, 0: there is none
+// A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
+// and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
+// `first` on; gpu_logits makes further ones.
+static int gpu_chunk(Session *s);    // finds one, sets s->gpu; its default chunk, 0: there is none
 static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
@@ -515,7 +515,7 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 //   logits = output * norm(x)           [n_vocab]
 //
 // A block, attention or FFN, reads s->normed and leaves in s->out what is added to the stream. All
-// steps but products and attention go row by row, a task for each token.
+// steps but products and attention go row by row, a task for each token or for a share of it.
 
 typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
 static void run_row(Task t) {
@@ -523,9 +523,10 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// Calls fn for rows 0 .. n-1, on all threads; while scratch is only counted it does nothing.
+// Calls fn for rows 0 .. n-1, on all threads. While count_op_scratch runs forward to learn how much
+// scratch it takes, there are no buffers, and each_row does nothing.
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
-    if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, NULL, n);
+    if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
 }
 
 // out [n][rows] = x [n][cols] * transposed w: one product for the chunk's tokens
@@ -542,7 +543,7 @@ static void embed_row(Session *s, const void *arg, size_t i) {
     add_embeddings(s, x, i);
 }
 
-// the cosines and sines of a position, for layers that see all and for windowed ones
+// the cosines and sines of a position, for both kinds of layers
 static void angles_row(Session *s, const void *arg, size_t i) {
     const Config *c = arg;
     int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
@@ -565,7 +566,7 @@ static void norm_row(Session *s, const void *arg, size_t i) {
     else memcpy(to, x, c->dim * sizeof *to);
 }
 
-// x += out: what a block computed joins the stream. All else is NULL in a Llama.
+// x += out: what a block computed joins the stream. All else is NULL or empty in a Llama.
 struct Sum {
     const Norm *post;          // of out before the sum; in an encoder of the sum
     const Norm *again;         // then the block's input is added, too, and the sum normed
@@ -592,14 +593,14 @@ static int cache_row(const Cache *cache, int pos) {
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// Norms and rotates queries or keys x [heads][hd]; turn: the position's cosines and sines.
+// Clamps, norms and rotates queries or keys x [heads][hd]; turn: the position's cosines and sines.
 static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, const float *turn) {
     const Config *c = &s->m->config;
     const Layer *layer = &s->m->layers[s->l];
     int hd = layer->hd, n_rot = layer->n_rot;
     clamp(x, heads * hd, c->clamp_qkv);
     if (w->n && !c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
-    for (int h = 0; layer->rotated && h < heads; h++) {   // a constant pairing gets its own loop
+    for (int h = 0; layer->rotated && h < heads; h++) {   // inlined twice, as two kinds of loops
         if (c->rope == ROPE_HALVES) rope(x + h * hd, turn, n_rot, ROPE_HALVES);
         else rope(x + h * hd, turn, n_rot, ROPE_PAIRS);
     }
@@ -645,25 +646,25 @@ static void attend(Session *s) {
                    .softcap = c->attn_cap, .sinks = w->sinks};
     if (cache->v == cache->k) a.v_step = w->hd;         // latent attention
     if (!c->causal) a.ahead = cache->window - 1;        // encoders see both ways
-    if (c->span && w->window) a.span_start = s->pos / c->span * c->span;   // Llama 4
+    if (c->span && w->window) a.span_start = s->pos / c->span * c->span;   // of all the chunk
     if (c->alibi > 0) a.slopes = s->slopes;
     attention(s->pool, &s->op_scratch, &a);
 }
 
 static void attention_block(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    bool mixed = w->q.rows > w->n_head * w->hd, gates = w->attn_gate.data;   // not in a Llama
+    bool q_gates = w->q.rows > w->n_head * w->hd;   // q makes gates, too; not in a Llama
     int n = s->n, jobs = w->k.rows ? 3 : 1;
     int shares = n == 1 && w->heads_alone ? w->n_kv : 1;   // in decode all threads share a token
-    Matmul in[4] = {{&w->q, s->normed, mixed ? s->mix : s->q, n},   // mixed: queries and gates
+    Matmul in[4] = {{&w->q, s->normed, q_gates ? s->mix : s->q, n},
                     {&w->k, s->normed, s->k, n},
                     {&w->v, s->normed, s->v, n}};
-    if (gates) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
+    if (w->attn_gate.data) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
     matmul(s->pool, &s->op_scratch, in, jobs);
-    if (mixed) each_row(s, split_gate_row, w, n);
+    if (q_gates) each_row(s, split_gate_row, w, n);
     each_row(s, qkv_share, &shares, n * shares);
     attend(s);
-    if (mixed || gates) gate_attention(s, s->att, w->vd);
+    if (q_gates || w->attn_gate.data) gate_attention(s, s->att, w->vd);
     product(s, &w->o, s->att, s->out);
 }
 
@@ -686,10 +687,9 @@ static void ffn(Session *s, const Ffn *f, float *out) {
     product(s, f->down, s->up, out);
 }
 
-// The first half of a layer: tokens look at each other, by attention, by a memory of fixed size, or
-// by both, which then read the same input.
-static void mix_tokens(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
+// Tokens look at each other, by attention, by a memory of fixed size, or by both, which then read
+// the same input.
+static void mix_tokens(Session *s, const Layer *w) {
     if (w->k_b.data) latent_attention(s);
     else if (w->n_kv) attention_block(s);
     if (w->n_kv && w->mixer) each_row(s, add_row, &(Sum){0}, s->n);
@@ -707,26 +707,26 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, angles_row, c, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
-        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids: layers of one block
-        Sum mixed = {&w->attn_post_norm, &w->attn_norm_2, NULL};
+        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // both, but in hybrids
+        Sum mixed = {&w->attn_post_norm, &w->attn_norm_2, feeds ? NULL : w->out_scale};
         Sum fed = {&w->ffn_post_norm, NULL, w->out_scale};
 
         // x += attention(norm(x)): tokens look at each other
-        each_row(s, norm_row, &w->attn_norm, n);
-        if (mixes) mix_tokens(s);
-        if (mixes && feeds && !w->side_by_side) {
-            each_row(s, add_row, &mixed, n);
-            each_row(s, norm_row, &w->ffn_norm, n);
-        } else if (mixes && feeds) {   // the FFN reads the stream as attention did
-            if (w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
+        if (mixes) {
+            each_row(s, norm_row, &w->attn_norm, n);
+            mix_tokens(s, w);
+            if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
             each_row(s, add_row, &mixed, n);
         }
 
-        // x += ffn(norm(x)): each token by itself
-        if (w->router.data) experts(s);
-        else if (feeds) ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-        if (w->input_gate.data) add_layer_input(s, &fed);
-        each_row(s, add_row, &fed, n);
+        // x += ffn(norm(x)): each token by itself; side by side, both read the same x
+        if (feeds) {
+            if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
+            if (w->router.data) experts(s);
+            else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+            if (w->input_gate.data) add_layer_input(s, &fed);
+            each_row(s, add_row, &fed, n);
+        }
     }
 }
 
@@ -765,9 +765,10 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
     }
 }
 
-// Does a query see a key? Both are positions; key -1 is an empty row. A query sees a window that
-// ends with itself, and the first `keep` keys; in an encoder `ahead` later keys, too; in Llama 4
-// nothing before span_start. Bits and no branches: a loop over keys is vector code.
+// Does a query see a key? Both are positions. A query sees a window that ends with itself, and the
+// first `keep` keys; in an encoder `ahead` later keys, too. It sees nothing before span_start (0 but
+// in Llama 4): so never the key -1 of an empty row. Bits and no branches: a loop over keys is
+// vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
     return (key >= a->span_start) & (key - query <= a->ahead) & near;
@@ -789,7 +790,7 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
     const float *q = a->q + at * a->hd;
     const uint16_t *k = a->k + kv * a->rows * a->hd, *v = a->v + kv * a->rows * a->v_step;
     float *out = a->out + at * a->vd;
-    float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;
+    float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;   // top is finite: inf - inf is a NaN
     for (int r = 0; r < a->rows; r++, k += a->hd) {
         float dot = 0;
         for (int j = 0; j < a->hd; j++) dot += q[j] * quant_f16_to_f32(k[j]);
@@ -804,7 +805,7 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
         for (int j = 0; j < a->vd; j++) out[j] += weight * quant_f16_to_f32(v[j]);
     }
     if (a->sinks) sum += expf(a->sinks[h] - top);   // gpt-oss: one more score, without a value
-    if (sum == 0) return;                           // it sees nothing
+    if (sum == 0) return;                           // no key in sight: out stays 0
     for (int j = 0; j < a->vd; j++) out[j] /= sum;
 }
 
@@ -823,11 +824,11 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
 //
 // Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
-// past any limit but that of learned positions.
+// past any limit but those in check_ids.
 
 // Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
-// position for pair i. Returns a factor of cosines and sines, 1 where nothing is scaled. In double:
-// at position 100,000 a float angle is off by 0.005.
+// position for pair i. Returns a factor of cosines and sines, 1 where nothing is scaled. window:
+// longrope's divisors depend on it. In double: at position 100,000 a float angle is off by 0.005.
 static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
     const Config *c = &m->config;
     double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
@@ -861,7 +862,7 @@ static void plan_caches(Session *s, Arena *a) {
         }
         bool full = !w->window || w->window >= s->o.window;   // the smaller window counts
         cache->window = full ? s->o.window : w->window;
-        cache->keep = full ? s->o.keep : 0;
+        cache->keep = full ? s->o.keep : 0;   // others were trained without the first tokens
         cache->rows = cache->window + s->o.chunk + cache->keep;
         uint64_t rows = (uint64_t)w->n_kv * cache->rows;
         cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
@@ -915,7 +916,7 @@ static void session_truncate(Session *s, int p) {
     if (p == 0) s->saved_pos = -1;
     s->history.n = p;
     gpu_store(s, p == 0);
-    if (p > 0) copy_states(s, s->recurrent, s->saved);
+    if (p > 0) copy_states(s, s->recurrent, s->saved);   // none in a Llama
 }
 
 void session_close(Session *s) {
@@ -941,14 +942,14 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     bool negative = o.window < 0 || o.chunk < 0 || o.keep < 0;   // no GPU is opened for these
     int chunk = s->o.cpu || negative ? 0 : gpu_chunk(s);
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
-    double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // positions and rows are ints
+    double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // ints count them, and their sums
     if (rows > INT32_MAX / 2 || negative)
         return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, s->o.chunk, s->o.keep);
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
-    session_truncate(s, 0);
+    session_truncate(s, 0);   // marks every row empty
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
     alibi_slopes(s->slopes, c->n_head, c->alibi);
     if (s->gpu) gpu_open(s);
@@ -968,9 +969,9 @@ static bool rows_resident(const Session *s, int p) {
 }
 
 // What to evaluate, and who gets the result: ids [n] is the whole text; fn, if it is not NULL, gets
-// the rows of the tokens from .. n-1 in order, and returns false to stop. A row is the logits
-// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim]. A row of
-// nothing but NaN is an error; where each number of it counts (exact, hidden), one with any NaN is.
+// the rows of tokens `from` to n-1 in order, and returns false to stop. A row is the logits
+// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim]. An error is a
+// row of only NaN; if exact or hidden, a row with any NaN.
 typedef bool OnRow(void *ctx, int i, const float *row);
 typedef struct {
     const int32_t *ids;
@@ -1021,8 +1022,8 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     return true;
 }
 
-// How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. With
-// `snapshot` the last token runs alone, behind it: another answer then costs one token.
+// How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. With a
+// snapshot the last token runs alone, after it was taken: another answer then costs one token.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
     if (span && most > span - pos % span) most = span - pos % span;
@@ -1030,11 +1031,13 @@ static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     return snapshot && left > 1 ? left - 1 : left;
 }
 
-// Is a row [n] nothing but NaN? Or, where each number of it counts, has it any?
+// Has a row [n] a NaN (exact), or nothing but NaN?
 static bool row_damaged(const float *row, size_t n, bool exact) {
-    size_t i = 0;
-    while (i < n && isnan(row[i]) != exact) i++;   // to the first number; to the first NaN
-    return (i < n) == exact;
+    for (size_t i = 0; i < n; i++) {
+        if (exact && isnan(row[i])) return true;
+        if (!exact && !isnan(row[i])) return false;
+    }
+    return !exact;
 }
 
 // Gives the rows of a chunk of n tokens at pos to r->fn, from row first on, after it has made them,
@@ -1074,7 +1077,7 @@ static bool session_run(Session *s, Request r, Error *e) {
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
         int first = r.from > p ? r.from - p : 0;   // the chunk's first row that r.fn is to get
         if (first > n) first = n;
-        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);
+        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // n: no logits
         if (!gpu) forward(s, r.ids + p, n, p);
         if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)n * s->m->config.dim * sizeof *s->x);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
@@ -1092,11 +1095,11 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
 // ---- 9. sampler ----
 //
 // From logits to the next token: stages over one array of candidates, each a function that changes,
-// reorders or shortens it: penalty, temperature, top-k, top-p, min-p. Then the best is taken, or
-// one is drawn. (llama.cpp tempers last; here the cuts see the tempered distribution.) To add a
-// stage, write it like these, call it in sample, and give it a field of Sampling with its default
-// in main and a row of OPTIONS; if files ask for it, a row in sampling_defaults. Then add a line to
-// test.c.
+// reorders or shortens it: penalty, temperature, top-k, top-p, min-p. Then one is drawn; at
+// temperature 0 the best is taken after the penalty. (llama.cpp tempers last; here the cuts see the
+// tempered distribution.) To add a stage, write it like these, call it in sample, and give it a
+// field of Sampling and, in Part VI, a default in main, a row of OPTIONS and, if files may ask for
+// it, one in sampling_defaults. Then add a line to test.c.
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
@@ -2339,7 +2342,11 @@ static void load_layer(Loader *ld, Layer *w) {
     bool dense = (w->ff && !w->mixer) || !mixes || find_tensor(ld, "ffn_up", ".weight");
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
     else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
-    w->side_by_side = w->side_by_side && mixes && w->up.data;
+    bool feeds = w->up.data;
+    if (!mixes) w->ffn_norm = w->attn_norm;   // a layer of one block has one norm
+    if (!feeds) w->attn_post_norm = w->ffn_post_norm;
+    if (!feeds) w->attn_norm_2 = (Norm){0};
+    w->side_by_side = w->side_by_side && mixes && feeds;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
         require(ld, NULL, "ffn_norm", ".weight");
     if (c->per_layer) load_inputs(ld, w);
@@ -3672,14 +3679,14 @@ static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Ga
     activate(gate, gate, s->inputs + (i * c->n_layer + s->l) * p, p, c->act);
 }
 
-// Ends the FFN's block, whose sum is `end`, and runs one more, of which `end` is then the sum.
-static void add_layer_input(Session *s, Sum *end) {
+// Makes the FFN's sum, but for the layer's scale, and runs one more block, whose sum it sets.
+static void add_layer_input(Session *s, Sum *sum) {
     const Layer *w = &s->m->layers[s->l];
-    each_row(s, add_row, &(Sum){.post = end->post}, s->n);
+    each_row(s, add_row, &(Sum){.post = sum->post}, s->n);
     product(s, &w->input_gate, s->x, s->gate);
     each_row(s, layer_input_row, &s->m->config, s->n);
     product(s, &w->input_proj, s->gate, s->out);
-    end->post = &w->input_norm;
+    sum->post = &w->input_norm;
 }
 
 // ---- 23. memory ----
@@ -5977,7 +5984,7 @@ static void pool_work(Pool *p, int thread) {
         int claim = 1 + left / (4 * p->threads);
         left = atomic_fetch_sub(&p->left, claim);
         for (int i = left; i > 0 && i > left - claim; i--, done++)
-            p->fn((Task){p->task.ctx, p->task.of, p->task.i - i, thread});
+            p->fn((Task){p->task.ctx, p->task.i - i, thread});
     }
     if (p->amx) amx_use(false);
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
@@ -6029,16 +6036,16 @@ static Pool *pool_open(int threads) {
     return p;
 }
 
-static void parallel(Pool *p, TaskFn *fn, void *ctx, const void *of, int n) {
+static void parallel(Pool *p, TaskFn *fn, void *ctx, int n) {
     uint64_t mode = fp_mode();
     fp_set(mode | FP_FLUSH);
     if (p->threads == 1 || n <= 1) {   // not worth waking anyone
         if (p->amx) amx_use(true);
-        for (int i = 0; i < n; i++) fn((Task){ctx, of, i, 0});
+        for (int i = 0; i < n; i++) fn((Task){ctx, i, 0});
         if (p->amx) amx_use(false);
     } else {
         p->fn = fn;
-        p->task = (Task){ctx, of, n, 0};
+        p->task = (Task){ctx, n, 0};
         atomic_store(&p->running, n);
         atomic_store(&p->left, n);   // from here on tasks can be claimed
         pool_wake(p);
@@ -6825,8 +6832,8 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     plan_tasks(p, call.job, k);
     call.panels = arena_take(arena, p->threads, call.panel_bytes);
     if (arena->base) {
-        parallel(p, pack_task, &call, NULL, call.job[k].first_pack);
-        parallel(p, matmul_task, &call, NULL, call.job[k].first_task);
+        parallel(p, pack_task, &call, call.job[k].first_pack);
+        parallel(p, matmul_task, &call, call.job[k].first_task);
     }
     arena->used = mark;
 }
@@ -7032,7 +7039,7 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     call.work_size = rows * (whole_32(a->hd) + whole_32(a->vd));
     call.q = arena_take(arena, p->threads * call.tiles, sizeof *call.q);
     call.work = arena_take(arena, p->threads * call.work_size, sizeof *call.work);
-    if (arena->base) parallel(p, many_task, &call, NULL, call.tasks);
+    if (arena->base) parallel(p, many_task, &call, call.tasks);
 }
 
 // ---- 31. attention of one query ----
@@ -7216,7 +7223,7 @@ static void attend_one(Pool *p, Arena *arena, const Attention *a) {
     if (!arena->base) return;
     for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
     call.run = larger(all / (4 * p->threads), 1);   // a long run in memory, yet four tasks a thread
-    parallel(p, one_task, &call, NULL, (all + call.run - 1) / call.run);
+    parallel(p, one_task, &call, (all + call.run - 1) / call.run);
 }
 
 static void attention(Pool *p, Arena *arena, const Attention *a) {
@@ -8414,7 +8421,7 @@ static void read_slice(Task t) {
 static double read_rate(Cli *cli) {
     double gpu = gpu_rate(&cli->s, cli->work, (size_t)SLICES * SLICE), start = now();
     if (gpu > 0) return gpu;
-    parallel(cli->s.pool, read_slice, cli->work, NULL, SLICES);
+    parallel(cli->s.pool, read_slice, cli->work, SLICES);
     return (double)SLICES * SLICE / (now() - start);
 }
 

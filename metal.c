@@ -334,7 +334,7 @@ static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
 
 static bool device_ready(Gpu *g) {   // compiles and loads all variants that are not loaded
     bool ok = true;
-    parallel(g->pool, cuda_compile, g, NULL, g->n_pipelines);
+    parallel(g->pool, cuda_compile, g, g->n_pipelines);
     for (int i = 0; i < g->n_pipelines; i++) {
         Variant *p = &g->pipeline[i];
         Code *c = &g->device->code[i];
@@ -593,7 +593,7 @@ static void metal_compile(Task t) {   // variant number t.i, if it is not compil
 }
 
 static bool device_ready(Gpu *g) {   // compiles all variants that are not compiled
-    parallel(g->pool, metal_compile, g, NULL, g->n_pipelines);
+    parallel(g->pool, metal_compile, g, g->n_pipelines);
     for (int i = 0; i < g->n_pipelines; i++) {
         Variant *p = &g->pipeline[i];
         id *error = &g->device->error[i];
