@@ -296,7 +296,7 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 typedef struct {               // 0: the default, here in brackets
-    int window;                // tokens that a query sees, itself included (the least of n_ctx, 4096)
+    int window;                // tokens that a query sees, itself included (n_ctx, or 4096 if less)
     int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
@@ -766,8 +766,8 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
 }
 
 // Does a query see a key? Both are positions. A query sees a window that ends with itself, and the
-// first `keep` keys; in an encoder `ahead` later keys, too. It sees nothing before span_start (0 but
-// in Llama 4): so never the key -1 of an empty row. Bits and no branches: a loop over keys is
+// first `keep` keys; in an encoder `ahead` later keys, too. It sees nothing before span_start (0
+// but in Llama 4): so never the key -1 of an empty row. Bits and no branches: a loop over keys is
 // vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
