@@ -202,6 +202,12 @@ __attribute__((format(printf, 1, 2))) static char *text_of(const char *format, .
     return s;
 }
 
+static char *copy_of(const char *s) { return strcpy(need(strlen(s)), s); }
+
+#define EACH_WORD(word, text, between) /* of what these characters part */ \
+    for (char *rest_, *word = strtok_r(copy_of(text), between, &rest_); word; \
+         word = strtok_r(NULL, between, &rest_))
+
 static char *scratch(const char *name) { return text_of("%s/%s", test.dir, name); }
 
 enum { PAGE = 16384 };
@@ -514,8 +520,7 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
 }
 
 static void put_parts(Writer *w, const char *parts, const char *prefix, const char *letters) {
-    char *rest, *p = strtok_r(strcpy(need(strlen(parts)), parts), " ", &rest);
-    for (; p; p = strtok_r(NULL, " ", &rest))
+    EACH_WORD(p, parts, " ")
         if (!strchr(p, '^') == !strchr(letters, '^')) put_part(w, prefix, p, letters);
 }
 
@@ -1680,8 +1685,10 @@ static double check_shape(const Shape *shape) {
     return error;
 }
 
-// Numbers that names of ARCHS imply, x below, for a width of 64, a head of 16 and four layers, or
-// as many as stand here. 0, or another name: as in the last row.
+// The NUMBERS that names of ARCHS imply, for a width of 64, a head of 16 and four layers, or as many
+// as stand here. 0, or another name: as in the last row.
+static const char *const NUMBERS[] = {"embd_scale", "attn_scale", "rope_base_local", "attn_cap",
+    "logit_cap", "window", "alibi", "residual_scale", "logit_scale"};
 static const struct { const char *name; int n_layer; float x[9]; } IMPLIED[] = {
     {"gemma", 0, {8}}, {"gemma2", 46, {8, 0.125f, 0, 50, 30, 4096}},
     {"gemma2", 0, {8, 0, 0, 50, 30, 4096}}, {"gemma3", 62, {8, 0.125f, 10000}},
@@ -1719,16 +1726,22 @@ static void check_names(void) {   // has every name of ARCHS a shape, and its nu
         imply_config(&c, &ARCHS[k]);
         float x[] = {c.embd_scale, c.attn_scale, c.rope_base_local, c.attn_cap, c.logit_cap,
                      c.window, c.alibi, c.residual_scale, c.logit_scale};
-        char *rest, *name = strtok_r(text_of("%s", ARCHS[k].names), " *", &rest);
-        for (bool found = false; name; name = strtok_r(NULL, " *", &rest), found = false) {
+        EACH_WORD(name, ARCHS[k].names, " *") {
+            bool found = false;
+            int rows = 0;   // for any number of layers, which --help shows
             for (size_t i = 0; i < COUNT(SHAPES); i++)
                 found |= !strcmp(name, SHAPES[i].arch) && (!n || n == SHAPES[i].n_layer);
-            CHECK(found, "%s with %d layers has no shape here", name, n);
+            CHECK(found, "%s, of %d layers (0: of any): add a row to SHAPES here", name, n);
+            for (size_t i = 0; i < COUNT(ARCHS); i++)
+                rows += !ARCHS[i].n_layer && find_str(str(name), ARCHS[i].names);
+            CHECK(rows == 1, "ARCHS has %d rows for %s of any layers, not 1", rows, name);
             int i = 0;
             while (i < plain && (n != IMPLIED[i].n_layer || strcmp(name, IMPLIED[i].name))) i++;
-            for (int j = 0; j < 9; j++)
-                CHECK(x[j] == IMPLIED[IMPLIED[i].x[j] ? i : plain].x[j], "%s, %d layers: number %d "
-                      "is %g", name, n, j, x[j]);
+            for (int j = 0; j < 9; j++) {
+                float want = IMPLIED[IMPLIED[i].x[j] ? i : plain].x[j];
+                CHECK(x[j] == want, "%s, of %d layers (0: of any): %s is %g, not %g; if that is "
+                      "right, IMPLIED here must have it", name, n, NUMBERS[j], x[j], want);
+            }
         }
     }
 }
@@ -1740,6 +1753,98 @@ static void test_every_architecture(void) {
         if (!test.quick || SHAPES[i].n_layer <= 8) worst = fmax(worst, check_shape(&SHAPES[i]));
     check_names();
     printf("  prefill, decode and reuse agree to NMSE %.1e, limit 1e-6\n", worst);
+}
+
+// ---- the lists of architectures ----
+//
+// A row of KEYS or NEEDS lists the architectures whose files have a key, or always a tensor. Are all
+// there that should be? By the shapes above: in the list of a tensor those whose shapes have it, in
+// that of a key those whose shapes give it. LISTS says what differs. `asked` (NULL: as said): only
+// shapes with one of these letters should be there, and with the key they need not give it; ~ is a
+// window. `without`: not these, whose files have no such key, or may lack the tensor.
+#define GATES_AS_ROW "dbrx ernie4_5-moe gemma4 gpt-oss granite_swa granitehybrid granitemoe " \
+    "hunyuan-moe llama llama4 mellum mimo2 olmoe phimoe qwen2moe qwen35moe qwen3moe qwen3next " \
+    "qwen3vlmoe "   // what their row of ARCHS says of experts is all that there is
+static const struct { const char *name, *asked, *without; } LISTS[] = {
+    {"expert_gating_func", "x", GATES_AS_ROW "bailingmoe deepseek nemotron_h_moe"},
+    {"expert_weights_norm", "x", GATES_AS_ROW "deepseek kimi-linear lfm2moe minimax-m2"},
+    {"expert_weights_scale", "x", GATES_AS_ROW "lfm2moe minimax-m2"},
+    {"rope.freq_base_swa", "~", "cohere2 exaone-moe exaone4 granite_swa lfm2 llama4 mellum olmo2"},
+    {"rope.dimension_count_swa", "~", "cohere2 exaone-moe exaone4 gemma-embedding gemma2 gemma3 "
+     "gpt-oss granite_swa lfm2 llama4 mellum mimo2 modern-bert olmo2 plamo3"},
+    {"shortconv.l_cache", "C", NULL}, {"kda.head_dim", "AU", NULL},
+    {"attention.sliding_window", "", NULL}, {"attention.sliding_window_pattern", "", NULL},
+    {"attn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},   // others are refused without it
+    {"ffn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},
+    {"output.weight", "", NULL},   // may be token_embd.weight in any
+    {"attn_q_norm.weight", NULL, "command-r jina-bert-v2 stablelm step35"},
+    {"attn_gate.weight", NULL, "qwen35 qwen35moe qwen3next"},
+    {"post_attention_norm.weight", NULL, "gpt-oss"}, {"attn_output_norm.weight", NULL, "dbrx"},
+    {"attn_norm.bias", NULL, "mpt"}, {"attn_output.bias", NULL, "bert jina-bert-v3 nemotron_h"},
+    {"attn_qkv.bias", NULL, "bloom chatglm gpt2 gptneox jina-bert-v3 nomic-bert-moe starcoder"},
+    {"output.bias", NULL, "phi2"}, {"attn_sinks.weight", NULL, "mimo2"},
+    {"exp_probs_b.bias", NULL, "bailingmoe2 deepseek2 deepseek32 dots1 ernie4_5-moe exaone-moe "
+     "glm-dsa hy_v3 mimo2"},
+    {"ffn_up_shexp.weight", NULL, "ernie4_5-moe exaone-moe glm4moe granite_swa granitehybrid "
+     "granitemoe hy_v3 llama4"},
+    {"ffn_down.bias", NULL, "bert jina-bert-v3 nemotron_h nomic-bert-moe"},
+    {"token_embd_norm.weight", NULL, "lfm2 lfm2moe"},
+    {"ssm_conv1d.bias", NULL, "falcon-h1 granitehybrid nemotron_h nemotron_h_moe"},
+    {"ssm_norm.weight", NULL, "bailingmoe3 falcon-h1 kimi-linear qwen35 qwen35moe qwen3next"},
+    {NULL},
+};
+
+// a bit for each row of NEEDS: is there such a tensor, in some layer or outside of all?
+static uint64_t needs_met(const Gguf *g) {
+    uint64_t met = 0;
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        Str name = g->tensors[i].name;
+        size_t layer = str_cut(&name, "blk.") ? strspn(name.s, "0123456789.") : 0;
+        for (size_t k = 0; k < COUNT(NEEDS); k++)
+            met |= (uint64_t)str_eq((Str){name.s + layer, name.n - layer}, NEEDS[k].name) << k;
+    }
+    return met;
+}
+
+// The list of a key, or (met) of the tensor that has this bit: who is missing there, or unknown?
+static void check_list(const char *table, const char *name, const char *archs, const uint64_t *met,
+                       int bit) {
+    size_t at = 0;
+    while (LISTS[at].name && strcmp(LISTS[at].name, name)) at++;
+    const char *asked = LISTS[at].asked, *without = LISTS[at].without;
+    EACH_WORD(arch, text_of("%s %s", archs, without ? without : ""), " *") {
+        bool known = false;
+        for (size_t i = 0; i < COUNT(ARCHS); i++) known |= !!find_str(str(arch), ARCHS[i].names);
+        CHECK(known, "the list of %s has %s, which ARCHS does not have: a typo?", name, arch);
+    }
+    for (size_t i = 0; i < COUNT(SHAPES); i++) {
+        const char *keys = text_of(" %s", SHAPES[i].keys);
+        const char *window = strstr(keys, ".sliding_window=") ? "~" : "";
+        bool right = asked && strpbrk(text_of("%s%s", SHAPES[i].letters, window), asked);
+        if (!asked) right = met || strstr(keys, text_of(" %s=", name));
+        if (!right || (met && !(met[i] >> bit & 1))) continue;
+        Str arch = str(SHAPES[i].arch);
+        bool listed = find_str(arch, archs), free = find_str(arch, without);
+        CHECK(listed || free, "%s: add it to the list of %s in %s, or, if its files may lack that, "
+              "in LISTS here", arch.s, name, table);
+        CHECK(!listed || !free, "%s: the list of %s in %s has it, so take it out of the one in "
+              "LISTS here", arch.s, name, table);
+    }
+}
+
+static void test_arch_lists(void) {
+    uint64_t met[COUNT(SHAPES)] = {0};   // at the first shape of an architecture: by all of them
+    for (size_t i = 0, first = 0; i < COUNT(SHAPES); i++, first = 0) {
+        write_model(&(Writer){0}, &SHAPES[i], scratch("random.gguf"));
+        uint64_t now = needs_met(load(scratch("random.gguf"), false)->gguf);
+        while (strcmp(SHAPES[first].arch, SHAPES[i].arch)) first++;
+        met[first] = first == i ? now : met[first] & now;
+        clean_up();
+    }
+    for (size_t k = 0; k < COUNT(NEEDS); k++)
+        check_list("NEEDS", NEEDS[k].name, NEEDS[k].archs, met, k);
+    for (size_t k = 0; k < COUNT(KEYS); k++)
+        if (KEYS[k].archs) check_list("KEYS", KEYS[k].key, KEYS[k].archs, NULL, 0);
 }
 
 // ==== sessions ====
@@ -2143,9 +2248,9 @@ static void test_tokenizer_goldens(void) {
         const Tokenizer *t = open_tokenizer(TOK_GOLDENS[k].gguf);
         size_t size;
         int lines = 0;
-        char *rest, *line = strtok_r(read_all(TOK_GOLDENS[k].tsv, &size), "\n", &rest);
+        const char *all = read_all(TOK_GOLDENS[k].tsv, &size);
         char *text = need(size), *back = need(size), *piece = need(t->piece_max);
-        for (; line; line = strtok_r(NULL, "\n", &rest), lines++) {
+        EACH_WORD(line, all, "\n") {
             char *ids = line + strcspn(line, "\t"), *end;
             Detokenizer d = {0};
             size_t n = 0, n_back = 0;
@@ -2159,7 +2264,8 @@ static void test_tokenizer_goldens(void) {
                 memcpy(back + n_back, piece, len);
                 n_back += len;
             }
-            if (k < 4) CHECK(n == n_back && !memcmp(text, back, n), "line %d back", lines + 1);
+            lines++;
+            if (k < 4) CHECK(n == n_back && !memcmp(text, back, n), "line %d back", lines);
         }
         CHECK(lines == 35, "%s: %d lines", TOK_GOLDENS[k].tsv, lines);
     }
@@ -2718,8 +2824,7 @@ static void test_cli_output(void) {
     };
     for (size_t i = 0; i < COUNT(good); i++) check_llm(good[i].command, 0, good[i].pattern, "");
     for (size_t i = 0; i < COUNT(ARCHS); i++)
-        for (char *rest, *s = strtok_r(text_of("%s", ARCHS[i].names), " ", &rest); s;
-             s = strtok_r(NULL, " ", &rest))
+        EACH_WORD(s, ARCHS[i].names, " ")
             CHECK(strstr(cli.out, text_of(" %s", s)), "--help does not list %s", s);
 }
 
@@ -2837,8 +2942,8 @@ static void write_scripted(const char *template, const char *chain, int thoughts
     enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
     static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
                                         "attn_output", "ffn_gate", "ffn_up", "ffn_down"};
-    char all[1024] = "\u0120,\u010A", *name[D], *rest;
-    int32_t n = 0;
+    char all[1024] = "\u0120,\u010A", *name[D];
+    int32_t n = 0, from = -1, to;
     int64_t types[D];
     float *embd = need(D * D * sizeof *embd), *output = need(D * D * sizeof *output);
     Writer w = {0};
@@ -2851,18 +2956,18 @@ static void write_scripted(const char *template, const char *chain, int thoughts
              "feed_forward_length=128 attention.head_count=4 "
              "attention.layer_norm_rms_epsilon=.00001");
     key_vocab(&w, "gpt2", "gpt-2", all, "y z");
-    for (char *s = strtok_r(all, ",", &rest); s; s = strtok_r(NULL, ",", &rest), n++) {
+    EACH_WORD(s, all, ",") {
         types[n] = n >= CONTROL && n < DEFINED ? 3 : n >= DEFINED && n < WORDS ? 4 : 1;
         if (strstr(s, "think>")) types[n] = thoughts;
         embd[n * D + n] = 1;
-        name[n] = s;
+        name[n++] = s;
     }
     for (int i = n; i < D; i++) name[i] = i == D - 1 ? "nobody" : "";
     embd[D * D - 1] = 1;
-    char *word = strtok_r(text_of("%s", chain), " ", &rest);
-    for (int32_t from = -1, to; word; word = strtok_r(NULL, " ", &rest), from = to) {
+    EACH_WORD(word, chain, " ") {
         for (to = 0; strcmp(word, name[to]);) to++;
         if (from >= 0) output[to * D + from] = 1;
+        from = to;
     }
     key_array(&w, "tokenizer.ggml.token_type", GGUF_I64, n, types, n * sizeof *types);
     put_keys(&w, "tokenizer.ggml", text_of("bos_token_id=%d add_bos_token=1 eos_token_id=%d "
@@ -5312,7 +5417,7 @@ static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
-    T(golden_models) T(every_architecture) T(ring) T(regenerate)
+    T(golden_models) T(every_architecture) T(arch_lists) T(ring) T(regenerate)
     T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
