@@ -1,16 +1,23 @@
 // SPDX-License-Identifier: MIT
 // test.c: all tests of the project, in one program.
 //
-//   ./test                 runs them            ./test --list     names them
-//   ./test NAME...         runs those           ./test --quick    does less, twice still less
-//   ./test llm ARGUMENTS   is the engine itself, so that a sanitizer sees the command line too
-//   ./test model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
-//   ./test scenario ...    is one run of `make scenarios`
+// The Makefile builds it in several ways; TEST is one of them, such as ./test_native.
+//
+//   TEST                   runs them            TEST --list     names them
+//   TEST NAME...           runs those           TEST --quick    does less, twice still less
+//   TEST llm ARGUMENTS     is the engine itself, so that a sanitizer sees the command line too
+//   TEST model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
+//   TEST scenario ...      is one run of `make scenarios`
 //
 // A test compares with outputs recorded from llama.cpp (golden/), with the plain engine of llm.c's
 // Part I, or with a reference in double written here from the formula. Models that no golden file
 // covers are written by the tests themselves, with random weights, into a directory of their own.
-// To add a test: a function `static void test_X(void)` that calls CHECK, and a row in TESTS.
+//
+// To add a test: a function `static void test_X(void)` that calls CHECK, and T(X) in TESTS. To add
+// an architecture: a row in SHAPES; every_architecture and arch_lists say what else has to know it.
+// To add a kernel: a function that runs it in a Lab, and a row in KERNEL_TESTS; if llm.c has its
+// name, too, a #define before kernels.metal. To add a format: ggml's floats for 2,048 weights in
+// golden/quants, NAME.blocks and NAME.f32; what else tests formats reads QUANT_TYPES.
 #ifdef LLM_METAL
 #undef _FORTIFY_SOURCE   // its longjmp forbids the GPU in software to change stacks
 #endif
@@ -87,8 +94,8 @@ static struct {
     int quick;
     char dir[64];                          // scratch files live here
     uint32_t seed;
-    jmp_buf end;                           // of the running test, after which all this is closed:
-    struct { void (*close)(void *); void *p; } *owned;   // [n_owned]
+    jmp_buf end;                           // of the running test
+    struct { void (*close)(void *); void *p; } *owned;   // [n_owned], which it leaves to clean_up
     int n_owned;
 } test;
 
@@ -211,9 +218,9 @@ static char *copy_of(const char *s) { return strcpy(need(strlen(s)), s); }
 static char *scratch(const char *name) { return text_of("%s/%s", test.dir, name); }
 
 enum { PAGE = 16384 };
+static size_t whole_pages(size_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
 
 // n bytes in whole pages, with nothing mapped behind: whoever reads on is stopped
-static size_t whole_pages(size_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
 static char *guarded(size_t n) {
     size_t whole = whole_pages(n);
     char *p = mmap(NULL, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
@@ -1288,17 +1295,17 @@ static void test_gguf_whole(void) {
 // ---- attention ----
 
 typedef struct {
-    const char *what;     // letters, for the GPU
+    const char *what;     // letters, see below; all but v are for the GPU
     int n_head, n_kv, hd, vd, pos, n, rows, window, keep;
     bool causal, sinks, slopes;
     float softcap;
-    int n_rot, pairing;   // of what the GPU does at once; 0: too much for one in software
+    int n_rot, pairing;   // RoPE on the GPU; n_rot 0: not there, too much for one in software
 } AttentionCase;
 
 // A ring as it stands after the last of the new tokens. On the GPU these go through rope and
 // attention, or (n >= 8) flash_attention, or (n = 1) the fused kernel; rows that are empty hold NaN
 // there. Letters: q k norm of the heads of Q, of K  w of all at once  o each head its own  b with
-// bias  c LayerNorm  l after RoPE  g gated  t temperature  m limited to -1 .. 1
+// bias  c LayerNorm  l after RoPE  g gated  t temperature  m limited  v values that begin keys
 static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window keep
     {"", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, .n_rot = 0},
     {"", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
@@ -1335,7 +1342,7 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
     {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
     {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
-    {"v", 20, 1, 576, 512, 40, 9, 90, 60, 0, true, .n_rot = 0},   // values that begin keys
+    {"v", 20, 1, 576, 512, 40, 9, 90, 60, 0, true, .n_rot = 0},
     {"k", 3, 1, 320, 300, 20, 1, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
     {"k", 3, 1, 320, 300, 20, 9, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
     // long rings, in slices
@@ -1685,8 +1692,8 @@ static double check_shape(const Shape *shape) {
     return error;
 }
 
-// The NUMBERS that names of ARCHS imply, for a width of 64, a head of 16 and four layers, or as many
-// as stand here. 0, or another name: as in the last row.
+// The NUMBERS that names of ARCHS imply, for a width of 64, a head of 16 and four layers, or as
+// many as stand here. 0, or another name: as in the last row.
 static const char *const NUMBERS[] = {"embd_scale", "attn_scale", "rope_base_local", "attn_cap",
     "logit_cap", "window", "alibi", "residual_scale", "logit_scale"};
 static const struct { const char *name; int n_layer; float x[9]; } IMPLIED[] = {
@@ -1757,11 +1764,11 @@ static void test_every_architecture(void) {
 
 // ---- the lists of architectures ----
 //
-// A row of KEYS or NEEDS lists the architectures whose files have a key, or always a tensor. Are all
-// there that should be? By the shapes above: in the list of a tensor those whose shapes have it, in
-// that of a key those whose shapes give it. LISTS says what differs. `asked` (NULL: as said): only
-// shapes with one of these letters should be there, and with the key they need not give it; ~ is a
-// window. `without`: not these, whose files have no such key, or may lack the tensor.
+// A row of KEYS or NEEDS lists the architectures whose files have a key, or always a tensor. Who
+// should be there follows from the shapes: in the list of a tensor those that have it, in that of a
+// key those that give it. LISTS says what differs. `asked` (NULL: as said): of a tensor only those
+// with one of these letters should be there, of a key they all; ~ stands for a window. `without`:
+// not these, whose files have no such key, or may lack the tensor.
 #define GATES_AS_ROW "dbrx ernie4_5-moe gemma4 gpt-oss granite_swa granitehybrid granitemoe " \
     "hunyuan-moe llama llama4 mellum mimo2 olmoe phimoe qwen2moe qwen35moe qwen3moe qwen3next " \
     "qwen3vlmoe "   // what their row of ARCHS says of experts is all that there is
@@ -1826,7 +1833,7 @@ static void check_list(const char *table, const char *name, const char *archs, c
         Str arch = str(SHAPES[i].arch);
         bool listed = find_str(arch, archs), free = find_str(arch, without);
         CHECK(listed || free, "%s: add it to the list of %s in %s, or, if its files may lack that, "
-              "in LISTS here", arch.s, name, table);
+              "to the one in LISTS here", arch.s, name, table);
         CHECK(!listed || !free, "%s: the list of %s in %s has it, so take it out of the one in "
               "LISTS here", arch.s, name, table);
     }
@@ -2791,16 +2798,16 @@ static void test_cli_refusals(void) {
 #define TENTHS "[0-9]+\\.[0-9]"
 // what is printed, to the letter
 static void test_cli_output(void) {
+#define ONCE "^1656 329 659 258 530\n$"
     static const struct { const char *command, *pattern; } good[] = {
         {"llm --version", "^llm [0-9.]+\n$"}, {"llm x.gguf --help", "^usage: llm MODEL"},
-        {"llm $S --tokenize 'Once upon a time'", "^1656 329 659 258 530\n$"},
-        {"llm --tokenize -p 'Once upon a time' -m $S", "^1656 329 659 258 530\n$"},
-        {"printf 'Once upon a time' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
-        {"printf 'Once upon a time\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
+        {"llm $S --tokenize 'Once upon a time'", ONCE},
+        {"llm --tokenize -p 'Once upon a time' -m $S", ONCE},
+        {"printf 'Once upon a time' | llm $S -f - --tokenize", ONCE},
+        {"printf 'Once upon a time\n' | llm $S -f - --tokenize", ONCE},
         {"printf 'Once upon a time\n\n' | llm $S -f - --tokenize", "^1656 329 659 258 530 198\n$"},
-        {"printf 'Once upon a time\r\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
-        {"printf '\357\273\277Once upon a time' | llm $S -f - --tokenize",   // a BOM
-         "^1656 329 659 258 530\n$"},
+        {"printf 'Once upon a time\r\n' | llm $S -f - --tokenize", ONCE},
+        {"printf '\357\273\277Once upon a time' | llm $S -f - --tokenize", ONCE},   // a BOM
         {"printf 'upon a time\n' | llm $S Once -f - -n 0", "^Once\nupon a time\n$"},
         {"llm $S --tokenize ''", "^\n$"}, {"llm golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"llm $S --tokenize -- --help", "^[0-9 ]+\n$"},
@@ -2857,29 +2864,29 @@ static void write_ids(Writer *w, const char *name, const char *keys) {
     write_model(w, &(Shape){"llama", 2, "", keys}, scratch(name));
 }
 
-// what a file asks for stands behind the user's options; what the engine does not use is said
+// What a file asks for stands behind the user's options; what the engine does not use is said.
 static void test_cli_wishes(void) {
-    static const char *const command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5%s";
-    Writer made = {0}, more = {0}, plain = {0}, odd = {0}, ranks = {0};
-    put_keys(&made, "general.sampling",
-             "temp=3. top_k=9 top_p=0.9 min_p=0.02 penalty_repeat=1.5 penalty_last_n=7");
-    write_ids(&made, "made.gguf", "");
+#define MADE "temp=3. top_k=9 top_p=0.9 min_p=0.02 penalty_repeat=1.5 penalty_last_n=7"
+    static const struct { const char *sampling, *options, *same; } wishes[] = {
+        {"top_p=1.5", "", "--top-p 1"},   // as far as the option goes
+        {MADE, "--temp 0 --repeat-penalty 1", "--temp 0"},
+        {MADE, "", "--temp 3 --top-k 9 --top-p 0.9 --min-p 0.02 --repeat-penalty 1.5 "
+         "--repeat-last-n 7"}};
+    const char *command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5 %s", *got = NULL;
+    Writer plain = {0}, odd = {0}, ranks = {0};
     write_ids(&plain, "plain.gguf", "");
-    check_llm(text_of(command, "made.gguf", ""), 0, "^[0-9]+( [0-9]+){29}\n$", "^prefill");
-    const char *got = cli.out;
-    shell(text_of(command, "plain.gguf", " --temp 3 --top-k 9 --top-p 0.9 --min-p 0.02 "
-                  "--repeat-penalty 1.5 --repeat-last-n 7"));
-    CHECK(!strcmp(got, cli.out), "the file's sampling: '%s', want '%s'", got, cli.out);
+    for (size_t i = 0; i < COUNT(wishes); i++) {
+        Writer made = {0};
+        put_keys(&made, "general.sampling", wishes[i].sampling);
+        write_ids(&made, "made.gguf", "");
+        check_llm(text_of(command, "made.gguf", wishes[i].options), 0, "^[0-9]+( [0-9]+){29}\n$",
+                  "^prefill");
+        got = cli.out;
+        shell(text_of(command, "plain.gguf", wishes[i].same));
+        CHECK(!strcmp(got, cli.out), "%s: '%s', want '%s'", wishes[i].sampling, got, cli.out);
+    }
     shell(text_of(command, "plain.gguf", ""));
     CHECK(strcmp(got, cli.out), "the file's sampling is ignored");
-    put_keys(&more, "general.sampling", "top_p=1.5");   // as far as the option goes
-    write_ids(&more, "more.gguf", "");
-    shell(text_of(command, "plain.gguf", " --top-p 1"));
-    check_llm(text_of(command, "more.gguf", ""), 0, text_of("^%s$", cli.out), "");
-    shell(text_of(command, "plain.gguf", " --temp 0"));
-    got = cli.out;
-    shell(text_of(command, "made.gguf", " --temp 0 --repeat-penalty 1"));
-    CHECK(!strcmp(got, cli.out), "the user's options do not win: '%s'", cli.out);
     check_llm("llm $D/made.gguf --info", 0, "general.sampling.temp = 3\n", "^$");
     put_keys(&odd, "general.sampling", "xtc_threshold=0.5 penalty_repeat=0.");
     write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 rope.scaling.yarn_ext_factor=1. other=1");
@@ -3202,8 +3209,6 @@ static bool stop_early(void *ctx, int reused, int done, int n) {
     return on_chunk(ctx, reused, done, n);
 }
 
-// Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
-// times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
 // what depends on the machine that llm runs on
 static void test_cli_machines(void) {
     static const struct { const char *change; int cpus; } quotas[] = {   // of eight CPUs
@@ -3228,6 +3233,8 @@ static void test_cli_machines(void) {
           matches(says, "^llm: this CPU lacks[^\n]*\n$"), "status %d: '%s'", status, says);
 }
 
+// Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
+// times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
 static void test_cli_interrupt(void) {
     static const struct { const char *arguments, *typed; int status; } runs[] = {
         {"$S Once -n 100000000 -c 64 --temp 0", "", 130},
@@ -3682,15 +3689,8 @@ static const SoftClass SOFT_CLASS(NSObject), SOFT_CLASS(NSString), SOFT_CLASS(NS
     SOFT_CLASS(MTLComputeCommandEncoder), SOFT_CLASS(MTLBlitCommandEncoder),
     SOFT_CLASS(MTLResidencySet), SOFT_CLASS(MTLResidencySetDescriptor);
 
-__attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
-    va_list v;
-    va_start(v, format);
-    fprintf(stderr, "software Metal: ");
-    vfprintf(stderr, format, v);
-    fprintf(stderr, "\n");
-    va_end(v);
-    soft.faults++;
-}
+#define soft_fault(...) ((void)(fprintf(stderr, "software Metal: " __VA_ARGS__), \
+    fputc('\n', stderr), soft.faults++))
 static bool soft_breaks(const char *method) { return soft.broken && !strcmp(soft.broken, method); }
 
 static SoftObject *soft_new(const SoftClass *c) {
@@ -4604,17 +4604,6 @@ static void kernel_delta(Gpu *g, int unused) {
     }
 }
 
-// Has each kernel run in a Lab?
-static void check_complete(void) {
-#ifndef REAL_GPU
-    char name[40];
-    for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
-        sscanf(s, "\nkernel void %39[a-z_0-9]", name);
-        CHECK(strstr(kernels_run, text_of(" %s ", name)), "kernel %s is not tested", name);
-    }
-#endif
-}
-
 static void check_counters(void) {
     clean_up();
     CHECK(!soft.live && !soft.pools && !soft.faults, "%d objects leak, %d pools are open, the API "
@@ -4686,7 +4675,7 @@ static void kernel_latent(Gpu *g, int unused) {
     }
 }
 
-// In order to add a kernel: its test, and a row here.
+// formats: of each format in turn
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
     {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
@@ -4716,7 +4705,12 @@ static void test_metal_kernels(void) {
     }
     soft.order = FORWARD;
     lab_close(g);
-    check_complete();
+#ifndef REAL_GPU
+    for (const char *at = metal_source; (at = strstr(at, "\nkernel void ")); at++) {
+        const char *name = text_of("%.*s", (int)strcspn(at + 13, "("), at + 13);
+        CHECK(strstr(kernels_run, text_of(" %s ", name)), "%s: add its test to KERNEL_TESTS", name);
+    }
+#endif
     check_counters();
 }
 
@@ -5232,12 +5226,9 @@ typedef unsigned int uint, uint32_t;
 typedef unsigned long ulong, uint64_t, size_t;
 typedef long int64_t;
 typedef _Float16 half;
-typedef half half2 __attribute__((ext_vector_type(2)));
-typedef half half4 __attribute__((ext_vector_type(4)));
-typedef float float2 __attribute__((ext_vector_type(2)));
-typedef float float4 __attribute__((ext_vector_type(4)));
-typedef uint uint2 __attribute__((ext_vector_type(2)));
-typedef uint uint4 __attribute__((ext_vector_type(4)));
+#define VECTORS(T) typedef T T##2 __attribute__((ext_vector_type(2))); \
+    typedef T T##4 __attribute__((ext_vector_type(4)));
+VECTORS(half) VECTORS(float) VECTORS(uint)
 struct ulong2 { ulong2(ulong); };
 enum class mem_flags { mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
