@@ -1765,10 +1765,10 @@ static void test_every_architecture(void) {
 // ---- the lists of architectures ----
 //
 // A row of KEYS or NEEDS lists the architectures whose files have a key, or always a tensor. Who
-// should be there follows from the shapes: in the list of a tensor those that have it, in that of a
-// key those that give it. LISTS says what differs. `asked` (NULL: as said): of a tensor only those
-// with one of these letters should be there, of a key they all; ~ stands for a window. `without`:
-// not these, whose files have no such key, or may lack the tensor.
+// should be there follows from SHAPES: in the list of a tensor those that have it, in that of a key
+// those that give it. LISTS says what differs. `asked` (NULL: as said): of a tensor only those with
+// one of these letters should be there, of a key all of them; ~ stands for a window, "" for nobody.
+// `without`: not these, whose files have no such key, or may lack the tensor.
 #define GATES_AS_ROW "dbrx ernie4_5-moe gemma4 gpt-oss granite_swa granitehybrid granitemoe " \
     "hunyuan-moe llama llama4 mellum mimo2 olmoe phimoe qwen2moe qwen35moe qwen3moe qwen3next " \
     "qwen3vlmoe "   // what their row of ARCHS says of experts is all that there is
@@ -1785,15 +1785,16 @@ static const struct { const char *name, *asked, *without; } LISTS[] = {
     {"ffn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},
     {"output.weight", "", NULL},   // may be token_embd.weight in any
     {"attn_q_norm.weight", NULL, "command-r jina-bert-v2 stablelm step35"},
-    {"attn_gate.weight", NULL, "qwen35 qwen35moe qwen3next"},
+    {"attn_gate.weight", NULL, "qwen35 qwen35moe qwen3next step35"},
     {"post_attention_norm.weight", NULL, "gpt-oss"}, {"attn_output_norm.weight", NULL, "dbrx"},
     {"attn_norm.bias", NULL, "mpt"}, {"attn_output.bias", NULL, "bert jina-bert-v3 nemotron_h"},
     {"attn_qkv.bias", NULL, "bloom chatglm gpt2 gptneox jina-bert-v3 nomic-bert-moe starcoder"},
     {"output.bias", NULL, "phi2"}, {"attn_sinks.weight", NULL, "mimo2"},
     {"exp_probs_b.bias", NULL, "bailingmoe2 deepseek2 deepseek32 dots1 ernie4_5-moe exaone-moe "
-     "glm-dsa hy_v3 mimo2"},
+     "glm-dsa hy_v3 mimo2 step35"}, {"rope_freqs.weight", NULL, "step35"},
     {"ffn_up_shexp.weight", NULL, "ernie4_5-moe exaone-moe glm4moe granite_swa granitehybrid "
-     "granitemoe hy_v3 llama4"},
+     "granitemoe hy_v3 llama4 nemotron_h_moe"}, {"ffn_gate_inp.bias", NULL, "nemotron_h_moe"},
+    {"ffn_up_exps.bias", NULL, "nemotron_h_moe"}, {"ffn_down_exps.bias", NULL, "nemotron_h_moe"},
     {"ffn_down.bias", NULL, "bert jina-bert-v3 nemotron_h nomic-bert-moe"},
     {"token_embd_norm.weight", NULL, "lfm2 lfm2moe"},
     {"ssm_conv1d.bias", NULL, "falcon-h1 granitehybrid nemotron_h nemotron_h_moe"},
@@ -1801,57 +1802,52 @@ static const struct { const char *name, *asked, *without; } LISTS[] = {
     {NULL},
 };
 
-// a bit for each row of NEEDS: is there such a tensor, in some layer or outside of all?
-static uint64_t needs_met(const Gguf *g) {
-    uint64_t met = 0;
-    for (size_t i = 0; i < g->n_tensors; i++) {
-        Str name = g->tensors[i].name;
-        size_t layer = str_cut(&name, "blk.") ? strspn(name.s, "0123456789.") : 0;
-        for (size_t k = 0; k < COUNT(NEEDS); k++)
-            met |= (uint64_t)str_eq((Str){name.s + layer, name.n - layer}, NEEDS[k].name) << k;
-    }
-    return met;
-}
-
-// The list of a key, or (met) of the tensor that has this bit: who is missing there, or unknown?
-static void check_list(const char *table, const char *name, const char *archs, const uint64_t *met,
-                       int bit) {
-    size_t at = 0;
-    while (LISTS[at].name && strcmp(LISTS[at].name, name)) at++;
-    const char *asked = LISTS[at].asked, *without = LISTS[at].without;
-    EACH_WORD(arch, text_of("%s %s", archs, without ? without : ""), " *") {
+static void check_known(const char *archs, const char *of) {
+    EACH_WORD(arch, archs ? archs : "", " *") {
         bool known = false;
         for (size_t i = 0; i < COUNT(ARCHS); i++) known |= !!find_str(str(arch), ARCHS[i].names);
-        CHECK(known, "the list of %s has %s, which ARCHS does not have: a typo?", name, arch);
+        CHECK(known, "the list of %s has %s, which ARCHS does not have: a typo?", of, arch);
     }
-    for (size_t i = 0; i < COUNT(SHAPES); i++) {
-        const char *keys = text_of(" %s", SHAPES[i].keys);
-        const char *window = strstr(keys, ".sliding_window=") ? "~" : "";
-        bool right = asked && strpbrk(text_of("%s%s", SHAPES[i].letters, window), asked);
-        if (!asked) right = met || strstr(keys, text_of(" %s=", name));
-        if (!right || (met && !(met[i] >> bit & 1))) continue;
-        Str arch = str(SHAPES[i].arch);
-        bool listed = find_str(arch, archs), free = find_str(arch, without);
-        CHECK(listed || free, "%s: add it to the list of %s in %s, or, if its files may lack that, "
-              "to the one in LISTS here", arch.s, name, table);
-        CHECK(!listed || !free, "%s: the list of %s in %s has it, so take it out of the one in "
-              "LISTS here", arch.s, name, table);
-    }
+}
+
+// Is a shape in the list of a key or tensor if it should be? has: it gives the key, has the tensor.
+static void check_list(const Shape *s, const char *table, const char *name, const char *archs,
+                       bool has) {
+    const char *window = strstr(s->keys, ".sliding_window=") ? "~" : "";
+    size_t at = 0;
+    while (LISTS[at].name && strcmp(LISTS[at].name, name)) at++;
+    bool is_key = !strcmp(table, "KEYS"), listed = find_str(str(s->arch), archs);
+    if (LISTS[at].asked && (is_key || has))
+        has = strpbrk(text_of("%s%s", s->letters, window), LISTS[at].asked);
+    bool without = find_str(str(s->arch), LISTS[at].without);
+    CHECK(!has || listed || without, "%s: add it to the list of %s in %s, or, if its files may lack "
+          "that, to the one in LISTS here", s->arch, name, table);
+    CHECK(!listed || !without, "%s: the list of %s in %s has it, so take it out of the one in LISTS "
+          "here", s->arch, name, table);
 }
 
 static void test_arch_lists(void) {
-    uint64_t met[COUNT(SHAPES)] = {0};   // at the first shape of an architecture: by all of them
-    for (size_t i = 0, first = 0; i < COUNT(SHAPES); i++, first = 0) {
-        write_model(&(Writer){0}, &SHAPES[i], scratch("random.gguf"));
-        uint64_t now = needs_met(load(scratch("random.gguf"), false)->gguf);
-        while (strcmp(SHAPES[first].arch, SHAPES[i].arch)) first++;
-        met[first] = first == i ? now : met[first] & now;
+    for (size_t i = 0; i < COUNT(LISTS); i++) check_known(LISTS[i].without, LISTS[i].name);
+    for (size_t i = 0; i < COUNT(NEEDS); i++) check_known(NEEDS[i].archs, NEEDS[i].name);
+    for (size_t i = 0; i < COUNT(KEYS); i++) check_known(KEYS[i].archs, KEYS[i].key);
+    for (const Shape *s = SHAPES; s < SHAPES + COUNT(SHAPES); s++) {
+        write_model(&(Writer){0}, s, scratch("random.gguf"));
+        const Gguf *g = load(scratch("random.gguf"), false)->gguf;
+        bool met[COUNT(NEEDS)] = {false};
+        for (size_t i = 0; i < g->n_tensors * COUNT(NEEDS); i++) {   // each tensor with each row
+            Str t = g->tensors[i / COUNT(NEEDS)].name;
+            size_t layer = str_cut(&t, "blk.") ? strspn(t.s, "0123456789.") : 0;
+            t = (Str){t.s + layer, t.n - layer};
+            met[i % COUNT(NEEDS)] |= str_eq(t, NEEDS[i % COUNT(NEEDS)].name);
+        }
+        for (size_t i = 0; i < COUNT(NEEDS); i++)
+            check_list(s, "NEEDS", NEEDS[i].name, NEEDS[i].archs, met[i]);
+        for (const Key *k = KEYS; k < KEYS + COUNT(KEYS); k++)
+            if (k->archs)
+                check_list(s, "KEYS", k->key, k->archs,
+                           strstr(text_of(" %s", s->keys), text_of(" %s=", k->key)));
         clean_up();
     }
-    for (size_t k = 0; k < COUNT(NEEDS); k++)
-        check_list("NEEDS", NEEDS[k].name, NEEDS[k].archs, met, k);
-    for (size_t k = 0; k < COUNT(KEYS); k++)
-        if (KEYS[k].archs) check_list("KEYS", KEYS[k].key, KEYS[k].archs, NULL, 0);
 }
 
 // ==== sessions ====
