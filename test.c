@@ -247,10 +247,14 @@ static void reference_norm(float *out, const float *x, int n, const Norm *w, int
 }
 
 static double reference_activation(int act, double g, double u, bool gate) {
-    double inner = sqrt(2 / M_PI) * (g + 0.044715 * g * g * g), clipped = fmin(g, 7);
-    double y = act == ACT_SILU ? g / (1 + exp(-g)) : act == ACT_GELU ? 0.5 * g * (1 + tanh(inner))
-               : act == ACT_RELU2 ? (g > 0 ? g * g : 0) : clipped / (1 + exp(-1.702 * clipped));
-    return y * (!gate ? 1 : act == ACT_SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
+    double y = g / (1 + exp(-g)), clipped = fmin(g, 7);   // SiLU
+    if (act == ACT_GELU) y = 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
+    if (act == ACT_RELU2) y = pow(fmax(g, 0), 2);
+    if (act == ACT_SWIGLU_OAI) {
+        y = clipped / (1 + exp(-1.702 * clipped));
+        u = fmin(7, fmax(-7, u)) + 1;
+    }
+    return gate ? y * u : y;
 }
 
 static void write_file(const char *path, const void *data, size_t n) {
@@ -557,7 +561,7 @@ static void put_model(Writer *w, const Shape *m) {
     for (int l = 0; l < m->n_layer; l++) {
         const char *kind = strchr(m->letters, 'd') && l % 2 == 0 ? "l" : "";
         if (strchr(m->letters, 'H')) kind = l % 2 ? "W" : "Z";
-        if (strchr(m->letters, '3')) kind = l % 3 == 0 ? "ZY" : l % 3 == 1 ? "WY" : "ZW";
+        if (strchr(m->letters, '3')) kind = (const char *[]){"ZY", "WY", "ZW"}[l % 3];
         if (strchr(m->letters, 'F') && l == 0) kind = "X";
         if (strpbrk(m->letters, "AU")) kind = l % 2 ? "c" : "8";
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
@@ -953,10 +957,12 @@ static void test_matmul(void) {
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "type %d: NaN becomes %g, %g", type, y[0], y[1]);
     }
-    // f16 and Q4_0: more columns than a panel is deep, of so many tokens that the last tasks have
-    // half, or than a task packs, of one token
-    for (int i = 0; i < 4; i++)
-        check_matmul(1 + i / 2, 99, i % 2 ? 8448 : 2304, i % 2 ? 1 : 300, 0, 1e-4);
+    // f16 and Q4_0: more columns than a panel is deep, for so many tokens that the last tasks have
+    // half as many; more columns than a task packs, for one token
+    for (int type = QUANT_F16; type <= QUANT_F16 + 1; type++) {
+        check_matmul(type, 99, 2304, 300, 0, 1e-4);
+        check_matmul(type, 99, 8448, 1, 0, 1e-4);
+    }
 }
 
 // ==== GGUF ====
@@ -1088,7 +1094,7 @@ static void test_gguf_hostile(void) {
     uint8_t *whole = read_all(path, &size);
     int step = test.quick ? 5 : 1, fd = open(path, O_RDWR);
     for (size_t i = 0; i < 3 * head; i += step) {
-        uint8_t byte = i % 3 == 0 ? whole[i / 3] ^ 1 : i % 3 == 1 ? 0xff : 0;
+        uint8_t byte = (uint8_t[]){whole[i / 3] ^ 1, 0xff, 0}[i % 3];
         Model m = {0};
         Session s = {0};
         Error e = {""};
@@ -1223,10 +1229,8 @@ static const Odd WHOLE[] = {
     {LLAMA, {"want 8 values, file has 9", NEW_TENSOR, "rope_freqs.weight", 9}},
     // NVFP4's scales (type 40) may be left out
     {LLAMA, {NULL, TYPE, "blk.1.attn_output.weight", 40, 1, "blk.1.attn_output.scale"}},
-    {{"llama", 1, "", ""},
-     {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
-    {{"llama", 1, "", ""},
-     {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
+    {LLAMA, {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
+    {LLAMA, {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
     {LLAMA, {"blk.1.v.weight: no part", NEW_TENSOR, "blk.1.v.weight", 8}},
     {LLAMA, {"position_embd.weight: no part", NEW_TENSOR, "position_embd.weight", 64}},
     {LLAMA, {"scales: no part", NEW_TENSOR, "blk.1.attn_q.input_scales", 1}},
@@ -1457,13 +1461,15 @@ static void test_alibi_and_alpha(void) {
     }
     Shape lfm2 = {"lfm2", 2, "HCkNQ", WINDOW_KEYS "shortconv.l_cache=3"};
     CHECK(random_model(&lfm2)->layers[1].window == 9, "lfm2 has no window");
-    for (int i = 0; i < 2; i++) {   // of eight pairs these stand still, as in llama.cpp
-        Shape shape = {i ? "qwen3vl" : "hunyuan_vl", 1, "k", i ? "rope.dimension_sections=2,3,3,0" :
-                       "rope.dimension_sections=2,2,2,2"};
-        Session *s = open_session(random_model(&shape), (Options){.threads = 1});
+    // of eight pairs some stand still, as in llama.cpp
+    static const struct { Shape shape; int still; } sections[] = {
+        {{"hunyuan_vl", 1, "k", "rope.dimension_sections=2,2,2,2"}, 0xc0},
+        {{"qwen3vl", 1, "k", "rope.dimension_sections=2,3,3,0"}, 0x40}};
+    for (int i = 0; i < 2; i++) {
+        Session *s = open_session(random_model(&sections[i].shape), (Options){.threads = 1});
         int still = 0;
         for (int k = 0; k < 8; k++) still |= (s->freq[0][k] == 0) << k;
-        CHECK(still == (i ? 0x40 : 0xc0), "%s: pairs %x stand still", shape.arch, still);
+        CHECK(still == sections[i].still, "%s: pairs %x", sections[i].shape.arch, still);
     }
     const Model *phi3 = open_model("golden/archs/phi3-long-00001-of-00002.gguf");
     double near[64], far[64];
@@ -1545,7 +1551,7 @@ static void each_golden_model(void (*fn)(const char *name)) {
     globfree(&found);
 }
 
-static void check_golden(const char *name) {   // *-heads: six value heads on two, h % 2 and h / 3
+static void check_golden(const char *name) {
     static const int chunks[] = {48, 1, 7, 5};
     Golden g = golden_model(name);
     double worst = 0;   // an encoder takes a text in one chunk
@@ -1820,10 +1826,10 @@ static void check_list(const Shape *s, const char *table, const char *name, cons
     if (LISTS[at].asked && (is_key || has))
         has = strpbrk(text_of("%s%s", s->letters, window), LISTS[at].asked);
     bool without = find_str(str(s->arch), LISTS[at].without);
-    CHECK(!has || listed || without, "%s: add it to the list of %s in %s, or, if its files may lack "
-          "that, to the one in LISTS here", s->arch, name, table);
-    CHECK(!listed || !without, "%s: the list of %s in %s has it, so take it out of the one in LISTS "
-          "here", s->arch, name, table);
+    CHECK(!has || listed || without, "%s: add it to the list of %s in %s, or, if its files may "
+          "lack that, to the one in LISTS here", s->arch, name, table);
+    CHECK(!listed || !without, "%s: the list of %s in %s has it, so take it out of the one in "
+          "LISTS here", s->arch, name, table);
 }
 
 static void test_arch_lists(void) {
@@ -1910,7 +1916,7 @@ static void test_ring(void) {
     for (int c = 8; c <= 10; c++) {   // Gemma's window is 9: the smaller one counts
         Options o = {.window = c, .keep = 2};
         const Cache *cache = open_session(random_model(&shapes[1]), o)->cache;
-        CHECK(cache->window == (c < 9 ? c : 9) && cache->keep == (c > 9 ? 0 : 2), "-c %d", c);
+        CHECK(cache->window == fmin(c, 9) && cache->keep == (c > 9 ? 0 : 2), "-c %d", c);
     }
 }
 
@@ -2898,6 +2904,16 @@ static void test_cli_wishes(void) {
     check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "", "^note: .* 4 .*context of 3\n");
 }
 
+// Does --embed print the n numbers of `want`, brought to a length of 1?
+static void check_embedding(const char *arguments, const float *want, int n, double limit) {
+    double length = sqrt(squares(want, n));
+    shell(text_of("llm --embed %s", arguments));
+    for (char *end = (char *)cli.out; n > 0; n--, want++) {
+        double got = strtod(end, &end);
+        CHECK(fabs(got - *want / length) < limit, "--embed: %g, not %g", got, *want / length);
+    }
+}
+
 // perplexity as llama-perplexity has it; a mean of an encoder's rows as llama.cpp's, signs and all
 static void test_cli_numbers(void) {
     static const struct { int n; double want; } known[] = {{128, 6.5600}, {256, 6.1828}};
@@ -2913,13 +2929,8 @@ static void test_cli_numbers(void) {
     const uint8_t *last = story->output.data + (story->output.rows - 1) * row_bytes;
     damaged("../story", story, last, row_bytes, "nan.gguf");
     check_llm("llm $D/nan.gguf --ppl golden/story.txt -c 64", 1, "^$", "^llm: at token .* a NaN:");
-    Golden g = golden_model("bert");
-    char *end;
-    shell("llm $G/bert.gguf --embed --tokens $(cat $G/bert.tokens)");
-    double length = sqrt(squares(g.want, 64)), worst = 0;
-    for (int i = 0; i < 64; i++, cli.out = end)
-        worst = fmax(worst, fabs(strtod(cli.out, &end) - g.want[i] / length));
-    CHECK(worst < 1e-3, "--embed is off by %.1e", worst);
+    const float *want = golden_model("bert").want;
+    check_embedding("$G/bert.gguf --tokens $(cat $G/bert.tokens)", want, 64, 1e-3);
     Shape shape = {"gemma-embedding", 1, "tkTI", WINDOW_KEYS "pooling_type=3"};
     const Model *m = random_model(&shape);
     float row[3 * WIDTH], y[40], z[24], w[40];
@@ -2928,12 +2939,7 @@ static void test_cli_numbers(void) {
     session_run(s, (Request){(int32_t[]){5, 6, 7}, 3, 0, true, keep_row, &rows}, &(Error){""});
     plain_matmul(&(Matmul){&m->dense[0], row + 2 * WIDTH, y, 1}, w);
     plain_matmul(&(Matmul){&m->dense[1], y, z, 1}, w);
-    shell("llm $D/random.gguf --embed --tokens 5,6,7");
-    length = sqrt(squares(z, 24));
-    for (int i = 0; i < 24; i++, cli.out = end) {
-        double got = strtod(cli.out, &end);
-        CHECK(fabs(got - z[i] / length) < 1e-6, "dense_3: %g at %d, not %g", got, i, z[i] / length);
-    }
+    check_embedding("$D/random.gguf --tokens 5,6,7", z, 24, 1e-6);
     Cli pooled = {.m = *m, .ids.n = 1, .work = need(4 * WIDTH * sizeof(double))};
     CHECK(!pool_row(&pooled, 0, noise_array(WIDTH, INFINITY)), "an embedding of infinite length");
 }
@@ -2960,7 +2966,8 @@ static void write_scripted(const char *template, const char *chain, int thoughts
              "attention.layer_norm_rms_epsilon=.00001");
     key_vocab(&w, "gpt2", "gpt-2", all, "y z");
     EACH_WORD(s, all, ",") {
-        types[n] = n >= CONTROL && n < DEFINED ? 3 : n >= DEFINED && n < WORDS ? 4 : 1;
+        types[n] = n < CONTROL || n >= WORDS ? 1 : 3;
+        if (n >= DEFINED && n < WORDS) types[n] = 4;
         if (strstr(s, "think>")) types[n] = thoughts;
         embd[n * D + n] = 1;
         name[n++] = s;
@@ -3449,7 +3456,9 @@ HIDDEN static double emu_fold(const char *op, int site, double x) {
     const double *left = g->slot[(g->released - 1) % 2];
     for (g->fold = left[__builtin_ctz(active)]; active &= active - 1;) {
         double a = g->fold, b = left[__builtin_ctz(active)];
-        g->fold = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b);
+        if (op[6] == 'u') g->fold = a + b;
+        else if (op[6] == 'a') g->fold = a > b ? a : b;
+        else g->fold = a < b ? a : b;
     }
     return g->fold;
 }
@@ -4557,7 +4566,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM).m;
     else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM).m;
     for (int i = 0; d->kda && i < 3; i++) {
-        Matrix *m = i == 0 ? &x.w.q : i == 1 ? &x.w.k : &x.w.v;
+        Matrix *m = (Matrix *[]){&x.w.q, &x.w.k, &x.w.v}[i];
         *m = matrix_rows(x.w.conv_in, i * values, values);
         m->out_step = channels;
     }
@@ -4581,7 +4590,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     float *want = memcpy(need(4 * N * values), x.s.att, 4 * N * values);
     x.s.cache = &cache[1];
     for (int t = 0, n; t < N; t += n) {
-        n = t > 0 ? 1 : first < N ? first : N;
+        n = t > 0 ? 1 : fmin(first, N);
         const float *to = run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
         lab_end(&x, "delta_rule");
         memcpy(got + t * values, to, n * values * sizeof *got);
@@ -5359,6 +5368,7 @@ static void fuzz_end(void) {
 // The last argument is the inputs' directory, named after the target. It is given the first inputs:
 // each architecture, and behind them each tokenizer alone.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    static const char *const kinds[] = {"llama", "bert", "gpt2", "t5"};
     if (setjmp(test.end)) abort();
     snprintf(test.dir, sizeof test.dir, "%s", (*argv)[*argc - 1]);
     while (strcmp(strrchr(test.dir, '/') + 1, fuzz.target->name)) fuzz.target++;
@@ -5372,10 +5382,9 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         Shape shape = SHAPES[i % COUNT(SHAPES)];
         shape.n_layer = 2;
         if (i < COUNT(SHAPES)) put_model(&w, &shape);
-        key_vocab(&w, k == 0 ? "llama" : k == 1 ? "bert" : k == 3 ? "t5" : "gpt2",
-                  text_of("%.*s", (int)strcspn(names, " "), names), "a,b,ab,<s>,</s>,<unk>,\u2581,"
-                  "\u2581a,<0xF0>,<0x9F>,<0xZZ>,##b,\xFF\xFE,\u0120,\u010A,\u0120a,1,12,\u00E9,"
-                  "\u6F22,,<|im_end|>,x", "a b,\u0120 a,ab \u0120a");
+        key_vocab(&w, kinds[k < 4 ? k : 2], text_of("%.*s", (int)strcspn(names, " "), names),
+                  "a,b,ab,<s>,</s>,<unk>,\u2581,\u2581a,<0xF0>,<0x9F>,<0xZZ>,##b,\xFF\xFE,\u0120,"
+                  "\u010A,\u0120a,1,12,\u00E9,\u6F22,,<|im_end|>,x", "a b,\u0120 a,ab \u0120a");
         key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 23, fuzz.weights, 23 * sizeof(float));
         put_keys(&w, "tokenizer.ggml", "bos_token_id=3 cls_token_id=3 seperator_token_id=3 "
                  "token_type=1,2,3,3,3,3,1,2,3,4,5,6,1,2,3,4,5,6,1,2,3,4,5");
