@@ -5408,7 +5408,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 
 typedef struct { const char *name; void (*fn)(void); } Test;
 
-#define T(name) {#name, test_##name},
+#define T(name) {#name, test_##name},   // the Makefile reads these rows, too
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
