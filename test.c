@@ -1,16 +1,23 @@
 // SPDX-License-Identifier: MIT
 // test.c: all tests of the project, in one program.
 //
-//   ./test                 runs them            ./test --list     names them
-//   ./test NAME...         runs those           ./test --quick    does less, twice still less
-//   ./test llm ARGUMENTS   is the engine itself, so that a sanitizer sees the command line too
-//   ./test model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
-//   ./test scenario ...    is one run of `make scenarios`
+// The Makefile builds it in several ways; TEST is one of them, such as ./test_native.
+//
+//   TEST                   runs them            TEST --list     names them
+//   TEST NAME...           runs those           TEST --quick    does less, twice still less
+//   TEST llm ARGUMENTS     is the engine itself, so that a sanitizer sees the command line too
+//   TEST model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
+//   TEST scenario ...      is one run of `make scenarios`
 //
 // A test compares with outputs recorded from llama.cpp (golden/), with the plain engine of llm.c's
 // Part I, or with a reference in double written here from the formula. Models that no golden file
 // covers are written by the tests themselves, with random weights, into a directory of their own.
-// To add a test: a function `static void test_X(void)` that calls CHECK, and a row in TESTS.
+//
+// To add a test: a function `static void test_X(void)` that calls CHECK, and T(X) in TESTS. To add
+// an architecture: a row in SHAPES; every_architecture and arch_lists say what else has to know it.
+// To add a kernel: a function that runs it in a Lab, and a row in KERNEL_TESTS; if llm.c has its
+// name, too, a #define before kernels.metal. To add a format: ggml's floats for 2,048 weights in
+// golden/quants, NAME.blocks and NAME.f32; what else tests formats reads QUANT_TYPES.
 #ifdef LLM_METAL
 #undef _FORTIFY_SOURCE   // its longjmp forbids the GPU in software to change stacks
 #endif
@@ -87,8 +94,8 @@ static struct {
     int quick;
     char dir[64];                          // scratch files live here
     uint32_t seed;
-    jmp_buf end;                           // of the running test, after which all this is closed:
-    struct { void (*close)(void *); void *p; } *owned;   // [n_owned]
+    jmp_buf end;                           // of the running test
+    struct { void (*close)(void *); void *p; } *owned;   // [n_owned], which it leaves to clean_up
     int n_owned;
 } test;
 
@@ -202,12 +209,18 @@ __attribute__((format(printf, 1, 2))) static char *text_of(const char *format, .
     return s;
 }
 
+static char *copy_of(const char *s) { return strcpy(need(strlen(s)), s); }
+
+#define EACH_WORD(word, text, between) /* of what these characters part */ \
+    for (char *rest_, *word = strtok_r(copy_of(text), between, &rest_); word; \
+         word = strtok_r(NULL, between, &rest_))
+
 static char *scratch(const char *name) { return text_of("%s/%s", test.dir, name); }
 
 enum { PAGE = 16384 };
+static size_t whole_pages(size_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
 
 // n bytes in whole pages, with nothing mapped behind: whoever reads on is stopped
-static size_t whole_pages(size_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
 static char *guarded(size_t n) {
     size_t whole = whole_pages(n);
     char *p = mmap(NULL, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
@@ -234,10 +247,14 @@ static void reference_norm(float *out, const float *x, int n, const Norm *w, int
 }
 
 static double reference_activation(int act, double g, double u, bool gate) {
-    double inner = sqrt(2 / M_PI) * (g + 0.044715 * g * g * g), clipped = fmin(g, 7);
-    double y = act == ACT_SILU ? g / (1 + exp(-g)) : act == ACT_GELU ? 0.5 * g * (1 + tanh(inner))
-               : act == ACT_RELU2 ? (g > 0 ? g * g : 0) : clipped / (1 + exp(-1.702 * clipped));
-    return y * (!gate ? 1 : act == ACT_SWIGLU_OAI ? fmin(7, fmax(-7, u)) + 1 : u);
+    double y = g / (1 + exp(-g)), clipped = fmin(g, 7);   // SiLU
+    if (act == ACT_GELU) y = 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
+    if (act == ACT_RELU2) y = pow(fmax(g, 0), 2);
+    if (act == ACT_SWIGLU_OAI) {
+        y = clipped / (1 + exp(-1.702 * clipped));
+        u = fmin(7, fmax(-7, u)) + 1;
+    }
+    return gate ? y * u : y;
 }
 
 static void write_file(const char *path, const void *data, size_t n) {
@@ -514,8 +531,7 @@ static void put_part(Writer *w, const char *prefix, const char *part, const char
 }
 
 static void put_parts(Writer *w, const char *parts, const char *prefix, const char *letters) {
-    char *rest, *p = strtok_r(strcpy(need(strlen(parts)), parts), " ", &rest);
-    for (; p; p = strtok_r(NULL, " ", &rest))
+    EACH_WORD(p, parts, " ")
         if (!strchr(p, '^') == !strchr(letters, '^')) put_part(w, prefix, p, letters);
 }
 
@@ -545,7 +561,7 @@ static void put_model(Writer *w, const Shape *m) {
     for (int l = 0; l < m->n_layer; l++) {
         const char *kind = strchr(m->letters, 'd') && l % 2 == 0 ? "l" : "";
         if (strchr(m->letters, 'H')) kind = l % 2 ? "W" : "Z";
-        if (strchr(m->letters, '3')) kind = l % 3 == 0 ? "ZY" : l % 3 == 1 ? "WY" : "ZW";
+        if (strchr(m->letters, '3')) kind = (const char *[]){"ZY", "WY", "ZW"}[l % 3];
         if (strchr(m->letters, 'F') && l == 0) kind = "X";
         if (strpbrk(m->letters, "AU")) kind = l % 2 ? "c" : "8";
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
@@ -941,10 +957,12 @@ static void test_matmul(void) {
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "type %d: NaN becomes %g, %g", type, y[0], y[1]);
     }
-    // f16 and Q4_0: more columns than a panel is deep, of so many tokens that the last tasks have
-    // half, or than a task packs, of one token
-    for (int i = 0; i < 4; i++)
-        check_matmul(1 + i / 2, 99, i % 2 ? 8448 : 2304, i % 2 ? 1 : 300, 0, 1e-4);
+    // f16 and Q4_0: more columns than a panel is deep, for so many tokens that the last tasks have
+    // half as many; more columns than a task packs, for one token
+    for (int type = QUANT_F16; type <= QUANT_F16 + 1; type++) {
+        check_matmul(type, 99, 2304, 300, 0, 1e-4);
+        check_matmul(type, 99, 8448, 1, 0, 1e-4);
+    }
 }
 
 // ==== GGUF ====
@@ -1076,7 +1094,7 @@ static void test_gguf_hostile(void) {
     uint8_t *whole = read_all(path, &size);
     int step = test.quick ? 5 : 1, fd = open(path, O_RDWR);
     for (size_t i = 0; i < 3 * head; i += step) {
-        uint8_t byte = i % 3 == 0 ? whole[i / 3] ^ 1 : i % 3 == 1 ? 0xff : 0;
+        uint8_t byte = (uint8_t[]){whole[i / 3] ^ 1, 0xff, 0}[i % 3];
         Model m = {0};
         Session s = {0};
         Error e = {""};
@@ -1211,10 +1229,8 @@ static const Odd WHOLE[] = {
     {LLAMA, {"want 8 values, file has 9", NEW_TENSOR, "rope_freqs.weight", 9}},
     // NVFP4's scales (type 40) may be left out
     {LLAMA, {NULL, TYPE, "blk.1.attn_output.weight", 40, 1, "blk.1.attn_output.scale"}},
-    {{"llama", 1, "", ""},
-     {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
-    {{"llama", 1, "", ""},
-     {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
+    {LLAMA, {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
+    {LLAMA, {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
     {LLAMA, {"blk.1.v.weight: no part", NEW_TENSOR, "blk.1.v.weight", 8}},
     {LLAMA, {"position_embd.weight: no part", NEW_TENSOR, "position_embd.weight", 64}},
     {LLAMA, {"scales: no part", NEW_TENSOR, "blk.1.attn_q.input_scales", 1}},
@@ -1283,17 +1299,17 @@ static void test_gguf_whole(void) {
 // ---- attention ----
 
 typedef struct {
-    const char *what;     // letters, for the GPU
+    const char *what;     // letters, see below; all but v are for the GPU
     int n_head, n_kv, hd, vd, pos, n, rows, window, keep;
     bool causal, sinks, slopes;
     float softcap;
-    int n_rot, pairing;   // of what the GPU does at once; 0: too much for one in software
+    int n_rot, pairing;   // RoPE on the GPU; n_rot 0: not there, too much for one in software
 } AttentionCase;
 
 // A ring as it stands after the last of the new tokens. On the GPU these go through rope and
 // attention, or (n >= 8) flash_attention, or (n = 1) the fused kernel; rows that are empty hold NaN
 // there. Letters: q k norm of the heads of Q, of K  w of all at once  o each head its own  b with
-// bias  c LayerNorm  l after RoPE  g gated  t temperature  m limited to -1 .. 1
+// bias  c LayerNorm  l after RoPE  g gated  t temperature  m limited  v values that begin keys
 static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window keep
     {"", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, .n_rot = 0},
     {"", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
@@ -1330,7 +1346,7 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
     {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
     {"q", 2, 1, 192, 128, 20, 9, 40, 40, 0, true, .n_rot = 64, ROPE_HALVES},
-    {"v", 20, 1, 576, 512, 40, 9, 90, 60, 0, true, .n_rot = 0},   // values that begin keys
+    {"v", 20, 1, 576, 512, 40, 9, 90, 60, 0, true, .n_rot = 0},
     {"k", 3, 1, 320, 300, 20, 1, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
     {"k", 3, 1, 320, 300, 20, 9, 30, 30, 0, true, .n_rot = 64, ROPE_HALVES},
     // long rings, in slices
@@ -1445,13 +1461,15 @@ static void test_alibi_and_alpha(void) {
     }
     Shape lfm2 = {"lfm2", 2, "HCkNQ", WINDOW_KEYS "shortconv.l_cache=3"};
     CHECK(random_model(&lfm2)->layers[1].window == 9, "lfm2 has no window");
-    for (int i = 0; i < 2; i++) {   // of eight pairs these stand still, as in llama.cpp
-        Shape shape = {i ? "qwen3vl" : "hunyuan_vl", 1, "k", i ? "rope.dimension_sections=2,3,3,0" :
-                       "rope.dimension_sections=2,2,2,2"};
-        Session *s = open_session(random_model(&shape), (Options){.threads = 1});
+    // of eight pairs some stand still, as in llama.cpp
+    static const struct { Shape shape; int still; } sections[] = {
+        {{"hunyuan_vl", 1, "k", "rope.dimension_sections=2,2,2,2"}, 0xc0},
+        {{"qwen3vl", 1, "k", "rope.dimension_sections=2,3,3,0"}, 0x40}};
+    for (int i = 0; i < 2; i++) {
+        Session *s = open_session(random_model(&sections[i].shape), (Options){.threads = 1});
         int still = 0;
         for (int k = 0; k < 8; k++) still |= (s->freq[0][k] == 0) << k;
-        CHECK(still == (i ? 0x40 : 0xc0), "%s: pairs %x stand still", shape.arch, still);
+        CHECK(still == sections[i].still, "%s: pairs %x", sections[i].shape.arch, still);
     }
     const Model *phi3 = open_model("golden/archs/phi3-long-00001-of-00002.gguf");
     double near[64], far[64];
@@ -1533,7 +1551,7 @@ static void each_golden_model(void (*fn)(const char *name)) {
     globfree(&found);
 }
 
-static void check_golden(const char *name) {   // *-heads: six value heads on two, h % 2 and h / 3
+static void check_golden(const char *name) {
     static const int chunks[] = {48, 1, 7, 5};
     Golden g = golden_model(name);
     double worst = 0;   // an encoder takes a text in one chunk
@@ -1680,8 +1698,10 @@ static double check_shape(const Shape *shape) {
     return error;
 }
 
-// Numbers that names of ARCHS imply, x below, for a width of 64, a head of 16 and four layers, or
-// as many as stand here. 0, or another name: as in the last row.
+// The NUMBERS that names of ARCHS imply, for a width of 64, a head of 16 and four layers, or as
+// many as stand here. 0, or another name: as in the last row.
+static const char *const NUMBERS[] = {"embd_scale", "attn_scale", "rope_base_local", "attn_cap",
+    "logit_cap", "window", "alibi", "residual_scale", "logit_scale"};
 static const struct { const char *name; int n_layer; float x[9]; } IMPLIED[] = {
     {"gemma", 0, {8}}, {"gemma2", 46, {8, 0.125f, 0, 50, 30, 4096}},
     {"gemma2", 0, {8, 0, 0, 50, 30, 4096}}, {"gemma3", 62, {8, 0.125f, 10000}},
@@ -1719,16 +1739,22 @@ static void check_names(void) {   // has every name of ARCHS a shape, and its nu
         imply_config(&c, &ARCHS[k]);
         float x[] = {c.embd_scale, c.attn_scale, c.rope_base_local, c.attn_cap, c.logit_cap,
                      c.window, c.alibi, c.residual_scale, c.logit_scale};
-        char *rest, *name = strtok_r(text_of("%s", ARCHS[k].names), " *", &rest);
-        for (bool found = false; name; name = strtok_r(NULL, " *", &rest), found = false) {
+        EACH_WORD(name, ARCHS[k].names, " *") {
+            bool found = false;
+            int rows = 0;   // for any number of layers, which --help shows
             for (size_t i = 0; i < COUNT(SHAPES); i++)
                 found |= !strcmp(name, SHAPES[i].arch) && (!n || n == SHAPES[i].n_layer);
-            CHECK(found, "%s with %d layers has no shape here", name, n);
+            CHECK(found, "%s, of %d layers (0: of any): add a row to SHAPES here", name, n);
+            for (size_t i = 0; i < COUNT(ARCHS); i++)
+                rows += !ARCHS[i].n_layer && find_str(str(name), ARCHS[i].names);
+            CHECK(rows == 1, "ARCHS has %d rows for %s of any layers, not 1", rows, name);
             int i = 0;
             while (i < plain && (n != IMPLIED[i].n_layer || strcmp(name, IMPLIED[i].name))) i++;
-            for (int j = 0; j < 9; j++)
-                CHECK(x[j] == IMPLIED[IMPLIED[i].x[j] ? i : plain].x[j], "%s, %d layers: number %d "
-                      "is %g", name, n, j, x[j]);
+            for (int j = 0; j < 9; j++) {
+                float want = IMPLIED[IMPLIED[i].x[j] ? i : plain].x[j];
+                CHECK(x[j] == want, "%s, of %d layers (0: of any): %s is %g, not %g; if that is "
+                      "right, IMPLIED here must have it", name, n, NUMBERS[j], x[j], want);
+            }
         }
     }
 }
@@ -1740,6 +1766,94 @@ static void test_every_architecture(void) {
         if (!test.quick || SHAPES[i].n_layer <= 8) worst = fmax(worst, check_shape(&SHAPES[i]));
     check_names();
     printf("  prefill, decode and reuse agree to NMSE %.1e, limit 1e-6\n", worst);
+}
+
+// ---- the lists of architectures ----
+//
+// A row of KEYS or NEEDS lists the architectures whose files have a key, or always a tensor. Who
+// should be there follows from SHAPES: in the list of a tensor those that have it, in that of a key
+// those that give it. LISTS says what differs. `asked` (NULL: as said): of a tensor only those with
+// one of these letters should be there, of a key all of them; ~ stands for a window, "" for nobody.
+// `without`: not these, whose files have no such key, or may lack the tensor.
+#define GATES_AS_ROW "dbrx ernie4_5-moe gemma4 gpt-oss granite_swa granitehybrid granitemoe " \
+    "hunyuan-moe llama llama4 mellum mimo2 olmoe phimoe qwen2moe qwen35moe qwen3moe qwen3next " \
+    "qwen3vlmoe "   // what their row of ARCHS says of experts is all that there is
+static const struct { const char *name, *asked, *without; } LISTS[] = {
+    {"expert_gating_func", "x", GATES_AS_ROW "bailingmoe deepseek nemotron_h_moe"},
+    {"expert_weights_norm", "x", GATES_AS_ROW "deepseek kimi-linear lfm2moe minimax-m2"},
+    {"expert_weights_scale", "x", GATES_AS_ROW "lfm2moe minimax-m2"},
+    {"rope.freq_base_swa", "~", "cohere2 exaone-moe exaone4 granite_swa lfm2 llama4 mellum olmo2"},
+    {"rope.dimension_count_swa", "~", "cohere2 exaone-moe exaone4 gemma-embedding gemma2 gemma3 "
+     "gpt-oss granite_swa lfm2 llama4 mellum mimo2 modern-bert olmo2 plamo3"},
+    {"shortconv.l_cache", "C", NULL}, {"kda.head_dim", "AU", NULL},
+    {"attention.sliding_window", "", NULL}, {"attention.sliding_window_pattern", "", NULL},
+    {"attn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},   // others are refused without it
+    {"ffn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},
+    {"output.weight", "", NULL},   // may be token_embd.weight in any
+    {"attn_q_norm.weight", NULL, "command-r jina-bert-v2 stablelm step35"},
+    {"attn_gate.weight", NULL, "qwen35 qwen35moe qwen3next step35"},
+    {"post_attention_norm.weight", NULL, "gpt-oss"}, {"attn_output_norm.weight", NULL, "dbrx"},
+    {"attn_norm.bias", NULL, "mpt"}, {"attn_output.bias", NULL, "bert jina-bert-v3 nemotron_h"},
+    {"attn_qkv.bias", NULL, "bloom chatglm gpt2 gptneox jina-bert-v3 nomic-bert-moe starcoder"},
+    {"output.bias", NULL, "phi2"}, {"attn_sinks.weight", NULL, "mimo2"},
+    {"exp_probs_b.bias", NULL, "bailingmoe2 deepseek2 deepseek32 dots1 ernie4_5-moe exaone-moe "
+     "glm-dsa hy_v3 mimo2 step35"}, {"rope_freqs.weight", NULL, "step35"},
+    {"ffn_up_shexp.weight", NULL, "ernie4_5-moe exaone-moe glm4moe granite_swa granitehybrid "
+     "granitemoe hy_v3 llama4 nemotron_h_moe"}, {"ffn_gate_inp.bias", NULL, "nemotron_h_moe"},
+    {"ffn_up_exps.bias", NULL, "nemotron_h_moe"}, {"ffn_down_exps.bias", NULL, "nemotron_h_moe"},
+    {"ffn_down.bias", NULL, "bert jina-bert-v3 nemotron_h nomic-bert-moe"},
+    {"token_embd_norm.weight", NULL, "lfm2 lfm2moe"},
+    {"ssm_conv1d.bias", NULL, "falcon-h1 granitehybrid nemotron_h nemotron_h_moe"},
+    {"ssm_norm.weight", NULL, "bailingmoe3 falcon-h1 kimi-linear qwen35 qwen35moe qwen3next"},
+    {NULL},
+};
+
+static void check_known(const char *archs, const char *of) {
+    EACH_WORD(arch, archs ? archs : "", " *") {
+        bool known = false;
+        for (size_t i = 0; i < COUNT(ARCHS); i++) known |= !!find_str(str(arch), ARCHS[i].names);
+        CHECK(known, "the list of %s has %s, which ARCHS does not have: a typo?", of, arch);
+    }
+}
+
+// Is a shape in the list of a key or tensor if it should be? has: it gives the key, has the tensor.
+static void check_list(const Shape *s, const char *table, const char *name, const char *archs,
+                       bool has) {
+    const char *window = strstr(s->keys, ".sliding_window=") ? "~" : "";
+    size_t at = 0;
+    while (LISTS[at].name && strcmp(LISTS[at].name, name)) at++;
+    bool is_key = !strcmp(table, "KEYS"), listed = find_str(str(s->arch), archs);
+    if (LISTS[at].asked && (is_key || has))
+        has = strpbrk(text_of("%s%s", s->letters, window), LISTS[at].asked);
+    bool without = find_str(str(s->arch), LISTS[at].without);
+    CHECK(!has || listed || without, "%s: add it to the list of %s in %s, or, if its files may "
+          "lack that, to the one in LISTS here", s->arch, name, table);
+    CHECK(!listed || !without, "%s: the list of %s in %s has it, so take it out of the one in "
+          "LISTS here", s->arch, name, table);
+}
+
+static void test_arch_lists(void) {
+    for (size_t i = 0; i < COUNT(LISTS); i++) check_known(LISTS[i].without, LISTS[i].name);
+    for (size_t i = 0; i < COUNT(NEEDS); i++) check_known(NEEDS[i].archs, NEEDS[i].name);
+    for (size_t i = 0; i < COUNT(KEYS); i++) check_known(KEYS[i].archs, KEYS[i].key);
+    for (const Shape *s = SHAPES; s < SHAPES + COUNT(SHAPES); s++) {
+        write_model(&(Writer){0}, s, scratch("random.gguf"));
+        const Gguf *g = load(scratch("random.gguf"), false)->gguf;
+        bool met[COUNT(NEEDS)] = {false};
+        for (size_t i = 0; i < g->n_tensors * COUNT(NEEDS); i++) {   // each tensor with each row
+            Str t = g->tensors[i / COUNT(NEEDS)].name;
+            size_t layer = str_cut(&t, "blk.") ? strspn(t.s, "0123456789.") : 0;
+            t = (Str){t.s + layer, t.n - layer};
+            met[i % COUNT(NEEDS)] |= str_eq(t, NEEDS[i % COUNT(NEEDS)].name);
+        }
+        for (size_t i = 0; i < COUNT(NEEDS); i++)
+            check_list(s, "NEEDS", NEEDS[i].name, NEEDS[i].archs, met[i]);
+        for (const Key *k = KEYS; k < KEYS + COUNT(KEYS); k++)
+            if (k->archs)
+                check_list(s, "KEYS", k->key, k->archs,
+                           strstr(text_of(" %s", s->keys), text_of(" %s=", k->key)));
+        clean_up();
+    }
 }
 
 // ==== sessions ====
@@ -1802,7 +1916,7 @@ static void test_ring(void) {
     for (int c = 8; c <= 10; c++) {   // Gemma's window is 9: the smaller one counts
         Options o = {.window = c, .keep = 2};
         const Cache *cache = open_session(random_model(&shapes[1]), o)->cache;
-        CHECK(cache->window == (c < 9 ? c : 9) && cache->keep == (c > 9 ? 0 : 2), "-c %d", c);
+        CHECK(cache->window == fmin(c, 9) && cache->keep == (c > 9 ? 0 : 2), "-c %d", c);
     }
 }
 
@@ -2143,9 +2257,9 @@ static void test_tokenizer_goldens(void) {
         const Tokenizer *t = open_tokenizer(TOK_GOLDENS[k].gguf);
         size_t size;
         int lines = 0;
-        char *rest, *line = strtok_r(read_all(TOK_GOLDENS[k].tsv, &size), "\n", &rest);
+        const char *all = read_all(TOK_GOLDENS[k].tsv, &size);
         char *text = need(size), *back = need(size), *piece = need(t->piece_max);
-        for (; line; line = strtok_r(NULL, "\n", &rest), lines++) {
+        EACH_WORD(line, all, "\n") {
             char *ids = line + strcspn(line, "\t"), *end;
             Detokenizer d = {0};
             size_t n = 0, n_back = 0;
@@ -2159,7 +2273,8 @@ static void test_tokenizer_goldens(void) {
                 memcpy(back + n_back, piece, len);
                 n_back += len;
             }
-            if (k < 4) CHECK(n == n_back && !memcmp(text, back, n), "line %d back", lines + 1);
+            lines++;
+            if (k < 4) CHECK(n == n_back && !memcmp(text, back, n), "line %d back", lines);
         }
         CHECK(lines == 35, "%s: %d lines", TOK_GOLDENS[k].tsv, lines);
     }
@@ -2685,16 +2800,16 @@ static void test_cli_refusals(void) {
 #define TENTHS "[0-9]+\\.[0-9]"
 // what is printed, to the letter
 static void test_cli_output(void) {
+#define ONCE "^1656 329 659 258 530\n$"
     static const struct { const char *command, *pattern; } good[] = {
         {"llm --version", "^llm [0-9.]+\n$"}, {"llm x.gguf --help", "^usage: llm MODEL"},
-        {"llm $S --tokenize 'Once upon a time'", "^1656 329 659 258 530\n$"},
-        {"llm --tokenize -p 'Once upon a time' -m $S", "^1656 329 659 258 530\n$"},
-        {"printf 'Once upon a time' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
-        {"printf 'Once upon a time\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
+        {"llm $S --tokenize 'Once upon a time'", ONCE},
+        {"llm --tokenize -p 'Once upon a time' -m $S", ONCE},
+        {"printf 'Once upon a time' | llm $S -f - --tokenize", ONCE},
+        {"printf 'Once upon a time\n' | llm $S -f - --tokenize", ONCE},
         {"printf 'Once upon a time\n\n' | llm $S -f - --tokenize", "^1656 329 659 258 530 198\n$"},
-        {"printf 'Once upon a time\r\n' | llm $S -f - --tokenize", "^1656 329 659 258 530\n$"},
-        {"printf '\357\273\277Once upon a time' | llm $S -f - --tokenize",   // a BOM
-         "^1656 329 659 258 530\n$"},
+        {"printf 'Once upon a time\r\n' | llm $S -f - --tokenize", ONCE},
+        {"printf '\357\273\277Once upon a time' | llm $S -f - --tokenize", ONCE},   // a BOM
         {"printf 'upon a time\n' | llm $S Once -f - -n 0", "^Once\nupon a time\n$"},
         {"llm $S --tokenize ''", "^\n$"}, {"llm golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"llm $S --tokenize -- --help", "^[0-9 ]+\n$"},
@@ -2718,8 +2833,7 @@ static void test_cli_output(void) {
     };
     for (size_t i = 0; i < COUNT(good); i++) check_llm(good[i].command, 0, good[i].pattern, "");
     for (size_t i = 0; i < COUNT(ARCHS); i++)
-        for (char *rest, *s = strtok_r(text_of("%s", ARCHS[i].names), " ", &rest); s;
-             s = strtok_r(NULL, " ", &rest))
+        EACH_WORD(s, ARCHS[i].names, " ")
             CHECK(strstr(cli.out, text_of(" %s", s)), "--help does not list %s", s);
 }
 
@@ -2752,29 +2866,29 @@ static void write_ids(Writer *w, const char *name, const char *keys) {
     write_model(w, &(Shape){"llama", 2, "", keys}, scratch(name));
 }
 
-// what a file asks for stands behind the user's options; what the engine does not use is said
+// What a file asks for stands behind the user's options; what the engine does not use is said.
 static void test_cli_wishes(void) {
-    static const char *const command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5%s";
-    Writer made = {0}, more = {0}, plain = {0}, odd = {0}, ranks = {0};
-    put_keys(&made, "general.sampling",
-             "temp=3. top_k=9 top_p=0.9 min_p=0.02 penalty_repeat=1.5 penalty_last_n=7");
-    write_ids(&made, "made.gguf", "");
+#define MADE "temp=3. top_k=9 top_p=0.9 min_p=0.02 penalty_repeat=1.5 penalty_last_n=7"
+    static const struct { const char *sampling, *options, *same; } wishes[] = {
+        {"top_p=1.5", "", "--top-p 1"},   // as far as the option goes
+        {MADE, "--temp 0 --repeat-penalty 1", "--temp 0"},
+        {MADE, "", "--temp 3 --top-k 9 --top-p 0.9 --min-p 0.02 --repeat-penalty 1.5 "
+         "--repeat-last-n 7"}};
+    const char *command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5 %s", *got = NULL;
+    Writer plain = {0}, odd = {0}, ranks = {0};
     write_ids(&plain, "plain.gguf", "");
-    check_llm(text_of(command, "made.gguf", ""), 0, "^[0-9]+( [0-9]+){29}\n$", "^prefill");
-    const char *got = cli.out;
-    shell(text_of(command, "plain.gguf", " --temp 3 --top-k 9 --top-p 0.9 --min-p 0.02 "
-                  "--repeat-penalty 1.5 --repeat-last-n 7"));
-    CHECK(!strcmp(got, cli.out), "the file's sampling: '%s', want '%s'", got, cli.out);
+    for (size_t i = 0; i < COUNT(wishes); i++) {
+        Writer made = {0};
+        put_keys(&made, "general.sampling", wishes[i].sampling);
+        write_ids(&made, "made.gguf", "");
+        check_llm(text_of(command, "made.gguf", wishes[i].options), 0, "^[0-9]+( [0-9]+){29}\n$",
+                  "^prefill");
+        got = cli.out;
+        shell(text_of(command, "plain.gguf", wishes[i].same));
+        CHECK(!strcmp(got, cli.out), "%s: '%s', want '%s'", wishes[i].sampling, got, cli.out);
+    }
     shell(text_of(command, "plain.gguf", ""));
     CHECK(strcmp(got, cli.out), "the file's sampling is ignored");
-    put_keys(&more, "general.sampling", "top_p=1.5");   // as far as the option goes
-    write_ids(&more, "more.gguf", "");
-    shell(text_of(command, "plain.gguf", " --top-p 1"));
-    check_llm(text_of(command, "more.gguf", ""), 0, text_of("^%s$", cli.out), "");
-    shell(text_of(command, "plain.gguf", " --temp 0"));
-    got = cli.out;
-    shell(text_of(command, "made.gguf", " --temp 0 --repeat-penalty 1"));
-    CHECK(!strcmp(got, cli.out), "the user's options do not win: '%s'", cli.out);
     check_llm("llm $D/made.gguf --info", 0, "general.sampling.temp = 3\n", "^$");
     put_keys(&odd, "general.sampling", "xtc_threshold=0.5 penalty_repeat=0.");
     write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 rope.scaling.yarn_ext_factor=1. other=1");
@@ -2788,6 +2902,16 @@ static void test_cli_wishes(void) {
     check_refusal(1, "$D/ranks.gguf --tokens 1 --embed", "pooling_type 4");
     random_model(&(Shape){"nomic-bert", 1, "nfEN", "context_length=3"});
     check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "", "^note: .* 4 .*context of 3\n");
+}
+
+// Does --embed print the n numbers of `want`, brought to a length of 1?
+static void check_embedding(const char *arguments, const float *want, int n, double limit) {
+    double length = sqrt(squares(want, n));
+    shell(text_of("llm --embed %s", arguments));
+    for (char *end = (char *)cli.out; n > 0; n--, want++) {
+        double got = strtod(end, &end);
+        CHECK(fabs(got - *want / length) < limit, "--embed: %g, not %g", got, *want / length);
+    }
 }
 
 // perplexity as llama-perplexity has it; a mean of an encoder's rows as llama.cpp's, signs and all
@@ -2805,13 +2929,8 @@ static void test_cli_numbers(void) {
     const uint8_t *last = story->output.data + (story->output.rows - 1) * row_bytes;
     damaged("../story", story, last, row_bytes, "nan.gguf");
     check_llm("llm $D/nan.gguf --ppl golden/story.txt -c 64", 1, "^$", "^llm: at token .* a NaN:");
-    Golden g = golden_model("bert");
-    char *end;
-    shell("llm $G/bert.gguf --embed --tokens $(cat $G/bert.tokens)");
-    double length = sqrt(squares(g.want, 64)), worst = 0;
-    for (int i = 0; i < 64; i++, cli.out = end)
-        worst = fmax(worst, fabs(strtod(cli.out, &end) - g.want[i] / length));
-    CHECK(worst < 1e-3, "--embed is off by %.1e", worst);
+    const float *want = golden_model("bert").want;
+    check_embedding("$G/bert.gguf --tokens $(cat $G/bert.tokens)", want, 64, 1e-3);
     Shape shape = {"gemma-embedding", 1, "tkTI", WINDOW_KEYS "pooling_type=3"};
     const Model *m = random_model(&shape);
     float row[3 * WIDTH], y[40], z[24], w[40];
@@ -2820,12 +2939,7 @@ static void test_cli_numbers(void) {
     session_run(s, (Request){(int32_t[]){5, 6, 7}, 3, 0, true, keep_row, &rows}, &(Error){""});
     plain_matmul(&(Matmul){&m->dense[0], row + 2 * WIDTH, y, 1}, w);
     plain_matmul(&(Matmul){&m->dense[1], y, z, 1}, w);
-    shell("llm $D/random.gguf --embed --tokens 5,6,7");
-    length = sqrt(squares(z, 24));
-    for (int i = 0; i < 24; i++, cli.out = end) {
-        double got = strtod(cli.out, &end);
-        CHECK(fabs(got - z[i] / length) < 1e-6, "dense_3: %g at %d, not %g", got, i, z[i] / length);
-    }
+    check_embedding("$D/random.gguf --tokens 5,6,7", z, 24, 1e-6);
     Cli pooled = {.m = *m, .ids.n = 1, .work = need(4 * WIDTH * sizeof(double))};
     CHECK(!pool_row(&pooled, 0, noise_array(WIDTH, INFINITY)), "an embedding of infinite length");
 }
@@ -2837,8 +2951,8 @@ static void write_scripted(const char *template, const char *chain, int thoughts
     enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
     static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
                                         "attn_output", "ffn_gate", "ffn_up", "ffn_down"};
-    char all[1024] = "\u0120,\u010A", *name[D], *rest;
-    int32_t n = 0;
+    char all[1024] = "\u0120,\u010A", *name[D];
+    int32_t n = 0, from = -1, to;
     int64_t types[D];
     float *embd = need(D * D * sizeof *embd), *output = need(D * D * sizeof *output);
     Writer w = {0};
@@ -2851,18 +2965,19 @@ static void write_scripted(const char *template, const char *chain, int thoughts
              "feed_forward_length=128 attention.head_count=4 "
              "attention.layer_norm_rms_epsilon=.00001");
     key_vocab(&w, "gpt2", "gpt-2", all, "y z");
-    for (char *s = strtok_r(all, ",", &rest); s; s = strtok_r(NULL, ",", &rest), n++) {
-        types[n] = n >= CONTROL && n < DEFINED ? 3 : n >= DEFINED && n < WORDS ? 4 : 1;
+    EACH_WORD(s, all, ",") {
+        types[n] = n < CONTROL || n >= WORDS ? 1 : 3;
+        if (n >= DEFINED && n < WORDS) types[n] = 4;
         if (strstr(s, "think>")) types[n] = thoughts;
         embd[n * D + n] = 1;
-        name[n] = s;
+        name[n++] = s;
     }
     for (int i = n; i < D; i++) name[i] = i == D - 1 ? "nobody" : "";
     embd[D * D - 1] = 1;
-    char *word = strtok_r(text_of("%s", chain), " ", &rest);
-    for (int32_t from = -1, to; word; word = strtok_r(NULL, " ", &rest), from = to) {
+    EACH_WORD(word, chain, " ") {
         for (to = 0; strcmp(word, name[to]);) to++;
         if (from >= 0) output[to * D + from] = 1;
+        from = to;
     }
     key_array(&w, "tokenizer.ggml.token_type", GGUF_I64, n, types, n * sizeof *types);
     put_keys(&w, "tokenizer.ggml", text_of("bos_token_id=%d add_bos_token=1 eos_token_id=%d "
@@ -3097,8 +3212,6 @@ static bool stop_early(void *ctx, int reused, int done, int n) {
     return on_chunk(ctx, reused, done, n);
 }
 
-// Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
-// times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
 // what depends on the machine that llm runs on
 static void test_cli_machines(void) {
     static const struct { const char *change; int cpus; } quotas[] = {   // of eight CPUs
@@ -3123,6 +3236,8 @@ static void test_cli_machines(void) {
           matches(says, "^llm: this CPU lacks[^\n]*\n$"), "status %d: '%s'", status, says);
 }
 
+// Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
+// times "hm" and a newline): statistics, exit 130. During an answer in a chat: the chat goes on.
 static void test_cli_interrupt(void) {
     static const struct { const char *arguments, *typed; int status; } runs[] = {
         {"$S Once -n 100000000 -c 64 --temp 0", "", 130},
@@ -3341,7 +3456,9 @@ HIDDEN static double emu_fold(const char *op, int site, double x) {
     const double *left = g->slot[(g->released - 1) % 2];
     for (g->fold = left[__builtin_ctz(active)]; active &= active - 1;) {
         double a = g->fold, b = left[__builtin_ctz(active)];
-        g->fold = op[6] == 'u' ? a + b : op[6] == 'a' ? (a > b ? a : b) : (a < b ? a : b);
+        if (op[6] == 'u') g->fold = a + b;
+        else if (op[6] == 'a') g->fold = a > b ? a : b;
+        else g->fold = a < b ? a : b;
     }
     return g->fold;
 }
@@ -3577,15 +3694,8 @@ static const SoftClass SOFT_CLASS(NSObject), SOFT_CLASS(NSString), SOFT_CLASS(NS
     SOFT_CLASS(MTLComputeCommandEncoder), SOFT_CLASS(MTLBlitCommandEncoder),
     SOFT_CLASS(MTLResidencySet), SOFT_CLASS(MTLResidencySetDescriptor);
 
-__attribute__((format(printf, 1, 2))) static void soft_fault(const char *format, ...) {
-    va_list v;
-    va_start(v, format);
-    fprintf(stderr, "software Metal: ");
-    vfprintf(stderr, format, v);
-    fprintf(stderr, "\n");
-    va_end(v);
-    soft.faults++;
-}
+#define soft_fault(...) ((void)(fprintf(stderr, "software Metal: " __VA_ARGS__), \
+    fputc('\n', stderr), soft.faults++))
 static bool soft_breaks(const char *method) { return soft.broken && !strcmp(soft.broken, method); }
 
 static SoftObject *soft_new(const SoftClass *c) {
@@ -4456,7 +4566,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM).m;
     else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM).m;
     for (int i = 0; d->kda && i < 3; i++) {
-        Matrix *m = i == 0 ? &x.w.q : i == 1 ? &x.w.k : &x.w.v;
+        Matrix *m = (Matrix *[]){&x.w.q, &x.w.k, &x.w.v}[i];
         *m = matrix_rows(x.w.conv_in, i * values, values);
         m->out_step = channels;
     }
@@ -4480,7 +4590,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     float *want = memcpy(need(4 * N * values), x.s.att, 4 * N * values);
     x.s.cache = &cache[1];
     for (int t = 0, n; t < N; t += n) {
-        n = t > 0 ? 1 : first < N ? first : N;
+        n = t > 0 ? 1 : fmin(first, N);
         const float *to = run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
         lab_end(&x, "delta_rule");
         memcpy(got + t * values, to, n * values * sizeof *got);
@@ -4497,17 +4607,6 @@ static void kernel_delta(Gpu *g, int unused) {
         lab_delta(g, &DELTAS[i], 70);
         lab_delta(g, &DELTAS[i], 2);
     }
-}
-
-// Has each kernel run in a Lab?
-static void check_complete(void) {
-#ifndef REAL_GPU
-    char name[40];
-    for (const char *s = metal_source; (s = strstr(s, "\nkernel void ")); s++) {
-        sscanf(s, "\nkernel void %39[a-z_0-9]", name);
-        CHECK(strstr(kernels_run, text_of(" %s ", name)), "kernel %s is not tested", name);
-    }
-#endif
 }
 
 static void check_counters(void) {
@@ -4581,7 +4680,7 @@ static void kernel_latent(Gpu *g, int unused) {
     }
 }
 
-// In order to add a kernel: its test, and a row here.
+// formats: of each format in turn
 static const struct { void (*fn)(Gpu *g, int type); bool formats; } KERNEL_TESTS[] = {
     {kernel_embed, true}, {kernel_gemv, true}, {kernel_gemm, true}, {kernel_block, true},
     {kernel_experts, true}, {kernel_attention, false}, {kernel_norms, false},
@@ -4611,7 +4710,12 @@ static void test_metal_kernels(void) {
     }
     soft.order = FORWARD;
     lab_close(g);
-    check_complete();
+#ifndef REAL_GPU
+    for (const char *at = metal_source; (at = strstr(at, "\nkernel void ")); at++) {
+        const char *name = text_of("%.*s", (int)strcspn(at + 13, "("), at + 13);
+        CHECK(strstr(kernels_run, text_of(" %s ", name)), "%s: add its test to KERNEL_TESTS", name);
+    }
+#endif
     check_counters();
 }
 
@@ -5128,12 +5232,9 @@ typedef unsigned int uint, uint32_t;
 typedef unsigned long ulong, uint64_t, size_t;
 typedef long int64_t;
 typedef _Float16 half;
-typedef half half2 __attribute__((ext_vector_type(2)));
-typedef half half4 __attribute__((ext_vector_type(4)));
-typedef float float2 __attribute__((ext_vector_type(2)));
-typedef float float4 __attribute__((ext_vector_type(4)));
-typedef uint uint2 __attribute__((ext_vector_type(2)));
-typedef uint uint4 __attribute__((ext_vector_type(4)));
+#define VECTORS(T) typedef T T##2 __attribute__((ext_vector_type(2))); \
+    typedef T T##4 __attribute__((ext_vector_type(4)));
+VECTORS(half) VECTORS(float) VECTORS(uint)
 struct ulong2 { ulong2(ulong); };
 enum class mem_flags { mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
@@ -5268,6 +5369,7 @@ static void fuzz_end(void) {
 // The last argument is the inputs' directory, named after the target. It is given the first inputs:
 // each architecture, and behind them each tokenizer alone.
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    static const char *const kinds[] = {"llama", "bert", "gpt2", "t5"};
     if (setjmp(test.end)) abort();
     snprintf(test.dir, sizeof test.dir, "%s", (*argv)[*argc - 1]);
     while (strcmp(strrchr(test.dir, '/') + 1, fuzz.target->name)) fuzz.target++;
@@ -5281,10 +5383,9 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         Shape shape = SHAPES[i % COUNT(SHAPES)];
         shape.n_layer = 2;
         if (i < COUNT(SHAPES)) put_model(&w, &shape);
-        key_vocab(&w, k == 0 ? "llama" : k == 1 ? "bert" : k == 3 ? "t5" : "gpt2",
-                  text_of("%.*s", (int)strcspn(names, " "), names), "a,b,ab,<s>,</s>,<unk>,\u2581,"
-                  "\u2581a,<0xF0>,<0x9F>,<0xZZ>,##b,\xFF\xFE,\u0120,\u010A,\u0120a,1,12,\u00E9,"
-                  "\u6F22,,<|im_end|>,x", "a b,\u0120 a,ab \u0120a");
+        key_vocab(&w, kinds[k < 4 ? k : 2], text_of("%.*s", (int)strcspn(names, " "), names),
+                  "a,b,ab,<s>,</s>,<unk>,\u2581,\u2581a,<0xF0>,<0x9F>,<0xZZ>,##b,\xFF\xFE,\u0120,"
+                  "\u010A,\u0120a,1,12,\u00E9,\u6F22,,<|im_end|>,x", "a b,\u0120 a,ab \u0120a");
         key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 23, fuzz.weights, 23 * sizeof(float));
         put_keys(&w, "tokenizer.ggml", "bos_token_id=3 cls_token_id=3 seperator_token_id=3 "
                  "token_type=1,2,3,3,3,3,1,2,3,4,5,6,1,2,3,4,5,6,1,2,3,4,5");
@@ -5308,12 +5409,12 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 
 typedef struct { const char *name; void (*fn)(void); } Test;
 
-#define T(name) {#name, test_##name},
+#define T(name) {#name, test_##name},   // the Makefile reads these rows, too
 static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
-    T(golden_models) T(every_architecture) T(ring) T(regenerate)
+    T(golden_models) T(every_architecture) T(arch_lists) T(ring) T(regenerate)
     T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
