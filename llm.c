@@ -5465,10 +5465,10 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // else needs 33 and 34.
 //
 // One word for one thing: a group is 32 consecutive weights or activations (of heads, those that
-// share a KV head), a half is 16 of them; a strip is some rows of a matrix, a batch some of the
+// share a KV head), and half of one has 16; a strip is some rows of a matrix, a batch some of the
 // tokens that meet it; a block of the cache is some of its rows. `first` is the number of the first
-// of a range, `last` of its last one. n is the tokens of a product, or of an attention's queries;
-// where it counts something else, the function's comment says what.
+// of a range, `last` of its last one. n is how many tokens a product or an attention has; where it
+// counts something else, the function's comment says what.
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -5610,9 +5610,9 @@ struct Pool {
     pthread_t thread[];          // [threads - 1]
 };
 
-// AMX has registers of its own, which a process must ask for: amx_allow returns false if there are
-// none. They are set up before a thread's tasks and released after them (amx_use), because they
-// slow down context switches. What uses them is section 33.
+// AMX has registers of its own, which a process must ask for: amx_allow returns false if it may not
+// use them. They are set up before a thread's tasks and released after them (amx_use), because they
+// slow down context switches. Section 33 uses them.
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
@@ -5762,7 +5762,7 @@ static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
 #else
-// From here to the end of section 33 (`#endif   // LLM_PLAIN`, some 1,400 lines below), all is left
+// From here to the end of section 33 (`#endif   // LLM_PLAIN`, some 1,500 lines below), all is left
 // out by LLM_PLAIN.
 
 // ---- 24. vectors ----
@@ -6527,11 +6527,14 @@ static void matmul_task(Task t) {
     int64_t end = smaller(r + plan->task_rows, plan->job->w->rows);
     if (n == 1) {
         int64_t middle = smaller(r + plan->task_rows / 2, end);
-        multiply_token(plan, lower ? r : middle, upper ? end : middle);
+        if (!lower) r = middle;
+        if (!upper) end = middle;
+        multiply_token(plan, r, end);
     } else {
         int middle = (count_batches(n, plan->tile) + 1) / 2 * plan->tile->tokens;
+        int begin = lower ? 0 : middle;
         char *panels = call->panels + t.thread * call->panel_bytes;
-        multiply_tiles(plan, r, end, lower ? 0 : middle, upper ? n : middle, panels);
+        multiply_tiles(plan, r, end, begin, upper ? n : middle, panels);
     }
 }
 
@@ -7297,8 +7300,6 @@ static const Tile *amx_tile(const Matrix *w) {
 #endif   // LLM_PLAIN: sections 24 to 33
 
 // ---- 34. the GPU ----
-//
-// What the gpu_ functions do stands at their prototypes in Part I.
 
 #if defined(LLM_CUDA)
 #define GPU_NAME "cuda"
