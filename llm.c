@@ -6286,6 +6286,7 @@ enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
 
 // the four codes at x, in each lane
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
+
 // dot[t] += products of weights w, four in a lane, and four activations of each token of a batch
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
 INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {   // one load for four tokens
@@ -6300,7 +6301,6 @@ INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {
     UNROLL for (int t = 0; t < INT8_TOKENS; t++) dot[t] = dot_bytes(dot[t], w, four_codes(x[t]));
 }
 #endif
-
 typedef struct {                       // a group of activations of a batch
     int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
     float d[INT8_TOKENS];              // scales
@@ -6775,6 +6775,7 @@ static void many_finish(const ManyCall *call, const QueryTile *q, int kv, int fi
     }
 }
 
+// Some tokens' queries of the heads that share a KV head, with all rows that they see.
 static void many_task(Task t) {
     const ManyCall *call = t.ctx;
     const Attention *a = call->a;
@@ -6794,7 +6795,8 @@ static void many_task(Task t) {
     for (int r = 0; r < rows_used(a); r += keys) {
         int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + tokens - 1);
         if (seen == NONE_SEEN) continue;
-        int loaded = b.keys = smaller(rows_used(a) - r, keys);
+        int loaded = smaller(rows_used(a) - r, keys);
+        b.keys = loaded;
         b.masked = seen == SOME_SEEN;
         many_keys(call, &b, kv, r);
         for (int i = 0; i * TILE < count; i += PANELS) {
@@ -7039,7 +7041,7 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
 
 #ifdef SIMD_AMX
 #include <sys/syscall.h>
-// AMX_DEPTH is for block formats, AMX_FLOATS is the depth for floats.
+// AMX_DEPTH weights of a row are in a panel of a block format, AMX_FLOATS in one of floats.
 enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = MAX_TOKENS, AMX_KEYS = 128,
        TILE_BYTES = 1024, MAX_PARTS = 3 };
 
