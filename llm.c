@@ -3786,30 +3786,6 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
     return true;
 }
 
-static float sum16(const float *x, int n, float mean, bool squares) {   // MOVE
-    float lane[16] = {0}, sum = 0;
-    int i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; j++) {
-            float d = x[i + j] - mean;
-            lane[j] += squares ? d * d : d;
-        }
-    for (; i < n; i++) lane[0] += squares ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
-    for (int j = 0; j < 16; j++) sum += lane[j];
-    return sum;
-}
-
-// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) + 1), but
-// near 0 that difference would have few digits: there its Taylor series is taken.
-static void soft_cap(float *x, size_t n, float cap) {
-    for (size_t i = 0; i < n; i++) {
-        float y = x[i] / cap, z = y * y;
-        float near = y + y * z * (-1 / 3.0f + z * (2 / 15.0f + z * (-17 / 315.0f + z * 62 / 2835)));
-        float far = 1 - 2 / (exp_fast(2 * y) + 1);
-        x[i] = cap * (z < 0.0625f ? near : far);
-    }
-}
-
 // ==== Part IV: text =============================================================================
 
 // ---- 20. tokenizer ----
@@ -5803,20 +5779,44 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // Nearly all time goes into matrix products. One token (decode) reads every weight and uses it
 // once: memory sets the speed, if codes turn into products fast enough. A chunk (prefill) uses each
 // weight n times: panels of weights are decoded once, stay in the cache and meet all tokens of the
-// chunk. Weights of block formats meet activations that are rounded to int8, with a scale per 32
-// (in prefill with AMX: to bf16), so that one instruction multiplies up to 64 bytes. Float weights
-// meet float activations. The number of threads never changes a sum.
+// chunk. Weights of block formats meet activations that are rounded to int8, with a scale per 32,
+// so that one instruction multiplies up to 64 bytes; float weights meet float activations. (In
+// prefill with AMX all numbers become bf16.) The number of threads never changes a sum.
+//
+// In come Part I's prototypes (section 4; for the GPU section 7) and the vectors of LANES floats
+// that end section 14. Out go the functions behind these prototypes, above all matmul and
+// attention; Part VI also takes now, show_progress and prefetch_ahead.
+//
+//   22 the machine     CPUs, clock, terminal, e^x, prefetching
+//   23 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 24 to 33
+//   24 vectors         the few words in which CPUs differ          25 products of one token
+//   26 tiles           products of many tokens: the idea, and an example
+//   27 the float tile  28 the int8 tile    29 matmul, which cuts products into tasks
+//   30 attention       31 of many queries  32 of one query, with an example
+//   33 AMX             one more tile, and one more attention, for the CPUs that have it
+//   34 the GPU         metal.c, or functions that say that there is none
+//
+// Read 23, 26 and 29 first, then 30 and 32. 24, 25, 27, 28 and 31 are their inner loops; nothing
+// else needs 33 and 34.
+//
+// One word for one thing: a group is 32 consecutive weights or activations (of heads, those that
+// share a KV head), and half of one has 16; a strip is some rows of a matrix, a batch some of the
+// tokens that meet it; a block of the cache is some of its rows. `first` is the number of the first
+// of a range, `last` of its last one. n is how many tokens a product or an attention has; where it
+// counts something else, the function's comment says what.
 
 #include <pthread.h>
 #include <stdatomic.h>
 
-// A container has a quota of time in each period: that of the group of this process, or of a group
-// around it. Returns the CPUs that it is worth, n at most. root: "", but in tests
+// ---- 22. the machine ----
+
+// Returns how many CPUs a container lets this process use, at most n: the process's group, or one
+// around it, may have a quota of time in each period. root: "", but in tests
 static __attribute__((unused)) int within_quota(const char *root, int n) {
     static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
     char group[PATH_MAX], path[2 * PATH_MAX];
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
-    FILE *f, *list = fopen(path, "r");
+    FILE *list = fopen(path, "r");
     while (list && fscanf(list, "%*d:%4095[^\n]", group) == 1) {   // :/a/b; v1: cpu,cpuacct:/a/b
         char *end = strchr(group, ':');
         if (!end) continue;
@@ -5826,8 +5826,10 @@ static __attribute__((unused)) int within_quota(const char *root, int n) {
             *end = 0;
             for (size_t i = 0; i < COUNT(files); i++) {
                 snprintf(path, sizeof path, "%s/sys/fs/cgroup/%s/%s", root, group, files[i]);
-                if (!(f = fopen(path, "r"))) continue;
-                (void)!fscanf(f, "%lf %lf", i < 2 ? &quota : &period, &period);   // one or both
+                FILE *f = fopen(path, "r");
+                if (!f) continue;
+                double *number = i < 2 ? &quota : &period;
+                (void)!fscanf(f, "%lf %lf", number, &period);   // only cpu.max has two
                 fclose(f);
             }
             if (quota > 0 && quota < n * period) n = ceil(quota / period);
@@ -5839,7 +5841,7 @@ static __attribute__((unused)) int within_quota(const char *root, int n) {
 
 #ifdef __APPLE__
 #include <sys/sysctl.h>
-enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes; in Linux, in kilobytes
+enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes
 static int count_cpus(void) {   // the performance cores; all, where there is only one kind
     int n = 1;
     size_t size = sizeof n;
@@ -5849,10 +5851,11 @@ static int count_cpus(void) {   // the performance cores; all, where there is on
 }
 #else
 #include <sched.h>
-enum { RSS_PER_MB = 1 << 10 };
+enum { RSS_PER_MB = 1 << 10 };   // in kilobytes
 static int count_cpus(void) {
     cpu_set_t set;
-    return within_quota("", sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set));
+    bool fails = sched_getaffinity(0, sizeof set, &set) != 0;
+    return within_quota("", fails ? 1 : CPU_COUNT(&set));
 }
 #endif
 
@@ -5863,7 +5866,7 @@ static double now(void) {   // seconds since some moment
 }
 
 // Writes text over the terminal's current line; "" wipes the line. Text is cut to the terminal's
-// width, because spaces cannot wipe a line that has wrapped.
+// width, or to 79 characters, because spaces cannot wipe a line that has wrapped.
 static __attribute__((unused)) void show_progress(const char *text) {
     struct winsize size = {0};
     ioctl(STDERR_FILENO, TIOCGWINSZ, &size);
@@ -5871,13 +5874,13 @@ static __attribute__((unused)) void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// Adding 1.5 * 2^23 to a float leaves no bits for a fraction: x + ROUNDER is x rounded to an
-// integer, and its bits are ROUNDER_BITS plus that integer.
+// Adding 1.5 * 2^23 to a float leaves no bits for a fraction. If |x| is less than 2^22, x + ROUNDER
+// is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that integer.
 static const float ROUNDER = 12582912.0f;
 enum { ROUNDER_BITS = 0x4b400000 };
 
-// e^x = 2^i * e^r with i = x / ln 2 rounded, |r| <= 0.35, by Taylor's series. No call and no
-// branch, so that loops over it become vector code. 0 below -87.7, infinite above 88.4
+// Returns e^x; 0 below -87.7, infinite above 88.4. It is 2^i * e^r with i = x / ln 2 rounded, and
+// |r| <= 0.35, by Taylor's series. No call and no branch: loops over it become vector code.
 static inline float exp_fast(float x) {
     x = x < -88 ? -88 : x;
     x = x > 89 ? 89 : x;
@@ -5894,8 +5897,33 @@ static inline float exp_fast(float x) {
     return p * y;
 }
 
+static float sum16(const float *x, int n, float mean, bool squares) {
+    float lane[16] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) {
+            float d = x[i + j] - mean;
+            lane[j] += squares ? d * d : d;
+        }
+    for (; i < n; i++) lane[0] += squares ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
+    for (int j = 0; j < 16; j++) sum += lane[j];
+    return sum;
+}
+
+// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) + 1), but
+// near 0 that difference would have few digits: there its Taylor series is taken.
+static void soft_cap(float *x, size_t n, float cap) {
+    for (size_t i = 0; i < n; i++) {
+        float y = x[i] / cap, z = y * y;
+        float near = y + y * z * (-1 / 3.0f + z * (2 / 15.0f + z * (-17 / 315.0f + z * 62 / 2835)));
+        float far = 1 - 2 / (exp_fast(2 * y) + 1);
+        x[i] = cap * (z < 0.0625f ? near : far);
+    }
+}
+
 // Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
 // each; L2 has 48. So L2 fetches from memory far ahead of the reader; L1 from L2 shortly before.
+// A loop that reads `bytes` bytes at p calls prefetch_ahead(p, bytes) before it does.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
 enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
 #else
@@ -5910,11 +5938,11 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
     prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
-// ---- 22. threads ----
+// ---- 23. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n. A thread
-// claims k tasks by subtracting k: if `left` was i > 0, it runs tasks n - i, n - i + 1 .. n - i + k
-// - 1; if `left` was 0 or less, nothing is left to claim. A thread claims many tasks while many are
+// claims k tasks by subtracting k: if `left` was i > 0, it runs tasks n - i .. n - i + k - 1 (up to
+// n - 1); if `left` was 0 or less, nothing is left to claim. A thread claims many while many are
 // left, because after each claim all other cores fetch the counter anew, which takes 100 ns.
 // `running` counts the tasks that are not finished. parallel returns when it is 0, and only then
 // can the next call overwrite fn and task: a thread that has claimed a task reads its own call's.
@@ -5925,25 +5953,34 @@ enum { LINE_PAIR = 128 };        // bytes; what is so far apart never shares a c
 
 struct Pool {
     int threads;
-    bool amx;                    // the tile registers are ours to use
+    bool amx;                    // AMX's tile registers are ours to use
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    TaskFn *fn;                  // the call: fn(task) with i from 0 on
-    Task task;                   // its i: how many tasks there are
+    TaskFn *fn;                  // what this call of parallel runs
+    Task task;                   // its ctx and of; its i is how many tasks there are
     char before_left[LINE_PAIR];
     atomic_int left;             // tasks that nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
     atomic_int running;          // tasks that are not finished
     char behind[LINE_PAIR];
-    atomic_int sleeping, ids;    // threads that sleep; workers that have a number
+    atomic_int sleeping;         // threads that sleep
+    atomic_int ids;              // workers that have a number
     atomic_bool quit;
     pthread_t thread[];          // [threads - 1]
 };
 
-// AMX's tile registers: may we use them? They are set up before a thread's tasks and released after
-// them, because they slow down context switches.
+// AMX has registers of its own, which a process must ask for: amx_allow returns false if it may not
+// use them. They are set up before a thread's tasks and released after them (amx_use), because they
+// slow down context switches. Section 33 uses them.
+#if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
+    (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
+#define SIMD_AMX
 static bool amx_allow(void);
 static void amx_use(bool on);
+#else
+static bool amx_allow(void) { return false; }
+static void amx_use(bool on) { (void)on; }
+#endif
 
 // A denormal number costs 100 cycles and is nearly 0: workers, and the caller during a call, flush
 // it to 0. cpu_pause, in a loop that waits, leaves more of a core to its other thread.
@@ -5976,7 +6013,7 @@ static void pool_wake(Pool *p) {
     pthread_mutex_unlock(&p->lock);
 }
 
-// claims tasks and runs them until none is left
+// Claims tasks and runs them until none is left. `thread` is 0 for the caller of parallel.
 static void pool_work(Pool *p, int thread) {
     int left, done = 0;
     if (p->amx) amx_use(true);
@@ -5992,9 +6029,11 @@ static void pool_work(Pool *p, int thread) {
 
 // The caller waits until the last task is finished, a worker until there is something to claim.
 static bool pool_ready(Pool *p, bool caller) {
-    return caller ? !atomic_load(&p->running) : atomic_load(&p->left) > 0 || atomic_load(&p->quit);
+    if (caller) return !atomic_load(&p->running);
+    return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
 }
 
+// Returns when pool_ready: spins for a while, then sleeps.
 static void pool_wait(Pool *p, bool caller) {
     double until = now() + 200e-6;
     while (!pool_ready(p, caller) && now() < until) cpu_pause();
@@ -6030,9 +6069,11 @@ static Pool *pool_open(int threads) {
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     p->amx = amx_allow();   // before there are threads: they inherit the permission
-    for (p->threads = 1; p->threads < threads; p->threads++)
-        if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p))
-            return pool_close(p), NULL;
+    for (p->threads = 1; p->threads < threads; p->threads++) {
+        if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p) == 0) continue;
+        pool_close(p);
+        return NULL;
+    }
     return p;
 }
 
@@ -6056,7 +6097,8 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, int n) {
 }
 
 #ifdef LLM_PLAIN
-// Part I's definitions of products and attention do the work: slowly, but without what follows.
+// Part I's definitions of products and attention do the work: slowly, but with these three
+// functions in place of sections 24 to 33.
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     (void)p;
     for (int j = 0; j < k; j++) {
@@ -6079,20 +6121,29 @@ static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
 #else
-// ---- 23. vectors ----
+// From here to the end of section 33 (`#endif   // LLM_PLAIN`, some 1,500 lines below), all is left
+// out by LLM_PLAIN.
+
+// ---- 24. vectors ----
 //
-// Arithmetic is plain C on compiler vectors as wide as the CPU's. These words need intrinsics:
+// Loops below are written once for all CPUs, in plain C on compiler vectors as wide as theirs: vf
+// has LANES floats, vi as many int32, vb and vub four bytes in each lane. `a + b * c` is one or two
+// instructions for 4, 8 or 16 numbers. Only these words need intrinsics, for AVX-512 with VNNI,
+// AVX2 with and without VNNI, NEON with and without dot products of bytes; others get plain C:
 //   dot_bytes   adds four products of bytes, w[0..3] * x[0..3], to each lane. VNNI takes w as
 //               unsigned: CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
 //               unsigned times signed bytes in 16 bits; |w| times x with the sign of w is the same
 //               product and fits: a pair is at most 2 * 128 * 127
-//   dot_pairs   the same for small unsigned codes if PAIRS: adds some pairs before it widens them,
-//               mostly 2 instructions in place of 5
+//   dot_pairs   the same for small unsigned codes if PAIRS: adds a run of products in 16 bits (in
+//               *pairs) before it widens them, mostly 2 instructions in place of 5. A run's first
+//               call `begins` it, its last one `ends` it
 //   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any
 //               format is exact: one multiply-add takes it off and rounds once, as two steps would
 //   evens, odds give both lanes of a pair its first or its second number
 //   pair_sums   the sums of a's pairs, then of b's
 // INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
+
+#define BY_LANES(at_16, at_8, at_4) (LANES == 16 ? (at_16) : LANES == 8 ? (at_8) : (at_4))
 
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
@@ -6141,16 +6192,17 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 }
 #else
 enum { CODE_BIAS = 0, PAIRS = 1, INT8_TILE = 1 };
-INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
+INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool begins, bool ends) {
     __m256i more = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
-    *pairs = (vi)(first ? more : _mm256_add_epi16((__m256i)*pairs, more));
+    *pairs = (vi)(begins ? more : _mm256_add_epi16((__m256i)*pairs, more));
     __asm__("" : "+x"(*pairs));   // or gcc reorders the sums and keeps them in memory
-    if (last) sum += (vi)_mm256_madd_epi16((__m256i)*pairs, _mm256_set1_epi16(1));
+    if (ends) sum += (vi)_mm256_madd_epi16((__m256i)*pairs, _mm256_set1_epi16(1));
     return sum;
 }
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
-    __m256i size = _mm256_abs_epi8((__m256i)w), y = _mm256_sign_epi8((__m256i)x, (__m256i)w);
-    return dot_pairs(sum, &x, (vi)size, (vi)y, true, true);
+    vi pairs, size = (vi)_mm256_abs_epi8((__m256i)w);
+    vi signed_x = (vi)_mm256_sign_epi8((__m256i)x, (__m256i)w);
+    return dot_pairs(sum, &pairs, size, signed_x, true, true);
 }
 #endif
 INLINE vf pair_sums(vf a, vf b) {
@@ -6200,17 +6252,31 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #endif
 #endif
 #if !defined(SIMD_AVX2) || defined(__AVXVNNI__)
-INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool first, bool last) {
-    return (void)pairs, (void)first, (void)last, dot_bytes(sum, w, x);
+INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool begins, bool ends) {
+    (void)pairs;
+    (void)begins;
+    (void)ends;
+    return dot_bytes(sum, w, x);
 }
 #endif
-INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes
-    UNROLL for (int n = LANES / 2; n; n /= 2)
-        UNROLL for (int i = 0; i < n; i++) v[i] = pair_sums(v[2 * i], v[2 * i + 1]);
+
+// lane i of what it returns: the sum of v[i]'s lanes; v is overwritten
+INLINE vf sum_each(vf v[LANES]) {
+    UNROLL for (int left = LANES / 2; left; left /= 2)
+        UNROLL for (int i = 0; i < left; i++) v[i] = pair_sums(v[2 * i], v[2 * i + 1]);
     return v[0];
 }
 
-// ---- 24. products of one token ----
+static void narrow(const float *x, int n, uint16_t *to) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store_f16(to + i, load_f32(x + i));
+    for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
+}
+
+// ---- 25. products of one token ----
+//
+// token_pack rounds the activations to TokenActs; then the matvec function of the weights' format,
+// which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
 
 // Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml; sum gets the
 // sums of the first 16 codes, of the other 16, and of all. Positive floats have the order of their
@@ -6231,7 +6297,9 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     uint32_t lo = 0, hi = 0;
     for (int i = 0; i < 16; i++) lo += (uint32_t)bits[i] - ROUNDER_BITS;
     for (int i = 16; i < 32; i++) hi += (uint32_t)bits[i] - ROUNDER_BITS;
-    sum[0] = lo, sum[1] = hi, sum[2] = lo + hi;
+    sum[0] = lo;
+    sum[1] = hi;
+    sum[2] = lo + hi;
     return quant_f16_to_f32(quant_f32_to_f16(most / 127));
 }
 
@@ -6240,11 +6308,13 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 // a group, s[2 g + half] the scale times the sum of its 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-static void token_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+// packs `count` activations (256, or less at the end of a row), see Tile.pack
+static void token_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
     TokenActs *a = acts;
-    (void)w, (void)token;
-    if (n < 256) memset(a, 0, sizeof *a);
-    for (int g = 0; g < n / 32; g++) {
+    (void)w;
+    (void)token;
+    if (count < 256) memset(a, 0, sizeof *a);
+    for (int g = 0; g < count / 32; g++) {
         int8_t q[32];
         int32_t sum[3];
         float d = round_32(x + 32 * g, q, sum);
@@ -6271,7 +6341,7 @@ typedef struct {
     bool block;                // not floats
     bool per16, offsets;       // d and m of each 16 weights, not 32; m is not always 0
     int bias;                  // makes signed codes unsigned
-    int max_pairs;             // that dot_pairs may add in 16 bits; 0: use dot_bytes
+    int max_pairs;             // longest run that dot_pairs may add; 0: use dot_bytes
 } Format;
 
 static const Format formats[64];   // by type
@@ -6290,26 +6360,30 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const To
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = f->bias && !CODE_BIAS && !f->max_pairs;
-    int run = f->per16 || f->max_pairs == 2 ? 2 : 4;
+    uint8_t bias = as_signed ? 0 : f->bias;
+    int run = f->per16 || f->max_pairs == 2 ? 2 : 4;   // products of k and k + 1, or of all k
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
-        vi dot[2] = {{0}}, pairs;
+        vi dot[2] = {{0}};   // of the groups' first halves, of their second ones; or [0] of all
+        vi pairs;
         if (!as_signed) sum[1] += load_f32((f->bias ? d : m) + i) * load_f32(x->s + i);
         UNROLL for (int k = 0; k < 4; k++) {
-            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + (uint8_t)(as_signed ? 0 : f->bias));
-            vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
-            *to = f->max_pairs ? dot_pairs(*to, &pairs, w, y, k % run == 0, k % run == run - 1)
-                               : dot_bytes(*to, w, y);
+            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
+            vi y = load_i32(x->q[k][i / 2]);
+            vi *to = &dot[f->per16 ? k / 2 : 0];
+            bool begins = k % run == 0, ends = k % run == run - 1;
+            if (f->max_pairs) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
+            else *to = dot_bytes(*to, w, y);
         }
-        vf first = __builtin_convertvector(dot[0], vf), other = __builtin_convertvector(dot[1], vf);
-        sum[0] += first * (f->per16 ? evens(scale) : scale);
-        if (f->per16) sum[0] += other * odds(scale);
+        vf dot_0 = __builtin_convertvector(dot[0], vf), dot_1 = __builtin_convertvector(dot[1], vf);
+        sum[0] += dot_0 * (f->per16 ? evens(scale) : scale);
+        if (f->per16) sum[0] += dot_1 * odds(scale);
     }
 }
 
-// Sets out[r] to the sum of sum's lanes. LANES rows share the work, which costs as much as a block:
-// `sums` keeps their vectors until it is full.
+// Sets out[r] to the sum of sum's lanes. LANES rows share the work, which costs as much as 256
+// weights: `sums` keeps their vectors until it is full, or `rows` end.
 INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out) {
     int i = r % LANES;
     sums[i] = sum;
@@ -6318,6 +6392,7 @@ INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out)
     memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
 }
 
+// A MatvecFn for a block format, of which decoder and Format are constants.
 INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, int64_t rows,
                          int64_t cols, const TokenActs *x, float *out) {
     int bytes = f->bytes;
@@ -6339,7 +6414,8 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, in
     }
 }
 
-// four sums at a time: an addition takes four cycles, and one can start in each
+// A MatvecFn for floats of `size` bytes. A row has four sums at a time: an addition takes four
+// cycles, so with one sum each would wait for the one before.
 INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
                          int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
@@ -6376,8 +6452,8 @@ static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x
 static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
 static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
 
-// A pair is at most 254 times the largest code, which is twice the bias or, without one, what a
-// weight's bits in the file can hold.
+// A pair is at most 254 times the largest code, which is at most twice the bias or, without one,
+// below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
 #define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
 #define MAX_PAIRS(top) (!PAIRS ? 0 : (top) <= 16 ? 8 : (top) <= 32 ? 4 : (top) <= 64 ? 2 : 0)
 
@@ -6394,51 +6470,64 @@ static const Format formats[64] = {
 
 // where weight k of row r is; for a row past the end, that of the last row
 static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
-    return w->data + ((r < w->rows ? r : w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
+    int64_t row = r < w->rows ? r : w->rows - 1;
+    return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
 }
 
-// ---- 25. tiles: products of many tokens ----
+// ---- 26. tiles: products of many tokens ----
 //
 // out [n][rows] is computed in tiles of some tokens times 16 or 32 rows, whose sums stay in
 // registers. Rows lie across the lanes and activations are broadcast, so no lanes are added up. A
-// task decodes `depth` weights of each of its rows to panels, which stay in L2 while it multiplies
-// them with all tokens of the chunk; a tile's activations stay in L1 meanwhile. Then it takes the
-// next `depth` weights, whose products it adds to out.
+// task has a strip of rows: it decodes `depth` weights of each to panels, which stay in L2 while it
+// multiplies them with all tokens of the chunk, batch by batch; a batch's activations stay in L1
+// meanwhile. Then it takes the next `depth` weights, whose products it adds to out.
+//
+// An example: 40 tokens, 96 rows and 2,048 columns of q4_K, with AVX-512 and two threads.
+//
+//   packing    7 batches of 6 tokens (the last one has 4, and 2 copies) times 2 steps of 1,024
+//              columns are 14 tasks. Each calls `pack` 6 * 4 times, for 256 columns of a token
+//   products   3 strips of 32 rows are 3 tasks. Each does, for weights 0..1023, then 1024..2047:
+//              `decode` twice, to panels of 16 rows; then, for each of the 7 batches, `multiply`
+//              for a tile of 32 rows times 6 tokens, 12 sums of 16 floats, and tile_out
+//   in all     12 panels, and 42 tiles: 21 overwrite their part of out [40][96], 21 add to it
 //
 // A Tile is what differs between CPUs and formats. Only its three functions know how packed
-// activations and panels are laid out.
+// activations and panels are laid out. The Product that `multiply` gets is one such tile.
 
 typedef struct {
     const Matmul *job;
     int64_t r, k;                  // first row; first weight
     int t, depth;                  // first token; number of weights
-    const void *acts, *panel;      // activations k.. of tokens t.., packed; weights k.. of rows r..
+    const void *acts;              // activations k.. of tokens t.., packed
+    const void *panel;             // weights k.. of rows r.., in PANELS panels
 } Product;
 
 typedef struct {
-    int tokens;                    // of a Product, at most MAX_TOKENS; the job may have fewer
-    int step;                      // columns that a task packs, of `tokens` tokens; whole 256
+    int tokens;                    // of a batch, at most MAX_TOKENS; the last batch may have fewer
+    int step;                      // columns that a task packs, of a batch; whole 256
     int depth, task_rows;          // weights of a row in a panel; most rows of a task
-    size_t act_bytes;              // of 256 activations of `tokens` tokens, packed
+    size_t act_bytes;              // of 256 activations of a batch, packed
     size_t panel_bytes;            // of `depth` weights of 16 rows
-    // packs n <= 256 activations of one of the tokens; NULL: job->x is used as it is
-    void (*pack)(const Matrix *w, const float *x, int n, int token, void *acts);
+    // packs count <= 256 activations x of number `token` of a batch; NULL: job->x is used as it is
+    void (*pack)(const Matrix *w, const float *x, int count, int token, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+15
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
     void (*multiply)(const Product *p, vf *sum);   // to sum[PANELS][tokens][16]
 } Tile;
 
-// A panel has TILE rows, which are so many vectors, and a tile of products so many panels.
-enum { TILE = 16, VECTORS = TILE / LANES, PANELS = LANES == 16 ? 2 : 1, MAX_TOKENS = 32 };
+static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: section 33
 
-// Copies n words of 32 bits (a float or four codes) from each of 16 rows, which lie `stride` words
-// apart, to n columns of 16.
+// A panel has TILE rows, which are so many vectors, and a tile of products so many panels.
+enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS = 32 };
+
+// Copies words of 32 bits (a float, four codes or two bf16), `columns` of each of 16 rows, which
+// lie `stride` words apart, to columns of 16. With AVX-512 `columns` is rounded up to whole 4.
 #if defined(SIMD_VNNI)
 // Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, each row's
 // in 128 bits. Four vectors thus have 4 x 4 words in each 128 bits: two steps of unpacking
 // transpose these, and each vector is a column.
-static void transpose(const void *rows, int stride, int n, void *to) {
-    for (int k = 0; k < n; k += 4) {
+static void transpose(const void *rows, int stride, int columns, void *to) {
+    for (int k = 0; k < columns; k += 4) {
         float *column = (float *)to + TILE * k;
         __m512i v[4];
         UNROLL for (int i = 0; i < 4; i++) {
@@ -6457,29 +6546,30 @@ static void transpose(const void *rows, int stride, int n, void *to) {
     }
 }
 #else
-static void transpose(const void *rows, int stride, int n, void *to) {
-    for (int i = 0; i < n; i++)
+static void transpose(const void *rows, int stride, int columns, void *to) {
+    for (int i = 0; i < columns; i++)
         for (int r = 0; r < TILE; r++)
             memcpy((float *)to + TILE * i + r, (const float *)rows + stride * r + i, 4);
 }
 #endif
 
 // Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens; those of the
-// first weights overwrite out. The last ones bring the matrix's scale and bias.
+// first weights of a row overwrite out. The last ones bring the matrix's scale and bias.
 static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
-    bool first = p->k == 0, last = p->k + p->depth == w->cols;
-    float scale = last && w->scale ? *w->scale : 1;
+    bool overwrites = p->k == 0, is_last = p->k + p->depth == w->cols;
+    float scale = is_last && w->scale ? *w->scale : 1;
     for (int64_t r = p->r; r < smaller(p->r + PANELS * TILE, w->rows); r += TILE) {
         int rows = smaller(w->rows - r, TILE);
         float bias[TILE] = {0}, edge[TILE] = {0};
-        if (last && w->bias) memcpy(bias, w->bias + r, rows * sizeof *bias);
+        if (is_last && w->bias) memcpy(bias, w->bias + r, rows * sizeof *bias);
         const vf *sum = sums + (r - p->r) / LANES * tokens;
         for (int t = p->t; t < smaller(p->t + tokens, p->job->n); t++, sum += VECTORS) {
-            float *out = p->job->out + t * output_step(w) + r, *y = rows < TILE ? edge : out;
+            float *out = p->job->out + t * output_step(w) + r;
+            float *y = rows < TILE ? edge : out;
             if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
             for (int v = 0; v < VECTORS; v++) {
-                vf value = sum[v] + (first ? (vf){0} : load_f32(y + LANES * v));
+                vf value = sum[v] + (overwrites ? (vf){0} : load_f32(y + LANES * v));
                 store(y + LANES * v, value * scale + load_f32(bias + LANES * v));
             }
             if (rows < TILE) memcpy(out, edge, rows * sizeof *edge);
@@ -6487,14 +6577,15 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
     }
 }
 
-// ---- 26. the float tile ----
+// ---- 27. the float tile ----
 //
-// It multiplies float weights, and all formats where there is no int8 tile. Attention without AMX
-// uses tile_float for both of its products.
+// It multiplies float weights, and all formats where there is no int8 tile. Attention of many
+// queries uses tile_float for both of its products. (Neither is so with AMX.)
 
 // As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
-enum { FLOAT_DEPTH = 512, FLOAT_KEYS = 64, FLOAT_TOKENS = LANES == 16 ? 8 : 4,
-       PACKED_TOKENS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4 };
+// Attention's "tokens" are keys of a block, or numbers of a value.
+enum { FLOAT_DEPTH = 512, PACKED_TOKENS = BY_LANES(8, 5, 4),
+       FLOAT_KEYS = 64, FLOAT_TOKENS = BY_LANES(8, 4, 4) };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
 // token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, those of out
@@ -6517,9 +6608,9 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
 
 // Packs activations to [cols][PACKED_TOKENS]. As they are, rows that lie a power of two apart would
 // compete for the same few lines of L1.
-static void float_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+static void float_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
     (void)w;
-    for (int j = 0; j < n; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
+    for (int j = 0; j < count; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
 }
 
 static void float_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
@@ -6543,15 +6634,19 @@ static const Tile float_tile = {
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
 };
 
-// ---- 27. the int8 tile ----
+// ---- 28. the int8 tile ----
 //
 // A dot product starts at the bits of ROUNDER. Seen as a float it then is ROUNDER + dot, so that no
 // integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called 8
 // times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers
 // hold, with two sums for each vector; on x86 two vectors of rows share the loads of activations.
 
-enum { INT8_DEPTH = 1024, INT8_TOKENS = LANES == 16 ? 6 : LANES == 8 ? 3 : 4 };
+enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
+
+// the four codes at x, in each lane
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
+
+// dot[t] += products of weights w, four in a lane, and four activations of each token of a batch
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
 INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {   // one load for four tokens
     int8x16_t codes = (int8x16_t)w, four = vld1q_s8(x[0]);
@@ -6565,10 +6660,10 @@ INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {
     UNROLL for (int t = 0; t < INT8_TOKENS; t++) dot[t] = dot_bytes(dot[t], w, four_codes(x[t]));
 }
 #endif
-typedef struct {                       // 32 activations of some tokens
+typedef struct {                       // a group of activations of a batch
     int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
     float d[INT8_TOKENS];              // scales
-    float s[3][INT8_TOKENS];           // d * sum of the first 16 codes, of the other 16, of all
+    float s[3][INT8_TOKENS];           // d * sum of the first half's codes, the second's, of all
     int32_t start[3][INT8_TOKENS];     // of their dot products: ROUNDER, less what CODE_BIAS adds
 } Int8Acts;
 typedef struct {                       // weights of 16 rows
@@ -6576,9 +6671,9 @@ typedef struct {                       // weights of 16 rows
     float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
 } Int8Panel;
 
-static void int8_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+static void int8_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
     (void)w;
-    for (Int8Acts *a = acts, *end = a + n / 32; a < end; a++, x += 32) {
+    for (Int8Acts *a = acts, *end = a + count / 32; a < end; a++, x += 32) {
         int8_t q[32];
         int32_t sum[3];
         a->d[token] = round_32(x, q, sum);
@@ -6596,19 +6691,21 @@ static void int8_pack(const Matrix *w, const float *x, int n, int token, void *a
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     Int8Panel *p = panel;
-    int bias = f->max_pairs ? f->bias : f->offsets ? 0 : CODE_BIAS;
+    int bias = f->offsets ? 0 : CODE_BIAS;
+    if (f->max_pairs) bias = f->bias;
     bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
     for (int i = 0; i < depth; i += 256) {
         uint64_t q[TILE][32];
         float d[TILE][16], m[TILE][16];
         for (int j = 0; j < TILE; j++) {
             int8_t *codes = (int8_t *)q[j];
-            const block_q2_K *b = (const void *)weight_at(w, r + j, k + i);
+            const uint8_t *weights = weight_at(w, r + j, k + i);
             prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the panel below
-            quant_decode(w->type, (const void *)b, w->cols - k - i, codes, d[j], m[j]);
+            quant_decode(w->type, weights, w->cols - k - i, codes, d[j], m[j]);
             for (int c = 0; c < 256; c++) codes[c] += bias;
             if (f->max_pairs && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
             if (!folds) continue;
+            const block_q2_K *b = (const void *)weights;
             for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
             for (int c = 0; c < 16; c++) d[j][c] = quant_half(b->d);
         }
@@ -6618,20 +6715,22 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
     }
 }
 
-// total[i][t][16] = products of panel i with token t. 32 weights of a row have 1 or 2 scales and 0
-// to 2 offsets: `step` weights share a scale.
+// total[i][t][16] = products of panel i with token t of the batch. A group of weights has 1 or 2
+// scales, each of `step` weights, and 0 to 2 offsets. dot_pairs adds `run` words of four codes.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
                       int max_pairs, vf *total) {
     enum { T = INT8_TOKENS, V = PANELS * VECTORS };
     vf sum[V][T] = {{{0}}};
-    int step = 32 / scales, run = smaller(max_pairs, step / 4), each = offsets / scales;
+    int step = 32 / scales, run = smaller(max_pairs, step / 4), scale_offsets = offsets / scales;
+    bool plain = offsets || !CODE_BIAS;   // codes without CODE_BIAS
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
-        UNROLL for (int half = 0; half < scales; half++) {
-            size_t all = scales > 1 ? half : 2, code = g / 8 * 64 + g % 8 * 2;
+        UNROLL for (int half = 0; half < scales; half++) {   // if there is one scale, all the group
+            size_t which = scales > 1 ? half : 2;            // of start [3]
+            size_t code = g / 8 * 64 + g % 8 * 2;            // of a panel's q: the group's first
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
-                    dot[v][t] = (vi){0} + (offsets || !CODE_BIAS ? ROUNDER_BITS : x->start[all][t]);
+                    dot[v][t] = (vi){0} + (plain ? ROUNDER_BITS : x->start[which][t]);
             UNROLL for (int i = 0; i < step / 4; i++) {
                 size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
                 UNROLL for (int v = 0; v < V; v++) {
@@ -6642,13 +6741,14 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
                                               i % run == 0, i % run == run - 1);
                 }
             }
+            int offset = half * scale_offsets, offset_end = offset + scale_offsets;
             UNROLL for (int v = 0; v < V; v++) {
                 const Int8Panel *p = &w[v / VECTORS];
                 size_t r = v % VECTORS * LANES;
                 vf scale = load_f32(p->d[2 * g + half] + r);
                 UNROLL for (int t = 0; t < T; t++) {
                     sum[v][t] += dot_scaled(dot[v][t], scale) * x->d[t];
-                    UNROLL for (int o = half * each; o < half * each + each; o++)
+                    UNROLL for (int o = offset; o < offset_end; o++)
                         sum[v][t] += load_f32(p->m[2 * g + o] + r) * x->s[offsets > 1 ? o : 2][t];
                 }
             }
@@ -6658,19 +6758,22 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
             total[(v / VECTORS * T + t) * VECTORS + v % VECTORS] = sum[v][t];
 }
 
+// MULTIPLY(scales, offsets, max_pairs): each row is a tile_int8 of its own, with loops unrolled.
+// With PAIRS a format with max_pairs takes one of the first five rows, where offsets also take off
+// a bias; all others, and without PAIRS all formats, take one of the last four.
 static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
     int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
 #define MULTIPLY(...) tile_int8(p->panel, p->acts, p->depth, __VA_ARGS__, sum)
-    if (pairs == 8 && !f->per16) MULTIPLY(1, 1, 8);
-    else if (pairs == 4 && !f->per16) MULTIPLY(1, 1, 4);
-    else if (pairs == 2 && !f->per16) MULTIPLY(1, 1, 2);
-    else if (pairs == 2) MULTIPLY(2, 2, 2);
-    else if (pairs) MULTIPLY(2, 2, 4);
-    else if (f->per16 && offsets) MULTIPLY(1, 2, 0);
-    else if (f->per16) MULTIPLY(2, 0, 0);
-    else if (offsets) MULTIPLY(1, 1, 0);
-    else MULTIPLY(1, 0, 0);
+    if (pairs == 8 && !f->per16) MULTIPLY(1, 1, 8);        // q4_0 q4_K tq1_0 tq2_0 q1_0 q2_0
+    else if (pairs == 4 && !f->per16) MULTIPLY(1, 1, 4);   // q4_1 q5_0 q5_K iq1_s iq3_s mxfp4
+    else if (pairs == 2 && !f->per16) MULTIPLY(1, 1, 2);   // q5_1
+    else if (pairs == 2) MULTIPLY(2, 2, 2);                // q6_K
+    else if (pairs) MULTIPLY(2, 2, 4);                     // q2_K q3_K iq1_m nvfp4
+    else if (f->per16 && offsets) MULTIPLY(1, 2, 0);       // q2_K, folded
+    else if (f->per16) MULTIPLY(2, 0, 0);                  // iq2_xs iq2_s, q3_K q6_K iq1_m nvfp4
+    else if (offsets) MULTIPLY(1, 1, 0);                   // q4_1 q5_1 q4_K q5_K
+    else MULTIPLY(1, 0, 0);   // q8_0 iq2_xxs iq3_xxs iq4_nl iq4_xs, and what is not named above
 #undef MULTIPLY
 }
 
@@ -6680,27 +6783,25 @@ static const Tile int8_tile = {
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
 };
 
-// ---- 28. matmul ----
+// ---- 29. matmul ----
+//
+// A call has up to MAX_JOBS products, of which some share x. Activations are packed first, each x
+// once (plan_job, pack_task); then rows are cut into strips, and a strip is a task, or two are
+// halves of one (plan_tasks, matmul_task). A single token has no tiles, but is cut up likewise.
 
-// With AMX numbers are sums of bf16 parts: so many for a weight, and for an activation.
-static int weight_parts(const Matrix *w) {
-    return w->type == QUANT_F32 ? 3 : w->type == QUANT_F16 ? 2 : 1;
-}
-static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
-static const Tile amx_tiles[3];   // by act_parts - 1
-
-// The activations of a single token are packed like a tile's.
-static const Tile float_token = {.tokens = 1},
-    block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs), .pack = token_pack};
+// the two Tiles of a single token: only their activations are packed like a tile's
+static const Tile float_token = {.tokens = 1};
+static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
+                                 .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
     const Tile *tile;
     const void *acts;                  // packed by this job or an earlier one, or job->x
-    uint64_t act_bytes;                // of tile->tokens tokens
+    uint64_t act_bytes;                // of a batch, all columns
     int first_pack, first_task;        // numbers of this job's first tasks
-    int64_t task_rows;                 // of a block of rows
-    int whole;                         // blocks that are one task each; the others are two
+    int64_t task_rows;                 // of a strip
+    int undivided;                     // strips that are one task each; the others are two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -6709,17 +6810,22 @@ typedef struct {
     size_t panel_bytes;
 } MatmulCall;
 
+static int count_batches(int tokens, const Tile *tile) {
+    return (tokens + tile->tokens - 1) / tile->tokens;
+}
+
+// packs up to tile->step columns of a batch
 static void pack_task(Task t) {
     const JobPlan *plan = ((const MatmulCall *)t.ctx)->job;
     while (t.i >= plan[1].first_pack) plan++;
     const Matmul *job = plan->job;
     const Tile *tile = plan->tile;
-    int groups = (job->n + tile->tokens - 1) / tile->tokens, i = t.i - plan->first_pack;
-    int first = i % groups * tile->tokens;
-    int64_t k = i / groups * tile->step, end = smaller(k + tile->step, job->w->cols);
-    char *acts = (char *)plan->acts + i % groups * plan->act_bytes + k / 256 * tile->act_bytes;
+    int i = t.i - plan->first_pack, batches = count_batches(job->n, tile);
+    int batch = i % batches, first = batch * tile->tokens;
+    int64_t k = i / batches * tile->step, end = smaller(k + tile->step, job->w->cols);
+    char *acts = (char *)plan->acts + batch * plan->act_bytes + k / 256 * tile->act_bytes;
     for (; k < end; k += 256, acts += tile->act_bytes)
-        for (int j = 0; j < tile->tokens; j++) {   // copies of the first token fill the last tile
+        for (int j = 0; j < tile->tokens; j++) {   // copies of its first token fill the last batch
             int token = first + j < job->n ? first + j : first;
             const float *x = job->x + token * input_step(job->w) + k;
             tile->pack(job->w, x, smaller(end - k, 256), j, acts);
@@ -6734,15 +6840,16 @@ static void multiply_token(const JobPlan *plan, int64_t r, int64_t end) {
     for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
 }
 
-// rows r .. end-1 for tokens t .. t_end-1
+// Rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to whole
+// tiles: past the matrix's end panels repeat its last row, and tile_out leaves that out.
 static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
     const Matrix *w = plan->job->w;
     const Tile *tile = plan->tile;
-    int groups = (t_end - t + tile->tokens - 1) / tile->tokens, rows = PANELS * TILE;
+    int batches = count_batches(t_end - t, tile), rows = PANELS * TILE;
     Product p = {.job = plan->job};
     vf sum[PANELS * MAX_TOKENS * VECTORS];
-    static _Thread_local bool backwards;   // every other task: it begins with what L2 still has
+    static _Thread_local bool backwards;   // every other task begins with the batch L2 still has
     backwards = !backwards;
     end = (end + rows - 1) / rows * rows;
     for (p.k = 0; p.k < w->cols; p.k += tile->depth) {
@@ -6750,10 +6857,10 @@ static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, i
         p.depth = smaller(w->cols - p.k, tile->depth);
         for (p.r = r; p.r < end; p.r += TILE, panel += tile->panel_bytes)
             tile->decode(w, p.r, p.k, p.depth, panel);
-        for (int i = 0; i < groups; i++) {
-            p.t = t + (backwards ? groups - 1 - i : i) * tile->tokens;
-            p.acts = plan->acts + p.t / tile->tokens * plan->act_bytes;
-            p.acts += p.k / 256 * tile->act_bytes;
+        for (int i = 0; i < batches; i++) {
+            int batch = t / tile->tokens + (backwards ? batches - 1 - i : i);
+            p.t = batch * tile->tokens;
+            p.acts = plan->acts + batch * plan->act_bytes + p.k / 256 * tile->act_bytes;
             p.panel = panels;
             for (p.r = r; p.r < end; p.r += rows, p.panel += PANELS * tile->panel_bytes) {
                 tile->multiply(&p, sum);
@@ -6763,20 +6870,31 @@ static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, i
     }
 }
 
+// A strip of rows, or half of one: half of its rows for a single token, else half of the tokens.
 static void matmul_task(Task t) {
     const MatmulCall *call = t.ctx;
     const JobPlan *plan = call->job;
     while (t.i >= plan[1].first_task) plan++;
-    int i = t.i - plan->first_task, n = plan->job->n, pair = 2 * plan->tile->tokens;
-    int middle = (n + pair - 1) / pair * plan->tile->tokens;
-    // This task is half blocks first .. last-1. If it is one alone, it has half of the block's rows
-    // for a single token, else half of the tokens.
-    int first = i < plan->whole ? 2 * i : i + plan->whole, last = first + (i < plan->whole ? 2 : 1);
-    int64_t half = plan->task_rows / 2, r = (n == 1 ? first : first / 2 * 2) * half;
-    int64_t end = smaller((n == 1 ? last : (last + 1) / 2 * 2) * half, plan->job->w->rows);
-    if (n == 1) multiply_token(plan, r, end);
-    else multiply_tiles(plan, r, end, first % 2 ? middle : 0, last % 2 ? middle : n,
-                        call->panels + t.thread * call->panel_bytes);
+    int i = t.i - plan->first_task, n = plan->job->n, strip = i;
+    bool lower = true, upper = true;   // the halves that this task has
+    if (i >= plan->undivided) {        // strips u, u, u + 1, u + 1 .. with u undivided
+        strip = (i + plan->undivided) / 2;
+        upper = (i + plan->undivided) % 2;
+        lower = !upper;
+    }
+    int64_t r = strip * plan->task_rows;
+    int64_t end = smaller(r + plan->task_rows, plan->job->w->rows);
+    if (n == 1) {
+        int64_t middle = smaller(r + plan->task_rows / 2, end);
+        if (!lower) r = middle;
+        if (!upper) end = middle;
+        multiply_token(plan, r, end);
+    } else {
+        int middle = (count_batches(n, plan->tile) + 1) / 2 * plan->tile->tokens;
+        int begin = lower ? 0 : middle;
+        char *panels = call->panels + t.thread * call->panel_bytes;
+        multiply_tiles(plan, r, end, begin, upper ? n : middle, panels);
+    }
 }
 
 // Plans to pack `job`, unless an earlier one packs the same. The tile depends on format and CPU,
@@ -6786,9 +6904,9 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     const JobPlan *same = call->job;
     bool block = formats[w->type].block;
     const Tile *tile = INT8_TILE && block ? &int8_tile : &float_tile;
-    if (p->amx) tile = &amx_tiles[act_parts(w) - 1];
+    if (p->amx) tile = amx_tile(w);
     if (job->n == 1) tile = block ? &block_token : &float_token;
-    size_t groups = (job->n + tile->tokens - 1) / tile->tokens, packs = 0;
+    size_t batches = count_batches(job->n, tile), packs = 0;
     plan->job = job;
     plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     plan->tile = tile;
@@ -6798,29 +6916,33 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
                            same->job->w->cols != w->cols || same->tile != tile)) same++;
     if (same < plan) plan->acts = same->acts;
     else if (tile->pack) {
-        packs = groups * ((w->cols - 1) / tile->step + 1);
-        plan->acts = arena_take(arena, groups, plan->act_bytes);
+        packs = batches * ((w->cols - 1) / tile->step + 1);
+        plan->acts = arena_take(arena, batches, plan->act_bytes);
     }
     call->panel_bytes = larger(call->panel_bytes, tile->task_rows / TILE * tile->panel_bytes);
     plan[1].first_pack = plan->first_pack + packs;
 }
 
-// Cuts the rows of k jobs into blocks of whole cache lines of out and about equal bytes of weights,
-// four per thread, as each reads all activations, or three for a single token. A block is a task.
-// As some cores are slower (two threads may share one), the last blocks are two tasks each, of half
-// the rows for a single token, else of half the tokens, if these are worth decoding weights twice.
+// Cuts the rows of k jobs into strips: whole cache lines of out (32 rows), and about equal bytes of
+// weights, four strips per thread, as each reads all activations, or three for a single token. As
+// some cores are slower (two threads may share one), the last strips of the last job are two tasks
+// each, if there are tokens enough to be worth decoding weights twice.
 static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += plan[i].row_bytes * plan[i].job->w->rows;
-    for (; k--; plan++) {
-        bool one = plan->job->n == 1;   // 512 KB are the fastest, as memory likes long runs
-        size_t share = bytes / (p->threads * (one ? 3 : 4)) / plan->row_bytes;
-        size_t most = one ? (512 << 10) / plan->row_bytes : (size_t)plan->tile->task_rows;
-        plan->task_rows = larger(smaller(share, most) / 32, 1) * 32;
-        int blocks = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
-        int halved = k ? 0 : one ? p->threads : plan->job->n >= 256 ? p->threads / 2 : 0;
-        plan->whole = blocks > halved ? blocks - halved : 0;
-        plan[1].first_task = plan->first_task + 2 * blocks - plan->whole;
+    for (int i = 0; i < k; i++, plan++) {
+        size_t share = 4 * p->threads, most = plan->tile->task_rows;
+        int divided = plan->job->n >= 256 ? p->threads / 2 : 0;
+        if (plan->job->n == 1) {
+            share = 3 * p->threads;
+            most = (512 << 10) / plan->row_bytes;   // the fastest, as memory likes long runs
+            divided = p->threads;
+        }
+        plan->task_rows = larger(smaller(bytes / share / plan->row_bytes, most) / 32, 1) * 32;
+        int strips = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
+        if (i < k - 1) divided = 0;
+        plan->undivided = strips > divided ? strips - divided : 0;
+        plan[1].first_task = plan->first_task + 2 * strips - plan->undivided;
     }
 }
 
@@ -6838,7 +6960,7 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     arena->used = mark;
 }
 
-// ---- 29. attention ----
+// ---- 30. attention ----
 //
 // Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
 // `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
@@ -6846,29 +6968,31 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 // and the query heads that share a KV head share each block. top starts at -FLT_MAX, and a masked
 // score is -INFINITY: no difference is inf - inf, which would be a NaN.
 
-// How much do queries at positions first .. last see of rows r .. r+n-1? Rows that none sees are
-// passed over; rows that all see need no mask.
+// How much do queries at positions first .. last see of `keys` rows from r on? Rows that none sees
+// are passed over; rows that all see need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
-static int block_seen(const Attention *a, int r, int n, int first, int last) {
-    int any = 0, all = 1, end = smaller(r + n, a->rows);
+static int block_seen(const Attention *a, int r, int keys, int first, int last) {
+    int any = 0, all = 1, end = smaller(r + keys, a->rows);
     for (int j = r; j < end; j++) {
-        int key = a->pos_k[j], nearest = key < first ? first : key < last ? key : last;
+        int key = a->pos_k[j], nearest = key < last ? key : last;
+        if (nearest < first) nearest = first;
         any |= attention_sees(a, nearest, key);
         all &= attention_sees(a, first, key) & attention_sees(a, last, key);
     }
-    return !any ? NONE_SEEN : all ? ALL_SEEN : SOME_SEEN;
+    if (!any) return NONE_SEEN;
+    return all ? ALL_SEEN : SOME_SEEN;
 }
 
-// a ring fills in order: it has written so many of its rows
+// how many rows of a layer's cache have been written: a ring fills in order
 static int rows_used(const Attention *a) { return smaller(a->pos + a->n, a->rows); }
 
-// ---- 30. attention of many queries ----
+// ---- 31. attention of many queries ----
 //
-// A task has one KV head and some queries of all heads that share it, 16 to a QueryTile. Queries
-// lie across the lanes: scores are [key][16], results [vd][16], and no lanes are added up. Keys and
-// values are made floats, in rows of hd32 and vd32: hd and vd rounded up to whole 32, with zeros
-// behind. An AttentionTile is what differs between CPUs: how it packs all this for the products
-// scores = keys * queries and results += transposed values * weights.
+// A task has one KV head and some tokens' queries of all heads that share it, 16 to a QueryTile.
+// Queries lie across the lanes: scores are [key][16], results [vd][16], and no lanes are added up.
+// Keys and values are made floats, in rows of hd32 and vd32: hd and vd rounded up to whole 32, with
+// zeros behind. An AttentionTile is what differs between CPUs: how it packs all this for its
+// products scores = keys * queries and results += transposed values * weights.
 
 typedef struct {                       // 16 queries of heads that share a KV head
     void *q;                           // packed, in as many bytes as [16][hd32] floats
@@ -6878,16 +7002,16 @@ typedef struct {                       // 16 queries of heads that share a KV he
     int32_t pos[TILE];
 } QueryTile;
 
-typedef struct {                       // n rows of a KV head's cache
-    float *k, *v;                      // [n][hd32], [n][vd32]
+typedef struct {                       // rows of a KV head's cache
+    float *k, *v;                      // [keys][hd32], [keys][vd32]
     void *packed;                      // both as pack_keys leaves them, in as many bytes
-    const int32_t *pos;                // [n]
-    int n;
+    const int32_t *pos;                // [keys]
+    int keys;
     bool masked;                       // some query does not see all of them
 } KeyBlock;
 
 typedef struct {
-    int keys;                          // rows in a block
+    int keys;                          // most rows of a block
     int task_queries;                  // most queries of a task, all heads counted: they stay in L2
     // from [16][width]; NULL: floats in columns, keys as they are
     void (*pack_queries)(const float *q, int width, void *to);
@@ -6896,20 +7020,20 @@ typedef struct {
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
-static int whole_32(int width) { return (width + 31) / 32 * 32; }
+static int up_to_32(int width) { return (width + 31) / 32 * 32; }
 
-// Turns scores s[n][16] of scaled queries into weights exp(score - top), with the new top, and adds
-// them to q->sum; the sums of earlier blocks fade.
+// Turns scores s[keys][16] of scaled queries into weights exp(score - top), with the new top, and
+// adds them to q->sum; the sums of earlier blocks fade.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
     bool fades = false;
     memcpy(top, q->top, sizeof top);
-    if (a->softcap > 0) soft_cap(s, b->n * TILE, a->softcap);
-    for (int j = 0; j < b->n; j++) {
+    if (a->softcap > 0) soft_cap(s, b->keys * TILE, a->softcap);
+    for (int j = 0; j < b->keys; j++) {
         int key = b->pos[j];
         float *row = s + TILE * j;
-        if (a->slopes) for (int i = 0; i < TILE; i++)
+        if (a->slopes) for (int i = 0; i < TILE; i++)   // ALiBi
             row[i] -= q->slope[i] * (float)abs(q->pos[i] - key);
         if (b->masked) for (int i = 0; i < TILE; i++)
             row[i] = attention_sees(a, q->pos[i], key) ? row[i] : -INFINITY;
@@ -6917,7 +7041,7 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
             top[v] = larger_of(top[v], load_f32(row + v * LANES));
     }
     memcpy(most, top, sizeof most);
-    for (int j = 0; j < b->n; j++) {
+    for (int j = 0; j < b->keys; j++) {
         float *row = s + TILE * j;
         for (int i = 0; i < TILE; i++) total[i] += row[i] = exp_fast(row[i] - most[i]);
     }
@@ -6937,127 +7061,155 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
-    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd);
+    int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd);
     size_t next = PANELS > 1 ? q[1].out - q[0].out : 0;   // q[1].q is as far from q[0].q
-    for (int j = 0; j < b->n; j += FLOAT_TOKENS)   // rows past n yield scores that nobody reads
+    for (int j = 0; j < b->keys; j += FLOAT_TOKENS)   // scores past the last row are never read
         tile_float(q->q, next, b->k + j * hd32, FLOAT_TOKENS, hd32, 1, a->hd, false,
                    s[0] + TILE * j, FLOAT_KEYS * TILE);
     for (int i = 0; i < PANELS; i++) tile_softmax(a, b, &q[i], s[i]);
     for (int e = 0; e < a->vd; e += FLOAT_TOKENS)
-        tile_float(s[0], FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, vd32, b->n,
+        tile_float(s[0], FLOAT_KEYS * TILE, b->v + e, FLOAT_TOKENS, 1, vd32, b->keys,
                    true, q->out + TILE * e, next);
 }
 
 static const AttentionTile float_attention = {.keys = FLOAT_KEYS, .task_queries = 256,
                                               .attend = float_attend};
-static const AttentionTile amx_attention;
+static const AttentionTile amx_attention;   // section 33
 
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
-    int tasks, queries, tiles;         // a task has `queries` of each head, in `tiles` QueryTiles
+    int group, tasks;                  // heads that share a KV head
+    int tokens, tiles;                 // of a task: most tokens; QueryTiles
     QueryTile *q;                      // [threads][tiles]
     float *work;                       // [threads][work_size] for KeyBlock and QueryTiles
     size_t work_size;
 } ManyCall;
 
-// Packs a task's queries: number j is query first + j / group of head kv * group + j % group.
-// Copies of the last one fill the last tiles. rows [16][hd32] must be zeros on entry.
+// Packs a task's `count` queries: number j is of token first + j / group, head kv * group + j %
+// group. Copies of the last one fill the last tiles. rows [16][hd32] must be zeros on entry.
 static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first,
                        int count) {
     const Attention *a = call->a;
-    int group = a->n_head / a->n_kv, hd32 = whole_32(a->hd);
+    int hd32 = up_to_32(a->hd);
     for (int j = 0; j < call->tiles * TILE; j++) {
-        int at = j < count ? j : count - 1, lane = j % TILE, head = kv * group + at % group,
-            query = first + at / group;
-        const float *from = a->q + ((size_t)query * a->n_head + head) * a->hd;
         QueryTile *tile = &q[j / TILE];
+        int lane = j % TILE, at = j < count ? j : count - 1;
+        int head = kv * call->group + at % call->group, token = first + at / call->group;
+        const float *from = a->q + ((size_t)token * a->n_head + head) * a->hd;
         for (int e = 0; e < a->hd; e++) rows[lane * hd32 + e] = from[e] * a->scale;
         tile->top[lane] = -FLT_MAX;
         tile->slope[lane] = a->slopes ? a->slopes[head] : 0;
-        tile->pos[lane] = a->pos + query;
+        tile->pos[lane] = a->pos + token;
         if (lane < TILE - 1) continue;
         if (call->tile->pack_queries) call->tile->pack_queries(rows, hd32, tile->q);
         else transpose(rows, hd32, hd32, tile->q);
-        memset(tile->out, 0, TILE * whole_32(a->vd) * sizeof(float));
+        memset(tile->out, 0, TILE * up_to_32(a->vd) * sizeof(float));
     }
 }
 
-static void many_task(Task t) {
-    const ManyCall *call = t.ctx;
+// loads b->keys rows of the cache from r on, and packs them
+static void many_keys(const ManyCall *call, KeyBlock *b, int kv, int r) {
     const Attention *a = call->a;
-    // the last queries see most keys: they come first, so that no thread is left alone with them
-    int task = call->tasks - 1 - t.i, kv = task % a->n_kv, group = a->n_head / a->n_kv;
-    int first = task / a->n_kv * call->queries, count = smaller(a->n - first, call->queries);
-    int keys = call->tile->keys, hd32 = whole_32(a->hd), vd32 = whole_32(a->vd), both = hd32 + vd32;
-    float *work = call->work + t.thread * call->work_size;
-    QueryTile *q = call->q + t.thread * call->tiles;
-    for (int i = 0; i < call->tiles; i++, work += TILE * both)
-        q[i] = (QueryTile){.q = work, .out = work + TILE * hd32};
-    KeyBlock b = {.k = work, .v = work + keys * hd32, .packed = work + keys * both};
-    int most = smaller(whole_32(rows_used(a)), keys);   // rows of a block
-    memset(b.k, 0, sizeof(float) * most * hd32);
-    memset(b.v, 0, sizeof(float) * most * vd32);
-    many_start(call, q, b.k, kv, first, count * group);
-    for (int r = 0; r < rows_used(a); r += keys) {
-        int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + count - 1);
-        if (seen == NONE_SEEN) continue;
-        int n = b.n = smaller(rows_used(a) - r, keys);
-        b.pos = a->pos_k + r;
-        b.masked = seen == SOME_SEEN;
-        for (int j = 0; j < n; j++) {
-            size_t row = (size_t)kv * a->rows + r + j;
-            quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * hd32, a->hd);
-            quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * vd32, a->vd);
-        }
-        if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
-        for (int i = 0; i * TILE < count * group; i += PANELS) {
-            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // their last key; empty rows: -1
-            for (b.n = n; !a->ahead && b.n && (uint32_t)b.pos[b.n - 1] > last;) b.n--;
-            call->tile->attend(a, &b, &q[i]);
-        }
+    int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd);
+    b->pos = a->pos_k + r;
+    for (int j = 0; j < b->keys; j++) {
+        size_t row = (size_t)kv * a->rows + r + j;
+        quant_dequantize(QUANT_F16, a->k + row * a->hd, b->k + j * hd32, a->hd);
+        quant_dequantize(QUANT_F16, a->v + row * a->v_step, b->v + j * vd32, a->vd);
     }
-    for (int j = 0; j < count * group; j++) {
+    if (call->tile->pack_keys) call->tile->pack_keys(a, b);
+}
+
+// divides the values of a task's `count` queries by their sums of weights
+static void many_finish(const ManyCall *call, const QueryTile *q, int kv, int first, int count) {
+    const Attention *a = call->a;
+    for (int j = 0; j < count; j++) {
         const QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, head = kv * group + j % group;
-        float *to = a->out + ((size_t)(first + j / group) * a->n_head + head) * a->vd;
+        int lane = j % TILE, head = kv * call->group + j % call->group;
+        float *to = a->out + ((size_t)(first + j / call->group) * a->n_head + head) * a->vd;
         float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
         float inverse = sum == 0 ? 0 : 1 / sum;   // 0: it sees nothing
         for (int e = 0; e < a->vd; e++) to[e] = tile->out[TILE * e + lane] * inverse;
     }
 }
 
+// Some tokens' queries of the heads that share a KV head, with all rows that they see.
+static void many_task(Task t) {
+    const ManyCall *call = t.ctx;
+    const Attention *a = call->a;
+    // the last queries see most keys: they come first, so that no thread is left alone with them
+    int task = call->tasks - 1 - t.i, kv = task % a->n_kv, first = task / a->n_kv * call->tokens;
+    int tokens = smaller(a->n - first, call->tokens), count = tokens * call->group;
+    int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd), both = hd32 + vd32;
+    int keys = call->tile->keys, most = smaller(up_to_32(rows_used(a)), keys);   // of a block
+    float *work = call->work + t.thread * call->work_size;
+    QueryTile *q = call->q + t.thread * call->tiles;
+    for (int i = 0; i < call->tiles; i++, work += TILE * both)
+        q[i] = (QueryTile){.q = work, .out = work + TILE * hd32};
+    KeyBlock b = {.k = work, .v = work + keys * hd32, .packed = work + keys * both};
+    memset(b.k, 0, sizeof(float) * most * hd32);
+    memset(b.v, 0, sizeof(float) * most * vd32);
+    many_start(call, q, b.k, kv, first, count);
+    for (int r = 0; r < rows_used(a); r += keys) {
+        int seen = block_seen(a, r, keys, a->pos + first, a->pos + first + tokens - 1);
+        if (seen == NONE_SEEN) continue;
+        int loaded = smaller(rows_used(a) - r, keys);
+        b.keys = loaded;
+        b.masked = seen == SOME_SEEN;
+        many_keys(call, &b, kv, r);
+        for (int i = 0; i * TILE < count; i += PANELS) {
+            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // their last key; empty rows: -1
+            for (b.keys = loaded; !a->ahead && b.keys && (uint32_t)b.pos[b.keys - 1] > last;)
+                b.keys--;
+            call->tile->attend(a, &b, &q[i]);
+        }
+    }
+    many_finish(call, q, kv, first, count);
+}
+
 static void attend_many(Pool *p, Arena *arena, const Attention *a) {
-    int group = a->n_head / a->n_kv, step = PANELS * TILE;
-    ManyCall call = {.a = a, .tile = p->amx ? &amx_attention : &float_attention};
+    int step = PANELS * TILE;   // queries that `attend` takes
+    ManyCall call = {.a = a, .tile = &float_attention, .group = a->n_head / a->n_kv};
+    if (p->amx) call.tile = &amx_attention;
     // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
     int share = larger(a->n * a->n_head / (4 * p->threads), step);
-    call.queries = smaller(larger(smaller(share, call.tile->task_queries) / group, 1), a->n);
-    call.tasks = a->n_kv * ((a->n + call.queries - 1) / call.queries);
-    call.tiles = (call.queries * group + step - 1) / step * PANELS;
+    call.tokens = larger(smaller(share, call.tile->task_queries) / call.group, 1);
+    call.tokens = smaller(call.tokens, a->n);
+    call.tasks = a->n_kv * ((a->n + call.tokens - 1) / call.tokens);
+    call.tiles = (call.tokens * call.group + step - 1) / step * PANELS;
     int rows = call.tiles * TILE + call.tile->keys * (call.tile->pack_keys ? 2 : 1);
-    call.work_size = rows * (whole_32(a->hd) + whole_32(a->vd));
+    call.work_size = rows * (up_to_32(a->hd) + up_to_32(a->vd));
     call.q = arena_take(arena, p->threads * call.tiles, sizeof *call.q);
     call.work = arena_take(arena, p->threads * call.work_size, sizeof *call.work);
     if (arena->base) parallel(p, many_task, &call, call.tasks);
 }
 
-// ---- 31. attention of one query ----
+// ---- 32. attention of one query ----
 //
 // Memory sets the speed: it has 2 * (hd + vd) bytes per row and KV head, read once for all query
 // heads that share them. Of a block, FEW rows, the keys are read and then the values, in the order
 // of memory, and with each row the same row of the next block is prefetched, so that memory never
 // waits for arithmetic. SPLIT_BLOCKS blocks make a split. Each split of a head has a largest score
 // and sums of its own, a Partial; the thread that finishes a head's last split joins its Partials.
+//
+// An example: the query at position 299 sees 300 rows; 8 heads share 2 KV heads; two threads. There
+// are 10 blocks of 32 rows (12 of the last are seen) in 3 splits, of 4, 4 and 2. A unit has the 4
+// heads of a KV head; 2 units times 3 splits are 6 tasks. Task 4 has unit 1, split 1: it fills the
+// Partials of heads 4 to 7 by four calls of one_block, for rows 128..159 and so on of KV head 1.
+// The task of 3, 4 and 5 that ends last calls one_join for each of these heads, with 3 Partials.
 
 enum { FEW = 32, SPLIT_BLOCKS = 4 };
-typedef struct { float top, sum, out[]; } Partial;   // largest score; sum of weights; [vd] values
+typedef struct {
+    float top, sum;                // largest score; sum of weights exp(score - top)
+    float out[];                   // [vd] weighted sums of values
+} Partial;
 typedef struct {
     const Attention *a;
     int32_t *block;                // [blocks] first row of each block that the query sees
     int blocks, splits;            // splits = blocks / SPLIT_BLOCKS, rounded up
     int heads, units;              // a unit has the heads that share a KV head, or some of them
-    int run;                       // splits that a task has, one unit's after the other's
+    int task_splits;               // splits that a task has, one unit's after the other's
     float *partials;               // [n_head][splits] Partials
     size_t size;                   // floats of a Partial
     atomic_int *missing;           // [units] splits that are not finished
@@ -7067,26 +7219,27 @@ static Partial *partial_of(const OneCall *call, int head, int split) {
     return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
-// s[heads][FEW] = products of n keys k with the queries of neighbouring heads
+// s[heads][FEW] = products of so many keys k with the queries q of up to 4 neighbouring heads, 0
+// for the rest of FEW. With each key that of the next block is prefetched.
 INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
-                       int n, int heads, float s[][FEW]) {
+                       int keys, int heads, float s[][FEW]) {
     vf sum[4][FEW];
-    int whole = a->hd / LANES * LANES;
-    for (int j = 0; j < n; j++, k += a->hd, next += a->hd) {
+    int in_vectors = a->hd / LANES * LANES;   // the others of hd are added one by one
+    for (int j = 0; j < keys; j++, k += a->hd, next += a->hd) {
         vf total[4] = {{0}};
         prefetch_l2(next, 2 * a->hd);
-        for (int e = 0; e < whole; e += LANES) {
+        for (int e = 0; e < in_vectors; e += LANES) {
             vf key = load_f16(k + e);
             UNROLL for (int h = 0; h < heads; h++) total[h] += key * load_f32(q + h * a->hd + e);
         }
         UNROLL for (int h = 0; h < heads; h++) {
-            for (int e = whole; e < a->hd; e++)
+            for (int e = in_vectors; e < a->hd; e++)
                 total[h][0] += quant_f16_to_f32(k[e]) * q[h * a->hd + e];
             sum[h][j] = total[h];
         }
     }
     for (int h = 0; h < heads; h++) {
-        for (int j = n; j < FEW; j++) sum[h][j] = (vf){0};
+        for (int j = keys; j < FEW; j++) sum[h][j] = (vf){0};
         for (int j = 0; j < FEW; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
     }
 }
@@ -7107,19 +7260,19 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
     UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
     float fade = exp_fast(partial->top - top);
     partial->top = top;
-    UNROLL for (int n = LANES; n > 1; n /= 2) sum = pair_sums(sum, sum);
+    UNROLL for (int left = LANES; left > 1; left /= 2) sum = pair_sums(sum, sum);
     partial->sum = partial->sum * fade + sum[0];
     if (fade < 1) for (int e = 0; e < a->vd; e++) partial->out[e] *= fade;
 }
 
-// out[heads][vectors * LANES] += weights s times so much of n rows of values, with all sums in
+// out[heads][vectors * LANES] += weights s times so much of each key's values, with all sums in
 // registers; rows of out lie `stride` floats apart
-INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
+INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
                         int heads, int vectors, float s[][FEW], float *out, size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
-    for (int j = 0; j < n; j++, v += a->v_step, next += a->v_step) {
+    for (int j = 0; j < keys; j++, v += a->v_step, next += a->v_step) {
         prefetch_l2(next, 2 * vectors * LANES);
         UNROLL for (int i = 0; i < vectors; i++) {
             vf value = load_f16(v + i * LANES);
@@ -7130,16 +7283,16 @@ INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *n
         UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
 }
 
-// out[heads][vd] += weights s times n rows of values
-INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int n,
+// out[heads][vd] += weights s times so many rows of values
+INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
                        int heads, float s[][FEW], float *out, size_t stride) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
     for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
-        one_columns(a, v + e, next + e, n, heads, vectors, s, out + e, stride);
+        one_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
     for (; e + LANES <= a->vd; e += LANES)
-        one_columns(a, v + e, next + e, n, heads, 1, s, out + e, stride);
+        one_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
     for (int h = 0; h < heads && e < a->vd; h++)
-        for (int j = 0; j < n; j++)
+        for (int j = 0; j < keys; j++)
             for (int i = e; i < a->vd; i++)
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
@@ -7148,19 +7301,21 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
 // the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
 INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
-    int r = call->block[b], n = smaller(a->rows - r, FEW);
+    int r = call->block[b], keys = smaller(a->rows - r, FEW);
     size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
-    size_t row = (size_t)kv * a->rows + r, next = row, stride = call->size * call->splits;
+    size_t row = (size_t)kv * a->rows + r;   // of k and v
+    size_t next = row;                       // the row to prefetch; its own costs nothing
+    size_t stride = call->size * call->splits;
     int32_t pos[FEW];
     float s[4][FEW];
     if (g == 0 && b + 1 < call->blocks) next = row - r + call->block[b + 1];
     else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + call->block[0];
-    memset(pos, -1, sizeof pos);
-    memcpy(pos, a->pos_k + r, n * sizeof *pos);
-    one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, n, heads, s);
+    memset(pos, -1, sizeof pos);   // past the last row: nobody sees it
+    memcpy(pos, a->pos_k + r, keys * sizeof *pos);
+    one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys, heads, s);
     for (int i = 0; i < heads; i++)
         one_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
-    one_values(a, a->v + row * a->v_step, a->v + next * a->v_step, n, heads, s,
+    one_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
                partial_of(call, head, split)->out, stride);
 }
 
@@ -7183,10 +7338,10 @@ static void one_join(const OneCall *call, int head) {
 static void one_task(Task t) {
     const OneCall *call = t.ctx;
     const Attention *a = call->a;
-    int group = a->n_head / a->n_kv, end = (t.i + 1) * call->run;
-    for (int i = t.i * call->run; i < end && i < call->units * call->splits; i++) {
+    int group = a->n_head / a->n_kv, end = (t.i + 1) * call->task_splits;
+    for (int i = t.i * call->task_splits; i < end && i < call->units * call->splits; i++) {
         int unit = i / call->splits, split = i % call->splits, b = split * SPLIT_BLOCKS;
-        int first = unit * call->heads, kv = first / group, last = first % group + call->heads;
+        int first = unit * call->heads, kv = first / group, g_end = first % group + call->heads;
         for (int g = 0; g < call->heads; g++) {
             Partial *partial = partial_of(call, first + g, split);
             memset(partial, 0, call->size * sizeof(float));
@@ -7194,9 +7349,9 @@ static void one_task(Task t) {
         }
         for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
             int g = first % group;
-            for (; g + 4 <= last; g += 4) one_block(call, kv, b, g, 4);
-            for (; g + 2 <= last; g += 2) one_block(call, kv, b, g, 2);
-            for (; g < last; g++) one_block(call, kv, b, g, 1);
+            for (; g + 4 <= g_end; g += 4) one_block(call, kv, b, g, 4);
+            for (; g + 2 <= g_end; g += 2) one_block(call, kv, b, g, 2);
+            for (; g < g_end; g++) one_block(call, kv, b, g, 1);
         }
         bool done = atomic_fetch_sub(&call->missing[unit], 1) == 1;
         for (int g = 0; done && g < call->heads; g++) one_join(call, first + g);
@@ -7222,8 +7377,9 @@ static void attend_one(Pool *p, Arena *arena, const Attention *a) {
     call.partials = arena_take(arena, (size_t)a->n_head * call.splits, call.size * sizeof(float));
     if (!arena->base) return;
     for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
-    call.run = larger(all / (4 * p->threads), 1);   // a long run in memory, yet four tasks a thread
-    parallel(p, one_task, &call, (all + call.run - 1) / call.run);
+    // much of memory in order, yet four tasks a thread
+    call.task_splits = larger(all / (4 * p->threads), 1);
+    parallel(p, one_task, &call, (all + call.task_splits - 1) / call.task_splits);
 }
 
 static void attention(Pool *p, Arena *arena, const Attention *a) {
@@ -7233,54 +7389,18 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
     arena->used = mark;
 }
 
-// ---- 32. narrow ----
-
-static void narrow(const float *x, int n, uint16_t *to) {
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) store_f16(to + i, load_f32(x + i));
-    for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
-}
-
-#endif   // LLM_PLAIN
-
-// ---- 33. the GPU ----
-
-#if defined(LLM_CUDA)
-#define GPU_NAME "cuda"
-#include "metal.c"
-#elif defined(LLM_METAL)
-#define GPU_NAME "metal"
-#include "metal.c"
-#else
-#define GPU_NAME ""
-static int gpu_chunk(Session *s) { return (void)s, 0; }
-static void gpu_open(Session *s) { (void)s; }
-static void gpu_close(Session *s) { (void)s; }
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    return (void)s, (void)ids, (void)n, (void)pos, (void)first, false;
-}
-static bool gpu_logits(Session *s, int i, int n) { return (void)s, (void)i, (void)n, false; }
-static void gpu_fetch(Session *s, void *p, size_t n) { (void)s, (void)p, (void)n; }
-static void gpu_store(Session *s, bool states) { (void)s, (void)states; }
-static bool gpu_copy(Session *s, float *to, const float *from, size_t n) {
-    return (void)s, (void)to, (void)from, (void)n, false;
-}
-static inline double gpu_rate(Session *s, void *p, size_t n) { return (void)s, (void)p, n * 0.0; }
-static inline double gpu_bytes(const Session *s) { return (void)s, 0; }
-#endif
-
-// ---- 34. AMX ----
+// ---- 33. AMX ----
 //
-// One instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
+// Xeons have it since 2023. A tile is here a register of 16 rows of 64 bytes, or what it holds: one
+// instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
 // formats become bf16, scales and offsets included, and so do their activations: closer to exact
 // than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
 // largest of nine products, f16 weights four, with two parts (17 bits) of each activation, bf16
 // weights two. 2 x 2 tiles share their operands: one load per product.
 
-#if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
-    (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
-#define SIMD_AMX
+#ifdef SIMD_AMX
 #include <sys/syscall.h>
+// AMX_DEPTH weights of a row are in a panel of a block format, AMX_FLOATS in one of floats.
 enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = MAX_TOKENS, AMX_KEYS = 128,
        TILE_BYTES = 1024, MAX_PARTS = 3 };
 
@@ -7290,10 +7410,22 @@ static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 // that only its first 8 bytes are read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-static void amx_use(bool on) { if (on) _tile_loadconfig(&tile_config); else _tile_release(); }
+static void amx_use(bool on) {
+    if (on) _tile_loadconfig(&tile_config);
+    else _tile_release();
+}
 
-typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations of each
+// Numbers are sums of bf16 parts: so many for a weight, and for an activation that meets it.
+static int weight_parts(const Matrix *w) {
+    if (w->type == QUANT_F32) return 3;
+    return w->type == QUANT_F16 ? 2 : 1;
+}
+static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
 
+// one part of 32 activations of each token of a batch: two tiles
+typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;
+
+// stores lo and hi as 32 bf16
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
 }
@@ -7309,12 +7441,12 @@ INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// to AmxActs [n/32][parts]
-static void amx_pack(const Matrix *w, const float *x, int n, int token, void *acts) {
+// to AmxActs [count/32][parts], with zeros behind
+static void amx_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
     AmxActs *a = acts;
-    for (; n > 0; n -= 32, x += 32, a += act_parts(w)) {
+    for (; count > 0; count -= 32, x += 32, a += act_parts(w)) {
         float edge[32] = {0};
-        const float *from = n < 32 ? memcpy(edge, x, n * sizeof *x) : x;
+        const float *from = count < 32 ? memcpy(edge, x, count * sizeof *x) : x;
         store_parts(a->x[token], sizeof *a, act_parts(w), load_f32(from), load_f32(from + 16));
     }
 }
@@ -7331,13 +7463,13 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
     }
 }
 
-// up to 256 float weights of 16 rows, to 8 [parts] tiles
-static void amx_floats(const Matrix *w, int64_t r, int64_t k, int n, char *to) {
+// up to 256 float weights of 16 rows, to tiles [8][parts]
+static void amx_floats(const Matrix *w, int64_t r, int64_t k, int count, char *to) {
     float x[TILE][256];
-    if (n < 256) memset(x, 0, sizeof x);
+    if (count < 256) memset(x, 0, sizeof x);
     for (int j = 0; j < TILE; j++) {
         prefetch_l2(weight_at(w, r + TILE + j, k), formats[w->type].bytes);   // the panel below
-        quant_dequantize(w->type, weight_at(w, r + j, k), x[j], n);
+        quant_dequantize(w->type, weight_at(w, r + j, k), x[j], count);
     }
     amx_columns(x[0], 256, weight_parts(w), to);
 }
@@ -7352,9 +7484,12 @@ INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from
 
 // 256 weights of 16 rows, to 8 tiles. They are transposed as codes, which are fewer bytes: 16 codes
 // from each of 8 rows are 8 x 8 pairs, which interleaving rows i and i + 4 three times transposes.
+// A tile has a group of weights; 8 of its 16 rows have a half.
 static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
-    _Alignas(64) int8_t q[2][8][256], pairs[2][4][8][4][16];   // of half h: [h % 4][8][h / 4]
-    _Alignas(64) float rows[TILE][2][16], scales[2][16][TILE];
+    _Alignas(64) int8_t q[2][8][256];            // codes of rows 0 to 7, of rows 8 to 15
+    _Alignas(64) int8_t pairs[2][4][8][4][16];   // pairs i of half h: [h % 4][i][h / 4], of 8 rows
+    _Alignas(64) float rows[TILE][2][16];        // each row's d and m
+    _Alignas(64) float scales[2][16][TILE];      // the same, transposed
     const Format *f = &formats[w->type];
     const uint8_t *b = weight_at(w, r, k);
     size_t next = w->cols * f->bytes / 256;
@@ -7363,18 +7498,19 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
         quant_decode(w->type, b, w->cols - k, q[j / 8][j % 8], rows[j][0], rows[j][1]);
     }
     transpose(rows, 32, f->offsets ? 32 : 16, scales);
-    for (int n = 0; n < 8; n++) {
+    for (int c = 0; c < 8; c++) {   // 64 codes of 8 rows
         __m512i v[4][8];
-        UNROLL for (int i = 0; i < 8; i++) v[0][i] = _mm512_loadu_si512(q[n / 4][i] + n % 4 * 64);
+        UNROLL for (int i = 0; i < 8; i++) v[0][i] = _mm512_loadu_si512(q[c / 4][i] + c % 4 * 64);
         UNROLL for (int step = 0; step < 3; step++)
             UNROLL for (int i = 0; i < 8; i++)
                 v[step + 1][i] = i % 2 ? _mm512_unpackhi_epi16(v[step][i / 2], v[step][i / 2 + 4])
                                        : _mm512_unpacklo_epi16(v[step][i / 2], v[step][i / 2 + 4]);
         UNROLL for (int i = 0; i < 8; i++)
-            _mm512_storeu_si512(pairs[n / 4][i / 4 * 2 + n % 4 / 2][n % 2 * 4 + i % 4], v[3][i]);
+            _mm512_storeu_si512(pairs[c / 4][i / 4 * 2 + c % 4 / 2][c % 2 * 4 + i % 4], v[3][i]);
     }
     for (int h = 0; h < 16; h++) {   // half a group
-        const float *d = scales[0][h], *m = f->offsets ? scales[1][h] : rows[0][1];   // all -0.0f
+        const float *d = scales[0][h];
+        const float *m = f->offsets ? scales[1][h] : rows[0][1];   // these are all -0.0f
         UNROLL for (int i = 0; i < 8; i++, to += 64)
             store_bf16(to, pair_weights(pairs[0][h % 4][i][h / 4], d, m, 0),
                        pair_weights(pairs[1][h % 4][i][h / 4], d, m, 8));
@@ -7389,10 +7525,11 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
 }
 
 // out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or, if
-// `adds`, is added to. a and b are n tiles deep, each of some parts. Part i of a number is about
-// 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has only 16 rows.
+// `adds`, is added to. a and b are so many tiles deep, each of some parts. Part i of a number is
+// about 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has only 16
+// rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
-                        int n, int order, bool adds, float *const out[4]) {
+                        int deep, int order, bool adds, float *const out[4]) {
     const char *columns = b;
     if (adds) {
         _tile_loadd(0, out[0], 64);
@@ -7405,9 +7542,10 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int k = 0; k < n; k++, a += a_parts, columns += b_parts * TILE_BYTES)
-        for (int j = 0; j < b_parts; j++)
-            for (int count = order - j < a_parts ? order - j : a_parts, m = 0; m < count; m++) {
+    for (int k = 0; k < deep; k++, a += a_parts, columns += b_parts * TILE_BYTES)
+        for (int j = 0; j < b_parts; j++) {
+            int count = order - j < a_parts ? order - j : a_parts;
+            for (int m = 0; m < count; m++) {
                 const char *y = columns + j * TILE_BYTES;
                 int i = j % 2 ? m : count - 1 - m;   // to and fro: the tile loaded last is reused
                 bool loads = m > 0 || j % 2 == 0;
@@ -7421,6 +7559,7 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
+        }
     _tile_stored(0, out[0], 64);
     _tile_stored(1, out[1], 64);
     if (!out[2]) return;
@@ -7430,19 +7569,22 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
 
 static void amx_multiply(const Product *p, vf *sum) {
     const Matrix *w = p->job->w;
-    float *first = (float *)sum, *second = first + AMX_TOKENS * TILE;   // panel
-    bool more = p->t + TILE < p->job->n;                                // than half of the tokens
-    float *out[] = {first, second, more ? first + TILE * TILE : NULL, second + TILE * TILE};
-    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w),
-                amx_tiles[act_parts(w) - 1].panel_bytes, (p->depth + 31) / 32, 3, false, out);
+    float *panel_0 = (float *)sum, *panel_1 = panel_0 + AMX_TOKENS * TILE;
+    bool more = p->t + TILE < p->job->n;   // than half of a batch
+    float *out[] = {panel_0, panel_1, more ? panel_0 + TILE * TILE : NULL, panel_1 + TILE * TILE};
+    amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes,
+                (p->depth + 31) / 32, 3, false, out);
 }
 
 #define AMX_TILE(deep, acts, parts) {.tokens = AMX_TOKENS, .step = 256, \
     .depth = deep, .task_rows = 256, .act_bytes = 8 * acts * sizeof(AmxActs), \
     .panel_bytes = deep / 32 * parts * TILE_BYTES, .pack = amx_pack, .decode = amx_decode, \
     .multiply = amx_multiply}
-static const Tile amx_tiles[3] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
-                                  AMX_TILE(AMX_FLOATS, 3, 3)};   // blocks; f16 and bf16; f32
+static const Tile *amx_tile(const Matrix *w) {
+    static const Tile tiles[] = {AMX_TILE(AMX_DEPTH, 1, 1), AMX_TILE(AMX_FLOATS, 2, 2),
+                                 AMX_TILE(AMX_FLOATS, 3, 3)};   // blocks; f16 and bf16; f32
+    return &tiles[act_parts(w) - 1];
+}
 
 // In attention each number is the sum of two bf16. Three products of them are still four times as
 // fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
@@ -7452,7 +7594,7 @@ static void amx_queries(const float *q, int width, void *to) { amx_columns(q, wi
 // Packs keys to AmxActs [n/32][hd/32][2] and values, transposed to [vd][n], to AmxActs
 // [vd/32][AMX_KEYS/32][2], which lie behind the room for AMX_KEYS keys.
 static void amx_keys(const Attention *a, const KeyBlock *b) {
-    int hd32 = whole_32(a->hd), vd32 = whole_32(a->vd), keys = whole_32(b->n);
+    int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd), keys = up_to_32(b->keys);
     float lo[32][TILE], hi[32][TILE];
     AmxActs *to = b->packed, *values = to + AMX_KEYS / 32 * hd32 / 32 * 2;
     for (int j = 0; j < keys; j += 32)
@@ -7471,9 +7613,9 @@ static void amx_keys(const Attention *a, const KeyBlock *b) {
         }
 }
 
-// a[first], b[first], a[first+1], b[first+1] .. b[first+7]
-INLINE vf interleave(vf a, vf b, int first) {
-    __m512i at = (__m512i)((vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23} + first);
+// a[from], b[from], a[from+1], b[from+1] .. b[from+7]
+INLINE vf interleave(vf a, vf b, int from) {
+    __m512i at = (__m512i)((vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23} + from);
     return (vf)_mm512_permutex2var_ps((__m512)a, at, (__m512)b);
 }
 
@@ -7481,7 +7623,7 @@ INLINE vf interleave(vf a, vf b, int first) {
 static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[2][AMX_KEYS][TILE] __attribute__((aligned(64)));
     uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
-    int deep = whole_32(a->hd) / 32, keys = whole_32(b->n);
+    int deep = up_to_32(a->hd) / 32, keys = up_to_32(b->keys);
     size_t next = (const char *)q[1].q - (const char *)q[0].q;
     const AmxActs *x = b->packed, *values = x + AMX_KEYS / 32 * deep * 2;
     for (int j = 0; j < keys; j += 32, x += deep * 2) {
@@ -7490,7 +7632,7 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     }
     for (int t = 0; t < 2; t++) {
         tile_softmax(a, b, &q[t], s[t][0]);
-        memset(s[t][b->n], 0, (keys - b->n) * sizeof s[t][0]);
+        memset(s[t][b->keys], 0, (keys - b->keys) * sizeof s[t][0]);
         for (int j = 0; j < keys; j += 2) {
             vf x = load_f32(s[t][j]), y = load_f32(s[t][j + 1]);
             store_parts(weights[t][j / 32][0][j / 2 % 16], TILE_BYTES, 2, interleave(x, y, 0),
@@ -7508,10 +7650,39 @@ static const AttentionTile amx_attention = {
     .keys = AMX_KEYS, .task_queries = 512,
     .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
 };
-#else
-static bool amx_allow(void) { return false; }
-static void amx_use(bool on) { (void)on; }
+#else   // pool->amx is false
+static const AttentionTile amx_attention;
+static const Tile *amx_tile(const Matrix *w) {
+    (void)w;
+    return NULL;
+}
+#endif
 
+#endif   // LLM_PLAIN: sections 24 to 33
+
+// ---- 34. the GPU ----
+
+#if defined(LLM_CUDA)
+#define GPU_NAME "cuda"
+#include "metal.c"
+#elif defined(LLM_METAL)
+#define GPU_NAME "metal"
+#include "metal.c"
+#else
+#define GPU_NAME ""
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+static int gpu_chunk(Session *s) { return 0; }
+static void gpu_open(Session *s) {}
+static void gpu_close(Session *s) {}
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) { return false; }
+static bool gpu_logits(Session *s, int i, int n) { return false; }
+static void gpu_fetch(Session *s, void *p, size_t n) {}
+static void gpu_store(Session *s, bool states) {}
+static bool gpu_copy(Session *s, float *to, const float *from, size_t n) { return false; }
+static inline double gpu_rate(Session *s, void *p, size_t n) { return 0; }
+static inline double gpu_bytes(const Session *s) { return 0; }
+#pragma GCC diagnostic pop
 #endif
 
 // ==== Part VI: main =============================================================================
