@@ -5957,7 +5957,7 @@ struct Pool {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     TaskFn *fn;                  // what this call of parallel runs
-    Task task;                   // its ctx and of; its i is how many tasks there are
+    Task task;                   // its ctx; its i is how many tasks there are
     char before_left[LINE_PAIR];
     atomic_int left;             // tasks that nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
