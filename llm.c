@@ -7158,7 +7158,9 @@ static void amx_use(bool on) { (void)on; }
 // ==== Part VI: main =============================================================================
 //
 // The program around the library. The words of a command line and what a user types come in; text
-// goes out, or a file of logits, and an exit code. Read run and main first, then Cli and OPTIONS.
+// goes out, or a file of logits, and an exit code. Section 35 has Cli, which is all of a call,
+// signals, options and texts; 36 the messages of a chat and the line that a user types; 37 prompts,
+// printing and modes. Read run and main at its end first, then Cli and OPTIONS.
 //
 // The way of a call: main sets defaults and handlers of signals. parse_options stores what the
 // table OPTIONS names, and refuses what makes no sense together. run loads model, template and
@@ -7194,7 +7196,7 @@ typedef struct {
 // all of one call of the program; who sets it, and when
 typedef struct {
     // What was asked for: main sets defaults, parse_options the rest, before anything is loaded.
-    // Only `o` changes later: by what the file wishes, and for encoders.
+    // Later `o` takes over what the file wishes, and an encoder's window.
     const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
@@ -7203,17 +7205,19 @@ typedef struct {
     int n_predict;
     Tokens bench;                    // P and N
     Options o;
-    // What it takes to answer: run sets it step by step.
-    int failure;                     // the exit code if something fails
+    // Where it runs, from main: a terminal takes no escape sequences; it dims thoughts.
+    bool dumb, dims;
+    // How it ends: the exit code if something fails, and why it failed.
+    int failure;
     Error e;
+    // What it takes to answer: run sets it step by step.
     Model m;
     Text template;                   // the model's, or that of --template
-    Text text;                       // PROMPT, or what the file holds
-    Tokens ids;                      // of the prompt, or what --bench runs
+    Text text;                       // PROMPT, and what the file holds
+    Tokens ids;                      // of the prompt, from --tokens, or what --bench runs
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
     FILE *out;                       // of --logits
-    bool dumb, dims;                 // a terminal takes no escape sequences; it dims thoughts
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
@@ -7232,11 +7236,11 @@ typedef struct {
     bool outgrown;                   // the chat is longer than its window
 } Cli;
 
-// Ctrl-C adds a STOP, which ends what is under way: an answer, a line. LEAVE, two of them, ends a
-// chat. What the first one has ended takes it back.
+// Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed line,
+// and then this is 0 again. From LEAVE on, which is two of them, the chat ends.
 enum { STOP = 1, LEAVE = 2 };
 static volatile sig_atomic_t interrupted;
-static volatile sig_atomic_t dimmed, edited;   // to be undone: dimmed thoughts, an edited line
+static volatile sig_atomic_t dimmed, edited;   // thoughts are, a line is: signals undo it
 static struct termios own_mode;   // of the terminal, where no line is edited
 
 static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
@@ -7414,7 +7418,7 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     int prompts = 0;
     if (!read_words(cli, argc, argv, words)) return false;
     if (cli->help || cli->version) return true;
-    if (!cli->model) cli->model = *word++;
+    if (!cli->model) cli->model = *word++;   // else -m gave it
     if (cli->prompt) prompts++;
     if (word[0]) prompts++;
     if (word[1]) prompts++;
@@ -7654,13 +7658,14 @@ static bool chat_open(Cli *cli) {
 
 // A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
 // reads single keys and edits the line itself. The terminal has its own mode again before the model
-// answers, before llm stops, and at the end. A paste of "one\ntwo\r\nthree\n" is one message:
+// answers, before llm stops, and at the end. chat_listen hands each key to a typed_ function. A
+// paste of "one\ntwo\r\nthree\n" is one message:
 //
-//   one    typed_text, three times. Each character is shown
-//   \n     typed_enter waits PASTE ms for more: `t` comes, is left in line.next, and the message goes
-//          on behind "one\n", where the next line begins
-//   two    typed_text; then \r\n is one end of a line for typed_enter, which finds `t` again
-//   three  typed_text; then typed_enter waits in vain, and the message is done: "one\ntwo\nthree"
+//   one    typed_text, three times; each character is shown
+//   \n     typed_enter waits PASTE ms for more: `t` comes, and is left in line.next. The message
+//          goes on: `said` is "one\n", and the next line begins behind that
+//   two    typed_text; then typed_enter takes \r\n for one end of a line, and finds `t` again
+//   three  typed_text; then typed_enter waits in vain: "one\ntwo\nthree" is the message
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
 enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
@@ -7746,6 +7751,7 @@ static bool typed_control(Cli *cli, int key) {
     return ok;
 }
 
+// Adds a byte of text.
 static bool typed_text(Cli *cli, char key) {
     Text *said = &cli->said;
     bool ok = text_add(cli, said, &key, 1);
@@ -7960,8 +7966,8 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     return !interrupted;
 }
 
-// Evaluates cli->ids and prints what the model writes behind them. False: it failed, or Ctrl-C came
-// before the first token did.
+// Evaluates cli->ids and prints what the model writes behind them. False: an evaluation failed, or
+// Ctrl-C came during one.
 static bool reply(Cli *cli) {
     size_t n_new = cli->n_new;
     double start = now();
@@ -8013,7 +8019,7 @@ static bool key_matters(const Meta *v, const char *arch) {
     return meta_float(v, 0) != usual;
 }
 
-// Notes each key that matters and that no code has read, and lists with more values than layers.
+// Notes each key that matters and that no code has read, and patterns longer than all layers.
 static void print_unread(const Model *m) {
     uint64_t n_layer = m->config.n_layer + m->config.n_layer_mtp;
     char arch[110];
@@ -8066,9 +8072,7 @@ static bool chat_answer(Cli *cli) {
     return ok;
 }
 
-static const char COMMANDS[] = "/system /reset /stats /save /quit /exit /bye /help";
-
-// Obeys one of COMMANDS; value is what stands behind it. What it cannot obey gets the help.
+// Obeys a word with a slash; value is what stands behind it. What it cannot obey gets the help.
 static bool chat_command(Cli *cli, Str word, const char *value, bool *quits) {
     Text *said = &cli->said;
     if (str_eq(word, "/system") && *value) {
@@ -8100,10 +8104,10 @@ static bool run_chat(Cli *cli) {
         if (!said->n) continue;
         Str word = {said->s, strcspn(said->s, " ")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (is(word, COMMANDS)) {   // all other words are for the model
+        if (is(word, "/system /reset /stats /save /quit /exit /bye /help")) {
             ok = chat_command(cli, word, value, &quits);
             if (quits) return true;
-        } else {
+        } else {   // for the model, whatever other word it begins with
             cli->last.n = 0;
             ok = text_add(cli, &cli->last, said->s, said->n) && chat_add(cli, str("user"), said) &&
                  chat_answer(cli);
@@ -8119,6 +8123,7 @@ static bool write_row(void *ctx, int i, const float *logits) {
     return fwrite(logits, sizeof *logits, n, cli->out) == n;
 }
 
+// Writes the logits of every token to a file. If that fails, no part of it is left behind.
 static bool run_logits(Cli *cli) {
     struct stat st;
     cli->out = fopen(cli->logits, "wb");
@@ -8133,6 +8138,7 @@ static bool run_logits(Cli *cli) {
 
 typedef struct { const int32_t *ids; int n_vocab, count; double nll, squares; } Score;
 
+// Scores the token behind token i: how surprised the logits are to see it, in nats.
 static bool score_row(void *ctx, int i, const float *logits) {
     Score *p = ctx;
     float top = logits[0];
@@ -8147,7 +8153,7 @@ static bool score_row(void *ctx, int i, const float *logits) {
     return true;
 }
 
-// perplexity: of each window of tokens the second half is scored
+// Prints the perplexity of a text: in each window of tokens the second half is scored.
 static bool run_ppl(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     size_t n = cli->s.o.window, windows = cli->ids.n / n;
@@ -8197,6 +8203,7 @@ static bool pool_row(void *ctx, int i, const float *row) {
     return true;
 }
 
+// Prints the embedding of the prompt.
 static bool run_embedding(Cli *cli) {
     Error why;
     Request all = {cli->ids.id, cli->ids.n, .hidden = true, .fn = pool_row, .ctx = cli};
@@ -8323,7 +8330,7 @@ static void print_layers(const Model *m) {
         if (w->mixer) count[LATENT + w->mixer]++;   // MIX_DELTA and so on stand behind it
         if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
     }
-    const char *before = " ";
+    const char *before = "";
     for (size_t i = 0; i < COUNT(kinds); i++) {
         if (!count[i]) continue;
         printf("%s %s in %d layers", before, kinds[i], count[i]);
@@ -8347,7 +8354,7 @@ static bool print_info(Cli *cli) {
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->norm],
            act[c->act], rope[c->rope]);
-    printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n",
+    printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
            c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
            c->n_ctx);
     print_layers(m);
@@ -8381,9 +8388,8 @@ static void sampling_defaults(Cli *cli) {
         double x = meta_float(v, 0);
         if (isnan(x) || (x <= 0 && o->at == PICK(repeat_penalty))) continue;
         v->used = true;   // also if the user knows better
-        bool asked = cli->given >> (o - OPTIONS) & 1;
         snprintf(text, sizeof text, "%.17g", fmin(fmax(x, o->low), o->high));
-        if (!asked) parse_value(cli, o, text);
+        if (!(cli->given >> (o - OPTIONS) & 1)) parse_value(cli, o, text);
     }
 }
 
