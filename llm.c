@@ -7686,6 +7686,23 @@ static inline double gpu_bytes(const Session *s) { return 0; }
 #endif
 
 // ==== Part VI: main =============================================================================
+//
+// The program around the library. The words of a command line and what a user types come in; text
+// goes out, or a file of logits, and an exit code. Section 35 has Cli, which is all of a call,
+// signals, options and texts; 36 the messages of a chat and the line that a user types; 37 prompts,
+// printing and modes. Read run and main at its end first, then Cli and OPTIONS.
+//
+// The way of a call: main sets defaults and handlers of signals. parse_options stores what the
+// table OPTIONS names, and refuses what makes no sense together. run loads model, template and
+// prompt, opens the session, and calls one mode: print_info, run_ppl, run_bench, run_embedding,
+// run_logits, run_chat, or reply, which completes a prompt or answers it once. From reply, a chat's
+// too, each new token comes to print_token. At last main prints notes and statistics, or the error.
+//
+// Results go to standard output; errors, notes, statistics, progress and, if that is a terminal,
+// the line that is edited to standard error. A function that fails puts one line into cli->e and
+// returns false, which ends the program or, on a terminal, a turn of a chat. Exit codes: 0; 1 if
+// something failed; 2 if the options make no sense; 130 after Ctrl-C, or after SIGTERM or SIGHUP in
+// a chat that waits for its user.
 
 // ---- 35. the command line ----
 
@@ -7697,44 +7714,63 @@ static inline double gpu_bytes(const Session *s) { return 0; }
 // bytes that grow by doubling; behind them stands a NUL, unless n was made smaller
 typedef struct { char *s; size_t n, room; } Text;
 
+// the line that a user types, while chat_listen reads it
 typedef struct {
-    // what was asked for
+    size_t from;                     // where it begins in `said`, behind lines that it goes on
+    int screen, rows;                // where it is shown; rows kept free for it below its first one
+    int next;                        // a key that was read ahead, or NONE
+    bool terminal, edits;            // the input is a terminal; llm edits the line, key by key
+    bool cut, done;                  // the terminal has cut a line; nothing more is to be read
+} Line;
+
+// all of one call of the program; who sets it, and when
+typedef struct {
+    // What was asked for: main sets defaults, parse_options the rest, before anything is loaded.
+    // Later `o` takes over what the file wishes, and an encoder's window.
     const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
-    int n_predict;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose;
-    bool talks;                      // a chat because nothing was asked for
+    bool chat_by_default;            // a chat because nothing was asked for
     uint64_t given;                  // bit i: OPTIONS[i] was
+    int n_predict;
     Tokens bench;                    // P and N
     Options o;
-    // what it takes to answer
-    int failure;                     // the exit code if something fails
+    // Where it runs, from main: a terminal takes no escape sequences; it dims thoughts.
+    bool dumb, dims;
+    // How it ends: the exit code if something fails, and why it failed.
+    int failure;
     Error e;
+    // What it takes to answer: run sets it step by step.
     Model m;
-    Session s;
-    Text text;                       // PROMPT, or what the file holds
-    Tokens ids;                      // of the prompt, or what --bench runs
-    void *work;                      // of one mode: a piece of text, an embedding, ...
-    FILE *out;
-    Detokenizer detokenizer;
-    bool dumb, dims;                 // a terminal takes no escape sequences; it dims thoughts
-    // statistics: tokens of prompts, of these found in the cache; new ones, of these evaluated
-    size_t n_prompts, n_reused, n_new, n_decoded;
-    double first, prefill, decode;   // when the first new token came; seconds before and after
-    struct { double start; int done; bool shown; } progress;   // of an evaluation
-    // of a chat
     Text template;                   // the model's, or that of --template
+    Text text;                       // PROMPT, and what the file holds
+    Tokens ids;                      // of the prompt, from --tokens, or what --bench runs
+    Session s;
+    void *work;                      // of one mode: a piece of text, an embedding, ...
+    FILE *out;                       // of --logits
+    // One answer: chat_ids and reply begin it, print_token adds to it.
+    Detokenizer detokenizer;
+    Text answer;                     // in a chat
+    bool thinking, header;           // it is in its thoughts, or in the name of a channel
+    double began;                    // when the first token came; 0: not yet
+    // Statistics of all answers, counted by on_chunk, print_token and reply: tokens of prompts, of
+    // these found in the cache; new ones, of these evaluated; seconds before and after first ones
+    size_t n_prompts, n_reused, n_new, n_decoded;
+    double prefill, decode;
+    struct { double start; int done; bool shown; } progress;   // of an evaluation
+    // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, last, answer;         // what the user types, said before; what the model writes
-    bool thinking, header;           // is it writing thoughts, or the name of a channel?
+    Text said, last;                 // what the user types, said before
+    Line line;
     bool outgrown;                   // the chat is longer than its window
-    size_t from;                     // the line that is edited: where it begins in `said`
-    int screen, rows;                // where it is shown; rows kept free for it below its first one
 } Cli;
 
-// what signals count, Ctrl-C, and undo: dimmed thoughts, an edited line
-static volatile sig_atomic_t interrupted, dimmed, edited;
+// Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed line,
+// and then this is 0 again. From LEAVE on, which is two of them, the chat ends.
+enum { STOP = 1, LEAVE = 2 };
+static volatile sig_atomic_t interrupted;
+static volatile sig_atomic_t dimmed, edited;   // thoughts are, a line is: signals undo it
 static struct termios own_mode;   // of the terminal, where no line is edited
 
 static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
@@ -7744,13 +7780,13 @@ static void terminal_undo(void) {   // by write, and not into a terminal that no
     dimmed = edited = 0;
 }
 
-// Ctrl-C counts once. SIGTERM and SIGHUP, where a line is edited, count as two, which end a chat.
-// SIGCONT only ends a wait. The others do what they do by default, once the terminal is as it was.
+// SIGTERM and SIGHUP, where a line is edited, end the chat. SIGCONT only ends a wait. The others do
+// what they do by default, once the terminal is as it was.
 static void on_signal(int sig) {
     struct sigaction caught;
     int error = errno;
-    if (sig == SIGINT) interrupted++;
-    else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += 2;
+    if (sig == SIGINT) interrupted += STOP;
+    else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += LEAVE;
     else if (sig != SIGCONT) {
         terminal_undo();
         sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
@@ -7780,9 +7816,9 @@ enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
     const char *usage;   // name and value
     int kind;
-    size_t at;
+    size_t at;           // the field of Cli that holds the value
     double low, high;
-    const char *help;
+    const char *help;    // NULL: another row's says it
 } Option;
 
 #define AT(field) offsetof(Cli, field)
@@ -7826,88 +7862,117 @@ static const Option OPTIONS[] = {
     {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h; --version prints llm 1.0"},
 };
 
-static bool print_usage(void) {
+// --help: a line for each option, and the architectures, broken at 98 columns
+static void print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
         if (o->help) printf("\n  %-22s %s", o->usage, o->help);
     int column = printf("\narchitectures (* verified):");
     for (size_t i = 0; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
-        for (const char *s = ARCHS[i].names; *s; s += strcspn(s, " "), s += *s == ' ') {
-            int n = strcspn(s, " ");
+        for (const char *name = ARCHS[i].names; *name; name += strspn(name, " ")) {
+            int n = strcspn(name, " ");
             if (column + n > 98) column = printf("\n ") - 1;
-            column += printf(" %.*s", n, s);
+            column += printf(" %.*s", n, name);
+            name += n;
         }
     }
-    return putchar('\n'), true;
+    putchar('\n');
 }
 
-// stores what an option is given: a text, a number, or numbers with commas between them
+// Stores what an option is given: a text, a number, or numbers with commas between them. False:
+// that is none, or out of range.
 static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
     char *end;
     cli->given |= (uint64_t)1 << (o - OPTIONS);
-    if (o->kind == SWITCH) return *(bool *)at = true;
-    if (o->kind == TEXT) return (*(const char **)at = text) != NULL;
+    if (o->kind == SWITCH) *(bool *)at = true;
+    if (o->kind == TEXT) *(const char **)at = text;
+    if (o->kind < NUMBER) return true;
     if (list) list->n = 0;
     do {
         errno = 0;
-        uint64_t whole = strtoull(text, &end, 10);
-        double x = *text == '-' ? -(double)-whole : (double)whole;
+        uint64_t integer = strtoull(text, &end, 10);
+        double x = *text == '-' ? -(double)-integer : (double)integer;
         if (o->kind == NUMBER) x = strtof(text, &end);
         else if (errno) return false;
         if (end == text || isspace((uint8_t)*text) || !(x >= o->low && x <= o->high)) return false;
         if (o->kind == NUMBER) *(float *)at = x;
         if (o->kind == INTEGER) *(int *)at = x;
-        if (o->kind == SEED) *(uint64_t *)at = whole;
+        if (o->kind == SEED) *(uint64_t *)at = integer;
         if (list && !tokens_add(list, x)) return false;
         text = end + 1;
     } while (list && *end == ',');
     return !*end && (o->kind != PAIR || list->n == 2);
 }
 
-static bool parse_options(Cli *cli, int argc, char **argv) {
-    const char *word[3] = {NULL, NULL, NULL};
-    for (int i = 1, words = 0, ended = 0; i < argc; i++) {
-        const char *arg = argv[i], *value = argv[i + 1];
-        const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
-        size_t n = strlen(arg);
-        bool option = !ended && arg[0] == '-' && arg[1];
-        if (!option) word[words < 2 ? words++ : 2] = arg;
-        ended = ended || !strcmp(arg, "--");
-        if (!option || ended) continue;
-        while (o < end && (strncmp(arg, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
-        if (o == end) return fail(&cli->e, "unknown option %s; see --help", arg);
-        bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
-        if (o->kind == PAIR && !pair) value = "512,128";
-        else if (o->kind != SWITCH) i++;
-        if (i == argc) return fail(&cli->e, "%s needs a value; see --help", arg);
-        if (!parse_value(cli, o, value))
-            return fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
-                        o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
+// Stores the option argv[*i]. If it takes a value, *i becomes that one's place.
+static bool read_option(Cli *cli, char **argv, int *i) {
+    const char *name = argv[*i], *value = argv[*i + 1];
+    const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
+    size_t n = strlen(name);
+    while (o < end && (strncmp(name, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
+    if (o == end) return fail(&cli->e, "unknown option %s; see --help", name);
+    bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
+    if (o->kind == PAIR && !pair) value = "512,128";   // what comes next is something else
+    else if (o->kind != SWITCH) ++*i;
+    if (o->kind != SWITCH && !value) return fail(&cli->e, "%s needs a value; see --help", name);
+    return parse_value(cli, o, value) ||
+           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
+                o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
+}
+
+// Stores the options. The first two of the other words go to word[0] and [1], the last of any more
+// to word[2]. Behind -- no word is an option.
+static bool read_words(Cli *cli, int argc, char **argv, const char *word[3]) {
+    bool ended = false;
+    for (int i = 1, n = 0; i < argc; i++) {
+        bool option = !ended && argv[i][0] == '-' && argv[i][1];
+        if (option && !strcmp(argv[i], "--")) ended = true;
+        else if (option && !read_option(cli, argv, &i)) return false;
+        else if (!option) {
+            word[n] = argv[i];
+            if (n < 2) n++;
+        }
     }
-    const char **prompt = cli->model ? word : word + 1;
-    if (!cli->model) cli->model = word[0];
-    int prompts = !!cli->prompt + !!prompt[0] + !!prompt[1];
-    prompts += (cli->file && !prompts) + !!cli->ids.id + !!cli->ppl;   // PROMPT and -f are one
-    if (prompt[0]) cli->prompt = prompt[0];
+    return true;
+}
+
+// Does what is said go through the chat template?
+static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
+
+// Reads what was asked for, and checks what the options mean together.
+static bool parse_options(Cli *cli, int argc, char **argv) {
+    const char *words[3] = {NULL, NULL, NULL}, **word = words;
+    int prompts = 0;
+    if (!read_words(cli, argc, argv, words)) return false;
     if (cli->help || cli->version) return true;
+    if (!cli->model) cli->model = *word++;   // else -m gave it
+    if (cli->prompt) prompts++;
+    if (word[0]) prompts++;
+    if (word[1]) prompts++;
+    if (cli->file && !prompts) prompts++;   // PROMPT and -f are one
+    if (cli->ids.id) prompts++;
+    if (cli->ppl) prompts++;
+    if (word[0]) cli->prompt = word[0];
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
     if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
         return fail(&cli->e, "--gpu: expected chain or block, not '%s'", cli->gpu);
     if (cli->think && !find_str(str(cli->think), "on off"))
         return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
-    if (cli->render && !prompts) cli->file = "-", prompts = 1;
-    bool template = cli->chat || cli->answer_once || cli->render;
-    bool mode = prompts || template || cli->tokenize || cli->embed || cli->logits;
-    bool measures = cli->bench.id || cli->info;
-    cli->talks = !mode && !measures && isatty(STDIN_FILENO);
-    cli->chat |= cli->talks;
+    if (cli->render && !prompts) {
+        cli->file = "-";
+        prompts = 1;
+    }
+    bool measures = cli->bench.id || cli->info;   // these need no prompt
+    bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits;
+    if (!prompts && !measures && !other && isatty(STDIN_FILENO))
+        cli->chat = cli->chat_by_default = true;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    if (!template && !cli->chat && (cli->system || cli->think || cli->template_file))
+    if (!uses_template(cli) && (cli->system || cli->think || cli->template_file))
         return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
-    if (template && cli->ids.id)
+    if (uses_template(cli) && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
     if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
@@ -7915,11 +7980,12 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
+// appends s[n], which may be a part of the text itself
 static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
     size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
     char *more = room == t->room ? t->s : realloc(t->s, room);
     if (!more) return fail(&cli->e, "out of memory");
-    if (n) memmove(more + t->n, s, n);   // s may be a part of t; NULL of nothing
+    if (n) memmove(more + t->n, s, n);   // s of nothing may be NULL
     *t = (Text){more, t->n + n, room};
     more[t->n] = 0;
     return true;
@@ -7934,16 +8000,17 @@ static bool text_ends(const Text *t, const char *with) {
 // its end are no part of the text, but for --ppl. What is too long is not read to its end.
 static bool read_file(Cli *cli, const char *path, Text *t) {
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
+    if (!f) return fail(&cli->e, "%s: %s", path, strerror(errno));
     char part[4096];
-    size_t n = f ? fread(part, 1, 3, f) : 0;
+    size_t n = fread(part, 1, 3, f);
     bool bom = n == 3 && !memcmp(part, "\xEF\xBB\xBF", 3) && path != cli->ppl;
     bool ok = bom || text_add(cli, t, part, n);
-    for (n = 1; f && ok && n && t->n <= TEXT_MAX;) {
+    while (ok && t->n <= TEXT_MAX && !feof(f) && !ferror(f)) {
         n = fread(part, 1, sizeof part, f);
         ok = text_add(cli, t, part, n);
     }
-    if (!f || ferror(f)) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (f && f != stdin) fclose(f);
+    if (ferror(f)) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (f != stdin) fclose(f);
     if (path != cli->ppl) t->n -= text_ends(t, "\r\n") ? 2 : text_ends(t, "\n");
     return ok;
 }
@@ -8016,26 +8083,27 @@ static bool chat_read(Cli *cli) {
     while (ok && rest.s) {
         Str line = cut_line(&rest);
         bool cr = line.n && line.s[line.n - 1] == '\r';
-        crlf |= cr && !role.n;
-        line.n -= cr && crlf;
+        if (!role.n) crlf = cr;   // the first line
+        if (cr && crlf) line.n--;
         bool named = names_role(line), begins = named && *line.s == '@';
         if (!role.n && !(begins && cli->file && !cli->prompt))
             return chat_add(cli, str("user"), &cli->text);
+        if (named) line = str_from(line, 1);   // less its @, or its backslash
         if (begins && role.n) ok = chat_add(cli, role, &text);
-        line = str_from(line, named);
         if (begins) role = line;
-        else if (text.s) ok = text_add(cli, &text, "\n", 1);
-        if (!begins) ok = ok && text_add(cli, &text, line.s, line.n);
+        else ok = (!text.s || text_add(cli, &text, "\n", 1)) &&
+                  text_add(cli, &text, line.s, line.n);
     }
     ok = ok && chat_add(cli, role, &text);
     free(text.s);
     return ok;
 }
 
-// writes the conversation as chat_read reads it
+// Writes the conversation as chat_read reads it. False: errno says why.
 static bool chat_save(const Cli *cli, const char *path) {
     FILE *f = fopen(path, "w");
-    for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {
+    if (!f) return false;
+    for (const ChatMessage *m = cli->message; m < cli->message + cli->n_message; m++) {
         fprintf(f, "@%.*s\n", STR_ARG(m->role));
         for (Str rest = m->content; rest.s;) {
             Str line = cut_line(&rest);
@@ -8044,7 +8112,8 @@ static bool chat_save(const Cli *cli, const char *path) {
             putc('\n', f);
         }
     }
-    return f && !(ferror(f) | fclose(f));
+    bool failed = ferror(f);
+    return !fclose(f) && !failed;
 }
 
 // renders messages with the model's template; think as template_render
@@ -8118,8 +8187,15 @@ static bool chat_open(Cli *cli) {
 }
 
 // A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
-// reads single keys and edits the line itself. The terminal is again as it `was` before the model
-// answers, before llm stops, and at the end.
+// reads single keys and edits the line itself. The terminal has its own mode again before the model
+// answers, before llm stops, and at the end. chat_listen hands each key to a typed_ function. A
+// paste of "one\ntwo\r\nthree\n" is one message:
+//
+//   one    typed_text, three times; each character is shown
+//   \n     typed_enter waits PASTE ms for more: `t` comes, and is left in line.next. The message
+//          goes on: `said` is "one\n", and the next line begins behind that
+//   two    typed_text; then typed_enter takes \r\n for one end of a line, and finds `t` again
+//   three  typed_text; then typed_enter waits in vain: "one\ntwo\nthree" is the message
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
 enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
@@ -8134,7 +8210,8 @@ static bool terminal_set(bool edit) {
     return ok;
 }
 
-// True: the user edits the line, as on a terminal where nothing was typed ahead.
+// Lets llm edit the line. False: the terminal does, since something was typed ahead, or the input
+// is no terminal.
 static bool edit_begins(void) {
     bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
     return !ahead && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_set(true);
@@ -8154,101 +8231,133 @@ static int next_byte(int ms) {
 // knows, but no character has more cells than bytes. Before the line can wrap, rows below it are
 // made free: once the screen scrolls, ESC 8 no longer finds what ESC 7 has saved.
 static void show_line(Cli *cli, bool anew) {
+    Line *line = &cli->line;
+    const Text *said = &cli->said;
     struct winsize size;
-    if (ioctl(cli->screen, TIOCGWINSZ, &size) || size.ws_col < 2)
-        size = (struct winsize){.ws_row = 24, .ws_col = 80};
-    int n = cli->said.n, from = n - 1, width = size.ws_col - 1;
-    int rows = cli->dumb ? 0 : fmin((2 + n - cli->from) / width, size.ws_row - 1);
-    bool grows = rows > cli->rows;
     if (!(own_mode.c_lflag & ECHO)) return;   // Emacs shows what it sends
+    if (ioctl(line->screen, TIOCGWINSZ, &size) || size.ws_col < 2)
+        size = (struct winsize){.ws_row = 24, .ws_col = 80};
+    int width = size.ws_col - 1, rows = 0;
+    size_t from = said->n - 1;
+    if (!cli->dumb) rows = fmin((2 + said->n - line->from) / width, size.ws_row - 1);
+    bool grows = rows > line->rows;
     if (grows || anew) {
-        if (cli->rows) dprintf(cli->screen, "\0338\033[J");
-        else dprintf(cli->screen, "\r%*s\r", width, "");
-        for (int i = 0; grows && i < rows; i++) dprintf(cli->screen, "\n");
-        if (grows) dprintf(cli->screen, "\033[%dA\0337", cli->rows = rows);
-        dprintf(cli->screen, "> ");
-        from = cli->from;
+        if (line->rows) dprintf(line->screen, "\0338\033[J");
+        else dprintf(line->screen, "\r%*s\r", width, "");
+        for (int i = 0; grows && i < rows; i++) dprintf(line->screen, "\n");
+        if (grows) {
+            dprintf(line->screen, "\033[%dA\0337", rows);
+            line->rows = rows;
+        }
+        dprintf(line->screen, "> ");
+        from = line->from;
     }
-    for (const char *c = cli->said.s + from; c < cli->said.s + n; c++)
-        dprintf(cli->screen, "%c", (uint8_t)*c < ' ' ? ' ' : *c);
+    for (const char *c = said->s + from; c < said->s + said->n; c++)
+        dprintf(line->screen, "%c", (uint8_t)*c < ' ' ? ' ' : *c);
 }
 
-// Obeys a key that is no text. It may erase a character, a word or all of the line, or, the arrow
-// up, bring back what was said last. Behind ESC comes a character, or [ or O, numbers and a letter.
-static bool edit_line(Cli *cli, int key) {
-    Text *said = &cli->said;
-    int brackets = 0;
-    bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
-    while (erases && said->n > cli->from) {
-        while (--said->n > cli->from && (said->s[said->n] & 0xC0) == 0x80) {}
-        erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
-    }
-    if (key != ESCAPE) return true;
+// Reads what a key sends behind ESC: a character, or [ or O, numbers and a letter. The arrow up
+// brings back what was said last, in place of the line.
+static bool typed_escape(Cli *cli) {
+    int brackets = 0, key;
     while ((key = next_byte(PASTE)) > 0 && strchr("\033[O;0123456789", key))
-        brackets += key == '[' || key == 'O';
+        if (key == '[' || key == 'O') brackets++;
     for (int left = key > 0 ? utf8_length(key) : 1; left > 1; left--) next_byte(PASTE);
     if (key != 'A' || brackets != 1 || !cli->last.n) return true;
-    said->n = cli->from;
-    return text_add(cli, said, cli->last.s, cli->last.n);
+    cli->said.n = cli->line.from;
+    return text_add(cli, &cli->said, cli->last.s, cli->last.n);
+}
+
+// Obeys a key that is no text. It may erase a character, a word or all of the line.
+static bool typed_control(Cli *cli, int key) {
+    Text *said = &cli->said;
+    bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
+    while (erases && said->n > cli->line.from) {
+        while (--said->n > cli->line.from && (said->s[said->n] & 0xC0) == 0x80) {}
+        erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
+    }
+    bool ok = key != ESCAPE || typed_escape(cli);
+    show_line(cli, true);
+    return ok;
+}
+
+// Adds a byte of text.
+static bool typed_text(Cli *cli, char key) {
+    Text *said = &cli->said;
+    bool ok = text_add(cli, said, &key, 1);
+    if (cli->line.edits) show_line(cli, false);
+    else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
+    return ok;
+}
+
+// Ends a line. The message goes on if that ends in a backslash, or if more comes at once.
+static bool typed_enter(Cli *cli, int key) {
+    Text *said = &cli->said;
+    Line *line = &cli->line;
+    if (line->edits) line->next = next_byte(PASTE);
+    if (key == '\r' && line->next == '\n') line->next = next_byte(PASTE);
+    if (line->terminal && !line->edits && said->n - line->from >= TERMINAL_LINE) line->cut = true;
+    if (text_ends(said, "\r")) said->n--;
+    bool goes_on = said->n > line->from && text_ends(said, "\\");
+    if (goes_on) said->n--;
+    if (line->edits && own_mode.c_lflag & ECHO) dprintf(line->screen, "\n");
+    if (goes_on && !line->edits) line->edits = edit_begins();
+    if (line->terminal && goes_on && line->next <= 0) dprintf(line->screen, "> ");
+    line->done = !goes_on && line->next <= 0;
+    bool ok = line->done || text_add(cli, said, "\n", 1);
+    line->from = said->n;
+    line->rows = 0;
+    return ok;
+}
+
+// Ctrl-C drops the message; Ctrl-Z stops llm. Behind these, or another signal, a new row is begun.
+static void typed_signal(Cli *cli, int key) {
+    Line *line = &cli->line;
+    if (key == CTRL_Z) kill(0, SIGTSTP);
+    if (interrupted) cli->said.n = line->from = interrupted = 0;
+    terminal_set(true);
+    dprintf(line->screen, "\n> ");
+    line->rows = 0;
+    if (cli->said.n > line->from) show_line(cli, true);
 }
 
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
 // or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
-    int screen = isatty(STDERR_FILENO) ? STDERR_FILENO : STDOUT_FILENO, next = NONE;
-    bool terminal = isatty(STDIN_FILENO), ok = true, more = true, cut = false;
-    bool edits = edit_begins();
-    said->n = cli->from = cli->rows = 0;
-    cli->screen = screen;
-    if (terminal) dprintf(screen, "> ");
-    while (ok && more) {
-        int c = next > 0 ? next : next_byte(-1);
-        next = NONE;
-        interrupted += edits && c == CTRL_C;
-        bool leaves = interrupted > 1 || (interrupted && !(edits && said->n));
-        if (leaves || c == EOF || (edits && c == CTRL_D && !said->n)) {
-            ok = !leaves && said->n;   // a last line without a newline
-            more = false;
-            if (terminal) dprintf(screen, "\n");
-        } else if (c == '\n' || (edits && c == '\r')) {
-            if (edits) next = next_byte(PASTE);
-            if (c == '\r' && next == '\n') next = next_byte(PASTE);
-            cut |= terminal && !edits && said->n - cli->from >= TERMINAL_LINE;
-            said->n -= text_ends(said, "\r");
-            bool goes_on = said->n > cli->from && text_ends(said, "\\");
-            said->n -= goes_on;
-            more = goes_on || next > 0;
-            if (edits && own_mode.c_lflag & ECHO) dprintf(screen, "\n");
-            if (goes_on && !edits) edits = edit_begins();
-            if (terminal && goes_on && next <= 0) dprintf(screen, "> ");
-            if (more) ok = text_add(cli, said, "\n", 1);
-            cli->from = said->n;
-            cli->rows = 0;
-        } else if (edits && (interrupted || c == NONE || c == CTRL_Z)) {
-            if (c == CTRL_Z) kill(0, SIGTSTP);
-            if (interrupted) said->n = cli->from = interrupted = 0;
-            terminal_set(true);
-            dprintf(screen, "\n> ");
-            cli->rows = 0;
-            if (said->n > cli->from) show_line(cli, true);
-        } else if (edits && c != '\t' && (c < ' ' || c == DELETE)) {
-            ok = edit_line(cli, c);
-            show_line(cli, true);
-        } else if (c != NONE) {
-            ok = text_add(cli, said, &(char){c}, 1);
-            if (edits) show_line(cli, false);
-            else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
-        }
+    Line *line = &cli->line;
+    bool ok = true;
+    *line = (Line){.screen = STDOUT_FILENO, .next = NONE, .terminal = isatty(STDIN_FILENO)};
+    if (isatty(STDERR_FILENO)) line->screen = STDERR_FILENO;
+    line->edits = edit_begins();
+    said->n = 0;
+    if (line->terminal) dprintf(line->screen, "> ");
+    while (ok && !line->done) {
+        int key = line->next > 0 ? line->next : next_byte(-1);
+        bool edits = line->edits, half = edits && said->n;   // there is something to drop
+        line->next = NONE;
+        if (edits && key == CTRL_C) interrupted += STOP;
+        bool leaves = interrupted >= (half ? LEAVE : STOP);
+        if (leaves || key == EOF || (edits && key == CTRL_D && !said->n)) {
+            ok = !leaves && said->n;   // a last line may have no newline
+            line->done = true;
+            if (line->terminal) dprintf(line->screen, "\n");
+        } else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
+        else if (edits && (interrupted || key == NONE || key == CTRL_Z)) typed_signal(cli, key);
+        else if (edits && key != '\t' && (key < ' ' || key == DELETE)) ok = typed_control(cli, key);
+        else if (key != NONE) ok = typed_text(cli, key);
     }
-    if (edits) terminal_set(false);
-    if (cut) said->n = 0, fputs("llm: the terminal cut this line: it is not sent\n", stderr);
+    if (line->edits) terminal_set(false);
+    if (line->cut) {
+        said->n = 0;
+        fputs("llm: the terminal cut this line: it is not sent\n", stderr);
+    }
     return ok && text_add(cli, said, "", 0);
 }
 
 // ---- 37. modes ----
 
-// loads the text that was given, if any, and makes its ids
+// Loads the text that was given, if any, and makes its ids, or the messages of a chat.
 static bool load_prompt(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     const char *file = cli->ppl ? cli->ppl : cli->file, *prompt = cli->prompt;
@@ -8258,8 +8367,8 @@ static bool load_prompt(Cli *cli) {
     if (joins && !text_add(cli, text, "\n", 1)) return false;
     if (file && !read_file(cli, file, text)) return false;
     if (!check_utf8(cli, text)) return false;
-    if (cli->chat || cli->answer_once || cli->render) return chat_open(cli);
-    if (!text->s) return true;
+    if (uses_template(cli)) return chat_open(cli);
+    if (!text->s) return true;   // --tokens, or a mode without a prompt
     cli->ids.n = 0;
     int flags = TOKENS_ADD | (cli->special ? TOKENS_SPECIAL : 0);
     if (!tokenize(t, text->s, text->n, NULL, flags, &cli->ids, &cli->e)) return false;
@@ -8270,106 +8379,136 @@ static bool load_prompt(Cli *cli) {
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
 }
 
-// bytes that one token reads: each weight once (of the experts the chosen ones), one row of each
-// embedding, the keys and values in sight
+// The bytes of a tensor that one token reads: of an embedding one row, of the experts those that
+// are chosen, of a layer that does not run none.
+static double tensor_read(const Model *m, const Tensor *t) {
+    const Config *c = &m->config;
+    Str rest = t->name;
+    if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) return 0;
+    bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
+               t->data == m->layer_embd.data;
+    if (row && t->data != m->output.data) return quant_row_bytes(t->type, t->ne[0]);
+    bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
+    double share = experts ? (double)c->n_used / c->n_expert : 1;
+    return tensor_bytes(t) * share;
+}
+
+// the bytes that a token at pos reads: weights, and the keys and values in sight
 static double token_bytes(const Session *s, int pos) {
     const Model *m = s->m;
-    const Config *c = &m->config;
     double sum = 0;
-    for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
-        Str rest = t->name;
-        bool expert = memmem(t->name.s, t->name.n, "_exps.", 6);
-        bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
-                   t->data == m->layer_embd.data;
-        if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
-        if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
-        else sum += tensor_bytes(t) * (expert ? (double)c->n_used / c->n_expert : 1);
-    }
-    for (int l = 0; l < c->n_layer; l++) {
-        int most = s->cache[l].window + s->cache[l].keep, seen = pos < most ? pos + 1 : most;
+    for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++)
+        sum += tensor_read(m, t);
+    for (int l = 0; l < m->config.n_layer; l++) {
         const Layer *w = &m->layers[l];
-        sum += 2.0 * seen * w->n_kv * (w->hd + (w->k_b.data ? 0 : w->vd));
+        int seen = s->cache[l].window + s->cache[l].keep;
+        if (pos < seen) seen = pos + 1;
+        int width = w->hd;
+        if (!w->k_b.data) width += w->vd;   // in latent attention values are a part of keys
+        sum += 2.0 * seen * w->n_kv * width;
     }
     return sum;
 }
 
-// Prints a new token. In a chat its text goes into the answer, too. Thoughts are dimmed, and names
-// of channels are not shown; elsewhere marks tell thoughts and answer apart, control tokens, too.
+// Is a new token shown? Control tokens are not, except in a chat those that tell thoughts and
+// answer apart where thoughts are not dimmed. Where they are, names of channels are not shown.
+static bool token_shown(const Cli *cli, Str name, bool control) {
+    if (!cli->n_message) return !control;
+    if (cli->dims) return !control && !cli->header && !is(name, "<|end|>");
+    return !control || is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
+                                "<seed:think> </seed:think>");
+}
+
+// Dims what the terminal shows from here on while the model thinks, and no longer.
+static void dim_thoughts(const Cli *cli) {
+    if (!cli->dims || dimmed == cli->thinking) return;
+    dimmed = true;   // a moment too long rather than too short
+    fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
+    fflush(stdout);
+    dimmed = cli->thinking;
+}
+
+// Adds a byte to the answer of a chat, and follows whether thoughts begin or end there.
+static bool answer_add(Cli *cli, char byte) {
+    Text *answer = &cli->answer;
+    if (!text_add(cli, answer, &byte, 1)) return false;
+    for (size_t i = 0; i < COUNT(THOUGHTS); i++) {
+        if (text_ends(answer, THOUGHTS[i].open)) cli->thinking = true;
+        if (text_ends(answer, THOUGHTS[i].close)) cli->thinking = false;
+    }
+    if (text_ends(answer, FINAL)) {
+        if (cli->dims && answer->n > strlen(FINAL)) putchar('\n');   // behind thoughts
+        answer->n = 0;
+    }
+    return true;
+}
+
+// Prints a new token, and in a chat adds its text to the answer. False: the answer ends here.
 static bool print_token(void *ctx, int32_t id) {
     Cli *cli = ctx;
     const Tokenizer *t = cli->m.tokenizer;
-    Text *answer = &cli->answer;
-    if (!cli->first) {
-        cli->first = now();
+    if (!cli->began) {
+        cli->began = now();
         cli->header = false;
-        cli->thinking = answer->n > 0;   // the template has opened its thoughts
-        if (!cli->dims && answer->n) fwrite(answer->s, 1, answer->n, stdout);
+        cli->thinking = cli->answer.n > 0;   // the template has opened its thoughts
+        if (!cli->dims && cli->answer.n) fwrite(cli->answer.s, 1, cli->answer.n, stdout);
     }
-    if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
-    Str s = {cli->work, t->kind ? detokenize(t, &cli->detokenizer, id, cli->work) : 0};
-    Str name = token_is(t, id, SPECIAL_TYPES) ? token_at(t, id).text : NOTHING;
+    if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);   // the file has no tokenizer
+    Str s = {cli->work, 0}, name = NOTHING;
+    if (t->kind) s.n = detokenize(t, &cli->detokenizer, id, cli->work);
+    if (token_is(t, id, SPECIAL_TYPES)) name = token_at(t, id).text;
+    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
     if (control) s = name;
-    cli->header |= is(name, "<|start|> <|channel|> <|channel>");
-    if (cli->n_message && cli->dims) shown &= !cli->header && !is(name, "<|end|>");
-    else if (cli->n_message)
-        shown |= is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
-                          "<seed:think> </seed:think>");
+    if (is(name, "<|start|> <|channel|> <|channel>")) cli->header = true;
+    bool shown = token_shown(cli, name, control);
     for (; ok && s.n > 0; s = str_from(s, 1)) {
-        if (cli->dims && dimmed != cli->thinking) {
-            dimmed = true;   // a moment too long rather than too short
-            fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
-            fflush(stdout);
-            dimmed = cli->thinking;
-        }
+        dim_thoughts(cli);
         if (shown) putchar(*s.s);
-        if (!cli->n_message) continue;
-        ok = text_add(cli, answer, s.s, 1);
-        for (size_t i = 0; i < COUNT(THOUGHTS); i++) {
-            cli->thinking |= text_ends(answer, THOUGHTS[i].open);
-            cli->thinking &= !text_ends(answer, THOUGHTS[i].close);
-        }
-        if (!text_ends(answer, FINAL)) continue;
-        if (cli->dims && answer->n >= sizeof FINAL) putchar('\n');   // behind thoughts
-        answer->n = 0;
+        if (cli->n_message) ok = answer_add(cli, *s.s);
     }
-    cli->header &= !cli->thinking && !is(name, "<|message|> <channel|>");
+    if (cli->thinking || is(name, "<|message|> <channel|>")) cli->header = false;
     fflush(stdout);
     cli->n_new++;
     return ok && !interrupted && !ferror(stdout);
 }
 
-// session_run calls this before each chunk and at the end; a terminal shows how far a prompt is.
+// session_run calls this before each chunk and at the end. It counts what is evaluated, and shows
+// on a terminal how far a prompt is. False ends the evaluation: Ctrl-C came.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
-    bool shown = cli->progress.shown, ends = done == n || interrupted;
-    cli->progress.shown = !ends && done > reused && isatty(STDERR_FILENO);
-    if (done == reused) {   // it begins
+    bool begins = done == reused, ends = done == n || interrupted;
+    if (begins) {
         cli->progress.start = now();
-        cli->progress.done = cli->first ? done : 0;
-        cli->n_reused += cli->first ? 0 : reused;
+        cli->progress.done = 0;
+        if (cli->began) cli->progress.done = done;   // a new token: the rest was counted before
+        else cli->n_reused += reused;
     }
-    *(cli->first ? &cli->n_decoded : &cli->n_prompts) += done - cli->progress.done;
+    int more = done - cli->progress.done;
     cli->progress.done = done;
+    if (cli->began) cli->n_decoded += more;
+    else cli->n_prompts += more;
     char text[80] = "";
     if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
                         (done - reused) / (now() - cli->progress.start));
+    bool shown = cli->progress.shown;
+    cli->progress.shown = !ends && !begins && isatty(STDERR_FILENO);
     if (shown || cli->progress.shown) show_progress(text);
     return !interrupted;
 }
 
-// evaluates cli->ids and prints what the model writes behind them
+// Evaluates cli->ids and prints what the model writes behind them. False: an evaluation failed, or
+// Ctrl-C came during one.
 static bool reply(Cli *cli) {
-    size_t n = cli->ids.n, n_new = cli->n_new;
+    size_t n_new = cli->n_new;
     double start = now();
-    cli->first = 0;
+    cli->began = 0;
     fflush(stdout);
-    bool ok = session_generate(&cli->s, cli->ids.id, n, cli->n_predict, (OnToken){print_token, cli},
-                               &cli->e);
+    bool ok = session_generate(&cli->s, cli->ids.id, cli->ids.n, cli->n_predict,
+                               (OnToken){print_token, cli}, &cli->e);
     double end = now();
-    if (!cli->first) cli->first = end;
-    cli->prefill += cli->first - start;
-    cli->decode += end - cli->first;
+    if (!cli->began) cli->began = end;
+    cli->prefill += cli->began - start;
+    cli->decode += end - cli->began;
     if (dimmed) fputs("\033[0m", stdout);
     if (ok || interrupted || cli->n_new > n_new) putchar('\n');
     fflush(stdout);
@@ -8394,28 +8533,36 @@ static void print_statistics(const Cli *cli) {
             s->gpu ? GPU_NAME : "cpu");
 }
 
-// Notes each key of RoPE, attention, experts or sampling that no code has read. The keys in
-// `shapes` are no loss: the shapes of tensors give the same numbers.
-static void print_unread(const Model *m) {
+// Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling
+// do. Those in `shapes` are no loss: the shapes of tensors give the same numbers. arch: "llama."
+static bool key_matters(const Meta *v, const char *arch) {
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers "
         "attention.indexer.head_count attention.indexer.key_length attention.indexer.types";
+    Str rest = v->key;
+    if (str_cut(&rest, "general.sampling.")) return true;
+    if (!str_cut(&rest, arch) || find_str(rest, shapes)) return false;
+    if (!str_cut(&rest, "rope.") && !str_cut(&rest, "attention.") && !str_cut(&rest, "expert"))
+        return false;
+    if (!gguf_size[v->type] || !str_cut(&rest, "scaling.yarn_")) return true;
+    double usual = str_eq(rest, "beta_fast") ? 32 : 1;   // what YaRN has anyway
+    return meta_float(v, 0) != usual;
+}
+
+// Notes each key that matters and that no code has read, and patterns longer than all layers.
+static void print_unread(const Model *m) {
     char arch[110], blocks[130];
     snprintf(arch, sizeof arch, "%.*s.", STR_ARG(gguf_str(m->gguf, "general.architecture")));
     snprintf(blocks, sizeof blocks, "%sblock_count", arch);
     uint64_t n_layer = gguf_int(m->gguf, blocks, m->config.n_layer);
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
         Str rest = v->key;
-        bool counts = str_cut(&rest, "general.sampling."), of_arch = str_cut(&rest, arch);
-        if (of_arch && v->type == GGUF_ARR && v->n > n_layer && find_str(rest, PATTERNS))
+        bool list = v->type == GGUF_ARR && str_cut(&rest, arch) && find_str(rest, PATTERNS);
+        if (list && v->n > n_layer)
             fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
                     (unsigned long long)v->n, (int)n_layer);
-        if (of_arch && !find_str(rest, shapes))
-            counts = str_cut(&rest, "rope.") || str_cut(&rest, "attention.") ||
-                     str_cut(&rest, "expert");
-        if (counts && gguf_size[v->type] && str_cut(&rest, "scaling.yarn_"))   // as it is anyway
-            counts = meta_float(v, 0) != (str_eq(rest, "beta_fast") ? 32 : 1);
-        if (counts && !v->used) fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
+        if (!v->used && key_matters(v, arch))
+            fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
     }
 }
 
@@ -8442,27 +8589,45 @@ static void print_notes(const Cli *cli) {
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
-    bool ok = chat_ids(cli) && (reply(cli) || interrupted == 1);
     const Session *s = &cli->s;
+    bool ok = chat_ids(cli) && (reply(cli) || interrupted == STOP);
     bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
     if (outgrown && !cli->outgrown)
         fputs("note: the chat's beginning, a system message first, goes out of sight now; --keep N "
               "pins the first N tokens\n", stderr);
     cli->outgrown = outgrown;
-    if (interrupted == 1) interrupted = cli->e.text[0] = 0;
+    if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
     ok = ok && chat_add(cli, str("assistant"), a);
     if (!ok) chat_clear(cli, cli->n_message - 1);
     return ok;
 }
 
-// An error ends a turn, and not the chat, unless the input is no terminal.
+// Obeys a word with a slash; value is what stands behind it. What it cannot obey gets the help.
+static bool chat_command(Cli *cli, Str word, const char *value, bool *quits) {
+    Text *said = &cli->said;
+    if (str_eq(word, "/system") && *value) {
+        said->n = 0;
+        return text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
+    }
+    if (str_eq(word, "/save") && *value) {
+        if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
+    } else if (is(word, "/quit /exit /bye") && !*value) *quits = true;
+    else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
+    else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
+    else fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
+               "\\ goes on; Ctrl-C stops an answer\n", stderr);
+    return true;
+}
+
+// A chat, until the user leaves or the input ends. An error ends a turn, and not the chat, unless
+// the input is no terminal.
 static bool run_chat(Cli *cli) {
     Text *said = &cli->said;
     size_t n = cli->n_message;
-    bool ok = !n || !str_eq(cli->message[n - 1].role, "user") || chat_answer(cli);
-    for (;;) {
-        if (interrupted || ferror(stdout) || (!ok && !isatty(STDIN_FILENO))) return ok;
+    bool ok = true, quits = false;
+    if (n && str_eq(cli->message[n - 1].role, "user")) ok = chat_answer(cli);
+    while (!interrupted && !ferror(stdout) && (ok || isatty(STDIN_FILENO))) {
         if (!ok) fprintf(stderr, "llm: %s; what was said is dropped\n", cli->e.text);
         ok = true;
         cli->e.text[0] = 0;
@@ -8470,22 +8635,16 @@ static bool run_chat(Cli *cli) {
         if (!said->n) continue;
         Str word = {said->s, strcspn(said->s, " ")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (!is(word, "/system /reset /stats /save /quit /exit /bye /help")) {   // for the model
+        if (is(word, "/system /reset /stats /save /quit /exit /bye /help")) {
+            ok = chat_command(cli, word, value, &quits);
+            if (quits) return true;
+        } else {   // for the model, whatever other word it begins with
             cli->last.n = 0;
             ok = text_add(cli, &cli->last, said->s, said->n) && chat_add(cli, str("user"), said) &&
                  chat_answer(cli);
-        } else if (str_eq(word, "/system") && *value) {
-            said->n = 0;
-            ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
-        } else if (str_eq(word, "/save") && *value && !chat_save(cli, value))
-            fprintf(stderr, "%s: %s\n", value, strerror(errno));
-        else if (is(word, "/quit /exit /bye") && !*value) return true;
-        else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
-        else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-        else if (!str_eq(word, "/save") || !*value)
-            fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
-                  "\\ goes on; Ctrl-C stops an answer\n", stderr);
+        }
     }
+    return ok;
 }
 
 static bool write_row(void *ctx, int i, const float *logits) {
@@ -8495,6 +8654,7 @@ static bool write_row(void *ctx, int i, const float *logits) {
     return fwrite(logits, sizeof *logits, n, cli->out) == n;
 }
 
+// Writes the logits of every token to a file. If that fails, no part of it is left behind.
 static bool run_logits(Cli *cli) {
     struct stat st;
     cli->out = fopen(cli->logits, "wb");
@@ -8509,6 +8669,7 @@ static bool run_logits(Cli *cli) {
 
 typedef struct { const int32_t *ids; int n_vocab, count; double nll, squares; } Score;
 
+// Scores the token behind token i: how surprised the logits are to see it, in nats.
 static bool score_row(void *ctx, int i, const float *logits) {
     Score *p = ctx;
     float top = logits[0];
@@ -8523,6 +8684,7 @@ static bool score_row(void *ctx, int i, const float *logits) {
     return true;
 }
 
+// Prints the perplexity of a text: in each window of tokens the second half is scored.
 static bool run_ppl(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     size_t n = cli->s.o.window, windows = cli->ids.n / n;
@@ -8537,25 +8699,26 @@ static bool run_ppl(Cli *cli) {
         if (!session_run(&cli->s, half, &cli->e)) return false;
     }
     double mean = p.nll / p.count, variance = fmax(p.squares / p.count - mean * mean, 0);
-    printf("ppl %.4f +- %.4f tokens %zu windows %zu\n", exp(mean),
-           exp(mean) * sqrt(variance / larger(p.count - 1, 1)), cli->ids.n, windows);
+    double ppl = exp(mean), deviation = sqrt(variance / larger(p.count - 1, 1));
+    printf("ppl %.4f +- %.4f tokens %zu windows %zu\n", ppl, ppl * deviation, cli->ids.n, windows);
     return true;
 }
 
-// Pools as the metadata says; by default a causal model's last token, an encoder's mean. Prints the
-// result, behind the dense layers that some files bring, L2-normalised; without pooling, every row.
+// Pools the rows of the last layer as the metadata says; by default a causal model's last token, an
+// encoder's mean. At the last row, or without pooling at each, it prints the result, behind the
+// dense layers that some files bring, L2-normalised.
 static bool pool_row(void *ctx, int i, const float *row) {
-    enum { NONE, MEAN, CLS, LAST };
+    enum { EACH, MEAN, CLS, LAST };   // the metadata's numbers
     Cli *cli = ctx;
     const Config *c = &cli->m.config;
-    int pooling = c->pooling >= 0 ? c->pooling : c->causal ? LAST : MEAN;
+    int n = c->dim, n_rows = cli->ids.n, pooling = c->pooling;
+    if (pooling < 0) pooling = c->causal ? LAST : MEAN;
     double *sum = cli->work, length = 0;
-    float *x = (float *)(sum + c->dim);
-    int n = c->dim;
+    float *x = (float *)(sum + n);
     for (int j = 0; j < n && (i == 0 || pooling != CLS); j++)
         sum[j] = row[j] + (pooling == MEAN ? sum[j] : 0);
-    if (pooling != NONE && i + 1 < (int)cli->ids.n) return true;
-    for (int j = 0; j < n; j++) x[j] = sum[j] / (pooling == MEAN ? cli->ids.n : 1);
+    if (pooling != EACH && i + 1 < n_rows) return true;
+    for (int j = 0; j < n; j++) x[j] = sum[j] / (pooling == MEAN ? n_rows : 1);
     for (const Matrix *w = cli->m.dense; w < cli->m.dense + 2 && w->data; w++) {
         plain_matmul(&(Matmul){w, x, x + n, 1}, x + n + w->rows);
         x += n;
@@ -8563,12 +8726,15 @@ static bool pool_row(void *ctx, int i, const float *row) {
     }
     for (int j = 0; j < n; j++) length += (double)x[j] * x[j];
     if (!isfinite(length)) return fail(&cli->e, "the embedding's length is %g", length);
-    for (int j = 0; j < n; j++)
-        printf(j ? " %.9g" : "%.9g", length > 0 ? x[j] / sqrt(length) : 0.0);
+    for (int j = 0; j < n; j++) {
+        if (j) putchar(' ');
+        printf("%.9g", length > 0 ? x[j] / sqrt(length) : 0.0);
+    }
     putchar('\n');
     return true;
 }
 
+// Prints the embedding of the prompt.
 static bool run_embedding(Cli *cli) {
     Error why;
     Request all = {cli->ids.id, cli->ids.n, .hidden = true, .fn = pool_row, .ctx = cli};
@@ -8596,26 +8762,31 @@ static double read_rate(Cli *cli) {
     return (double)SLICES * SLICE / (now() - start);
 }
 
+// Measures the speed of a prompt of random ids, of tokens behind it in RUNS parts, and between the
+// parts that of memory, of which the best counts.
 static bool run_bench(Cli *cli) {
     Session *s = &cli->s;
-    int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1], n = n_prompt;
-    double decode = 0, best = read_rate(cli), moved = 0;
+    int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1];
     for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
         if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
             return fail(&cli->e, "out of memory");
+    const int32_t *ids = cli->ids.id;
+    int n = n_prompt, chunk = n < s->o.chunk ? n : s->o.chunk;
+    double best = read_rate(cli);
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    if (!session_eval(s, cli->ids.id, n < s->o.chunk ? n : s->o.chunk, &cli->e)) return false;
+    if (!session_eval(s, ids, chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
-    if (!session_eval(s, cli->ids.id, n, &cli->e)) return false;
-    double prefill = now() - start;
+    if (!session_eval(s, ids, n, &cli->e)) return false;
+    double prefill = now() - start, decode = 0;
     for (int run = 1; run <= RUNS; run++) {
         start = now();
         while (n < n_prompt + (int64_t)n_decode * run / RUNS)
-            if (!session_eval(s, cli->ids.id, ++n, &cli->e)) return false;
+            if (!session_eval(s, ids, ++n, &cli->e)) return false;
         decode += now() - start;
         best = fmax(best, read_rate(cli));
     }
+    double moved = 0;
     while (n > n_prompt) moved += token_bytes(s, --n);
     printf("prefill %d tokens %.1f tok/s\n", n_prompt, n_prompt / prefill);
     printf("decode %d tokens %.1f tok/s %.1f GB/s %.1f %% of %.1f GB/s\n", n_decode,
@@ -8628,21 +8799,23 @@ static void print_str(Str s, size_t most) {
     size_t used;
     for (size_t i = 0; i < s.n && i < most; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        bool shown = utf8_valid(c, used) && c >= ' ' && (c < 127 || c >= 160);
-        printf("%.*s", (int)(shown ? used : 1), shown ? s.s + i : " ");
+        bool control = c < ' ' || (c >= 127 && c < 160);
+        if (utf8_valid(c, used) && !control) printf("%.*s", (int)used, s.s + i);
+        else putchar(' ');
     }
     if (s.n > most) printf("...");
 }
 
+// a key of the file, and the first four of its values
 static void print_meta(const Meta *m) {
     Cursor c = {m->v, m->end, false};
+    int digits = m->elem == GGUF_F32 || m->elem == GGUF_F64 ? 9 : 20;
     print_str(m->key, 100);
     printf(m->type == GGUF_ARR ? " = [%llu]" : " =", (unsigned long long)m->n);
     for (uint64_t i = 0; i < m->n && i < 4; i++) {
         putchar(' ');
         if (m->elem == GGUF_STR) print_str(read_str(&c), 60);
-        else printf(m->elem == GGUF_F32 || m->elem == GGUF_F64 ? "%.9g" : "%.20g",
-                    meta_float(m, i));
+        else printf("%.*g", digits, meta_float(m, i));
     }
     printf(m->n > 4 ? " ...\n" : "\n");
 }
@@ -8675,38 +8848,47 @@ static void print_file(const Cli *cli) {
     fflush(stdout);
 }
 
-// what Config says, how many layers are of which kind, the memory plan
+// how many layers are of which kind
+static void print_layers(const Model *m) {
+    static const char *const kinds[] = {
+        "attention", "attention in a window", "latent attention",
+        "gated delta net", "state space", "short convolution", "dense FFN", "experts"};
+    enum { FULL, WINDOWED, LATENT, DENSE = COUNT(kinds) - 2, EXPERTS };
+    int count[COUNT(kinds)] = {0};
+    for (const Layer *w = m->layers; w < m->layers + m->config.n_layer; w++) {
+        if (w->n_kv && w->k_b.data) count[LATENT]++;
+        else if (w->n_kv) count[w->window > 0 ? WINDOWED : FULL]++;
+        if (w->mixer) count[LATENT + w->mixer]++;   // MIX_DELTA and so on stand behind it
+        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
+    }
+    const char *before = "";
+    for (size_t i = 0; i < COUNT(kinds); i++) {
+        if (!count[i]) continue;
+        printf("%s %s in %d layers", before, kinds[i], count[i]);
+        before = ",";
+    }
+    if (count[EXPERTS]) printf(" (%d of %d chosen)", m->config.n_used, m->config.n_expert);
+    putchar('\n');
+}
+
+// what Config says, the kinds of layers, the memory plan, the speed that memory allows
 static bool print_info(Cli *cli) {
+    static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
+    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
+    static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
     const Model *m = &cli->m;
     const Gguf *g = m->gguf;
     const Config *c = &m->config;
     const Session *s = &cli->s;
-    static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
-    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
-    static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
-    // three of attention, those of MIX_DELTA and so on, two of FFNs
-    static const char *const kinds[] = {"attention", "attention in a window", "latent attention",
-                                        "gated delta net", "state space", "short convolution",
-                                        "dense FFN", "experts"};
-    enum { DENSE = COUNT(kinds) - 2, EXPERTS };
     const Layer *seen = m->layers;   // the first with attention, if there is one
-    int count[COUNT(kinds)] = {0};
     while (seen < m->layers + c->n_layer - 1 && !seen->n_kv) seen++;
-    for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
-        if (w->n_kv) count[w->k_b.data ? 2 : w->window > 0]++;
-        if (w->mixer) count[2 + w->mixer]++;
-        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
-    }
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->norm],
            act[c->act], rope[c->rope]);
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
            c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
            c->n_ctx);
-    for (size_t i = 0, any = 0; i < COUNT(kinds); i++)
-        if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
-    if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
-    putchar('\n');
+    print_layers(m);
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
@@ -8714,12 +8896,14 @@ static bool print_info(Cli *cli) {
     if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; ", moved / 1048576);
-    printf(s->gpu ? "the GPU copies" : "%d threads read", s->o.threads);
+    if (s->gpu) printf("the GPU copies");
+    else printf("%d threads read", s->o.threads);
     printf(" %.1f GB/s here, so at most %.1f tok/s\n", rate * 1e-9, rate / moved);
     return true;
 }
 
-// What the model's makers ask for, in general.sampling, stands behind the user's options.
+// What the model's makers ask for, in general.sampling, counts where the user asks for nothing. It
+// is cut to the option's range, and then read as if it had been typed.
 static void sampling_defaults(Cli *cli) {
     static const struct { size_t at; const char *name; } wishes[] = {
         {PICK(temp), "temp"}, {PICK(top_k), "top_k"}, {PICK(top_p), "top_p"},
@@ -8727,24 +8911,56 @@ static void sampling_defaults(Cli *cli) {
         {PICK(repeat_last_n), "penalty_last_n"}};
     for (size_t i = 0; i < COUNT(wishes); i++) {
         const Option *o = OPTIONS;
-        char text[64];
         while (o->at != wishes[i].at) o++;
+        char text[64];
         snprintf(text, sizeof text, "general.sampling.%s", wishes[i].name);
         Meta *v = gguf_find(cli->m.gguf, text);
         if (!v || !gguf_size[v->type]) continue;
         double x = meta_float(v, 0);
         if (isnan(x) || (x <= 0 && o->at == PICK(repeat_penalty))) continue;
-        v->used = true;
+        v->used = true;   // also if the user knows better
         snprintf(text, sizeof text, "%.17g", fmin(fmax(x, o->low), o->high));
         if (!(cli->given >> (o - OPTIONS) & 1)) parse_value(cli, o, text);
     }
 }
 
+// Opens the session, and takes the memory that the modes work in.
+static bool start_session(Cli *cli) {
+    const Model *m = &cli->m;
+    if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
+    if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
+    cli->s.on_chunk = on_chunk;
+    cli->s.ctx = cli;
+    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
+    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
+    if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
+    size_t page = 1 << 14;
+    room = (room + page - 1) / page * page;
+    cli->work = aligned_alloc(page, room);   // whole pages, for a GPU to share
+    if (!cli->work) return fail(&cli->e, "out of memory");
+    memset(cli->work, 0, room);
+    return true;
+}
+
+// continues the prompt, which is printed first
+static bool run_completion(Cli *cli) {
+    if (cli->template.n && isatty(STDERR_FILENO))
+        fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
+    if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
+    cli->detokenizer.started = cli->text.n > 0;
+    return reply(cli);
+}
+
+// Does what was asked for. The order matters: --info shows a file even if it cannot run; its wishes
+// and an encoder's text, which that sees at once, set options before the session takes them; the
+// template renders the prompt; what needs no weights ends before the session. Of modes the first in
+// the list at the end counts.
 static bool run(Cli *cli) {
     Model *m = &cli->m;
     cli->failure = 1;
-    if (cli->help) return print_usage();
-    if (cli->version) return puts("llm 1.0"), true;
+    if (cli->help) print_usage();
+    else if (cli->version) puts("llm 1.0");
+    if (cli->help || cli->version) return true;
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);
     if (cli->info && m->tokenizer) print_file(cli);   // the file was read
     if (!ok) return false;
@@ -8753,31 +8969,24 @@ static bool run(Cli *cli) {
     if (!(cli->template_file ? read_file(cli, cli->template_file, &cli->template)
                              : text_add(cli, &cli->template, own.s, own.n)))
         return false;
-    if (cli->talks && !cli->template.n)
-        return cli->failure = 2, fail(&cli->e, "no PROMPT given; see --help");
+    if (cli->chat_by_default && !cli->template.n) {
+        cli->failure = 2;
+        return fail(&cli->e, "no PROMPT given; see --help");
+    }
     if (!load_prompt(cli)) return false;
-    if (cli->render) return true;
+    if (cli->render) return true;   // load_prompt has printed it
     if (cli->tokenize) {
         for (size_t i = 0; i < cli->ids.n; i++) printf(i ? " %d" : "%d", cli->ids.id[i]);
-        return putchar('\n'), true;
+        putchar('\n');
+        return true;
     }
     if (cli->embed && m->config.pooling > 3)
         return fail(&cli->e, "%s: pooling_type %d is a reranker's: it has no embedding", cli->model,
                     m->config.pooling);
-    bool encoder = m->config.encoder;
-    if ((encoder || (!m->config.causal && !cli->logits)) && !cli->embed && !cli->info)
+    bool embeds = m->config.encoder || (!m->config.causal && !cli->logits);   // and does no more
+    if (embeds && !cli->embed && !cli->info)
         return fail(&cli->e, "%s: %s is for embeddings; use --embed", cli->model, m->config.name);
-    if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
-    if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
-    cli->s.on_chunk = on_chunk;
-    cli->s.ctx = cli;
-    size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows, page = 1 << 14;
-    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
-    if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
-    room = (room + page - 1) / page * page;
-    cli->work = aligned_alloc(page, room);   // for a GPU to share
-    if (!cli->work) return fail(&cli->e, "out of memory");
-    memset(cli->work, 0, room);
+    if (!start_session(cli)) return false;
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
     if (cli->bench.id) return run_bench(cli);
@@ -8785,11 +8994,7 @@ static bool run(Cli *cli) {
     if (cli->logits) return run_logits(cli);
     if (cli->chat) return run_chat(cli);
     if (cli->answer_once) return reply(cli);
-    if (cli->template.n && isatty(STDERR_FILENO))
-        fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
-    if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
-    cli->detokenizer.started = cli->text.n > 0;
-    return reply(cli);
+    return run_completion(cli);
 }
 
 int main(int argc, char **argv) {
@@ -8822,7 +9027,8 @@ int main(int argc, char **argv) {
     free(cli.ids.id);
     free(cli.bench.id);
     free(cli.work);
-    return interrupted ? 130 : ok ? 0 : cli.failure;
+    if (interrupted) return 130;
+    return ok ? 0 : cli.failure;
 }
 
 #endif   // LLM_NO_MAIN
