@@ -3459,8 +3459,8 @@ static const Norm *layer_input_block(Session *s, const Norm *post) {
 //       template_render: the template, a program in the file, writes a conversation as one text;
 //       bytes that the model did not write are marked (section 21)
 //   text             "user: Hi\n"
-//       tokenize: cuts it into tokens, texts that the file's vocabulary has, and gives their indices
-//       there; in marked bytes it finds no control tokens (section 20)
+//       tokenize: cuts it into tokens, texts that the file's vocabulary has, and gives their ids,
+//       which are indices; in marked bytes it finds no control tokens (section 20)
 //   ids              488 271 25 402 72 198
 //       session_eval and session_sample draw one id after the other (Part I)
 //   an id            488
@@ -3571,11 +3571,11 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 // RULE_LLAMA3, for example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
 //
 //   i             's
-//   [^rLN]?L+     It and " ok": letters, with any one character that is no end of a line in front
+//   [^rLN]?L+     It and " ok": letters, and one character in front that is none of r, L, N
 //   N3            123 and 4
 //    ?[^sLN]+r*   !\n
 //   s*r+          nothing here: the ends of lines, with white space in front
-//   s+!           the first space of "  ok": + takes both, ! refuses what follows, + gives one back
+//   s+!           the first space of "  ok": + takes both, ! does not allow the o, + gives one back
 //   s+            the space of " 1234", which nothing else takes
 //
 // Flags: a word that is a token stays whole; BOS is added; only spaces are respelled.
@@ -3770,8 +3770,9 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
     if (*rule == '%' || *rule == '&') {
         bool numbers = *rule == '&';
+        uint64_t set = numbers ? CLASS('N') : CLASS('d');
         for (int n = 0; end-- > ch;) {   // n in a row from here on
-            n = end->set & (numbers ? CLASS('N') : CLASS('d')) ? n + 1 : 0;
+            n = end->set & set ? n + 1 : 0;
             if (n % 3 == 1 && (n > 3 || numbers)) end[1].cut = true;
         }
         return;
@@ -4090,8 +4091,8 @@ static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
     free(best);
 }
 
-// The id of a special token of len bytes that stands at s and is to be cut out; -1: none is. In what
-// a user wrote, only tokens that anyone may write are.
+// The id of a special token of len bytes that stands at s and is to be cut out; -1: none is. In
+// what a user wrote, only tokens that anyone may write are.
 static int32_t special_at(const Work *w, const char *s, size_t len) {
     const Tokenizer *t = w->t;
     if (!t->special_first[(uint8_t)*s]) return -1;
@@ -4125,9 +4126,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
             s = at;
         }
     }
-    if (!n) return;
-    if (t->kind == TOKENIZER_UNIGRAM) unigram_tokenize(w, s, n);
-    else fragment_tokenize(w, s, n);
+    if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
 }
 
 enum {
@@ -4250,7 +4249,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
-// the array of this key, of strings (n 0) or of n numbers; NULL: there is no such one, and e says so
+// an array of strings (n 0), or of n numbers; NULL: the key has no such array, and e says so
 static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
     if (!m)
@@ -4357,8 +4356,9 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
 // keys are those that `kept` keeps; from eos on each ends a text.
 static bool special_ids(Tokenizer *t, const Gguf *g, Error *e) {
     enum { CLS, EOS = 4 };
-    static const char *const keys[] = {[CLS] = "cls", "bos", "unknown", "seperator",
-                                       [EOS] = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
+    static const char *const keys[] = {
+        [CLS] = "cls", "bos", "unknown", "seperator",
+        [EOS] = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
     int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
     for (size_t i = 0; i < COUNT(keys); i++) {
         if (i == CLS && t->kind != TOKENIZER_WPM) continue;
@@ -4593,22 +4593,27 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
     return at < t->size ? t->block + t->size + at : NULL;
 }
 
+static bool is_room(Template *t, const char *p) {
+    const char *mark = shadow(t, p);
+    return mark && *mark == ROOM;
+}
+
 // a and behind it b. Where there is room behind a, b goes there: a text that grows piece by piece
 // costs what is added to it. One byte of room stays, so that no text touches the next.
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
-    char *end = (char *)a.s + a.n, *marks = shadow(t, end), *from = shadow(t, b.s);
+    char *end = (char *)a.s + a.n, *marks = shadow(t, b.s);
     if (!b.n) return a;
     spend(t, b.n / 64);
-    while (marks && room <= b.n && shadow(t, end + room) && marks[room] == ROOM) room++;
+    while (room <= b.n && is_room(t, end + room)) room++;
     if (room <= b.n) {
         Str new = {obtain(t, size), 0};
         memset(shadow(t, new.s), ROOM, size);
         return concat(t, concat(t, new, a), b);
     }
     memcpy(end, b.s, b.n);
-    if (from) memcpy(marks, from, b.n);
-    else memset(marks, 0, b.n);
+    if (marks) memcpy(shadow(t, end), marks, b.n);
+    else memset(shadow(t, end), 0, b.n);
     return (Str){a.s, a.n + b.n};
 }
 
@@ -4719,7 +4724,7 @@ static int compare(double a, double b) {   // -1, 0, 1 as a is less, equal, more
 
 // the same of all values; UNLIKE: neither of them
 enum { UNLIKE = 2 };
-static int order(Template *t, Value a, Value b) {
+__attribute__((noinline)) static int order(Template *t, Value a, Value b) {
     if (is_number(a) && is_number(b)) return compare(number(a), number(b));
     if (a.kind != b.kind) return UNLIKE;
     if (a.kind <= V_NONE) return 0;
@@ -5163,17 +5168,15 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //
 // {% if x %}{{ x|upper }}{% endif %} becomes this tree, children to the right of their node:
 //
-//   block - statement - if - name x                       eval: is the value of x true?
-//                         |- block - print - unary        the text of that value
-//                                            |- name x    the value of x, and then what
-//                                            |- filter - name upper     the filter makes of it
+//   block - statement - if - name x                  eval looks x up, and if that is true
+//                         |- block - print - unary   joins the texts of what the block prints:
+//                                            |- name x                 x, looked up again, of
+//                                            |- filter - name upper    which `suffixed` makes X
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*") \
     X(value, "or ('if' or ('else' value)?)?") \
-    X(or, "and (`or` and)*") \
-    X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare") \
-    X(sum, "join ((`+` | `-`) join)*") \
+    X(or, "and (`or` and)*")        X(and, "not (`and` not)*") \
+    X(not, "`not` not | compare")   X(sum, "join ((`+` | `-`) join)*") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
     X(join, "product (`~` product)*") \
     X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
@@ -5251,7 +5254,7 @@ static bool read_word(Template *t, Str word) {
     return true;
 }
 
-static bool begins_tag(const char *p, bool raw) {   // does a text end here? after raw only at endraw
+static bool begins_tag(const char *p, bool raw) {   // does a tag end a text here? raw: endraw alone
     if (*p != '{') return false;
     return raw ? p[1] == '%' && str_eq(tag_name(p), "endraw") : strchr("{%#", p[1]) != 0;
 }
@@ -5666,8 +5669,8 @@ static Node *read_template(Template *t, Str source) {
     return root;
 }
 
-// a message as templates know it; its content is a text, or a list of one part, as template_render says
-static Value message_value(Template *t, const ChatMessage *m, bool parts) {
+// Adds a message. Its content is a text, or a list of one part: see template_render.
+static void push_message(Template *t, List *messages, const ChatMessage *m, bool parts) {
     Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
     Value content = string_value(concat(t, NOTHING, m->content));
     List list = {0};
@@ -5678,7 +5681,7 @@ static Value message_value(Template *t, const ChatMessage *m, bool parts) {
     push(t, &list, dict_value(part));
     set(t, message, word_value("role"), string_value(concat(t, NOTHING, m->role)));
     set(t, message, word_value("content"), parts ? list_value(list) : content);
-    return dict_value(message);
+    push(t, messages, dict_value(message));
 }
 
 // Sets what the template sees, and runs it. False: it stopped, and e says why.
@@ -5691,7 +5694,7 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     t->builtins = new_dict(t, NULL);
     read_builtins(t);
     const Node *root = read_template(t, source);
-    for (size_t i = 0; i < n; i++) push(t, &messages, message_value(t, &m[i], parts));
+    for (size_t i = 0; i < n; i++) push_message(t, &messages, &m[i], parts);
     set(t, t->scope, word_value("self"), dict_value(new_dict(t, NULL)));
     set(t, t->scope, word_value("messages"), list_value(messages));
     set(t, t->scope, word_value("add_generation_prompt"), bool_value(true));
@@ -8784,7 +8787,8 @@ static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
 }
 
 static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at most
-    size_t len = 1 + (c >= 0x80) + (c >= 0x800) + (c >= 0x10000);
+    size_t len = c < 0x80 ? 1 : 2;
+    if (c >= 0x800) len = c < 0x10000 ? 3 : 4;
     for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
     out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
     return len;
