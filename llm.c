@@ -3546,15 +3546,16 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 
 // A rule is a regular expression, which splits the pieces that the rule before it left. It tries
 // its alternatives in order, each takes all it can, and what lies between two matches is a piece,
-// too. A letter is a class of characters; the classes are arbitrary, as model families chose them:
+// too. A letter is a class of characters; the classes are arbitrary, as model families chose them,
+// and the appendix has their ranges:
 //
 //   u  A-Z                      s  white space                 h  Chinese
 //   l  a-z                      C  control characters          H  more of it
 //   c  other cased letters      O  unassigned                  y  letters but h, H
-//   x  letters without case     n  \n                          g  Hangul
+//   x  other letters            n  \n                          g  Hangul
 //   L  all letters              r  \r \n                       z  Bopomofo
 //   M  marks                    a  ASCII punctuation           k  DeepSeek's CJK
-//   N  numbers                  p  DeepSeek's punctuation      K  another of DeepSeek's
+//   N  numbers                  p  DeepSeek's punctuation      K  a wider one of DeepSeek's
 //   d  0-9                      b  BLOOM's punctuation         A  AFMoE's Asian scripts
 //   P  punctuation              q  East Asian punctuation      t  `
 //   S  symbols                  f  $+<=>^|~                    /  slash; a blank is a blank
@@ -4593,25 +4594,24 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
     return at < t->size ? t->block + t->size + at : NULL;
 }
 
-static bool is_room(Template *t, const char *p) {
-    const char *mark = shadow(t, p);
-    return mark && *mark == ROOM;
-}
-
 // a and behind it b. Where there is room behind a, b goes there: a text that grows piece by piece
 // costs what is added to it. One byte of room stays, so that no text touches the next.
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
-    char *end = (char *)a.s + a.n, *marks = shadow(t, b.s);
+    char *end = (char *)a.s + a.n;
     if (!b.n) return a;
     spend(t, b.n / 64);
-    while (room <= b.n && is_room(t, end + room)) room++;
+    for (; room <= b.n; room++) {
+        const char *mark = shadow(t, end + room);
+        if (!mark || *mark != ROOM) break;
+    }
     if (room <= b.n) {
         Str new = {obtain(t, size), 0};
         memset(shadow(t, new.s), ROOM, size);
         return concat(t, concat(t, new, a), b);
     }
     memcpy(end, b.s, b.n);
+    const char *marks = shadow(t, b.s);
     if (marks) memcpy(shadow(t, end), marks, b.n);
     else memset(shadow(t, end), 0, b.n);
     return (Str){a.s, a.n + b.n};
@@ -5010,7 +5010,7 @@ static const char *const BUILTINS[] = {
     "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
     "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
 };
-enum { MOST_PARAMS = 8 };   // and no row has more than 6, so that a[i] below always exists
+enum { MOST_PARAMS = 6 };   // of a row
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
 static const char OF_DICTS[] = "get items keys";
