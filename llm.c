@@ -3787,6 +3787,25 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
 }
 
 // ==== Part IV: text =============================================================================
+//
+// What comes in is text, and the metadata of a file; what goes out is ids, and text again:
+//
+//   a conversation   user "Hi"
+//       template_render: the template, a program in the file, writes a conversation as one text;
+//       bytes that the model did not write are marked (section 21)
+//   text             "user: Hi\n"
+//       tokenize: cuts it into tokens, texts that the file's vocabulary has, and gives their ids,
+//       which are indices; in marked bytes it finds no control tokens (section 20)
+//   ids              488 271 25 402 72 198
+//       session_eval and session_sample draw one id after the other (Part I)
+//   an id            488
+//       detokenize: the text of its token, "us" (section 20)
+//
+// Read section 20 first, and there BPE, which most models have: the rules, word_join,
+// fragment_tokenize, text_tokenize, tokenize; in section 21 GRAMMAR and eval.
+
+#include <ctype.h>             // what the Parts before do not need
+#include <setjmp.h>
 
 // ---- 20. tokenizer ----
 //
@@ -3815,7 +3834,9 @@ static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 
 // Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
 static uint32_t byte_to_char(uint8_t b) {
-    return b < 33 ? b + 256 : b >= 127 && b <= 160 ? b + 162 : b == 173 ? 323 : b;
+    if (b <= ' ') return b + 0x100;                   // 0x00 to 0x20: U+0100 to U+0120
+    if (b >= 0x7F && b <= 0xA0) return b + 0xA2;      // U+0121 to U+0142
+    return b == 0xAD ? 0x143 : b;
 }
 
 // bytes of a text at most; to tokenize one takes 200 times as many
@@ -3860,18 +3881,38 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 
 // A rule is a regular expression, which splits the pieces that the rule before it left. It tries
 // its alternatives in order, each takes all it can, and what lies between two matches is a piece,
-// too. A letter is a class of characters; the classes are arbitrary, as model families chose them:
+// too. A letter is a class of characters; the classes are arbitrary, as model families chose them,
+// and the appendix has their ranges:
 //
-//   u A-Z   l a-z   c other cased letters   x other letters   L all letters   N numbers   M marks
-//   P punctuation   S symbols   s white space   C control   d 0-9   n \n   r \r \n   / slash
-//   f $+<=>^~|   t `   h Chinese   H more of it   y letters but h, H   a ASCII punctuation
-//   p, k, K DeepSeek's punctuation and CJK   b BLOOM's punctuation   O unassigned
-//   g Hangul   z Bopomofo   q East Asian punctuation   A AFMoE's Asian scripts
+//   u  A-Z                      s  white space                 h  Chinese
+//   l  a-z                      C  control characters          H  more of it
+//   c  other cased letters      O  unassigned                  y  letters but h, H
+//   x  other letters            n  \n                          g  Hangul
+//   L  all letters              r  \r \n                       z  Bopomofo
+//   M  marks                    a  ASCII punctuation           k  DeepSeek's CJK
+//   N  numbers                  p  DeepSeek's punctuation      K  a wider one of DeepSeek's
+//   d  0-9                      b  BLOOM's punctuation         A  AFMoE's Asian scripts
+//   P  punctuation              q  East Asian punctuation      t  `
+//   S  symbols                  f  $+<=>^|~                    /  slash; a blank is a blank
 //
-// [..] one of, [^..] none of; ? * + as usual, 3 one to three times, =n 2^n times; ! white space or
-// the end follows; ' one of 's 't 're 've 'm 'll 'd, i the same in any case, ~ the same or nothing;
-// w a word that goes on over single spaces; $ alone: white space at the end of a piece; % alone:
-// digits in threes from the right, & numbers, and a piece ends behind them.
+//   [..]   one of these classes    X?   one or none      '  one of 's 't 're 've 'm 'll 'd
+//   [^..]  one of other classes    X*   any number       i  the same in any case
+//   |      or else                 X+   one or more      ~  the same in any case, or nothing
+//   !      here white space or     X3   one to three     w  a word, which goes on over
+//          the end must follow     X=n  2^n                 single spaces
+//
+// Three rules have one sign: $ splits off white space at the end of a piece, % splits digits in
+// threes from the right, & does so with numbers, and ends a piece behind them.
+//
+// RULE_LLAMA3, for example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
+//
+//   i             's
+//   [^rLN]?L+     It and " ok": letters, and one character in front that is none of r, L, N
+//   N3            123 and 4
+//    ?[^sLN]+r*   !\n
+//   s*r+          nothing here: the ends of lines, with white space in front
+//   s+!           the first space of "  ok": + takes both, ! does not allow the o, + gives one back
+//   s+            the space of " 1234", which nothing else takes
 //
 // Flags: a word that is a token stays whole; BOS is added; only spaces are respelled.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
@@ -3990,15 +4031,19 @@ typedef struct {
     bool failed;      // out of memory
 } Work;
 
+// how many of the n characters at ch are a contraction; 0: there is none
 static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
     if (n < 2 || ch[0].c != '\'') return 0;
-    uint32_t fold = any_case ? 32 : 0, a = ch[1].c | fold, b = n > 2 ? ch[2].c | fold : 0;
+    uint32_t fold = any_case ? 'a' - 'A' : 0;   // the bit that small letters have
+    uint32_t a = ch[1].c | fold;
     if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
-    return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
+    uint32_t b = n > 2 ? ch[2].c | fold : 0;
+    bool two = (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l');
+    return two ? 3 : 0;
 }
 
 // Returns where the match of the alternative `rule` at ch ends, or NULL; the piece ends at `end`.
-// An item first takes all it can, then less and less.
+// An item takes all it can; if what follows it does not match then, it gives back one by one.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
@@ -4009,19 +4054,25 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     }
     if (*rule == 'w') {   // L, then L, M, or a space and L
         if (ch == end || !(ch->set & CLASS('L'))) return NULL;
-        for (ch++; ch < end && ch->set & (CLASS('L') | CLASS('M') | CLASS(' ')); ch++)
-            if (ch->set & CLASS(' ') && !(ch + 1 < end && ch[1].set & CLASS('L'))) break;
+        for (ch++; ch < end && ch->set & (CLASS('L') | CLASS('M') | CLASS(' ')); ch++) {
+            bool goes_on = ch + 1 < end && ch[1].set & CLASS('L');
+            if (ch->set & CLASS(' ') && !goes_on) break;
+        }
         return rule_match(rule + 1, ch, end);
     }
-    bool none = *rule == '[' && rule[1] == '^';
+    bool none = *rule == '[' && rule[1] == '^';   // of the set
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
     if (!set)
-        for (rule += 1 + none; *rule != ']'; rule++) set |= CLASS(*rule);
-    char many = *++rule;
-    ptrdiff_t least = many != '?' && many != '*', n = 0;
-    ptrdiff_t most = many == '*' || many == '+' ? end - ch : many == '3' ? 3 : 1;
-    if (many == '=') least = most = 1 << (*++rule - '0');
-    if (many && strchr("?*+3=", many)) rule++;
+        for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
+    rule++;
+    ptrdiff_t least = 1, most = 1, n = 0;
+    switch (*rule) {
+    case '?': rule++; least = 0; break;
+    case '*': rule++; least = 0; most = end - ch; break;
+    case '+': rule++; most = end - ch; break;
+    case '3': rule++; most = 3; break;
+    case '=': rule += 2; least = most = 1 << (rule[-1] - '0'); break;
+    }
     while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
     for (; n >= least; n--) {
         Char *match = rule_match(rule, ch + n, end);
@@ -4030,55 +4081,85 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     return NULL;
 }
 
+// Returns where the first alternative of a rule that matches at ch ends; NULL: none does. From
+// white space that ends no line, s*r.. would look for its end again and again, from each character:
+// it need not be tried before *dry, where such white space ends.
+static Char *first_match(const char *rule, Char *ch, Char *end, Char **dry) {
+    while (rule) {
+        bool line = !strncmp(rule, "s*r", 3);
+        Char *match = line && ch < *dry ? NULL : rule_match(rule, ch, end);
+        if (match) return match;
+        if (line && *dry < ch) *dry = ch;
+        while (line && *dry < end && (*dry)->set & CLASS('s')) ++*dry;
+        rule = strchr(rule, '|');
+        if (rule) rule++;
+    }
+    return NULL;
+}
+
 // Marks where the matches of a rule in one piece begin and end.
 static void piece_split(const char *rule, Char *ch, Char *end) {
     if (*rule == '$') {
-        for (; end > ch && end[-1].set & CLASS('s'); end--);
-        end->cut = 1;
+        while (end > ch && end[-1].set & CLASS('s')) end--;
+        end->cut = true;
         return;
     }
     if (*rule == '%' || *rule == '&') {
-        for (int digits = 0; end-- > ch;) {
-            digits = end->set & CLASS(*rule == '&' ? 'N' : 'd') ? digits + 1 : 0;
-            if (digits % 3 == 1 && (digits > 3 || *rule == '&')) end[1].cut = 1;
+        bool numbers = *rule == '&';
+        uint64_t set = numbers ? CLASS('N') : CLASS('d');
+        for (int n = 0; end-- > ch;) {   // n in a row from here on
+            n = end->set & set ? n + 1 : 0;
+            if (n % 3 == 1 && (n > 3 || numbers)) end[1].cut = true;
         }
         return;
     }
-    for (Char *dry = ch; ch < end;) {   // dry: the end of white space without a line's end
-        Char *match = NULL;
-        for (const char *r = rule; r && !match; r = strchr(r, '|'), r = r ? r + 1 : NULL) {
-            bool line = !strncmp(r, "s*r", 3);   // which need not be looked for again and again
-            if (!line || ch >= dry) match = rule_match(r, ch, end);
-            for (; line && !match && (dry < ch || (dry < end && dry->set & CLASS('s')));) dry++;
-        }
-        if (match) ch->cut = match->cut = 1;
+    for (Char *dry = ch; ch < end;) {
+        Char *match = first_match(rule, ch, end, &dry);
+        if (match) ch->cut = match->cut = true;
         ch = match ? match : ch + 1;
     }
 }
 
-// A word is a row of parts, at first its characters. A leaf of a tree holds what it costs to join
-// the part at its byte with the next one; any other node holds the lesser of its children. So the
-// root is the cheapest pair, of equal ones the leftmost. To join two parts changes three leaves: a
-// word of n bytes takes O(n log n).
-static void pair_update(Work *w, uint32_t i) {
+// A word is a row of parts, at first its characters. To join the part at byte i with the next one
+// has a cost, which is leaf n + i of a tree; node k holds the lesser of nodes 2k and 2k + 1. So the
+// root, node 1, is the cheapest pair, of equal ones the leftmost. To join two parts changes three
+// leaves: a word of n bytes takes O(n log n). In story.gguf merge 149 is "t h", 1 "h e", 29 "e n",
+// 326 "he n", 903 "t he":
+//
+//   t  h  e  n    leaves 149  1  29  -    nodes 2, 3:   1  29    root   1: join h and e
+//   t  he    n    leaves 903 326  -  -    nodes 2, 3: 326   -    root 326: join he and n
+//   t  hen        leaves   -  -   -  -    no merge is "t hen": the ids of "t" and "hen" are 83 582
+//
+// Returns the leaf: the cost in the upper 32 bits, i in the lower ones; UINT64_MAX: the part at i
+// is the last one, or none begins there, or the two do not join.
+static uint64_t pair_cost(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
-    uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
+    uint32_t a = w->part[i], b = 0, cost;
     char *s = w->text + i, *merge = w->text + w->n_text;
-    int32_t found = -1;
-    if (a && b && t->kind == TOKENIZER_SPM) {
+    int32_t found;
+    if (i + a < w->n_text) b = w->part[i + a];
+    if (!a || !b) return UINT64_MAX;
+    if (t->kind == TOKENIZER_SPM) {
         found = dictionary_find(&t->tokens, s, a + b);
-        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
+        if (found < 0) return UINT64_MAX;
+        float loss = 0 - meta_float(t->scores, found);
         memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
         cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
-    } else if (a && b && a + b < t->merges.longest) {
+    } else {
+        if (a + b >= t->merges.longest) return UINT64_MAX;
         memcpy(merge, s, a);
         merge[a] = ' ';
         memcpy(merge + a + 1, s + a, b);
         cost = found = dictionary_find(&t->merges, merge, a + 1 + b);
+        if (found < 0) return UINT64_MAX;
     }
+    return (uint64_t)cost << 32 | i;
+}
+
+static void pair_update(Work *w, uint32_t i) {   // the leaf of the part at byte i, and all above it
     uint64_t *tree = w->cost;
     size_t k = w->n_text + i;
-    tree[k] = found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
+    tree[k] = pair_cost(w, i);
     for (; k > 1; k /= 2) tree[k / 2] = tree[k] < tree[k ^ 1] ? tree[k] : tree[k ^ 1];
 }
 
@@ -4087,20 +4168,37 @@ static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the w
     return len < n ? len : n;
 }
 
+static void add_id(Work *w, int32_t id) {   // there is room, see tokenize; id -1: nothing to add
+    if (id >= 0) w->out->id[w->out->n++] = id;
+}
+
+// The token of a byte that is part of no token. -1: there is none, so the byte is lost.
+static int32_t byte_token(const Tokenizer *t, const char *byte) {
+    int32_t id = -1;
+    if (t->pre->flags & PRE_SPACES) {
+        char hex[8];
+        snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)*byte);
+        id = token_find(t, hex);
+    }
+    if (id < 0) id = dictionary_find(&t->tokens, byte, 1);
+    if (id < 0 && t->kind == TOKENIZER_SPM) id = t->unk;
+    return id;
+}
+
 // Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes.
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
     size_t n = w->n_text;
-    bool whole = t->pre->flags & PRE_WHOLE ||
-                 (t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
-    whole = whole && dictionary_find(&t->tokens, w->text, n) >= 0;
+    bool at_once = t->pre->flags & PRE_WHOLE ||
+                   (t->kind == TOKENIZER_BPE && w->text[0] == '\n');   // Gemma 4's empty lines
+    at_once = at_once && dictionary_find(&t->tokens, w->text, n) >= 0;
     memset(part, 0, n * sizeof *part);
-    memset(w->cost, -1, 2 * n * sizeof *w->cost);
-    for (size_t i = 0; i < n; i += part[i]) part[i] = whole ? n : character_bytes(w, i);
+    memset(w->cost, -1, 2 * n * sizeof *w->cost);   // UINT64_MAX
+    for (size_t i = 0; i < n; i += part[i]) part[i] = at_once ? n : character_bytes(w, i);
     for (size_t i = 0; i < n; i += part[i]) pair_update(w, i);
     while (w->cost[1] != UINT64_MAX) {
-        uint32_t a = w->cost[1], b = a + part[a], before = a ? a - 1 : 0;
+        uint32_t a = w->cost[1], b = a + part[a], before = a ? a - 1 : 0;   // where parts begin
         while (!part[before]) before--;
         part[a] += part[b];
         part[b] = 0;
@@ -4110,15 +4208,8 @@ static void word_join(Work *w) {
     }
     for (size_t i = 0; i < n; i += part[i]) {
         int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
-        if (id >= 0) w->out->id[w->out->n++] = id;
-        for (size_t k = i; id < 0 && k < i + part[i]; k++) {
-            char hex[8];
-            snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)w->text[k]);
-            int32_t byte = t->pre->flags & PRE_SPACES ? token_find(t, hex) : -1;
-            if (byte < 0) byte = dictionary_find(&t->tokens, w->text + k, 1);
-            if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
-            if (byte >= 0) w->out->id[w->out->n++] = byte;
-        }
+        add_id(w, id);
+        for (size_t k = i; id < 0 && k < i + part[i]; k++) add_id(w, byte_token(t, w->text + k));
     }
 }
 
@@ -4149,43 +4240,67 @@ static void word_pieces(Work *w) {
             n = d->length[k - 1].n;
             id = token_of_length(w, w->cost, i, d->length[k - 1]);
         }
-        if (id < 0) w->out->n = before, id = w->t->unk, n = w->n_text;
-        if (id >= 0) w->out->id[w->out->n++] = id;
+        if (id < 0) {
+            w->out->n = before;
+            id = w->t->unk;
+            n = w->n_text;
+        }
+        add_id(w, id);
     }
 }
 
-// Decodes a fragment, splits it by the rules, spells each word and adds the ids of its tokens.
-static void fragment_tokenize(Work *w, const char *s, size_t n) {
+// Writes the characters of a fragment to w->ch and returns their end. SentencePiece, which has no
+// rules and keeps text as it is, takes any byte but a space for a character.
+static Char *fragment_decode(const Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
-    bool spaces = t->pre->flags & PRE_SPACES;
-    Char *ch = w->ch, *end = ch, *next;
-    if (w->space) *end++ = (Char){.c = ' ', .cut = true};
+    Char *end = w->ch;
+    if (w->space) *end++ = (Char){.c = ' '};
     for (size_t i = 0, used; i < n; i += used) {
         uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (spm && c != ' ') c = RAW_BYTE + (uint8_t)s[i], used = 1;   // bytes are kept as they are
-        if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
-        *end = (Char){spm ? 0 : unicode_classes(c), c, end == ch};
-        end += c || !wpm;
-    }
-    end->cut = true;
-    for (const char *const *rule = t->pre->rule; *rule; rule++)
-        for (Char *k = ch; k < end; k = next) {
-            for (next = k + 1; !next->cut;) next++;
-            piece_split(*rule, k, next);
+        if (spm && c != ' ') {
+            c = RAW_BYTE + (uint8_t)s[i];
+            used = 1;
         }
-    for (; ch < end; ch++) {
-        if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;
-        char bytes[4] = {ch->c}, *to = w->text + w->n_text;
-        size_t len = 1;
-        if (ch->c < RAW_BYTE) len = utf8_encode(spaces && ch->c == ' ' ? SPM_SPACE : ch->c, bytes);
-        for (size_t i = 0; i < len; i++)
-            if (spaces) *to++ = bytes[i];
-            else to += utf8_encode(byte_to_char(bytes[i]), to);
-        w->n_text = to - w->text;
-        if (!ch[1].cut) continue;
+        if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
+        if (wpm && !c) continue;   // it is dropped
+        *end++ = (Char){spm ? 0 : unicode_classes(c), c, false};
+    }
+    w->ch->cut = end->cut = true;
+    return end;
+}
+
+// Writes a character as the vocabulary spells it and returns its bytes, 8 at most.
+static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
+    char bytes[4];
+    size_t n = 0;
+    if (c >= RAW_BYTE) {
+        *out = c - RAW_BYTE;
+        return 1;
+    }
+    if (t->pre->flags & PRE_SPACES) return utf8_encode(c == ' ' ? SPM_SPACE : c, out);
+    size_t len = utf8_encode(c, bytes);
+    for (size_t i = 0; i < len; i++) n += utf8_encode(byte_to_char(bytes[i]), out + n);
+    return n;
+}
+
+// Splits a fragment into words by the rules, spells each and adds the ids of its tokens.
+static void fragment_tokenize(Work *w, const char *s, size_t n) {
+    const Tokenizer *t = w->t;
+    bool wpm = t->kind == TOKENIZER_WPM;
+    Char *end = fragment_decode(w, s, n), *next;
+    for (const char *const *rule = t->pre->rule; *rule; rule++)
+        for (Char *ch = w->ch; ch < end; ch = next) {
+            for (next = ch + 1; !next->cut;) next++;
+            piece_split(*rule, ch, next);
+        }
+    for (Char *ch = w->ch; ch < end;) {
+        if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;   // a word begins
+        w->n_text += character_spell(t, ch->c, w->text + w->n_text);
+        bool space = ch++->set & CLASS('s');   // WordPiece's words have none
+        if (!ch->cut) continue;
         if (!wpm) word_join(w);
-        else if (!(ch->set & CLASS('s'))) word_pieces(w);
+        else if (!space) word_pieces(w);
     }
     w->space = false;
 }
@@ -4197,7 +4312,11 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
 //
 // From node i, byte c leads to node k = i ^ base(node[i]) ^ c, if c is the label of node[k]. If its
 // bit 8 is set, an entry ends there: bits 0 to 30 of node[k ^ base(node[k])] say where in `strings`
-// the replacement begins, which a 0 ends.
+// the replacement begins, which a 0 ends. Say "A", 65, becomes strings[4], "a ":
+//
+//   node[0]   = 0x600        base 256: A leads to 0 ^ 256 ^ 65 = 321
+//   node[321] = 0x541        label 65, so it is A; bit 8 is set; base 1: see 321 ^ 1 = 320
+//   node[320] = 0x80000004
 enum { CHARSMAP_MAX = 255 };   // bytes of an entry or of a replacement at most
 
 static uint32_t trie_node(const Tokenizer *t, uint32_t i) {
@@ -4216,10 +4335,18 @@ static size_t charsmap_match(const Tokenizer *t, const char *s, size_t n, const 
         i ^= trie_base(x) ^ (uint8_t)s[k];
         x = trie_node(t, i);
         if ((x & 0x800000FF) != (uint8_t)s[k]) break;
-        uint32_t string = x & 256 ? trie_node(t, i ^ trie_base(x)) & INT32_MAX : UINT32_MAX;
-        if (string < t->strings.n) *to = t->strings.s + string, match = k + 1;
+        if (!(x & 256)) continue;
+        uint32_t string = trie_node(t, i ^ trie_base(x)) & INT32_MAX;
+        if (string >= t->strings.n) continue;
+        *to = t->strings.s + string;
+        match = k + 1;
     }
     return match;
+}
+
+static void append(char *out, uint64_t *len, const char *s, size_t n) {   // out NULL: counts only
+    if (out) memcpy(out + *len, s, n);
+    *len += n;
 }
 
 // Spells a fragment as unigram's tokens are, and returns its bytes; out NULL: counts them only.
@@ -4229,16 +4356,19 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
     for (size_t i = 0, used; i < n; i += used) {
         const char *to = s + i;
         size_t bytes = used = charsmap_match(t, s + i, n - i, &to);
-        if (used) bytes = strlen(to);
-        else if (utf8_decode(s + i, n - i, &used) == UTF8_BAD) to = "\uFFFD", bytes = 3;
-        else bytes = used;
+        if (used) {
+            bytes = strlen(to);
+        } else if (utf8_decode(s + i, n - i, &used) == UTF8_BAD) {
+            to = "\uFFFD";
+            bytes = 3;
+        } else bytes = used;
         for (; bytes > 0; bytes--, to++) {
-            bool space = *to == ' ', mark = space ? !t->trim_spaces : owed;
-            if (out && mark) memcpy(out + len, "\u2581", 3);
-            len += 3 * mark;
-            if (out && !space) out[len] = *to;
-            len += !space;
-            owed = space && (owed || t->trim_spaces);
+            bool space = *to == ' ';
+            owed = owed || (space && t->trim_spaces);
+            if (space ? !t->trim_spaces : owed) append(out, &len, "\u2581", 3);
+            if (space) continue;
+            append(out, &len, to, 1);
+            owed = false;
         }
     }
     return len;
@@ -4257,7 +4387,7 @@ static void unigram_reach(double *best, uint32_t *part, size_t from, size_t end,
 static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
     const Tokenizer *t = w->t;
     const Dictionary *d = &t->tokens;
-    size_t first = w->out->n;
+    size_t before = w->out->n;
     uint64_t n = unigram_spell(t, s, n_bytes, NULL);
     uint64_t most = 16 * (uint64_t)n_bytes + 64;   // the worst of Unicode, U+FDFA, takes 13 times
     size_t each = sizeof(double) + sizeof(uint64_t) + sizeof *w->part + 1;
@@ -4283,37 +4413,53 @@ static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
         }
         if (!known) unigram_reach(best, part, i, next, t->unknown_score);
     }
-    for (size_t end = n, len = part[n], before; end > 0; len = before) {   // back from the end
+    for (size_t end = n, len = part[n], here; end > 0; len = here) {   // back from the end
         end -= len;
-        before = part[end];
+        here = part[end];
         part[end] = len;   // of the token that begins there
     }
     for (size_t i = 0; i < n; i += part[i]) {
         int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
         if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) id = t->unk;
-        bool again = id == t->unk && w->out->n > first && w->out->id[w->out->n - 1] == id;
+        bool again = id == t->unk && w->out->n > before && w->out->id[w->out->n - 1] == id;
         if (id >= 0 && !again) w->failed |= !tokens_add(w->out, id);
     }
     free(best);
 }
 
-// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand. In
-// what a user wrote, only tokens that anyone may write are cut out.
+// The id of a special token of len bytes that stands at s and is to be cut out; -1: none is. In
+// what a user wrote, only tokens that anyone may write are.
+static int32_t special_at(const Work *w, const char *s, size_t len) {
+    const Tokenizer *t = w->t;
+    if (!t->special_first[(uint8_t)*s]) return -1;
+    int32_t id = dictionary_find(&t->tokens, s, len);
+    if (!token_is(t, id, w->types)) return -1;
+    bool anyone = (token_at(t, id).type & ~(TOKEN_EOG | TOKEN_STRIP)) == TOKEN_USER;
+    bool marked = w->mark && memchr(w->mark + (s - w->all), 1, len);
+    return marked && !anyone ? -1 : id;
+}
+
+// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand, and
+// adds their ids and those of the fragments between them.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     for (len = len < n ? len : n; len > 0; len--) {
-        for (size_t i = 0; t->special_length[len] && i + len <= n; i++) {
-            if (!t->special_first[(uint8_t)s[i]]) continue;
-            int32_t id = dictionary_find(&t->tokens, s + i, len);
-            int type = token_at(t, id).type;
-            bool marked = w->mark && memchr(w->mark + (s + i - w->all), 1, len);
-            bool anyone = (type & ~(TOKEN_EOG | TOKEN_STRIP)) == TOKEN_USER;
-            if (!token_is(t, id, w->types) || (marked && !anyone)) continue;
-            text_tokenize(w, s, i, len - 1);
+        if (!t->special_length[len]) continue;
+        for (const char *at = s; len <= n - (at - s);) {
+            int32_t id = special_at(w, at, len);
+            if (id < 0) {
+                at++;
+                continue;
+            }
+            text_tokenize(w, s, at - s, len - 1);   // what is in front of it
             w->failed |= !tokens_add(w->out, id);
             w->space = t->space_prefix;
-            s += i + len, n -= i + len, i = -1;
-            while (type & TOKEN_STRIP && n && *s && strchr(" \t\n\v\f\r", *s)) s++, n--;
+            const char *end = s + n;
+            at += len;
+            if (token_at(t, id).type & TOKEN_STRIP)
+                while (at < end && *at && strchr(" \t\n\v\f\r", *at)) at++;
+            n = end - at;
+            s = at;
         }
     }
     if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
@@ -4331,14 +4477,18 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    // a bad byte reads as U+FFFD: three bytes, each may be spelled as two; unigram takes its own
+    // The most bytes of a word, and ids of all words: a bad byte reads as U+FFFD, whose three bytes
+    // may be spelled as two each. Unigram takes its own memory.
     size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
     w.cost = malloc((n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2));
-    if (!w.cost || !tokens_room(out, out->n + m)) return free(w.cost), fail(e, "out of memory");
+    if (!w.cost || !tokens_room(out, out->n + m)) {
+        free(w.cost);
+        return fail(e, "out of memory");
+    }
     w.ch = (Char *)(w.cost + 2 * m);
     w.part = (uint32_t *)(w.ch + n + 2);
     w.text = (char *)(w.part + m);
@@ -4367,27 +4517,37 @@ static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     d->pending[d->n++] = byte;
     if (d->n < utf8_length(d->pending[0])) return n;
     uint32_t c = utf8_decode(d->pending, d->n, &used);
-    if (!utf8_valid(c, used)) c = UTF8_BAD, used = 1;
+    if (!utf8_valid(c, used)) {
+        c = UTF8_BAD;
+        used = 1;
+    }
     for (; d->n; d->n -= used) n += utf8_encode(c, out + n);
     return n;
+}
+
+// the byte that a character of a token stands for; -1: none, it is spelled as it is
+static int char_to_byte(const Tokenizer *t, uint32_t c) {
+    if (t->pre->flags & PRE_SPACES) return c == SPM_SPACE ? ' ' : -1;
+    for (int b = 0; b < 256; b++)
+        if (byte_to_char(b) == c) return b;
+    return -1;
 }
 
 // Writes the text of a token, whole characters only, to out[t->piece_max]; returns its length.
 size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     if (!token_is(t, id, 1 << TOKEN_NORMAL | 1 << TOKEN_USER | 1 << TOKEN_BYTE)) return 0;
-    bool strip = !d->started && t->space_prefix, spaces = t->pre->flags & PRE_SPACES;
+    bool strip = !d->started && t->space_prefix;
     Str s = token_at(t, id).text;
     int type = token_at(t, id).type & TOKEN_TYPE;
-    size_t n = 0, used;
+    size_t n = 0;
     d->started = true;
-    if (type == TOKEN_BYTE && s.n == 6)   // <0x0A>
-        return utf8_push(d, strtol((char[]){s.s[3], s.s[4], 0}, NULL, 16), out);
-    for (size_t i = 0; i < s.n; i += used) {
+    if (type == TOKEN_BYTE && s.n == 6) {   // <0x0A>
+        char hex[] = {s.s[3], s.s[4], 0};
+        return utf8_push(d, strtol(hex, NULL, 16), out);
+    }
+    for (size_t i = 0, used; i < s.n; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        int byte = spaces && c == SPM_SPACE ? ' ' : -1;   // -1: it spells itself
-        for (int b = 0; b < 256 && !spaces; b++)
-            if (byte_to_char(b) == c) byte = b;
-        if (type == TOKEN_USER) byte = -1;
+        int byte = type == TOKEN_USER ? -1 : char_to_byte(t, c);
         if (strip && i == 0 && byte == ' ') continue;
         if (byte >= 0) n += utf8_push(d, byte, out + n);
         for (size_t k = 0; byte < 0 && k < used; k++) n += utf8_push(d, s.s[i + k], out + n);
@@ -4425,15 +4585,17 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
-// an array of strings (n 0), or of n numbers
+// an array of strings (n 0), or of n numbers; NULL: the key has no such array, and e says so
 static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
-    if (!m) return fail(e, "%s is missing", key), NULL;
-    if (m->type != GGUF_ARR || (m->elem == GGUF_STR) != (n == 0))
-        return fail(e, "%s must be an array of %s", key, n ? "numbers" : "strings"), NULL;
-    if (n && m->n != n)
-        return fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n), NULL;
-    return m;
+    if (!m)
+        fail(e, "%s is missing", key);
+    else if (m->type != GGUF_ARR || (m->elem == GGUF_STR) != (n == 0))
+        fail(e, "%s must be an array of %s", key, n ? "numbers" : "strings");
+    else if (n && m->n != n)
+        fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n);
+    else return m;
+    return NULL;
 }
 
 static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error *e) {
@@ -4462,7 +4624,10 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
 static bool dictionary_lengths(Dictionary *d, Error *e) {
     uint8_t *any = calloc(d->longest + 1, 1);
     d->length = malloc(d->n * sizeof *d->length);
-    if (!any || !d->length) return free(any), fail(e, "out of memory");
+    if (!any || !d->length) {
+        free(any);
+        return fail(e, "out of memory");
+    }
     for (uint32_t i = 0; i < d->n; i++) any[d->str[i].n] = true;
     uint64_t power = HASH_BASE;
     for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)
@@ -4523,15 +4688,17 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// What the metadata says about special tokens, and what KNOWN_TOKENS says.
-static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
-    static const char *const keys[] = {"cls", "bos", "unknown", "seperator",   // the rest end it
-                                       "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
+// Reads the ids of special tokens. One that is no token is ignored, and the note says so. The first
+// keys are those that `kept` keeps; from eos on each ends a text.
+static bool special_ids(Tokenizer *t, const Gguf *g, Error *e) {
+    enum { CLS, EOS = 4 };
+    static const char *const keys[] = {
+        [CLS] = "cls", "bos", "unknown", "seperator",
+        [EOS] = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
     int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
-    bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
-    bool unigram = t->kind == TOKENIZER_UNIGRAM;
-    for (size_t i = !wpm; i < COUNT(keys); i++) {
-        int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;
+    for (size_t i = 0; i < COUNT(keys); i++) {
+        if (i == CLS && t->kind != TOKENIZER_WPM) continue;
+        int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;   // the default
         char key[64];
         snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
         const Meta *m = gguf_find(g, key);
@@ -4544,8 +4711,15 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             snprintf(t->note, sizeof t->note, "%s is %lld, but there are %d tokens: ignored", key,
                      (long long)said, t->n_vocab);
         if (i < COUNT(kept)) *kept[i] = id;
-        if (i >= 4 && id >= 0) t->type[id] |= TOKEN_EOG;
+        if (i >= EOS && id >= 0) t->type[id] |= TOKEN_EOG;
     }
+    return true;
+}
+
+// Reads what is added to a text and how it is changed.
+static bool special_wishes(Tokenizer *t, const Gguf *g, Error *e) {
+    bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
+    bool unigram = t->kind == TOKENIZER_UNIGRAM;
     // BERT's files do not say so, Gemma 4's say no and mean yes
     bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags & PRE_SPACES);
     t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
@@ -4555,8 +4729,14 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
                       ((spm || unigram) && gguf_int(g, "tokenizer.ggml.add_space_prefix", spm));
     t->lower_case = gguf_int(g, "tokenizer.ggml.normalizer.lowercase", true);
     t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
-    if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
+    int32_t last = wpm ? t->sep : t->eos;
+    if ((t->add_bos && t->bos < 0) || (t->add_eos && last < 0))
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
+    return true;
+}
+
+// Gives tokens the types of KNOWN_TOKENS, and ends a text with those of a list.
+static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
         for (const char *name = KNOWN_TOKENS[i].names, *end; *name; name = end + (*end == ' ')) {
@@ -4565,7 +4745,7 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
             if (id >= 0) t->type[id] = KNOWN_TOKENS[i].type;
         }
     }
-    const Meta *ends = gguf_find(g, "tokenizer.ggml.eos_token_ids");   // each ends a text
+    const Meta *ends = gguf_find(g, "tokenizer.ggml.eos_token_ids");
     if (ends && !gguf_size[ends->elem])
         return fail(e, "tokenizer.ggml.eos_token_ids must be numbers");
     for (uint64_t i = 0; ends && i < ends->n; i++) {
@@ -4574,6 +4754,11 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
         else snprintf(t->note, sizeof t->note, "tokenizer.ggml.eos_token_ids has %lld, but there "
                       "are %d tokens: ignored", (long long)id, t->n_vocab);
     }
+    return true;
+}
+
+// Collects how special tokens begin and how long they are, for special_at and text_tokenize.
+static bool special_index(Tokenizer *t, const Gguf *g) {
     char name[102];   // an arbitrary rule: models of this name drop white space behind some tokens
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
@@ -4582,8 +4767,7 @@ static bool tokenizer_special(Tokenizer *t, const Gguf *g, Error *e) {
         if (!s.n || !token_is(t, i, SPECIAL_TYPES)) continue;
         t->special_first[(uint8_t)s.s[0]] = true;
         t->special_length[s.n] = true;
-        bool strip = phi3 && !find_str(s, "<s> <unk> <|endoftext|>");
-        t->type[i] |= strip ? TOKEN_STRIP : 0;
+        if (phi3 && !find_str(s, "<s> <unk> <|endoftext|>")) t->type[i] |= TOKEN_STRIP;
     }
     return true;
 }
@@ -4614,7 +4798,8 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
         t->pre = &PRE_TOKENIZERS[0];
         snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
     }
-    return tokenizer_vocab(t, g, e) && tokenizer_special(t, g, e);
+    return tokenizer_vocab(t, g, e) && special_ids(t, g, e) && special_wishes(t, g, e) &&
+           special_types(t, g, e) && special_index(t, g);
 }
 
 static void tokenizer_close(Tokenizer *t) {
@@ -4627,6 +4812,7 @@ static void tokenizer_close(Tokenizer *t) {
     free(t->special_length);
     *t = (Tokenizer){0};
 }
+
 // ---- 21. chat templates ----
 //
 // A model's file says in a program how it wants a conversation written: in a template, whose
@@ -4642,8 +4828,7 @@ static void tokenizer_close(Tokenizer *t) {
 // copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
 //
 // An error leaves by longjmp. Every template ends, since stack, steps and memory have limits.
-#include <ctype.h>
-#include <setjmp.h>
+
 typedef struct { Str role, content; } ChatMessage;
 
 // What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
@@ -4745,20 +4930,24 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
 }
 
 // a and behind it b. Where there is room behind a, b goes there: a text that grows piece by piece
-// costs what is added to it.
+// costs what is added to it. One byte of room stays, so that no text touches the next.
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
-    char *end = (char *)a.s + a.n, *mark, *marks;
+    char *end = (char *)a.s + a.n;
     if (!b.n) return a;
     spend(t, b.n / 64);
-    while (room <= b.n && (mark = shadow(t, end + room)) && *mark == ROOM) room++;
+    for (; room <= b.n; room++) {
+        const char *mark = shadow(t, end + room);
+        if (!mark || *mark != ROOM) break;
+    }
     if (room <= b.n) {
         Str new = {obtain(t, size), 0};
         memset(shadow(t, new.s), ROOM, size);
         return concat(t, concat(t, new, a), b);
     }
     memcpy(end, b.s, b.n);
-    if ((marks = shadow(t, b.s))) memcpy(shadow(t, end), marks, b.n);
+    const char *marks = shadow(t, b.s);
+    if (marks) memcpy(shadow(t, end), marks, b.n);
     else memset(shadow(t, end), 0, b.n);
     return (Str){a.s, a.n + b.n};
 }
@@ -4813,7 +5002,7 @@ static Str recased(Template *t, Str s, char how) {
     for (size_t i = 0; i < s.n; i++) {
         bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", c[i - 1]));
         bool up = how == 'u' || (how != 'l' && first);
-        c[i] = c[i] & 0x80 ? c[i] : up ? toupper(c[i]) : tolower(c[i]);
+        if (!(c[i] & 0x80)) c[i] = up ? toupper(c[i]) : tolower(c[i]);
     }
     return (Str){c, s.n};
 }
@@ -4834,9 +5023,13 @@ static double number(Value v) { return v.kind == V_FLOAT ? v.f : v.i; }
 
 // What is empty, zero, none or undefined is false. A generator is true, also one of nothing.
 static bool truth(Value v) {
-    if (is_number(v)) return number(v) != 0;
-    if (v.kind == V_STRING || v.kind == V_LIST) return (v.kind == V_LIST ? v.list.n : v.s.n) > 0;
-    return v.kind == V_DICT ? v.dict->pairs.n > 0 : v.kind > V_NONE;
+    switch (v.kind) {
+    case V_BOOL: case V_INT: case V_FLOAT: return number(v) != 0;
+    case V_STRING: return v.s.n > 0;
+    case V_LIST: return v.list.n > 0;
+    case V_DICT: return v.dict->pairs.n > 0;
+    default: return v.kind > V_NONE;
+    }
 }
 
 // v, which must be of this kind
@@ -4859,21 +5052,30 @@ static void push_all(Template *t, List *l, List more) {
 
 static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1}); }
 
-// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
+static int compare(double a, double b) {   // -1, 0, 1 as a is less, equal, more
+    if (a < b) return -1;
+    return a > b;
+}
+
+// the same of all values; UNLIKE: neither of them
 enum { UNLIKE = 2 };
-static int order(Template *t, Value a, Value b) {
-    if (is_number(a) && is_number(b)) return (number(a) > number(b)) - (number(a) < number(b));
-    if (a.kind != b.kind || a.kind <= V_NONE) return a.kind == b.kind ? 0 : UNLIKE;
+__attribute__((noinline)) static int order(Template *t, Value a, Value b) {
+    if (is_number(a) && is_number(b)) return compare(number(a), number(b));
+    if (a.kind != b.kind) return UNLIKE;
+    if (a.kind <= V_NONE) return 0;
     if (a.kind > V_DICT) stop_types(t, str("compared to"), a, b);
-    bool text = a.kind == V_STRING, dict = a.kind == V_DICT;
-    List x = dict ? a.dict->pairs : a.list, y = dict ? b.dict->pairs : b.list;
-    size_t n = text ? a.s.n : x.n, m = text ? b.s.n : y.n, both = n < m ? n : m;
-    int c = text ? memcmp(a.s.s, b.s.s, both) : 0;
+    int c = 0;
     enter(t);
-    spend(t, text ? both / 64 : 0);
-    for (size_t i = 0; !text && !c && i < both; i++) c = order(t, x.v[i], y.v[i]);
-    if (!c) c = (n > m) - (n < m);
-    return text ? (c > 0) - (c < 0) : c;
+    if (a.kind == V_STRING) {
+        size_t both = a.s.n < b.s.n ? a.s.n : b.s.n;
+        spend(t, both / 64);
+        c = compare(memcmp(a.s.s, b.s.s, both), 0);
+        return c ? c : compare(a.s.n, b.s.n);
+    }
+    List x = a.kind == V_DICT ? a.dict->pairs : a.list;
+    List y = a.kind == V_DICT ? b.dict->pairs : b.list;
+    for (size_t i = 0; !c && i < x.n && i < y.n; i++) c = order(t, x.v[i], y.v[i]);
+    return c ? c : compare(x.n, y.n);
 }
 
 // Dicts have few keys and keep their order: they are searched from the front.
@@ -4886,8 +5088,12 @@ static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is no
 
 static void set(Template *t, Dict *d, Value key, Value v) {
     Value *old = entry(t, d, key);
-    if (old) *old = v;
-    else push(t, &d->pairs, key), push(t, &d->pairs, v);
+    if (old) {
+        *old = v;
+        return;
+    }
+    push(t, &d->pairs, key);
+    push(t, &d->pairs, v);
 }
 
 static Dict *new_dict(Template *t, Dict *outer) {
@@ -4900,14 +5106,14 @@ static Dict *new_dict(Template *t, Dict *outer) {
 static List items_of(Template *t, Value v) {
     List l = {0};
     if (v.kind == V_LIST || v.kind == V_GENERATOR) return v.list;
-    if (v.kind != V_UNDEFINED && v.kind != V_STRING && v.kind != V_DICT)
-        stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
-    for (size_t i = 0; v.kind == V_DICT && i < v.dict->pairs.n; i += 2)
-        push(t, &l, v.dict->pairs.v[i]);
-    for (Str s = v.s, more; v.kind == V_STRING && s.n; s = more) {
-        more = behind(t, s, 1);
-        push(t, &l, string_value((Str){s.s, s.n - more.n}));
-    }
+    if (v.kind == V_DICT) {
+        for (size_t i = 0; i < v.dict->pairs.n; i += 2) push(t, &l, v.dict->pairs.v[i]);
+    } else if (v.kind == V_STRING) {
+        for (Str s = v.s, more; s.n; s = more) {
+            more = behind(t, s, 1);
+            push(t, &l, string_value((Str){s.s, s.n - more.n}));
+        }
+    } else if (v.kind != V_UNDEFINED) stop(t, "%s cannot be iterated", VALUE_KINDS[v.kind]);
     return l;
 }
 
@@ -4915,12 +5121,18 @@ static int64_t length(Template *t, Value v) {
     return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
 }
 
-// v[from:to], as Python counts: below 0 from the end, and cut off at the ends; a view
+// where v is among 0 .. n, as Python counts: below 0 from the end, and cut off at both ends
+static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // of what is no whole number
+    int64_t i = is_int(v) ? v.i : otherwise;
+    if (i < 0) i += n;
+    if (i < 0) return 0;
+    return i < n ? i : n;
+}
+
+// v[from:to] of a list or text; a view
 static Value slice(Template *t, Value v, Value from, Value to) {
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
-    int64_t n = length(t, v), a = is_int(from) ? from.i : 0, b = is_int(to) ? to.i : n;
-    a = a < -n ? 0 : a < 0 ? a + n : a < n ? a : n;
-    b = b < -n ? 0 : b < 0 ? b + n : b < n ? b : n;
+    int64_t n = length(t, v), a = bound(from, n, 0), b = bound(to, n, n);
     if (b < a) b = a;
     if (v.kind == V_LIST) return list_value((List){v.list.v + a, b - a});
     Str s = behind(t, v.s, a);
@@ -4942,46 +5154,62 @@ static Value member(Template *t, Value v, Value key) {
     return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
 }
 
+static void write_float(double f, char *s, size_t size) {   // in the fewest digits that are f
+    int digits = 0;
+    for (;; digits++) {
+        snprintf(s, size, "%.*e", digits, f);
+        if (strtod(s, NULL) == f) break;
+    }
+    int e = atoi(strchr(s, 'e') + 1);
+    if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
+}
+
 static Str to_text(Template *t, Value v) {   // as Python's str writes it, but no list or dict
     char s[32];
-    if (v.kind == V_STRING) return v.s;
-    if (v.kind == V_UNDEFINED) return NOTHING;
-    if (v.kind == V_NONE) return str("None");
-    if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
-    if (v.kind == V_FLOAT) {   // in the fewest digits that are this number
-        int digits = 0, e;
-        while (snprintf(s, sizeof s, "%.*e", digits, v.f), strtod(s, NULL) != v.f) digits++;
-        e = atoi(strchr(s, 'e') + 1);
-        if (e >= -4 && e < 16) snprintf(s, sizeof s, "%.*f", digits > e ? digits - e : 1, v.f);
-    } else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
+    switch (v.kind) {
+    case V_STRING: return v.s;
+    case V_UNDEFINED: return NOTHING;
+    case V_NONE: return str("None");
+    case V_BOOL: return str(v.i ? "True" : "False");
+    case V_FLOAT: write_float(v.f, s, sizeof s); break;
+    default: snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
+    }
     return concat(t, NOTHING, str(s));
+}
+
+static Str json_text(Template *t, Str s, Str text) {   // s, and behind it text between quotes
+    static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
+    s = concat(t, s, str("\""));
+    for (size_t i = 0; i < text.n; i++) {
+        char c = text.s[i], code[8] = {'\\'}, *at = c ? strchr(known, c) : NULL;
+        if (at) code[1] = letter[at - known];
+        else if ((uint8_t)c < ' ') sprintf(code, "\\u%04x", c);
+        s = concat(t, s, code[1] ? str(code) : (Str){text.s + i, 1});
+    }
+    return concat(t, s, str("\""));
 }
 
 // s, and behind it v as JSON. line: what a line begins with that each element gets; empty: none.
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
-    static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
-    bool string = v.kind == V_STRING, dict = v.kind == V_DICT, list = v.kind == V_LIST;
-    List l = dict ? v.dict->pairs : list ? v.list : (List){0};
-    Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
+    bool dict = v.kind == V_DICT;
     enter(t);
-    s = concat(t, s, str(string ? "\"" : dict ? "{" : list ? "[" : ""));
+    if (!v.kind) must_be(t, v, V_DICT);   // it stops
+    if (v.kind == V_NONE) return concat(t, s, str("null"));
+    if (v.kind == V_BOOL) return concat(t, s, str(v.i ? "true" : "false"));
+    if (v.kind == V_STRING) return json_text(t, s, v.s);
+    if (v.kind != V_LIST && !dict) return concat(t, s, to_text(t, v));
+    List l = dict ? v.dict->pairs : v.list;
+    Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
+    s = concat(t, s, str(dict ? "{" : "["));
     for (size_t i = 0; i < l.n; i++) {
-        bool value = dict && i % 2;
-        s = concat(t, s, str(value ? ": " : i == 0 ? "" : line.n ? "," : ", "));
-        s = json(t, value ? s : concat(t, s, inner), l.v[i], inner, indent);
+        bool key = !dict || i % 2 == 0;   // or an element of a list
+        if (!key) s = concat(t, s, str(": "));
+        if (key && i > 0) s = concat(t, s, str(line.n ? "," : ", "));
+        if (key) s = concat(t, s, inner);
+        s = json(t, s, l.v[i], inner, indent);
     }
-    for (size_t i = 0; string && i < v.s.n; i++) {
-        char c = v.s.s[i], code[8] = {'\\'}, *at = c ? strchr(known, c) : NULL;
-        if (at) code[1] = letter[at - known];
-        else if ((uint8_t)c < ' ') sprintf(code, "\\u%04x", c);
-        s = concat(t, s, code[1] ? str(code) : (Str){v.s.s + i, 1});
-    }
-    if (v.kind == V_NONE || v.kind == V_BOOL)
-        s = concat(t, s, str(v.kind == V_NONE ? "null" : v.i ? "true" : "false"));
-    else if (!v.kind) must_be(t, v, V_DICT);
-    else if (!string && !list && !dict) s = concat(t, s, to_text(t, v));
     if (l.n) s = concat(t, s, line);
-    return concat(t, s, str(string ? "\"" : dict ? "}" : list ? "]" : ""));
+    return concat(t, s, str(dict ? "}" : "]"));
 }
 
 // ---- its operators
@@ -5017,11 +5245,16 @@ static Value operate(Template *t, Str op, Value a, Value b) {
     }
     if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
     if (!is_number(a) || !is_number(b) || str_eq(op, "**")) stop_types(t, op, a, b);
-    double x = number(a), y = number(b), left = fmod(x, y);
+    double x = number(a), y = number(b), left = fmod(x, y), z;
     if (!y && strchr("/%", o)) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
-    double z = o == '+' ? x + y : o == '-' ? x - y : o == '*' ? x * y : o == '%' ? left :
-               op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
+    switch (o) {
+    case '+': z = x + y; break;
+    case '-': z = x - y; break;
+    case '*': z = x * y; break;
+    case '%': z = left; break;
+    default: z = op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
+    }
     if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
     return is_int(a) && is_int(b) && !str_eq(op, "/") ? int_value((int64_t)z) : float_value(z);
 }
@@ -5055,8 +5288,12 @@ static Str join(Template *t, Str by, List l) {
 static List split(Template *t, Str s, Str by, int64_t most) {
     List l = {0};
     if (!by.n) stop(t, "an empty separator");
-    for (const char *at; most-- != 0 && (at = find(t, s, by)); s = str_from(s, at - s.s + by.n))
+    for (; most != 0; most--) {
+        const char *at = find(t, s, by);
+        if (!at) break;
         push(t, &l, string_value((Str){s.s, at - s.s}));
+        s = str_from(s, at - s.s + by.n);
+    }
     push(t, &l, string_value(s));
     return l;
 }
@@ -5064,7 +5301,8 @@ static List split(Template *t, Str s, Str by, int64_t most) {
 // x.attribute, which may be such as a.b; x itself, if it is none
 static Value get(Template *t, Value x, Value attribute) {
     if (attribute.kind != V_STRING) return attribute.kind == V_NONE ? x : member(t, x, attribute);
-    for (List l = split(t, attribute.s, str("."), -1); l.n; l.n--, l.v++) x = member(t, x, *l.v);
+    List names = split(t, attribute.s, str("."), -1);
+    for (size_t i = 0; i < names.n; i++) x = member(t, x, names.v[i]);
     return x;
 }
 
@@ -5107,57 +5345,74 @@ static const char *const BUILTINS[] = {
     "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
     "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
 };
+enum { MOST_PARAMS = 6 };   // of a row
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
 static const char OF_DICTS[] = "get items keys";
 static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 
+static Str date(Template *t, Str format) {   // now; or in UTC when SOURCE_DATE_EPOCH says: a test
+    const char *epoch = getenv("SOURCE_DATE_EPOCH");
+    time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
+    struct tm tm;
+    char out[400] = "";
+    if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
+    if (!strftime(out, sizeof out, copy(t, format), &tm) && format.n) stop(t, "a date is too long");
+    return concat(t, NOTHING, str(out));
+}
+
+// startswith, endswith; find, rfind: where x begins in s, in characters, -1: nowhere
+static Value search(Template *t, Str f, Str s, Str x) {
+    const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
+    if (*f.s == 's') return bool_value(at == s.s);
+    if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
+    for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
+    if (*f.s == 'r') at = last;
+    return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
+}
+
+// s with a[1] to a[5] in the places of `hole`, {} or %s, which is all that it knows of formats
+static Str filled(Template *t, Str s, const Value *a, const char *hole) {
+    bool method = *hole == '{';
+    List between = split(t, s, str(hole), -1);
+    for (size_t i = 0; i < between.n; i++) {
+        Str *rest = &between.v[i].s;
+        if (i > 5 || !a[i].kind || strpbrk(copy(t, *rest), method ? "{}" : "%"))
+            stop(t, "a format knows %s alone, with a value for each", hole);
+        if (i) *rest = concat(t, concat(t, NOTHING, to_text(t, a[i])), *rest);
+    }
+    if (!method && between.n < 6 && a[between.n].kind) stop(t, "a format has too many values");
+    return join(t, NOTHING, between);
+}
+
+// s with `pad` in front of its lines; of the first and of empty ones only if that is asked for
+static Str indented(Template *t, Str s, Str pad, bool first, bool blank) {
+    List lines = split(t, s, str("\n"), -1);
+    for (size_t i = 0; i < lines.n; i++) {
+        Str *line = &lines.v[i].s;
+        if (i == 0 ? first : blank || line->n)
+            *line = concat(t, concat(t, NOTHING, pad), *line);
+    }
+    return join(t, str("\n"), lines);
+}
+
 // What a filter, method or function of a text returns; a: all its arguments.
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
     if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
-    if (is(f, "strftime_now")) {   // in UTC what SOURCE_DATE_EPOCH says, which a test can know
-        const char *epoch = getenv("SOURCE_DATE_EPOCH");
-        time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
-        struct tm tm;
-        char out[400] = "";
-        if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
-        if (!strftime(out, sizeof out, copy(t, s), &tm) && s.n) stop(t, "a date is too long");
-        s = concat(t, NOTHING, str(out));
-    }
+    if (is(f, "strftime_now")) s = date(t, s);
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
     if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
     if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
     if (is(f, "split"))
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
-    if (is(f, "startswith endswith find rfind")) {
-        Str x = must_be(t, a[1], V_STRING).s;
-        const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
-        if (*f.s == 's') return bool_value(at == s.s);
-        if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
-        for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
-        at = *f.s == 'r' ? last : at;
-        return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
-    }
-    if (is(f, "format braces")) {   // the filter knows %s alone, the method {}
-        bool method = *f.s == 'b';
-        List parts = split(t, s, str(method ? "{}" : "%s"), -1);
-        for (size_t i = 0; i < parts.n; i++) {
-            Str *part = &parts.v[i].s;
-            if (i > 5 || !a[i].kind || strpbrk(copy(t, *part), method ? "{}" : "%"))
-                stop(t, "a format knows %s alone, with a value for each", method ? "{}" : "%s");
-            if (i) *part = concat(t, concat(t, NOTHING, to_text(t, a[i])), *part);
-        }
-        if (!method && parts.n < 6 && a[parts.n].kind) stop(t, "a format has too many values");
-        s = join(t, NOTHING, parts);
-    }
+    if (is(f, "startswith endswith find rfind"))
+        return search(t, f, s, must_be(t, a[1], V_STRING).s);
+    if (is(f, "format")) s = filled(t, s, a, "%s");
+    if (is(f, "braces")) s = filled(t, s, a, "{}");
     if (is(f, "indent")) {
-        List lines = split(t, s, str("\n"), -1);
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
-        for (size_t i = 0; i < lines.n; i++)
-            if (i == 0 ? truth(a[2]) : truth(a[3]) || lines.v[i].s.n)
-                lines.v[i].s = concat(t, concat(t, NOTHING, pad), lines.v[i].s);
-        s = join(t, str("\n"), lines);
+        s = indented(t, s, pad, truth(a[2]), truth(a[3]));
     }
     return string_value(s);
 }
@@ -5178,7 +5433,7 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
 // What a filter, method or function returns; a: its arguments. Inlined, it would take more stack.
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
-    List l = {0}, all;
+    List l = {0};
     if (is(f, "length")) return int_value(length(t, v));
     if (is(f, "list keys")) return list_value(items_of(t, v));
     if (is(f, "default d")) return !v.kind || (truth(a[2]) && !truth(v)) ? a[1] : v;
@@ -5198,9 +5453,13 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return found ? *found : a[2];
     }
     if (is(f, "unique")) {
-        Value keys = list_value(l), key;
-        for (all = items_of(t, v); all.n; all.n--, all.v++, push(t, &keys.list, key))
-            if (!contains(t, keys, key = key_of(t, *all.v, a[2]))) push(t, &l, *all.v);
+        Value keys = list_value(l);
+        List all = items_of(t, v);
+        for (size_t i = 0; i < all.n; i++) {
+            Value key = key_of(t, all.v[i], a[2]);
+            if (!contains(t, keys, key)) push(t, &l, all.v[i]);
+            push(t, &keys.list, key);
+        }
         return (Value){.kind = V_GENERATOR, .list = l};
     }
     if (is(f, "tojson")) {
@@ -5218,8 +5477,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         return int_value((int64_t)i);
     }
     if (is(f, "range")) {
-        bool one = a[1].kind == V_NONE;
-        int64_t i = one ? 0 : must_be(t, v, V_INT).i, end = must_be(t, one ? v : a[1], V_INT).i;
+        bool one = a[1].kind == V_NONE;   // range(end)
+        int64_t i = one ? 0 : must_be(t, v, V_INT).i;
+        int64_t end = must_be(t, one ? v : a[1], V_INT).i;
         int64_t step = must_be(t, a[2], V_INT).i;
         for (; step > 0 ? i < end : step && i > end; i += step) {
             if (l.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
@@ -5234,27 +5494,38 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. A rule up to `atom` that finds one part is that part, so 1 is a number and not
-// a sum of one product. A block also reads the {% of the tag that ends it. READERS has a function
-// for each rule from `name` on.
+// found as children. A rule up to `atom` that finds one thing is that thing, so 1 is a number and
+// not a sum of one product. A block also reads the {% of the tag that ends it. READERS has a
+// function for each rule from `name` on.
 //
 // The first word decides: a tag that begins as a rule says, and goes on otherwise, becomes `wrong`,
 // a node that is an error when it is evaluated. Many such stand in branches that no chat reaches.
+//
+// {% if x %}{{ x|upper }}{% endif %} becomes this tree, children to the right of their node:
+//
+//   block - statement - if - name x                  eval looks x up, and if that is true
+//                         |- block - print - unary   joins the texts of what the block prints:
+//                                            |- name x                 x, looked up again, of
+//                                            |- filter - name upper    which `suffixed` makes X
 #define GRAMMAR(X) \
-    X(tuple, "value (`,` value?)*")         X(value, "or ('if' or ('else' value)?)?") \
-    X(or, "and (`or` and)*")                X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare")           X(sum, "join ((`+` | `-`) join)*") \
+    X(tuple, "value (`,` value?)*") \
+    X(value, "or ('if' or ('else' value)?)?") \
+    X(or, "and (`or` and)*")        X(and, "not (`and` not)*") \
+    X(not, "`not` not | compare")   X(sum, "join ((`+` | `-`) join)*") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
-    X(join, "product (`~` product)*") X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
-    X(unary, "(sign | postfix) ('|' filter | test)*") X(sign, "(`-` | `+`) (sign | postfix)") \
+    X(join, "product (`~` product)*") \
+    X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
+    X(unary, "(sign | postfix) ('|' filter | test)*") \
+    X(sign, "(`-` | `+`) (sign | postfix)") \
     X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
     X(list, "'[' (value (',' value?)*)? ']'")   X(args, "'(' (arg (',' arg?)*)? ')'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
-    X(member, "'.' (name args? | number)")  X(test, "'is' `not`? name postfix?") \
-    X(arg, "(`**` | `*`)? value ('=' value)?")              X(filter, "name args?") \
-    X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
+    X(member, "'.' (name args? | number)")      X(test, "'is' `not`? name postfix?") \
+    X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
+    X(block, "(text | print | '{%' (statement | wrong)?)*") \
+    X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
@@ -5318,6 +5589,11 @@ static bool read_word(Template *t, Str word) {
     return true;
 }
 
+static bool begins_tag(const char *p, bool raw) {   // does a tag end a text here? raw: endraw alone
+    if (*p != '{') return false;
+    return raw ? p[1] == '%' && str_eq(tag_name(p), "endraw") : strchr("{%#", p[1]) != 0;
+}
+
 // Reads a comment, of which nothing is left, or text up to the next tag, behind raw up to endraw.
 // That tag takes the white space in front of it: with - all, and a statement or comment without +
 // what its line begins with.
@@ -5326,14 +5602,16 @@ static bool read_text(Template *t, Value *v) {
     if (start != t->tag_end) return false;   // within a tag
     *v = string_value(NOTHING);
     if (!t->raw && !strncmp(start, "{#", 2)) {
-        for (t->p += 2; !read_end(t, '#'); t->p++)
-            if (!*t->p) t->p = start, unexpected(t);
+        for (t->p += 2; !read_end(t, '#'); t->p++) {
+            if (*t->p) continue;
+            t->p = start;
+            unexpected(t);
+        }
         return true;
     }
-    for (; *(end += strcspn(end, "{")); end++)
-        if (t->raw ? end[1] == '%' && str_eq(tag_name(end), "endraw") : strchr("{%#", end[1]) != 0)
-            break;
-    char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
+    while (*end && !begins_tag(end, t->raw)) end++;
+    char kind = *end ? end[1] : 0;
+    char sign = kind ? end[2] : 0;
     v->s = (Str){start, end - start};
     for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
     bool begins = line == t->source || line[-1] == '\n';
@@ -5350,8 +5628,11 @@ static bool read_wrong(Template *t, Value *v) {
     *v = (Value){0};
     if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
                                    "endgeneration endraw")) return false;
-    while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
-        if (!*t->p++) t->p = place, unexpected(t);
+    while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%')) {
+        if (*t->p++) continue;
+        t->p = place;
+        unexpected(t);
+    }
     t->stuck = t->raw = false;
     return true;
 }
@@ -5408,8 +5689,8 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar; false: it is not here, and nothing has been read. Its
-// node goes to *at, which is then where the next one goes.
+// Reads one item of n characters of grammar. Its node goes to *at, which is then where the next one
+// goes. False: it is not here, and nothing has been read; or it begins here, and t->stuck.
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
@@ -5418,11 +5699,15 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     while (r < R_word && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
     if (r != R_text && r != R_block) t->p = skip_space(t->p);
     Node node = {.rule = r, .source = t->source ? t->p : NULL}, **last = &node.first;
-    if (r == R_word) node.v = string_value((Str){g + 1, n - 2});
+    bool found;
     enter(t);
-    bool yes = r < R_name ? read_choice(t, RULES[r].grammar, &last) :
-               r < R_word ? READERS[r - R_name](t, &node.v) : read_word(t, node.v.s);
-    if (!yes) return false;
+    if (r == R_word) {
+        node.v = string_value((Str){g + 1, n - 2});
+        found = read_word(t, node.v.s);
+    } else if (r < R_name) {
+        found = read_choice(t, RULES[r].grammar, &last);
+    } else found = READERS[r - R_name](t, &node.v);
+    if (!found) return false;
     bool alone = r <= R_atom && node.first && !node.first->next;
     **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
     *at = alone ? last : &(**at)->next;
@@ -5431,21 +5716,23 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
 
 // Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
 static bool read_choice(Template *t, const char *g, Node ***at) {
-    for (;; g += 2) {
-        bool fits = true, begun = false;
-        Node **first = *at;
+    Node **start = *at;
+    for (;; g += 2) {   // behind "| "
+        bool fits = true, begun = false;   // all items so far are here; one has been read
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
             bool found = fits && read_item(t, g, n, at);
             begun = begun || found;
             while (found && g[n] == '*' && read_item(t, g, n, at)) {}
-            fits = fits && !t->stuck && (found || (g[n] && strchr("*?", g[n])));
+            bool need = !g[n] || !strchr("*?", g[n]);
+            fits = fits && !t->stuck && (found || !need);
             t->stuck = t->stuck || (begun && !fits);
             g += n;
             g += strspn(g, " *?");
         }
         if (fits) return true;
-        *(*at = first) = NULL;
+        *at = start;
+        *start = NULL;
         if (*g != '|') return false;
     }
 }
@@ -5494,13 +5781,15 @@ static Value look_up(Template *t, Value name) {
 static Value call(Template *t, Value f, Args a) {
     const Macro *m = must_be(t, f, V_MACRO).macro;
     Dict *scope = t->scope, *own = t->scope = new_dict(t, m->scope);
-    Value given[8] = {{0}}, key = word_value("caller"), *caller = entry(t, &a.named, key);
+    Value given[MOST_PARAMS] = {{0}};   // of a builtin
+    Value key = word_value("caller"), *caller = entry(t, &a.named, key), v;
     size_t n = 0;
     enter(t);
     if (m->params->rule == R_wrong) eval(t, m->params);
     if (m->body && caller) set(t, own, key, *caller);
     for (const Node *p = m->params->first; p; p = p->next, n++) {
-        Value name = p->first->v, *named = entry(t, &a.named, name), v = undefined_value(name.s);
+        Value name = p->first->v, *named = entry(t, &a.named, name);
+        v = undefined_value(name.s);
         if (n < a.list.n) v = a.list.v[n];
         else if (named) v = *named;
         else if (p->first->next) v = eval(t, p->first->next);
@@ -5512,7 +5801,8 @@ static Value call(Template *t, Value f, Args a) {
     for (const Value *k = a.named.pairs.v, *end = k + a.named.pairs.n; k < end; k += 2)
         if (!entry(t, own, *k))
             stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
-    Value v = m->body ? eval(t, m->body) : n ? builtin(t, m->name, given) : dict_value(own);
+    if (m->body) v = eval(t, m->body);
+    else v = n ? builtin(t, m->name, given) : dict_value(own);
     t->scope = scope;
     return v;
 }
@@ -5650,14 +5940,17 @@ static Value eval(Template *t, const Node *n) {
     case R_number: case R_string: case R_text: break;
     case R_wrong: unexpected(t);
     case R_name: v = look_up(t, v); break;
-    case R_value: case R_if: case R_elif:
-        if (n->rule == R_value) k = truth(eval(t, first->next)) ? first : first->next->next;
-        else k = truth(eval(t, first)) ? block : block->next;
+    case R_value:   // first if .. else ..
+        k = truth(eval(t, first->next)) ? first : first->next->next;
+        if (k) v = eval(t, k);
+        break;
+    case R_if: case R_elif:
+        k = truth(eval(t, first)) ? block : block->next;
         if (k) v = eval(t, k);
         break;
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
     case R_sign: v = operate(t, first->v.s, int_value(0), eval(t, first->next)); break;
-    case R_tuple: case R_list: case R_atom:
+    case R_tuple: case R_list: case R_atom:   // an atom that is none of its parts is (), a tuple
         for (v = list_value((List){0}); k; k = k->next)
             if (k->rule != R_word) push(t, &v.list, eval(t, k));
         break;
@@ -5696,37 +5989,47 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
+// Reads the template: \r\n and \r become \n, and the last \n is dropped.
+static Node *read_template(Template *t, Str source) {
+    Node *root = NULL, **at = &root;
+    char *to = obtain(t, source.n + 4);
+    t->source = t->p = t->tag_end = to;
+    for (size_t i = 0; i < source.n; i++) {
+        if (source.s[i] == '\n' && i && source.s[i - 1] == '\r') continue;
+        *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
+    }
+    if (to > t->source && to[-1] == '\n') *--to = 0;
+    read_item(t, "block", 5, &at);
+    if (t->p < to || t->p != t->tag_end) unexpected(t);
+    return root;
+}
+
+// Adds a message. Its content is a text, or a list of one part: see template_render.
+static void push_message(Template *t, List *messages, const ChatMessage *m, bool parts) {
+    Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
+    Value content = string_value(concat(t, NOTHING, m->content));
+    List list = {0};
+    if (content.s.n && !str_eq(m->role, "assistant"))
+        memset(shadow(t, content.s.s), FOREIGN, content.s.n);
+    set(t, part, word_value("type"), word_value("text"));
+    set(t, part, word_value("text"), content);
+    push(t, &list, dict_value(part));
+    set(t, message, word_value("role"), string_value(concat(t, NOTHING, m->role)));
+    set(t, message, word_value("content"), parts ? list_value(list) : content);
+    push(t, messages, dict_value(message));
+}
+
 // Sets what the template sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
     t->stack = __builtin_frame_address(0);
     if (setjmp(t->failed)) return false;
     List messages = {0};
-    Node *root = NULL, **at = &root;
-    char *to = obtain(t, source.n + 4);   // \r\n and \r are \n here, and the last \n is dropped
     t->scope = new_dict(t, NULL);
     t->builtins = new_dict(t, NULL);
     read_builtins(t);
-    t->source = t->p = t->tag_end = to;
-    for (size_t i = 0; i < source.n; i++)
-        if (source.s[i] != '\n' || !i || source.s[i - 1] != '\r')
-            *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
-    if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_item(t, "block", 5, &at);
-    if (t->p < to || t->p != t->tag_end) unexpected(t);
-    for (size_t i = 0; i < n; i++) {
-        Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
-        Value content = string_value(concat(t, NOTHING, m[i].content));
-        if (content.s.n && !str_eq(m[i].role, "assistant"))
-            memset(shadow(t, content.s.s), FOREIGN, content.s.n);
-        set(t, part, word_value("type"), word_value("text"));
-        set(t, part, word_value("text"), content);
-        List list = {0};
-        push(t, &list, dict_value(part));
-        set(t, message, word_value("role"), string_value(concat(t, NOTHING, m[i].role)));
-        set(t, message, word_value("content"), parts ? list_value(list) : content);
-        push(t, &messages, dict_value(message));
-    }
+    const Node *root = read_template(t, source);
+    for (size_t i = 0; i < n; i++) push_message(t, &messages, &m[i], parts);
     set(t, t->scope, word_value("self"), dict_value(new_dict(t, NULL)));
     set(t, t->scope, word_value("messages"), list_value(messages));
     set(t, t->scope, word_value("add_generation_prompt"), bool_value(true));
@@ -5749,8 +6052,11 @@ static void rendered_free(Rendered *r) {
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, or ""; think: what enable_thinking and
-// thinking are, -1: undefined. False: e says why, and out is empty. The content of a message is a
-// text, or a list of parts, {"type": "text", "text": ..}, where only that is printed in a trial.
+// thinking are, -1: undefined. False: e says why, and out is empty.
+//
+// Some templates know the content of a message only as a list of parts, {"type": "text", "text":
+// ..}, and would print nothing of a text. No file says so. So two trials render "Hello" first: its
+// bytes are marked where they are printed. Content is a list if that alone prints some of it.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
@@ -5764,7 +6070,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
     for (int parts = 0; parts < 2 && !shows[0]; parts++) {
-        Template trial = t;
+        Template trial = t;   // in the same block: what it leaves there is overwritten
         shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
                        memchr(out->mark, FOREIGN, out->n);
     }
@@ -9198,7 +9504,9 @@ static const char *const UNICODE_BASE[] = {   // the character without its accen
 
 static size_t utf8_length(char first) {   // bytes of the character that begins so
     uint8_t c = first;
-    return c < 0xC0 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
+    if (c < 0xC0) return 1;
+    if (c < 0xE0) return 2;
+    return c < 0xF0 ? 3 : 4;
 }
 
 // the character at s, of n bytes; *used: how many of them it took
@@ -9216,7 +9524,8 @@ static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
 }
 
 static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at most
-    size_t len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    size_t len = c < 0x80 ? 1 : 2;
+    if (c >= 0x800) len = c < 0x10000 ? 3 : 4;
     for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
     out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
     return len;
@@ -9293,5 +9602,7 @@ static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
     if (c == UTF8_BAD || set & drop) return 0;
     int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
     if (!lower_case || d == INT32_MAX) return c;
-    return d == 0 ? c | 1 : d == -1 ? c + (c & 1) : c + d;
+    if (d == 0) return c | 1;   // a pair, upper even
+    if (d == -1) return c + (c & 1);   // upper odd
+    return c + d;
 }
