@@ -1935,50 +1935,44 @@ static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_
 // the order of attention, FFN, experts and recurrent mixers; then of the model.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
-    {"attn_norm.bias",
-     "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe stablelm starcoder "
-     "starcoder2"},
+    {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
+     "stablelm starcoder starcoder2"},
     {"attn_qkv.bias", "codeshell jais qwen"},
-    {"attn_q_norm.weight",
-     "afmoe bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 gemma4 hunyuan-moe "
-     "hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder mellum minimax-m2 muse-glimmer "
-     "olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3vl qwen3vlmoe"},
+    {"attn_q_norm.weight", "afmoe bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 "
+     "gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder mellum "
+     "minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe qwen3next "
+     "qwen3vl qwen3vlmoe"},
     {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
     {"attn_sinks.weight", "gpt-oss granite_swa"},
-    {"attn_output.bias",
-     "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 pangu-embedded phi2 phimoe "
-     "starcoder starcoder2"},
+    {"attn_output.bias", "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 "
+     "pangu-embedded phi2 phimoe starcoder starcoder2"},
     {"attn_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
-    {"post_attention_norm.weight",
-     "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 glm4moe muse-glimmer olmo2 qwen35 "
-     "qwen35moe qwen3next seed_oss"},
+    {"post_attention_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 "
+     "glm4moe muse-glimmer olmo2 qwen35 qwen35moe qwen3next seed_oss"},
     {"post_attention_norm", "plamo3"},
     {"ffn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
-    {"ffn_down.bias",
-     "bloom codeshell gpt2 gptneox jais jais2 jina-bert-v2 phi2 starcoder starcoder2"},
-    {"post_ffw_norm.weight",
-     "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 muse-glimmer olmo2"},
+    {"ffn_down.bias", "bloom codeshell gpt2 gptneox jais jais2 jina-bert-v2 phi2 starcoder "
+     "starcoder2"},
+    {"post_ffw_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 muse-glimmer "
+     "olmo2"},
     {"post_ffw_norm", "plamo3"},
     {"layer_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
-    {"ffn_gate_inp.bias", "gpt-oss"},
-    {"ffn_gate_exps.bias", "gpt-oss"},
-    {"ffn_up_exps.bias", "gpt-oss"},
-    {"ffn_down_exps.bias", "gpt-oss"},
-    {"exp_probs_b.bias",
-     "afmoe bailingmoe3 glm4moe kimi-linear laguna lfm2moe minimax-m2 nemotron_h_moe"},
-    {"ffn_up_shexp.weight",
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek2-ocr deepseek32 dots1 "
-     "glm-dsa hunyuan-moe kimi-linear laguna qwen2moe qwen35moe qwen3next step35"},
-    {"ffn_gate_inp_shexp.weight", "qwen2moe qwen35moe qwen3next"},
-    {"ssm_conv1d.bias", "mamba2"},
+    {"ffn_gate_inp.bias", "gpt-oss"}, {"ffn_gate_exps.bias", "gpt-oss"},
+    {"ffn_up_exps.bias", "gpt-oss"}, {"ffn_down_exps.bias", "gpt-oss"},
+    {"exp_probs_b.bias", "afmoe bailingmoe3 glm4moe kimi-linear laguna lfm2moe minimax-m2 "
+     "nemotron_h_moe"},
+    {"ffn_up_shexp.weight", "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 "
+     "deepseek2-ocr deepseek32 dots1 glm-dsa hunyuan-moe kimi-linear laguna qwen2moe qwen35moe "
+     "qwen3next step35"},
+    {"ffn_gate_inp_shexp.weight", "qwen2moe qwen35moe qwen3next"}, {"ssm_conv1d.bias", "mamba2"},
     {"ssm_norm.weight", "mamba2 granitehybrid nemotron_h nemotron_h_moe"},
-    {"token_embd_norm.weight",
-     "bert bloom jina-bert-v2 jina-bert-v3 modern-bert nomic-bert nomic-bert-moe"},
+    {"token_embd_norm.weight", "bert bloom jina-bert-v2 jina-bert-v3 modern-bert nomic-bert "
+     "nomic-bert-moe"},
     {"position_embd.weight", "bert gpt2 starcoder"},
     {"rope_freqs.weight", "gemma4"},
-    {"output.weight",
-     "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox internlm2 mellum mimo2 "
-     "minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo qwen qwen2moe stablelm xverse"},
+    {"output.weight", "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox "
+     "internlm2 mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo qwen "
+     "qwen2moe stablelm xverse"},
     {"output.bias", "phimoe"},
 };
 
