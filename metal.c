@@ -768,19 +768,20 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
 // attention: query heads in a threadgroup, where `group` share a KV head; threadgroups for a token;
 // slices of a long ring, with a threadgroup each, where a token alone has too few for the GPU
 static int attention_heads(int group) { return group < ATTENTION_HEADS ? group : ATTENTION_HEADS; }
-static int attention_parts(int n_head, int n_kv) {
+static int attention_groups(int n_head, int n_kv) {
     return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
 }
-static int attention_slices(int used, int parts) {
-    int slices = ATTENTION_FILL / parts;
+static int attention_slices(int used, int groups) {
+    int slices = ATTENTION_FILL / groups;
     if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
     return slices > 1 ? slices : 1;
 }
 
-// what is done with a product and its bias, times factor, or with a norm's result: see finish; cap:
-// a soft cap, or of a GLU the limit
-typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
-static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
+// What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
+// it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of the GLU's
+// two factors) are a product's; the result of a norm is multiplied by scale, too. 0: there is none.
+typedef struct { int kind; const float *other; float factor, softcap, limit, scale; } Epilogue;
+static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 
 // rows of floats, and the norm that is still to be applied to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
@@ -820,11 +821,12 @@ static int norm_bits(const Norm *w) {
     return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
 }
 
-// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: a NORM_*
+// y[n][cols] = norm(x), with the epilogue; kind: a NORM_*
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
-    struct norm_args a = {cols, w->n > cols ? w->n / cols : 1,
-                          w->eps > 0 ? w->eps : s->m->config.eps, e.factor, e.cap != 0 ? e.cap : 1};
+    struct norm_args a = {.cols = cols, .groups = w->n > cols ? w->n / cols : 1,
+                          .eps = w->eps > 0 ? w->eps : s->m->config.eps, .factor = e.factor,
+                          .scale = e.scale != 0 ? e.scale : 1};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n,
                threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
                {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != NORM_RMS,
@@ -852,11 +854,12 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
         .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
         .eps = s->m->config.eps,
         .each = !p->experts ? 1 : p->experts == EXPERTS_HEADS ? l->n_head : l->n_used,
-        .softcap = p->e.cap, .factor = p->e.factor};
+        .softcap = p->e.softcap, .limit = p->e.limit, .factor = p->e.factor};
     d->bound[6] = p->in.x;
     d->bound[11] = p->e.other;
     d->constant[C_EPILOGUE] = p->e.kind;
-    d->constant[C_SOFTCAPPED] = p->e.cap > 0;
+    d->constant[C_SOFTCAPPED] = p->e.softcap > 0;
+    d->constant[C_LIMITED] = p->e.limit > 0;
     d->constant[C_ACTIVATION] = s->m->config.act;
     d->constant[C_EXPERTS] = p->experts;
     for (int i = p->k; i < 3; i++) d->constant[C_FORMAT_0 + i] = p->w[p->k - 1]->type;
@@ -955,7 +958,7 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
 // The slices of a layer's ring once it has n more tokens; nsg: SIMD-groups for each, one a step.
 static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
     int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
-    int slices = n > 1 ? 1 : attention_slices(used, attention_parts(w->n_head, w->n_kv));
+    int slices = n > 1 ? 1 : attention_slices(used, attention_groups(w->n_head, w->n_kv));
     *nsg = div_up(div_up(used, slices), attention_step(attention_lanes(w->hd, w->vd)));
     if (*nsg > most) *nsg = most;
     return slices;
@@ -977,8 +980,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
-    bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
-    int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
+    bool own = w->k.rows, latent = w->k_b.data, raw = n == 1 && own && !latent;
+    int heads = attention_heads(w->n_head / w->n_kv), groups = attention_groups(w->n_head, w->n_kv);
     int bits = (!qn->w ? 0 : qn->group ? 1 : 4) | (!kn->w ? 0 : kn->group ? 2 : 8);   // QK_NORMED
     int lanes = attention_lanes(w->hd, w->vd), nsg;
     int slices = attention_spread(s, w, kv->rows, n, &nsg);
@@ -996,14 +999,14 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = bits,
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
-                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_RAW_QKV] = raw,
                      [C_CAUSAL] = c->causal}};
     if (bits & 12) run_part(g, d, &a, "qk_norm", 2, 6, 2 * n, NORM_THREADS, NORM_FLOATS);
     if (c->values_normed && own)
         run_norm(s, s->v, &bare, NORM_RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
-    if (!fused && !latent)
+    if (!raw && !latent)
         run_part(g, d, &b, "rope", 0, 12, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
     int buffers = TILE_BUFFERS, shared;
     do shared = flash_floats(w->hd, w->vd, latent, buffers);
@@ -1014,7 +1017,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
         run_part(g, d, &a, "flash_attention", 7, 8, (size_t)div_up(n, queries) * w->n_head,
                  FLASH_THREADS, shared);
     } else
-        run_part(g, d, &a, "attention", 0, 15, (size_t)n * parts * slices, nsg * SIMD_LANES,
+        run_part(g, d, &a, "attention", 0, 15, (size_t)n * groups * slices, nsg * SIMD_LANES,
                  attention_floats(heads, w->hd, w->vd, nsg, lanes));
     d.bound[12] = q;   // in the place of the slopes, which merging does not need
     d.bound[15] = s->att;
@@ -1084,7 +1087,8 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
 static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, float *h, float *y,
                     int n, int experts, float limit) {
     const Matrix *pair[2] = {gate, up};
-    Epilogue glu = {EPILOGUE_GLU, h, 1, limit}, act = {EPILOGUE_ACT, NULL, 1, 0};
+    Epilogue glu = {.kind = EPILOGUE_GLU, .other = h, .factor = 1, .limit = limit};
+    Epilogue act = {.kind = EPILOGUE_ACT, .factor = 1};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1) return run_gemv(s, p);
@@ -1164,7 +1168,7 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     const Matrix none = {0}, *shared = &w->shared_down;
     Input up = {s->up, NULL};   // of the shared expert
-    Epilogue add = {EPILOGUE_ADD, y, e.factor, 0};
+    Epilogue add = {.kind = EPILOGUE_ADD, .other = y, .factor = e.factor};
     if (w->latent_up.data) {
         run_experts_sum(s, w, &none, s->latent_sum, n, STORE);
         run_product(s, &w->latent_up, (Input){s->latent_sum, NULL}, y, n, e);
@@ -1218,7 +1222,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
                UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk, block, kda),
                {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block, [C_CHANNELS] = kda});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
-    Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // a state space: the rule has applied it
+    Epilogue gate = {.kind = EPILOGUE_GLU, .other = s->z, .factor = 1};
     if (w->delta_norm.w)
         run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows,
                  asks && !kda ? gate : STORE);
@@ -1259,9 +1263,10 @@ static void run_residual(Session *s, const Layer *l, const Matrix *w, const floa
     bool after = post->w && c->encoder, before = post->w && !after;
     bool again = post == &l->attn_post_norm && l->attn_norm_2.w;
     bool ends = post == (l->input_gate.data ? &l->input_norm : &l->ffn_post_norm);
-    Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
+    Epilogue add = {.kind = EPILOGUE_ADD, .other = base, .factor = c->residual_scale};
+    Epilogue e = before ? STORE : add;
     float *to = before || again ? tmp : y, *normed = again ? tmp : y;
-    if (before && ends && l->out_scale) add.cap = *l->out_scale;
+    if (before && ends && l->out_scale) add.scale = *l->out_scale;
     if (w) run_product(s, w, (Input){in, NULL}, to, n, e);
     else run_experts_end(s, l, to, n, e);
     if (post->w) run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
@@ -1309,7 +1314,8 @@ static void run_output(Session *s, int first, int n) {
     size_t at = (size_t)first * c->dim;
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->normed + at, n);
     run_product(s, &s->m->output, in, s->logits, n,
-                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
+                (Epilogue){.kind = EPILOGUE_STORE, .factor = c->logit_scale,
+                           .softcap = c->logit_cap});
 }
 
 // Sends what a pass of n tokens reads besides weights and caches. The rows of the caches get their
@@ -1339,12 +1345,13 @@ static void run_layers(Session *s, int n) {
     const Matrix *layers[3] = {&m->layer_embd, &none, &none};
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, embd, c->embd_scale, s->x, n);
-    if (c->per_layer) {   // see layer_inputs
+    if (c->per_layer) {   // see layer_inputs_row
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
         run_product(s, &m->layer_proj, (Input){s->x, NULL}, s->gpu->inputs, n,
-                    (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
+                    (Epilogue){.kind = EPILOGUE_STORE, .factor = 1 / sqrtf(c->dim)});
         run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
-                 n * c->n_layer, (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
+                 n * c->n_layer,
+                 (Epilogue){.kind = EPILOGUE_ADD, .other = s->inputs, .factor = sqrtf(0.5f)});
     }
     if (c->embd_normed || m->embd_norm.w)
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
@@ -1456,7 +1463,7 @@ static void plan_gpu(Session *s, Arena *a) {
             wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int each = w->n_kv ? attention_parts(w->n_head, w->n_kv) : 1;
+        int each = w->n_kv ? attention_groups(w->n_head, w->n_kv) : 1;
         int slices = attention_slices(s->cache[l].rows, each);
         parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
