@@ -227,7 +227,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
     X(NORMED)        /* NORM bits: of norm, or of the norm that gemv applies to its input */ \
     X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
-    X(BIASES)        /* bit i: matrix i has a bias */ \
+    X(BIASES)        /* bit i: matrix i, or the norm of Q or K, has a bias */ \
     X(SCALES)        /* bit i: each expert's matrix i has a factor of its own */ \
     X(EXPERTS)       /* whether each chosen expert, or each head, has a matrix of its own */ \
     X(EPILOGUE)      /* what becomes of a product */ \
@@ -951,9 +951,9 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices with the same x (Q, K and V).
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
-// the GLU, with threadgroup memory of its own. Routers use gemv for each token of a chunk, too:
-// gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the
-// GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
+// the GLU, with threadgroup memory of its own unless STAGED. Routers use gemv for each token of a
+// chunk, too: gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS:
+// W0, or the GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
 // EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
@@ -1449,6 +1449,13 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
 // operands are on their way while those of the step before are multiplied: activations are copied
 // in the background, weights loaded and decoded to registers before the product, and stored after
 // it. Apple's threadgroups have too little memory for two: there several on a core wait in turn.
+//
+// An example: 40 tokens, 96 rows, 64 columns. The host takes tiles of 64 tokens x 64 rows. They are
+// two threadgroups of 128 threads: one for rows 0..63, one for rows 64..95. A step is 64 columns,
+// so there is one, in which thread 5 decodes columns 32..63 of its tile's row 2. SIMD-group sg
+// multiplies 2 x 2 matrices, for tokens from sg % 2 * 32 on and rows of the tile from sg / 2 * 32
+// on. Behind the last token and row a tile repeats these, but nobody writes the sums: tokens 40..63
+// and, in the second threadgroup, all that SIMD-groups 2 and 3 have computed.
 
 // What a threadgroup computes: rows from `row` on of matrix m, with bytes w. from[TILE_TOKENS], in
 // threadgroup memory, says which row of x each token of the tile has.
@@ -1584,8 +1591,8 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
     int tiles = a->units, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
     int n0 = div_up(a->w[0].rows, TILE_ROWS), n1 = n0 + div_up(a->w[1].rows, TILE_ROWS);
-    int block = tg / tiles, expert = EXPERTS == EXPERTS_HEADS ? block / n0 : 0;
-    if (EXPERTS == EXPERTS_HEADS) block %= n0;
+    int block = tg / tiles, expert = 0;
+    if (EXPERTS == EXPERTS_HEADS) expert = block / n0, block %= n0;
     int which = matrix_of(block, n0, n1), rows = a->w[which].rows;
     if (EXPERTS == EXPERTS_GATHER || EXPERTS == EXPERTS_SORTED) {
         expert = expert_tile[3 * tile];
@@ -1610,15 +1617,13 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     if (which == 1 && FORMAT_1 != FORMAT_0) tile_product(FORMAT_1, &t, buffers, c);
     else if (which == 2 && FORMAT_2 != FORMAT_0) tile_product(FORMAT_2, &t, buffers, c);
     else tile_product(FORMAT_0, &t, buffers, c);
-
-    // Sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
-    // rows. Those past the last token or row are dropped.
+    // sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
+    // rows; those past the last token or row are dropped
     device const float *bias = OF_THREE(which, bias0, bias1, bias2);
     device float *y = OF_THREE(which, y0, y1, y2);
     threadgroup float *patch = (threadgroup float *)buffers + sg * GEMM_PATCH;
     float scale = a->w[which].scale * (SCALES & 1 ? scales[expert] : 1.0f);
-    const int wide = 16 * tile_across();
-    int r = row + tile_row(sg) + (int)lane % wide;
+    int wide = 16 * tile_across(), r = row + tile_row(sg) + (int)lane % wide;
     QUANT_UNROLL for (int i = 0; i < tile_down(); i++) {
         QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
             store16(&c[tile_across() * i + j], patch + 16 * j, PATCH_STRIDE);
@@ -1872,12 +1877,9 @@ kernel void flash_attention(device const float *q, device const half *k, device 
     q += ((ulong)t0 * a->n_head + head) * query_step();
     flash_queries(q, t0, own, key_col, scale, scores, lane, a, mq);
     QUANT_UNROLL for (int d = 0; d < value_cols() / 16; d++) zero16(&o[d]);
-
     int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key, &ahead);
-    if (r0 < used) {
-        flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
-        if (behind) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
-    }
+    if (r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
+    if (behind && r0 < used) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
     while (r0 < used) {
         threadgroup half *keys = tiles + buffer * size, *values = keys + behind;
         int here = key, at = r0;
@@ -1887,9 +1889,9 @@ kernel void flash_attention(device const float *q, device const half *k, device 
         threadgroup_barrier(mem_flags::mem_threadgroup);      // a tile is there, the other one used
         buffer = 1 - buffer;
         r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key, &ahead);
-        if (BUFFERS > 1 && r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles + buffer * size);
-        if (behind && r0 < used)
-            flash_copy(v, VALUE_DIM, r0, key, tid, tiles + buffer * size + behind);
+        threadgroup half *next = tiles + buffer * size;
+        if (BUFFERS > 1 && r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, next);
+        if (behind && r0 < used) flash_copy(v, VALUE_DIM, r0, key, tid, next + behind);
         flash_scores(mq, keys, key_col, scores);
         flash_barrier();                                      // scores are there
         float shrink = flash_softmax(parts, scores, here, all, pos + t, slope, lane, a, &m, &sum);
@@ -2017,36 +2019,37 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
-// a->tile of its choices. One threadgroup: choices are cut into as many parts as leave a thread for
-// each expert and part. It counts those; when all threads have, it knows where its own begin.
+// a->tile of its choices. One threadgroup: choices are cut into as many pieces as leave a thread
+// for each expert and piece. It counts those; when all threads have, it knows where its own begin.
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
-    threadgroup int *count = (threadgroup int *)shared;       // [n_expert][parts]
-    int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1);
-    int all = a->n_expert * parts, size = div_up(a->choices, parts);
+    threadgroup int *count = (threadgroup int *)shared;       // [n_expert][pieces]
+    int threads = nsg * SIMD_LANES, pieces = max(threads / a->n_expert, 1);
+    int all = a->n_expert * pieces, size = div_up(a->choices, pieces);
     for (int u = tid; u < all; u += threads) {
-        int e = u % a->n_expert, part = u / a->n_expert, n = 0;
-        for (int i = part * size; i < min((part + 1) * size, a->choices); i++) n += chosen[i] == e;
-        count[e * parts + part] = n;
+        int e = u % a->n_expert, piece = u / a->n_expert, n = 0;
+        int end = min((piece + 1) * size, a->choices);
+        for (int i = piece * size; i < end; i++) n += chosen[i] == e;
+        count[e * pieces + piece] = n;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);          // all are counted
     for (int u = tid; u < all; u += threads) {
-        int e = u % a->n_expert, part = u / a->n_expert, at = 0, own = 0, n = 0;
+        int e = u % a->n_expert, piece = u / a->n_expert, at = 0, own = 0, n = 0;
         for (int k = 0; k < e; k++, n += div_up(own, a->tile), at += own) {
             own = 0;
-            for (int i = 0; i < parts; i++) own += count[k * parts + i];
+            for (int i = 0; i < pieces; i++) own += count[k * pieces + i];
         }
         own = 0;
-        for (int i = 0; i < parts; i++) own += count[e * parts + i];
-        for (int i = 0; part == 0 && i < own; i += a->tile, n++) {
+        for (int i = 0; i < pieces; i++) own += count[e * pieces + i];
+        for (int i = 0; piece == 0 && i < own; i += a->tile, n++) {
             tile[3 * n] = e;
             tile[3 * n + 1] = at + i;
             tile[3 * n + 2] = at + min(i + a->tile, own);
         }
         for (; u == a->n_expert - 1 && n < a->tiles; n++) tile[3 * n] = -1;   // behind the last
-        for (int i = 0; i < part; i++) at += count[e * parts + i];
-        int end = min((part + 1) * size, a->choices);
-        for (int i = part * size; i < end; i += 8) {
+        for (int i = 0; i < piece; i++) at += count[e * pieces + i];
+        int end = min((piece + 1) * size, a->choices);
+        for (int i = piece * size; i < end; i += 8) {
             int some[8];                                      // loads that overlap
             QUANT_UNROLL for (int j = 0; j < 8; j++) some[j] = i + j < end ? chosen[i + j] : -1;
             QUANT_UNROLL for (int j = 0; j < 8; j++) {
@@ -2076,10 +2079,12 @@ kernel void weigh_experts(device const float *out, device const float *weight,
 
 // ---- 8. recurrent mixers ----
 //
-// The gated delta rule, for one token (for a chunk, gemm takes the place of gemv):
+// Layers that remember the past in a state of fixed size. The gated delta rule, for one token (for
+// a chunk, gemm takes the place of gemv):
 //   gemv (norm; q, k, v and z) | gemv (norm; alpha, beta) | delta_conv | delta_rule |
 //   norm (of each head, times silu(z)) | gemv (added to x)
-// A state space:
+// KDA has two gemv of three, for q, k and v, and for z, alpha and beta; maybe one more for alpha
+// and for z; and gate_heads behind its norm, which has no gate. A state space:
 //   gemv (norm; x, b and c; z; dt) | delta_conv | delta_rule (times silu(z)) |
 //   norm (of each group of heads) | gemv (added to x)
 // The short convolution:
@@ -2257,10 +2262,10 @@ QUANT_INLINE void delta_ask(thread const struct delta_shared *from, thread float
     }
 }
 
-// w[t], and in the place of found[t] out[t]; v is the lane's, whose rank says of which token
-QUANT_INLINE void delta_solve(thread const struct delta_shared *from, float v, int rank, uint lane,
+// w[t] of all tokens. v is that of the token that the lane's rank says; the result is its out[t].
+QUANT_INLINE float delta_solve(thread const struct delta_shared *from, float v, int rank, uint lane,
         thread const float *asked, thread float *found, thread float *w) {
-    float since = 1.0f;                                       // G(-1, t)
+    float since = 1.0f, mine = 0.0f;                          // since: G(-1, t)
     QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
         since *= from->g[t];
         w[t] = simd_shuffle(v, lane - rank + t) - (ASKS ? since * asked[t] : 0.0f);
@@ -2268,7 +2273,9 @@ QUANT_INLINE void delta_solve(thread const struct delta_shared *from, float v, i
         w[t] *= from->b[t];
         found[t] *= since;
         for (int j = 0; j <= t; j++) found[t] += w[j] * from->kq[t * BLOCK + j];
+        if (rank == t) mine = found[t];
     }
+    return mine;
 }
 
 // S behind the block, for the lane's row
@@ -2325,14 +2332,9 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
     int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, all = 2 * keys + values;
     ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
-    struct delta_shared in_block;
-    in_block.ks = shared;
-    in_block.qs = in_block.ks + BLOCK * delta_wide();
-    in_block.kk = in_block.qs + BLOCK * delta_wide();
-    in_block.kq = in_block.kk + BLOCK * BLOCK;
-    in_block.g = in_block.kq + BLOCK * BLOCK;
-    in_block.b = in_block.g + BLOCK;
-    in_block.gs = in_block.b + BLOCK;
+    threadgroup float *kk = shared + 2 * BLOCK * delta_wide(), *g = kk + 2 * BLOCK * BLOCK;
+    struct delta_shared in_block = {shared, shared + BLOCK * delta_wide(), g + 2 * BLOCK,
+                                    kk, kk + BLOCK * BLOCK, g, g + BLOCK};
     device const float *k = mix + (ASKS ? keys : values) + key * HEAD_DIM;
     device const float *q = ASKS ? k - keys : k + keys;
     device const float *x = mix + (ASKS ? 2 * keys : 0);
@@ -2352,7 +2354,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     delta_load(k, q, x, alpha, beta, z, all, a->n, sg, lane, a, &in);
     for (int t0 = 0; t0 < a->n; t0 += BLOCK) {
         int next = t0 + BLOCK;
-        float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX], mine = 0.0f;
+        float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX];
         threadgroup_barrier(mem_flags::mem_threadgroup);      // the block before is computed
         delta_stage(&in, &in_block, dt, decay, h, a->n - t0, sg, lane, a);
         threadgroup_barrier(mem_flags::mem_threadgroup);      // it is staged
@@ -2364,9 +2366,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
                        z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
         delta_ask(&in_block, s, rank, asked, found);
         threadgroup_barrier(mem_flags::mem_threadgroup);      // kk and kq are there
-        delta_solve(&in_block, v, rank, lane, asked, found, w);
-        QUANT_UNROLL for (int t = 0; t < BLOCK; t++)
-            if (rank == t) mine = found[t];
+        float mine = delta_solve(&in_block, v, rank, lane, asked, found, w);
         if (rank < min(BLOCK, a->n - t0) && row < a->dv)
             out[(ulong)(t0 + rank) * values] = ASKS ? mine : (mine + skip[h] * v) * gate;
         delta_update(&in_block, w, rank, s);
