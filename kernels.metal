@@ -2,16 +2,23 @@
 // kernels.metal: the GPU kernels, in what Metal, CUDA C++ and C have in common. Metal compiles this
 // text after quant.h; the tests include it in a C program and run it on a GPU made of software.
 //
+// A kernel is one step of the forward pass. In come weights as the file has them, activations in
+// f32 and a struct of sizes; out come activations, and new rows of the KV cache. metal.c decides
+// which kernels run, in what order and on which buffers. Read norm (3) first, a small kernel with
+// all that the others have; then gemv (4), which is most of the time that a token takes, and what
+// it is made of in 2; then gemm (6), which has an example in numbers.
+//
 //    1. arguments         structs, function constants and sizes, which metal.c includes, too
 //    2. groups            32 weights of any format, taken apart by quant.h's decoders
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row
 //       norm              norm
+//       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; the epilogues are add and activate; head_products
 //       qk_norm           norm, of whole projections in qkv_part
-//       attention         attention; if FUSED, qkv_part before it
+//       attention         attention; if RAW_QKV, qkv_part before it
 //       attention_merge   the end of attention, for a long ring
 //       latent_row        latent_row
 //    5. ffn_block         forward, from the product after attention to the end of the layer
@@ -220,12 +227,13 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(RAGGED)        /* the number of columns is not a multiple of 32 */ \
     X(NORMED)        /* NORM bits: of norm, or of the norm that gemv applies to its input */ \
     X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
-    X(BIASES)        /* bit i: matrix i has a bias */ \
+    X(BIASES)        /* bit i: matrix i, or the norm of Q or K, has a bias */ \
     X(SCALES)        /* bit i: each expert's matrix i has a factor of its own */ \
     X(EXPERTS)       /* whether each chosen expert, or each head, has a matrix of its own */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
-    X(SOFTCAPPED)    /* scores or logits become cap * tanh(score / cap); GLU: has a limit */ \
+    X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
+    X(LIMITED)       /* the GLU: its two factors have a limit */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
@@ -236,7 +244,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(QK_LATE)       /* they are normed after RoPE, not before */ \
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
-    X(FUSED)         /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
+    X(RAW_QKV)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
@@ -272,7 +280,7 @@ enum {
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
-    DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // rows of a SIMD-group; of a part of S
+    DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // rows of a SIMD-group; that S has together
     DELTA_LANES = 8,                                  // lanes that share a row; at least a block
     BLOCK_MAX = 8, DELTA_OWN = 2,                     // tokens of a block; staged by a SIMD-group
     CONV_TOKENS = 16,                                 // tokens of a thread
@@ -305,7 +313,7 @@ struct product_args {
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
-    float eps, softcap, factor;            // factor: of W x + bias
+    float eps, softcap, factor, limit;     // factor: of W x + bias; limit: the GLU's
 };
 struct attention_args {
     int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
@@ -338,11 +346,13 @@ static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 // smaller where `all` rows of a product would make too few of them.
 static inline int gemv_most(int all) {
     int most = all / GEMV_FILL;
-    return most > 4 ? 4 : most > 1 ? most : 1;
+    if (most < 1) return 1;
+    return most < GEMV_ROWS ? most : GEMV_ROWS;
 }
 static inline int gemv_rows(int format, int most) {
-    bool wide = format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0;
-    int rows = format == FORMAT_F32 ? 1 : wide ? 2 : GEMV_ROWS;
+    int rows = GEMV_ROWS;
+    if (format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0) rows = 2;
+    if (format == FORMAT_F32) rows = 1;
     return rows < most ? rows : most;
 }
 static inline int gemv_units(int format, int rows, int most) {
@@ -408,10 +418,12 @@ static inline int flash_split(int head, int value, int buffers) {
 }
 static inline int flash_cols(int dim, int split) { return div_up(dim, 16 * split) * 16 * split; }
 static inline int flash_row(int dim, int split) { return flash_cols(dim, split) + 8; }
-static inline int flash_floats(int head, int value, bool shares, int buffers) {
+static inline int flash_floats(int head, int value, bool in_keys, int buffers) {
     int split = flash_split(head, value, buffers);
-    int k = flash_row(head, split), v = flash_row(value, split), one = k > v ? k : v;
-    int row = shares ? buffers * k : buffers > 1 ? 2 * (k + v) : one;
+    int k = flash_row(head, split), v = flash_row(value, split);
+    int row = k > v ? k : v;                              // with one buffer they take turns
+    if (buffers > 1) row = 2 * (k + v);
+    if (in_keys) row = buffers * k;                       // see values_in_keys
     return FLASH_SIMDGROUPS * FLASH_OWN + FLASH_KEYS / 2 * row;
 }
 
@@ -448,8 +460,8 @@ QUANT_INLINE void load_left(thread half16x16 *a, threadgroup const half *p, int 
 QUANT_INLINE void load_right(thread half16x16 *b, threadgroup const half *p, int stride,
         bool turned) {
     QUANT_UNROLL for (int i = 0; i < 4; i++) {
-        int row = turned ? i % 2 : i / 2, col = turned ? i / 2 : i % 2;
-        simdgroup_load(b->m[i], p + row * 8 * stride + col * 8, stride, 0, turned);
+        int from = turned ? i % 2 * 2 + i / 2 : i;        // of p's four matrices
+        simdgroup_load(b->m[i], p + from / 2 * 8 * stride + from % 2 * 8, stride, 0, turned);
     }
 }
 QUANT_INLINE void zero16(thread float16x16 *c) {
@@ -514,17 +526,20 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 #define X(id, name, weights, bytes, per16, bias) format == id ? bias :
 static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
 #undef X
-#define X(id, name, weights, bytes, per16, bias) \
-    format == id ? (bias ? 2 * bias : (1 << 8 * bytes / weights) - 1) :
+#define X(id, name, weights, bytes, per16, bias) format == id ? most_of(bias, 8 * bytes / weights) :
+static inline int most_of(int bias, int bits) { return bias ? 2 * bias : (1 << bits) - 1; }
 static inline int format_most(int format) { return QUANT_TYPES(X) 128; }
 #undef X
 #define X(id, name, weights, bytes, per16, bias) format == id ? weights == 32 :
 static inline bool format_short(int format) { return QUANT_TYPES(X) false; }
 #undef X
 
-// In CUDA a byte u below 128 needs no conversion: behind the upper bits of 2.0, it is the float
-// 2 + u / 64. So gemv takes code c as u = (c + bias) << shift, as near_zero + c * near_unit. It is
-// not as exact as c, least for a small shift: a format whose near_shift is 0 or -1 keeps its codes.
+// Near codes. CUDA converts an integer slowly, but a byte u below 128 needs no conversion: behind
+// the upper bits of 2.0 it is the float 2 + u / 64. So on CUDA gemv multiplies x not by a code c,
+// but by 2 + u / 64 = near_zero + c * near_unit, where u = (c + bias) << near_shift; groups_dot
+// makes up for that once for 16 codes. A code 0..15 of Q4_K, which has no bias, is shifted by 3, as
+// 15 << 3 is 120: it becomes 2 + c / 8, with near_zero 2 and near_unit 1/8.
+// That is not as exact as c, least for a small shift: where near_shift is 0 or -1, codes are kept.
 #if defined(__CUDACC__) || defined(LARGE_TILES)
 enum { TAKES_NEAR = 1 };
 #else
@@ -537,7 +552,8 @@ static inline int near_shift(int format) {
 }
 static inline float near_unit(int format) { return (float)(1 << near_shift(format)) / 64.0f; }
 static inline float near_zero(int format) { return 2.0f + format_bias(format) * near_unit(format); }
-QUANT_INLINE void near_codes(int format, uint word, thread float *c) {   // the four in a word
+// c[4] = the four codes in a word, or near codes
+QUANT_INLINE void near_codes(int format, uint word, thread float *c) {
     uint bias = format_bias(format), u = word;
     if (near_shift(format) < 1) return quant_as_floats(word, bias, c);
     if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101;   // c + bias; no byte borrows
@@ -750,16 +766,17 @@ static inline float activation(float x) {
     return x < 0.0f ? 0.0f : x * x;
 }
 
-// *y = v after soft cap and epilogue
-static inline void finish(device float *y, float v, float cap, float other) {
-    bool glu = EPILOGUE == EPILOGUE_GLU, limits = glu && SOFTCAPPED;
-    if (!glu) v = softcap(v, cap);
+// *y = v after soft cap and epilogue, which may read `other`; limit: of the GLU's factors
+static inline void finish(device float *y, float v, float cap, float limit, float other) {
+    if (EPILOGUE != EPILOGUE_GLU) v = softcap(v, cap);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
     if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
-    if (glu && ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + limited(v, 7.0f);
-    if (limits) v = limited(v, cap);
-    float gate = glu ? activation(other) : 1.0f;
-    if (glu) v *= limits && gate > cap ? cap : gate;
+    if (EPILOGUE == EPILOGUE_GLU) {
+        if (ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + limited(v, 7.0f);
+        if (LIMITED) v = limited(v, limit);
+        float gate = activation(other);
+        v *= LIMITED && gate > limit ? limit : gate;
+    }
     *y = v;
 }
 
@@ -771,13 +788,17 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 // log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
 static inline float softplus(float x) {
     float e = exp(x), one = 1.0f + e;
-    return x > 20.0f ? x : one == 1.0f ? e : log(one) * (e / (one - 1.0f));
+    if (x > 20.0f) return x;
+    return one == 1.0f ? e : log(one) * (e / (one - 1.0f));
 }
 
 // ---- 3. embed, norms ----
+//
+// What stands before and between the products: a token's first vector, norms and gates, and the
+// halves that gemm reads. All are bound by memory.
 
 // x[cols] = scale * row r of W; with `more` it is added to x
-static inline void embed_part(int format, device const uchar *w, constant struct kernel_matrix *m,
+static inline void embed_table(int format, device const uchar *w, constant struct kernel_matrix *m,
         int r, int cols, bool more, device float *x, uint lane) {
     device const uchar *row = w + m->start + (ulong)r * m->row_bytes;
     for (int g = lane; g * 32 < cols; g += SIMD_LANES) {
@@ -797,9 +818,9 @@ kernel void embed(device const uchar *w, device const uchar *positions,
         constant struct embed_args *a, PLACE) {
     device float *to = x + (ulong)tg * a->cols;
     int pos = now[NOW_POS] + tg;
-    embed_part(FORMAT_0, w, &a->w[0], ids[tg], a->cols, false, to, lane);
-    if (a->w[1].rows) embed_part(FORMAT_1, positions, &a->w[1], pos, a->cols, true, to, lane);
-    if (a->w[2].rows) embed_part(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
+    embed_table(FORMAT_0, w, &a->w[0], ids[tg], a->cols, false, to, lane);
+    if (a->w[1].rows) embed_table(FORMAT_1, positions, &a->w[1], pos, a->cols, true, to, lane);
+    if (a->w[2].rows) embed_table(FORMAT_2, types, &a->w[2], 0, a->cols, true, to, lane);
 }
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
@@ -818,7 +839,7 @@ kernel void norm(device const float *x, device const float *w, device const floa
         if (NORMED & NORM_WEIGHTS) v = v * four_floats(w + own, i, a->cols);
         if (NORMED & NORM_BIAS) v = v + four_floats(bias + own, i, a->cols);
         for (int e = 0; e < 4 && i + e < a->cols; e++) {
-            finish(&y[at + i + e], v[e] * a->factor, 0.0f, before[e]);
+            finish(&y[at + i + e], v[e] * a->factor, 0.0f, 0.0f, before[e]);
             if (a->scale != 1.0f) y[at + i + e] *= a->scale;
         }
     }
@@ -877,20 +898,28 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // 16) from the cache, where it loads R * (0.5 to 4) bytes of weights anyway; one more dispatch
 // would cost more. Where a row of weights is short, that counts: then eight SIMD-groups share it.
 
+// Which of three matrices has block i, if the first one has blocks 0 to n0 - 1, the second n0 to
+// n1 - 1 and the third all others? A block is a unit of gemv, or the rows of a tile of gemm.
+static inline int matrix_of(int i, int n0, int n1) {
+    if (i < n0) return 0;
+    return i < n1 ? 1 : 2;
+}
+#define OF_THREE(which, a, b, c) ((which) == 0 ? (a) : (which) == 1 ? (b) : (c))
+
 // rows in a unit; with the GLU or experts, units of all matrices are as large as the first one's
 static inline int unit_rows(int format) {
     return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS);
 }
 
 // v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for the rows of a unit.
-// W is matrix `part`; where each expert has one, it is that of `expert`, which is 0 elsewhere
-static inline void gemv_product(int format, int part, int unit, int expert, device const uchar *w,
+// W is matrix `which`; where each expert has one, it is that of `expert`, which is 0 elsewhere
+static inline void gemv_product(int format, int which, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         constant struct product_args *a, thread float *v) {
-    constant struct kernel_matrix *m = &a->w[part];
+    constant struct kernel_matrix *m = &a->w[which];
     int R = unit_rows(format), row = unit * R, last = m->rows - 1 - row;
     float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
-    float scale = SCALES >> part & 1 ? m->scale * scales[expert] : m->scale;
+    float scale = SCALES >> which & 1 ? m->scale * scales[expert] : m->scale;
     w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
     if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, sum, &square);
     else groups_dot(format, R, w, m->row_bytes, last, in, sum, &square);
@@ -900,31 +929,31 @@ static inline void gemv_product(int format, int part, int unit, int expert, devi
     }
     QUANT_UNROLL for (int r = 0; r < R; r++) {
         v[r] = simd_sum(sum[r]) * scale;
-        if (BIASES >> part & 1) v[r] += bias[expert * m->bias_step + row + min(r, last)];
+        if (BIASES >> which & 1) v[r] += bias[expert * m->bias_step + row + min(r, last)];
         v[r] *= a->factor;
     }
 }
 
 // y = gemv_product's v after the epilogue, which multiplies by gate[R] (GLU) or adds other[rows]
-static inline void gemv_unit(int format, int part, int unit, int expert, device const uchar *w,
+static inline void gemv_unit(int format, int which, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
         constant struct product_args *a) {
     int R = unit_rows(format), row = unit * R;
     float v[GEMV_ROWS];
-    gemv_product(format, part, unit, expert, w, bias, scales, in, a, v);
+    gemv_product(format, which, unit, expert, w, bias, scales, in, a, v);
     QUANT_UNROLL for (int r = 0; r < R; r++)
-        if (in->lane == 0 && row + r < a->w[part].rows)
-            finish(&y[row + r], v[r], a->softcap,
+        if (in->lane == 0 && row + r < a->w[which].rows)
+            finish(&y[row + r], v[r], a->softcap, a->limit,
                    EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
 
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices with the same x (Q, K and V).
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
-// the GLU, with threadgroup memory of its own. Routers use gemv for each token of a chunk, too:
-// gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the
-// GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
+// the GLU, with threadgroup memory of its own unless STAGED. Routers use gemv for each token of a
+// chunk, too: gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS:
+// W0, or the GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
 // EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
@@ -952,7 +981,8 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
                             lane);                        // its barriers serve x, too
     }
     if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
-    int e = EXPERTS == EXPERTS_HEADS ? t % a->each : EXPERTS ? chosen[t] : 0;
+    int e = 0;                                            // the expert, or the head
+    if (EXPERTS) e = EXPERTS == EXPERTS_HEADS ? t % a->each : chosen[t];
     u %= a->units;
     if (EPILOGUE == EPILOGUE_GLU) {
         gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, &in, a, gate);
@@ -960,16 +990,16 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
                   y0 + (ulong)t * a->w[0].out_step, a);
         return;
     }
+    int which = matrix_of(u, n0, n1), format = which == 1 ? FORMAT_1 : FORMAT_2;
+    device const uchar *w = OF_THREE(which, w0, w1, w2);
+    device const float *bias = OF_THREE(which, bias0, bias1, bias2);
+    device float *y = OF_THREE(which, y0, y1, y2) + (ulong)t * a->w[which].out_step;
+    u -= OF_THREE(which, 0, n0, n1);
     // matrices of one format share their code: a small program starts sooner
-    int part = u < n0 ? 0 : u < n1 ? 1 : 2, format = part == 1 ? FORMAT_1 : FORMAT_2;
-    device const uchar *w = part == 0 ? w0 : part == 1 ? w1 : w2;
-    device const float *bias = part == 0 ? bias0 : part == 1 ? bias1 : bias2;
-    device float *y = (part == 0 ? y0 : part == 1 ? y1 : y2) + (ulong)t * a->w[part].out_step;
-    u -= part == 0 ? 0 : part == 1 ? n0 : n1;
-    if (part == 0 || format == FORMAT_0)
-        gemv_unit(FORMAT_0, part, u, e, w, bias, scale0, &in, gate, other, y, a);
-    else if (part == 1) gemv_unit(FORMAT_1, part, u, 0, w, bias, 0, &in, gate, other, y, a);
-    else gemv_unit(FORMAT_2, part, u, 0, w, bias, 0, &in, gate, other, y, a);
+    if (which == 0 || format == FORMAT_0)
+        gemv_unit(FORMAT_0, which, u, e, w, bias, scale0, &in, gate, other, y, a);
+    else if (which == 1) gemv_unit(FORMAT_1, which, u, 0, w, bias, 0, &in, gate, other, y, a);
+    else gemv_unit(FORMAT_2, which, u, 0, w, bias, 0, &in, gate, other, y, a);
 }
 
 // The place of the first (which = 0) or second number of pair p in a head. Behind the n_rot numbers
@@ -1039,7 +1069,8 @@ kernel void qk_norm(device const float *q_norm, device const float *k_norm,
     int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
     int step = which ? HEAD_DIM : query_step();
     device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
-    device const float *w = which ? k_norm : q_norm, *bias = which ? k_bias : q_bias;
+    device const float *w = which ? k_norm : q_norm;
+    device const float *bias = which ? k_bias : q_bias;
     if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
     float mean, scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
@@ -1084,6 +1115,11 @@ static inline float temperature(int pos, constant struct attention_args *a) {
 static inline float score_of(float dot, float slope, int far, constant struct attention_args *a) {
     float score = softcap(dot, a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
     return ALIBI ? score - slope * (float)far : score;
+}
+
+// what queries are multiplied by, so that their products with keys are what score_of takes
+static inline float query_scale(constant struct attention_args *a) {
+    return a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
 }
 
 // The end of attention, from o = sum of exp2(score - m) * value and sum = sum of exp2(score - m):
@@ -1217,9 +1253,28 @@ QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgro
     }
 }
 
+// What a lane begins with: the slopes of heads from `head` on (those past `last` repeat it), and
+// its quads of their queries times scale, which are staged in qs if RAW_QKV.
+QUANT_INLINE void attention_begin(device const float *q, threadgroup const float *qs,
+        device const float *slopes, int head, int last, float scale, uint lane,
+        thread float *slope, thread struct softmax_state *state) {
+    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
+        int from = min(head + h, last);
+        slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
+        QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) {
+            int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
+            float x = RAW_QKV ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
+            state[h].q[e] = lane_has(e / 4, HEAD_DIM, lane) ? x * scale : 0.0f;
+            state[h].o[e] = 0.0f;
+        }
+        state[h].m = UNSEEN;
+        state[h].sum = 0.0f;
+    }
+}
+
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
-// FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Each threadgroup
-// then computes the newest key itself, since another may still be writing it.
+// RAW_QKV, for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
+// threadgroup computes the newest key itself, since another may still be writing it.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
 // ring is cut into slices, with a threadgroup for each; then `out` is parts[n_head][slices][..].
 // Its SIMD-groups take turns at the rows, and merge at the end. Bound by memory: 4 bytes of K and V
@@ -1231,11 +1286,12 @@ kernel void attention(device const float *v_new, device const float *angles,   /
         device const float *q, device half *k, device half *v, device int *pos_k, // 7 to 10
         device const int *now, device const float *slopes, device const float *sinks,
         device float *out, constant struct attention_args *a, PLACE) {
-    int group = a->n_head / a->n_kv, parts = div_up(group, QUERY_HEADS), slice = tg % a->slices;
-    int unit = tg / a->slices, t = unit / (parts * a->n_kv), kv = unit / parts % a->n_kv;
-    int head = kv * group + unit % parts * QUERY_HEADS, last = (kv + 1) * group - 1;
+    int group = a->n_head / a->n_kv, per_kv = div_up(group, QUERY_HEADS);   // heads, threadgroups
+    int slice = tg % a->slices, unit = tg / a->slices;
+    int t = unit / (per_kv * a->n_kv), kv = unit / per_kv % a->n_kv;
+    int head = kv * group + unit % per_kv * QUERY_HEADS, last = (kv + 1) * group - 1;
     int pos = now[NOW_POS] + t, used = min(now[NOW_POS] + a->n, a->rows);
-    int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    int slot = RAW_QKV ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     float slope[ATTENTION_HEADS];
@@ -1246,39 +1302,30 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v += (ulong)kv * a->rows * VALUE_STEP;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    for (int u = sg; FUSED && u < QUERY_HEADS + (slice == 0); u += nsg) {
+    for (int u = sg; RAW_QKV && u < QUERY_HEADS + (slice == 0); u += nsg) {
         bool key = u == QUERY_HEADS;                      // ks is behind qs
         int h = key ? kv : min(head + u, last);
         threadgroup float *to = qs + u * HEAD_DIM;
+        device const float *from = key ? k_new : q + h * query_step();
+        device const float *norm = key ? k_norm : q_norm;
+        device const float *bias = key ? k_bias : q_bias;
         float y[HEAD_MAX / SIMD_LANES];
-        head_rope(key, h, key ? k_new : q + h * query_step(), key ? k_norm : q_norm,
-                  key ? k_bias : q_bias, angles, a, lane, y);
+        head_rope(key, h, from, norm, bias, angles, a, lane, y);
         QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
             if (pair_inside(i, lane)) to[pair_index(lane_pair(i, lane), i % 2, a->n_rot)] = y[i];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
-    float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E) * (FUSED ? temperature(pos, a) : 1.0f);
-    QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
-        int from = min(head + h, last);
-        slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
-        QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) {
-            int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
-            float x = FUSED ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
-            state[h].q[e] = lane_has(e / 4, HEAD_DIM, lane) ? x * scale : 0.0f;
-            state[h].o[e] = 0.0f;
-        }
-        state[h].m = UNSEEN;
-        state[h].sum = 0.0f;
-    }
+    float scale = query_scale(a) * (RAW_QKV ? temperature(pos, a) : 1.0f);
+    attention_begin(q, qs, slopes, head, last, scale, lane, slope, state);
     int all = nsg * SIMD_LANES;
-    bool writes = FUSED && slice == 0 && unit % parts == 0;
+    bool writes = RAW_QKV && slice == 0 && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
         k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i, a);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
         v[(ulong)slot * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
-    if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
+    if (RAW_QKV && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
     for (int r = (slice * nsg + sg) * rows; r < used; r += a->slices * nsg * rows)
         attention_rows(k, v, pos_k, pos, slot, r, used, slope, a, lane, state);
     attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head, out,
@@ -1346,29 +1393,32 @@ kernel void latent_row(device float *p, device float *q, device const float *row
 }
 
 // ---- 5. ffn_block ----
+//
+// The rest of a layer after attention in one dispatch, for one token. It is here to be compared
+// with the three dispatches of section 4, which are faster: --gpu block asks for it.
 
-// x[rows] += W v[cols] of matrix `part`, by all SIMD-groups of a threadgroup
-static inline void block_add(int format, int part, device const uchar *w, int cols,
+// x[rows] += W v[cols], where W is matrix `which`, by all SIMD-groups of a threadgroup
+static inline void block_add(int format, int which, device const uchar *w, int cols,
         device const float *v, device float *x, constant struct product_args *a, uint nsg, uint sg,
         uint lane) {
     struct row_input in = {v, 0, 0, 0, cols, 0.0f, 1.0f, 0.0f, lane, 0};
     int R = unit_rows(format);
-    for (int row = sg * R; row < a->w[part].rows; row += nsg * R) {
+    for (int row = sg * R; row < a->w[which].rows; row += nsg * R) {
         float sum[GEMV_ROWS];
-        gemv_product(format, part, row / R, 0, w, 0, 0, &in, a, sum);
+        gemv_product(format, which, row / R, 0, w, 0, 0, &in, a, sum);
         for (int r = 0; r < R; r++)
-            if (lane == 0 && row + r < a->w[part].rows) x[row + r] += sum[r];
+            if (lane == 0 && row + r < a->w[which].rows) x[row + r] += sum[r];
     }
 }
 
-// The rest of a layer after attention, by one threadgroup of BLOCK_THREADS threads:
+// By one threadgroup of BLOCK_THREADS threads:
 //   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
-// It shows fusion taken to its end, and why to stop before that: a threadgroup runs on one core. A
-// layer of Qwen3-0.6B has 12 MB of these weights at 8 bits. One of an M1's eight cores may load
-// some 8 of its 68 GB/s, which takes 1.5 ms. The three dispatches of decode use all cores: 0.2 ms,
-// and a few microseconds for two dispatches more. Nor does it pay to keep all cores in one dispatch
-// for a whole token: on an H100 a barrier over the grid takes 1.5 to 2.2 us, in which memory idles,
-// and the same kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
+// Why it is slower: a threadgroup runs on one core. A layer of Qwen3-0.6B has 12 MB of these
+// weights at 8 bits. One of an M1's eight cores may load some 8 of its 68 GB/s, which takes 1.5 ms.
+// The three dispatches of decode use all cores: 0.2 ms, and a few microseconds for two dispatches
+// more. Nor does it pay to keep all cores in one dispatch for a whole token: on an H100 a barrier
+// over the grid takes 1.5 to 2.2 us, in which memory idles, and the same kernels made 888 tokens a
+// second so, 1,045 as a graph of launches (8B: 231, 296).
 // x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo, device const uchar *gate, device const uchar *up,
@@ -1399,6 +1449,13 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
 // operands are on their way while those of the step before are multiplied: activations are copied
 // in the background, weights loaded and decoded to registers before the product, and stored after
 // it. Apple's threadgroups have too little memory for two: there several on a core wait in turn.
+//
+// An example: 40 tokens, 96 rows, 64 columns. The host takes tiles of 64 tokens x 64 rows. They are
+// two threadgroups of 128 threads: one for rows 0..63, one for rows 64..95. A step is 64 columns,
+// so there is one, in which thread 5 decodes columns 32..63 of its tile's row 2. SIMD-group sg
+// multiplies 2 x 2 matrices, for tokens from sg % 2 * 32 on and rows of the tile from sg / 2 * 32
+// on. Behind the last token and row a tile repeats these, but nobody writes the sums: tokens 40..63
+// and, in the second threadgroup, all that SIMD-groups 2 and 3 have computed.
 
 // What a threadgroup computes: rows from `row` on of matrix m, with bytes w. from[TILE_TOKENS], in
 // threadgroup memory, says which row of x each token of the tile has.
@@ -1534,9 +1591,9 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
     int tiles = a->units, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
     int n0 = div_up(a->w[0].rows, TILE_ROWS), n1 = n0 + div_up(a->w[1].rows, TILE_ROWS);
-    int block = tg / tiles, expert = EXPERTS == EXPERTS_HEADS ? block / n0 : 0;
-    if (EXPERTS == EXPERTS_HEADS) block %= n0;
-    int part = block < n0 ? 0 : block < n1 ? 1 : 2, rows = a->w[part].rows;
+    int block = tg / tiles, expert = 0;
+    if (EXPERTS == EXPERTS_HEADS) expert = block / n0, block %= n0;
+    int which = matrix_of(block, n0, n1), rows = a->w[which].rows;
     if (EXPERTS == EXPERTS_GATHER || EXPERTS == EXPERTS_SORTED) {
         expert = expert_tile[3 * tile];
         token = expert_tile[3 * tile + 1];
@@ -1551,24 +1608,22 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
         from[i] = EXPERTS == EXPERTS_GATHER ? order[t] / a->each : t;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);          // `from` is there
-    device const uchar *w = (part == 0 ? w0 : part == 1 ? w1 : w2) + a->w[part].start;
-    int row = (block - (part == 0 ? 0 : part == 1 ? n0 : n1)) * TILE_ROWS;
-    struct gemm_tile t = {x, from, w, &a->w[part], a->cols, row, tid, sg};
+    device const uchar *w = OF_THREE(which, w0, w1, w2) + a->w[which].start;
+    int row = (block - OF_THREE(which, 0, n0, n1)) * TILE_ROWS;
+    struct gemm_tile t = {x, from, w, &a->w[which], a->cols, row, tid, sg};
     float16x16 c[8];
     QUANT_UNROLL for (int i = 0; i < tile_down() * tile_across(); i++) zero16(&c[i]);
     // matrices of one format share their code
-    if (part == 1 && FORMAT_1 != FORMAT_0) tile_product(FORMAT_1, &t, buffers, c);
-    else if (part == 2 && FORMAT_2 != FORMAT_0) tile_product(FORMAT_2, &t, buffers, c);
+    if (which == 1 && FORMAT_1 != FORMAT_0) tile_product(FORMAT_1, &t, buffers, c);
+    else if (which == 2 && FORMAT_2 != FORMAT_0) tile_product(FORMAT_2, &t, buffers, c);
     else tile_product(FORMAT_0, &t, buffers, c);
-
-    // Sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
-    // rows. Those past the last token or row are dropped.
-    device const float *bias = part == 0 ? bias0 : part == 1 ? bias1 : bias2;
-    device float *y = part == 0 ? y0 : part == 1 ? y1 : y2;
+    // sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
+    // rows; those past the last token or row are dropped
+    device const float *bias = OF_THREE(which, bias0, bias1, bias2);
+    device float *y = OF_THREE(which, y0, y1, y2);
     threadgroup float *patch = (threadgroup float *)buffers + sg * GEMM_PATCH;
-    float scale = a->w[part].scale * (SCALES & 1 ? scales[expert] : 1.0f);
-    const int wide = 16 * tile_across();
-    int r = row + tile_row(sg) + (int)lane % wide;
+    float scale = a->w[which].scale * (SCALES & 1 ? scales[expert] : 1.0f);
+    int wide = 16 * tile_across(), r = row + tile_row(sg) + (int)lane % wide;
     QUANT_UNROLL for (int i = 0; i < tile_down(); i++) {
         QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
             store16(&c[tile_across() * i + j], patch + 16 * j, PATCH_STRIDE);
@@ -1577,10 +1632,10 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
             int at = tile_token(sg) + 16 * i + k;
             if (token + at >= end || r >= rows) continue;
             ulong to = (ulong)(EXPERTS == EXPERTS_HEADS ? from[at] : token + at) *
-                       a->w[part].out_step + r;
+                       a->w[which].out_step + r;
             float v = patch[k * PATCH_STRIDE + (int)lane % wide] * (scale * powers[from[at]]);
-            if (BIASES >> part & 1) v += bias[r];
-            finish(&y[to], v * a->factor, a->softcap, has_other() ? other[to] : 0.0f);
+            if (BIASES >> which & 1) v += bias[r];
+            finish(&y[to], v * a->factor, a->softcap, a->limit, has_other() ? other[to] : 0.0f);
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);        // it is used
     }
@@ -1635,19 +1690,30 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
     return r0;
 }
 
-static inline int flash_parts(void) { return flash_split(HEAD_DIM, VALUE_DIM, BUFFERS); }
+// Does a tile of keys hold the values, too? In latent attention a value is the start of its key.
+static inline bool values_in_keys(void) { return VALUE_STEP != VALUE_DIM; }
+
+// SIMD-groups that share the columns of a head; how many a SIMD-group has of a key and of a value;
+// halves from one row of a tile of keys, or of values, to the next
+static inline int flash_ways(void) { return flash_split(HEAD_DIM, VALUE_DIM, BUFFERS); }
+static inline int key_cols(void) { return flash_cols(HEAD_DIM, flash_ways()) / flash_ways(); }
+static inline int value_cols(void) { return flash_cols(VALUE_DIM, flash_ways()) / flash_ways(); }
+static inline int key_stride(void) { return flash_row(HEAD_DIM, flash_ways()); }
+static inline int value_stride(void) {
+    return values_in_keys() ? key_stride() : flash_row(VALUE_DIM, flash_ways());
+}
 
 // tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows,
 // which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
 static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
-    const int across = flash_cols(dim, flash_parts()) / 8;
+    const int across = flash_cols(dim, flash_ways()) / 8;
     const int count = div_up(across * FLASH_KEYS, FLASH_THREADS);
     QUANT_UNROLL for (int j = 0; j < count; j++) {
         int i = (int)tid + j * FLASH_THREADS, e = i % across * 8;
         int r = min(i / across, FLASH_KEYS - 1);
         bool empty = simd_shuffle(key, r) < 0 || e >= dim;
-        threadgroup half *to = tile + r * flash_row(dim, flash_parts()) + e;
+        threadgroup half *to = tile + r * flash_row(dim, flash_ways()) + e;
         device const half *at = from + (ulong)(r0 + r) * dim + e;
         if (i >= across * FLASH_KEYS) continue;
         if (!empty && dim % 8 == 0) {
@@ -1662,16 +1728,13 @@ static inline void flash_copy(device const half *from, int dim, int r0, int key,
     }
 }
 
-// Does a tile of keys hold the values, too? In latent attention a value is the start of its key.
-static inline bool flash_shares(void) { return VALUE_STEP != VALUE_DIM; }
-
 // waits for the threads that have parts of the same queries
 static inline void flash_barrier(void) {
-    if (flash_parts() > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (flash_ways() > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
     else simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Online softmax of 16 queries' scores, the sum of flash_parts() parts[16][FLASH_STRIDE]: two lanes
+// Online softmax of 16 queries' scores, the sum of flash_ways() parts[16][FLASH_STRIDE]: two lanes
 // share a query, with 16 keys each. Probabilities[16][FLASH_HALVES] overwrite the SIMD-group's own
 // scores. Half is enough, as none is above 1. `all`: each query sees each key. Returns the factor
 // by which earlier sums shrink, and leaves it in diagonals[2][8][8] for scale16.
@@ -1685,7 +1748,7 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
     QUANT_UNROLL for (int i = 0; i < 16; i += 4) {
         threadgroup const float *from = parts + row * FLASH_STRIDE + first + i;
         float4 v = *(threadgroup const float4 *)from;
-        QUANT_UNROLL for (int p = 1; p < flash_parts(); p++)
+        QUANT_UNROLL for (int p = 1; p < flash_ways(); p++)
             v = v + *(threadgroup const float4 *)(from + p * FLASH_OWN);
         for (int e = 0; e < 4; e++) s[i + e] = v[e];
     }
@@ -1714,6 +1777,74 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
     return shrink;
 }
 
+// mq = the SIMD-group's 16 queries, times scale, as operands: its columns from `col` on. 16 of them
+// at a time pass through the memory of its scores. q: the threadgroup's first query, number t0.
+QUANT_INLINE void flash_queries(device const float *q, int t0, int own, int col, float scale,
+        threadgroup float *scores, uint lane, constant struct attention_args *a,
+        thread half16x16 *mq) {
+    QUANT_UNROLL for (int d = 0; d < key_cols() / 16; d++) {
+        threadgroup half *stage = (threadgroup half *)scores;
+        for (int i = lane; i < 16 * 16; i += SIMD_LANES) {
+            int n = own - t0 + i / 16, e = col + 16 * d + i % 16;
+            bool inside = t0 + n < a->n && e < HEAD_DIM;
+            float x = inside ? q[(ulong)n * a->n_head * query_step() + e] * scale : 0.0f;
+            stage[i / 16 * FLASH_HALVES + i % 16] = (half)x;
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // staged
+        load_left(&mq[d], stage, FLASH_HALVES);
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // used
+    }
+}
+
+// scores[16][FLASH_STRIDE] = queries times the tile's keys, over the SIMD-group's columns
+QUANT_INLINE void flash_scores(thread const half16x16 *mq, threadgroup const half *keys, int col,
+        threadgroup float *scores) {
+    half16x16 mk;
+    float16x16 s[2];
+    QUANT_UNROLL for (int j = 0; j < 2; j++) zero16(&s[j]);
+    QUANT_UNROLL for (int d = 0; d < key_cols() / 16; d++)
+        QUANT_UNROLL for (int j = 0; j < 2; j++) {
+            load_right(&mk, keys + 16 * j * key_stride() + col + 16 * d, key_stride(), true);
+            multiply16(&s[j], &mq[d], &mk);
+        }
+    QUANT_UNROLL for (int j = 0; j < 2; j++) store16(&s[j], scores + 16 * j, FLASH_STRIDE);
+}
+
+// o += probabilities, in the place of scores, times the tile's values, over the SIMD-group's
+// columns; before that rows of o shrink, where some do, by the diagonals that flash_softmax left
+QUANT_INLINE void flash_values(threadgroup const float *scores, threadgroup const half *values,
+        int col, bool shrinks, thread float16x16 *o) {
+    half16x16 mp, mv;
+    QUANT_UNROLL for (int d = 0; d < value_cols() / 16; d++)
+        if (shrinks) scale16(&o[d], scores + 16 * FLASH_STRIDE);
+    QUANT_UNROLL for (int j = 0; j < 2; j++) {
+        load_left(&mp, (threadgroup const half *)scores + 16 * j, FLASH_HALVES);
+        QUANT_UNROLL for (int d = 0; d < value_cols() / 16; d++) {
+            threadgroup const half *at = values + 16 * j * value_stride() + col + 16 * d;
+            load_right(&mv, at, value_stride(), false);
+            multiply16(&o[d], &mp, &mv);
+        }
+    }
+}
+
+// The end of attention, for the SIMD-group's columns: o passes through the memory of scores, and a
+// lane takes half of a row of each matrix. out and gate are those of the lane's query, number t.
+QUANT_INLINE void flash_output(thread const float16x16 *o, int col, int t, int head, float m,
+        float sum, threadgroup float *scores, device const float *sinks, device const float *gate,
+        uint lane, constant struct attention_args *a, device float *out) {
+    QUANT_UNROLL for (int d = 0; d < value_cols() / 16; d++) {
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // what was there has been read
+        store16(&o[d], scores, FLASH_STRIDE);
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // this matrix is there
+        for (int i = 0; i < 8; i++) {
+            int at = lane % 2 * 8 + i, e = col + 16 * d + at;
+            if (t < a->n && e < VALUE_DIM)
+                out[e] = attention_value(scores[lane / 2 * FLASH_STRIDE + at], m, sum, sinks + head,
+                                         gate + e, a);
+        }
+    }
+}
+
 // The same as attention, for a chunk, with products of matrices. Grid: a threadgroup for each
 // FLASH_QUERIES queries of a head, of which a SIMD-group has 16. Wide heads leave registers for 16
 // queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
@@ -1724,49 +1855,31 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
 kernel void flash_attention(device const float *q, device const half *k, device const half *v,
         device const int *pos_k, device const int *now, device const float *slopes,
         device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
-    const int split = flash_parts(), queries = FLASH_QUERIES / split;
-    const int wide = flash_cols(HEAD_DIM, split) / split;
-    const int deep = flash_cols(VALUE_DIM, split) / split;
-    const int key_row = flash_row(HEAD_DIM, split);
-    const int row = flash_shares() ? key_row : flash_row(VALUE_DIM, split);
-    const int behind = BUFFERS > 1 && !flash_shares() ? FLASH_KEYS * key_row : 0;
-    const int size = BUFFERS > 1 ? behind + FLASH_KEYS * row : 0;
+    const int ways = flash_ways(), queries = FLASH_QUERIES / ways;
+    const int behind = BUFFERS > 1 && !values_in_keys() ? FLASH_KEYS * key_stride() : 0;
+    const int size = BUFFERS > 1 ? behind + FLASH_KEYS * value_stride() : 0;
     threadgroup float *scores = shared + sg * FLASH_OWN;              // and diagonals[2][8][8]
-    threadgroup float *parts = split > 1 ? shared : scores;
+    threadgroup float *parts = ways > 1 ? shared : scores;
     threadgroup half *tiles = (threadgroup half *)(shared + FLASH_SIMDGROUPS * FLASH_OWN);
     int head = tg % a->n_head, blocks = div_up(a->n, queries), buffer = 0;
-    int t0 = (blocks - 1 - (int)tg / a->n_head) * queries, own = t0 + (split > 1 ? 0 : sg * 16);
+    int t0 = (blocks - 1 - (int)tg / a->n_head) * queries, own = t0 + (ways > 1 ? 0 : sg * 16);
     int t = own + lane / 2, pos = now[NOW_POS], first = pos + t0;
     int last = pos + min(t0 + queries, a->n) - 1, group = a->n_head / a->n_kv;
-    int key_col = split > 1 ? (int)sg * wide : 0, value_col = split > 1 ? (int)sg * deep : 0;
+    int key_col = ways > 1 ? (int)sg * key_cols() : 0;
+    int value_col = ways > 1 ? (int)sg * value_cols() : 0;
     int used = min(pos + a->n, a->rows), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
-    half16x16 mq[NARROW_MAX / 16], mk, mp;
-    float16x16 o[NARROW_MAX / 16], s[2];
+    half16x16 mq[NARROW_MAX / 16];
+    float16x16 o[NARROW_MAX / 16];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
-    float scale = a->scale * (SOFTCAPPED ? 1.0f : LOG2E);
+    float scale = query_scale(a);
     k += (ulong)(head / group) * a->rows * HEAD_DIM;
     v += (ulong)(head / group) * a->rows * VALUE_STEP;
     q += ((ulong)t0 * a->n_head + head) * query_step();
-    // the SIMD-group's queries, 16 columns at a time, pass through the memory of its scores
-    QUANT_UNROLL for (int d = 0; d < wide / 16; d++) {
-        threadgroup half *stage = (threadgroup half *)scores;
-        for (int i = lane; i < 16 * 16; i += SIMD_LANES) {
-            int n = own - t0 + i / 16, e = key_col + 16 * d + i % 16;
-            bool inside = t0 + n < a->n && e < HEAD_DIM;
-            float x = inside ? q[(ulong)n * a->n_head * query_step() + e] * scale : 0.0f;
-            stage[i / 16 * FLASH_HALVES + i % 16] = (half)x;
-        }
-        simdgroup_barrier(mem_flags::mem_threadgroup);        // staged
-        load_left(&mq[d], stage, FLASH_HALVES);
-        simdgroup_barrier(mem_flags::mem_threadgroup);        // used
-    }
-    QUANT_UNROLL for (int d = 0; d < deep / 16; d++) zero16(&o[d]);
-
+    flash_queries(q, t0, own, key_col, scale, scores, lane, a, mq);
+    QUANT_UNROLL for (int d = 0; d < value_cols() / 16; d++) zero16(&o[d]);
     int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key, &ahead);
-    if (r0 < used) {
-        flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
-        if (behind) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
-    }
+    if (r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
+    if (behind && r0 < used) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
     while (r0 < used) {
         threadgroup half *keys = tiles + buffer * size, *values = keys + behind;
         int here = key, at = r0;
@@ -1776,53 +1889,28 @@ kernel void flash_attention(device const float *q, device const half *k, device 
         threadgroup_barrier(mem_flags::mem_threadgroup);      // a tile is there, the other one used
         buffer = 1 - buffer;
         r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key, &ahead);
-        if (BUFFERS > 1 && r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles + buffer * size);
-        if (behind && r0 < used)
-            flash_copy(v, VALUE_DIM, r0, key, tid, tiles + buffer * size + behind);
-        QUANT_UNROLL for (int j = 0; j < 2; j++) zero16(&s[j]);
-        QUANT_UNROLL for (int d = 0; d < wide / 16; d++)
-            QUANT_UNROLL for (int j = 0; j < 2; j++) {
-                load_right(&mk, keys + 16 * j * key_row + key_col + 16 * d, key_row, true);
-                multiply16(&s[j], &mq[d], &mk);
-            }
-        QUANT_UNROLL for (int j = 0; j < 2; j++) store16(&s[j], scores + 16 * j, FLASH_STRIDE);
+        threadgroup half *next = tiles + buffer * size;
+        if (BUFFERS > 1 && r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, next);
+        if (behind && r0 < used) flash_copy(v, VALUE_DIM, r0, key, tid, next + behind);
+        flash_scores(mq, keys, key_col, scores);
         flash_barrier();                                      // scores are there
         float shrink = flash_softmax(parts, scores, here, all, pos + t, slope, lane, a, &m, &sum);
         bool shrinks = simd_max((int)(shrink < 1.0f)) > 0;
-        if (BUFFERS == 1 && !flash_shares()) {
+        if (BUFFERS == 1 && !values_in_keys()) {
             threadgroup_barrier(mem_flags::mem_threadgroup);  // keys are used
             flash_copy(v, VALUE_DIM, at, here, tid, tiles);
             copies_wait();
             threadgroup_barrier(mem_flags::mem_threadgroup);  // values are there
         } else simdgroup_barrier(mem_flags::mem_threadgroup); // probabilities are there
-        QUANT_UNROLL for (int d = 0; d < deep / 16; d++)
-            if (shrinks) scale16(&o[d], scores + 16 * FLASH_STRIDE);
-        QUANT_UNROLL for (int j = 0; j < 2; j++) {
-            load_left(&mp, (threadgroup half *)scores + 16 * j, FLASH_HALVES);
-            QUANT_UNROLL for (int d = 0; d < deep / 16; d++) {
-                load_right(&mk, values + 16 * j * row + value_col + 16 * d, row, false);
-                multiply16(&o[d], &mp, &mk);
-            }
-        }
+        flash_values(scores, values, value_col, shrinks, o);
         if (BUFFERS == 1) {
             threadgroup_barrier(mem_flags::mem_threadgroup);  // values are used
             if (r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
         }
     }
-    // outputs pass through the memory of scores: a lane takes half of a row of each matrix
     out += ((ulong)t * a->n_head + head) * VALUE_DIM;
     q += (ulong)(t - t0) * a->n_head * query_step() + HEAD_DIM;
-    QUANT_UNROLL for (int d = 0; d < deep / 16; d++) {
-        simdgroup_barrier(mem_flags::mem_threadgroup);        // what was there has been read
-        store16(&o[d], scores, FLASH_STRIDE);
-        simdgroup_barrier(mem_flags::mem_threadgroup);        // this matrix is there
-        for (int i = 0; i < 8; i++) {
-            int at = lane % 2 * 8 + i, e = value_col + 16 * d + at;
-            if (t < a->n && e < VALUE_DIM)
-                out[e] = attention_value(scores[lane / 2 * FLASH_STRIDE + at], m, sum, sinks + head,
-                                         q + e, a);
-        }
-    }
+    flash_output(o, value_col, t, head, m, sum, scores, sinks, q, lane, a, out);
 }
 
 // ---- 7. experts ----
@@ -1857,7 +1945,8 @@ kernel void choose_experts(device float *route, device const float *bias, device
     }
     all = a->sigmoid ? 1.0f : simd_sum(all);
     scores = simd_sum(scores);
-    int groups = a->n_group > 1 ? a->n_group : 0, size = groups ? a->n_expert / groups : 0;
+    int groups = a->n_group > 1 ? a->n_group : 0;         // of `size` experts
+    int size = a->n_expert / max(groups, 1);
     simdgroup_barrier(mem_flags::mem_device);             // probabilities are there
     for (int g = lane; g < groups; g += SIMD_LANES) {     // a group's worth
         float one = UNSEEN, two = size > 1 ? UNSEEN : 0.0f;
@@ -1925,41 +2014,42 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
     }
     for (int r = 0; r < R; r++)
         if (lane == 0 && row + r < a->down.w[0].rows)
-            finish(&y[row + r], sum[r], 0.0f, has_other() ? other[row + r] : 0.0f);
+            finish(&y[row + r], sum[r], 0.0f, 0.0f, has_other() ? other[row + r] : 0.0f);
 }
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
-// a->tile of its choices. One threadgroup: choices are cut into as many parts as leave a thread for
-// each expert and part. It counts those; when all threads have, it knows where its own begin.
+// a->tile of its choices. One threadgroup: choices are cut into as many pieces as leave a thread
+// for each expert and piece. It counts those; when all threads have, it knows where its own begin.
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
-    threadgroup int *count = (threadgroup int *)shared;       // [n_expert][parts]
-    int threads = nsg * SIMD_LANES, parts = max(threads / a->n_expert, 1);
-    int all = a->n_expert * parts, size = div_up(a->choices, parts);
+    threadgroup int *count = (threadgroup int *)shared;       // [n_expert][pieces]
+    int threads = nsg * SIMD_LANES, pieces = max(threads / a->n_expert, 1);
+    int all = a->n_expert * pieces, size = div_up(a->choices, pieces);
     for (int u = tid; u < all; u += threads) {
-        int e = u % a->n_expert, part = u / a->n_expert, n = 0;
-        for (int i = part * size; i < min((part + 1) * size, a->choices); i++) n += chosen[i] == e;
-        count[e * parts + part] = n;
+        int e = u % a->n_expert, piece = u / a->n_expert, n = 0;
+        int end = min((piece + 1) * size, a->choices);
+        for (int i = piece * size; i < end; i++) n += chosen[i] == e;
+        count[e * pieces + piece] = n;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);          // all are counted
     for (int u = tid; u < all; u += threads) {
-        int e = u % a->n_expert, part = u / a->n_expert, at = 0, own = 0, n = 0;
+        int e = u % a->n_expert, piece = u / a->n_expert, at = 0, own = 0, n = 0;
         for (int k = 0; k < e; k++, n += div_up(own, a->tile), at += own) {
             own = 0;
-            for (int i = 0; i < parts; i++) own += count[k * parts + i];
+            for (int i = 0; i < pieces; i++) own += count[k * pieces + i];
         }
         own = 0;
-        for (int i = 0; i < parts; i++) own += count[e * parts + i];
-        for (int i = 0; part == 0 && i < own; i += a->tile, n++) {
+        for (int i = 0; i < pieces; i++) own += count[e * pieces + i];
+        for (int i = 0; piece == 0 && i < own; i += a->tile, n++) {
             tile[3 * n] = e;
             tile[3 * n + 1] = at + i;
             tile[3 * n + 2] = at + min(i + a->tile, own);
         }
         for (; u == a->n_expert - 1 && n < a->tiles; n++) tile[3 * n] = -1;   // behind the last
-        for (int i = 0; i < part; i++) at += count[e * parts + i];
-        int end = min((part + 1) * size, a->choices);
-        for (int i = part * size; i < end; i += 8) {
+        for (int i = 0; i < piece; i++) at += count[e * pieces + i];
+        int end = min((piece + 1) * size, a->choices);
+        for (int i = piece * size; i < end; i += 8) {
             int some[8];                                      // loads that overlap
             QUANT_UNROLL for (int j = 0; j < 8; j++) some[j] = i + j < end ? chosen[i + j] : -1;
             QUANT_UNROLL for (int j = 0; j < 8; j++) {
@@ -1983,16 +2073,18 @@ kernel void weigh_experts(device const float *out, device const float *weight,
         ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
         for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
-        finish(&y[at], sum * a->factor, 0.0f, has_other() ? other[at] : 0.0f);
+        finish(&y[at], sum * a->factor, 0.0f, 0.0f, has_other() ? other[at] : 0.0f);
     }
 }
 
 // ---- 8. recurrent mixers ----
 //
-// The gated delta rule, for one token (for a chunk, gemm takes the place of gemv):
+// Layers that remember the past in a state of fixed size. The gated delta rule, for one token (for
+// a chunk, gemm takes the place of gemv):
 //   gemv (norm; q, k, v and z) | gemv (norm; alpha, beta) | delta_conv | delta_rule |
 //   norm (of each head, times silu(z)) | gemv (added to x)
-// A state space:
+// KDA has two gemv of three, for q, k and v, and for z, alpha and beta; maybe one more for alpha
+// and for z; and gate_heads behind its norm, which has no gate. A state space:
 //   gemv (norm; x, b and c; z; dt) | delta_conv | delta_rule (times silu(z)) |
 //   norm (of each group of heads) | gemv (added to x)
 // The short convolution:
@@ -2032,6 +2124,20 @@ kernel void delta_conv(device const float *mix, device float *state, device cons
         state[(ulong)j * channels] = conv_input(mix, state, b, a->n + j, a);
 }
 
+// numbers of k and q that are staged; quads of a row of S that a lane has
+static inline int delta_wide(void) { return delta_width(HEAD_DIM); }
+static inline int delta_quads(void) { return delta_wide() / 4 / DELTA_LANES; }
+
+// the column of S that is number i of a lane, whose rank among the lanes of its row is `rank`
+static inline int delta_col(int i, int rank) { return i / 4 * 32 + rank * 4 + i % 4; }
+
+// what a block has in threadgroup memory, and the comment of delta_rule explains
+struct delta_shared {
+    threadgroup float *ks, *qs, *gs;                      // [BLOCK][delta_wide]; gs if CHANNELS
+    threadgroup float *kk, *kq;                           // [BLOCK][BLOCK]
+    threadgroup float *g, *b;                             // [BLOCK]
+};
+
 // the sum over the lanes that share a row of the state
 static inline float row_sum(float x) {
     QUANT_UNROLL for (int i = 1; i < DELTA_LANES; i *= 2) x += simd_shuffle_xor(x, i);
@@ -2045,7 +2151,7 @@ static inline float channel_decay(float x, float decay, float lower) {
 
 // What a thread loads for a block of tokens, while the block before is computed: of tokens sg and
 // sg + UNIT_SIMDGROUPS every 32nd number of k and q from `lane` on, alpha (one, or as many) and
-// beta; of token `part` its row's v, and in a state space its z.
+// beta; of the token that its rank says, its row's v, and in a state space its z.
 struct delta_input {
     float k[DELTA_OWN][NARROW_MAX / 32], q[DELTA_OWN][NARROW_MAX / 32];
     float alpha[DELTA_OWN][NARROW_MAX / 32], beta[DELTA_OWN], v, z;
@@ -2063,13 +2169,137 @@ QUANT_INLINE void delta_load(device const float *k, device const float *q, devic
             int j = 32 * n + (int)lane;
             in->k[i][n] = j < HEAD_DIM ? k[(ulong)t * step + j] : 0.0f;
             in->q[i][n] = j < HEAD_DIM ? q[(ulong)t * step + j] : 0.0f;
-            in->alpha[i][n] = !CHANNELS ? alpha[(ulong)t * a->step] :
-                              j < HEAD_DIM ? alpha[(ulong)t * a->step * HEAD_DIM + j] : 0.0f;
+            if (!CHANNELS) in->alpha[i][n] = alpha[(ulong)t * a->step];
+            else in->alpha[i][n] = j < HEAD_DIM ? alpha[(ulong)t * a->step * HEAD_DIM + j] : 0.0f;
         }
         in->beta[i] = ASKS ? beta[(ulong)t * a->step] : 0.0f;
     }
     in->v = v[(ulong)mine * step];
     in->z = ASKS ? 0.0f : z[(ulong)mine * a->n_value * a->dv];
+}
+
+// Stages k, q, the decays and b of a block's tokens, of which `left` are there; also leaves k and q
+// in `in` as they are staged. dt and decay are those of all heads.
+QUANT_INLINE void delta_stage(thread struct delta_input *in, thread const struct delta_shared *to,
+        device const float *dt, device const float *decay, int h, int left, uint sg, uint lane,
+        constant struct delta_args *a) {
+    QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
+        int t = (int)sg + i * UNIT_SIMDGROUPS;
+        float k2 = 0.0f, q2 = 0.0f, step = CHANNELS ? 0.0f : softplus(in->alpha[i][0] + dt[h]);
+        bool there = t < left;                                // behind the last, nothing changes S
+        QUANT_UNROLL for (int n = 0; n < delta_quads(); n++) {
+            k2 += in->k[i][n] * in->k[i][n];
+            q2 += in->q[i][n] * in->q[i][n];
+        }
+        k2 = ASKS ? rsqrt(simd_sum(k2) + a->eps) : 1.0f;
+        q2 = ASKS ? rsqrt((simd_sum(q2) + a->eps) * (float)HEAD_DIM) : 1.0f;
+        QUANT_UNROLL for (int n = 0; n < delta_quads(); n++) {
+            int at = t * delta_wide() + 32 * n + lane, j = min(32 * n + (int)lane, HEAD_DIM - 1);
+            in->k[i][n] *= k2;
+            in->q[i][n] *= q2;
+            if (t < BLOCK) to->ks[at] = in->k[i][n];
+            if (t < BLOCK) to->qs[at] = in->q[i][n];
+            if (CHANNELS && t < BLOCK)
+                to->gs[at] = there ? channel_decay(in->alpha[i][n] + dt[h * HEAD_DIM + j], decay[h],
+                                                   a->lower) : 1.0f;
+        }
+        if (lane > 0 || t >= BLOCK) continue;
+        to->g[t] = CHANNELS || !there ? 1.0f : exp(decay[h] * step);
+        if (ASKS) step = sigmoid(in->beta[i]);
+        to->b[t] = there ? step : 0.0f;
+    }
+}
+
+// kk[t][j] = G(j, t) k[j]' k[t] and kq[t][j] = G(j, t) k[j]' q[t] for the tokens t that the
+// SIMD-group has staged. Its k and q in `in` are used up.
+QUANT_INLINE void delta_products(thread struct delta_input *in,
+        thread const struct delta_shared *to, uint sg, uint lane) {
+    QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
+        int t = (int)sg + i * UNIT_SIMDGROUPS;
+        float to_k[BLOCK_MAX], to_q[BLOCK_MAX], since = 1.0f;
+        QUANT_UNROLL for (int j = BLOCK - 1; j >= 0; j--) {
+            to_k[j] = to_q[j] = 0.0f;
+            QUANT_UNROLL for (int n = 0; n < delta_quads(); n++) {
+                int at = j * delta_wide() + 32 * n + lane;
+                if (ASKS) to_k[j] += in->k[i][n] * to->ks[at];
+                to_q[j] += in->q[i][n] * to->ks[at];
+                if (!CHANNELS || j > t) continue;             // k[t] and q[t] meet an earlier k
+                in->k[i][n] *= to->gs[at];
+                in->q[i][n] *= to->gs[at];
+            }
+        }
+        QUANT_UNROLL for (int j = 0; j < BLOCK; j++) {        // these sums overlap
+            if (ASKS) to_k[j] = simd_sum(to_k[j]);
+            to_q[j] = simd_sum(to_q[j]);
+        }
+        QUANT_UNROLL for (int j = BLOCK - 1; j >= 0; j--) {
+            if (j > t || t >= BLOCK) continue;
+            if (lane == 0) to->kk[t * BLOCK + j] = since * to_k[j];
+            if (lane == 0) to->kq[t * BLOCK + j] = since * to_q[j];
+            since *= to->g[j];
+        }
+    }
+}
+
+// asked[t] = S k[t] and found[t] = S q[t], for the lane's row of S. With CHANNELS S decays from
+// token to token; else that is made up for later.
+QUANT_INLINE void delta_ask(thread const struct delta_shared *from, thread float *s, int rank,
+        thread float *asked, thread float *found) {
+    QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+        asked[t] = found[t] = 0.0f;
+        QUANT_UNROLL for (int i = 0; i < delta_quads(); i++) {
+            int at = t * delta_wide() + delta_col(4 * i, rank);
+            for (int e = 0; CHANNELS && e < 4; e++) s[4 * i + e] *= from->gs[at + e];
+            float4 kv = *(threadgroup const float4 *)(from->ks + at);
+            float4 qv = *(threadgroup const float4 *)(from->ks + at + BLOCK * delta_wide());
+            for (int e = 0; e < 4; e++) {
+                if (ASKS) asked[t] += s[4 * i + e] * kv[e];
+                found[t] += s[4 * i + e] * qv[e];
+            }
+        }
+        if (ASKS) asked[t] = row_sum(asked[t]);
+        found[t] = row_sum(found[t]);
+    }
+}
+
+// w[t] of all tokens. v is that of the token that the lane's rank says; the result is its out[t].
+QUANT_INLINE float delta_solve(thread const struct delta_shared *from, float v, int rank, uint lane,
+        thread const float *asked, thread float *found, thread float *w) {
+    float since = 1.0f, mine = 0.0f;                          // since: G(-1, t)
+    QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {
+        since *= from->g[t];
+        w[t] = simd_shuffle(v, lane - rank + t) - (ASKS ? since * asked[t] : 0.0f);
+        for (int j = 0; ASKS && j < t; j++) w[t] -= w[j] * from->kk[t * BLOCK + j];
+        w[t] *= from->b[t];
+        found[t] *= since;
+        for (int j = 0; j <= t; j++) found[t] += w[j] * from->kq[t * BLOCK + j];
+        if (rank == t) mine = found[t];
+    }
+    return mine;
+}
+
+// S behind the block, for the lane's row
+QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread float *w, int rank,
+        thread float *s) {
+    float since = 1.0f, fade[NARROW_MAX / DELTA_LANES];       // G(t, last), with CHANNELS of each
+    QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {
+        w[t] *= since;
+        since *= from->g[t];
+    }
+    QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
+        s[i] *= since;
+        fade[i] = 1.0f;
+    }
+    QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {
+        QUANT_UNROLL for (int i = 0; i < delta_quads(); i++) {
+            int at = t * delta_wide() + delta_col(4 * i, rank);
+            float4 kv = *(threadgroup const float4 *)(from->ks + at);
+            for (int e = 0; e < 4; e++) {
+                s[4 * i + e] += w[t] * (CHANNELS ? kv[e] * fade[4 * i + e] : kv[e]);
+                if (CHANNELS) fade[4 * i + e] *= from->gs[at + e];
+            }
+        }
+    }
 }
 
 // For each value head, whose state S[dv][dk] is in registers while tokens pass (k' is k as a row):
@@ -2096,19 +2326,18 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         device const float *beta, device const float *dt, device const float *decay,
         device float *out, device const float *z, device const float *skip,  // out[n][n_value][dv]
         constant struct delta_args *a, PLACE) {
-    const int width = delta_width(HEAD_DIM), quads = width / 4 / DELTA_LANES;   // of a lane
-    int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, part = lane % DELTA_LANES;
+    int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, rank = lane % DELTA_LANES;
     int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane / DELTA_LANES, own = min(row, a->dv - 1);
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
     int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
     int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, all = 2 * keys + values;
     ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
-    threadgroup float *ks = shared, *qs = ks + BLOCK * width;               // [BLOCK][width]
-    threadgroup float *kk = qs + BLOCK * width, *kq = kk + BLOCK * BLOCK;   // [BLOCK][BLOCK]
-    threadgroup float *g = kq + BLOCK * BLOCK, *b = g + BLOCK;              // [BLOCK]
-    threadgroup float *gs = b + BLOCK;                                      // [BLOCK][width]
+    threadgroup float *kk = shared + 2 * BLOCK * delta_wide(), *g = kk + 2 * BLOCK * BLOCK;
+    struct delta_shared in_block = {shared, shared + BLOCK * delta_wide(), g + 2 * BLOCK,
+                                    kk, kk + BLOCK * BLOCK, g, g + BLOCK};
     device const float *k = mix + (ASKS ? keys : values) + key * HEAD_DIM;
-    device const float *q = ASKS ? k - keys : k + keys, *x = mix + (ASKS ? 2 * keys : 0);
+    device const float *q = ASKS ? k - keys : k + keys;
+    device const float *x = mix + (ASKS ? 2 * keys : 0);
     float s[NARROW_MAX / DELTA_LANES];
     struct delta_input in;
     x += h * a->dv + own;
@@ -2118,124 +2347,32 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     alpha += at * decays;
     beta += at;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
-    QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
-        int j = i / 4 * 32 + part * 4 + i % 4;
+    QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
+        int j = delta_col(i, rank);
         s[i] = j < HEAD_DIM ? state[(ulong)j * DELTA_LAYOUT] : 0.0f;
     }
     delta_load(k, q, x, alpha, beta, z, all, a->n, sg, lane, a, &in);
     for (int t0 = 0; t0 < a->n; t0 += BLOCK) {
         int next = t0 + BLOCK;
-        float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX], mine = 0.0f, since = 1.0f;
-        float fade[NARROW_MAX / DELTA_LANES];   // CHANNELS: what `since` is for all columns
+        float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX];
         threadgroup_barrier(mem_flags::mem_threadgroup);      // the block before is computed
-        QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
-            int t = (int)sg + i * UNIT_SIMDGROUPS;
-            float k2 = 0.0f, q2 = 0.0f, step = CHANNELS ? 0.0f : softplus(in.alpha[i][0] + dt[h]);
-            bool there = t0 + t < a->n;                       // behind the last, nothing changes S
-            QUANT_UNROLL for (int n = 0; n < quads; n++) {
-                k2 += in.k[i][n] * in.k[i][n];
-                q2 += in.q[i][n] * in.q[i][n];
-            }
-            k2 = ASKS ? rsqrt(simd_sum(k2) + a->eps) : 1.0f;
-            q2 = ASKS ? rsqrt((simd_sum(q2) + a->eps) * (float)HEAD_DIM) : 1.0f;
-            QUANT_UNROLL for (int n = 0; n < quads; n++) {
-                in.k[i][n] *= k2;
-                in.q[i][n] *= q2;
-                if (t < BLOCK) ks[t * width + 32 * n + lane] = in.k[i][n];
-                if (t < BLOCK) qs[t * width + 32 * n + lane] = in.q[i][n];
-                int j = min(32 * n + (int)lane, HEAD_DIM - 1);
-                if (CHANNELS && t < BLOCK)
-                    gs[t * width + 32 * n + lane] =
-                        there ? channel_decay(in.alpha[i][n] + dt[h * HEAD_DIM + j], decay[h],
-                                              a->lower) : 1.0f;
-            }
-            if (lane > 0 || t >= BLOCK) continue;
-            g[t] = CHANNELS || !there ? 1.0f : exp(decay[h] * step);
-            b[t] = !there ? 0.0f : ASKS ? sigmoid(in.beta[i]) : step;
-        }
+        delta_stage(&in, &in_block, dt, decay, h, a->n - t0, sg, lane, a);
         threadgroup_barrier(mem_flags::mem_threadgroup);      // it is staged
-        QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
-            int t = (int)sg + i * UNIT_SIMDGROUPS;
-            float to_k[BLOCK_MAX], to_q[BLOCK_MAX];
-            QUANT_UNROLL for (int j = BLOCK - 1; j >= 0; j--) {
-                to_k[j] = to_q[j] = 0.0f;
-                QUANT_UNROLL for (int n = 0; n < quads; n++) {
-                    int place = j * width + 32 * n + lane;
-                    if (ASKS) to_k[j] += in.k[i][n] * ks[place];
-                    to_q[j] += in.q[i][n] * ks[place];
-                    if (!CHANNELS || j > t) continue;         // k[t] and q[t] meet an earlier k
-                    in.k[i][n] *= gs[place];
-                    in.q[i][n] *= gs[place];
-                }
-            }
-            QUANT_UNROLL for (int j = 0; j < BLOCK; j++) {    // these sums overlap
-                if (ASKS) to_k[j] = simd_sum(to_k[j]);
-                to_q[j] = simd_sum(to_q[j]);
-            }
-            since = 1.0f;
-            QUANT_UNROLL for (int j = BLOCK - 1; j >= 0; j--) {
-                if (j > t || t >= BLOCK) continue;
-                if (lane == 0) kk[t * BLOCK + j] = since * to_k[j];
-                if (lane == 0) kq[t * BLOCK + j] = since * to_q[j];
-                since *= g[j];
-            }
-        }
+        delta_products(&in, &in_block, sg, lane);
         float v = in.v, gate = ASKS ? 1.0f : in.z * sigmoid(in.z);
         if (next < a->n)
             delta_load(k + (ulong)next * all, q + (ulong)next * all, x + (ulong)next * all,
                        alpha + (ulong)next * a->step * decays, beta + (ulong)next * a->step,
                        z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
-        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {        // S k[t] and S q[t]
-            asked[t] = found[t] = 0.0f;
-            QUANT_UNROLL for (int i = 0; i < quads; i++) {
-                int place = t * width + 32 * i + part * 4;
-                threadgroup const float *from = ks + place;
-                for (int e = 0; CHANNELS && e < 4; e++) s[4 * i + e] *= gs[place + e];
-                float4 kv = *(threadgroup const float4 *)from;
-                float4 qv = *(threadgroup const float4 *)(from + BLOCK * width);
-                for (int e = 0; e < 4; e++) {
-                    if (ASKS) asked[t] += s[4 * i + e] * kv[e];
-                    found[t] += s[4 * i + e] * qv[e];
-                }
-            }
-            if (ASKS) asked[t] = row_sum(asked[t]);
-            found[t] = row_sum(found[t]);
-        }
+        delta_ask(&in_block, s, rank, asked, found);
         threadgroup_barrier(mem_flags::mem_threadgroup);      // kk and kq are there
-        since = 1.0f;
-        QUANT_UNROLL for (int t = 0; t < BLOCK; t++) {        // w[t] and out[t]
-            since *= g[t];
-            w[t] = simd_shuffle(v, lane - part + t) - (ASKS ? since * asked[t] : 0.0f);
-            for (int j = 0; ASKS && j < t; j++) w[t] -= w[j] * kk[t * BLOCK + j];
-            w[t] *= b[t];
-            found[t] *= since;
-            for (int j = 0; j <= t; j++) found[t] += w[j] * kq[t * BLOCK + j];
-            if (part == t) mine = found[t];
-        }
-        if (part < min(BLOCK, a->n - t0) && row < a->dv)
-            out[(ulong)(t0 + part) * values] = ASKS ? mine : (mine + skip[h] * v) * gate;
-        since = 1.0f;
-        QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {   // w[t] G(t, last)
-            w[t] *= since;
-            since *= g[t];
-        }
-        QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {    // S behind the block
-            s[i] *= since;
-            fade[i] = 1.0f;
-        }
-        QUANT_UNROLL for (int t = BLOCK - 1; t >= 0; t--) {
-            QUANT_UNROLL for (int i = 0; i < quads; i++) {
-                int place = t * width + 32 * i + part * 4;
-                float4 kv = *(threadgroup const float4 *)(ks + place);
-                for (int e = 0; e < 4; e++) {
-                    s[4 * i + e] += w[t] * (CHANNELS ? kv[e] * fade[4 * i + e] : kv[e]);
-                    if (CHANNELS) fade[4 * i + e] *= gs[place + e];
-                }
-            }
-        }
+        float mine = delta_solve(&in_block, v, rank, lane, asked, found, w);
+        if (rank < min(BLOCK, a->n - t0) && row < a->dv)
+            out[(ulong)(t0 + rank) * values] = ASKS ? mine : (mine + skip[h] * v) * gate;
+        delta_update(&in_block, w, rank, s);
     }
-    QUANT_UNROLL for (int i = 0; i < 4 * quads; i++) {
-        int j = i / 4 * 32 + part * 4 + i % 4;
+    QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
+        int j = delta_col(i, rank);
         if (j < HEAD_DIM && row < a->dv) state[(ulong)j * DELTA_LAYOUT] = s[i];
     }
 }

@@ -1,16 +1,30 @@
 // SPDX-License-Identifier: MIT
 // metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
 // GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on
-// a device made of software. llm.c has the prototypes of what it calls, gpu_open to gpu_copy. When
-// gpu_forward or gpu_logits returns false, the CPU does the work: there is no GPU, or it lacks what
-// the model needs (gpu_lacks, or memory), or a call of the driver has failed.
+// a device made of software.
+//
+// In come a Session and the ids of a chunk; out come logits in s->logits, and new rows and states
+// in the session's caches. kernels.metal says what a kernel computes; here stands which kernels
+// run, in what order and on which buffers. Read section 6 first, whose run_layer is forward of
+// llm.c once more; then run_products, run_gemv and run_gemm in 5.
+//
+//    1. the device, 2. NVIDIA, 3. Apple   buffers and dispatches, by each system's functions
+//    4. what both share      memory, variants of kernels, and the way to the device
+//    5. operations           a few dispatches each, from embeddings to experts
+//    6. forward              layers, logits, and what happens if the GPU fails
+//    7. open                 what the GPU lacks, its memory, the first pass
+//
+// llm.c has the prototypes of what it calls, gpu_chunk to gpu_copy; its Part VI also calls
+// gpu_bytes and gpu_rate. When gpu_forward or gpu_logits returns false, the CPU does the work:
+// there is no GPU, or it lacks what the model needs (gpu_lacks, or memory), or a call of the driver
+// has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
 
 _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has it
 
-// ---- the device ----
+// ---- 1. the device ----
 //
 // The functions device_* stand here twice, for NVIDIA and for Apple; no other code knows which.
 
@@ -60,8 +74,8 @@ typedef struct Gpu {
 
 // keeps the first message of what went wrong; more: what the system says about it, or NULL
 static bool gpu_fail(Gpu *g, const char *what, const char *more) {
-    if (!g->why[0])
-        snprintf(g->why, sizeof g->why, "%s%s%s", what, more ? ": " : "", more ? more : "");
+    if (!g->why[0] && more) snprintf(g->why, sizeof g->why, "%s: %s", what, more);
+    else if (!g->why[0]) snprintf(g->why, sizeof g->why, "%s", what);
     for (char *c = g->why; *c; c++)
         if ((unsigned char)*c < ' ') *c = ' ';   // a compiler's message may have many lines
     return false;
@@ -75,7 +89,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 }
 
 #ifdef LLM_CUDA
-// ---- NVIDIA ----
+// ---- 2. NVIDIA ----
 //
 // CUDA's driver and compiler are found at run time. A buffer is a copy in the GPU's memory, which
 // device_send brings up to date for the GPU, and device_fetch for the host. Each variant of a
@@ -273,7 +287,7 @@ static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size)
     if (!own && !(home && *home == '/')) return false;
     for (size_t i = 0; i < COUNT(texts); i++)
         hash = hash_text(hash, (Str){texts[i], strlen(texts[i])});
-    int n = snprintf(path, size, "%s%s", own ? cache : home, own ? "" : "/.cache");
+    int n = own ? snprintf(path, size, "%s", cache) : snprintf(path, size, "%s/.cache", home);
     if (n > (int)size - 40) return false;
     mkdir(path, 0700);
     n += snprintf(path + n, size - n, "/llm");
@@ -289,8 +303,8 @@ static Code cuda_cached(const char *path) {   // empty if the file is missing or
     if (map_file(&file, path, &(Error){{0}})) {
         size_t n = file.size - sizeof hash;
         memcpy(&hash, file.base + n, sizeof hash);
-        bool whole = hash == hash_text(0, (Str){(char *)file.base, n});
-        c.kept = whole && (c.bytes = malloc(n));
+        bool intact = hash == hash_text(0, (Str){(char *)file.base, n});
+        c.kept = intact && (c.bytes = malloc(n));
         if (c.kept) memcpy(c.bytes, file.base, c.n = n);
     }
     if (file.base) munmap(file.base, file.size);
@@ -362,7 +376,8 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
 
 static size_t device_threads(const Dispatch *d) {   // what a variant is compiled for
     bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS];
-    return d->threads > 256 ? 1024 : own ? d->threads : 256;
+    if (d->threads > 256) return 1024;
+    return own ? d->threads : 256;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -428,7 +443,7 @@ static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
 
 static void device_keep(Gpu *g) { (void)g; }   // its memory is its own
 #else
-// ---- Apple: Objective-C, by hand ----
+// ---- 3. Apple: Objective-C, by hand ----
 //
 // The host and the GPU share all memory, so nothing is sent or fetched.
 //
@@ -690,7 +705,9 @@ static void device_keep(Gpu *g) {
 }
 #endif
 
-// ---- what is the same on both ----
+// ---- 4. what both share ----
+//
+// Memory that the GPU may see, variants of kernels, and the way of a Dispatch to the device.
 
 // lets the GPU see memory of the host, which is filled or all zeros
 static bool gpu_share(Gpu *g, Map map, bool filled) {
@@ -750,7 +767,7 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
 #define run_kernel(s, args, ...) \
     gpu_dispatch((s)->gpu, &(Dispatch){__VA_ARGS__}, &(args), sizeof(args))
 
-// ---- operations ----
+// ---- 5. operations ----
 //
 // Each encodes one dispatch, or as many as it says; kernels.metal says what a kernel computes.
 
@@ -768,19 +785,20 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
 // attention: query heads in a threadgroup, where `group` share a KV head; threadgroups for a token;
 // slices of a long ring, with a threadgroup each, where a token alone has too few for the GPU
 static int attention_heads(int group) { return group < ATTENTION_HEADS ? group : ATTENTION_HEADS; }
-static int attention_parts(int n_head, int n_kv) {
+static int attention_groups(int n_head, int n_kv) {
     return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
 }
-static int attention_slices(int used, int parts) {
-    int slices = ATTENTION_FILL / parts;
+static int attention_slices(int used, int groups) {
+    int slices = ATTENTION_FILL / groups;
     if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
     return slices > 1 ? slices : 1;
 }
 
-// what is done with a product and its bias, times factor, or with a norm's result: see finish; cap:
-// a soft cap, or of a GLU the limit
-typedef struct { int kind; const float *other; float factor, cap; } Epilogue;
-static const Epilogue STORE = {EPILOGUE_STORE, NULL, 1, 0};
+// What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
+// it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of the GLU's
+// two factors) are a product's; the result of a norm is multiplied by scale, too. 0: there is none.
+typedef struct { int kind; const float *other; float factor, softcap, limit, scale; } Epilogue;
+static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 
 // rows of floats, and the norm that is still to be applied to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
@@ -788,9 +806,9 @@ typedef struct { const float *x; const Norm *norm; } Input;
 // A matrix may begin at any byte. We bind the multiple of 16 before it, and pass the difference.
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
-// Binds w as matrix i and its bias as buffer bias + i (NO_BIAS: a buffer that the kernel does not
-// have), and sets its arguments and constants. With `experts`, w is the first expert's matrix, and
-// the kernel reads a factor for each expert.
+// Binds w as buffer i and its bias as buffer bias + i (NO_BIAS: one that the kernel does not have),
+// and sets its arguments and constants. With `experts`, w is the first expert's matrix, and the
+// kernel reads a factor for each expert.
 enum { NO_BIAS = MAX_BOUND - 4 };
 static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
                         bool experts) {
@@ -820,11 +838,12 @@ static int norm_bits(const Norm *w) {
     return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
 }
 
-// y[n][cols] = norm(x), with the epilogue, whose cap is a factor of it all, or 0; kind: a NORM_*
+// y[n][cols] = norm(x), with the epilogue; kind: a NORM_*
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
-    struct norm_args a = {cols, w->n > cols ? w->n / cols : 1,
-                          w->eps > 0 ? w->eps : s->m->config.eps, e.factor, e.cap != 0 ? e.cap : 1};
+    struct norm_args a = {.cols = cols, .groups = w->n > cols ? w->n / cols : 1,
+                          .eps = w->eps > 0 ? w->eps : s->m->config.eps, .factor = e.factor,
+                          .scale = e.scale != 0 ? e.scale : 1};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n,
                threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
                {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != NORM_RMS,
@@ -844,26 +863,32 @@ typedef struct {
     int experts;
 } Products;
 
+// buffers of gemv and gemm, in the order of their parameters; the first three are matrices
+enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 14,
+       GEMV_NORM = 7, GEMV_NORM_BIAS = 12, GEMV_CHOSEN = 13, GEMV_BUFFERS = 16,
+       GEMM_POWERS = 7, GEMM_TILES = 12, GEMM_ORDER = 13, GEMM_BUFFERS = 15 };
+
 // Binds what gemv and gemm have in common. If there are less than three matrices, the others get
 // the last one's format, since matrices of one format share their code.
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Layer *l = &s->m->layers[s->l];
+    int each = p->experts == EXPERTS_HEADS ? l->n_head : l->n_used;
     *a = (struct product_args){
         .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
-        .eps = s->m->config.eps,
-        .each = !p->experts ? 1 : p->experts == EXPERTS_HEADS ? l->n_head : l->n_used,
-        .softcap = p->e.cap, .factor = p->e.factor};
-    d->bound[6] = p->in.x;
-    d->bound[11] = p->e.other;
+        .eps = s->m->config.eps, .each = p->experts ? each : 1,
+        .softcap = p->e.softcap, .limit = p->e.limit, .factor = p->e.factor};
+    d->bound[AT_X] = p->in.x;
+    d->bound[AT_OTHER] = p->e.other;
     d->constant[C_EPILOGUE] = p->e.kind;
-    d->constant[C_SOFTCAPPED] = p->e.cap > 0;
+    d->constant[C_SOFTCAPPED] = p->e.softcap > 0;
+    d->constant[C_LIMITED] = p->e.limit > 0;
     d->constant[C_ACTIVATION] = s->m->config.act;
     d->constant[C_EXPERTS] = p->experts;
     for (int i = p->k; i < 3; i++) d->constant[C_FORMAT_0 + i] = p->w[p->k - 1]->type;
     for (int i = 0; i < p->k; i++) {
-        bind_matrix(d, a->w, i, p->w[i], 3, p->experts);
-        if (p->experts) d->bound[14 + i] = p->w[i]->scale;
-        if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[8 + i] = p->y[i];
+        bind_matrix(d, a->w, i, p->w[i], AT_BIAS, p->experts);
+        if (p->experts) d->bound[AT_SCALES + i] = p->w[i]->scale;
+        if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[AT_Y + i] = p->y[i];
     }
 }
 
@@ -873,16 +898,17 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     bool chosen = p.experts == EXPERTS_GATHER;
     bool staged = p.n == 1 && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;   // floats have rows of one weight
-    Dispatch d = {"gemv", {[7] = norm ? norm->w : NULL, [12] = norm ? norm->b : NULL,
-                           chosen ? s->chosen : NULL}, 16, 0, nsg * SIMD_LANES,
-                  staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS,
-                  {[C_NORMED] = norm_bits(norm), [C_STAGED] = staged,
-                   [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
-    int all = 0, parts = p.e.kind == EPILOGUE_GLU ? 1 : p.k;
+    Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS, .threads = nsg * SIMD_LANES,
+                  .shared = staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS,
+                  .constant = {[C_NORMED] = norm_bits(norm), [C_STAGED] = staged,
+                               [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
+    int all = 0, counted = p.e.kind == EPILOGUE_GLU ? 1 : p.k;   // matrices with units of their own
     bind_products(s, &d, &a, &p);
+    if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
+    if (chosen) d.bound[GEMV_CHOSEN] = s->chosen;
     if (chosen) a.tokens = a.each, a.x_step = 0;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
-    for (int i = 0; i < parts; i++)
+    for (int i = 0; i < counted; i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
     d.groups = div_up(a.units * a.tokens, nsg);
     d.constant[C_UNIT_ROWS] = gemv_most(all);
@@ -903,17 +929,17 @@ static void run_gemm(Session *s, Products p) {
     bool chosen = p.experts == EXPERTS_GATHER || p.experts == EXPERTS_SORTED;
     int tile = chosen ? experts_tile(s, p.n) : gemm_tokens(p.n), rows = GEMM_ROWS;
     size_t all = 0, each;   // rows of all matrices
-    Dispatch d = {"gemm", {[12] = chosen ? g->tiles : NULL, chosen ? s->order : NULL}, 15, 0, 0, 0,
-                  {[C_BUFFERS] = TILE_BUFFERS}};
+    Dispatch d = {.kernel = "gemm", .n = GEMM_BUFFERS, .constant = {[C_BUFFERS] = TILE_BUFFERS}};
     bind_products(s, &d, &a, &p);
+    if (chosen) d.bound[GEMM_TILES] = g->tiles, d.bound[GEMM_ORDER] = s->order;
     struct halve_args b = {a.cols, a.x_step};
     if (p.in.x)
         run_kernel(s, b, "halve", {p.in.x, g->halves, g->powers}, 3,
                    p.n * (p.experts == EXPERTS_GATHER ? 1 : a.each),
                    threads_for(div_up(half_step(a.cols), 4), NORM_THREADS), NORM_FLOATS,
                    {[C_RAGGED] = a.cols % 32 != 0});
-    d.bound[6] = g->halves;
-    d.bound[7] = g->powers;
+    d.bound[AT_X] = g->halves;
+    d.bound[GEMM_POWERS] = g->powers;
     each = p.experts == EXPERTS_HEADS ? a.each : 1;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * each;
     if (all / rows * div_up(p.n, tile) < FILL) rows /= 2;
@@ -955,37 +981,65 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
 // The slices of a layer's ring once it has n more tokens; nsg: SIMD-groups for each, one a step.
 static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
     int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
-    int slices = n > 1 ? 1 : attention_slices(used, attention_parts(w->n_head, w->n_kv));
+    int slices = n > 1 ? 1 : attention_slices(used, attention_groups(w->n_head, w->n_kv));
     *nsg = div_up(div_up(used, slices), attention_step(attention_lanes(w->hd, w->vd)));
     if (*nsg > most) *nsg = most;
     return slices;
 }
 
-// runs one of attention's kernels, whose buffers are the n from `first` on in d
-static void run_part(Gpu *g, Dispatch d, const struct attention_args *a, const char *kernel,
-                     int first, int n, size_t groups, size_t threads, size_t shared) {
-    Dispatch part = {kernel, {NULL}, n, groups, threads, shared, {0}};
-    memcpy(part.bound, d.bound + first, n * sizeof *d.bound);
-    memcpy(part.constant, d.constant, sizeof d.constant);
+// What attention's kernels bind, in the order of their parameters: each has a stretch of this list.
+enum { AT_V_NEW, AT_ANGLES, AT_Q_NORM, AT_K_NORM, AT_Q_BIAS, AT_K_BIAS, AT_K_NEW, AT_Q, AT_K, AT_V,
+       AT_POS_K, AT_NOW, AT_SLOPES, AT_SINKS, AT_OUT };
+
+// runs one of them, whose stretch goes from buffer `from` to buffer `to` of d
+static void run_stretch(Gpu *g, const Dispatch *d, const struct attention_args *a,
+                        const char *kernel, int from, int to, size_t groups, size_t threads,
+                        size_t shared) {
+    Dispatch part = {kernel, {NULL}, to - from + 1, groups, threads, shared, {0}};
+    memcpy(part.bound, d->bound + from, part.n * sizeof *d->bound);
+    memcpy(part.constant, d->constant, sizeof d->constant);
     gpu_dispatch(g, &part, a, sizeof *a);
 }
 
+// of a QK norm: 1: each head is normed, 4: all heads as a whole, 0: there is none; for QK_NORMED
+static int qk_norm_bit(const Norm *w) {
+    if (!w->w) return 0;
+    return w->group ? 1 : 4;
+}
+
+// flash_attention for a chunk of n tokens, or false: too few, or a tile has no room in its memory
+static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct attention_args *a) {
+    bool latent = w->k_b.data;
+    int buffers = TILE_BUFFERS, shared;
+    do shared = flash_floats(w->hd, w->vd, latent, buffers);
+    while (shared > SHARED_BYTES / 4 && --buffers);
+    if (a->n < FLASH_MIN || !buffers) return false;
+    int queries = FLASH_QUERIES / flash_split(w->hd, w->vd, buffers);
+    d->constant[C_BUFFERS] = buffers;
+    run_stretch(s->gpu, d, a, "flash_attention", AT_Q, AT_OUT,
+                (size_t)div_up(a->n, queries) * w->n_head, FLASH_THREADS, shared);
+    return true;
+}
+
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
-// for a chunk; one more for a norm of a whole projection, and one more to merge a ring's slices
+// for a chunk or where another layer's keys are read; one more for a norm of a whole projection,
+// one for a norm of values, and one to merge a ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
-    bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
-    int heads = attention_heads(w->n_head / w->n_kv), parts = attention_parts(w->n_head, w->n_kv);
-    int bits = (!qn->w ? 0 : qn->group ? 1 : 4) | (!kn->w ? 0 : kn->group ? 2 : 8);   // QK_NORMED
+    bool own = w->k.rows, latent = w->k_b.data, raw = n == 1 && own && !latent;
+    int heads = attention_heads(w->n_head / w->n_kv), groups = attention_groups(w->n_head, w->n_kv);
+    int qk_normed = qk_norm_bit(qn) | qk_norm_bit(kn) << 1;
     int lanes = attention_lanes(w->hd, w->vd), nsg;
     int slices = attention_spread(s, w, kv->rows, n, &nsg);
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        slices, qn->n > w->hd ? w->hd : 0, kn->n > w->hd ? w->hd : 0, c->eps,
-        c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
+        slices,
+        qn->n > w->hd ? w->hd : 0,
+        kn->n > w->hd ? w->hd : 0,
+        c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
     float *q = is_gated(w) ? s->mix : s->q;
     Dispatch d = {
         .bound = {s->v, s->angles[w->window > 0], qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k,
@@ -993,34 +1047,27 @@ static void run_attention(Session *s, const Layer *w, int n) {
         .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
-                     [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = bits,
+                     [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = qk_normed,
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
-                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_RAW_QKV] = raw,
                      [C_CAUSAL] = c->causal}};
-    if (bits & 12) run_part(g, d, &a, "qk_norm", 2, 6, 2 * n, NORM_THREADS, NORM_FLOATS);
+    if (qk_normed & 12)
+        run_stretch(g, &d, &a, "qk_norm", AT_Q_NORM, AT_Q, 2 * n, NORM_THREADS, NORM_FLOATS);
     if (c->values_normed && own)
         run_norm(s, s->v, &bare, NORM_RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
-    if (!fused && !latent)
-        run_part(g, d, &b, "rope", 0, 12, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
-    int buffers = TILE_BUFFERS, shared;
-    do shared = flash_floats(w->hd, w->vd, latent, buffers);
-    while (shared > SHARED_BYTES / 4 && --buffers);
-    if (n >= FLASH_MIN && buffers) {
-        int queries = FLASH_QUERIES / flash_split(w->hd, w->vd, buffers);
-        d.constant[C_BUFFERS] = buffers;
-        run_part(g, d, &a, "flash_attention", 7, 8, (size_t)div_up(n, queries) * w->n_head,
-                 FLASH_THREADS, shared);
-    } else
-        run_part(g, d, &a, "attention", 0, 15, (size_t)n * parts * slices, nsg * SIMD_LANES,
-                 attention_floats(heads, w->hd, w->vd, nsg, lanes));
-    d.bound[12] = q;   // in the place of the slopes, which merging does not need
-    d.bound[15] = s->att;
-    if (slices > 1)
-        run_part(g, d, &a, "attention_merge", 12, 4, div_up(w->n_head * w->vd, MERGE_THREADS),
-                 MERGE_THREADS, 0);
+    if (!raw && !latent)
+        run_stretch(g, &d, &b, "rope", AT_V_NEW, AT_NOW, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
+    if (!run_flash(s, w, &d, &a))
+        run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_OUT, (size_t)n * groups * slices,
+                    nsg * SIMD_LANES, attention_floats(heads, w->hd, w->vd, nsg, lanes));
+    if (slices == 1) return;
+    Dispatch merge = {.bound = {q, w->sinks, g->parts, s->att}};
+    memcpy(merge.constant, d.constant, sizeof d.constant);
+    run_stretch(g, &merge, &a, "attention_merge", 0, 3, div_up(w->n_head * w->vd, MERGE_THREADS),
+                MERGE_THREADS, 0);
 }
 
 // x[n] times gates in s->z, each of which serves `each` numbers
@@ -1065,9 +1112,9 @@ static void run_gates(Session *s, const Layer *w, Input in, float *x, int width,
 // s->mix[n][n_head][v] by latent attention, as in latent_attention
 static void run_latent(Session *s, const Layer *w, Input in, int n) {
     bool two = w->q_a.data;
-    const Matrix *first[2] = {&w->k, two ? &w->q_a : &w->q};
+    const Matrix *m[2] = {&w->k, two ? &w->q_a : &w->q};
     float *to[2] = {s->k, two ? s->z : s->mix};
-    run_products(s, first, 2, in, to, n, STORE);
+    run_products(s, m, 2, in, to, n, STORE);
     if (two && n > 1) run_norm(s, s->z, &w->q_a_norm, NORM_RMS, w->q_a.rows, s->z, n, STORE);
     Input z = {s->z, n > 1 ? NULL : &w->q_a_norm};
     if (two) run_product(s, &w->q, z, s->mix, n, STORE);
@@ -1078,13 +1125,14 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     if (w->attn_gate.data) run_gates(s, w, in, s->mix, w->v_b.rows, n);
 }
 
-// y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate: one dispatch, or
-// two for a chunk with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows. limit:
-// of activation(gate in) and up in, or 0.
+// y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate: one dispatch; for
+// a chunk two, or three with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows.
+// limit: of activation(gate in) and up in, or 0.
 static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, float *h, float *y,
                     int n, int experts, float limit) {
     const Matrix *pair[2] = {gate, up};
-    Epilogue glu = {EPILOGUE_GLU, h, 1, limit}, act = {EPILOGUE_ACT, NULL, 1, 0};
+    Epilogue glu = {.kind = EPILOGUE_GLU, .other = h, .factor = 1, .limit = limit};
+    Epilogue act = {.kind = EPILOGUE_ACT, .factor = 1};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1) return run_gemv(s, p);
@@ -1132,7 +1180,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
-// with the epilogue: one dispatch for one token, two or three for a chunk
+// with the epilogue: one dispatch for one token, three or five for a chunk
 static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, float *y, int n,
                             Epilogue e) {
     Gpu *g = s->gpu;
@@ -1164,7 +1212,7 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     const Matrix none = {0}, *shared = &w->shared_down;
     Input up = {s->up, NULL};   // of the shared expert
-    Epilogue add = {EPILOGUE_ADD, y, e.factor, 0};
+    Epilogue add = {.kind = EPILOGUE_ADD, .other = y, .factor = e.factor};
     if (w->latent_up.data) {
         run_experts_sum(s, w, &none, s->latent_sum, n, STORE);
         run_product(s, &w->latent_up, (Input){s->latent_sum, NULL}, y, n, e);
@@ -1177,20 +1225,23 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
-// Returns [n][n_value][dv], by a recurrent mixer: run_products once, or twice if alpha and beta are
-// two matrices, then convolution, rule and norm. A short convolution has neither rule nor norm.
+// Returns [n][n_value][dv], by a recurrent mixer: run_products once, or twice if beta and alpha are
+// not fused, then convolution, rule and norm. KDA has q, k and v in three matrices, and makes alpha
+// and z by two products, one after the other, where they have an _a. A short convolution has
+// neither rule nor norm.
 static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
-    bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data;
-    int channels = w->conv_in.rows, past = c->conv - 1, apart = asks && !fused;
+    bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data, apart = asks && !fused;
+    int channels = w->conv_in.rows, past = c->conv - 1;
     float *mix = s->mix + (size_t)past * channels, *z_in = s->att + n * w->alpha_a.rows;
-    const Matrix *m[4] = {&w->conv_in, z_two ? &w->z_a : &w->z,
-                          fused ? &w->beta_alpha : two ? &w->alpha_a : &w->alpha, &w->beta};
-    float *to[4] = {mix, z_two ? z_in : s->z,
-                    fused ? s->beta_alpha : gated || two ? s->att : s->decay, s->write_gate};
+    const Matrix *m[4] = {&w->conv_in, &w->z, &w->alpha, &w->beta};
+    float *to[4] = {mix, s->z, gated ? s->att : s->decay, s->write_gate};
+    if (z_two) m[1] = &w->z_a, to[1] = z_in;
+    if (fused) m[2] = &w->beta_alpha, to[2] = s->beta_alpha;
+    else if (two) m[2] = &w->alpha_a, to[2] = s->att;
     if (kda) {   // three matrices in place of conv_in, whose results lie side by side
         const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
         float *side[3] = {mix, mix + w->q.rows, mix + 2 * w->q.rows};
@@ -1218,7 +1269,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
                UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk, block, kda),
                {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block, [C_CHANNELS] = kda});
     int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
-    Epilogue gate = {EPILOGUE_GLU, s->z, 1, 0};   // a state space: the rule has applied it
+    Epilogue gate = {.kind = EPILOGUE_GLU, .other = s->z, .factor = 1};
     if (w->delta_norm.w)
         run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows,
                  asks && !kda ? gate : STORE);
@@ -1248,24 +1299,34 @@ static bool run_block(Session *s, const Layer *w) {
     return true;
 }
 
-// ---- forward ----
+// ---- 6. forward ----
+//
+// A pass encodes all its dispatches in the order in which they run, and waits for them at its end.
 
-// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); if w is
-// NULL, the experts' sum takes the place of w in. tmp[n][dim] holds the input of `post`. At the end
-// of a layer's last block the layer's scale is applied, too.
-static void run_residual(Session *s, const Layer *l, const Matrix *w, const float *in,
-                         const Norm *post, const float *base, float *tmp, float *y, int n) {
+// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in). tmp
+// [n][dim] holds the input of `post`. If w is NULL, the experts' sum takes the place of w in.
+typedef struct {
+    const Matrix *w;
+    const float *in, *base;
+    const Norm *post;
+    float *tmp, *y;
+} Residual;
+// at the end of a layer's last block the layer's scale is applied, too
+static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     const Config *c = &s->m->config;
+    const Norm *post = r.post;
     bool after = post->w && c->encoder, before = post->w && !after;
     bool again = post == &l->attn_post_norm && l->attn_norm_2.w;
     bool ends = post == (l->input_gate.data ? &l->input_norm : &l->ffn_post_norm);
-    Epilogue add = {EPILOGUE_ADD, base, c->residual_scale, 0}, e = before ? STORE : add;
-    float *to = before || again ? tmp : y, *normed = again ? tmp : y;
-    if (before && ends && l->out_scale) add.cap = *l->out_scale;
-    if (w) run_product(s, w, (Input){in, NULL}, to, n, e);
+    Epilogue add = {.kind = EPILOGUE_ADD, .other = r.base, .factor = c->residual_scale};
+    Epilogue e = before ? STORE : add;
+    float *to = before || again ? r.tmp : r.y;
+    float *normed = again ? r.tmp : r.y;
+    if (before && ends && l->out_scale) add.scale = *l->out_scale;
+    if (r.w) run_product(s, r.w, (Input){r.in, NULL}, to, n, e);
     else run_experts_end(s, l, to, n, e);
     if (post->w) run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
-    if (again) run_norm(s, tmp, &l->attn_norm_2, c->norm, c->dim, y, n, STORE);
+    if (again) run_norm(s, r.tmp, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
 }
 
 // One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
@@ -1275,6 +1336,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *to[3] = {is_gated(w) ? s->mix : s->q, s->k, s->v};
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
+    const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
@@ -1282,25 +1344,27 @@ static void run_layer(Session *s, const Layer *w, int n) {
         if (!latent) run_attention(s, w, n);
         if (!latent && w->attn_gate.data) run_gates(s, w, in, s->att, w->vd, n);
         if (n == 1 && run_block(s, w)) return;
-        run_residual(s, w, &w->o, latent ? s->mix : s->att, both ? &(Norm){0} : &w->attn_post_norm,
-                     s->x, s->out, both ? s->out : sum, n);
+        run_residual(s, w, (Residual){.w = &w->o, .in = latent ? s->mix : s->att, .post = post,
+                                      .base = s->x, .tmp = s->out, .y = both ? s->out : sum}, n);
         if (both) base = s->out;
     }
     if (w->mixer) {
         const float *result = run_recurrent(s, w, in, n);
-        run_residual(s, w, &w->delta_out, result, &w->attn_post_norm, base,
-                     both ? s->normed : s->out, sum, n);
+        run_residual(s, w, (Residual){.w = &w->delta_out, .in = result, .post = &w->attn_post_norm,
+                                      .base = base, .tmp = both ? s->normed : s->out, .y = sum}, n);
     }
     if (!w->up.data) return;
     if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
         in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
     if (moe) run_choice(s, w, in, n);
     else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE, w->limit_ffn);
-    run_residual(s, w, moe ? NULL : &w->down, s->up, &w->ffn_post_norm, sum, s->normed, s->x, n);
+    run_residual(s, w, (Residual){.w = moe ? NULL : &w->down, .in = s->up, .base = sum,
+                                  .post = &w->ffn_post_norm, .tmp = s->normed, .y = s->x}, n);
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
-    run_residual(s, w, &w->input_proj, s->gate, &w->input_norm, s->x, s->out, s->x, n);
+    run_residual(s, w, (Residual){.w = &w->input_proj, .in = s->gate, .post = &w->input_norm,
+                                  .base = s->x, .tmp = s->out, .y = s->x}, n);
 }
 
 // s->logits[n][n_vocab] for n rows of x from `first` on
@@ -1309,7 +1373,8 @@ static void run_output(Session *s, int first, int n) {
     size_t at = (size_t)first * c->dim;
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->normed + at, n);
     run_product(s, &s->m->output, in, s->logits, n,
-                (Epilogue){EPILOGUE_STORE, NULL, c->logit_scale, c->logit_cap});
+                (Epilogue){.kind = EPILOGUE_STORE, .factor = c->logit_scale,
+                           .softcap = c->logit_cap});
 }
 
 // Sends what a pass of n tokens reads besides weights and caches. The rows of the caches get their
@@ -1339,12 +1404,13 @@ static void run_layers(Session *s, int n) {
     const Matrix *layers[3] = {&m->layer_embd, &none, &none};
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, embd, c->embd_scale, s->x, n);
-    if (c->per_layer) {   // see layer_inputs
+    if (c->per_layer) {   // see layer_inputs_row
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
         run_product(s, &m->layer_proj, (Input){s->x, NULL}, s->gpu->inputs, n,
-                    (Epilogue){EPILOGUE_STORE, NULL, 1 / sqrtf(c->dim), 0});
+                    (Epilogue){.kind = EPILOGUE_STORE, .factor = 1 / sqrtf(c->dim)});
         run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
-                 n * c->n_layer, (Epilogue){EPILOGUE_ADD, s->inputs, sqrtf(0.5f), 0});
+                 n * c->n_layer,
+                 (Epilogue){.kind = EPILOGUE_ADD, .other = s->inputs, .factor = sqrtf(0.5f)});
     }
     if (c->embd_normed || m->embd_norm.w)
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
@@ -1367,9 +1433,10 @@ static uint64_t token_key(const Session *s, int rows) {
     return key;
 }
 
-// The end of a pass: fetches its logits. After a failure the CPU may be unable to go on from what
-// the GPU has done, which lies in the GPU's memory, or has changed a recurrent state half-way. Then
-// the CPU evaluates the history up to pos again, and the chunk from pos to `end`.
+// The end of a pass: fetches its logits, and returns whether the GPU has done its work. If not, the
+// GPU is closed, and the CPU may be unable to go on from what it has done, which lies in the GPU's
+// memory, or has changed a recurrent state half-way. Then the CPU evaluates the history up to pos
+// again, and the chunk from pos to `end`.
 static bool gpu_finish(Session *s, int rows, int pos, int end) {
     device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = device_wait(s->gpu);
@@ -1377,8 +1444,8 @@ static bool gpu_finish(Session *s, int rows, int pos, int end) {
     if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
     session_truncate(s, 0);
     for (int p = 0, n; p < end; p += n) {
-        n = (p < pos ? pos : end) - p;
-        if (n > s->o.chunk) n = s->o.chunk;
+        int stop = p < pos ? pos : end;   // chunks as before: one begins at pos
+        n = stop - p < s->o.chunk ? stop - p : s->o.chunk;
         forward(s, s->history.id + p, n, p);
     }
     s->history.n = end;
@@ -1422,10 +1489,14 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
     return device_wait(s->gpu);
 }
 
-// ---- open ----
+// ---- 7. open ----
+//
+// gpu_chunk finds a GPU and says how long a chunk it takes; then gpu_open shares all memory with it
+// and compiles the kernels. Either closes the GPU if it fails.
 
-// What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4;
-// a layer's scale or own inputs if the layer does not end with a norm; scales of latent heads; a QK
+// What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
+// which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
+// a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
 // norm over all heads after RoPE; spans of attention; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
@@ -1456,7 +1527,7 @@ static void plan_gpu(Session *s, Arena *a) {
             wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int each = w->n_kv ? attention_parts(w->n_head, w->n_kv) : 1;
+        int each = w->n_kv ? attention_groups(w->n_head, w->n_kv) : 1;
         int slices = attention_slices(s->cache[l].rows, each);
         parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
@@ -1510,9 +1581,11 @@ static bool share_all(Session *s) {
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
-// Finds the variants that a chunk, few tokens, and a token far on need, by encoding these passes
-// dry: nothing runs; all are compiled together at the first dispatch that does. Then it runs one
-// token, whose row no query ever sees; this brings the weights into memory.
+// Finds the variants that passes of these lengths need, by encoding them dry: nothing runs; all are
+// compiled together at the first dispatch that does. Then it runs one token, whose row no query
+// ever sees; this brings the weights into memory. The lengths: a whole chunk; 512, where gemm may
+// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens, the last of which are
+// too few for flash_attention; a token with a full ring behind it, which is taken in slices.
 static void warm_up(Session *s) {
     int n[] = {s->o.chunk, 512, 65, 64, 32, 2, 1, 1}, last = COUNT(n) - 1;
     for (int i = 0; s->gpu && i <= last; i++) {

@@ -947,7 +947,8 @@ QUANT_TABLE uint8_t quant_pow3[5] = {1, 3, 9, 27, 81};
 QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_t *p, bool last,
                                int power) {
     QUANT_UNROLL for (int j = 0; j < 16; j += 4) {
-        uint32_t x = quant_u32(p + (last ? 0 : j)), by = last ? quant_pow3[j / 4] : power;
+        uint32_t x = quant_u32(p + (last ? 0 : j));
+        uint32_t by = last ? quant_pow3[j / 4] : power;
         uint32_t even = (x & 0x00ff00ff) * by, odd = (x >> 8 & 0x00ff00ff) * by;
         x = ((even & 0x00ff00ff) * 3 >> 8 & 0x00030003) | ((odd & 0x00ff00ff) * 3 & 0x03000300);
         quant_put(w + j, 1, quant_less(x, 1));
@@ -964,9 +965,11 @@ typedef struct { uint8_t qs[52], d[2]; } block_tq1_0;
 QUANT_SCALED(tq1_0) {
     int8_t w[256];                                                  // in order
     for (int i = 0; i < 2 * n; i++) {                               // 16 weights at a time
-        int k = 2 * g + i;
-        QUANT_DEVICE const uint8_t *p = b->qs + (k < 10 ? k % 2 * 16 : k < 15 ? 32 : 48);
-        quant_digits(w + 16 * i, p, k == 15, quant_pow3[k < 10 ? k / 2 : k < 15 ? k - 10 : 0]);
+        int k = 2 * g + i, byte, digit;
+        if (k < 10) byte = k % 2 * 16, digit = k / 2;               // run 32
+        else if (k < 15) byte = 32, digit = k - 10;                 // run 16
+        else byte = 48, digit = 0;                                  // run 4: all its four digits
+        quant_digits(w + 16 * i, b->qs + byte, k == 15, quant_pow3[digit]);
     }
     for (int t = 0; t < 4 * n; t++)
         for (int j = 0; j < 8; j++) q[8 * t + j] = w[quant_eight(t, n) + j];

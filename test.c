@@ -4273,7 +4273,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
                   : reference_activation(act, glu && !one ? other[j] : v[0][j],
                                          glu && one ? v[1][j] : v[0][j], glu);
     lab_begin(&x);
-    Epilogue e = {way, other, factor, cap};
+    Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = cap};
     run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
     lab_end(&x, name);
     lab_tile(name, tile, false);
@@ -4367,7 +4367,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
                      .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
                      .z = lab_floats(g, n * H * hd, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    g->parts = lab_floats(g, H * attention_slices(t->rows, attention_parts(H, KV)) * (vd + 2), 1);
+    g->parts = lab_floats(g, H * attention_slices(t->rows, attention_groups(H, KV)) * (vd + 2), 1);
 }
 
 static void lab_attention(Gpu *g, const AttentionCase *t) {
@@ -4431,7 +4431,8 @@ static void kernel_norms(Gpu *g, int unused) {
             if (way == EPILOGUE_GLU)
                 want[i] = reference_activation(ACT_SILU, other[i], want[i], true);
         }
-        run_norm(lab_begin(&x), in, &w, kind, n, y, N, (Epilogue){way, other, factor, 0});
+        run_norm(lab_begin(&x), in, &w, kind, n, y, N,
+                 (Epilogue){.kind = way, .other = other, .factor = factor});
         lab_end(&x, "norm");
         lab_compare("norm", -1, y, want, N * n, 1e-5);
     }
@@ -4507,7 +4508,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     for (int i = 0; i < expert_tiles(n * USED, E, GEMM_FEW); i++)   // left from another layer
         memcpy(g->tiles + 3 * i, (int32_t[3]){E - 1, 0, 1}, 12);
     run_choice(lab_begin(&x), &x.w, (Input){in, n > 1 ? NULL : &weights}, n);
-    run_experts_end(&x.s, &x.w, y, n, (Epilogue){EPILOGUE_ADD, other, 0.5f, 0});
+    run_experts_end(&x.s, &x.w, y, n,
+                    (Epilogue){.kind = EPILOGUE_ADD, .other = other, .factor = 0.5f});
     lab_end(&x, "experts");
     lab_tile("experts", n < 50 ? GEMM_FEW : 32, true);
     // what the last product of a chunk's experts reads is rounded to 11 bits, a token at a time
@@ -5031,7 +5033,7 @@ static void check_parts(const Model *m) {
     const Layer *w = m->layers;
     one.config.n_layer = 1;
     Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000});
-    int slices = attention_slices(s->cache[0].rows, attention_parts(w->n_head, w->n_kv));
+    int slices = attention_slices(s->cache[0].rows, attention_groups(w->n_head, w->n_kv));
     long room = s->gpu ? (float *)s->gpu->halves - s->gpu->parts : 0;
     long extra = room - w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
