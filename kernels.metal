@@ -17,13 +17,13 @@
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; the epilogues are add and activate; head_products
-//       qk_norm           norm, of whole projections in qkv_part
-//       attention         attention; if RAW_QKV, qkv_part before it
+//       qk_norm           norm, of whole projections in qkv_share
+//       attention         attention; if FUSED, qkv_share before it
 //       attention_merge   the end of attention, for a long ring
 //       latent_row        latent_row
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
-//       rope              qkv_part
+//       rope              qkv_share
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
 //       experts_down      experts, for one token, after gemv
@@ -244,7 +244,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(QK_LATE)       /* they are normed after RoPE, not before */ \
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
-    X(RAW_QKV)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
+    X(FUSED)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
@@ -1254,7 +1254,7 @@ QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgro
 }
 
 // What a lane begins with: the slopes of heads from `head` on (those past `last` repeat it), and
-// its quads of their queries times scale, which are staged in qs if RAW_QKV.
+// its quads of their queries times scale, which are staged in qs if FUSED.
 QUANT_INLINE void attention_begin(device const float *q, threadgroup const float *qs,
         device const float *slopes, int head, int last, float scale, uint lane,
         thread float *slope, thread struct softmax_state *state) {
@@ -1263,7 +1263,7 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
         slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
         QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) {
             int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
-            float x = RAW_QKV ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
+            float x = FUSED ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
             state[h].q[e] = lane_has(e / 4, HEAD_DIM, lane) ? x * scale : 0.0f;
             state[h].o[e] = 0.0f;
         }
@@ -1273,7 +1273,7 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
 }
 
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
-// RAW_QKV, for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
+// FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
 // threadgroup computes the newest key itself, since another may still be writing it.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
 // ring is cut into slices, with a threadgroup for each; then `out` is parts[n_head][slices][..].
@@ -1291,7 +1291,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int t = unit / (per_kv * a->n_kv), kv = unit / per_kv % a->n_kv;
     int head = kv * group + unit % per_kv * QUERY_HEADS, last = (kv + 1) * group - 1;
     int pos = now[NOW_POS] + t, used = min(now[NOW_POS] + a->n, a->rows);
-    int slot = RAW_QKV ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     float slope[ATTENTION_HEADS];
@@ -1302,7 +1302,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v += (ulong)kv * a->rows * VALUE_STEP;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    for (int u = sg; RAW_QKV && u < QUERY_HEADS + (slice == 0); u += nsg) {
+    for (int u = sg; FUSED && u < QUERY_HEADS + (slice == 0); u += nsg) {
         bool key = u == QUERY_HEADS;                      // ks is behind qs
         int h = key ? kv : min(head + u, last);
         threadgroup float *to = qs + u * HEAD_DIM;
@@ -1315,17 +1315,17 @@ kernel void attention(device const float *v_new, device const float *angles,   /
             if (pair_inside(i, lane)) to[pair_index(lane_pair(i, lane), i % 2, a->n_rot)] = y[i];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
-    float scale = query_scale(a) * (RAW_QKV ? temperature(pos, a) : 1.0f);
+    float scale = query_scale(a) * (FUSED ? temperature(pos, a) : 1.0f);
     attention_begin(q, qs, slopes, head, last, scale, lane, slope, state);
     int all = nsg * SIMD_LANES;
-    bool writes = RAW_QKV && slice == 0 && unit % per_kv == 0;
+    bool writes = FUSED && slice == 0 && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
         k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i, a);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
         v[(ulong)slot * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
-    if (RAW_QKV && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
+    if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
     for (int r = (slice * nsg + sg) * rows; r < used; r += a->slices * nsg * rows)
         attention_rows(k, v, pos_k, pos, slot, r, used, slope, a, lane, state);
     attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head, out,

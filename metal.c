@@ -1029,7 +1029,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
-    bool own = w->k.rows, latent = w->k_b.data, raw = n == 1 && own && !latent;
+    bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
     int heads = attention_heads(w->n_head / w->n_kv), groups = attention_groups(w->n_head, w->n_kv);
     int qk_normed = qk_norm_bit(qn) | qk_norm_bit(kn) << 1;
     int lanes = attention_lanes(w->hd, w->vd), nsg;
@@ -1040,17 +1040,17 @@ static void run_attention(Session *s, const Layer *w, int n) {
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
         c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
-    float *q = is_gated(w) ? s->mix : s->q;
+    float *q = is_gated(w) ? s->mix : s->q, *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
-        .bound = {s->v, s->angles[w->window > 0], qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k,
-                  kv->v, kv->pos, g->now, s->slopes, w->sinks, slices > 1 ? g->parts : s->att},
+        .bound = {s->v, angles, qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k, kv->v, kv->pos, g->now,
+                  s->slopes, w->sinks, slices > 1 ? g->parts : s->att},
         .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
                      [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = qk_normed,
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
-                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_RAW_QKV] = raw,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_CAUSAL] = c->causal}};
     if (qk_normed & 12)
         run_stretch(g, &d, &a, "qk_norm", AT_Q_NORM, AT_Q, 2 * n, NORM_THREADS, NORM_FLOATS);
@@ -1058,7 +1058,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
         run_norm(s, s->v, &bare, NORM_RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
-    if (!raw && !latent)
+    if (!fused && !latent)
         run_stretch(g, &d, &b, "rope", AT_V_NEW, AT_NOW, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
     if (!run_flash(s, w, &d, &a))
         run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_OUT, (size_t)n * groups * slices,
@@ -1096,7 +1096,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
                                .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
-                                    s->angles[w->window > 0], s->gpu->now}, 8,
+                                    s->angles[w->window ? WINDOWED : FULL], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
                {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
                 [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE});
@@ -1154,8 +1154,8 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
-    struct choose_args a = {c->n_expert, w->n_used, c->gating == 2, c->gates_normed, c->n_group,
-                            c->n_group_used, c->gates_scale};
+    struct choose_args a = {c->n_expert, w->n_used, c->gating == GATING_SIGMOID, c->gates_normed,
+                            c->n_group, c->n_group_used, c->gates_scale};
     Input x = in;   // first the router's, then the experts'
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
     run_gemv(s, (Products){routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE,
@@ -1393,7 +1393,7 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     device_send(g, g->now, NOW_SIZE * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     for (int i = 0; i < 2; i++)
-        device_send(g, s->angles[i], (size_t)n * (i ? c->n_rot_local : c->n_rot) * sizeof(float));
+        device_send(g, s->angles[i], (size_t)n * (i == FULL ? c->n_rot : c->n_rot_local) * sizeof(float));
 }
 
 // embedding and all layers
