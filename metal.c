@@ -1392,8 +1392,8 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, angles_row, &s->m->config, n);
     device_send(g, g->now, NOW_SIZE * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
-    for (int i = 0; i < 2; i++)
-        device_send(g, s->angles[i], (size_t)n * (i == FULL ? c->n_rot : c->n_rot_local) * sizeof(float));
+    device_send(g, s->angles[FULL], (size_t)n * c->n_rot * sizeof(float));
+    device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot_local * sizeof(float));
 }
 
 // embedding and all layers
