@@ -3782,8 +3782,6 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
 
 // ==== Part IV: text =============================================================================
 //
-// What comes in is text, and the metadata of a file; what goes out is ids, and text again:
-//
 //   a conversation   user "Hi"
 //       template_render: the template, a program in the file, writes a conversation as one text;
 //       bytes that the model did not write are marked (section 21)
@@ -3795,8 +3793,8 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
 //   an id            488
 //       detokenize: the text of its token, "us" (section 20)
 //
-// Read section 20 first, and there BPE, which most models have: the rules, word_join,
-// fragment_tokenize, text_tokenize, tokenize; in section 21 GRAMMAR and eval.
+// Of section 20 read BPE first, which most models have: the rules, word_join, fragment_tokenize,
+// text_tokenize, tokenize; of section 21 GRAMMAR and eval.
 
 #include <ctype.h>             // what the Parts before do not need
 #include <setjmp.h>
@@ -3815,15 +3813,14 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
 //   unigram, t5           the whole text   as the file's table says         (highest sum of scores)
 
 // UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
-// forms and surrogates pass; utf8_valid rejects all of these. A set of classes has a bit for each
-// letter of the rules below; unicode_fold returns 0 for a character that BERT drops.
+// forms and surrogates pass; utf8_valid rejects them all. unicode_fold is 0 of what BERT drops.
 enum { UTF8_BAD = 0xFFFD };
 #define CLASS(letter) (1ull << ((letter) & 63))
 static size_t utf8_length(char first);
 static uint32_t utf8_decode(const char *s, size_t n, size_t *used);
 static size_t utf8_encode(uint32_t c, char *out);
 static bool utf8_valid(uint32_t c, size_t used);
-static uint64_t unicode_classes(uint32_t c);
+static uint64_t unicode_classes(uint32_t c);   // a bit for each letter of the rules below
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 
 // Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
@@ -3875,19 +3872,16 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 
 // A rule is a regular expression, which splits the pieces that the rule before it left. It tries
 // its alternatives in order, each takes all it can, and what lies between two matches is a piece,
-// too. A letter is a class of characters; the classes are arbitrary, as model families chose them,
-// and the appendix has their ranges:
+// too. A letter is a class of characters, as model families chose them (ranges: in the appendix):
 //
-//   u  A-Z                      s  white space                 h  Chinese
-//   l  a-z                      C  control characters          H  more of it
-//   c  other cased letters      O  unassigned                  y  letters but h, H
-//   x  other letters            n  \n                          g  Hangul
-//   L  all letters              r  \r \n                       z  Bopomofo
-//   M  marks                    a  ASCII punctuation           k  DeepSeek's CJK
-//   N  numbers                  p  DeepSeek's punctuation      K  a wider one of DeepSeek's
-//   d  0-9                      b  BLOOM's punctuation         A  AFMoE's Asian scripts
-//   P  punctuation              q  East Asian punctuation      t  `
-//   S  symbols                  f  $+<=>^|~                    /  slash; a blank is a blank
+//   u  A-Z                  N  numbers       P  punctuation             h  Chinese
+//   l  a-z                  d  0-9           S  symbols                 H  more of it
+//   c  other cased letters  s  white space   a  ASCII punctuation       y  letters but h, H
+//   x  other letters        n  \n            p  DeepSeek's punctuation  g  Hangul
+//   L  all letters          r  \r \n         b  BLOOM's punctuation     z  Bopomofo
+//   M  marks                C  control       q  East Asian punctuation  k  DeepSeek's CJK
+//   t  `                    O  unassigned    f  $+<=>^|~                K  a wider one
+//   /  slash; a blank is a blank                                         A  AFMoE's Asian scripts
 //
 //   [..]   one of these classes    X?   one or none      '  one of 's 't 're 've 'm 'll 'd
 //   [^..]  one of other classes    X*   any number       i  the same in any case
@@ -3896,10 +3890,8 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //          the end must follow     X=n  2^n                 single spaces
 //
 // Three rules have one sign: $ splits off white space at the end of a piece, % splits digits in
-// threes from the right, & does so with numbers, and ends a piece behind them.
-//
-// RULE_LLAMA3, for example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
-//
+// threes from the right, & does so with numbers, and ends a piece behind them. RULE_LLAMA3, for
+// example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
 //   i             's
 //   [^rLN]?L+     It and " ok": letters, and one character in front that is none of r, L, N
 //   N3            123 and 4
@@ -4025,15 +4017,12 @@ typedef struct {
     bool failed;      // out of memory
 } Work;
 
-// how many of the n characters at ch are a contraction; 0: there is none
-static size_t contraction_length(const Char *ch, size_t n, bool any_case) {
+static size_t contraction_length(const Char *ch, size_t n, bool any_case) {   // 0: there is none
     if (n < 2 || ch[0].c != '\'') return 0;
     uint32_t fold = any_case ? 'a' - 'A' : 0;   // the bit that small letters have
-    uint32_t a = ch[1].c | fold;
+    uint32_t a = ch[1].c | fold, b = n > 2 ? ch[2].c | fold : 0;
     if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
-    uint32_t b = n > 2 ? ch[2].c | fold : 0;
-    bool two = (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l');
-    return two ? 3 : 0;
+    return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
 // Returns where the match of the alternative `rule` at ch ends, or NULL; the piece ends at `end`.
@@ -4048,10 +4037,8 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     }
     if (*rule == 'w') {   // L, then L, M, or a space and L
         if (ch == end || !(ch->set & CLASS('L'))) return NULL;
-        for (ch++; ch < end && ch->set & (CLASS('L') | CLASS('M') | CLASS(' ')); ch++) {
-            bool goes_on = ch + 1 < end && ch[1].set & CLASS('L');
-            if (ch->set & CLASS(' ') && !goes_on) break;
-        }
+        for (ch++; ch < end && ch->set & (CLASS('L') | CLASS('M') | CLASS(' ')); ch++)
+            if (ch->set & CLASS(' ') && (ch + 1 == end || !(ch[1].set & CLASS('L')))) break;
         return rule_match(rule + 1, ch, end);
     }
     bool none = *rule == '[' && rule[1] == '^';   // of the set
@@ -4075,18 +4062,16 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     return NULL;
 }
 
-// Returns where the first alternative of a rule that matches at ch ends; NULL: none does. From
-// white space that ends no line, s*r.. would look for its end again and again, from each character:
-// it need not be tried before *dry, where such white space ends.
+// Returns where the first alternative of a rule that matches at ch ends; NULL: none does. To keep
+// s*r.. from looking for a line's end from each space, it is not tried before *dry: none is there.
 static Char *first_match(const char *rule, Char *ch, Char *end, Char **dry) {
-    while (rule) {
+    for (; rule; rule = strchr(rule, '|')) {
+        if (*rule == '|') rule++;
         bool line = !strncmp(rule, "s*r", 3);
         Char *match = line && ch < *dry ? NULL : rule_match(rule, ch, end);
         if (match) return match;
         if (line && *dry < ch) *dry = ch;
         while (line && *dry < end && (*dry)->set & CLASS('s')) ++*dry;
-        rule = strchr(rule, '|');
-        if (rule) rule++;
     }
     return NULL;
 }
@@ -4099,11 +4084,10 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         return;
     }
     if (*rule == '%' || *rule == '&') {
-        bool numbers = *rule == '&';
-        uint64_t set = numbers ? CLASS('N') : CLASS('d');
+        uint64_t set = *rule == '&' ? CLASS('N') : CLASS('d');
         for (int n = 0; end-- > ch;) {   // n in a row from here on
             n = end->set & set ? n + 1 : 0;
-            if (n % 3 == 1 && (n > 3 || numbers)) end[1].cut = true;
+            if (n % 3 == 1 && (n > 3 || *rule == '&')) end[1].cut = true;
         }
         return;
     }
@@ -4115,39 +4099,31 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
 }
 
 // A word is a row of parts, at first its characters. To join the part at byte i with the next one
-// has a cost, which is leaf n + i of a tree; node k holds the lesser of nodes 2k and 2k + 1. So the
-// root, node 1, is the cheapest pair, of equal ones the leftmost. To join two parts changes three
-// leaves: a word of n bytes takes O(n log n). In story.gguf merge 149 is "t h", 1 "h e", 29 "e n",
-// 326 "he n", 903 "t he":
-//
+// has a cost, leaf n + i of a tree; node k holds the lesser of nodes 2k and 2k + 1. So node 1, the
+// root, is the cheapest pair, of equal ones the leftmost. A join changes three leaves: n bytes take
+// O(n log n). In story.gguf merge 149 is "t h", 1 "h e", 29 "e n", 326 "he n", 903 "t he":
 //   t  h  e  n    leaves 149  1  29  -    nodes 2, 3:   1  29    root   1: join h and e
 //   t  he    n    leaves 903 326  -  -    nodes 2, 3: 326   -    root 326: join he and n
 //   t  hen        leaves   -  -   -  -    no merge is "t hen": the ids of "t" and "hen" are 83 582
-//
-// Returns the leaf: the cost in the upper 32 bits, i in the lower ones; UINT64_MAX: the part at i
-// is the last one, or none begins there, or the two do not join.
+// Returns the leaf: the cost above 32 bits for i; UINT64_MAX: no part at i joins the next one.
 static uint64_t pair_cost(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
-    uint32_t a = w->part[i], b = 0, cost;
+    uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
     char *s = w->text + i, *merge = w->text + w->n_text;
-    int32_t found;
-    if (i + a < w->n_text) b = w->part[i + a];
+    int32_t found = -1;
     if (!a || !b) return UINT64_MAX;
     if (t->kind == TOKENIZER_SPM) {
         found = dictionary_find(&t->tokens, s, a + b);
-        if (found < 0) return UINT64_MAX;
-        float loss = 0 - meta_float(t->scores, found);
+        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
         memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
         cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
-    } else {
-        if (a + b >= t->merges.longest) return UINT64_MAX;
+    } else if (a + b < t->merges.longest) {
         memcpy(merge, s, a);
         merge[a] = ' ';
         memcpy(merge + a + 1, s + a, b);
         cost = found = dictionary_find(&t->merges, merge, a + 1 + b);
-        if (found < 0) return UINT64_MAX;
     }
-    return (uint64_t)cost << 32 | i;
+    return found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
 }
 
 static void pair_update(Work *w, uint32_t i) {   // the leaf of the part at byte i, and all above it
@@ -4166,20 +4142,8 @@ static void add_id(Work *w, int32_t id) {   // there is room, see tokenize; id -
     if (id >= 0) w->out->id[w->out->n++] = id;
 }
 
-// The token of a byte that is part of no token. -1: there is none, so the byte is lost.
-static int32_t byte_token(const Tokenizer *t, const char *byte) {
-    int32_t id = -1;
-    if (t->pre->flags & PRE_SPACES) {
-        char hex[8];
-        snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)*byte);
-        id = token_find(t, hex);
-    }
-    if (id < 0) id = dictionary_find(&t->tokens, byte, 1);
-    if (id < 0 && t->kind == TOKENIZER_SPM) id = t->unk;
-    return id;
-}
-
-// Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes.
+// Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes; a
+// byte that is none either is lost.
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
@@ -4203,13 +4167,19 @@ static void word_join(Work *w) {
     for (size_t i = 0; i < n; i += part[i]) {
         int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
         add_id(w, id);
-        for (size_t k = i; id < 0 && k < i + part[i]; k++) add_id(w, byte_token(t, w->text + k));
+        for (size_t k = i; id < 0 && k < i + part[i]; k++) {
+            char hex[8];
+            snprintf(hex, sizeof hex, "<0x%02X>", (uint8_t)w->text[k]);
+            int32_t byte = t->pre->flags & PRE_SPACES ? token_find(t, hex) : -1;
+            if (byte < 0) byte = dictionary_find(&t->tokens, w->text + k, 1);
+            if (byte < 0 && t->kind == TOKENIZER_SPM) byte = t->unk;
+            add_id(w, byte);
+        }
     }
 }
 
-// Where any part of a word may be a token, only lengths that tokens have are tried, and the hashes
-// [n_text + 1] of the word's beginnings give that of a part: time grows with the text times how
-// many lengths there are.
+// Where any part of a word may be a token, only lengths that tokens have are tried, with the hashes
+// [n_text + 1] of the word's beginnings: a byte takes as many steps as there are lengths.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
     for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash[i] * HASH_BASE + (uint8_t)w->text[i];
@@ -4229,11 +4199,10 @@ static void word_pieces(Work *w) {
     size_t before = w->out->n;
     hash_beginnings(w, w->cost);
     for (size_t i = 0, n; i < w->n_text; i += n) {
+        size_t k = d->n_lengths;
         int32_t id = -1;
-        for (size_t k = d->n_lengths; k > 0 && id < 0; k--) {
-            n = d->length[k - 1].n;
-            id = token_of_length(w, w->cost, i, d->length[k - 1]);
-        }
+        while (k > 0 && id < 0) id = token_of_length(w, w->cost, i, d->length[--k]);
+        n = d->length[k].n;
         if (id < 0) {
             w->out->n = before;
             id = w->t->unk;
@@ -4241,27 +4210,6 @@ static void word_pieces(Work *w) {
         }
         add_id(w, id);
     }
-}
-
-// Writes the characters of a fragment to w->ch and returns their end. SentencePiece, which has no
-// rules and keeps text as it is, takes any byte but a space for a character.
-static Char *fragment_decode(const Work *w, const char *s, size_t n) {
-    const Tokenizer *t = w->t;
-    bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
-    Char *end = w->ch;
-    if (w->space) *end++ = (Char){.c = ' '};
-    for (size_t i = 0, used; i < n; i += used) {
-        uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (spm && c != ' ') {
-            c = RAW_BYTE + (uint8_t)s[i];
-            used = 1;
-        }
-        if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
-        if (wpm && !c) continue;   // it is dropped
-        *end++ = (Char){spm ? 0 : unicode_classes(c), c, false};
-    }
-    w->ch->cut = end->cut = true;
-    return end;
 }
 
 // Writes a character as the vocabulary spells it and returns its bytes, 8 at most.
@@ -4278,11 +4226,23 @@ static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
     return n;
 }
 
-// Splits a fragment into words by the rules, spells each and adds the ids of its tokens.
+// Decodes a fragment, splits it into words by the rules, spells each and adds the ids of its parts.
 static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
-    bool wpm = t->kind == TOKENIZER_WPM;
-    Char *end = fragment_decode(w, s, n), *next;
+    bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
+    Char *end = w->ch, *next;
+    if (w->space) *end++ = (Char){.c = ' '};
+    for (size_t i = 0, used; i < n; i += used) {
+        uint32_t c = utf8_decode(s + i, n - i, &used);
+        if (spm && c != ' ') {   // no rules: any byte but a space is a character
+            c = RAW_BYTE + (uint8_t)s[i];
+            used = 1;
+        }
+        if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
+        if (wpm && !c) continue;   // it is dropped
+        *end++ = (Char){spm ? 0 : unicode_classes(c), c, false};
+    }
+    w->ch->cut = end->cut = true;
     for (const char *const *rule = t->pre->rule; *rule; rule++)
         for (Char *ch = w->ch; ch < end; ch = next) {
             for (next = ch + 1; !next->cut;) next++;
@@ -4301,13 +4261,10 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
 
 // A unigram vocabulary may say which strings replace others, such as "A" its full-width form. What
 // is replaced is in a double-array trie. Of a node x of 4 bytes:
-//
 //   label(x) = x & 0x800000FF      base(x) = (x >> 10) << (x & 512 ? 8 : 0)
-//
 // From node i, byte c leads to node k = i ^ base(node[i]) ^ c, if c is the label of node[k]. If its
 // bit 8 is set, an entry ends there: bits 0 to 30 of node[k ^ base(node[k])] say where in `strings`
 // the replacement begins, which a 0 ends. Say "A", 65, becomes strings[4], "a ":
-//
 //   node[0]   = 0x600        base 256: A leads to 0 ^ 256 ^ 65 = 321
 //   node[321] = 0x541        label 65, so it is A; bit 8 is set; base 1: see 321 ^ 1 = 320
 //   node[320] = 0x80000004
@@ -4349,13 +4306,9 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
     bool owed = t->space_prefix;   // a space is to come before the next character that is none
     for (size_t i = 0, used; i < n; i += used) {
         const char *to = s + i;
-        size_t bytes = used = charsmap_match(t, s + i, n - i, &to);
-        if (used) {
-            bytes = strlen(to);
-        } else if (utf8_decode(s + i, n - i, &used) == UTF8_BAD) {
-            to = "\uFFFD";
-            bytes = 3;
-        } else bytes = used;
+        used = charsmap_match(t, s + i, n - i, &to);
+        if (!used && utf8_decode(s + i, n - i, &used) == UTF8_BAD) to = "\uFFFD";
+        size_t bytes = to == s + i ? used : strlen(to);
         for (; bytes > 0; bytes--, to++) {
             bool space = *to == ' ';
             owed = owed || (space && t->trim_spaces);
@@ -4437,25 +4390,22 @@ static int32_t special_at(const Work *w, const char *s, size_t len) {
 // adds their ids and those of the fragments between them.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
+    const char *end = s + n;
     for (len = len < n ? len : n; len > 0; len--) {
         if (!t->special_length[len]) continue;
-        for (const char *at = s; len <= n - (at - s);) {
+        for (const char *at = s; len <= (size_t)(end - at); at++) {
             int32_t id = special_at(w, at, len);
-            if (id < 0) {
-                at++;
-                continue;
-            }
+            if (id < 0) continue;
             text_tokenize(w, s, at - s, len - 1);   // what is in front of it
             w->failed |= !tokens_add(w->out, id);
             w->space = t->space_prefix;
-            const char *end = s + n;
-            at += len;
+            s = at + len;
             if (token_at(t, id).type & TOKEN_STRIP)
-                while (at < end && *at && strchr(" \t\n\v\f\r", *at)) at++;
-            n = end - at;
-            s = at;
+                while (s < end && *s && strchr(" \t\n\v\f\r", *s)) s++;
+            at = s - 1;
         }
     }
+    n = end - s;
     if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
 }
 
@@ -4478,11 +4428,9 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
-    w.cost = malloc((n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2));
-    if (!w.cost || !tokens_room(out, out->n + m)) {
-        free(w.cost);
-        return fail(e, "out of memory");
-    }
+    size_t size = (n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2);
+    w.cost = tokens_room(out, out->n + m) ? malloc(size) : NULL;
+    if (!w.cost) return fail(e, "out of memory");
     w.ch = (Char *)(w.cost + 2 * m);
     w.part = (uint32_t *)(w.ch + n + 2);
     w.text = (char *)(w.part + m);
@@ -4495,9 +4443,7 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     return !w.failed || fail(e, "out of memory");
 }
 
-static bool token_is_eog(const Tokenizer *t, int32_t id) {
-    return token_at(t, id).type & TOKEN_EOG;
-}
+static bool token_is_eog(const Tokenizer *t, int32_t i) { return token_at(t, i).type & TOKEN_EOG; }
 
 // All zero at the beginning of a text. `started`: it continues another text, so that the space that
 // SentencePiece puts in front of its first word is kept.
@@ -4506,21 +4452,17 @@ typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 // Writes the characters that one more byte completes. A byte that is not UTF-8 becomes U+FFFD.
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
-    if ((byte & 0xC0) != 0x80)
-        for (; d->n; d->n--) n += utf8_encode(UTF8_BAD, out + n);
+    for (; d->n && (byte & 0xC0) != 0x80; d->n--) n += utf8_encode(UTF8_BAD, out + n);
     d->pending[d->n++] = byte;
     if (d->n < utf8_length(d->pending[0])) return n;
     uint32_t c = utf8_decode(d->pending, d->n, &used);
-    if (!utf8_valid(c, used)) {
-        c = UTF8_BAD;
-        used = 1;
-    }
-    for (; d->n; d->n -= used) n += utf8_encode(c, out + n);
+    bool valid = utf8_valid(c, used);
+    if (!valid) used = 1;
+    for (; d->n; d->n -= used) n += utf8_encode(valid ? c : UTF8_BAD, out + n);
     return n;
 }
 
-// the byte that a character of a token stands for; -1: none, it is spelled as it is
-static int char_to_byte(const Tokenizer *t, uint32_t c) {
+static int char_to_byte(const Tokenizer *t, uint32_t c) {   // -1: none, it is spelled as it is
     if (t->pre->flags & PRE_SPACES) return c == SPM_SPACE ? ' ' : -1;
     for (int b = 0; b < 256; b++)
         if (byte_to_char(b) == c) return b;
@@ -4569,8 +4511,7 @@ static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_NORMAL, "<|tool_response>", "</s>"},   // Gemma 4
 };
 
-// defaults where the metadata is silent
-static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
+static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {   // with defaults
     {"none no_vocab", NULL, {TOKENIZER_NONE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
     {"llama", "(SentencePiece)", {TOKENIZER_SPM, .bos = 1, .eos = 2, .unk = 0, .sep = -1}},
     {"bert", "(WordPiece)", {TOKENIZER_WPM, .bos = 101, .eos = -1, .unk = 100, .sep = 102}},
@@ -4582,8 +4523,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {
 // an array of strings (n 0), or of n numbers; NULL: the key has no such array, and e says so
 static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
-    if (!m)
-        fail(e, "%s is missing", key);
+    if (!m) fail(e, "%s is missing", key);
     else if (m->type != GGUF_ARR || (m->elem == GGUF_STR) != (n == 0))
         fail(e, "%s must be an array of %s", key, n ? "numbers" : "strings");
     else if (n && m->n != n)
@@ -4616,12 +4556,9 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
 
 // Lists the lengths that strings have, for vocabularies where any part of a text may be a token.
 static bool dictionary_lengths(Dictionary *d, Error *e) {
-    uint8_t *any = calloc(d->longest + 1, 1);
     d->length = malloc(d->n * sizeof *d->length);
-    if (!any || !d->length) {
-        free(any);
-        return fail(e, "out of memory");
-    }
+    uint8_t *any = d->length ? calloc(d->longest + 1, 1) : NULL;
+    if (!any) return fail(e, "out of memory");
     for (uint32_t i = 0; i < d->n; i++) any[d->str[i].n] = true;
     uint64_t power = HASH_BASE;
     for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)
@@ -4682,16 +4619,16 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Reads the ids of special tokens. One that is no token is ignored, and the note says so. The first
-// keys are those that `kept` keeps; from eos on each ends a text.
-static bool special_ids(Tokenizer *t, const Gguf *g, Error *e) {
+// Reads the ids of special tokens, what is added to a text and how it is changed. An id that is no
+// token is ignored: the note says so. `kept` is for the first ones; from eos on each ends a text.
+static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
     enum { CLS, EOS = 4 };
-    static const char *const keys[] = {
-        [CLS] = "cls", "bos", "unknown", "seperator",
-        [EOS] = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
+    static const char *const keys[] = {[CLS] = "cls", "bos", "unknown", "seperator", [EOS] = "eos",
+                                       "eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
     int32_t *const kept[] = {&t->bos, &t->bos, &t->unk, &t->sep, &t->eos};
-    for (size_t i = 0; i < COUNT(keys); i++) {
-        if (i == CLS && t->kind != TOKENIZER_WPM) continue;
+    bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
+    bool unigram = t->kind == TOKENIZER_UNIGRAM;
+    for (size_t i = wpm ? CLS : CLS + 1; i < COUNT(keys); i++) {
         int64_t id = i < COUNT(kept) && *kept[i] < t->n_vocab ? *kept[i] : -1;   // the default
         char key[64];
         snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
@@ -4707,13 +4644,6 @@ static bool special_ids(Tokenizer *t, const Gguf *g, Error *e) {
         if (i < COUNT(kept)) *kept[i] = id;
         if (i >= EOS && id >= 0) t->type[id] |= TOKEN_EOG;
     }
-    return true;
-}
-
-// Reads what is added to a text and how it is changed.
-static bool special_wishes(Tokenizer *t, const Gguf *g, Error *e) {
-    bool wpm = t->kind == TOKENIZER_WPM, spm = t->kind == TOKENIZER_SPM;
-    bool unigram = t->kind == TOKENIZER_UNIGRAM;
     // BERT's files do not say so, Gemma 4's say no and mean yes
     bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags & PRE_SPACES);
     t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
@@ -4729,7 +4659,8 @@ static bool special_wishes(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Gives tokens the types of KNOWN_TOKENS, and ends a text with those of a list.
+// Gives tokens the types of KNOWN_TOKENS, ends a text with those of a list, and notes how special
+// tokens begin and how long they are, for special_at and text_tokenize.
 static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
@@ -4748,11 +4679,6 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
         else snprintf(t->note, sizeof t->note, "tokenizer.ggml.eos_token_ids has %lld, but there "
                       "are %d tokens: ignored", (long long)id, t->n_vocab);
     }
-    return true;
-}
-
-// Collects how special tokens begin and how long they are, for special_at and text_tokenize.
-static bool special_index(Tokenizer *t, const Gguf *g) {
     char name[102];   // an arbitrary rule: models of this name drop white space behind some tokens
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
@@ -4792,8 +4718,7 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
         t->pre = &PRE_TOKENIZERS[0];
         snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
     }
-    return tokenizer_vocab(t, g, e) && special_ids(t, g, e) && special_wishes(t, g, e) &&
-           special_types(t, g, e) && special_index(t, g);
+    return tokenizer_vocab(t, g, e) && special_keys(t, g, e) && special_types(t, g, e);
 }
 
 static void tokenizer_close(Tokenizer *t) {
@@ -4812,15 +4737,13 @@ static void tokenizer_close(Tokenizer *t) {
 // A model's file says in a program how it wants a conversation written: in a template, whose
 // language is Jinja as Hugging Face sets that up, with trim_blocks, lstrip_blocks, loop controls.
 // This interpreter prints the same bytes as Python's. It knows what published templates use in a
-// chat. What it does not know is an error that names it, once it is reached.
-//
-// The parser tries the rules of GRAMMAR on the source and makes a tree of nodes. `eval` turns a
-// node into its value; a statement's is the text that it prints.
+// chat. What it does not know is an error that names it, once it is reached. The parser tries the
+// rules of GRAMMAR on the source and makes a tree of nodes. `eval` turns a node into its value; a
+// statement's is the text that it prints.
 //
 // All memory is one block. A second one, its shadow, has a byte for each of its bytes, which is
 // FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
 // copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
-//
 // An error leaves by longjmp. Every template ends, since stack, steps and memory have limits.
 
 typedef struct { Str role, content; } ChatMessage;
@@ -4830,7 +4753,7 @@ typedef struct { Str role, content; } ChatMessage;
 typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
-       LONGEST_RANGE = 100000,
+       LONGEST_RANGE = 100000, MOST_PARAMS = 6,   // of a row of BUILTINS
        DEEPEST = 400 << 10 };   // bytes of stack that recursion may take: a thread may have 512 KB
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
        V_MACRO };
@@ -4888,8 +4811,7 @@ static void stop(Template *t, const char *format, ...) {
     longjmp(t->failed, 1);
 }
 
-// Whatever takes time pays for it in steps, of which there is a limit.
-static void spend(Template *t, size_t steps) {
+static void spend(Template *t, size_t steps) {   // what takes time pays: there is a limit
     if (steps > t->steps) stop(t, "it takes too many steps");
     t->steps -= steps;
 }
@@ -4909,7 +4831,6 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
 }
 
 // ---- its texts
-
 static const Str NOTHING = {"", 0};
 static Str str(const char *s) { return (Str){s, strlen(s)}; }
 static Str str_from(Str s, size_t n) { return (Str){s.s + n, s.n - n}; }   // less its first n bytes
@@ -4927,13 +4848,10 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
 // costs what is added to it. One byte of room stays, so that no text touches the next.
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
-    char *end = (char *)a.s + a.n;
+    char *end = (char *)a.s + a.n, *mark = shadow(t, end);
     if (!b.n) return a;
     spend(t, b.n / 64);
-    for (; room <= b.n; room++) {
-        const char *mark = shadow(t, end + room);
-        if (!mark || *mark != ROOM) break;
-    }
+    while (mark && room <= b.n && mark[room] == ROOM) room++;
     if (room <= b.n) {
         Str new = {obtain(t, size), 0};
         memset(shadow(t, new.s), ROOM, size);
@@ -4941,8 +4859,8 @@ static Str concat(Template *t, Str a, Str b) {
     }
     memcpy(end, b.s, b.n);
     const char *marks = shadow(t, b.s);
-    if (marks) memcpy(shadow(t, end), marks, b.n);
-    else memset(shadow(t, end), 0, b.n);
+    if (marks) memcpy(mark, marks, b.n);
+    else memset(mark, 0, b.n);
     return (Str){a.s, a.n + b.n};
 }
 
@@ -5002,7 +4920,6 @@ static Str recased(Template *t, Str s, char how) {
 }
 
 // ---- its values, which behave as Python's
-
 static Value string_value(Str s) { return (Value){.kind = V_STRING, .s = s}; }
 static Value word_value(const char *s) { return string_value(str(s)); }
 static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
@@ -5026,8 +4943,7 @@ static bool truth(Value v) {
     }
 }
 
-// v, which must be of this kind
-static Value must_be(Template *t, Value v, int kind) {
+static Value must_be(Template *t, Value v, int kind) {   // or it stops
     if (v.kind == kind || (kind == V_INT && v.kind == V_BOOL)) return v;
     if (v.kind == V_UNDEFINED) stop(t, "'%.*s' is undefined", STR_ARG(v.s));
     stop(t, "%s instead of %s", VALUE_KINDS[v.kind], VALUE_KINDS[kind]);
@@ -5046,12 +4962,8 @@ static void push_all(Template *t, List *l, List more) {
 
 static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1}); }
 
-static int compare(double a, double b) {   // -1, 0, 1 as a is less, equal, more
-    if (a < b) return -1;
-    return a > b;
-}
-
-// the same of all values; UNLIKE: neither of them
+// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
+static int compare(double a, double b) { return a < b ? -1 : a > b; }
 enum { UNLIKE = 2 };
 __attribute__((noinline)) static int order(Template *t, Value a, Value b) {
     if (is_number(a) && is_number(b)) return compare(number(a), number(b));
@@ -5082,12 +4994,10 @@ static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is no
 
 static void set(Template *t, Dict *d, Value key, Value v) {
     Value *old = entry(t, d, key);
-    if (old) {
-        *old = v;
-        return;
-    }
-    push(t, &d->pairs, key);
-    push(t, &d->pairs, v);
+    if (!old) {
+        push(t, &d->pairs, key);
+        push(t, &d->pairs, v);
+    } else *old = v;
 }
 
 static Dict *new_dict(Template *t, Dict *outer) {
@@ -5123,8 +5033,7 @@ static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // of what is no
     return i < n ? i : n;
 }
 
-// v[from:to] of a list or text; a view
-static Value slice(Template *t, Value v, Value from, Value to) {
+static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]; a view
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
     int64_t n = length(t, v), a = bound(from, n, 0), b = bound(to, n, n);
     if (b < a) b = a;
@@ -5149,11 +5058,9 @@ static Value member(Template *t, Value v, Value key) {
 }
 
 static void write_float(double f, char *s, size_t size) {   // in the fewest digits that are f
-    int digits = 0;
-    for (;; digits++) {
-        snprintf(s, size, "%.*e", digits, f);
-        if (strtod(s, NULL) == f) break;
-    }
+    int digits = -1;
+    do snprintf(s, size, "%.*e", ++digits, f);
+    while (strtod(s, NULL) != f);
     int e = atoi(strchr(s, 'e') + 1);
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
@@ -5207,9 +5114,7 @@ static Str json(Template *t, Str s, Value v, Str line, Str indent) {
 }
 
 // ---- its operators
-
-// Is v part of the string `in`, a key of that dict or an element of that list?
-static bool contains(Template *t, Value in, Value v) {
+static bool contains(Template *t, Value in, Value v) {   // is v in a string, a list, a dict's keys?
     if (in.kind == V_STRING && v.kind == V_STRING) return find(t, in.s, v.s);
     if (in.kind == V_STRING) stop_types(t, str("in"), v, in);
     if (in.kind == V_DICT) return entry(t, in.dict, v);
@@ -5268,7 +5173,6 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
 }
 
 // ---- its filters, methods and functions
-
 static Value apply(Template *t, Str filter, Value v, Args more);
 
 static Str join(Template *t, Str by, List l) {
@@ -5339,7 +5243,6 @@ static const char *const BUILTINS[] = {
     "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
     "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
 };
-enum { MOST_PARAMS = 6 };   // of a row
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
 static const char OF_DICTS[] = "get items keys";
@@ -5353,16 +5256,6 @@ static Str date(Template *t, Str format) {   // now; or in UTC when SOURCE_DATE_
     if (!(epoch ? gmtime_r : localtime_r)(&now, &tm)) stop(t, "there is no such date");
     if (!strftime(out, sizeof out, copy(t, format), &tm) && format.n) stop(t, "a date is too long");
     return concat(t, NOTHING, str(out));
-}
-
-// startswith, endswith; find, rfind: where x begins in s, in characters, -1: nowhere
-static Value search(Template *t, Str f, Str s, Str x) {
-    const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
-    if (*f.s == 's') return bool_value(at == s.s);
-    if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
-    for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
-    if (*f.s == 'r') at = last;
-    return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
 }
 
 // s with a[1] to a[5] in the places of `hole`, {} or %s, which is all that it knows of formats
@@ -5379,19 +5272,7 @@ static Str filled(Template *t, Str s, const Value *a, const char *hole) {
     return join(t, NOTHING, between);
 }
 
-// s with `pad` in front of its lines; of the first and of empty ones only if that is asked for
-static Str indented(Template *t, Str s, Str pad, bool first, bool blank) {
-    List lines = split(t, s, str("\n"), -1);
-    for (size_t i = 0; i < lines.n; i++) {
-        Str *line = &lines.v[i].s;
-        if (i == 0 ? first : blank || line->n)
-            *line = concat(t, concat(t, NOTHING, pad), *line);
-    }
-    return join(t, str("\n"), lines);
-}
-
-// What a filter, method or function of a text returns; a: all its arguments.
-static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
+static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a[0] as a text
     if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
     if (is(f, "strftime_now")) s = date(t, s);
     if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
@@ -5400,13 +5281,26 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
     if (is(f, "split"))
         return list_value(split(t, s, must_be(t, a[1], V_STRING).s, must_be(t, a[2], V_INT).i));
-    if (is(f, "startswith endswith find rfind"))
-        return search(t, f, s, must_be(t, a[1], V_STRING).s);
+    if (is(f, "startswith endswith find rfind")) {   // rfind goes back from the last place for x
+        Str x = must_be(t, a[1], V_STRING).s;
+        const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
+        if (*f.s == 's') return bool_value(at == s.s);
+        if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
+        for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
+        if (*f.s == 'r') at = last;
+        return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
+    }
     if (is(f, "format")) s = filled(t, s, a, "%s");
     if (is(f, "braces")) s = filled(t, s, a, "{}");
-    if (is(f, "indent")) {
+    if (is(f, "indent")) {   // the first line and empty ones only if that is asked for
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
-        s = indented(t, s, pad, truth(a[2]), truth(a[3]));
+        List lines = split(t, s, str("\n"), -1);
+        for (size_t i = 0; i < lines.n; i++) {
+            Str *line = &lines.v[i].s;
+            if (truth(a[i ? 3 : 2]) || (i && line->n))
+                *line = concat(t, concat(t, NOTHING, pad), *line);
+        }
+        s = join(t, str("\n"), lines);
     }
     return string_value(s);
 }
@@ -5473,8 +5367,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "range")) {
         bool one = a[1].kind == V_NONE;   // range(end)
         int64_t i = one ? 0 : must_be(t, v, V_INT).i;
-        int64_t end = must_be(t, one ? v : a[1], V_INT).i;
-        int64_t step = must_be(t, a[2], V_INT).i;
+        int64_t end = must_be(t, one ? v : a[1], V_INT).i, step = must_be(t, a[2], V_INT).i;
         for (; step > 0 ? i < end : step && i > end; i += step) {
             if (l.n == LONGEST_RANGE) stop(t, "a range has more than %d numbers", LONGEST_RANGE);
             push(t, &l, int_value(i));
@@ -5488,30 +5381,26 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //
 // A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
 // * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. A rule up to `atom` that finds one thing is that thing, so 1 is a number and
-// not a sum of one product. A block also reads the {% of the tag that ends it. READERS has a
-// function for each rule from `name` on.
-//
-// The first word decides: a tag that begins as a rule says, and goes on otherwise, becomes `wrong`,
-// a node that is an error when it is evaluated. Many such stand in branches that no chat reaches.
+// found as children. A rule up to `atom` that finds one thing is that thing: 1 is a number, no sum
+// of one product. A block also reads the {% of the tag that ends it. READERS has a function for
+// each rule from `name` on. The first word decides: a tag that begins as a rule says, and goes on
+// otherwise, becomes `wrong`, a node that is an error when it is evaluated: many such stand in
+// branches that no chat reaches.
 //
 // {% if x %}{{ x|upper }}{% endif %} becomes this tree, children to the right of their node:
-//
 //   block - statement - if - name x                  eval looks x up, and if that is true
 //                         |- block - print - unary   joins the texts of what the block prints:
 //                                            |- name x                 x, looked up again, of
 //                                            |- filter - name upper    which `suffixed` makes X
 #define GRAMMAR(X) \
-    X(tuple, "value (`,` value?)*") \
-    X(value, "or ('if' or ('else' value)?)?") \
+    X(tuple, "value (`,` value?)*") X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")        X(and, "not (`and` not)*") \
     X(not, "`not` not | compare")   X(sum, "join ((`+` | `-`) join)*") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
     X(join, "product (`~` product)*") \
     X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
     X(unary, "(sign | postfix) ('|' filter | test)*") \
-    X(sign, "(`-` | `+`) (sign | postfix)") \
-    X(postfix, "atom (member | item | args)*") \
+    X(sign, "(`-` | `+`) (sign | postfix)") X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
     X(list, "'[' (value (',' value?)*)? ']'")   X(args, "'(' (arg (',' arg?)*)? ')'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
@@ -5542,8 +5431,9 @@ enum { GRAMMAR(X) };
 static const struct { const char *name, *grammar; } RULES[] = {GRAMMAR(X)};
 #undef X
 
-__attribute__((noreturn)) static void unexpected(Template *t) {
-    Str s = str(*t->p ? t->p : "end");
+__attribute__((noreturn)) static void unexpected(Template *t, const char *p) {
+    Str s = str(*p ? p : "end");
+    t->p = p;
     stop(t, "unexpected %.*s", (int)(s.n - behind(t, s, 20).n), s.s);
 }
 
@@ -5596,16 +5486,12 @@ static bool read_text(Template *t, Value *v) {
     if (start != t->tag_end) return false;   // within a tag
     *v = string_value(NOTHING);
     if (!t->raw && !strncmp(start, "{#", 2)) {
-        for (t->p += 2; !read_end(t, '#'); t->p++) {
-            if (*t->p) continue;
-            t->p = start;
-            unexpected(t);
-        }
+        for (t->p += 2; !read_end(t, '#'); t->p++)
+            if (!*t->p) unexpected(t, start);
         return true;
     }
     while (*end && !begins_tag(end, t->raw)) end++;
-    char kind = *end ? end[1] : 0;
-    char sign = kind ? end[2] : 0;
+    char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
     v->s = (Str){start, end - start};
     for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
     bool begins = line == t->source || line[-1] == '\n';
@@ -5622,11 +5508,8 @@ static bool read_wrong(Template *t, Value *v) {
     *v = (Value){0};
     if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
                                    "endgeneration endraw")) return false;
-    while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%')) {
-        if (*t->p++) continue;
-        t->p = place;
-        unexpected(t);
-    }
+    while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
+        if (!*t->p++) unexpected(t, place);
     t->stuck = t->raw = false;
     return true;
 }
@@ -5695,12 +5578,10 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     Node node = {.rule = r, .source = t->source ? t->p : NULL}, **last = &node.first;
     bool found;
     enter(t);
-    if (r == R_word) {
-        node.v = string_value((Str){g + 1, n - 2});
-        found = read_word(t, node.v.s);
-    } else if (r < R_name) {
-        found = read_choice(t, RULES[r].grammar, &last);
-    } else found = READERS[r - R_name](t, &node.v);
+    if (r == R_word) node.v = string_value((Str){g + 1, n - 2});
+    if (r == R_word) found = read_word(t, node.v.s);
+    else if (r < R_name) found = read_choice(t, RULES[r].grammar, &last);
+    else found = READERS[r - R_name](t, &node.v);
     if (!found) return false;
     bool alone = r <= R_atom && node.first && !node.first->next;
     **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
@@ -5718,8 +5599,7 @@ static bool read_choice(Template *t, const char *g, Node ***at) {
             bool found = fits && read_item(t, g, n, at);
             begun = begun || found;
             while (found && g[n] == '*' && read_item(t, g, n, at)) {}
-            bool need = !g[n] || !strchr("*?", g[n]);
-            fits = fits && !t->stuck && (found || !need);
+            fits = fits && !t->stuck && (found || (g[n] && strchr("*?", g[n])));
             t->stuck = t->stuck || (begun && !fits);
             g += n;
             g += strspn(g, " *?");
@@ -5801,8 +5681,7 @@ static Value call(Template *t, Value f, Args a) {
     return v;
 }
 
-// calls a filter or a method of v, whose first argument is v
-static Value apply(Template *t, Str name, Value v, Args more) {
+static Value apply(Template *t, Str name, Value v, Args more) {   // a filter or a method of v
     Value *f = entry(t, t->builtins, string_value(name));
     List list = {0};
     if (!f) stop(t, "there is no filter '%.*s'", STR_ARG(name));
@@ -5811,8 +5690,7 @@ static Value apply(Template *t, Str name, Value v, Args more) {
     return call(t, *f, (Args){list, more.named});
 }
 
-// the values between the brackets of a call, and those given by name
-static Args arguments(Template *t, const Node *args) {   // NULL: none
+static Args arguments(Template *t, const Node *args) {   // of a call; NULL: none
     Args a = {0};
     for (const Node *n = args ? args->first : NULL; n; n = n->next) {
         const Node *k = n->first;
@@ -5879,17 +5757,15 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-// what a block with names of its own prints
-static Value captured(Template *t, const Node *block) {
+static Value captured(Template *t, const Node *block) {   // what it prints, with names of its own
     t->scope = new_dict(t, t->scope);
     Value v = eval(t, block);
     t->scope = t->scope->outer;
     return v;
 }
 
-// Each turn has its own names. The test goes first, as the loop knows its length. break and
-// continue leave the body by t->flow, which stops every block on the way. Inlined, it would double
-// the stack that eval takes.
+// Each turn has its own names. The test goes first, as the loop knows its length. t->flow, break or
+// continue, stops every block up to the loop. Inlined, this would double the stack that eval takes.
 __attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
@@ -5932,7 +5808,7 @@ static Value eval(Template *t, const Node *n) {
     if (first && first->rule == R_wrong) eval(t, first);
     switch (n->rule) {
     case R_number: case R_string: case R_text: break;
-    case R_wrong: unexpected(t);
+    case R_wrong: unexpected(t, t->p);
     case R_name: v = look_up(t, v); break;
     case R_value:   // first if .. else ..
         k = truth(eval(t, first->next)) ? first : first->next->next;
@@ -5983,21 +5859,6 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// Reads the template: \r\n and \r become \n, and the last \n is dropped.
-static Node *read_template(Template *t, Str source) {
-    Node *root = NULL, **at = &root;
-    char *to = obtain(t, source.n + 4);
-    t->source = t->p = t->tag_end = to;
-    for (size_t i = 0; i < source.n; i++) {
-        if (source.s[i] == '\n' && i && source.s[i - 1] == '\r') continue;
-        *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
-    }
-    if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_item(t, "block", 5, &at);
-    if (t->p < to || t->p != t->tag_end) unexpected(t);
-    return root;
-}
-
 // Adds a message. Its content is a text, or a list of one part: see template_render.
 static void push_message(Template *t, List *messages, const ChatMessage *m, bool parts) {
     Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
@@ -6013,16 +5874,26 @@ static void push_message(Template *t, List *messages, const ChatMessage *m, bool
     push(t, messages, dict_value(message));
 }
 
-// Sets what the template sees, and runs it. False: it stopped, and e says why.
+// Reads the template, sets what it sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
     t->stack = __builtin_frame_address(0);
     if (setjmp(t->failed)) return false;
     List messages = {0};
+    Node *root = NULL, **at = &root;
     t->scope = new_dict(t, NULL);
     t->builtins = new_dict(t, NULL);
     read_builtins(t);
-    const Node *root = read_template(t, source);
+    // \r\n and \r become \n, and the last \n is dropped
+    char *to = obtain(t, source.n + 4);
+    t->source = t->p = t->tag_end = to;
+    for (size_t i = 0; i < source.n; i++) {
+        if (source.s[i] == '\n' && i && source.s[i - 1] == '\r') continue;
+        *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
+    }
+    if (to > t->source && to[-1] == '\n') *--to = 0;
+    read_item(t, "block", 5, &at);
+    if (t->p < to || t->p != t->tag_end) unexpected(t, t->p);
     for (size_t i = 0; i < n; i++) push_message(t, &messages, &m[i], parts);
     set(t, t->scope, word_value("self"), dict_value(new_dict(t, NULL)));
     set(t, t->scope, word_value("messages"), list_value(messages));
@@ -6046,11 +5917,9 @@ static void rendered_free(Rendered *r) {
 }
 
 // Renders a conversation. bos, eos: texts of these tokens, or ""; think: what enable_thinking and
-// thinking are, -1: undefined. False: e says why, and out is empty.
-//
-// Some templates know the content of a message only as a list of parts, {"type": "text", "text":
-// ..}, and would print nothing of a text. No file says so. So two trials render "Hello" first: its
-// bytes are marked where they are printed. Content is a list if that alone prints some of it.
+// thinking are, -1: undefined. False: e says why, and out is empty. Some templates print content
+// only if it is a list of parts, {"type": "text", "text": ..}, which no file says. So two trials
+// render "Hello", whose bytes are marked where they are printed: content is a list if only that is.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
@@ -9347,9 +9216,8 @@ int main(int argc, char **argv) {
 //   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
 //     decomposition of that one, and so on; for Hangul syllable number i, U+1100 + i / 588.
 // Characters in a row that have one value are one range. It is written as up to 3 numbers:
-//   - twice how many characters lie between the range before and this one, plus 1 if this one has
-//     more than one character;
-//   - only if it has: how many more;
+//   - twice how many characters lie between the range before and it, plus 1 if it has several;
+//   - only if it has: how many more than one;
 //   - its value minus that of the range before, where 0, -1, 1, -2, 2 are written 0, 1, 2, 3, 4.
 // The last digit of a number has base 60, '#' (0) to '^' (59); digits before it have base 32, '_'
 // (0) to '~' (31), so that one sees where a number ends. Each line starts afresh, at character 0
@@ -9498,8 +9366,7 @@ static const char *const UNICODE_BASE[] = {   // the character without its accen
 
 static size_t utf8_length(char first) {   // bytes of the character that begins so
     uint8_t c = first;
-    if (c < 0xC0) return 1;
-    if (c < 0xE0) return 2;
+    if (c < 0xE0) return c < 0xC0 ? 1 : 2;
     return c < 0xF0 ? 3 : 4;
 }
 
@@ -9525,8 +9392,7 @@ static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at 
     return len;
 }
 
-// was c, decoded from `used` bytes, proper UTF-8?
-static bool utf8_valid(uint32_t c, size_t used) {
+static bool utf8_valid(uint32_t c, size_t used) {   // was c, decoded from `used` bytes, proper?
     char s[4];
     return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
 }
@@ -9589,7 +9455,6 @@ static uint64_t unicode_classes(uint32_t c) {
     return set | (set & CLASS('L') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
 }
 
-// BERT's spelling of a character; 0: none
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
     if (strip_accents) c = range_value(UNICODE_BASE, COUNT(UNICODE_BASE), c, c);
     uint64_t set = unicode_classes(c), drop = CLASS('C') | (strip_accents ? CLASS('M') : 0);
@@ -9597,6 +9462,5 @@ static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
     int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
     if (!lower_case || d == INT32_MAX) return c;
     if (d == 0) return c | 1;   // a pair, upper even
-    if (d == -1) return c + (c & 1);   // upper odd
-    return c + d;
+    return d == -1 ? c + (c & 1) : c + d;   // upper odd
 }
