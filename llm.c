@@ -5952,9 +5952,8 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // so that one instruction multiplies up to 64 bytes; float weights meet float activations. (In
 // prefill with AMX all numbers become bf16.) The number of threads never changes a sum.
 //
-// In come Part I's prototypes (section 4; for the GPU section 7) and the vectors of LANES floats
-// that end section 14. Out go the functions behind these prototypes, above all matmul and
-// attention; Part VI also takes now, show_progress and prefetch_ahead.
+// Out go the functions behind Part I's prototypes (section 4; for the GPU section 7), above all
+// matmul and attention. In come the vectors of LANES floats that end section 14.
 //
 //   22 the machine     CPUs, clock, terminal, e^x, prefetching
 //   23 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 24 to 33
@@ -5964,24 +5963,21 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 //   30 attention       31 of many queries  32 of one query, with an example
 //   33 AMX             one more tile, and one more attention, for the CPUs that have it
 //   34 the GPU         metal.c, or functions that say that there is none
+// Read 23, 26 and 29 first, then 30 and 32; 24, 25, 27, 28 and 31 are their inner loops.
 //
-// Read 23, 26 and 29 first, then 30 and 32. 24, 25, 27, 28 and 31 are their inner loops; nothing
-// else needs 33 and 34.
-//
-// One word for one thing: a group is 32 consecutive weights or activations (of heads, those that
-// share a KV head), and half of one has 16; a strip is some rows of a matrix, a batch some of the
-// tokens that meet it; a block of the cache is some of its rows. `first` is the number of the first
-// of a range, `last` of its last one. n is how many tokens a product or an attention has; where it
-// counts something else, the function's comment says what.
+// A group is 32 consecutive weights or activations (of heads, those that share a KV head), half of
+// one 16; a strip is some rows of a matrix, a batch some of the tokens that meet it, a block of the
+// cache some of its rows. `first` and `last` are the numbers of a range's first and last one.
 
 #include <pthread.h>
 #include <stdatomic.h>
+#define UNUSED __attribute__((unused))   // here, or in some builds
 
 // ---- 22. the machine ----
 
 // Returns how many CPUs a container lets this process use, at most n: the process's group, or one
 // around it, may have a quota of time in each period. root: "", but in tests
-static __attribute__((unused)) int within_quota(const char *root, int n) {
+static UNUSED int within_quota(const char *root, int n) {
     static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
     char group[PATH_MAX], path[2 * PATH_MAX];
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
@@ -5997,8 +5993,7 @@ static __attribute__((unused)) int within_quota(const char *root, int n) {
                 snprintf(path, sizeof path, "%s/sys/fs/cgroup/%s/%s", root, group, files[i]);
                 FILE *f = fopen(path, "r");
                 if (!f) continue;
-                double *number = i < 2 ? &quota : &period;
-                (void)!fscanf(f, "%lf %lf", number, &period);   // only cpu.max has two
+                (void)!fscanf(f, "%lf %lf", i < 2 ? &quota : &period, &period);   // one or both
                 fclose(f);
             }
             if (quota > 0 && quota < n * period) n = ceil(quota / period);
@@ -6023,8 +6018,7 @@ static int count_cpus(void) {   // the performance cores; all, where there is on
 enum { RSS_PER_MB = 1 << 10 };   // in kilobytes
 static int count_cpus(void) {
     cpu_set_t set;
-    bool fails = sched_getaffinity(0, sizeof set, &set) != 0;
-    return within_quota("", fails ? 1 : CPU_COUNT(&set));
+    return within_quota("", sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set));
 }
 #endif
 
@@ -6036,7 +6030,7 @@ static double now(void) {   // seconds since some moment
 
 // Writes text over the terminal's current line; "" wipes the line. Text is cut to the terminal's
 // width, or to 79 characters, because spaces cannot wipe a line that has wrapped.
-static __attribute__((unused)) void show_progress(const char *text) {
+static UNUSED void show_progress(const char *text) {
     struct winsize size = {0};
     ioctl(STDERR_FILENO, TIOCGWINSZ, &size);
     int width = size.ws_col && size.ws_col < 80 ? size.ws_col - 1 : 79;
@@ -6092,13 +6086,11 @@ static void soft_cap(float *x, size_t n, float cap) {
 
 // Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
 // each; L2 has 48. So L2 fetches from memory far ahead of the reader; L1 from L2 shortly before.
-// A loop that reads `bytes` bytes at p calls prefetch_ahead(p, bytes) before it does.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
 enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
 #else
 enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // the fastest on a Zen 4
 #endif
-
 INLINE void prefetch_l2(const void *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
@@ -6119,7 +6111,6 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
 // that waits spins for 200 us before it sleeps, because waking it takes long.
 
 enum { LINE_PAIR = 128 };        // bytes; what is so far apart never shares a cache line
-
 struct Pool {
     int threads;
     bool amx;                    // AMX's tile registers are ours to use
@@ -6138,9 +6129,8 @@ struct Pool {
     pthread_t thread[];          // [threads - 1]
 };
 
-// AMX has registers of its own, which a process must ask for: amx_allow returns false if it may not
-// use them. They are set up before a thread's tasks and released after them (amx_use), because they
-// slow down context switches. Section 33 uses them.
+// A process must ask for AMX's registers (amx_allow: may it use them?). They are set up before a
+// thread's tasks and released after them (amx_use), because they slow down context switches.
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
@@ -6148,7 +6138,7 @@ static bool amx_allow(void);
 static void amx_use(bool on);
 #else
 static bool amx_allow(void) { return false; }
-static void amx_use(bool on) { (void)on; }
+static void amx_use(UNUSED bool on) {}
 #endif
 
 // A denormal number costs 100 cycles and is nearly 0: workers, and the caller during a call, flush
@@ -6170,7 +6160,7 @@ enum { FP_FLUSH = 1 << 24 };
 static void cpu_pause(void) { __asm__ volatile("yield"); }
 #else
 static uint64_t fp_mode(void) { return 0; }
-static void fp_set(uint64_t mode) { (void)mode; }
+static void fp_set(UNUSED uint64_t mode) {}
 enum { FP_FLUSH = 0 };
 static void cpu_pause(void) {}
 #endif
@@ -6202,7 +6192,6 @@ static bool pool_ready(Pool *p, bool caller) {
     return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
 }
 
-// Returns when pool_ready: spins for a while, then sleeps.
 static void pool_wait(Pool *p, bool caller) {
     double until = now() + 200e-6;
     while (!pool_ready(p, caller) && now() < until) cpu_pause();
@@ -6266,10 +6255,8 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, int n) {
 }
 
 #ifdef LLM_PLAIN
-// Part I's definitions of products and attention do the work: slowly, but with these three
-// functions in place of sections 24 to 33.
-static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
-    (void)p;
+// Part I's definitions do the work: slowly, but in place of sections 24 to 33
+static void matmul(UNUSED Pool *p, Arena *a, const Matmul *jobs, int k) {
     for (int j = 0; j < k; j++) {
         size_t mark = a->used;
         float *row = arena_take(a, jobs[j].w->cols, sizeof *row);
@@ -6278,10 +6265,9 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k) {
     }
 }
 
-static void attention(Pool *p, Arena *a, const Attention *x) {
+static void attention(UNUSED Pool *p, Arena *a, const Attention *x) {
     size_t mark = a->used;
     float *score = arena_take(a, x->rows, sizeof *score);
-    (void)p;
     if (a->base) plain_attention(x, score);
     a->used = mark;
 }
@@ -6289,9 +6275,7 @@ static void attention(Pool *p, Arena *a, const Attention *x) {
 static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
-#else
-// From here to the end of section 33 (`#endif   // LLM_PLAIN`, some 1,500 lines below), all is left
-// out by LLM_PLAIN.
+#else   // LLM_PLAIN leaves out sections 24 to 33, some 1,500 lines
 
 // ---- 24. vectors ----
 //
@@ -6303,9 +6287,8 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //               unsigned: CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
 //               unsigned times signed bytes in 16 bits; |w| times x with the sign of w is the same
 //               product and fits: a pair is at most 2 * 128 * 127
-//   dot_pairs   the same for small unsigned codes if PAIRS: adds a run of products in 16 bits (in
-//               *pairs) before it widens them, mostly 2 instructions in place of 5. A run's first
-//               call `begins` it, its last one `ends` it
+//   dot_pairs   the same for small unsigned codes if PAIRS: adds a run of products, the first of
+//               which `begins` it, in 16 bits and widens them once: mostly 2 instructions, not 5
 //   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any
 //               format is exact: one multiply-add takes it off and rounds once, as two steps would
 //   evens, odds give both lanes of a pair its first or its second number
@@ -6313,12 +6296,12 @@ static void narrow(const float *x, int n, uint16_t *to) {
 // INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
 
 #define BY_LANES(at_16, at_8, at_4) (LANES == 16 ? (at_16) : LANES == 8 ? (at_8) : (at_4))
-
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }   // a / b, rounded up
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
     return (vf)(((vi)a & more) | ((vi)b & ~more));
@@ -6421,16 +6404,11 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #endif
 #endif
 #if !defined(SIMD_AVX2) || defined(__AVXVNNI__)
-INLINE vi dot_pairs(vi sum, vi *pairs, vi w, vi x, bool begins, bool ends) {
-    (void)pairs;
-    (void)begins;
-    (void)ends;
+INLINE vi dot_pairs(vi sum, UNUSED vi *pairs, vi w, vi x, UNUSED bool begins, UNUSED bool ends) {
     return dot_bytes(sum, w, x);
 }
 #endif
-
-// lane i of what it returns: the sum of v[i]'s lanes; v is overwritten
-INLINE vf sum_each(vf v[LANES]) {
+INLINE vf sum_each(vf v[LANES]) {   // lane i: the sum of v[i]'s lanes; v is overwritten
     UNROLL for (int left = LANES / 2; left; left /= 2)
         UNROLL for (int i = 0; i < left; i++) v[i] = pair_sums(v[2 * i], v[2 * i + 1]);
     return v[0];
@@ -6477,11 +6455,9 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 // a group, s[2 g + half] the scale times the sum of its 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-// packs `count` activations (256, or less at the end of a row), see Tile.pack
-static void token_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
+static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED int token,
+                       void *acts) {
     TokenActs *a = acts;
-    (void)w;
-    (void)token;
     if (count < 256) memset(a, 0, sizeof *a);
     for (int g = 0; g < count / 32; g++) {
         int8_t q[32];
@@ -6534,8 +6510,7 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const To
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i) * load_f32(x->d + i);
-        vi dot[2] = {{0}};   // of the groups' first halves, of their second ones; or [0] of all
-        vi pairs;
+        vi pairs, dot[2] = {{0}};   // dot: of the groups' first and second halves; or [0] of all
         if (!as_signed) sum[1] += load_f32((f->bias ? d : m) + i) * load_f32(x->s + i);
         UNROLL for (int k = 0; k < 4; k++) {
             vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
@@ -6561,7 +6536,6 @@ INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out)
     memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
 }
 
-// A MatvecFn for a block format, of which decoder and Format are constants.
 INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, int64_t rows,
                          int64_t cols, const TokenActs *x, float *out) {
     int bytes = f->bytes;
@@ -6583,8 +6557,7 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, in
     }
 }
 
-// A MatvecFn for floats of `size` bytes. A row has four sums at a time: an addition takes four
-// cycles, so with one sum each would wait for the one before.
+// four sums at a time: an addition takes four cycles, and those to one sum wait for one another
 INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
                          int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
@@ -6651,14 +6624,12 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 // multiplies them with all tokens of the chunk, batch by batch; a batch's activations stay in L1
 // meanwhile. Then it takes the next `depth` weights, whose products it adds to out.
 //
-// An example: 40 tokens, 96 rows and 2,048 columns of q4_K, with AVX-512 and two threads.
-//
-//   packing    7 batches of 6 tokens (the last one has 4, and 2 copies) times 2 steps of 1,024
-//              columns are 14 tasks. Each calls `pack` 6 * 4 times, for 256 columns of a token
-//   products   3 strips of 32 rows are 3 tasks. Each does, for weights 0..1023, then 1024..2047:
-//              `decode` twice, to panels of 16 rows; then, for each of the 7 batches, `multiply`
-//              for a tile of 32 rows times 6 tokens, 12 sums of 16 floats, and tile_out
-//   in all     12 panels, and 42 tiles: 21 overwrite their part of out [40][96], 21 add to it
+// An example: 40 tokens, 96 rows and 2,048 columns of q4_K, with AVX-512 and two threads. 7 batches
+// of 6 tokens (the last one has 4, and 2 copies) times 2 steps of 1,024 columns are 14 tasks, which
+// call `pack` 6 * 4 times each. 3 strips of 32 rows are 3 tasks. Each does, for weights 0..1023,
+// then 1024..2047: `decode` twice, to panels of 16 rows; then, for each batch, `multiply` for a
+// tile of 32 rows times 6 tokens, 12 sums of 16 floats, and tile_out. Of all 42 tiles 21 overwrite
+// their part of out [40][96], and 21 add to it.
 //
 // A Tile is what differs between CPUs and formats. Only its three functions know how packed
 // activations and panels are laid out. The Product that `multiply` gets is one such tile.
@@ -6734,8 +6705,7 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
         if (is_last && w->bias) memcpy(bias, w->bias + r, rows * sizeof *bias);
         const vf *sum = sums + (r - p->r) / LANES * tokens;
         for (int t = p->t; t < smaller(p->t + tokens, p->job->n); t++, sum += VECTORS) {
-            float *out = p->job->out + t * output_step(w) + r;
-            float *y = rows < TILE ? edge : out;
+            float *out = p->job->out + t * output_step(w) + r, *y = rows < TILE ? edge : out;
             if (rows < TILE) memcpy(edge, out, rows * sizeof *edge);
             for (int v = 0; v < VECTORS; v++) {
                 vf value = sum[v] + (overwrites ? (vf){0} : load_f32(y + LANES * v));
@@ -6777,8 +6747,7 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
 
 // Packs activations to [cols][PACKED_TOKENS]. As they are, rows that lie a power of two apart would
 // compete for the same few lines of L1.
-static void float_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
-    (void)w;
+static void float_pack(UNUSED const Matrix *w, const float *x, int count, int token, void *acts) {
     for (int j = 0; j < count; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
 }
 
@@ -6796,12 +6765,10 @@ static void float_multiply(const Product *p, vf *sum) {
                false, (float *)sum, PACKED_TOKENS * TILE);
 }
 
-static const Tile float_tile = {
-    .tokens = PACKED_TOKENS, .step = 1024, .depth = FLOAT_DEPTH,
+static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = FLOAT_DEPTH,
     .task_rows = 64, .act_bytes = 256 * PACKED_TOKENS * sizeof(float),
     .panel_bytes = FLOAT_DEPTH * TILE * sizeof(float),
-    .pack = float_pack, .decode = float_decode, .multiply = float_multiply,
-};
+    .pack = float_pack, .decode = float_decode, .multiply = float_multiply};
 
 // ---- 28. the int8 tile ----
 //
@@ -6840,8 +6807,7 @@ typedef struct {                       // weights of 16 rows
     float d[INT8_DEPTH / 16][TILE], m[INT8_DEPTH / 16][TILE];   // scales and offsets
 } Int8Panel;
 
-static void int8_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
-    (void)w;
+static void int8_pack(UNUSED const Matrix *w, const float *x, int count, int token, void *acts) {
     for (Int8Acts *a = acts, *end = a + count / 32; a < end; a++, x += 32) {
         int8_t q[32];
         int32_t sum[3];
@@ -6910,14 +6876,13 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
                                               i % run == 0, i % run == run - 1);
                 }
             }
-            int offset = half * scale_offsets, offset_end = offset + scale_offsets;
             UNROLL for (int v = 0; v < V; v++) {
                 const Int8Panel *p = &w[v / VECTORS];
                 size_t r = v % VECTORS * LANES;
                 vf scale = load_f32(p->d[2 * g + half] + r);
                 UNROLL for (int t = 0; t < T; t++) {
                     sum[v][t] += dot_scaled(dot[v][t], scale) * x->d[t];
-                    UNROLL for (int o = offset; o < offset_end; o++)
+                    UNROLL for (int o = half * scale_offsets; o < (half + 1) * scale_offsets; o++)
                         sum[v][t] += load_f32(p->m[2 * g + o] + r) * x->s[offsets > 1 ? o : 2][t];
                 }
             }
@@ -6927,9 +6892,8 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
             total[(v / VECTORS * T + t) * VECTORS + v % VECTORS] = sum[v][t];
 }
 
-// MULTIPLY(scales, offsets, max_pairs): each row is a tile_int8 of its own, with loops unrolled.
-// With PAIRS a format with max_pairs takes one of the first five rows, where offsets also take off
-// a bias; all others, and without PAIRS all formats, take one of the last four.
+// MULTIPLY(scales, offsets, max_pairs): each is a tile_int8 of its own, with loops unrolled. With
+// PAIRS formats with max_pairs take one of the first five, where offsets also take off a bias.
 static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
     int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
@@ -6946,11 +6910,9 @@ static void int8_multiply(const Product *p, vf *sum) {
 #undef MULTIPLY
 }
 
-static const Tile int8_tile = {
-    .tokens = INT8_TOKENS, .step = 1024, .depth = INT8_DEPTH,
+static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT8_DEPTH,
     .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = sizeof(Int8Panel),
-    .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply,
-};
+    .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply};
 
 // ---- 29. matmul ----
 //
@@ -6979,17 +6941,12 @@ typedef struct {
     size_t panel_bytes;
 } MatmulCall;
 
-static int count_batches(int tokens, const Tile *tile) {
-    return (tokens + tile->tokens - 1) / tile->tokens;
-}
-
-// packs up to tile->step columns of a batch
 static void pack_task(Task t) {
     const JobPlan *plan = ((const MatmulCall *)t.ctx)->job;
     while (t.i >= plan[1].first_pack) plan++;
     const Matmul *job = plan->job;
     const Tile *tile = plan->tile;
-    int i = t.i - plan->first_pack, batches = count_batches(job->n, tile);
+    int i = t.i - plan->first_pack, batches = ceil_div(job->n, tile->tokens);
     int batch = i % batches, first = batch * tile->tokens;
     int64_t k = i / batches * tile->step, end = smaller(k + tile->step, job->w->cols);
     char *acts = (char *)plan->acts + batch * plan->act_bytes + k / 256 * tile->act_bytes;
@@ -7001,21 +6958,13 @@ static void pack_task(Task t) {
         }
 }
 
-// rows r .. end-1 for one token
-static void multiply_token(const JobPlan *plan, int64_t r, int64_t end) {
-    const Matrix *w = plan->job->w;
-    float *out = plan->job->out, scale = w->scale ? *w->scale : 1;
-    formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, plan->acts, out + r);
-    for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
-}
-
 // Rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to whole
 // tiles: past the matrix's end panels repeat its last row, and tile_out leaves that out.
 static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
     const Matrix *w = plan->job->w;
     const Tile *tile = plan->tile;
-    int batches = count_batches(t_end - t, tile), rows = PANELS * TILE;
+    int batches = ceil_div(t_end - t, tile->tokens), rows = PANELS * TILE;
     Product p = {.job = plan->job};
     vf sum[PANELS * MAX_TOKENS * VECTORS];
     static _Thread_local bool backwards;   // every other task begins with the batch L2 still has
@@ -7044,6 +6993,7 @@ static void matmul_task(Task t) {
     const MatmulCall *call = t.ctx;
     const JobPlan *plan = call->job;
     while (t.i >= plan[1].first_task) plan++;
+    const Matrix *w = plan->job->w;
     int i = t.i - plan->first_task, n = plan->job->n, strip = i;
     bool lower = true, upper = true;   // the halves that this task has
     if (i >= plan->undivided) {        // strips u, u, u + 1, u + 1 .. with u undivided
@@ -7051,18 +7001,18 @@ static void matmul_task(Task t) {
         upper = (i + plan->undivided) % 2;
         lower = !upper;
     }
-    int64_t r = strip * plan->task_rows;
-    int64_t end = smaller(r + plan->task_rows, plan->job->w->rows);
+    int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
     if (n == 1) {
         int64_t middle = smaller(r + plan->task_rows / 2, end);
         if (!lower) r = middle;
         if (!upper) end = middle;
-        multiply_token(plan, r, end);
+        float *out = plan->job->out, scale = w->scale ? *w->scale : 1;
+        formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, plan->acts, out + r);
+        for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
     } else {
-        int middle = (count_batches(n, plan->tile) + 1) / 2 * plan->tile->tokens;
-        int begin = lower ? 0 : middle;
+        int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;
         char *panels = call->panels + t.thread * call->panel_bytes;
-        multiply_tiles(plan, r, end, begin, upper ? n : middle, panels);
+        multiply_tiles(plan, r, end, lower ? 0 : middle, upper ? n : middle, panels);
     }
 }
 
@@ -7075,7 +7025,7 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     const Tile *tile = INT8_TILE && block ? &int8_tile : &float_tile;
     if (p->amx) tile = amx_tile(w);
     if (job->n == 1) tile = block ? &block_token : &float_token;
-    size_t batches = count_batches(job->n, tile), packs = 0;
+    size_t batches = ceil_div(job->n, tile->tokens), packs = 0;
     plan->job = job;
     plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     plan->tile = tile;
@@ -7154,6 +7104,7 @@ static int block_seen(const Attention *a, int r, int keys, int first, int last) 
 
 // how many rows of a layer's cache have been written: a ring fills in order
 static int rows_used(const Attention *a) { return smaller(a->pos + a->n, a->rows); }
+static int up_to_32(int width) { return ceil_div(width, 32) * 32; }
 
 // ---- 31. attention of many queries ----
 //
@@ -7188,8 +7139,6 @@ typedef struct {
     // of PANELS query tiles: scores, tile_softmax, and the weighted values added to the results
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
-
-static int up_to_32(int width) { return (width + 31) / 32 * 32; }
 
 // Turns scores s[keys][16] of scaled queries into weights exp(score - top), with the new top, and
 // adds them to q->sum; the sums of earlier blocks fade.
@@ -7227,7 +7176,6 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
 // On most CPUs both products are the float tile: rows of keys times columns of queries, columns of
 // values times rows of weights. With AVX-512 two query tiles share each broadcast number: that is
 // 16 multiply-adds for 10 loads, while 8 for one tile would wait for 9 loads.
-
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd);
@@ -7277,33 +7225,6 @@ static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, 
     }
 }
 
-// loads b->keys rows of the cache from r on, and packs them
-static void many_keys(const ManyCall *call, KeyBlock *b, int kv, int r) {
-    const Attention *a = call->a;
-    int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd);
-    b->pos = a->pos_k + r;
-    for (int j = 0; j < b->keys; j++) {
-        size_t row = (size_t)kv * a->rows + r + j;
-        quant_dequantize(QUANT_F16, a->k + row * a->hd, b->k + j * hd32, a->hd);
-        quant_dequantize(QUANT_F16, a->v + row * a->v_step, b->v + j * vd32, a->vd);
-    }
-    if (call->tile->pack_keys) call->tile->pack_keys(a, b);
-}
-
-// divides the values of a task's `count` queries by their sums of weights
-static void many_finish(const ManyCall *call, const QueryTile *q, int kv, int first, int count) {
-    const Attention *a = call->a;
-    for (int j = 0; j < count; j++) {
-        const QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, head = kv * call->group + j % call->group;
-        float *to = a->out + ((size_t)(first + j / call->group) * a->n_head + head) * a->vd;
-        float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
-        float inverse = sum == 0 ? 0 : 1 / sum;   // 0: it sees nothing
-        for (int e = 0; e < a->vd; e++) to[e] = tile->out[TILE * e + lane] * inverse;
-    }
-}
-
-// Some tokens' queries of the heads that share a KV head, with all rows that they see.
 static void many_task(Task t) {
     const ManyCall *call = t.ctx;
     const Attention *a = call->a;
@@ -7325,16 +7246,29 @@ static void many_task(Task t) {
         if (seen == NONE_SEEN) continue;
         int loaded = smaller(rows_used(a) - r, keys);
         b.keys = loaded;
+        b.pos = a->pos_k + r;
         b.masked = seen == SOME_SEEN;
-        many_keys(call, &b, kv, r);
+        for (int j = 0; j < loaded; j++) {
+            size_t row = (size_t)kv * a->rows + r + j;
+            quant_dequantize(QUANT_F16, a->k + row * a->hd, b.k + j * hd32, a->hd);
+            quant_dequantize(QUANT_F16, a->v + row * a->v_step, b.v + j * vd32, a->vd);
+        }
+        if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < count; i += PANELS) {
             uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // their last key; empty rows: -1
-            for (b.keys = loaded; !a->ahead && b.keys && (uint32_t)b.pos[b.keys - 1] > last;)
-                b.keys--;
+            b.keys = loaded;
+            while (!a->ahead && b.keys && (uint32_t)b.pos[b.keys - 1] > last) b.keys--;
             call->tile->attend(a, &b, &q[i]);
         }
     }
-    many_finish(call, q, kv, first, count);
+    for (int j = 0; j < count; j++) {   // values, divided by sums of weights
+        const QueryTile *tile = &q[j / TILE];
+        int lane = j % TILE, head = kv * call->group + j % call->group;
+        float *to = a->out + ((size_t)(first + j / call->group) * a->n_head + head) * a->vd;
+        float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
+        float inverse = sum == 0 ? 0 : 1 / sum;   // 0: it sees nothing
+        for (int e = 0; e < a->vd; e++) to[e] = tile->out[TILE * e + lane] * inverse;
+    }
 }
 
 static void attend_many(Pool *p, Arena *arena, const Attention *a) {
@@ -7345,8 +7279,8 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     int share = larger(a->n * a->n_head / (4 * p->threads), step);
     call.tokens = larger(smaller(share, call.tile->task_queries) / call.group, 1);
     call.tokens = smaller(call.tokens, a->n);
-    call.tasks = a->n_kv * ((a->n + call.tokens - 1) / call.tokens);
-    call.tiles = (call.tokens * call.group + step - 1) / step * PANELS;
+    call.tasks = a->n_kv * ceil_div(a->n, call.tokens);
+    call.tiles = ceil_div(call.tokens * call.group, step) * PANELS;
     int rows = call.tiles * TILE + call.tile->keys * (call.tile->pack_keys ? 2 : 1);
     call.work_size = rows * (up_to_32(a->hd) + up_to_32(a->vd));
     call.q = arena_take(arena, p->threads * call.tiles, sizeof *call.q);
@@ -7362,17 +7296,13 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
 // waits for arithmetic. SPLIT_BLOCKS blocks make a split. Each split of a head has a largest score
 // and sums of its own, a Partial; the thread that finishes a head's last split joins its Partials.
 //
-// An example: the query at position 299 sees 300 rows; 8 heads share 2 KV heads; two threads. There
-// are 10 blocks of 32 rows (12 of the last are seen) in 3 splits, of 4, 4 and 2. A unit has the 4
-// heads of a KV head; 2 units times 3 splits are 6 tasks. Task 4 has unit 1, split 1: it fills the
-// Partials of heads 4 to 7 by four calls of one_block, for rows 128..159 and so on of KV head 1.
-// The task of 3, 4 and 5 that ends last calls one_join for each of these heads, with 3 Partials.
+// An example: the query at position 299 sees 300 rows, 10 blocks in 3 splits of 4, 4 and 2. 8 heads
+// share 2 KV heads; with 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
+// unit 1, split 1: four calls of one_block, for rows 128..159 and so on of KV head 1, fill Partials
+// of heads 4 to 7. The task of 3, 4 and 5 that ends last joins 3 Partials for each of these heads.
 
 enum { FEW = 32, SPLIT_BLOCKS = 4 };
-typedef struct {
-    float top, sum;                // largest score; sum of weights exp(score - top)
-    float out[];                   // [vd] weighted sums of values
-} Partial;
+typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, of one query; [vd] out
 typedef struct {
     const Attention *a;
     int32_t *block;                // [blocks] first row of each block that the query sees
@@ -7388,8 +7318,7 @@ static Partial *partial_of(const OneCall *call, int head, int split) {
     return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
-// s[heads][FEW] = products of so many keys k with the queries q of up to 4 neighbouring heads, 0
-// for the rest of FEW. With each key that of the next block is prefetched.
+// s[heads][FEW] = products of keys k with the queries q of up to 4 neighbouring heads, then zeros
 INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
                        int keys, int heads, float s[][FEW]) {
     vf sum[4][FEW];
@@ -7472,8 +7401,7 @@ INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
     int r = call->block[b], keys = smaller(a->rows - r, FEW);
     size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
-    size_t row = (size_t)kv * a->rows + r;   // of k and v
-    size_t next = row;                       // the row to prefetch; its own costs nothing
+    size_t row = (size_t)kv * a->rows + r, next = row;   // next: to prefetch; row costs nothing
     size_t stride = call->size * call->splits;
     int32_t pos[FEW];
     float s[4][FEW];
@@ -7528,7 +7456,7 @@ static void one_task(Task t) {
 }
 
 static void attend_one(Pool *p, Arena *arena, const Attention *a) {
-    OneCall call = {.a = a, .blocks = (a->rows + FEW - 1) / FEW, .heads = a->n_head / a->n_kv,
+    OneCall call = {.a = a, .blocks = ceil_div(a->rows, FEW), .heads = a->n_head / a->n_kv,
                     .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
     call.block = arena_take(arena, call.blocks, sizeof *call.block);
     if (arena->base) {
@@ -7536,7 +7464,7 @@ static void attend_one(Pool *p, Arena *arena, const Attention *a) {
         for (int r = 0; r < rows_used(a); r += FEW)
             if (block_seen(a, r, FEW, a->pos, a->pos)) call.block[call.blocks++] = r;
     }
-    call.splits = (call.blocks + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS;
+    call.splits = ceil_div(call.blocks, SPLIT_BLOCKS);
     while (call.heads > 8 && call.heads % 2 == 0 && call.units * call.splits < 4 * p->threads) {
         call.heads /= 2;   // there would be too few tasks
         call.units *= 2;
@@ -7548,7 +7476,7 @@ static void attend_one(Pool *p, Arena *arena, const Attention *a) {
     for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
     // much of memory in order, yet four tasks a thread
     call.task_splits = larger(all / (4 * p->threads), 1);
-    parallel(p, one_task, &call, (all + call.task_splits - 1) / call.task_splits);
+    parallel(p, one_task, &call, ceil_div(all, call.task_splits));
 }
 
 static void attention(Pool *p, Arena *arena, const Attention *a) {
@@ -7569,9 +7497,8 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
 
 #ifdef SIMD_AMX
 #include <sys/syscall.h>
-// AMX_DEPTH weights of a row are in a panel of a block format, AMX_FLOATS in one of floats.
-enum { AMX_DEPTH = 2048, AMX_FLOATS = 512, AMX_TOKENS = MAX_TOKENS, AMX_KEYS = 128,
-       TILE_BYTES = 1024, MAX_PARTS = 3 };
+enum { AMX_DEPTH = 2048, AMX_FLOATS = 512,   // a panel's depth: of block formats, of floats
+       AMX_TOKENS = MAX_TOKENS, AMX_KEYS = 128, TILE_BYTES = 1024, MAX_PARTS = 3 };
 
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }   // asks Linux
 
@@ -7591,10 +7518,8 @@ static int weight_parts(const Matrix *w) {
 }
 static int act_parts(const Matrix *w) { return w->type == QUANT_BF16 ? 2 : weight_parts(w); }
 
-// one part of 32 activations of each token of a batch: two tiles
-typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;
+typedef struct { uint16_t x[AMX_TOKENS][32]; } AmxActs;   // one part of 32 activations: two tiles
 
-// stores lo and hi as 32 bf16
 INLINE void store_bf16(void *to, vf lo, vf hi) {
     store(to, (vf)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
 }
@@ -7627,8 +7552,7 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
         for (int k = 0; k < TILE; k++)
             store_parts(rows[0][k], sizeof *rows, parts, load_f32(x + k * width + i),
                         load_f32(x + k * width + i + 16));
-        for (int p = 0; p < parts; p++, to += TILE_BYTES)
-            transpose(rows[p], 16, 16, to);
+        for (int p = 0; p < parts; p++, to += TILE_BYTES) transpose(rows[p], 16, 16, to);
     }
 }
 
@@ -7678,8 +7602,7 @@ static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
             _mm512_storeu_si512(pairs[c / 4][i / 4 * 2 + c % 4 / 2][c % 2 * 4 + i % 4], v[3][i]);
     }
     for (int h = 0; h < 16; h++) {   // half a group
-        const float *d = scales[0][h];
-        const float *m = f->offsets ? scales[1][h] : rows[0][1];   // these are all -0.0f
+        const float *d = scales[0][h], *m = f->offsets ? scales[1][h] : rows[0][1];   // all -0.0f
         UNROLL for (int i = 0; i < 8; i++, to += 64)
             store_bf16(to, pair_weights(pairs[0][h % 4][i][h / 4], d, m, 0),
                        pair_weights(pairs[1][h % 4][i][h / 4], d, m, 8));
@@ -7694,9 +7617,8 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
 }
 
 // out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or, if
-// `adds`, is added to. a and b are so many tiles deep, each of some parts. Part i of a number is
-// about 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has only 16
-// rows.
+// `adds`, is added to. a and b are `deep` tiles, of some parts each. Part i of a number is about
+// 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has only 16 rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int deep, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -7757,7 +7679,6 @@ static const Tile *amx_tile(const Matrix *w) {
 
 // In attention each number is the sum of two bf16. Three products of them are still four times as
 // fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
-
 static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
 // Packs keys to AmxActs [n/32][hd/32][2] and values, transposed to [vd][n], to AmxActs
@@ -7815,18 +7736,11 @@ static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     }
 }
 
-static const AttentionTile amx_attention = {
-    .keys = AMX_KEYS, .task_queries = 512,
-    .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend,
-};
+static const AttentionTile amx_attention = {.keys = AMX_KEYS, .task_queries = 512,
+    .pack_queries = amx_queries, .pack_keys = amx_keys, .attend = amx_attend};
 #else   // pool->amx is false
-static const AttentionTile amx_attention;
-static const Tile *amx_tile(const Matrix *w) {
-    (void)w;
-    return NULL;
-}
+static const Tile *amx_tile(UNUSED const Matrix *w) { return NULL; }
 #endif
-
 #endif   // LLM_PLAIN: sections 24 to 33
 
 // ---- 34. the GPU ----
