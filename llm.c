@@ -7770,22 +7770,18 @@ static inline double gpu_bytes(const Session *s) { return 0; }
 
 // ==== Part VI: main =============================================================================
 //
-// The program around the library. The words of a command line and what a user types come in; text
-// goes out, or a file of logits, and an exit code. Section 35 has Cli, which is all of a call,
-// signals, options and texts; 36 the messages of a chat and the line that a user types; 37 prompts,
-// printing and modes. Read run and main at its end first, then Cli and OPTIONS.
+// The program around the library. Section 35 has Cli, which is all of a call, signals, options and
+// texts; 36 the messages of a chat and the line that a user types; 37 prompts, printing and modes.
 //
-// The way of a call: main sets defaults and handlers of signals. parse_options stores what the
-// table OPTIONS names, and refuses what makes no sense together. run loads model, template and
-// prompt, opens the session, and calls one mode: print_info, run_ppl, run_bench, run_embedding,
-// run_logits, run_chat, or reply, which completes a prompt or answers it once. From reply, a chat's
-// too, each new token comes to print_token. At last main prints notes and statistics, or the error.
+// Read run and main at its end first: main sets defaults and handlers of signals; parse_options
+// stores what OPTIONS names; run loads model, template and prompt, opens the session, and calls one
+// mode: print_info, a run_ function, or reply, which hands each new token to print_token, as a chat
+// does. At last main prints notes and statistics, or the error.
 //
-// Results go to standard output; errors, notes, statistics, progress and, if that is a terminal,
-// the line that is edited to standard error. A function that fails puts one line into cli->e and
-// returns false, which ends the program or, on a terminal, a turn of a chat. Exit codes: 0; 1 if
-// something failed; 2 if the options make no sense; 130 after Ctrl-C, or after SIGTERM or SIGHUP in
-// a chat that waits for its user.
+// Results go to standard output; errors, notes, progress and, if that is a terminal, the line that
+// is edited to standard error. A function that fails puts one line into cli->e and returns false,
+// which ends the program or, on a terminal, a turn of a chat. Exit codes: 0; 1 if something failed;
+// 2 if the options make no sense; 130 after Ctrl-C, or SIGTERM or SIGHUP in a chat that waits.
 
 // ---- 35. the command line ----
 
@@ -7806,27 +7802,22 @@ typedef struct {
     bool cut, done;                  // the terminal has cut a line; nothing more is to be read
 } Line;
 
-// all of one call of the program; who sets it, and when
+// all of one call of the program
 typedef struct {
     // What was asked for: main sets defaults, parse_options the rest, before anything is loaded.
-    // Later `o` takes over what the file wishes, and an encoder's window.
     const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
-    bool info, verbose;
-    bool chat_by_default;            // a chat because nothing was asked for
+    bool info, verbose, chat_by_default;   // the last: a chat, since nothing was asked for
     uint64_t given;                  // bit i: OPTIONS[i] was
     int n_predict;
     Tokens bench;                    // P and N
     Options o;
-    // Where it runs, from main: a terminal takes no escape sequences; it dims thoughts.
-    bool dumb, dims;
-    // How it ends: the exit code if something fails, and why it failed.
-    int failure;
+    // What it takes to answer: main sets the first two lines, run the others, step by step.
+    bool dumb, dims;                 // a terminal takes no escape sequences; it dims thoughts
+    int failure;                     // the exit code if something fails
     Error e;
-    // What it takes to answer: run sets it step by step.
     Model m;
-    Text template;                   // the model's, or that of --template
-    Text text;                       // PROMPT, and what the file holds
+    Text template, text;             // the model's or --template's; PROMPT and what the file holds
     Tokens ids;                      // of the prompt, from --tokens, or what --bench runs
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
@@ -7836,8 +7827,8 @@ typedef struct {
     Text answer;                     // in a chat
     bool thinking, header;           // it is in its thoughts, or in the name of a channel
     double began;                    // when the first token came; 0: not yet
-    // Statistics of all answers, counted by on_chunk, print_token and reply: tokens of prompts, of
-    // these found in the cache; new ones, of these evaluated; seconds before and after first ones
+    // Statistics of all answers: tokens of prompts, of these found in the cache; new ones, of these
+    // evaluated; seconds before and after first ones.
     size_t n_prompts, n_reused, n_new, n_decoded;
     double prefill, decode;
     struct { double start; int done; bool shown; } progress;   // of an evaluation
@@ -7945,7 +7936,6 @@ static const Option OPTIONS[] = {
     {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h; --version prints llm 1.0"},
 };
 
-// --help: a line for each option, and the architectures, broken at 98 columns
 static void print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
@@ -7963,8 +7953,7 @@ static void print_usage(void) {
     putchar('\n');
 }
 
-// Stores what an option is given: a text, a number, or numbers with commas between them. False:
-// that is none, or out of range.
+// Stores a value: a text, a number, or numbers with commas. False: it is none, or out of range.
 static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
@@ -8006,48 +7995,32 @@ static bool read_option(Cli *cli, char **argv, int *i) {
                 o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
 }
 
-// Stores the options. The first two of the other words go to word[0] and [1], the last of any more
-// to word[2]. Behind -- no word is an option.
-static bool read_words(Cli *cli, int argc, char **argv, const char *word[3]) {
-    bool ended = false;
-    for (int i = 1, n = 0; i < argc; i++) {
-        bool option = !ended && argv[i][0] == '-' && argv[i][1];
-        if (option && !strcmp(argv[i], "--")) ended = true;
-        else if (option && !read_option(cli, argv, &i)) return false;
-        else if (!option) {
-            word[n] = argv[i];
-            if (n < 2) n++;
-        }
-    }
-    return true;
-}
-
-// Does what is said go through the chat template?
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
 
 // Reads what was asked for, and checks what the options mean together.
 static bool parse_options(Cli *cli, int argc, char **argv) {
     const char *words[3] = {NULL, NULL, NULL}, **word = words;
-    int prompts = 0;
-    if (!read_words(cli, argc, argv, words)) return false;
+    bool ended = false;   // behind -- no word is an option
+    for (int i = 1, n = 0; i < argc; i++) {
+        bool option = !ended && argv[i][0] == '-' && argv[i][1];
+        if (!option && n < 3) words[n++] = argv[i];   // a third is one too many
+        else if (option && !strcmp(argv[i], "--")) ended = true;
+        else if (option && !read_option(cli, argv, &i)) return false;
+    }
     if (cli->help || cli->version) return true;
     if (!cli->model) cli->model = *word++;   // else -m gave it
-    if (cli->prompt) prompts++;
-    if (word[0]) prompts++;
-    if (word[1]) prompts++;
-    if (cli->file && !prompts) prompts++;   // PROMPT and -f are one
-    if (cli->ids.id) prompts++;
-    if (cli->ppl) prompts++;
+    const char *file = cli->prompt || word[0] ? NULL : cli->file;   // behind PROMPT it is a part
+    const void *source[] = {cli->prompt, word[0], word[1], file, cli->ids.id, cli->ppl};
+    int prompts = 0;
+    for (size_t i = 0; i < COUNT(source); i++)
+        if (source[i]) prompts++;
     if (word[0]) cli->prompt = word[0];
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
     if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
         return fail(&cli->e, "--gpu: expected chain or block, not '%s'", cli->gpu);
     if (cli->think && !find_str(str(cli->think), "on off"))
         return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
-    if (cli->render && !prompts) {
-        cli->file = "-";
-        prompts = 1;
-    }
+    if (cli->render && !prompts) cli->file = "-";
     bool measures = cli->bench.id || cli->info;   // these need no prompt
     bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits;
     if (!prompts && !measures && !other && isatty(STDIN_FILENO))
@@ -8059,7 +8032,7 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
     if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || measures ||
+    return prompts || cli->chat || cli->render || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
@@ -8271,14 +8244,9 @@ static bool chat_open(Cli *cli) {
 
 // A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
 // reads single keys and edits the line itself. The terminal has its own mode again before the model
-// answers, before llm stops, and at the end. chat_listen hands each key to a typed_ function. A
-// paste of "one\ntwo\r\nthree\n" is one message:
-//
-//   one    typed_text, three times; each character is shown
-//   \n     typed_enter waits PASTE ms for more: `t` comes, and is left in line.next. The message
-//          goes on: `said` is "one\n", and the next line begins behind that
-//   two    typed_text; then typed_enter takes \r\n for one end of a line, and finds `t` again
-//   three  typed_text; then typed_enter waits in vain: "one\ntwo\nthree" is the message
+// answers, before llm stops, and at the end. A paste of "one\ntwo\r\n" is one message: behind \n
+// typed_enter waits PASTE ms for more; `t` comes, and is left in line.next; `said` is "one\n" now,
+// and the next line begins there. \r\n it takes for one end of a line, and waits in vain.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
 enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
@@ -8293,8 +8261,7 @@ static bool terminal_set(bool edit) {
     return ok;
 }
 
-// Lets llm edit the line. False: the terminal does, since something was typed ahead, or the input
-// is no terminal.
+// Lets llm edit the line. False: something was typed ahead, or the input is no terminal.
 static bool edit_begins(void) {
     bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
     return !ahead && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_set(true);
@@ -8328,10 +8295,8 @@ static void show_line(Cli *cli, bool anew) {
         if (line->rows) dprintf(line->screen, "\0338\033[J");
         else dprintf(line->screen, "\r%*s\r", width, "");
         for (int i = 0; grows && i < rows; i++) dprintf(line->screen, "\n");
-        if (grows) {
-            dprintf(line->screen, "\033[%dA\0337", rows);
-            line->rows = rows;
-        }
+        if (grows) dprintf(line->screen, "\033[%dA\0337", rows);
+        line->rows = larger(line->rows, rows);
         dprintf(line->screen, "> ");
         from = line->from;
     }
@@ -8339,8 +8304,7 @@ static void show_line(Cli *cli, bool anew) {
         dprintf(line->screen, "%c", (uint8_t)*c < ' ' ? ' ' : *c);
 }
 
-// Reads what a key sends behind ESC: a character, or [ or O, numbers and a letter. The arrow up
-// brings back what was said last, in place of the line.
+// Reads what a key sends behind ESC, as [1;5A. The arrow up, [A or OA, brings back what was said.
 static bool typed_escape(Cli *cli) {
     int brackets = 0, key;
     while ((key = next_byte(PASTE)) > 0 && strchr("\033[O;0123456789", key))
@@ -8364,15 +8328,6 @@ static bool typed_control(Cli *cli, int key) {
     return ok;
 }
 
-// Adds a byte of text.
-static bool typed_text(Cli *cli, char key) {
-    Text *said = &cli->said;
-    bool ok = text_add(cli, said, &key, 1);
-    if (cli->line.edits) show_line(cli, false);
-    else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
-    return ok;
-}
-
 // Ends a line. The message goes on if that ends in a backslash, or if more comes at once.
 static bool typed_enter(Cli *cli, int key) {
     Text *said = &cli->said;
@@ -8393,17 +8348,6 @@ static bool typed_enter(Cli *cli, int key) {
     return ok;
 }
 
-// Ctrl-C drops the message; Ctrl-Z stops llm. Behind these, or another signal, a new row is begun.
-static void typed_signal(Cli *cli, int key) {
-    Line *line = &cli->line;
-    if (key == CTRL_Z) kill(0, SIGTSTP);
-    if (interrupted) cli->said.n = line->from = interrupted = 0;
-    terminal_set(true);
-    dprintf(line->screen, "\n> ");
-    line->rows = 0;
-    if (cli->said.n > line->from) show_line(cli, true);
-}
-
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
 // or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
@@ -8418,6 +8362,7 @@ static bool chat_listen(Cli *cli) {
     while (ok && !line->done) {
         int key = line->next > 0 ? line->next : next_byte(-1);
         bool edits = line->edits, half = edits && said->n;   // there is something to drop
+        bool control = edits && key != '\t' && (key < ' ' || key == DELETE);
         line->next = NONE;
         if (edits && key == CTRL_C) interrupted += STOP;
         bool leaves = interrupted >= (half ? LEAVE : STOP);
@@ -8426,15 +8371,24 @@ static bool chat_listen(Cli *cli) {
             line->done = true;
             if (line->terminal) dprintf(line->screen, "\n");
         } else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
-        else if (edits && (interrupted || key == NONE || key == CTRL_Z)) typed_signal(cli, key);
-        else if (edits && key != '\t' && (key < ' ' || key == DELETE)) ok = typed_control(cli, key);
-        else if (key != NONE) ok = typed_text(cli, key);
+        else if (edits && (interrupted || key == NONE || key == CTRL_Z)) {
+            // Ctrl-C drops the message; behind it, Ctrl-Z or another signal a new row is begun
+            if (key == CTRL_Z) kill(0, SIGTSTP);
+            if (interrupted) said->n = line->from = interrupted = 0;
+            terminal_set(true);
+            dprintf(line->screen, "\n> ");
+            line->rows = 0;
+            if (said->n > line->from) show_line(cli, true);
+        } else if (control) ok = typed_control(cli, key);
+        else if (key != NONE) {
+            ok = text_add(cli, said, &(char){key}, 1);
+            if (edits) show_line(cli, false);
+            else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
+        }
     }
     if (line->edits) terminal_set(false);
-    if (line->cut) {
-        said->n = 0;
-        fputs("llm: the terminal cut this line: it is not sent\n", stderr);
-    }
+    if (line->cut) fputs("llm: the terminal cut this line: it is not sent\n", stderr);
+    if (line->cut) said->n = 0;
     return ok && text_add(cli, said, "", 0);
 }
 
@@ -8462,53 +8416,28 @@ static bool load_prompt(Cli *cli) {
     return tokens_add(&cli->ids, t->bos) || fail(&cli->e, "out of memory");
 }
 
-// The bytes of a tensor that one token reads: of an embedding one row, of the experts those that
-// are chosen, of a layer that does not run none.
-static double tensor_read(const Model *m, const Tensor *t) {
-    const Config *c = &m->config;
-    Str rest = t->name;
-    if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) return 0;
-    bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
-               t->data == m->layer_embd.data;
-    if (row && t->data != m->output.data) return quant_row_bytes(t->type, t->ne[0]);
-    bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
-    double share = experts ? (double)c->n_used / c->n_expert : 1;
-    return tensor_bytes(t) * share;
-}
-
-// the bytes that a token at pos reads: weights, and the keys and values in sight
+// The bytes that a token at pos reads: each weight once, but of an embedding one row, of experts
+// the chosen ones, and of a layer that does not run none; the keys and values in sight.
 static double token_bytes(const Session *s, int pos) {
     const Model *m = s->m;
+    const Config *c = &m->config;
     double sum = 0;
-    for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++)
-        sum += tensor_read(m, t);
-    for (int l = 0; l < m->config.n_layer; l++) {
+    for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
+        Str rest = t->name;
+        if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
+        bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
+                   t->data == m->layer_embd.data;
+        bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
+        if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
+        else sum += tensor_bytes(t) * (experts ? (double)c->n_used / c->n_expert : 1);
+    }
+    for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
-        int seen = s->cache[l].window + s->cache[l].keep;
-        if (pos < seen) seen = pos + 1;
-        int width = w->hd;
-        if (!w->k_b.data) width += w->vd;   // in latent attention values are a part of keys
+        int most = s->cache[l].window + s->cache[l].keep, seen = pos < most ? pos + 1 : most;
+        int width = w->k_b.data ? w->hd : w->hd + w->vd;   // latent: values are a part of keys
         sum += 2.0 * seen * w->n_kv * width;
     }
     return sum;
-}
-
-// Is a new token shown? Control tokens are not, except in a chat those that tell thoughts and
-// answer apart where thoughts are not dimmed. Where they are, names of channels are not shown.
-static bool token_shown(const Cli *cli, Str name, bool control) {
-    if (!cli->n_message) return !control;
-    if (cli->dims) return !control && !cli->header && !is(name, "<|end|>");
-    return !control || is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
-                                "<seed:think> </seed:think>");
-}
-
-// Dims what the terminal shows from here on while the model thinks, and no longer.
-static void dim_thoughts(const Cli *cli) {
-    if (!cli->dims || dimmed == cli->thinking) return;
-    dimmed = true;   // a moment too long rather than too short
-    fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
-    fflush(stdout);
-    dimmed = cli->thinking;
 }
 
 // Adds a byte to the answer of a chat, and follows whether thoughts begin or end there.
@@ -8540,12 +8469,21 @@ static bool print_token(void *ctx, int32_t id) {
     Str s = {cli->work, 0}, name = NOTHING;
     if (t->kind) s.n = detokenize(t, &cli->detokenizer, id, cli->work);
     if (token_is(t, id, SPECIAL_TYPES)) name = token_at(t, id).text;
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL);
+    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
     if (control) s = name;
     if (is(name, "<|start|> <|channel|> <|channel>")) cli->header = true;
-    bool shown = token_shown(cli, name, control);
+    // where thoughts are not dimmed, control tokens tell thoughts and answer of a chat apart
+    if (cli->n_message && cli->dims) shown = !control && !cli->header && !is(name, "<|end|>");
+    else if (cli->n_message && control)
+        shown = is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
+                         "<seed:think> </seed:think>");
     for (; ok && s.n > 0; s = str_from(s, 1)) {
-        dim_thoughts(cli);
+        if (cli->dims && dimmed != cli->thinking) {
+            dimmed = true;   // a moment too long rather than too short
+            fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
+            fflush(stdout);
+            dimmed = cli->thinking;
+        }
         if (shown) putchar(*s.s);
         if (cli->n_message) ok = answer_add(cli, *s.s);
     }
@@ -8555,21 +8493,16 @@ static bool print_token(void *ctx, int32_t id) {
     return ok && !interrupted && !ferror(stdout);
 }
 
-// session_run calls this before each chunk and at the end. It counts what is evaluated, and shows
-// on a terminal how far a prompt is. False ends the evaluation: Ctrl-C came.
+// session_run calls this before each chunk and at the end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     bool begins = done == reused, ends = done == n || interrupted;
-    if (begins) {
-        cli->progress.start = now();
-        cli->progress.done = 0;
-        if (cli->began) cli->progress.done = done;   // a new token: the rest was counted before
-        else cli->n_reused += reused;
-    }
-    int more = done - cli->progress.done;
+    size_t *counted = cli->began ? &cli->n_decoded : &cli->n_prompts;
+    if (begins) cli->progress.start = now();
+    if (begins) cli->progress.done = cli->began ? done : 0;   // new tokens: the rest was counted
+    if (begins && !cli->began) cli->n_reused += reused;
+    *counted += done - cli->progress.done;
     cli->progress.done = done;
-    if (cli->began) cli->n_decoded += more;
-    else cli->n_prompts += more;
     char text[80] = "";
     if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
                         (done - reused) / (now() - cli->progress.start));
@@ -8579,8 +8512,7 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     return !interrupted;
 }
 
-// Evaluates cli->ids and prints what the model writes behind them. False: an evaluation failed, or
-// Ctrl-C came during one.
+// Prints what the model writes behind cli->ids. False: an evaluation failed, or Ctrl-C ended it.
 static bool reply(Cli *cli) {
     size_t n_new = cli->n_new;
     double start = now();
@@ -8649,7 +8581,6 @@ static void print_unread(const Model *m) {
     }
 }
 
-// prints notes and statistics, which come last
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
@@ -8686,30 +8617,11 @@ static bool chat_answer(Cli *cli) {
     return ok;
 }
 
-// Obeys a word with a slash; value is what stands behind it. What it cannot obey gets the help.
-static bool chat_command(Cli *cli, Str word, const char *value, bool *quits) {
-    Text *said = &cli->said;
-    if (str_eq(word, "/system") && *value) {
-        said->n = 0;
-        return text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
-    }
-    if (str_eq(word, "/save") && *value) {
-        if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
-    } else if (is(word, "/quit /exit /bye") && !*value) *quits = true;
-    else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
-    else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-    else fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
-               "\\ goes on; Ctrl-C stops an answer\n", stderr);
-    return true;
-}
-
-// A chat, until the user leaves or the input ends. An error ends a turn, and not the chat, unless
-// the input is no terminal.
+// A chat. An error ends a turn, and not the chat, unless the input is no terminal.
 static bool run_chat(Cli *cli) {
     Text *said = &cli->said;
     size_t n = cli->n_message;
-    bool ok = true, quits = false;
-    if (n && str_eq(cli->message[n - 1].role, "user")) ok = chat_answer(cli);
+    bool asked = n && str_eq(cli->message[n - 1].role, "user"), ok = !asked || chat_answer(cli);
     while (!interrupted && !ferror(stdout) && (ok || isatty(STDIN_FILENO))) {
         if (!ok) fprintf(stderr, "llm: %s; what was said is dropped\n", cli->e.text);
         ok = true;
@@ -8718,14 +8630,20 @@ static bool run_chat(Cli *cli) {
         if (!said->n) continue;
         Str word = {said->s, strcspn(said->s, " ")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (is(word, "/system /reset /stats /save /quit /exit /bye /help")) {
-            ok = chat_command(cli, word, value, &quits);
-            if (quits) return true;
-        } else {   // for the model, whatever other word it begins with
+        if (!is(word, "/system /reset /stats /save /quit /exit /bye /help")) {   // for the model
             cli->last.n = 0;
             ok = text_add(cli, &cli->last, said->s, said->n) && chat_add(cli, str("user"), said) &&
                  chat_answer(cli);
-        }
+        } else if (str_eq(word, "/system") && *value) {
+            said->n = 0;
+            ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
+        } else if (str_eq(word, "/save") && *value) {
+            if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
+        } else if (is(word, "/quit /exit /bye") && !*value) return true;
+        else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
+        else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
+        else fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
+                   "\\ goes on; Ctrl-C stops an answer\n", stderr);
     }
     return ok;
 }
@@ -8787,9 +8705,8 @@ static bool run_ppl(Cli *cli) {
     return true;
 }
 
-// Pools the rows of the last layer as the metadata says; by default a causal model's last token, an
-// encoder's mean. At the last row, or without pooling at each, it prints the result, behind the
-// dense layers that some files bring, L2-normalised.
+// Pools as the metadata says; by default a causal model's last token, an encoder's mean. Prints the
+// result, behind the dense layers that some files bring, L2-normalised; without pooling, every row.
 static bool pool_row(void *ctx, int i, const float *row) {
     enum { EACH, MEAN, CLS, LAST };   // the metadata's numbers
     Cli *cli = ctx;
@@ -8809,15 +8726,12 @@ static bool pool_row(void *ctx, int i, const float *row) {
     }
     for (int j = 0; j < n; j++) length += (double)x[j] * x[j];
     if (!isfinite(length)) return fail(&cli->e, "the embedding's length is %g", length);
-    for (int j = 0; j < n; j++) {
-        if (j) putchar(' ');
-        printf("%.9g", length > 0 ? x[j] / sqrt(length) : 0.0);
-    }
+    if (length == 0) length = 1;
+    for (int j = 0; j < n; j++) printf(j ? " %.9g" : "%.9g", x[j] / sqrt(length));
     putchar('\n');
     return true;
 }
 
-// Prints the embedding of the prompt.
 static bool run_embedding(Cli *cli) {
     Error why;
     Request all = {cli->ids.id, cli->ids.n, .hidden = true, .fn = pool_row, .ctx = cli};
@@ -8845,31 +8759,28 @@ static double read_rate(Cli *cli) {
     return (double)SLICES * SLICE / (now() - start);
 }
 
-// Measures the speed of a prompt of random ids, of tokens behind it in RUNS parts, and between the
-// parts that of memory, of which the best counts.
+// Measures random ids: a prompt, then RUNS parts of tokens, and between these how fast memory is.
 static bool run_bench(Cli *cli) {
     Session *s = &cli->s;
     int n_prompt = cli->bench.id[0], n_decode = cli->bench.id[1];
     for (uint64_t rng = 1; cli->ids.n < (size_t)n_prompt + n_decode;)
         if (!tokens_add(&cli->ids, random_unit(&rng) * cli->m.config.n_vocab))
             return fail(&cli->e, "out of memory");
-    const int32_t *ids = cli->ids.id;
     int n = n_prompt, chunk = n < s->o.chunk ? n : s->o.chunk;
     double best = read_rate(cli);
     // a first chunk touches weights and scratch, so that the rest measures neither disk nor kernel
-    if (!session_eval(s, ids, chunk, &cli->e)) return false;
+    if (!session_eval(s, cli->ids.id, chunk, &cli->e)) return false;
     session_truncate(s, 0);
     double start = now();
-    if (!session_eval(s, ids, n, &cli->e)) return false;
-    double prefill = now() - start, decode = 0;
+    if (!session_eval(s, cli->ids.id, n, &cli->e)) return false;
+    double prefill = now() - start, decode = 0, moved = 0;
     for (int run = 1; run <= RUNS; run++) {
         start = now();
         while (n < n_prompt + (int64_t)n_decode * run / RUNS)
-            if (!session_eval(s, ids, ++n, &cli->e)) return false;
+            if (!session_eval(s, cli->ids.id, ++n, &cli->e)) return false;
         decode += now() - start;
         best = fmax(best, read_rate(cli));
     }
-    double moved = 0;
     while (n > n_prompt) moved += token_bytes(s, --n);
     printf("prefill %d tokens %.1f tok/s\n", n_prompt, n_prompt / prefill);
     printf("decode %d tokens %.1f tok/s %.1f GB/s %.1f %% of %.1f GB/s\n", n_decode,
@@ -8889,7 +8800,6 @@ static void print_str(Str s, size_t most) {
     if (s.n > most) printf("...");
 }
 
-// a key of the file, and the first four of its values
 static void print_meta(const Meta *m) {
     Cursor c = {m->v, m->end, false};
     int digits = m->elem == GGUF_F32 || m->elem == GGUF_F64 ? 9 : 20;
@@ -8931,36 +8841,16 @@ static void print_file(const Cli *cli) {
     fflush(stdout);
 }
 
-// how many layers are of which kind
-static void print_layers(const Model *m) {
-    static const char *const kinds[] = {
-        "attention", "attention in a window", "latent attention",
-        "gated delta net", "state space", "short convolution", "dense FFN", "experts"};
-    enum { FULL, WINDOWED, LATENT, DENSE = COUNT(kinds) - 2, EXPERTS };
-    int count[COUNT(kinds)] = {0};
-    for (const Layer *w = m->layers; w < m->layers + m->config.n_layer; w++) {
-        if (w->n_kv && w->k_b.data) count[LATENT]++;
-        else if (w->n_kv) count[w->window > 0 ? WINDOWED : FULL]++;
-        if (w->mixer) count[LATENT + w->mixer]++;   // MIX_DELTA and so on stand behind it
-        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
-    }
-    const char *before = "";
-    for (size_t i = 0; i < COUNT(kinds); i++) {
-        if (!count[i]) continue;
-        printf("%s %s in %d layers", before, kinds[i], count[i]);
-        before = ",";
-    }
-    if (count[EXPERTS]) printf(" (%d of %d chosen)", m->config.n_used, m->config.n_expert);
-    putchar('\n');
-}
-
 // what Config says, the kinds of layers, the memory plan, the speed that memory allows
 static bool print_info(Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
     static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
+    static const char *const kinds[] = {
+        "attention", "attention in a window", "latent attention",
+        "gated delta net", "state space", "short convolution", "dense FFN", "experts"};
+    enum { FULL, WINDOWED, LATENT, DENSE = COUNT(kinds) - 2, EXPERTS };
     const Model *m = &cli->m;
-    const Gguf *g = m->gguf;
     const Config *c = &m->config;
     const Session *s = &cli->s;
     const Layer *seen = m->layers;   // the first with attention, if there is one
@@ -8971,9 +8861,19 @@ static bool print_info(Cli *cli) {
     printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
            c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
            c->n_ctx);
-    print_layers(m);
+    int count[COUNT(kinds)] = {0}, any = 0;
+    for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
+        if (w->n_kv && w->k_b.data) count[LATENT]++;
+        else if (w->n_kv) count[w->window > 0 ? WINDOWED : FULL]++;
+        if (w->mixer) count[LATENT + w->mixer]++;   // MIX_DELTA and so on stand behind it
+        if (w->up.data) count[w->router.data ? EXPERTS : DENSE]++;
+    }
+    for (size_t i = 0; i < COUNT(kinds); i++)
+        if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
+    if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
+    putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
-    for (size_t i = 0; i < g->n_tensors; i++) weights += tensor_bytes(&g->tensors[i]);
+    for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
     if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);
@@ -8985,8 +8885,7 @@ static bool print_info(Cli *cli) {
     return true;
 }
 
-// What the model's makers ask for, in general.sampling, counts where the user asks for nothing. It
-// is cut to the option's range, and then read as if it had been typed.
+// What the model's makers ask for, cut to the option's range, stands behind the user's options.
 static void sampling_defaults(Cli *cli) {
     static const struct { size_t at; const char *name; } wishes[] = {
         {PICK(temp), "temp"}, {PICK(top_k), "top_k"}, {PICK(top_p), "top_p"},
@@ -9017,27 +8916,16 @@ static bool start_session(Cli *cli) {
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
     size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
     if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
-    size_t page = 1 << 14;
-    room = (room + page - 1) / page * page;
-    cli->work = aligned_alloc(page, room);   // whole pages, for a GPU to share
+    room = (room + 16383) / 16384 * 16384;
+    cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
     if (!cli->work) return fail(&cli->e, "out of memory");
     memset(cli->work, 0, room);
     return true;
 }
 
-// continues the prompt, which is printed first
-static bool run_completion(Cli *cli) {
-    if (cli->template.n && isatty(STDERR_FILENO))
-        fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
-    if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
-    cli->detokenizer.started = cli->text.n > 0;
-    return reply(cli);
-}
-
-// Does what was asked for. The order matters: --info shows a file even if it cannot run; its wishes
-// and an encoder's text, which that sees at once, set options before the session takes them; the
-// template renders the prompt; what needs no weights ends before the session. Of modes the first in
-// the list at the end counts.
+// Does what was asked for. The order matters: --info shows a file even if it cannot run; the file's
+// wishes and an encoder's text set options before the session takes them; what needs no weights
+// ends before that; of the modes at the end the first counts.
 static bool run(Cli *cli) {
     Model *m = &cli->m;
     cli->failure = 1;
@@ -9077,7 +8965,12 @@ static bool run(Cli *cli) {
     if (cli->logits) return run_logits(cli);
     if (cli->chat) return run_chat(cli);
     if (cli->answer_once) return reply(cli);
-    return run_completion(cli);
+    // continue the prompt, which is printed first
+    if (cli->template.n && isatty(STDERR_FILENO))
+        fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
+    if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
+    cli->detokenizer.started = cli->text.n > 0;
+    return reply(cli);
 }
 
 int main(int argc, char **argv) {
@@ -9101,15 +8994,9 @@ int main(int argc, char **argv) {
     session_close(&cli.s);
     model_close(&cli.m);
     chat_clear(&cli, 0);
-    free(cli.message);
-    free(cli.said.s);
-    free(cli.last.s);
-    free(cli.answer.s);
-    free(cli.template.s);
-    free(cli.text.s);
-    free(cli.ids.id);
-    free(cli.bench.id);
-    free(cli.work);
+    void *owned[] = {cli.message, cli.said.s, cli.last.s, cli.answer.s, cli.template.s, cli.text.s,
+                     cli.ids.id, cli.bench.id, cli.work};
+    for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     if (interrupted) return 130;
     return ok ? 0 : cli.failure;
 }
