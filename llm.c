@@ -3784,22 +3784,22 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
 //
 //   a conversation   user "Hi"
 //       template_render: the template, a program in the file, writes a conversation as one text;
-//       bytes that the model did not write are marked (section 21)
+//       bytes that the model did not write are marked (section 25)
 //   text             "user: Hi\n"
 //       tokenize: cuts it into tokens, texts that the file's vocabulary has, and gives their ids,
-//       which are indices; in marked bytes it finds no control tokens (section 20)
+//       which are indices; in marked bytes it finds no control tokens (section 24)
 //   ids              488 271 25 402 72 198
 //       session_eval and session_sample draw one id after the other (Part I)
 //   an id            488
-//       detokenize: the text of its token, "us" (section 20)
+//       detokenize: the text of its token, "us" (section 24)
 //
-// Of section 20 read BPE first, which most models have: the rules, word_join, fragment_tokenize,
-// text_tokenize, tokenize; of section 21 GRAMMAR and eval.
+// Of section 24 read BPE first, which most models have: the rules, word_join, fragment_tokenize,
+// text_tokenize, tokenize; of section 25 GRAMMAR and eval.
 
 #include <ctype.h>             // what the Parts before do not need
 #include <setjmp.h>
 
-// ---- 20. tokenizer ----
+// ---- 24. tokenizer ----
 //
 // Text becomes ids in four steps: special tokens are cut out; rules split the rest into words; a
 // word is spelled as the vocabulary does; its parts join, two neighbours at a time, for as long as
@@ -4732,7 +4732,7 @@ static void tokenizer_close(Tokenizer *t) {
     *t = (Tokenizer){0};
 }
 
-// ---- 21. chat templates ----
+// ---- 25. chat templates ----
 //
 // A model's file says in a program how it wants a conversation written: in a template, whose
 // language is Jinja as Hugging Face sets that up, with trim_blocks, lstrip_blocks, loop controls.
@@ -5952,18 +5952,18 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // so that one instruction multiplies up to 64 bytes; float weights meet float activations. (In
 // prefill with AMX all numbers become bf16.) The number of threads never changes a sum.
 //
-// Out go the functions behind Part I's prototypes (section 4; for the GPU section 7), above all
-// matmul and attention. In come the vectors of LANES floats that end section 14.
+// Out go functions behind Part I's prototypes, above all matmul and attention. In come the vectors
+// of section 17.
 //
-//   22 the machine     CPUs, clock, terminal, e^x, prefetching
-//   23 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 24 to 33
-//   24 vectors         the few words in which CPUs differ          25 products of one token
-//   26 tiles           products of many tokens: the idea, and an example
-//   27 the float tile  28 the int8 tile    29 matmul, which cuts products into tasks
-//   30 attention       31 of many queries  32 of one query, with an example
-//   33 AMX             one more tile, and one more attention, for the CPUs that have it
-//   34 the GPU         metal.c, or functions that say that there is none
-// Read 23, 26 and 29 first, then 30 and 32; 24, 25, 27, 28 and 31 are their inner loops.
+//   26 the machine     CPUs, clock, terminal, e^x, prefetching
+//   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
+//   28 vectors         the few words in which CPUs differ          29 products of one token
+//   30 tiles           products of many tokens: the idea, and an example
+//   31 the float tile  32 the int8 tile    33 matmul, which cuts products into tasks
+//   34 attention       35 of many queries  36 of one query, with an example
+//   37 AMX             one more tile, and one more attention, for the CPUs that have it
+//   38 the GPU         metal.c, or functions that say that there is none
+// Read 27, 30 and 33 first, then 34 and 36; 28, 29, 31, 32 and 35 are their inner loops.
 //
 // A group is 32 consecutive weights or activations (of heads, those that share a KV head), half of
 // one 16; a strip is some rows of a matrix, a batch some of the tokens that meet it, a block of the
@@ -5973,7 +5973,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 #include <stdatomic.h>
 #define UNUSED __attribute__((unused))   // here, or in some builds
 
-// ---- 22. the machine ----
+// ---- 26. the machine ----
 
 // Returns how many CPUs a container lets this process use, at most n: the process's group, or one
 // around it, may have a quota of time in each period. root: "", but in tests
@@ -6099,7 +6099,7 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
     prefetch_l2((const char *)p + L2_AHEAD, bytes);
 }
 
-// ---- 23. threads ----
+// ---- 27. threads ----
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n. A thread
 // claims k tasks by subtracting k: if `left` was i > 0, it runs tasks n - i .. n - i + k - 1 (up to
@@ -6255,7 +6255,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, int n) {
 }
 
 #ifdef LLM_PLAIN
-// Part I's definitions do the work: slowly, but in place of sections 24 to 33
+// Part I's definitions do the work: slowly, but in place of sections 28 to 37
 static void matmul(UNUSED Pool *p, Arena *a, const Matmul *jobs, int k) {
     for (int j = 0; j < k; j++) {
         size_t mark = a->used;
@@ -6275,9 +6275,9 @@ static void attention(UNUSED Pool *p, Arena *a, const Attention *x) {
 static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
-#else   // LLM_PLAIN leaves out sections 24 to 33, some 1,500 lines
+#else   // LLM_PLAIN leaves out sections 28 to 37, some 1,500 lines
 
-// ---- 24. vectors ----
+// ---- 28. vectors ----
 //
 // Loops below are written once for all CPUs, in plain C on compiler vectors as wide as theirs: vf
 // has LANES floats, vi as many int32, vb and vub four bytes in each lane. `a + b * c` is one or two
@@ -6420,7 +6420,7 @@ static void narrow(const float *x, int n, uint16_t *to) {
     for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
 
-// ---- 25. products of one token ----
+// ---- 29. products of one token ----
 //
 // token_pack rounds the activations to TokenActs; then the matvec function of the weights' format,
 // which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
@@ -6616,7 +6616,7 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
     return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
 }
 
-// ---- 26. tiles: products of many tokens ----
+// ---- 30. tiles: products of many tokens ----
 //
 // out [n][rows] is computed in tiles of some tokens times 16 or 32 rows, whose sums stay in
 // registers. Rows lie across the lanes and activations are broadcast, so no lanes are added up. A
@@ -6655,7 +6655,7 @@ typedef struct {
     void (*multiply)(const Product *p, vf *sum);   // to sum[PANELS][tokens][16]
 } Tile;
 
-static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: section 33
+static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: section 37
 
 // A panel has TILE rows, which are so many vectors, and a tile of products so many panels.
 enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS = 32 };
@@ -6716,7 +6716,7 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
     }
 }
 
-// ---- 27. the float tile ----
+// ---- 31. the float tile ----
 //
 // It multiplies float weights, and all formats where there is no int8 tile. Attention of many
 // queries uses tile_float for both of its products. (Neither is so with AMX.)
@@ -6770,7 +6770,7 @@ static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = 
     .panel_bytes = FLOAT_DEPTH * TILE * sizeof(float),
     .pack = float_pack, .decode = float_decode, .multiply = float_multiply};
 
-// ---- 28. the int8 tile ----
+// ---- 32. the int8 tile ----
 //
 // A dot product starts at the bits of ROUNDER. Seen as a float it then is ROUNDER + dot, so that no
 // integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called 8
@@ -6914,7 +6914,7 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
     .task_rows = 64, .act_bytes = 8 * sizeof(Int8Acts), .panel_bytes = sizeof(Int8Panel),
     .pack = int8_pack, .decode = int8_decode, .multiply = int8_multiply};
 
-// ---- 29. matmul ----
+// ---- 33. matmul ----
 //
 // A call has up to MAX_JOBS products, of which some share x. Activations are packed first, each x
 // once (plan_job, pack_task); then rows are cut into strips, and a strip is a task, or two are
@@ -7079,7 +7079,7 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     arena->used = mark;
 }
 
-// ---- 30. attention ----
+// ---- 34. attention ----
 //
 // Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
 // `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
@@ -7106,7 +7106,7 @@ static int block_seen(const Attention *a, int r, int keys, int first, int last) 
 static int rows_used(const Attention *a) { return smaller(a->pos + a->n, a->rows); }
 static int up_to_32(int width) { return ceil_div(width, 32) * 32; }
 
-// ---- 31. attention of many queries ----
+// ---- 35. attention of many queries ----
 //
 // A task has one KV head and some tokens' queries of all heads that share it, 16 to a QueryTile.
 // Queries lie across the lanes: scores are [key][16], results [vd][16], and no lanes are added up.
@@ -7191,7 +7191,7 @@ static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
 
 static const AttentionTile float_attention = {.keys = FLOAT_KEYS, .task_queries = 256,
                                               .attend = float_attend};
-static const AttentionTile amx_attention;   // section 33
+static const AttentionTile amx_attention;   // section 37
 
 typedef struct {
     const Attention *a;
@@ -7288,7 +7288,7 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     if (arena->base) parallel(p, many_task, &call, call.tasks);
 }
 
-// ---- 32. attention of one query ----
+// ---- 36. attention of one query ----
 //
 // Memory sets the speed: it has 2 * (hd + vd) bytes per row and KV head, read once for all query
 // heads that share them. Of a block, FEW rows, the keys are read and then the values, in the order
@@ -7486,7 +7486,7 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
     arena->used = mark;
 }
 
-// ---- 33. AMX ----
+// ---- 37. AMX ----
 //
 // Xeons have it since 2023. A tile is here a register of 16 rows of 64 bytes, or what it holds: one
 // instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
@@ -7741,9 +7741,9 @@ static const AttentionTile amx_attention = {.keys = AMX_KEYS, .task_queries = 51
 #else   // pool->amx is false
 static const Tile *amx_tile(UNUSED const Matrix *w) { return NULL; }
 #endif
-#endif   // LLM_PLAIN: sections 24 to 33
+#endif   // LLM_PLAIN: sections 28 to 37
 
-// ---- 34. the GPU ----
+// ---- 38. the GPU ----
 
 #if defined(LLM_CUDA)
 #define GPU_NAME "cuda"
@@ -7770,8 +7770,8 @@ static inline double gpu_bytes(const Session *s) { return 0; }
 
 // ==== Part VI: main =============================================================================
 //
-// The program around the library. Section 35 has Cli, which is all of a call, signals, options and
-// texts; 36 the messages of a chat and the line that a user types; 37 prompts, printing and modes.
+// The program around the library. Section 39 has Cli, which is all of a call, signals, options and
+// texts; 40 the messages of a chat and the line that a user types; 41 prompts, printing and modes.
 //
 // Read run and main at its end first: main sets defaults and handlers of signals; parse_options
 // stores what OPTIONS names; run loads model, template and prompt, opens the session, and calls one
@@ -7783,7 +7783,7 @@ static inline double gpu_bytes(const Session *s) { return 0; }
 // which ends the program or, on a terminal, a turn of a chat. Exit codes: 0; 1 if something failed;
 // 2 if the options make no sense; 130 after Ctrl-C, or SIGTERM or SIGHUP in a chat that waits.
 
-// ---- 35. the command line ----
+// ---- 39. the command line ----
 
 #ifndef LLM_NO_MAIN
 #include <poll.h>
@@ -8081,7 +8081,7 @@ static bool check_utf8(Cli *cli, const Text *t) {
     return true;
 }
 
-// ---- 36. conversations ----
+// ---- 40. conversations ----
 //
 // A chat is a list of messages. For each answer the model's own template writes all of them anew,
 // and what the cache holds of that is reused. Only the words of the template may become special
@@ -8392,7 +8392,7 @@ static bool chat_listen(Cli *cli) {
     return ok && text_add(cli, said, "", 0);
 }
 
-// ---- 37. modes ----
+// ---- 41. modes ----
 
 // Loads the text that was given, if any, and makes its ids, or the messages of a chat.
 static bool load_prompt(Cli *cli) {
@@ -8662,7 +8662,8 @@ static bool run_logits(Cli *cli) {
     if (!cli->out) return fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
     bool ok = session_run(&cli->s, all, &cli->e);
-    if (ferror(cli->out) | fclose(cli->out))
+    bool failed = ferror(cli->out);
+    if (fclose(cli->out) || failed)
         ok = fail(&cli->e, "%s: cannot be written whole", cli->logits);
     if (!ok && !stat(cli->logits, &st) && S_ISREG(st.st_mode)) remove(cli->logits);
     return ok;
