@@ -5,7 +5,7 @@
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
 // Part I is the model and the first sitting: how tokens become logits, and logits the next token,
-// in plain C. It has what a Llama needs; what other families add is a call into Part III. It
+// in plain C. It has what a Llama needs; other families add a branch or a call into Part III. It
 // declares what the other parts provide, and defines the two large operations, matrix product and
 // attention, in plain loops: with -DLLM_PLAIN every model runs on these alone.
 //
@@ -41,8 +41,8 @@
 //       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit or prints, except that on stderr a GPU shows its loading, on a terminal,
-// and says in a line that it cannot be used or has failed. A call takes less than 512 KB of stack.
+// Only Part VI calls exit or prints; but a GPU shows its loading on a terminal, and says on stderr
+// that it cannot be used or has failed. A call takes less than 512 KB of stack.
 #define _GNU_SOURCE   // Linux: sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -111,14 +111,14 @@ static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false:
 // the first and after the last. Part II fills them from a file, and checks all that Part I relies
 // on. Each type begins with what a Llama has: seven sizes (n_layer, dim, n_vocab; n_head, n_kv, hd
 // and ff in a layer) and nine weights a layer. On a first reading stop there: in a Llama the rest
-// is 0, NULL, an empty Norm or a factor of 1; but it is causal, and source is the layer itself.
+// is 0, NULL, an empty Norm or a factor of 1, unless its comment says otherwise.
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // recurrent mixers, see Part III
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
-enum { FULL, WINDOWED };                        // layers that see the session's window; their own
+enum { FULL, WINDOWED };    // layers: FULL ones see all of Options.window, others Layer.window
 
 typedef struct {
     int n_layer;               // layers that run
@@ -135,7 +135,7 @@ typedef struct {
     char name[32];             // of the architecture
     bool verified;             // its logits are checked against llama.cpp's
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
-    bool causal;               // a token does not see later ones; in encoders it does
+    bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
     float embd_scale;          // factor of the embeddings (Gemma)
@@ -195,20 +195,20 @@ typedef struct {
     const float *scale;        // [1] factor of the product, or [experts], or NULL
     size_t step;               // bytes from one expert's matrix to the next
     int x_step, out_step;      // floats from one token's input, or output, to the next one's; 0:
-                               // cols, rows. Larger for the matrix of one head of a longer row
+                               // cols, rows. Larger where w is one head's, and x or out has all
 } Matrix;
 
-// A norm: weights w [n] and biases b [n], each or NULL; they repeat along the row that is normed.
-// Each `group` of the row is normed by itself; 0: all of it. Heads [n_head][hd] may be normed each
-// by itself, with the same weights (n = group = hd) or its own (n = n_head * hd, group = hd), or as
-// one row (n = n_head * hd, group = 0).
+// A norm: weights w [n] and biases b [n], each or NULL. They serve n values of the row, then start
+// over. Each `group` of the row is normed by itself; 0: all of it. So heads [n_head][hd] are normed
+// each by itself, with the same weights (n = group = hd) or its own (n = n_head * hd, group = hd),
+// or as one row (n = n_head * hd, group = 0).
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
-    int n_rot;                 // values of a head that RoPE turns, if it is
-    bool rotated;
+    int n_rot;                 // values of a head that RoPE turns: Config's n_rot, or n_rot_local
+    bool rotated;              // it does
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -222,7 +222,7 @@ typedef struct {
 
     // -- what other families add --
     int window;                // tokens that a query sees; 0: the session's window
-    int source;                // the layer whose cache it reads, mostly itself
+    int source;                // the layer whose cache it reads; in a Llama itself
     bool side_by_side;         // attention and FFN read the same stream (GPT-NeoX)
     Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
     Norm attn_norm_2;          // [dim] one more after attention (JinaBERT)
@@ -296,7 +296,7 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 typedef struct {               // 0: the default, here in brackets
-    int window;                // tokens that a query sees, itself included (n_ctx, or 4096 if less)
+    int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
     int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
@@ -336,7 +336,7 @@ typedef struct Session {
     // what forward works on, for its row functions
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers; n: at most a chunk; rows: the larger of n and n_used (of experts)
+    // its buffers; n: at most a chunk; rows: of experts that run together, the larger of n, n_used
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that a block reads
     float *out;                // [n][dim] the result of a block
@@ -395,7 +395,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 typedef struct {
     const float *q;            // [n][n_head][hd], with RoPE applied
     float *out;                // [n][n_head][vd]
-    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; a value: the first vd
+    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; vd of v_step count
     const int32_t *pos_k;      // [rows] position in each row, -1: empty
     int rows;
     int pos, n;                // queries at pos .. pos+n-1
@@ -409,6 +409,8 @@ static void attention(Pool *p, Arena *a, const Attention *x);
 
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
+static void cache_finite(uint16_t *v, int n, uint16_t *key);   // a NaN in v goes to key: it must
+                                          // not spoil the sums of those who do not see the row
 static inline float exp_fast(float x);    // e^x, relative error 1e-7, as vector code in loops
 static void clamp(float *x, int64_t n, float limit);       // to -limit .. limit; 0: not at all
 static void soft_cap(float *x, size_t n, float cap);       // x = cap * tanh(x / cap)
@@ -423,11 +425,11 @@ static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
 typedef struct Sum Sum;
-static void add_layer_input(Session *s, Sum *sum);   // makes a sum, runs a block, sets its sum
+static void add_layer_input(Session *s, Sum *sum);   // adds by *sum; then that is one more block's
 
 // Steps of other families, which are not called or change nothing in a plain Llama
 static void make_layer_inputs(Session *s);
-static void add_embeddings(Session *s, float *x, size_t i);   // to that of token i
+static void add_embeddings(Session *s, float *x, size_t i);   // x += those of its position, type
 static void split_gate_row(Session *s, const void *w, size_t i);   // s->mix to queries and gates
 static void gate_attention(Session *s, float *x, int width);
 static void sharpen(const Session *s, float *q, size_t n, int pos);
@@ -435,7 +437,6 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
 static void activate_limited(float *gate, float *up, int n, int act, float limit);
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
 static void alibi_slopes(float *slope, int n_head, float max_bias);
-static void cache_finite(uint16_t *v, int n, uint16_t *key);   // if v has a NaN, key gets it
 
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
@@ -512,10 +513,10 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 //   x = embd[id]                        [n][dim]
 //   each layer:  x += attention(norm(x))        tokens look at each other
 //                x += ffn(norm(x))              each token by itself
-//   logits = output * norm(x)           [n_vocab]
+//   logits = output * norm(x)           [n_vocab], in output_logits
 //
 // A block, attention or FFN, reads s->normed and leaves in s->out what is added to the stream. All
-// steps but products and attention go row by row, a task for each token or for a share of it.
+// steps but products and attention go row by row, a task for each token or a share of its heads.
 
 typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
 static void run_row(Task t) {
@@ -600,7 +601,7 @@ static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, 
     int hd = layer->hd, n_rot = layer->n_rot;
     clamp(x, heads * hd, c->clamp_qkv);
     if (w->n && !c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
-    for (int h = 0; layer->rotated && h < heads; h++) {   // inlined twice, as two kinds of loops
+    for (int h = 0; layer->rotated && h < heads; h++) {   // two inlined copies, pairing constant
         if (c->rope == ROPE_HALVES) rope(x + h * hd, turn, n_rot, ROPE_HALVES);
         else rope(x + h * hd, turn, n_rot, ROPE_PAIRS);
     }
@@ -608,7 +609,7 @@ static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, 
 }
 
 // Prepares queries and keys, and writes keys and values to the cache. The heads of each token are
-// dealt out in *arg equal shares; i counts the shares of all tokens.
+// dealt out in *arg equal shares, so that q is [n][shares][n_head][hd]; i counts all shares.
 static void qkv_share(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -646,7 +647,7 @@ static void attend(Session *s) {
                    .softcap = c->attn_cap, .sinks = w->sinks};
     if (cache->v == cache->k) a.v_step = w->hd;         // latent attention
     if (!c->causal) a.ahead = cache->window - 1;        // encoders see both ways
-    if (c->span && w->window) a.span_start = s->pos / c->span * c->span;   // of all the chunk
+    if (c->span && w->window) a.span_start = s->pos / c->span * c->span;   // a chunk is in one span
     if (c->alibi > 0) a.slopes = s->slopes;
     attention(s->pool, &s->op_scratch, &a);
 }
@@ -678,7 +679,7 @@ static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu
     else activate(up, gate, up, ff, act);
 }
 
-// out [n][dim] = down (silu(gate normed) * up normed)
+// out [n][dim] = down * (silu(gate * normed) * (up * normed))
 static void ffn(Session *s, const Ffn *f, float *out) {
     int n = s->n;
     Matmul in[] = {{f->up, s->normed, s->up, n}, {f->gate, s->normed, s->gate, n}};
@@ -687,8 +688,8 @@ static void ffn(Session *s, const Ffn *f, float *out) {
     product(s, f->down, s->up, out);
 }
 
-// Tokens look at each other, by attention, by a memory of fixed size, or by both, which then read
-// the same input.
+// Tokens look at each other, by attention, by a memory of fixed size, or by both: these read the
+// same input, and s->out has room for one result, so attention's is added here.
 static void mix_tokens(Session *s, const Layer *w) {
     if (w->k_b.data) latent_attention(s);
     else if (w->n_kv) attention_block(s);
@@ -707,19 +708,20 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, angles_row, c, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
-        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // both, but in hybrids
-        Sum mixed = {&w->attn_post_norm, &w->attn_norm_2, feeds ? NULL : w->out_scale};
-        Sum fed = {&w->ffn_post_norm, NULL, w->out_scale};
+        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids: or only one
+        Sum mixed = {.post = &w->attn_post_norm, .again = &w->attn_norm_2};
+        Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale};
 
-        // x += attention(norm(x)): tokens look at each other
+        // x += attention(norm(x)): tokens look at each other. Side by side both read the same x
         if (mixes) {
+            if (!feeds) mixed.scale = w->out_scale;
             each_row(s, norm_row, &w->attn_norm, n);
             mix_tokens(s, w);
             if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
             each_row(s, add_row, &mixed, n);
         }
 
-        // x += ffn(norm(x)): each token by itself; side by side, both read the same x
+        // x += ffn(norm(x)): each token by itself
         if (feeds) {
             if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
             if (w->router.data) experts(s);
@@ -1022,8 +1024,8 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     return true;
 }
 
-// How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. With a
-// snapshot the last token runs alone, after it was taken: another answer then costs one token.
+// How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. For a
+// snapshot the prompt's last token runs alone: another answer then costs one token.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
     if (span && most > span - pos % span) most = span - pos % span;
@@ -1048,8 +1050,9 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
     for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
         int rows = n - i < LOGIT_ROWS ? n - i : LOGIT_ROWS;
         const float *row = r->hidden ? s->normed + i * width : s->logits;
-        for (int k = 0; r->hidden && k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
-        if (!r->hidden && !gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
+        if (r->hidden)
+            for (int k = 0; k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
+        else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
             if (row_damaged(row, width, exact))
                 return fail(e, "at token %d the model yields %s NaN: its weights may be damaged",
@@ -1107,9 +1110,9 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return (x->id > y->id) - (x->id < y->id);
 }
 
-// Brings the k best of n to the front, in order. Candidates not worse than the k-th best so far are
-// gathered past the first k; when there are k of them, all 2k are sorted, and the k best stay:
-// about n log k steps, and no copy.
+// Brings the k best of n to the front, in order. Candidates not worse than c[k - 1], the k-th best
+// of the last sort, are gathered past the first k; when there are k of them, all 2k are sorted, and
+// the k best stay: about n log k steps, and no copy.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
