@@ -1260,12 +1260,12 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 
 // ==== Part II: the file =========================================================================
 //
-// In: the path of a file. Out: a Model, whose weights point into the mapped file, or one line that
-// says what is wrong with it. Read ARCHS and KEYS first (section 12): these two tables, and which
+// In: the path of a file. Out: a Model, most of whose weights point into the mapped file, or one line
+// that says what is wrong. Read ARCHS and KEYS first (section 12): these two tables, and which
 // tensors a file has, say what a model is. Section 11 reads the file's lists of keys and tensors.
-// Section 13 fills Config and each Layer from them; what only blocks of other families have, the
-// load_ functions of Part III find. Where a caller puts words in front of what an inner function
-// says, that one has an Error of its own, `why`.
+// Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer; what only
+// blocks of other families have, the load_ functions of Part III find. Where a caller puts words in
+// front of what an inner function says, that one has an Error of its own, `why`.
 
 #include <errno.h>             // what Part I does not need
 #include <fcntl.h>
@@ -1290,7 +1290,8 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 //
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
-// must lie inside the file. Nothing is copied: strings and weights are pointers into it.
+// must lie inside the file. Strings and weights are pointers into it; what loading must change is
+// copied (keep_memory).
 
 // realloc for so many items; also NULL if their bytes are more than a size_t counts
 static void *resize(void *p, uint64_t count, size_t size) {
@@ -1618,17 +1619,19 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // ---- 12. architectures ----
 //
 // Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
-// differs from a plain Llama. KEYS lists the numbers that a file gives and who reads them. Which
+// differs from a plain Llama. KEYS lists most numbers that a file gives, and who reads them. Which
 // tensors there are says the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts,
 // sinks, tied output).
 //
 // To add an architecture: read the values off its reference implementation, add its name to a row
-// that has them, or a new row, and run `./llm model.gguf --info`. Add the name in KEYS to the keys
-// that it reads and not all do, in NEEDS to the tensors that it cannot do without: else such a key
-// is noted and ignored, such a tensor may be missing. A number under a new key gets a row in KEYS,
-// a tensor under a new name a line in its block's load_ function, a new difference a flag, of which
-// imply_config makes a field of Config. Then add a row to SHAPES in test.c, whose tests ask for
-// what is left. RoPE pairing is the usual mistake, and position 0 cannot show it.
+// that has them, or a new row (the first that fits counts; without .local no layer has a window),
+// and run `./llm model.gguf --info`. Add the name in KEYS to the keys that it reads and not all do,
+// in NEEDS to the tensors that it cannot do without: else such a key is ignored (only those of
+// RoPE, attention and experts are noted), such a tensor may be missing. A number under a new key
+// gets a row in KEYS, a tensor under a new name a line in its block's load_ function, a new
+// difference a flag, most of which imply_config makes fields of Config; what a GPU lacks, gpu_lacks
+// in metal.c says. Then add a row to SHAPES in test.c, whose tests ask for what is left. RoPE
+// pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
 // golden/ has llama.cpp's logits for the names with a star.
@@ -1668,7 +1671,7 @@ enum {   // of 64 bits
     FF_BOTH = 1ull << 29,         // feed_forward_length counts gate and up
     HALF_ROTATED = 1ull << 30,    // layers that see all rotate half of rope.dimension_count
     INPUTS_WEIGHED = 1ull << 31,  // an expert's weight is a factor of its input
-    SHARPENED = 1ull << 32,       // attention far out is sharpened by 0.1 a span
+    SHARPENED = 1ull << 32,       // sharpen_scale is 0.1, for spans
     QK_NORM_BARE = 1ull << 33,    // QK norm without weights in layers with spans
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
@@ -1831,7 +1834,7 @@ static const Key KEYS[] = {
     {"context_length", INT, CONFIG(n_ctx), 1, INT_MAX, ALL},
     {"pooling_type", INT, CONFIG(pooling), -1, 4, ALL},
     {"attention.layer_norm_epsilon", REAL, CONFIG(eps), 0, 1, ALL},
-    // or as the next
+    // RMSNorm's eps under that name, or under its own
     {"attention.layer_norm_epsilon", REAL, HINT(eps_rms), ANY, "nemotron_h nemotron_h_moe"},
     {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, ALL},
     {"embedding_scale", REAL, CONFIG(embd_scale), ANY,
@@ -1982,7 +1985,8 @@ static const struct { const char *name, *archs; } NEEDS[] = {
 // ---- 13. loading ----
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
-// cannot fail. After the first error all lookups find nothing, so one check at the end is enough.
+// cannot fail. After the first error no tensor is found any more, so one check at the end is
+// enough.
 
 typedef struct {
     Model *m;
@@ -2107,7 +2111,7 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
 //   [heads][n]    has weights for each head
 //   [heads * n]   norms all heads at once
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
-    const char *suffix = find_tensor(ld, name, "") ? "" : ".weight";   // Falcon-H1 has one without
+    const char *suffix = find_tensor(ld, name, "") ? "" : ".weight";   // some names have none
     const Tensor *t = find_tensor(ld, name, suffix);
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
@@ -2230,7 +2234,7 @@ static void load_attention(Loader *ld, Layer *w) {
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
 static const FfnNames DENSE_NAMES = {"ffn_gate", "ffn_up", "ffn_down", "ffn_up"};
 
-// Loads gate, up and down of an FFN, or of n experts; with some activations there may be no gate.
+// Loads gate, up and down of an FFN, or of n experts; `gated` says when there must be a gate.
 // Returns the width, which is ff or, where that is 0, what the file has.
 static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, Matrix **w) {
     const Config *c = &ld->m->config;
@@ -2257,7 +2261,7 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
 //   OLMo 2, EXAONE 4                  post_attention_norm                       post_ffw_norm
 //   DBRX                  attn_norm                        attn_output_norm
 //   Falcon 40B            attn_norm_2                      attn_norm
-//   BERT                              attn_output_norm                          layer_output_norm
+//   BERT (of the sum)                 attn_output_norm                          layer_output_norm
 static void load_norms(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     Norm attn_norm_2 = load_norm(ld, "attn_norm_2", 1, c->dim);
@@ -2349,7 +2353,8 @@ static void load_layer(Loader *ld, Layer *w) {
     if (c->per_layer) load_inputs(ld, w);
 }
 
-static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {   // -1: none
+// a tensor of layer l (-1: of none), which find_tensor then looks in, too
+static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {
     snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", l);
     if (l < 0) *ld->prefix = 0;
     return find_tensor(ld, name, suffix);
@@ -2363,8 +2368,9 @@ static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows)
            (!windows || !a->window == !b->window);
 }
 
-// Layer l has a tensor of this name. Have its neighbours, the next of its kind on both sides? The
-// name says which block counts: that of an FFN or of experts has ff in it, or begins with exp.
+// Layer l has a tensor of this name. Have its neighbours, the next of its kind on both sides? If
+// not, it is missing there, or does not belong here. The name says which block counts: that of an
+// FFN or of experts has ff in it, or begins with exp.
 static void check_neighbours(Loader *ld, int l, const char *name) {
     const Layer *w = ld->m->layers;
     bool ffn = strstr(name, "ff") || !strncmp(name, "exp", 3);
@@ -2979,7 +2985,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         sum += weight[k];
     }
     if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
-    if (isnan(scores)) scale = NAN;   // a NaN is never chosen: nobody else would notice
+    if (isnan(scores)) scale = NAN;   // a NaN may not be chosen: nobody would notice
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
@@ -3221,7 +3227,7 @@ static uint64_t delta_state_size(const Config *c) {
     return (uint64_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
 }
 
-// Causal convolution over time of one block of channels, then SiLU; a short convolution has gates:
+// Causal convolution over time of one block of channels, then SiLU; a short one has gates instead:
 //
 //   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
 //
@@ -3387,7 +3393,8 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
 // The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
 // c, and u [dim], of one projection.
 
-// loads the layer's recurrent mixer; returns whether there is attention, instead or as well
+// What all recurrent mixers share: load_recurrent finds the layer's, and returns whether there is
+// attention, instead or as well; recurrent runs it.
 static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
@@ -3500,8 +3507,8 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
 }
 
-// A head's widths are those of the queries and values that it stands for, and so is the scale. In
-// files with YaRN the key yarn_log, if there is one, is of the scores instead of the cosines.
+// A head's widths are those of the queries and values that it stands for, and so is the scale. With
+// yarn_scores, yarn_log is of the scores instead of the cosines.
 static void derive_latent(Config *c, bool yarn_scores) {
     bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
     if (!c->latent_hd || swapped) c->latent_hd = c->hd;
@@ -3510,7 +3517,7 @@ static void derive_latent(Config *c, bool yarn_scores) {
     if (!yarn_scores) return;
     float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
     c->attn_scale *= powf(c->rope_mag * (1 + cosines) * (1 + c->yarn_log * far), 2);
-    if (cosines == 0) c->yarn_log = 1;   // rope_frequencies then leaves the cosines' size at 1
+    if (cosines == 0) c->yarn_log = 1;   // rope_scaling then returns rope_mag
 }
 
 static void load_latent(Loader *ld, Layer *w) {
@@ -3903,7 +3910,9 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   s+!           the first space of "  ok": + takes both, ! does not allow the o, + gives one back
 //   s+            the space of " 1234", which nothing else takes
 //
-// Flags: a word that is a token stays whole; BOS is added; only spaces are respelled.
+// Flags: a word that is a token stays whole; BOS is added; only spaces are respelled. To add a
+// pre-tokenizer, add its name to a row that has its rules, or a row with at most six; a new letter
+// also to unicode_classes; then words to test.c.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
@@ -4146,7 +4155,7 @@ static void add_id(Work *w, int32_t id) {   // there is room, see tokenize; id -
 }
 
 // Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes; a
-// byte that is none either is lost.
+// byte that is none either is unknown in SentencePiece, and lost elsewhere.
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
@@ -4181,8 +4190,9 @@ static void word_join(Work *w) {
     }
 }
 
-// Where any part of a word may be a token, only lengths that tokens have are tried, with the hashes
-// [n_text + 1] of the word's beginnings: a byte takes as many steps as there are lengths.
+// WordPiece, unigram: where any part of a word may be a token, only lengths that tokens have are
+// tried, with the hashes [n_text + 1] of the word's beginnings: a byte takes as many steps as there
+// are lengths.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
     for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash[i] * HASH_BASE + (uint8_t)w->text[i];
@@ -4842,7 +4852,7 @@ static bool in_name(char c) { return isalnum((uint8_t)c) || c == '_' || c & 0x80
 static bool is_space(uint32_t c) { return c < 128 ? isspace(c) : unicode_classes(c) & CLASS('s'); }
 static const char *skip_space(const char *p) { return p + strspn(p, " \t\n\v\f\r"); }
 
-static char *shadow(Template *t, const char *p) {   // NULL: p is not in the block, but C's
+static char *shadow(Template *t, const char *p) {   // NULL: p is not in the block
     size_t at = (uintptr_t)p - (uintptr_t)t->block;
     return at < t->size ? t->block + t->size + at : NULL;
 }
@@ -4965,8 +4975,9 @@ static void push_all(Template *t, List *l, List more) {
 
 static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1}); }
 
-// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 static int compare(double a, double b) { return a < b ? -1 : a > b; }
+
+// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
 enum { UNLIKE = 2 };
 __attribute__((noinline)) static int order(Template *t, Value a, Value b) {
     if (is_number(a) && is_number(b)) return compare(number(a), number(b));
@@ -5232,8 +5243,9 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
     return l;
 }
 
-// A row has names and parameters; a filter or method stands behind the first. To add one, add its
-// name here, that of a method or function below, too; then what it returns; then a test.
+// A row has names and at most MOST_PARAMS parameters, of which the first is what a filter or method
+// is applied to. To add one, add its name here, that of a method or function to one of the lists
+// below, what it returns to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
@@ -5382,11 +5394,11 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 
 // ---- its parser
 //
-// A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node,
-// * any number, ? none or one, | or else, and a name another rule, which gets a node with what it
-// found as children. A rule up to `atom` that finds one thing is that thing: 1 is a number, no sum
-// of one product. A block also reads the {% of the tag that ends it. READERS has a function for
-// each rule from `name` on. The first word decides: a tag that begins as a rule says, and goes on
+// A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node, * any
+// number, ? none or one, | or else, and a name another rule, which gets a node with what it found
+// as children. A rule up to `atom` that finds one thing is that thing: 1 is a number, no sum of one
+// product. A block also reads the {% of the tag that ends it. READERS has a function for each rule
+// from `name` to `wrong`. The first word decides: a tag that begins as a rule says, and goes on
 // otherwise, becomes `wrong`, a node that is an error when it is evaluated: many such stand in
 // branches that no chat reaches.
 //
@@ -5953,7 +5965,8 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // weight n times: panels of weights are decoded once, stay in the cache and meet all tokens of the
 // chunk. Weights of block formats meet activations that are rounded to int8, with a scale per 32,
 // so that one instruction multiplies up to 64 bytes; float weights meet float activations. (In
-// prefill with AMX all numbers become bf16.) The number of threads never changes a sum.
+// prefill all become sums of bf16 with AMX, and floats without dot_bytes.) The number of threads
+// never changes a sum.
 //
 // Out go functions behind Part I's prototypes, above all matmul and attention. In come the vectors
 // of section 17.
@@ -5989,7 +6002,7 @@ static UNUSED int within_quota(const char *root, int n) {
         char *end = strchr(group, ':');
         if (!end) continue;
         *end = '/';
-        for (end = strchr(end, 0); end; end = strrchr(group, '/')) {
+        for (end = strchr(end, 0); end; end = strrchr(group, '/')) {   // and each group around it
             double quota = 0, period = 0;   // no quota is "max", in v1 -1
             *end = 0;
             for (size_t i = 0; i < COUNT(files); i++) {
@@ -6031,8 +6044,8 @@ static double now(void) {   // seconds since some moment
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-// Writes text over the terminal's current line; "" wipes the line. Text is cut to the terminal's
-// width, or to 79 characters, because spaces cannot wipe a line that has wrapped.
+// Writes text over the terminal's current line; "" wipes the line. Text is cut to a column less
+// than the terminal has, or 79 bytes, because spaces cannot wipe a line that has wrapped.
 static UNUSED void show_progress(const char *text) {
     struct winsize size = {0};
     ioctl(STDERR_FILENO, TIOCGWINSZ, &size);
@@ -6284,7 +6297,7 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //
 // Loops below are written once for all CPUs, in plain C on compiler vectors as wide as theirs: vf
 // has LANES floats, vi as many int32, vb and vub four bytes in each lane. `a + b * c` is one or two
-// instructions for 4, 8 or 16 numbers. Only these words need intrinsics, for AVX-512 with VNNI,
+// instructions for 4, 8 or 16 numbers. Few words need intrinsics, of which these, for AVX-512 VNNI,
 // AVX2 with and without VNNI, NEON with and without dot products of bytes; others get plain C:
 //   dot_bytes   adds four products of bytes, w[0..3] * x[0..3], to each lane. VNNI takes w as
 //               unsigned: CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
@@ -6660,7 +6673,7 @@ typedef struct {
 
 static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: section 37
 
-// A panel has TILE rows, which are so many vectors, and a tile of products so many panels.
+// a panel has TILE rows in VECTORS vectors, a tile of products PANELS panels
 enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS = 32 };
 
 // Copies words of 32 bits (a float, four codes or two bf16), `columns` of each of 16 rows, which
@@ -6923,7 +6936,7 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
 // once (plan_job, pack_task); then rows are cut into strips, and a strip is a task, or two are
 // halves of one (plan_tasks, matmul_task). A single token has no tiles, but is cut up likewise.
 
-// the two Tiles of a single token: only their activations are packed like a tile's
+// the two Tiles of a single token, which only say how activations are packed, if they are
 static const Tile float_token = {.tokens = 1};
 static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                                  .pack = token_pack};
@@ -7019,8 +7032,8 @@ static void matmul_task(Task t) {
     }
 }
 
-// Plans to pack `job`, unless an earlier one packs the same. The tile depends on format and CPU,
-// never on sizes: small tests run the code that large models run.
+// Plans to pack `job`, unless an earlier one packs the same. The tile depends on format, CPU and
+// whether there is one token, never on sizes: small tests run the code that large models run.
 static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
     const JobPlan *same = call->job;
@@ -7258,7 +7271,7 @@ static void many_task(Task t) {
         }
         if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < count; i += PANELS) {
-            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // their last key; empty rows: -1
+            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // of their last key; -1: the most
             b.keys = loaded;
             while (!a->ahead && b.keys && (uint32_t)b.pos[b.keys - 1] > last) b.keys--;
             call->tile->attend(a, &b, &q[i]);
@@ -7297,7 +7310,8 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
 // heads that share them. Of a block, FEW rows, the keys are read and then the values, in the order
 // of memory, and with each row the same row of the next block is prefetched, so that memory never
 // waits for arithmetic. SPLIT_BLOCKS blocks make a split. Each split of a head has a largest score
-// and sums of its own, a Partial; the thread that finishes a head's last split joins its Partials.
+// and sums of its own, a Partial; the thread that finishes the last split of a unit joins its
+// Partials.
 //
 // An example: the query at position 299 sees 300 rows, 10 blocks in 3 splits of 4, 4 and 2. 8 heads
 // share 2 KV heads; with 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
@@ -7807,7 +7821,8 @@ typedef struct {
 
 // all of one call of the program
 typedef struct {
-    // What was asked for: main sets defaults, parse_options the rest, before anything is loaded.
+    // What was asked for: main sets defaults, parse_options the rest; later sampling_defaults and
+    // start_session change `o`.
     const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose, chat_by_default;   // the last: a chat, since nothing was asked for
@@ -7898,6 +7913,8 @@ typedef struct {
     const char *help;    // NULL: another row's says it
 } Option;
 
+// To add an option: a field in Cli or Options, a row of the kind that the field's type has, the
+// default in main, in parse_options what it does not go with; a mode has its place in run, too.
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
@@ -8039,7 +8056,7 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
-// appends s[n], which may be a part of the text itself
+// appends s[n], which may be a part of the text itself where that has room
 static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
     size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
     char *more = room == t->room ? t->s : realloc(t->s, room);
@@ -8087,9 +8104,9 @@ static bool check_utf8(Cli *cli, const Text *t) {
 // ---- 40. conversations ----
 //
 // A chat is a list of messages. For each answer the model's own template writes all of them anew,
-// and what the cache holds of that is reused. Only the words of the template may become special
-// tokens, not what a user wrote. The answer becomes a message: what the template opened for it,
-// <think> as a rule, and what the model wrote.
+// and what the cache holds of that is reused. What the template or the model wrote may become
+// control tokens, not what a user wrote. The answer becomes a message: what the template opened for
+// it, <think> as a rule, and what the model wrote.
 
 // what encloses a model's thoughts
 static const struct { const char *open, *close; } THOUGHTS[] = {
@@ -8226,7 +8243,7 @@ static bool chat_ids(Cli *cli) {
     return ok;
 }
 
-// adds the messages that the command line gives
+// adds the messages that the command line gives; for one answer or --render, renders them
 static bool chat_open(Cli *cli) {
     const char *system = cli->system;
     ChatMessage trial = {str("user"), str("Hello")};
@@ -8889,7 +8906,7 @@ static bool print_info(Cli *cli) {
     return true;
 }
 
-// What the model's makers ask for, cut to the option's range, stands behind the user's options.
+// What the model's makers ask for, cut to the option's range, gives way to the user's options.
 static void sampling_defaults(Cli *cli) {
     static const struct { size_t at; const char *name; } wishes[] = {
         {PICK(temp), "temp"}, {PICK(top_k), "top_k"}, {PICK(top_p), "top_p"},
