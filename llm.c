@@ -1260,8 +1260,8 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 
 // ==== Part II: the file =========================================================================
 //
-// In: the path of a file. Out: a Model, most of whose weights point into the mapped file, or one line
-// that says what is wrong. Read ARCHS and KEYS first (section 12): these two tables, and which
+// In: the path of a file. Out: a Model, most of whose weights point into the mapped file, or one
+// line that says what is wrong. Read ARCHS and KEYS first (section 12): these two tables, and which
 // tensors a file has, say what a model is. Section 11 reads the file's lists of keys and tensors.
 // Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer; what only
 // blocks of other families have, the load_ functions of Part III find. Where a caller puts words in
