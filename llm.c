@@ -3307,11 +3307,15 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
 // Rows of one block of S, side by side in the lanes of V vectors, over all tokens of the chunk:
 // prefill and decode are one recurrence, and these rows stay in L1. A token needs S three times: to
 // ask what is stored under its key (S k), to write, and to read for its query (S q). One pass over
-// the columns of S does it all: as soon as token t is written to a column, the column adds to the
-// result of t, and to what token t+1 asks. (That S has yet to decay for t+1 is one factor, applied
-// to the sum; in KDA one for each column, applied to k.) So a token costs 4 dk dv multiply-adds,
-// 65,536 for 128 x 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular
-// inverse. A state space does not ask. by_column (KDA): each column of S has its own decay.
+// the columns of S does it all, for token t and what the next one asks. Of one row, with its v:
+//
+//   write = (v - g asked) b          asked = ask, of the token before; of the first one S k
+//   for each j:   S[j] = g S[j] + write k[j]    out += S[j] q[j]    ask += S[j] k_next[j]
+//
+// (That S has yet to decay for the next token is one factor, applied to `asked`; in KDA, by_column,
+// one for each column, applied to k_next.) A token costs 4 dk dv multiply-adds, 65,536 for 128 x
+// 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse. A state
+// space does not ask.
 INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, bool by_column) {
     enum { V = 4 };
     const Config *c = &s->m->config;
@@ -7915,6 +7919,7 @@ typedef struct {
 
 // To add an option: a field in Cli or Options, a row of the kind that the field's type has, the
 // default in main, in parse_options what it does not go with; a mode has its place in run, too.
+// test.c allows --help as many lines as a screen has.
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
