@@ -16,7 +16,7 @@
 //       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
-//    4. gemv              matmul for one token; the epilogues are add and activate; head_products
+//    4. gemv              matmul for one token; epilogues: add_row, activate; head_products
 //       qk_norm           norm, of whole projections in qkv_share
 //       attention         attention; if FUSED, qkv_share before it
 //       attention_merge   the end of attention, for a long ring
@@ -178,7 +178,8 @@ struct Bound {
 };
 extern __shared__ float4 shared_bytes[];
 
-// `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`
+// `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`; for 3 we
+// write C_FORMAT_0 and so on.
 #define function_constant(i) ]] = VALUE_##i; [[
 #define kernel static __device__ __forceinline__
 #define device
@@ -275,7 +276,7 @@ enum {
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
-    NARROW_MAX = 256, FLASH_NARROW = 96,              // largest in flash_attention, delta_rule
+    NARROW_MAX = 256, FLASH_NARROW = 96,              // widest head of a SIMD-group alone, also dk
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
@@ -289,7 +290,7 @@ enum {
     FLASH_OWN = 16 * FLASH_STRIDE + 2 * 8 * 8         // floats of a SIMD-group: scores, diagonals
 };
 
-// Structs have fixed-width scalars only, so that Metal and C lay them out alike. A matrix
+// Structs are made of fixed-width scalars, so that Metal and C lay them out alike. A matrix
 // W[rows][cols] begins `start` bytes after the bound address, which Metal wants aligned. The
 // product W x is multiplied by `scale`. Where each expert has a matrix, `start` is that of the
 // first one; matrices lie `step` bytes apart, their biases bias_step floats. The results of gemv
@@ -385,7 +386,8 @@ static inline int expert_tiles(int n, int n_expert, int tile) {
 }
 
 // Lanes that share a row of the ring. A lane holds at most two quads (four neighbours) of its key
-// and two of its value, more only if heads are wider than 256. A SIMD-group takes 32 / lanes rows.
+// and two of its value, more only if heads are wider than 256. A SIMD-group has 32 / lanes rows
+// side by side.
 static inline int attention_lanes(int head, int value) {
     int lanes = 4;
     while (lanes < SIMD_LANES && (8 * lanes < head || 8 * lanes < value)) lanes *= 2;
@@ -522,7 +524,7 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 }
 
 // What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
-// the most that code + bias can be; whether a block is one group, so that its decoder is short
+// an upper bound of code + bias; whether a block is one group, so that its decoder is short
 #define X(id, name, weights, bytes, per16, bias) format == id ? bias :
 static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
 #undef X
@@ -894,8 +896,8 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every SIMD-group computes the norm of its input anew. That costs it 8 bytes a column (LayerNorm:
-// 16) from the cache, where it loads R * (0.5 to 4) bytes of weights anyway; one more dispatch
+// Every SIMD-group computes the norm of its input anew. That costs it 4 bytes a column (LayerNorm:
+// 16) from the cache beside x itself, where it loads R rows of weights anyway; one more dispatch
 // would cost more. Where a row of weights is short, that counts: then eight SIMD-groups share it.
 
 // Which of three matrices has block i, if the first one has blocks 0 to n0 - 1, the second n0 to
@@ -934,7 +936,7 @@ static inline void gemv_product(int format, int which, int unit, int expert, dev
     }
 }
 
-// y = gemv_product's v after the epilogue, which multiplies by gate[R] (GLU) or adds other[rows]
+// y = gemv_product's v after the epilogue: times activation(gate[R]) (GLU), or plus other[rows]
 static inline void gemv_unit(int format, int which, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
@@ -1111,7 +1113,7 @@ static inline float temperature(int pos, constant struct attention_args *a) {
 }
 
 // the score of q and k from their product, times log2(e), since exp(x) = exp2(x * log2(e)); `far`
-// is the distance of their positions, `slope` the head's in ALiBi
+// is the distance of their positions, `slope` the head's in ALiBi, times log2(e)
 static inline float score_of(float dot, float slope, int far, constant struct attention_args *a) {
     float score = softcap(dot, a->softcap) * (SOFTCAPPED ? LOG2E : 1.0f);
     return ALIBI ? score - slope * (float)far : score;
@@ -1274,7 +1276,7 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
 
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
 // FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
-// threadgroup computes the newest key itself, since another may still be writing it.
+// threadgroup of the first slice computes the newest key itself: another may still be writing it.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
 // ring is cut into slices, with a threadgroup for each; then `out` is parts[n_head][slices][..].
 // Its SIMD-groups take turns at the rows, and merge at the end. Bound by memory: 4 bytes of K and V
@@ -1468,7 +1470,8 @@ struct gemm_tile {
     uint tid, sg;
 };
 
-// A SIMD-group has tile_down x tile_across matrices (tokens x rows); two share the same rows.
+// A SIMD-group has tile_down x tile_across matrices (tokens x rows); in larger tiles two
+// SIMD-groups share the same rows.
 static inline int tile_across(void) { return TILE_TOKENS > 16 ? 2 : 1; }
 static inline int tile_down(void) { return TILE_TOKENS / (16 * tile_across()); }
 static inline int tile_token(uint sg) { return (int)sg % tile_across() * 16 * tile_down(); }
@@ -1641,9 +1644,10 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     }
 }
 
-// QK norm and RoPE for a chunk, and the write to the cache: q[n][n_head][query_step] in place,
-// k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the ring;
-// angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a token: queries, keys, values.
+// QK norm and RoPE, unless attention is FUSED, and the write to the cache: q[n][n_head][query_step]
+// in place, k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the
+// ring; angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a token: queries, keys,
+// values.
 kernel void rope(device const float *v_new, device const float *angles,
         device const float *q_norm, device const float *k_norm, device const float *q_bias,
         device const float *k_bias, device const float *k_new, device float *q, device half *k,
@@ -1850,8 +1854,9 @@ QUANT_INLINE void flash_output(thread const float16x16 *o, int col, int t, int h
 // queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
 // adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
 // which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
-// in registers. A byte of the ring serves 64 queries and 64 FLOP, not 1 or 2. With two BUFFERS the
-// next tile is copied meanwhile; with one, for Apple's smaller memory, values replace the keys.
+// in registers. A byte of the ring serves 64 queries (16 of wide heads), not 1 or 2. With two
+// BUFFERS the next tile is copied meanwhile; with one, for Apple's smaller memory, values replace
+// the keys.
 kernel void flash_attention(device const float *q, device const half *k, device const half *v,
         device const int *pos_k, device const int *now, device const float *slopes,
         device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
@@ -2103,7 +2108,7 @@ static inline float conv_input(device const float *mix, device const float *stat
 // chunk's last inputs. Taps are [channels][past + 1]. If GATED, there is no SiLU: the result is
 // multiplied by z[n][channels].
 // Grid: a thread for CONV_TOKENS tokens of a channel, so that neighbours read neighbours. The first
-// of a channel's threads alone reads its state, as CONV_TOKENS is more than `past`; and writes it.
+// of a channel's threads alone reads its state, as `past` is CONV_TOKENS at most; and writes it.
 kernel void delta_conv(device const float *mix, device float *state, device const float *taps,
         device const float *bias, device const float *b, device const float *z, device float *out,
         constant struct conv_args *a, PLACE) {

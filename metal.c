@@ -26,7 +26,8 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 
 // ---- 1. the device ----
 //
-// The functions device_* stand here twice, for NVIDIA and for Apple; no other code knows which.
+// The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows only whether
+// the GPU has copies (DEVICE_COPIES).
 
 // tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
@@ -54,7 +55,7 @@ typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // thread
 typedef struct Device Device;
 typedef struct Gpu {
     Device *device;
-    Shared *shared;             // [n_shared] maps of the file, KV cache, scratch, small vectors
+    Shared *shared;             // [n_shared] own, maps of the file, owned weights, cache, scratch
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
     size_t longest;             // bytes that a buffer may have
@@ -93,7 +94,8 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 //
 // CUDA's driver and compiler are found at run time. A buffer is a copy in the GPU's memory, which
 // device_send brings up to date for the GPU, and device_fetch for the host. Each variant of a
-// kernel is compiled by itself; ~/.cache/llm keeps its code, named by a hash of its sources.
+// kernel is compiled by itself; $XDG_CACHE_HOME/llm or ~/.cache/llm keeps its code, named by a hash
+// of its sources and the GPU's architecture.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -198,7 +200,7 @@ static bool device_open(Gpu *g) {
     bool ok = cuda(g, cuCtxCreate_v2, &d->context, 0, 0) &&
               cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
-              cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0) &&   // 7: no copies
+              cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0) &&   // 7.x lacks cp.async
               (major > 7 || gpu_fail(g, "its compute capability is below 8.0", NULL));
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
     return ok;
@@ -769,7 +771,7 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
 
 // ---- 5. operations ----
 //
-// Each encodes one dispatch, or as many as it says; kernels.metal says what a kernel computes.
+// Each encodes one dispatch or a few; kernels.metal says what a kernel computes.
 
 // threads for n values: whole SIMD-groups, and at most `most` threads
 static int threads_for(int n, int most) {
@@ -800,10 +802,10 @@ static int attention_slices(int used, int groups) {
 typedef struct { int kind; const float *other; float factor, softcap, limit, scale; } Epilogue;
 static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 
-// rows of floats, and the norm that is still to be applied to them, or NULL
+// rows of floats, and the norm that gemv is still to apply to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
 
-// A matrix may begin at any byte. We bind the multiple of 16 before it, and pass the difference.
+// Rows may begin at any byte. We bind the multiple of 16 before them, and pass the difference.
 static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
 
 // Binds w as buffer i and its bias as buffer bias + i (NO_BIAS: one that the kernel does not have),
@@ -852,7 +854,7 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
 
 // y[i][n][rows] = w[i] times the input, for k matrices, at most three, with the epilogue; the GLU
 // makes y[0] of two. experts: y has rows for the choices of n tokens, as gemm says; or, if it is
-// EXPERTS_HEADS, n counts heads, which have a matrix each.
+// EXPERTS_HEADS, heads have a matrix each, and n of gemv counts these.
 typedef struct {
     const Matrix *const *w;
     int k;
@@ -872,10 +874,11 @@ enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 14,
 // the last one's format, since matrices of one format share their code.
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Layer *l = &s->m->layers[s->l];
-    int each = p->experts == EXPERTS_HEADS ? l->n_head : l->n_used;
+    int each = 1;   // l is no layer behind the last one: of the output
+    if (p->experts) each = p->experts == EXPERTS_HEADS ? l->n_head : l->n_used;
     *a = (struct product_args){
         .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
-        .eps = s->m->config.eps, .each = p->experts ? each : 1,
+        .eps = s->m->config.eps, .each = each,
         .softcap = p->e.softcap, .limit = p->e.limit, .factor = p->e.factor};
     d->bound[AT_X] = p->in.x;
     d->bound[AT_OTHER] = p->e.other;
@@ -978,7 +981,8 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// The slices of a layer's ring once it has n more tokens; nsg: SIMD-groups for each, one a step.
+// The slices of a layer's ring once it has n more tokens; nsg: SIMD-groups for each, one a step of
+// rows at most.
 static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
     int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
     int slices = n > 1 ? 1 : attention_slices(used, attention_groups(w->n_head, w->n_kv));
@@ -987,7 +991,8 @@ static int attention_spread(const Session *s, const Layer *w, int rows, int n, i
     return slices;
 }
 
-// What attention's kernels bind, in the order of their parameters: each has a stretch of this list.
+// What attention's kernels bind, in the order of their parameters: each but attention_merge has a
+// stretch of this list.
 enum { AT_V_NEW, AT_ANGLES, AT_Q_NORM, AT_K_NORM, AT_Q_BIAS, AT_K_BIAS, AT_K_NEW, AT_Q, AT_K, AT_V,
        AT_POS_K, AT_NOW, AT_SLOPES, AT_SINKS, AT_OUT };
 
@@ -1022,8 +1027,8 @@ static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct atte
 }
 
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
-// for a chunk or where another layer's keys are read; one more for a norm of a whole projection,
-// one for a norm of values, and one to merge a ring's slices
+// for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
+// whole projection, one for a norm of values, and one to merge a ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
@@ -1225,10 +1230,10 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
-// Returns [n][n_value][dv], by a recurrent mixer: run_products once, or twice if beta and alpha are
-// not fused, then convolution, rule and norm. KDA has q, k and v in three matrices, and makes alpha
-// and z by two products, one after the other, where they have an _a. A short convolution has
-// neither rule nor norm.
+// Returns [n][n_value][dv] or, of a short convolution, [n][channels]: run_products once, or twice
+// if beta and alpha are not fused, then convolution, rule and norm. KDA has q, k and v in three
+// matrices, and makes alpha and z by two products, one after the other, where they have an _a. A
+// short convolution has neither rule nor norm.
 static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -1303,8 +1308,9 @@ static bool run_block(Session *s, const Layer *w) {
 //
 // A pass encodes all its dispatches in the order in which they run, and waits for them at its end.
 
-// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in). tmp
-// [n][dim] holds the input of `post`. If w is NULL, the experts' sum takes the place of w in.
+// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in), and
+// attn_norm_2 of that, if there is one. tmp [n][dim] is scratch. If w is NULL, the experts' sum
+// takes the place of w in.
 typedef struct {
     const Matrix *w;
     const float *in, *base;
@@ -1416,7 +1422,7 @@ static void run_layers(Session *s, int n) {
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         run_layer(s, &m->layers[s->l], n);
-        // the GPU begins on these layers while the next are encoded
+        // Apple's GPU begins on these layers while the next are encoded
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
     }
@@ -1497,10 +1503,12 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
 // which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
 // a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
-// norm over all heads after RoPE; spans of attention; tensors that are not aligned to 16 bytes
+// norm over all heads after RoPE; spans of attention; a convolution over more than two threads'
+// tokens; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     if (c->span) return "spans of attention";
+    if (c->conv > CONV_TOKENS + 1) return "convolution";
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
         int most = w->hd > w->vd ? w->hd : w->vd;
@@ -1568,7 +1576,7 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
-// Shares all that kernels access: g->own, the files, vectors converted to f32, cache and scratch.
+// Shares all that kernels access: g->own, the files, weights that were changed, cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
@@ -1623,8 +1631,8 @@ static inline double gpu_rate(Session *s, void *p, size_t n) {
     return 0;
 }
 
-// The default is the largest chunk with which all fits into the GPU's memory: the larger, the fewer
-// times weights are read and launches begin.
+// The default is GPU_CHUNK, halved until all fits into the GPU's memory, but not below 512: the
+// larger, the fewer times weights are read and launches begin.
 static int gpu_chunk(Session *s) {
     const char *lacks = gpu_lacks(s->m);
     void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};

@@ -5042,11 +5042,12 @@ static void check_parts(const Model *m) {
 
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
-    // sizes of heads, of delta keys; which of two layers (2: none) has a QK norm of all after RoPE
-    static const struct { int hd, dk, late; const char *says; } lacks[] = {
-        {80, 128, 2, NULL}, {256, 256, 2, NULL}, {82, 128, 2, "head size"},
-        {580, 128, 2, "head size"}, {80, 257, 2, "head size"}, {80, 128, 0, "QK norm"},
-        {80, 128, 1, "QK norm"}};
+    // sizes of heads, of delta keys; which of two layers (2: none) has a QK norm of all after RoPE;
+    // taps of a convolution
+    static const struct { int hd, dk, late, conv; const char *says; } lacks[] = {
+        {80, 128, 2, 17, NULL}, {256, 256, 2, 4, NULL}, {82, 128, 2, 4, "head size"},
+        {580, 128, 2, 4, "head size"}, {80, 257, 2, 4, "head size"}, {80, 128, 0, 4, "QK norm"},
+        {80, 128, 1, 4, "QK norm"}, {80, 128, 2, 18, "convolution"}};
     int32_t ids[FAILING];
     for (int i = 0; i < FAILING; i++) ids[i] = 5 * i % m->config.n_vocab;
     for (int k = 0; k < 2; k++) {
@@ -5067,6 +5068,7 @@ static void test_metal_failures(void) {
         layers[lacks[i].late].q_norm.w = (float[]){1};
         for (int l = 0; l < 3; l++) layers[l].hd = layers[l].vd = lacks[i].hd;
         other.config.dk = lacks[i].dk;
+        other.config.conv = lacks[i].conv;
         other.config.n_layer = 2;
         other.layers = layers;
         const char *says = gpu_lacks(&other), *want = lacks[i].says;
