@@ -5930,7 +5930,7 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     return true;
 }
 
-static void rendered_free(Rendered *r) {
+void rendered_free(Rendered *r) {
     free(r->block);
     *r = (Rendered){0};
 }
@@ -7784,8 +7784,8 @@ static bool gpu_logits(Session *s, int i, int n) { return false; }
 static void gpu_fetch(Session *s, void *p, size_t n) {}
 static void gpu_store(Session *s, bool states) {}
 static bool gpu_copy(Session *s, float *to, const float *from, size_t n) { return false; }
-static inline double gpu_rate(Session *s, void *p, size_t n) { return 0; }
-static inline double gpu_bytes(const Session *s) { return 0; }
+static UNUSED double gpu_rate(Session *s, void *p, size_t n) { return 0; }
+static UNUSED double gpu_bytes(const Session *s) { return 0; }
 #pragma GCC diagnostic pop
 #endif
 

@@ -1609,7 +1609,7 @@ static void warm_up(Session *s) {
     gpu_store(s, true);
 }
 
-static inline double gpu_bytes(const Session *s) {   // of what the GPU sees, or has a copy of
+static UNUSED double gpu_bytes(const Session *s) {   // of what the GPU sees, or has a copy of
     double bytes = 0;
     for (int i = 0; i < s->gpu->n_shared; i++) bytes += s->gpu->shared[i].size;
     return bytes;
@@ -1617,7 +1617,7 @@ static inline double gpu_bytes(const Session *s) {   // of what the GPU sees, or
 
 // Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU. p [n],
 // whole pages, is shared for that when it first comes.
-static inline double gpu_rate(Session *s, void *p, size_t n) {
+static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
     enum { COPIES = 8 };
     Gpu *g = s->gpu;
     if (!g) return 0;
