@@ -116,7 +116,7 @@ static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false:
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
-enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // recurrent mixers, see Part III
+enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // mixers in place of attention: Part III
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
 enum { FULL, WINDOWED };    // layers: FULL ones see all of Options.window, others Layer.window
 
@@ -195,20 +195,20 @@ typedef struct {
     const float *scale;        // [1] factor of the product, or [experts], or NULL
     size_t step;               // bytes from one expert's matrix to the next
     int x_step, out_step;      // floats from one token's input, or output, to the next one's; 0:
-                               // cols, rows. Larger where w is one head's, and x or out has all
+                               // cols, rows. Larger where w is one head's, x or out all heads'
 } Matrix;
 
 // A norm: weights w [n] and biases b [n], each or NULL. They serve n values of the row, then start
-// over. Each `group` of the row is normed by itself; 0: all of it. So heads [n_head][hd] are normed
-// each by itself, with the same weights (n = group = hd) or its own (n = n_head * hd, group = hd),
-// or as one row (n = n_head * hd, group = 0).
+// over. Each `group` of the row is normed by itself; 0: all of it, as of x (n = dim). So heads
+// [n_head][hd] are normed each by itself, with the same weights (n = group = hd) or its own (n =
+// n_head * hd, group = hd), or as one row (n = n_head * hd, group = 0).
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
     int n_rot;                 // values of a head that RoPE turns: Config's n_rot, or n_rot_local
-    bool rotated;              // it does
+    bool rotated;              // by RoPE
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -312,7 +312,7 @@ typedef struct {
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
     int window, keep;          // a query sees `window` tokens, and the first `keep` ones
-    float *conv, *state;       // of recurrent mixers (Part III): [conv-1][channels]; a memory
+    float *conv, *state;       // of recurrent mixers (Part III): [taps-1][channels]; a memory
 } Cache;
 
 typedef struct { float logit; int32_t id; } Candidate;   // for the next token
@@ -336,7 +336,7 @@ typedef struct Session {
     // what forward works on, for its row functions
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers; n: at most a chunk; rows: of experts that run together, the larger of n, n_used
+    // its buffers; n: at most a chunk; rows: the larger of n and n_used, of experts
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that a block reads
     float *out;                // [n][dim] the result of a block
@@ -395,7 +395,7 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 typedef struct {
     const float *q;            // [n][n_head][hd], with RoPE applied
     float *out;                // [n][n_head][vd]
-    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; vd of v_step count
+    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; vd of v_step used
     const int32_t *pos_k;      // [rows] position in each row, -1: empty
     int rows;
     int pos, n;                // queries at pos .. pos+n-1
@@ -409,8 +409,8 @@ static void attention(Pool *p, Arena *a, const Attention *x);
 
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
-static void cache_finite(uint16_t *v, int n, uint16_t *key);   // a NaN in v goes to key: it must
-                                          // not spoil the sums of those who do not see the row
+static void cache_finite(uint16_t *v, int n, uint16_t *key);   // a NaN in v moves to key: then only
+                                          // queries that see the row get it
 static inline float exp_fast(float x);    // e^x, relative error 1e-7, as vector code in loops
 static void clamp(float *x, int64_t n, float limit);       // to -limit .. limit; 0: not at all
 static void soft_cap(float *x, size_t n, float cap);       // x = cap * tanh(x / cap)
@@ -425,7 +425,7 @@ static void experts(Session *s);
 static void recurrent(Session *s);
 static void latent_attention(Session *s);
 typedef struct Sum Sum;
-static void add_layer_input(Session *s, Sum *sum);   // adds by *sum; then that is one more block's
+static void add_layer_input(Session *s, Sum *sum);   // adds s->out by it; then both are its own
 
 // Steps of other families, which are not called or change nothing in a plain Llama
 static void make_layer_inputs(Session *s);
@@ -448,7 +448,7 @@ static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-static void gpu_store(Session *s, bool states);   // after the CPU has changed positions, or states
+static void gpu_store(Session *s, bool states);   // the CPU changed positions; states: these, too
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 // ---- 5. ops ----
@@ -609,7 +609,7 @@ static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, 
 }
 
 // Prepares queries and keys, and writes keys and values to the cache. The heads of each token are
-// dealt out in *arg equal shares, so that q is [n][shares][n_head][hd]; i counts all shares.
+// dealt out in *arg equal shares, so q is [n][shares][n_head / shares][hd]; i counts shares.
 static void qkv_share(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -708,7 +708,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, angles_row, c, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
-        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids: or only one
+        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids may lack one
         Sum mixed = {.post = &w->attn_post_norm, .again = &w->attn_norm_2};
         Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale};
 
