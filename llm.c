@@ -5510,7 +5510,8 @@ static bool read_text(Template *t, Value *v) {
         return true;
     }
     while (*end && !begins_tag(end, t->raw)) end++;
-    char kind = *end ? end[1] : 0, sign = kind ? end[2] : 0;
+    char kind = *end ? end[1] : 0;   // of the tag: {, % or #
+    char sign = kind ? end[2] : 0;   // -, + or another
     v->s = (Str){start, end - start};
     for (line = end; line > start && (line[-1] == ' ' || line[-1] == '\t');) line--;
     bool begins = line == t->source || line[-1] == '\n';
@@ -7032,7 +7033,9 @@ static void matmul_task(Task t) {
     } else {
         int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;
         char *panels = call->panels + t.thread * call->panel_bytes;
-        multiply_tiles(plan, r, end, lower ? 0 : middle, upper ? n : middle, panels);
+        int from = lower ? 0 : middle;   // tokens
+        int to = upper ? n : middle;
+        multiply_tiles(plan, r, end, from, to, panels);
     }
 }
 

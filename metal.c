@@ -1045,7 +1045,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
         c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
-    float *q = is_gated(w) ? s->mix : s->q, *angles = s->angles[w->window ? WINDOWED : FULL];
+    float *q = is_gated(w) ? s->mix : s->q;
+    float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
         .bound = {s->v, angles, qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k, kv->v, kv->pos, g->now,
                   s->slopes, w->sinks, slices > 1 ? g->parts : s->att},
