@@ -40,8 +40,8 @@ run: llm
 	    --repeat-penalty 1.1 --seed $(SEED)
 
 # Each build of the tests covers other code: this CPU's SIMD, plain C, quant.h with four codes in a
-# word and tiles as on NVIDIA's GPUs, Part I's plain engine, and SIMD under checkers, which name
-# lines if -g1. valgrind does not know AVX-512, and takes long for multiply-adds: there are none.
+# word, tiles and a ring as on NVIDIA's GPUs, Part I's plain engine, and SIMD under checkers, which
+# name lines if -g1. valgrind knows no AVX-512, and takes long for multiply-adds: there are none.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN
 test_words: FLAGS = -O1 -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
@@ -49,7 +49,7 @@ test_book: FLAGS = -O2 -DLLM_PLAIN
 test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)
 test_tsan: FLAGS = -g -O1 -fsanitize=thread
-test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
+test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA -DRING_FROM=9
 test_book test_cuda: TEST_LIBS = $(LIBS) -ldl
 BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda
 $(BUILDS): test.c $(ENGINE)

@@ -17,9 +17,10 @@
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; epilogues: add_row, activate; head_products
+//       gemv_ring         the same, for GPUs that copy in the background
 //       qk_norm           norm, of whole projections in qkv_share
 //       attention         attention; if FUSED, qkv_share before it
-//       attention_merge   the end of attention, for a long ring
+//       attention_merge   the end of attention, for a long KV ring
 //       latent_row        latent_row
 //    5. ffn_block         forward, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
@@ -161,6 +162,46 @@ void copy_16(half *to, const half *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from));
 }
 void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#if __CUDA_ARCH__ >= 900
+void next_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+void input_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+typedef ulong mbarrier;
+void mbarrier_init(mbarrier *b, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1; fence.proxy.async.shared::cta;"
+                 :: "r"(shared_address(b)), "r"(count) : "memory");
+}
+void mbarrier_arrive(mbarrier *b) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(b)) : "memory");
+}
+void mbarrier_copy(mbarrier *b, uchar *to, const uchar *from, int bytes) {
+    uint at = shared_address(b);
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at), "r"(bytes)
+                 : "memory");
+    if (bytes)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1], %2, [%3];"
+                     :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
+}
+void mbarrier_wait(mbarrier *b, int parity) {
+    asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; "
+                 "@!done bra AGAIN; }" :: "r"(shared_address(b)), "r"(parity) : "memory");
+}
+void multiply_bytes(int *c, const uint *a, const uint *b) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+int exponent_of(float x) { return (int)(__float_as_uint(x) >> 23) - 127; }
+#define RING_UNROLL _Pragma("unroll 2")
+#define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
+#define HAS_RING
+#endif
+int count_up(int *p) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+    return before;
+}
 float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -246,9 +287,11 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
+    X(MERGES)        /* attention: the last of a head's threadgroups merges slices */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
+    X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
@@ -267,11 +310,14 @@ enum {
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
+    RING_COPIERS = 2, RING_TILE = 16, RING_SLOTS = 32,   // SIMD-groups; rows of a slot; most slots
+    RING_ROWS = 128,                                  // sums of a SIMD-group between two barriers
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
     ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows in one; so many fill a GPU
+    PARTS_STEP = 8,                                   // parts of a softmax that are merged at once
     GEMM_FEW = 16, GEMM_ROWS = 128,                   // fewest tokens in a tile; most rows
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
@@ -300,7 +346,7 @@ struct kernel_matrix {
     int32_t rows;
     float scale;
     uint32_t step;
-    int32_t bias_step, out_step;
+    int32_t bias_step, out_step, piece;    // piece: of gemv_ring, in bytes
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args {
@@ -314,6 +360,7 @@ struct product_args {
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
+    int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups
     float eps, softcap, factor, limit;     // factor: of W x + bias; limit: the GLU's
 };
 struct attention_args {
@@ -337,7 +384,8 @@ struct delta_args {
 };
 
 // What changes from pass to pass is in a buffer of its own, now[NOW_SIZE]: the first token's
-// position; and 1 if the rows of the ring get their positions, 0 if not (in a warm-up).
+// position; and 1 if the rows of the ring get their positions, 0 if not (in a warm-up). Behind
+// these attention counts the threadgroups that are done, for each of its units.
 enum { NOW_POS, NOW_PLACED, NOW_SIZE };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
@@ -363,6 +411,26 @@ static inline int gemv_units(int format, int rows, int most) {
 // floats of threadgroup memory for gemv if it is STAGED: its input, and a sum from each SIMD-group
 static inline int staged_floats(int cols) {
     return div_up(cols, 32) * X_STRIDE + STAGED_SIMDGROUPS;
+}
+
+// gemv_ring, of which `ring` threadgroups fit side by side: SIMD-groups that compute; all threads;
+// columns of a piece of a row, which has a KB at least, or two, as a copy takes a while whatever
+// its length; bytes from a row of a slot to the next, which begins 16 bytes on in the banks and has
+// room to be copied from a multiple of 16 bytes to another; floats of threadgroup memory in front
+// of the slots: barriers, zeros, workers' sums of squares, two buffers of sums and the input
+static inline int ring_workers(int ring) { return ring > 1 ? 8 : 16; }
+static inline int ring_threads(int ring) {
+    return (ring_workers(ring) + RING_COPIERS) * SIMD_LANES;
+}
+static inline int ring_cols(int cols, int row_bytes, int ring) {
+    int least = ring > 1 ? 1024 : 2048, pieces = row_bytes < least ? 1 : row_bytes / least;
+    int round = 128 * ring_workers(ring);                 // 128 columns for each worker
+    return div_up(div_up(cols, pieces), round) * round;
+}
+static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
+static inline int ring_floats(int cols, int ring) {
+    return 4 * RING_SLOTS + SIMD_LANES + ring_workers(ring) * (1 + 2 * RING_ROWS) +
+           div_up(cols, 128) * 4 * X_STRIDE;
 }
 
 // gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
@@ -437,6 +505,21 @@ static inline int flash_floats(int head, int value, bool in_keys, int buffers) {
 constant int name [[function_constant(C_##name)]];
 FUNCTION_CONSTANTS(X)
 #undef X
+
+// ---- words for launches ----
+//
+//   next_may_start()   the next launch may begin
+//   input_wait()       waits for all launches before: what they wrote is there
+//   count_up(p)        returns *p, and adds 1; whoever gets the last number can read what the
+//                      others had written before they counted
+// Metal has none: there each launch waits for the last one's end, and MERGES is 0.
+#ifndef HAS_RING
+#define next_may_start()
+#define input_wait()
+#endif
+#if !defined(HAS_RING) && !defined(__CUDACC__)
+#define count_up(p) 0
+#endif
 
 // ---- words for matrices ----
 //
@@ -524,7 +607,8 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 }
 
 // What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
-// an upper bound of code + bias; whether a block is one group, so that its decoder is short
+// an upper bound of code + bias; whether a block is one group, so that its decoder is short;
+// whether 16 weights have a scale, not 32
 #define X(id, name, weights, bytes, per16, bias) format == id ? bias :
 static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
 #undef X
@@ -534,6 +618,9 @@ static inline int format_most(int format) { return QUANT_TYPES(X) 128; }
 #undef X
 #define X(id, name, weights, bytes, per16, bias) format == id ? weights == 32 :
 static inline bool format_short(int format) { return QUANT_TYPES(X) false; }
+#undef X
+#define X(id, name, weights, bytes, per16, bias) format == id ? per16 :
+static inline bool format_halves(int format) { return QUANT_TYPES(X) false; }
 #undef X
 
 // Near codes. CUDA converts an integer slowly, but a byte u below 128 needs no conversion: behind
@@ -625,10 +712,17 @@ struct row_input {
 
 static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
 
-static inline float4 normed(float4 v, int i, thread const struct row_input *in) {
+static inline float4 norm_weights(int i, thread const struct row_input *in) {
+    float4 none = {1.0f, 1.0f, 1.0f, 1.0f};
+    return in->norm & NORM_WEIGHTS ? four_floats(in->w, i, in->cols) : none;
+}
+static inline float4 normed_by(float4 v, float4 w, int i, thread const struct row_input *in) {
     if (in->norm && norm_first()) v = (v - in->mean) * in->scale;
-    if (in->norm & NORM_WEIGHTS) v = v * four_floats(in->w, i, in->cols);
+    if (in->norm & NORM_WEIGHTS) v = v * w;
     return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
+}
+static inline float4 normed(float4 v, int i, thread const struct row_input *in) {
+    return normed_by(v, norm_weights(i, in), i, in);
 }
 
 // x within -most .. most; 0: as it is. A NaN stays one: clamp, min and max would make it a number.
@@ -1004,6 +1098,352 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
     else gemv_unit(FORMAT_2, which, u, 0, w, bias, 0, &in, gate, other, y, a);
 }
 
+#ifdef HAS_RING
+// gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the last one
+// has ended. A token is some 200 launches of a few microseconds, and gemv begins each with an empty
+// pipe: it waits for its input, and then for its first weights. Here two SIMD-groups do nothing but
+// copy weights to a ring of slots in threadgroup memory. They need no input, so they begin while
+// the launch before is at work: when the input is there, so are the first weights.
+//
+// A threadgroup has a share of the rows, and takes them in tiles of 16 (GLU: 8 of the gate, 8 of
+// up). A slot has a piece of each row of a tile. The other SIMD-groups, the workers, take turns at
+// the piece's columns, 128 a turn: lane l decodes group l % 4 of these in rows l / 4 and l / 4 + 8.
+// Their sums meet in threadgroup memory, RING_ROWS at a time. Each slot has two mbarriers: `full`
+// counts the rows that have come, `is_free` the workers that are through with them.
+//
+// A worker stages the columns of x that it will need as integers: a power of two brings the largest
+// of a group to 2^29 .. 2^30. An integer has four digits of base 256, each a signed byte: the bytes
+// of (i + 0x00808080) ^ 0x00808080. They are 0x0000012c for 300, which is 1 * 256 + 44, and
+// 0x000001c8 for 200, which is 1 * 256 - 56. A group has X_STRIDE words: 8 with the lowest digits
+// of its 32 numbers, 8 with each of the other three, the sums of its first 16 numbers and of the
+// others, and the power.
+//
+// Its words, which GPUs without HAS_RING lack:
+//   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
+//   mbarrier_arrive(b)              one of them
+//   mbarrier_copy(b, to, from, n)   one of them, when n bytes, from .. from + n - 1, are there
+//   mbarrier_wait(b, parity)        until the phase with this parity has ended
+//   exponent_of(x)                  of the power of two at or below x, which is positive and normal
+//   workers_barrier(n)              a threadgroup_barrier of the first n threads
+//   RING_UNROLL                     before a loop, of which two steps overlap
+//   multiply_bytes(c, a, b)         c += a b, for a[16][32] and b[32][8] of signed bytes. Of a,
+//                                   lane l has rows l / 4 and l / 4 + 8: four bytes from column
+//                                   l % 4 * 4 on in a[0] and a[1], four from 16 columns on in a[2]
+//                                   and a[3]. Of b it has column l / 4, from the same rows on, in
+//                                   b[0] and b[1]; of c columns l % 4 * 2 and the next, in row
+//                                   l / 4 in c[0] and c[1], in row l / 4 + 8 in c[2] and c[3]
+
+// A power of two that a decoder has subtracted is added again: then both go away. It is taken off
+// the sum.
+static inline int byte_bias(int format) {
+    int bias = format_bias(format);
+    return bias < 64 && (bias & (bias - 1)) == 0 ? bias : 0;
+}
+QUANT_INLINE uint code_bytes(int format, uint word) {
+    uint bias = byte_bias(format);
+    return bias ? (word ^ 0x80808080) - (128 - bias) * 0x01010101 : word;   // no byte borrows
+}
+
+// The sums of c * x over the codes of two groups, qa of format fa and qb of fb, in which x is this
+// lane's group, as it is staged. s[0] of qa and s[2] of qb are of 32 codes; or, where 16 share a
+// scale, of the first 16, and s[1] and s[3] of the others. A lane has its codes' four columns of a
+// product's left operand. Of the right one, columns 2 i and 2 i + 1 have two digits of group i,
+// with zeros where other groups' codes meet them: so each lane gets the sums of the group that it
+// has decoded. `right` is where it loads its part, see right_operand.
+QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
+        threadgroup const float *x, threadgroup const float *right, thread float *s) {
+    bool halves = format_halves(fa) || format_halves(fb);
+    QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
+        int lower[4] = {0, 0, 0, 0}, upper[4] = {0, 0, 0, 0};
+        QUANT_UNROLL for (int j = 4 * h; j < (halves ? 4 * h + 4 : 8); j += 2) {
+            uint a[4] = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 1]),
+                         code_bytes(fb, qb[j + 1])};
+            uint2 low = *(threadgroup const uint2 *)(right + j);
+            uint2 high = *(threadgroup const uint2 *)(right + 16 + j);
+            uint b[4] = {low[0], low[1], high[0], high[1]};
+            multiply_bytes(lower, a, b);
+            multiply_bytes(upper, a, b + 2);
+        }
+        float sum = halves ? x[32 + h] : x[32] + x[33];
+        QUANT_UNROLL for (int i = 0; i < 4; i += 2) {
+            int bias = byte_bias(i ? fb : fa);
+            s[i + h] = 65536.0f * (float)(upper[i] + 256 * upper[i + 1]) +
+                       (float)(lower[i] + 256 * lower[i + 1]);
+            if (bias) s[i + h] -= (float)bias * sum;
+        }
+    }
+}
+static inline threadgroup const float *right_operand(threadgroup const float *x,
+        threadgroup const float *zeros, uint lane) {
+    return lane / 8 == lane % 4 ? x + lane / 4 % 2 * 8 : zeros;
+}
+
+#define WORKERS ring_workers(RING)
+#define IS_GLU (EPILOGUE == EPILOGUE_GLU)
+
+// The tile of a launch's rows that begins at row r of all: its matrix, the number of its expert's
+// choice, its first row in that matrix, and how many there are. The rows of a threadgroup begin
+// with `first`; the tile ends before `end`, and where sums meet at a barrier.
+struct ring_tile { int which, t, row, n; };
+static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
+static inline int rows_met(void) { return IS_GLU ? RING_ROWS / 2 : RING_ROWS; }
+static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
+    int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
+    struct ring_tile x = {0, 0, r, min(tile_rows(), end - r)};
+    if (EXPERTS) x.t = r / n0;
+    else if (!IS_GLU) x.which = matrix_of(r, n0, n1);
+    x.row -= EXPERTS ? x.t * n0 : OF_THREE(x.which, 0, n0, n1);
+    x.n = min(x.n, min(a->w[x.which].rows - x.row, rows_met() - (r - first) % rows_met()));
+    return x;
+}
+
+// row i of a slot: its matrix, and its row in the tile
+static inline int slot_matrix(int i, struct ring_tile x) {
+    return IS_GLU ? i / tile_rows() : x.which;
+}
+static inline int slot_row(int i) { return i % tile_rows(); }
+
+// where a row of matrix m begins, in bytes behind the bound address
+static inline ulong row_start(constant struct kernel_matrix *m, int expert, int row) {
+    return m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
+}
+
+// A place in the ring: a slot, and how often the ring has gone round
+struct ring_place { int slot, round; };
+static inline void ring_step(thread struct ring_place *at, int slots) {
+    at->slot++;
+    if (at->slot < slots) return;
+    at->slot = 0;
+    at->round++;
+}
+
+// Fills row i of slot after slot, each as soon as it is free again
+static inline void ring_copy(threadgroup mbarrier *full, threadgroup mbarrier *is_free,
+        threadgroup uchar *slots, device const uchar *w0, device const uchar *w1,
+        device const uchar *w2, device const int *chosen, int first, int end, int i,
+        constant struct product_args *a) {
+    struct ring_place at = {0, 0};
+    struct ring_tile x;
+    for (int r = first; r < end; r += x.n) {
+        x = tile_at(r, first, end, a);
+        int which = slot_matrix(i, x), row = slot_row(i);
+        constant struct kernel_matrix *m = &a->w[which];
+        device const uchar *from = OF_THREE(which, w0, w1, w2);
+        from += row_start(m, EXPERTS ? chosen[x.t] : 0, x.row + row);
+        for (int p = 0; p < a->pieces; p++, from += m->piece) {
+            uint skew = (ulong)from % 16, n = skew + min(m->piece, m->row_bytes - p * m->piece);
+            if (at.round > 0) mbarrier_wait(&is_free[at.slot], (at.round - 1) % 2);
+            threadgroup uchar *to = slots + (at.slot * RING_TILE + i) * a->stride;
+            mbarrier_copy(&full[at.slot], to, from - skew, row < x.n ? (n + 15) / 16 * 16 : 0);
+            ring_step(&at, a->slots);
+        }
+    }
+}
+
+// 2^n for n of -126 to 127; byte j of word i and byte i of word j change places
+static inline float power_of_two(int n) { return quant_from_bits((uint)(n + 127) << 23); }
+QUANT_INLINE void turn_bytes(thread uint *w) {
+    QUANT_UNROLL for (int i = 0; i < 2; i++) {            // pairs of bytes, then bytes
+        uint low = (w[i] & 0xffff) | w[i + 2] << 16;
+        w[i + 2] = w[i] >> 16 | (w[i + 2] & 0xffff0000);
+        w[i] = low;
+    }
+    QUANT_UNROLL for (int i = 0; i < 4; i += 2) {
+        uint low = (w[i] & 0x00ff00ff) | (w[i + 1] & 0x00ff00ff) << 8;
+        w[i + 1] = (w[i] >> 8 & 0x00ff00ff) | (w[i + 1] & 0xff00ff00);
+        w[i] = low;
+    }
+}
+
+// Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group
+static inline void stage_four(float4 x, int i, threadgroup float *group) {
+    float top = 1e-30f, sum = 0.0f;
+    uint digit[4];
+    for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
+    for (int d = 1; d < 8; d *= 2) top = max(top, simd_shuffle_xor(top, d));
+    int power = max(-90, min(exponent_of(top), 120)) - 29;
+    for (int e = 0; e < 4; e++) {
+        float number = x[e] * power_of_two(-power);
+        sum += number;
+        digit[e] = ((uint)(int)rint(number) + 0x00808080) ^ 0x00808080;
+    }
+    turn_bytes(digit);                                    // now digit[k] has the four's digits k
+    for (int k = 0; k < 4; k++) ((threadgroup uint *)group)[8 * k + i / 4] = digit[k];
+    sum += simd_shuffle_xor(sum, 1);
+    sum += simd_shuffle_xor(sum, 2);
+    float all = sum + simd_shuffle_xor(sum, 4);
+    if (i % 16 == 0) group[32 + i / 16] = sum;
+    if (i == 0) group[34] = power_of_two(power) + (all - all);   // NaN for infinity and NaN
+}
+
+// Waits for x, and stages this worker's columns of it, after its norm; returns the sum of their x *
+// x in all lanes. The norm's weights are no launch's output: the first of them are loaded before.
+static inline float ring_stage(thread struct row_input *in, threadgroup float *xs, float eps,
+        uint sg) {
+    enum { STEPS = 4 };
+    int padded = div_up(in->cols, 128) * 128, first = 128 * sg + 4 * in->lane, step = 128 * WORKERS;
+    float square = 0.0f;
+    float4 w[STEPS], v[STEPS];
+    QUANT_UNROLL for (int j = 0; j < STEPS; j++) w[j] = norm_weights(first + j * step, in);
+    input_wait();
+    if (norm_first())
+        in->scale = norm_scale(in->x, 0, 0.0f, in->cols, eps, 0, 1, 0, in->lane, &in->mean);
+    for (int i0 = first; i0 < padded; i0 += STEPS * step) {
+        QUANT_UNROLL for (int j = 0; j < STEPS; j++)
+            v[j] = four_floats(in->x, i0 + j * step, in->cols);
+        QUANT_UNROLL for (int j = 0; j < STEPS && i0 > first; j++)
+            w[j] = norm_weights(i0 + j * step, in);
+        QUANT_UNROLL for (int j = 0; j < STEPS; j++) {
+            int i = i0 + j * step;
+            if (i >= padded) break;                       // all lanes
+            for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
+            stage_four(normed_by(v[j], w[j], i, in), i % 32, xs + i / 32 * X_STRIDE);
+        }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);        // this worker's columns are there
+    return NORMED ? simd_sum(square) : 0.0f;
+}
+
+// Adds a worker's share of a piece: acc[0] of row l / 4, acc[1] of row l / 4 + 8 for lane l. ra and
+// rb are these rows' places in the slot, x is the piece's staged input.
+static inline void ring_dot(int fa, int fb, threadgroup const uchar *ra,
+        threadgroup const uchar *rb, int groups, threadgroup const float *x,
+        threadgroup const float *zeros, uint sg, uint lane, thread float *acc) {
+    int first = 4 * sg + lane % 4, padded = div_up(groups, 4) * 4;   // as x is
+    threadgroup const float *own = x + first * X_STRIDE, *right = right_operand(own, zeros, lane);
+    int step = 4 * WORKERS * X_STRIDE, right_step = right == zeros ? 0 : step;
+    bool halves = format_halves(fa) || format_halves(fb);
+    RING_UNROLL for (int g = first; g < padded; g += 4 * WORKERS) {
+        int inside = min(g, groups - 1);
+        uint qa[8], qb[8];
+        float da[2], ma[2], db[2], mb[2], s[4];
+        group_decode(fa, ra, inside, qa, da, ma);
+        group_decode(fb, rb, inside, qb, db, mb);
+        codes_dot(fa, fb, qa, qb, own, right, s);
+        float a = da[0] * s[0], b = db[0] * s[2];
+        if (halves) a += da[1] * s[1], b += db[1] * s[3];
+        if (format_bias(fa) == 0) a += ma[0] * own[32] + ma[1] * own[33];
+        if (format_bias(fb) == 0) b += mb[0] * own[32] + mb[1] * own[33];
+        acc[0] += g < groups ? a * own[34] : 0.0f;
+        acc[1] += g < groups ? b * own[34] : 0.0f;
+        own += step;
+        right += right_step;
+    }
+}
+
+// The same for a tile, piece by piece; all four lanes of a row get its sum
+static inline void ring_sum(struct ring_tile x, int expert, threadgroup mbarrier *full,
+        threadgroup mbarrier *is_free, threadgroup const uchar *slots,
+        threadgroup const float *xs, threadgroup const float *zeros, uint sg, uint lane,
+        constant struct product_args *a, thread struct ring_place *at, thread float *acc) {
+    int la = lane / 4, lb = la + RING_TILE / 2;           // rows past the tile's repeat the last
+    int ia = min(slot_row(la), x.n - 1), ib = min(slot_row(lb), x.n - 1);
+    int sa = la - slot_row(la) + ia, sb = lb - slot_row(lb) + ib;   // in the slot
+    constant struct kernel_matrix *ma = &a->w[slot_matrix(la, x)], *mb = &a->w[slot_matrix(lb, x)];
+    uint start_a = row_start(ma, expert, x.row + ia), start_b = row_start(mb, expert, x.row + ib);
+    acc[0] = acc[1] = 0.0f;
+    for (int p = 0; p < a->pieces; p++) {
+        threadgroup const uchar *slot = slots + at->slot * RING_TILE * a->stride;
+        threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece) % 16;
+        threadgroup const uchar *rb = slot + sb * a->stride + (start_b + p * mb->piece) % 16;
+        threadgroup const float *xp = xs + p * a->piece / 32 * X_STRIDE;
+        int groups = min(a->piece, a->cols - p * a->piece) / 32;
+        mbarrier_wait(&full[at->slot], at->round % 2);
+        // matrices of one format share their code: a small program starts sooner
+        if (IS_GLU) ring_dot(FORMAT_0, FORMAT_1, ra, rb, groups, xp, zeros, sg, lane, acc);
+        else if (x.which == 0 || (x.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
+            ring_dot(FORMAT_0, FORMAT_0, ra, rb, groups, xp, zeros, sg, lane, acc);
+        else if (x.which == 1)
+            ring_dot(FORMAT_1, FORMAT_1, ra, rb, groups, xp, zeros, sg, lane, acc);
+        else ring_dot(FORMAT_2, FORMAT_2, ra, rb, groups, xp, zeros, sg, lane, acc);
+        simdgroup_barrier(mem_flags::mem_threadgroup);    // all lanes have read the slot
+        if (lane == 0) mbarrier_arrive(&is_free[at->slot]);
+        ring_step(at, a->slots);
+    }
+    for (int i = 0; i < 2; i++) {
+        acc[i] += simd_shuffle_xor(acc[i], 1);
+        acc[i] += simd_shuffle_xor(acc[i], 2);
+    }
+}
+
+// A row's product from the sums of all workers; see gemv_product
+static inline float ring_result(threadgroup const float *sums, int which, int row, int expert,
+        float scale, device const float *bias, device const float *scales,
+        constant struct product_args *a) {
+    constant struct kernel_matrix *m = &a->w[which];
+    float sum = 0.0f;
+    for (int i = 0; i < WORKERS; i++) sum += sums[i * RING_ROWS];
+    sum *= SCALES >> which & 1 ? scale * m->scale * scales[expert] : scale * m->scale;
+    if (BIASES >> which & 1) sum += bias[expert * m->bias_step + row];
+    return sum * a->factor;
+}
+
+// What gemv computes, with the same buffers, for one token. Grid: one or two threadgroups for each
+// core of the GPU, `units` in all.
+kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
+        device const float *bias0, device const float *bias1, device const float *bias2,
+        device const float *x, device const float *weights,                       // buffers 6, 7
+        device float *y0, device float *y1, device float *y2,                     // 8 to 10
+        device const float *other, device const float *norm_bias, device const int *chosen,
+        device const float *scale0, device const float *scale1,                   // 14, 15
+        constant struct product_args *a, PLACE) {
+    threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
+    threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
+    threadgroup float *sums = squares + WORKERS, *xs = sums + 2 * WORKERS * RING_ROWS;
+    threadgroup uchar *slots = (threadgroup uchar *)(shared + ring_floats(a->cols, RING));
+    uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
+    int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
+    if ((int)tid < a->slots) mbarrier_init(&full[tid], RING_TILE);
+    if ((int)tid < a->slots) mbarrier_init(&is_free[tid], WORKERS);
+    if (tid < SIMD_LANES) zeros[tid] = 0.0f;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
+    if ((int)sg >= WORKERS) {
+        int i = (sg - WORKERS) * (RING_TILE / RING_COPIERS) + lane;
+        if (EXPERTS) { input_wait(); }                    // for the choice
+        if (lane < RING_TILE / RING_COPIERS)
+            ring_copy(full, is_free, slots, w0, w1, w2, chosen, first, end, i, a);
+        return;
+    }
+    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, xs};
+    struct ring_place at = {0, 0};
+    float square = ring_stage(&in, xs, a->eps, sg), scale = 1.0f;
+    if (lane == 0) squares[sg] = square;
+    int step = IS_GLU ? 2 : 1, half_way = WORKERS * RING_ROWS;   // sums of a row; of two buffers
+    for (int from = first; from < end; from += rows_met()) {
+        struct ring_tile t, mine = tile_at(min(from + (int)tid, end - 1), first, end, a);
+        int choice = EXPERTS ? chosen[mine.t] : 0, to = min(from + rows_met(), end);
+        float before = EPILOGUE == EPILOGUE_ADD ? other[mine.row] : 0.0f;   // of this thread's row
+        for (int r = from; r < to; r += t.n) {
+            float acc[2];
+            t = tile_at(r, first, end, a);
+            int expert = EXPERTS ? chosen[t.t] : 0;
+            ring_sum(t, expert, full, is_free, slots, xs, zeros, sg, lane, a, &at, acc);
+            threadgroup float *own = sums + sg * RING_ROWS + (r - from) * step;
+            int la = lane / 4, lb = IS_GLU ? la : la + RING_TILE / 2;   // rows in the tile
+            if (lane % 4 == 0 && la < t.n) own[la * step] = acc[0];
+            if (lane % 4 == 0 && lb < t.n) own[lb * step + IS_GLU] = acc[1];
+        }
+        workers_barrier(WORKERS * SIMD_LANES);            // all sums are there
+        if (from + (int)tid < to) {                       // a thread for each row
+            int which = IS_GLU ? 1 : mine.which;
+            threadgroup const float *own = sums + tid * step;
+            device float *y = OF_THREE(mine.which, y0, y1, y2);
+            y += (ulong)mine.t * a->w[mine.which].out_step + mine.row;
+            square = 0.0f;
+            for (int i = 0; i < WORKERS; i++) square += squares[i];
+            if (NORMED && !norm_first()) scale = rsqrt(square / (float)a->cols + a->eps);
+            if (IS_GLU) before = ring_result(own, 0, mine.row, choice, scale, bias0, scale0, a);
+            device const float *bias = OF_THREE(which, bias0, bias1, bias2);
+            float v = ring_result(own + step - 1, which, mine.row, choice, scale, bias,
+                                  IS_GLU ? scale1 : scale0, a);
+            finish(y, v, a->softcap, a->limit, before);
+        }
+        sums += half_way;                                 // the other buffer
+        half_way = -half_way;
+    }
+}
+#endif
+
 // The place of the first (which = 0) or second number of pair p in a head. Behind the n_rot numbers
 // that RoPE rotates, pairs are neighbours, and stay as they are.
 static inline int pair_index(int p, int which, int n_rot) {
@@ -1022,10 +1462,9 @@ static inline int query_step(void) { return GATED ? 2 * HEAD_DIM : HEAD_DIM; }
 
 // Norms one head of Q (which = 0) or K, whose pairs are in v as in head_rope: RMSNorm, or LayerNorm
 // if CENTRED. Weights and biases are [HEAD_DIM] for all heads, or each head has its own.
-QUANT_INLINE void head_norm(int which, int head, device const float *w, device const float *bias,
+QUANT_INLINE void head_norm(int which, thread const float *w, thread const float *bias,
         constant struct attention_args *a, uint lane, thread float *v) {
     float mean = 0.0f, square = 0.0f;
-    int own = head * (which ? a->k_step : a->q_step);
     if (!(QK_NORMED >> which & 1)) return;
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
         if (pair_inside(i, lane)) mean += v[i];
@@ -1034,10 +1473,8 @@ QUANT_INLINE void head_norm(int which, int head, device const float *w, device c
         if (pair_inside(i, lane)) square += (v[i] - mean) * (v[i] - mean);
     float scale = rsqrt(simd_sum(square) / (float)HEAD_DIM + a->eps);
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++) {
-        int at = own + pair_index(lane_pair(i, lane), i % 2, a->n_rot);
-        if (!pair_inside(i, lane)) continue;
-        v[i] = (v[i] - mean) * scale * w[at];
-        if (BIASES >> which & 1) v[i] += bias[at];
+        v[i] = (v[i] - mean) * scale * w[i];
+        if (BIASES >> which & 1) v[i] += bias[i];
     }
 }
 
@@ -1048,19 +1485,28 @@ QUANT_INLINE void head_rope(int which, int head, device const float *x, device c
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
     float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
+    float ws[HEAD_MAX / SIMD_LANES], biases[HEAD_MAX / SIMD_LANES], turns[HEAD_MAX / SIMD_LANES];
+    int own = head * (which ? a->k_step : a->q_step);
+    int pairs = PAIRING == ROPE_NONE ? 0 : a->n_rot / 2;
+    QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++) {   // what is there before the input
+        int p = lane_pair(i, lane), at = own + pair_index(p, i % 2, a->n_rot);
+        bool inside = pair_inside(i, lane) && QK_NORMED >> which & 1;
+        ws[i] = inside ? w[at] : 0.0f;
+        biases[i] = inside && BIASES >> which & 1 ? bias[at] : 0.0f;
+        turns[i] = p < pairs ? angles[2 * p + i % 2] : 0.0f;
+    }
+    input_wait();
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
         if (pair_inside(i, lane))
             v[i] = limited(x[pair_index(lane_pair(i, lane), i % 2, a->n_rot)], limit);
-    if (!QK_LATE) head_norm(which, head, w, bias, a, lane, v);
-    int pairs = PAIRING == ROPE_NONE ? 0 : a->n_rot / 2;
+    if (!QK_LATE) head_norm(which, ws, biases, a, lane, v);
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i += 2) {
-        int p = lane_pair(i, lane);
-        if (p >= pairs) continue;
-        float x0 = v[i], x1 = v[i + 1], c = angles[2 * p], s = angles[2 * p + 1];
+        float x0 = v[i], x1 = v[i + 1], c = turns[i], s = turns[i + 1];
+        if (lane_pair(i, lane) >= pairs) continue;
         v[i] = x0 * c - x1 * s;
         v[i + 1] = x0 * s + x1 * c;
     }
-    if (QK_LATE) head_norm(which, head, w, bias, a, lane, v);
+    if (QK_LATE) head_norm(which, ws, biases, a, lane, v);
 }
 
 // QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
@@ -1177,33 +1623,44 @@ QUANT_INLINE void softmax_add(int n, thread const half4 *k, thread const half4 *
     }
 }
 
-// Adds one step of rows of the ring, from r0 on, for all of the threadgroup's queries. Positions
-// are loaded first, and tell which rows are seen; then all keys and values are loaded at once. A
-// row that is not seen may hold anything, even NaN, so a row that is seen is read in its place. Row
-// `slot` is left out: this dispatch writes it, perhaps at this moment.
-QUANT_INLINE void attention_rows(device const half *k, device const half *v,
-        device const int *pos_k, int pos, int slot, int r0, int used, thread const float *slopes,
-        constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
-    int r = r0 + (int)lane % attention_step(ROW_LANES), seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
+// Loads one step of rows of the ring, from r0 on. Positions are loaded first, and tell which rows
+// are seen; then all keys and values are loaded at once. A row that is not seen may hold anything,
+// even NaN, so a row that is seen is read in its place. Row `slot` is left out: this dispatch
+// writes it, perhaps at this moment.
+struct kv_rows {
+    half4 k[QUADS_MAX * ATTENTION_ROWS], v[QUADS_MAX * ATTENTION_ROWS];
+    int seen[ATTENTION_ROWS], far[ATTENTION_ROWS], some;   // some: one that is seen, or -1
+};
+QUANT_INLINE void rows_load(thread struct kv_rows *rows, device const half *k,
+        device const half *v, device const int *pos_k, int pos, int slot, int r0, int used,
+        constant struct attention_args *a, uint lane) {
+    int r = r0 + (int)lane % attention_step(ROW_LANES);
     int at = r < used && r != slot ? pos_k[r] : -1;
-    int row = visible(at, pos, a) ? r : -1, some = simd_max(row);
-    half4 ks[QUADS_MAX * ATTENTION_ROWS], vs[QUADS_MAX * ATTENTION_ROWS];
-    if (some < 0) return;                                 // all lanes: none sees a row
+    int row = visible(at, pos, a) ? r : -1;
+    rows->some = simd_max(row);
+    if (rows->some < 0) return;                           // all lanes: none sees a row
     QUANT_UNROLL for (int i = 0; i < ATTENTION_ROWS; i++) {
         int of = i * (SIMD_LANES / ROW_LANES) + (int)lane / ROW_LANES;
         int mine = simd_shuffle(row, of), where = simd_shuffle(at, of);
-        int from = mine < 0 ? some : mine;
-        seen[i] = mine >= 0;
-        far[i] = abs(pos - where);
+        int from = mine < 0 ? rows->some : mine;
+        rows->seen[i] = mine >= 0;
+        rows->far[i] = abs(pos - where);
         QUANT_UNROLL for (int e = 0; e < quads(); e++) {
             device const half *key = k + (ulong)from * HEAD_DIM + lane_quad(e, HEAD_DIM, lane);
             device const half *value = v + (ulong)from * VALUE_STEP + lane_quad(e, VALUE_DIM, lane);
-            ks[quads() * i + e] = *(device const half4 *)key;
-            vs[quads() * i + e] = *(device const half4 *)value;
+            rows->k[quads() * i + e] = *(device const half4 *)key;
+            rows->v[quads() * i + e] = *(device const half4 *)value;
         }
     }
+}
+
+// adds them for all of the threadgroup's queries
+QUANT_INLINE void rows_add(thread const struct kv_rows *rows, thread const float *slopes,
+        constant struct attention_args *a, thread struct softmax_state *state) {
+    if (rows->some < 0) return;
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
-        softmax_add(ATTENTION_ROWS, ks, vs, seen, far, slopes[h], a, &state[h]);
+        softmax_add(ATTENTION_ROWS, rows->k, rows->v, rows->seen, rows->far, slopes[h], a,
+                    &state[h]);
 }
 
 // adds the newest key and value, which may not be in their row yet
@@ -1218,6 +1675,23 @@ QUANT_INLINE void attention_newest(threadgroup const float *k, device const floa
     }
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
+}
+
+// Number o of a softmax's value over some rows, its largest score m and its sum; adds PARTS_STEP of
+// them to `to`. A part without rows has the score UNSEEN and a sum of 0; its o is not read.
+struct softmax_part { float o, m, sum; };
+QUANT_INLINE void parts_add(thread const struct softmax_part *x, thread struct softmax_part *to) {
+    float top = to->m;
+    QUANT_UNROLL for (int i = 0; i < PARTS_STEP; i++) top = max(top, x[i].m);
+    float shrink = exp2(to->m - top);
+    to->o *= shrink;
+    to->sum *= shrink;
+    to->m = top;
+    QUANT_UNROLL for (int i = 0; i < PARTS_STEP; i++) {
+        float weight = x[i].sum > 0.0f ? exp2(x[i].m - top) : 0.0f;
+        to->o += x[i].sum > 0.0f ? x[i].o * weight : 0.0f;
+        to->sum += x[i].sum * weight;
+    }
 }
 
 // Merges, through threadgroup memory, the parts of lanes and SIMD-groups that had different rows.
@@ -1241,15 +1715,19 @@ QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgro
     threadgroup_barrier(mem_flags::mem_threadgroup);      // all parts are there
     for (int i = sg * SIMD_LANES + lane; i < heads * VALUE_DIM; i += nsg * SIMD_LANES) {
         int h = i / VALUE_DIM, e = i % VALUE_DIM;
-        float m = UNSEEN, sum = 0.0f, o = 0.0f;
-        for (int j = h; j < all; j += QUERY_HEADS) m = max(m, ms[j]);
-        for (int j = h; j < all; j += QUERY_HEADS) {
-            float weight = exp2(ms[j] - m);
-            sum += sums[j] * weight;
-            o += os[j * VALUE_DIM + e] * weight;
+        struct softmax_part x[PARTS_STEP], whole = {0.0f, UNSEEN, 0.0f};
+        for (int j0 = h; j0 < all; j0 += PARTS_STEP * QUERY_HEADS) {   // a step's loads overlap
+            QUANT_UNROLL for (int k = 0; k < PARTS_STEP; k++) {
+                int j = j0 + k * QUERY_HEADS, inside = min(j, all - QUERY_HEADS + h);
+                x[k].o = os[inside * VALUE_DIM + e];
+                x[k].m = j < all ? ms[inside] : UNSEEN;
+                x[k].sum = j < all ? sums[inside] : 0.0f;
+            }
+            parts_add(x, &whole);
         }
         device float *to = out + ((ulong)(head + h) * a->slices + slice) * size;
         device const float *gate = q + h * query_step() + HEAD_DIM + e;
+        float o = whole.o, m = whole.m, sum = whole.sum;
         to[e] = a->slices > 1 ? o : attention_value(o, m, sum, sinks + h, gate, a);
         if (a->slices > 1 && e < 2) to[VALUE_DIM + e] = e == 0 ? m : sum;
     }
@@ -1274,20 +1752,43 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
     }
 }
 
+// Number i of a token's out[n_head][VALUE_DIM], from parts[n_head][slices][VALUE_DIM + 2] of a long
+// ring
+static inline float merged_value(int i, device const float *q, device const float *sinks,
+        device const float *parts, constant struct attention_args *a) {
+    int head = i / VALUE_DIM, e = i % VALUE_DIM;
+    struct softmax_part x[PARTS_STEP], whole = {0.0f, UNSEEN, 0.0f};
+    parts += (ulong)head * a->slices * (VALUE_DIM + 2);
+    for (int s = 0; s < a->slices; s += PARTS_STEP) {     // a step's loads overlap
+        QUANT_UNROLL for (int k = 0; k < PARTS_STEP; k++) {
+            bool is = s + k < a->slices;
+            device const float *part = parts + min(s + k, a->slices - 1) * (VALUE_DIM + 2);
+            x[k].o = part[e];
+            x[k].m = is ? part[VALUE_DIM] : UNSEEN;
+            x[k].sum = is ? part[VALUE_DIM + 1] : 0.0f;
+        }
+        parts_add(x, &whole);
+    }
+    float o = whole.o, m = whole.m, sum = whole.sum;
+    return attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
+}
+
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
 // FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
-// threadgroup of the first slice computes the newest key itself: another may still be writing it.
+// threadgroup of the last slice computes the newest key itself: another may still be writing it.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
-// ring is cut into slices, with a threadgroup for each; then `out` is parts[n_head][slices][..].
-// Its SIMD-groups take turns at the rows, and merge at the end. Bound by memory: 4 bytes of K and V
-// serve 4 FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers
-// that too few SIMD-groups could run at once to hide how long a load takes.
+// ring is cut into slices, with a threadgroup for each, whose results go to
+// parts[n_head][slices][..]. Where GPUs order memory between threadgroups (MERGES), the last one of
+// these heads merges them. Its SIMD-groups take turns at the rows, and merge at the end. Bound by
+// memory: 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS of them
+// would take so many registers that too few SIMD-groups could run at once to hide how long a load
+// takes.
 kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
         device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
         device const float *q_bias, device const float *k_bias, device const float *k_new,
         device const float *q, device half *k, device half *v, device int *pos_k, // 7 to 10
-        device const int *now, device const float *slopes, device const float *sinks,
-        device float *out, constant struct attention_args *a, PLACE) {
+        device int *now, device const float *slopes, device const float *sinks,
+        device float *out, device float *parts, constant struct attention_args *a, PLACE) {
     int group = a->n_head / a->n_kv, per_kv = div_up(group, QUERY_HEADS);   // heads, threadgroups
     int slice = tg % a->slices, unit = tg / a->slices;
     int t = unit / (per_kv * a->n_kv), kv = unit / per_kv % a->n_kv;
@@ -1296,6 +1797,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
+    struct kv_rows loaded;
     float slope[ATTENTION_HEADS];
 
     // queries and the newest key pass through threadgroup memory, because RoPE's pairs cross lanes
@@ -1304,7 +1806,12 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v += (ulong)kv * a->rows * VALUE_STEP;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    for (int u = sg; FUSED && u < QUERY_HEADS + (slice == 0); u += nsg) {
+    int r = (slice * nsg + sg) * rows, next = a->slices * nsg * rows;
+    bool newest = FUSED && slice == a->slices - 1;        // has the new key, besides other rows
+    if (FUSED) rows_load(&loaded, k, v, pos_k, pos, slot, r, used, a, lane);   // of earlier tokens
+    if (!FUSED) { input_wait(); }
+    if (!FUSED) rows_load(&loaded, k, v, pos_k, pos, slot, r, used, a, lane);
+    for (int u = sg; FUSED && u < QUERY_HEADS + newest; u += nsg) {
         bool key = u == QUERY_HEADS;                      // ks is behind qs
         int h = key ? kv : min(head + u, last);
         threadgroup float *to = qs + u * HEAD_DIM;
@@ -1320,37 +1827,38 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     float scale = query_scale(a) * (FUSED ? temperature(pos, a) : 1.0f);
     attention_begin(q, qs, slopes, head, last, scale, lane, slope, state);
     int all = nsg * SIMD_LANES;
-    bool writes = FUSED && slice == 0 && unit % per_kv == 0;
+    bool writes = newest && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
         k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i, a);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
         v[(ulong)slot * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
-    if (FUSED && slice == 0 && sg == 0) attention_newest(ks, v_new, pos, a, lane, state);
-    for (int r = (slice * nsg + sg) * rows; r < used; r += a->slices * nsg * rows)
-        attention_rows(k, v, pos_k, pos, slot, r, used, slope, a, lane, state);
-    attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head, out,
-                     t * a->n_head + head, min(QUERY_HEADS, last + 1 - head), slice, nsg, sg, lane,
+    if (newest && sg == nsg - 1) attention_newest(ks, v_new, pos, a, lane, state);
+    for (; r < used; r += next) {
+        rows_add(&loaded, slope, a, state);
+        rows_load(&loaded, k, v, pos_k, pos, slot, r + next, used, a, lane);
+    }
+    int heads = min(QUERY_HEADS, last + 1 - head);
+    attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head,
+                     a->slices > 1 ? parts : out, t * a->n_head + head, heads, slice, nsg, sg, lane,
                      a);
+    if (!MERGES || a->slices == 1) return;
+    threadgroup int *before = (threadgroup int *)shared;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // all has been written, `shared` is read
+    if (tid == 0) *before = count_up(&now[NOW_SIZE + unit]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the count is there
+    if (*before + 1 < a->slices) return;                  // the whole threadgroup
+    if (tid == 0) now[NOW_SIZE + unit] = 0;               // for the next layer
+    for (int i = head * VALUE_DIM + tid; i < (head + heads) * VALUE_DIM; i += all)
+        out[i] = merged_value(i, q, sinks, parts, a);
 }
 
-// One token's out[n_head][VALUE_DIM] from parts[n_head][slices][VALUE_DIM + 2] of a long ring.
-// Grid: a thread for each number.
+// A token's out from the parts of a long ring. Grid: a thread for each number.
 kernel void attention_merge(device const float *q, device const float *sinks,
         device const float *parts, device float *out, constant struct attention_args *a, PLACE) {
-    int i = tg * MERGE_THREADS + tid, head = i / VALUE_DIM, e = i % VALUE_DIM;
-    float m = UNSEEN, sum = 0.0f, o = 0.0f;
-    if (head >= a->n_head) return;
-    parts += (ulong)head * a->slices * (VALUE_DIM + 2);
-    for (int s = 0; s < a->slices; s++) m = max(m, parts[s * (VALUE_DIM + 2) + VALUE_DIM]);
-    for (int s = 0; s < a->slices; s++) {
-        device const float *part = parts + s * (VALUE_DIM + 2);
-        float weight = exp2(part[VALUE_DIM] - m);
-        sum += part[VALUE_DIM + 1] * weight;
-        o += part[e] * weight;
-    }
-    out[i] = attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
+    int i = tg * MERGE_THREADS + tid;
+    if (i < a->n_head * VALUE_DIM) out[i] = merged_value(i, q, sinks, parts, a);
 }
 
 // Writes rows[n][HEAD_DIM], a chunk's latent rows, to the cache: the first VALUE_DIM numbers

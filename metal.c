@@ -29,13 +29,15 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 // The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows only whether
 // the GPU has copies (DEVICE_COPIES).
 
-// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both
+// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both, and
+// gemv_ring on a device of theirs with SOFT_CORES
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
-enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10 };
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, SOFT_CORES = 5 };
 #else
-enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10 };
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0 };
 #endif
-enum { MAX_PIPELINES = 256, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32 };
+enum { MAX_PIPELINES = 256, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
+       LONG_LAUNCH = 64 << 10 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
 
@@ -59,16 +61,18 @@ typedef struct Gpu {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
     size_t longest;             // bytes that a buffer may have
+    int cores, room;            // for gemv_ring: the GPU's cores; threadgroup memory, 0: no ring
+    size_t many;                // of more bytes of weights a core, a launch is long
     Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
-    int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE]
+    int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE + n_head], see kernels.metal
     uint16_t *halves;           // [rows][half_step of an input], which gemm reads
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *conv;                // [chunk][channels] the output of delta_conv
     float *inputs;              // [chunk][n_layer][per_layer]
-    float *parts;               // [n_head][attention_slices][vd + 2] of a long ring
+    float *parts;               // [n_head][slices][vd + 2] of a long ring, see Spread
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -95,10 +99,20 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 // CUDA's driver and compiler are found at run time. A buffer is a copy in the GPU's memory, which
 // device_send brings up to date for the GPU, and device_fetch for the host. Each variant of a
 // kernel is compiled by itself; $XDG_CACHE_HOME/llm or ~/.cache/llm keeps its code, named by a hash
-// of its sources and the GPU's architecture.
+// of its sources and the GPU's architecture. From compute capability 9.0 on a token's launches
+// start early (programmatic dependent launch): a launch begins when all threadgroups of the last
+// one have called next_may_start, and has to wait for its input, which it does at once, or where
+// its kernel says input_wait.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
+typedef struct { int id, pad, value[16]; } LaunchAttribute;
+typedef struct {
+    unsigned groups[3], threads[3], shared;
+    void *stream;
+    const LaunchAttribute *attributes;
+    unsigned n;
+} Launch;
 #define DRIVER(X) \
     X(cuInit, (unsigned)) X(cuDeviceGetCount, (int *)) X(cuDeviceGetAttribute, (int *, int, int)) \
     X(cuCtxCreate_v2, (void **, unsigned, int)) X(cuCtxDestroy_v2, (void *)) \
@@ -113,8 +127,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
     X(cuModuleLoadData, (void **, const void *)) \
     X(cuModuleGetFunction, (void **, void *, const char *)) \
     X(cuFuncSetAttribute, (void *, int, int)) \
-    X(cuLaunchKernel, (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
-                       unsigned, void *, void **, void **)) \
+    X(cuLaunchKernelEx, (const Launch *, void *, void **, void **)) \
     X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **)) \
     X(cuGraphInstantiateWithFlags, (void **, void *, unsigned long long)) \
     X(cuGraphLaunch, (void *, void *)) X(cuGraphExecDestroy, (void *)) X(cuGraphDestroy, (void *))
@@ -124,10 +137,15 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
     X(nvrtcCompileProgram, (void *, int, const char *const *)) \
     X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
-    X(nvrtcDestroyProgram, (void **))
-enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, COPY_BYTES = 64 << 20,
-       STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100, MAX_SHARED_BYTES = 8,
-       GPU_CHUNK = 2048 };
+    X(nvrtcDestroyProgram, (void **)) X(nvrtcVersion, (int *, int *))
+// Compute capability 9 has what gemv_ring and early launches need. Their tests have not passed on
+// such a GPU yet: until then only the tests' build says 9 here, and all others do without.
+#ifndef RING_FROM
+#define RING_FROM 99
+#endif
+enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, CORES = 16, CORE_SHARED = 97,
+       COPY_BYTES = 64 << 20, STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100,
+       MAX_SHARED_BYTES = 8, LAUNCH_EARLY = 6, GPU_CHUNK = 2048 };
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
@@ -142,6 +160,7 @@ struct Device {
     void *graph;                // the launches of a token whose token_key is `key`, or NULL
     uint64_t key;
     bool records;               // launches are captured for the graph
+    bool early, first;          // launches may start early; but the next one follows a copy
     char arch[32];
     Code code[MAX_PIPELINES];   // compiled, but not loaded yet
 };
@@ -181,9 +200,10 @@ static bool device_open(Gpu *g) {
         "/usr/local/cuda/lib64/libnvrtc.so"};
     void *from = cuda_library(g, drivers, COUNT(drivers));
     const char *missing = NULL;
-    int devices = 0, error, major, minor;
+    int devices = 0, error, major, minor, version = 0;
     Device *d = g->device = calloc(1, sizeof *d);
     g->longest = SIZE_MAX / 2;
+    g->many = LONG_LAUNCH;
     if (!from || !d) return false;
 #define X(name, types) missing = (*(void **)&d->name = dlsym(from, #name)) ? missing : #name;
     DRIVER(X)
@@ -201,7 +221,12 @@ static bool device_open(Gpu *g) {
               cuda(g, cuStreamCreate, &d->stream, STREAM_NON_BLOCKING) &&
               cuda(g, cuDeviceGetAttribute, &major, COMPUTE_MAJOR, 0) &&
               cuda(g, cuDeviceGetAttribute, &minor, COMPUTE_MINOR, 0) &&   // 7.x lacks cp.async
-              (major > 7 || gpu_fail(g, "its compute capability is below 8.0", NULL));
+              (major > 7 || gpu_fail(g, "its compute capability is below 8.0", NULL)) &&
+              cuda(g, cuDeviceGetAttribute, &g->cores, CORES, 0) &&
+              cuda(g, cuDeviceGetAttribute, &g->room, CORE_SHARED, 0) &&   // of a threadgroup
+              cuda(g, nvrtcVersion, &version, &error);
+    d->early = ok && major >= RING_FROM && version > 11;   // older compilers lack bulk copies
+    if (!d->early) g->room = 0;
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
     return ok;
 }
@@ -235,7 +260,8 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
                  room >> 20, all >> 20);
         return gpu_fail(g, "the GPU has too little memory", both);
     }
-    if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size)) return false;
+    // gemv_ring copies 16 bytes at a time, up to 15 behind the last row
+    if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size + 16)) return false;
     if (!filled) return cuda(g, cuMemsetD8Async, s->buffer, 0, s->size, g->device->stream);
     bool talks = isatty(2) && s->size > 2 * COPY_BYTES;
     double start = now();
@@ -261,20 +287,24 @@ static char *device_address(const Gpu *g, const void *p) {
 // The source of a variant: its constants, and a function that calls the kernel. In a threadgroup of
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
 // must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
-// flash_attention 2 or 3 threadgroups, so that some compute while others wait.
+// flash_attention 2 or 3 threadgroups, so that some compute while others wait; of gemv_ring as many
+// as RING says, of a token's attention 2, so that the next launch fits beside it.
 static void cuda_source(const Variant *p, char *s) {
     const int *constant = p->d.constant;
+    bool waits = constant[C_RING] || !strcmp(p->d.kernel, "attention");   // by themselves, later
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
     int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
-    if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
+    if (constant[C_RING]) fit = constant[C_RING];
+    else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
+    else if (constant[C_FUSED]) fit = 2;
     else if (!constant[C_UNIT_ROWS] || !fit) fit = 1;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
-                 "run_%s(const __grid_constant__ Bound x) {\n    %s(",
-                 p->threads, fit, p->d.kernel, p->d.kernel);
+                 "run_%s(const __grid_constant__ Bound x) {\n    next_may_start();\n%s    %s(",
+                 p->threads, fit, p->d.kernel, waits ? "" : "    input_wait();\n", p->d.kernel);
     for (int i = 0; i < p->d.n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
@@ -368,7 +398,9 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
         ok = c->n ? ok && cuda_check(g, error, "cuModuleLoadData") &&
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
                         (!p->d.constant[C_BUFFERS] ||
-                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES))
+                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES)) &&
+                        (!p->d.constant[C_RING] ||
+                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, g->room))
                   : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
         *c = (Code){0};
@@ -377,9 +409,9 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
 }
 
 static size_t device_threads(const Dispatch *d) {   // what a variant is compiled for
-    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS];
-    if (d->threads > 256) return 1024;
-    return own ? d->threads : 256;
+    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || d->constant[C_RING];
+    if (own) return d->threads;
+    return d->threads > 256 ? 1024 : 256;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -418,12 +450,16 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
     memcpy(x.bytes, a, n);
-    size_t shared = 16 * div_up(d->shared, 4);   // whole float4, as kernels read
-    cuda(g, cuLaunchKernel, p->state, d->groups, 1, 1, d->threads, 1, 1, shared,
-         g->device->stream, (void *[]){&x}, NULL);
+    static const LaunchAttribute early = {LAUNCH_EARLY, 0, {1}};
+    Device *device = g->device;
+    Launch launch = {{d->groups, 1, 1}, {d->threads, 1, 1}, 16 * div_up(d->shared, 4),
+                     device->stream, &early, device->early && device->records && !device->first};
+    device->first = false;
+    cuda(g, cuLaunchKernelEx, &launch, p->state, (void *[]){&x}, NULL);
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
+    g->device->first = true;
     if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
         cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
 }
@@ -550,6 +586,9 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     send(release, all);
     if (!d->device) return gpu_fail(g, "no Metal device", NULL);
     g->longest = send(max_length, d->device);
+    g->cores = SOFT_CORES;
+    g->many = LONG_LAUNCH;
+    g->room = SOFT_CORES ? SHARED_BYTES : 0;
     d->queue = send(new_queue, d->device);
     if (!d->queue) return gpu_fail(g, "no command queue", NULL);
     id text = send(string, objc_getClass("NSString"), metal_source);
@@ -784,18 +823,6 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
     return tile;
 }
 
-// attention: query heads in a threadgroup, where `group` share a KV head; threadgroups for a token;
-// slices of a long ring, with a threadgroup each, where a token alone has too few for the GPU
-static int attention_heads(int group) { return group < ATTENTION_HEADS ? group : ATTENTION_HEADS; }
-static int attention_groups(int n_head, int n_kv) {
-    return div_up(n_head / n_kv, attention_heads(n_head / n_kv)) * n_kv;
-}
-static int attention_slices(int used, int groups) {
-    int slices = ATTENTION_FILL / groups;
-    if (slices > used / ATTENTION_SLICE) slices = used / ATTENTION_SLICE;
-    return slices > 1 ? slices : 1;
-}
-
 // What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
 // it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of the GLU's
 // two factors) are a product's; the result of a norm is multiplied by scale, too. 0: there is none.
@@ -817,7 +844,7 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
     int row = quant_row_bytes(w->type, w->cols);
     float scale = w->scale && !experts ? *w->scale : 1;
     to[i] = (struct kernel_matrix){(uintptr_t)w->data % 16, row, w->rows, scale, w->step,
-                                   w->step / row, output_step(w)};   // as in matrix_expert
+                                   w->step / row, output_step(w), 0};   // as in matrix_expert
     d->bound[i] = matrix_base(w);
     d->bound[bias + i] = w->bias;
     d->constant[C_FORMAT_0 + i] = w->type;
@@ -895,6 +922,49 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     }
 }
 
+// gemv_ring for one token, or false: it lacks the format, or the GPU has no ring, or no room for
+// two slots behind the input. A short launch gets half of a core's threadgroup memory, so that the
+// next one fits beside it; of a long one two threadgroups fit, or one, if rows are wide enough for
+// the workers of both.
+static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
+    enum { WIDE = 1024, DEEP = 220 << 10, SHALLOW = 112 << 10 };
+    Gpu *g = s->gpu;
+    size_t bytes = 0;
+    int piece = 0, stride = 0;
+    if (!g->room || p->n > 1 || p->experts == EXPERTS_HEADS) return false;
+    for (int i = 0; i < p->k; i++) {
+        if (quant_row_bytes(p->w[i]->type, 1)) return false;   // floats have rows of one weight
+        bytes += (size_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
+    }
+    if (bytes / g->cores >> 24) return false;   // so rows times threadgroups are below 2^32
+    bool longer = bytes / g->cores > g->many;
+    int ring = longer && a->cols > WIDE ? 1 : 2, room = ring > 1 ? SHALLOW : DEEP;
+    if (room > g->room / ring) room = g->room / ring;
+    for (int i = 0; i < p->k; i++) {
+        int cols = ring_cols(a->cols, a->w[i].row_bytes, ring);
+        piece = larger(piece, cols < a->cols ? cols : a->cols);
+    }
+    for (int i = 0; i < p->k; i++) {
+        a->w[i].piece = quant_row_bytes(p->w[i]->type, piece);
+        stride = larger(stride, ring_stride(a->w[i].piece));
+    }
+    int front = ring_floats(a->cols, ring), slots = (room - 4 * front) / (RING_TILE * stride);
+    if (slots < 2) return false;
+    a->piece = piece;
+    a->pieces = div_up(a->cols, piece);
+    a->stride = stride;
+    a->slots = slots < RING_SLOTS ? slots : RING_SLOTS;
+    a->units = longer ? ring * g->cores : g->cores;
+    d->kernel = "gemv_ring";
+    d->groups = a->units;
+    d->threads = ring_threads(ring);
+    d->shared = front + a->slots * RING_TILE * stride / 4;
+    d->constant[C_RING] = ring;
+    d->constant[C_STAGED] = 0;
+    gpu_dispatch(g, d, a, sizeof *a);
+    return true;
+}
+
 static void run_gemv(Session *s, Products p) {   // for one token, or n of a router or heads
     const Norm *norm = p.in.norm;
     struct product_args a;
@@ -910,6 +980,7 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
     if (chosen) d.bound[GEMV_CHOSEN] = s->chosen;
     if (chosen) a.tokens = a.each, a.x_step = 0;
+    if (run_ring(s, &p, &d, &a)) return;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
     for (int i = 0; i < counted; i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
@@ -981,20 +1052,37 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// The slices of a layer's ring once it has n more tokens; nsg: SIMD-groups for each, one a step of
-// rows at most.
-static int attention_spread(const Session *s, const Layer *w, int rows, int n, int *nsg) {
-    int used = s->pos + n < rows ? s->pos + n : rows, most = attention_most(w->hd, w->vd);
-    int slices = n > 1 ? 1 : attention_slices(used, attention_groups(w->n_head, w->n_kv));
-    *nsg = div_up(div_up(used, slices), attention_step(attention_lanes(w->hd, w->vd)));
-    if (*nsg > most) *nsg = most;
-    return slices;
+// How attention's work is spread, with `used` rows in the ring, for a chunk of n tokens: a
+// threadgroup has some query heads of one KV head; for one token also a slice of the ring, if there
+// would be too few for the GPU. It has a SIMD-group for each step of its rows, up to a limit. Where
+// the last one of a head merges its slices, these are as long as one step of all SIMD-groups, and
+// heads are apart as long as the GPU has room for all.
+typedef struct { int heads, slices, nsg; bool merges; } Spread;
+static int spread_groups(const Layer *w, int heads) {   // threadgroups for a slice of a token
+    return div_up(w->n_head / w->n_kv, heads) * w->n_kv;
+}
+static Spread attention_spread(const Gpu *g, const Layer *w, int used, int n) {
+    int most = attention_most(w->hd, w->vd), group = w->n_head / w->n_kv;
+    int step = attention_step(attention_lanes(w->hd, w->vd)), slices = used / ATTENTION_SLICE;
+    Spread x = {group < ATTENTION_HEADS ? group : ATTENTION_HEADS, 1, most,
+                g->room && n == 1 && w->k.rows && !w->k_b.data};
+    if (x.merges) slices = div_up(used, larger(step * most, ATTENTION_SLICE));
+    if (x.merges && w->n_head * slices <= ATTENTION_FILL) x.heads = 1;
+    int fill = ATTENTION_FILL / spread_groups(w, x.heads);
+    if (slices > fill) slices = fill;
+    if (n == 1 && slices > 1) x.slices = slices;
+    int steps = div_up(div_up(used, x.slices), step);
+    if (steps < most) x.nsg = steps;
+    return x;
+}
+static int ring_used(const Session *s, int rows, int n) {   // rows of it, after n more tokens
+    return s->pos + n < rows ? s->pos + n : rows;
 }
 
 // What attention's kernels bind, in the order of their parameters: each but attention_merge has a
 // stretch of this list.
 enum { AT_V_NEW, AT_ANGLES, AT_Q_NORM, AT_K_NORM, AT_Q_BIAS, AT_K_BIAS, AT_K_NEW, AT_Q, AT_K, AT_V,
-       AT_POS_K, AT_NOW, AT_SLOPES, AT_SINKS, AT_OUT };
+       AT_POS_K, AT_NOW, AT_SLOPES, AT_SINKS, AT_OUT, AT_PARTS };
 
 // runs one of them, whose stretch goes from buffer `from` to buffer `to` of d
 static void run_stretch(Gpu *g, const Dispatch *d, const struct attention_args *a,
@@ -1035,10 +1123,10 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
     bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
-    int heads = attention_heads(w->n_head / w->n_kv), groups = attention_groups(w->n_head, w->n_kv);
     int qk_normed = qk_norm_bit(qn) | qk_norm_bit(kn) << 1;
-    int lanes = attention_lanes(w->hd, w->vd), nsg;
-    int slices = attention_spread(s, w, kv->rows, n, &nsg);
+    int lanes = attention_lanes(w->hd, w->vd);
+    Spread spread = attention_spread(g, w, ring_used(s, kv->rows, n), n);
+    int heads = spread.heads, slices = spread.slices, nsg = spread.nsg;
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
         slices,
@@ -1049,7 +1137,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
         .bound = {s->v, angles, qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k, kv->v, kv->pos, g->now,
-                  s->slopes, w->sinks, slices > 1 ? g->parts : s->att},
+                  s->slopes, w->sinks, s->att, g->parts},
         .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
@@ -1057,6 +1145,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
+                     [C_MERGES] = spread.merges,
                      [C_CAUSAL] = c->causal}};
     if (qk_normed & 12)
         run_stretch(g, &d, &a, "qk_norm", AT_Q_NORM, AT_Q, 2 * n, NORM_THREADS, NORM_FLOATS);
@@ -1067,9 +1156,10 @@ static void run_attention(Session *s, const Layer *w, int n) {
     if (!fused && !latent)
         run_stretch(g, &d, &b, "rope", AT_V_NEW, AT_NOW, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
     if (!run_flash(s, w, &d, &a))
-        run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_OUT, (size_t)n * groups * slices,
-                    nsg * SIMD_LANES, attention_floats(heads, w->hd, w->vd, nsg, lanes));
-    if (slices == 1) return;
+        run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_PARTS,
+                    (size_t)n * spread_groups(w, heads) * slices, nsg * SIMD_LANES,
+                    attention_floats(heads, w->hd, w->vd, nsg, lanes));
+    if (slices == 1 || spread.merges) return;
     Dispatch merge = {.bound = {q, w->sinks, g->parts, s->att}};
     memcpy(merge.constant, d.constant, sizeof d.constant);
     run_stretch(g, &merge, &a, "attention_merge", 0, 3, div_up(w->n_head * w->vd, MERGE_THREADS),
@@ -1432,10 +1522,11 @@ static void run_layers(Session *s, int n) {
 // a hash of all that changes a token's dispatches in a session: equal keys, equal dispatches
 static uint64_t token_key(const Session *s, int rows) {
     uint64_t key = rows + 1;
-    for (int l = 0, nsg = 0; l < s->m->config.n_layer; l++) {
+    for (int l = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int slices = w->n_kv ? attention_spread(s, w, s->cache[l].rows, 1, &nsg) : 0;
-        key = (key ^ (slices << 8 | nsg)) * 0x100000001b3;
+        Spread x = {0};
+        if (w->n_kv) x = attention_spread(s->gpu, w, ring_used(s, s->cache[l].rows, 1), 1);
+        key = (key ^ (x.slices << 16 | x.heads << 8 | x.nsg)) * 0x100000001b3;
     }
     return key;
 }
@@ -1531,21 +1622,22 @@ static void plan_gpu(Session *s, Arena *a) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     size_t n = s->o.chunk, choices = n * c->n_used, wide = 0, ff = 0, out = 0, parts = 0, conv = 0;
+    size_t heads = 0;
     for (size_t i = 0; i < s->m->gguf->n_tensors; i++)
         if (s->m->gguf->tensors[i].ne[1] > 1)
             wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int each = w->n_kv ? attention_groups(w->n_head, w->n_kv) : 1;
-        int slices = attention_slices(s->cache[l].rows, each);
+        int slices = w->n_kv ? attention_spread(g, w, s->cache[l].rows, 1).slices : 0;
         parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
+        heads = larger(heads, w->n_head);
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
         if (w->mixer) conv = larger(conv, w->conv_in.rows);
         if (w->k_b.data)   // both kinds of rows that each head has
             wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
-    g->now = arena_take(a, NOW_SIZE, sizeof *g->now);
+    g->now = arena_take(a, NOW_SIZE + heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(ff));

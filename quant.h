@@ -287,7 +287,7 @@ QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) {
 }
 QUANT_INLINE quant_v quant_each(int c) { return (uint32_t)(c & 255) * 0x01010101; }
 QUANT_INLINE quant_v quant_less(quant_v v, int c) {                 // no byte borrows from the next
-    return ((v | 0x80808080) - quant_each(c)) ^ 0x80808080;
+    return ((v + 0x80808080) - quant_each(c)) ^ 0x80808080;
 }
 QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) {        // no byte of v is 0
     return (v ^ minus) + (minus & 0x01010101);
@@ -316,12 +316,23 @@ QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits,
     return (v >> (*s + to) & quant_each((1 << bits) - 1)) << to;
 }
 #if defined(__CUDACC__)
-// table[v]; byte i of __byte_perm(x, y, at) is byte k of x and y, 0..7, where k is nibble i of at
-QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int size, quant_v v) {
+// table[v] of 8 bytes; byte i of __byte_perm(x, y, at) is byte k of x and y, 0..7, where k is nibble
+// i of at
+QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int, quant_v v) {
     const uint32_t *t = (const uint32_t *)table;
-    uint32_t at = __byte_perm(v | v >> 4, 0, 0x4420) & 0x7777, upper = v >> 3 & 0x01010101;
-    uint32_t low = __byte_perm(t[0], t[1], at), high = __byte_perm(t[2], t[3], at);
-    return size == 8 ? low : (low & ~(upper * 255)) | (high & upper * 255);
+    return __byte_perm(t[0], t[1], __byte_perm(v | v >> 4, 0, 0x4420) & 0x7777);
+}
+// The same of 16 bytes for two words, woven to eight nibbles. Four of them select from the table's
+// first half and from its second; their upper bits, as bit 2 of 0, 1, 2 and 3, say which counts.
+QUANT_INLINE void quant_shuffle16(const int8_t *table, quant_v *a, quant_v *b) {
+    const uint32_t *t = (const uint32_t *)table;
+    uint32_t w = *a | *b << 4, at = w & 0x77777777, x[2];
+    uint32_t which = (w >> 1 & 0x44444444) | 0x32103210;
+    for (int i = 0; i < 2; i++)
+        x[i] = __byte_perm(__byte_perm(t[0], t[1], at >> 16 * i),
+                           __byte_perm(t[2], t[3], at >> 16 * i), which >> 16 * i);
+    *a = __byte_perm(x[0], x[1], 0x6420);
+    *b = __byte_perm(x[0], x[1], 0x7531);
 }
 #else
 QUANT_INLINE quant_v quant_shuffle(QUANT_CONSTANT int8_t *table, int size, quant_v v) {
@@ -723,6 +734,13 @@ QUANT_INLINE void quant_unpack(QUANT_THREAD int8_t *q, QUANT_THREAD const uint32
 // q = table[q]; q is less than size, which is 8 or 16
 QUANT_INLINE void quant_lookup(QUANT_THREAD int8_t *q, QUANT_CONSTANT int8_t *table, int size,
                                int n) {
+#if defined(__CUDACC__)
+    if (size == 16) {                                              // n is 1
+        QUANT_UNROLL for (int j = 0; j < 16; j += 4)
+            quant_shuffle16(table, (quant_v *)(q + j), (quant_v *)(q + j + 16));
+        return;
+    }
+#endif
     QUANT_UNROLL for (int j = 0; j < 32 * n; j += QUANT_LANES)
         quant_put(q + j, n, quant_shuffle(table, size, quant_get(q + j, n)));
 }
