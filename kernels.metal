@@ -287,7 +287,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
-    X(MERGES)        /* attention: the last of a head's threadgroups merges slices */ \
+    X(MERGES)        /* attention: it begins early; a head's last threadgroup merges slices */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
@@ -423,7 +423,8 @@ static inline int ring_threads(int ring) {
     return (ring_workers(ring) + RING_COPIERS) * SIMD_LANES;
 }
 static inline int ring_cols(int cols, int row_bytes, int ring) {
-    int least = ring > 1 ? 1024 : 2048, pieces = row_bytes < least ? 1 : row_bytes / least;
+    int least = ring > 1 ? 1024 : 2048;
+    int pieces = row_bytes < least ? 1 : row_bytes / least;
     int round = 128 * ring_workers(ring);                 // 128 columns for each worker
     return div_up(div_up(cols, pieces), round) * round;
 }
@@ -1623,33 +1624,36 @@ QUANT_INLINE void softmax_add(int n, thread const half4 *k, thread const half4 *
     }
 }
 
-// Loads one step of rows of the ring, from r0 on. Positions are loaded first, and tell which rows
-// are seen; then all keys and values are loaded at once. A row that is not seen may hold anything,
-// even NaN, so a row that is seen is read in its place. Row `slot` is left out: this dispatch
-// writes it, perhaps at this moment.
+// One step of rows of the ring, from r0 on. rows_see loads their positions, which tell whether any
+// is seen; then rows_load loads all keys and values at once. A row that is not seen may hold
+// anything, even NaN, so a row that is seen is read in its place. Row `slot` is left out: this
+// dispatch writes it, perhaps at this moment.
 struct kv_rows {
+    int at, row, some;                                    // a lane's position and row; one seen, -1
+    int seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
     half4 k[QUADS_MAX * ATTENTION_ROWS], v[QUADS_MAX * ATTENTION_ROWS];
-    int seen[ATTENTION_ROWS], far[ATTENTION_ROWS], some;   // some: one that is seen, or -1
 };
-QUANT_INLINE void rows_load(thread struct kv_rows *rows, device const half *k,
-        device const half *v, device const int *pos_k, int pos, int slot, int r0, int used,
-        constant struct attention_args *a, uint lane) {
+QUANT_INLINE bool rows_see(thread struct kv_rows *x, device const int *pos_k, int pos, int slot,
+        int r0, int used, constant struct attention_args *a, uint lane) {
     int r = r0 + (int)lane % attention_step(ROW_LANES);
-    int at = r < used && r != slot ? pos_k[r] : -1;
-    int row = visible(at, pos, a) ? r : -1;
-    rows->some = simd_max(row);
-    if (rows->some < 0) return;                           // all lanes: none sees a row
+    x->at = r < used && r != slot ? pos_k[r] : -1;
+    x->row = visible(x->at, pos, a) ? r : -1;
+    x->some = simd_max(x->row);
+    return x->some >= 0;                                  // in all lanes
+}
+QUANT_INLINE void rows_load(thread struct kv_rows *x, device const half *k, device const half *v,
+        int pos, uint lane) {
     QUANT_UNROLL for (int i = 0; i < ATTENTION_ROWS; i++) {
         int of = i * (SIMD_LANES / ROW_LANES) + (int)lane / ROW_LANES;
-        int mine = simd_shuffle(row, of), where = simd_shuffle(at, of);
-        int from = mine < 0 ? rows->some : mine;
-        rows->seen[i] = mine >= 0;
-        rows->far[i] = abs(pos - where);
+        int mine = simd_shuffle(x->row, of), where = simd_shuffle(x->at, of);
+        int from = mine < 0 ? x->some : mine;
+        x->seen[i] = mine >= 0;
+        x->far[i] = abs(pos - where);
         QUANT_UNROLL for (int e = 0; e < quads(); e++) {
             device const half *key = k + (ulong)from * HEAD_DIM + lane_quad(e, HEAD_DIM, lane);
             device const half *value = v + (ulong)from * VALUE_STEP + lane_quad(e, VALUE_DIM, lane);
-            rows->k[quads() * i + e] = *(device const half4 *)key;
-            rows->v[quads() * i + e] = *(device const half4 *)value;
+            x->k[quads() * i + e] = *(device const half4 *)key;
+            x->v[quads() * i + e] = *(device const half4 *)value;
         }
     }
 }
@@ -1657,7 +1661,6 @@ QUANT_INLINE void rows_load(thread struct kv_rows *rows, device const half *k,
 // adds them for all of the threadgroup's queries
 QUANT_INLINE void rows_add(thread const struct kv_rows *rows, thread const float *slopes,
         constant struct attention_args *a, thread struct softmax_state *state) {
-    if (rows->some < 0) return;
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
         softmax_add(ATTENTION_ROWS, rows->k, rows->v, rows->seen, rows->far, slopes[h], a,
                     &state[h]);
@@ -1808,9 +1811,9 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v_new += kv * VALUE_DIM;
     int r = (slice * nsg + sg) * rows, next = a->slices * nsg * rows;
     bool newest = FUSED && slice == a->slices - 1;        // has the new key, besides other rows
-    if (FUSED) rows_load(&loaded, k, v, pos_k, pos, slot, r, used, a, lane);   // of earlier tokens
+    bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
+    if (some) rows_load(&loaded, k, v, pos, lane);        // of earlier tokens: there is no wait
     if (!FUSED) { input_wait(); }
-    if (!FUSED) rows_load(&loaded, k, v, pos_k, pos, slot, r, used, a, lane);
     for (int u = sg; FUSED && u < QUERY_HEADS + newest; u += nsg) {
         bool key = u == QUERY_HEADS;                      // ks is behind qs
         int h = key ? kv : min(head + u, last);
@@ -1835,9 +1838,11 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
     if (newest && sg == nsg - 1) attention_newest(ks, v_new, pos, a, lane, state);
-    for (; r < used; r += next) {
+    for (bool early = MERGES; r < used; r += next, early = false) {
+        if (!early) some = rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
+        if (!some) continue;
+        if (!early) rows_load(&loaded, k, v, pos, lane);
         rows_add(&loaded, slope, a, state);
-        rows_load(&loaded, k, v, pos_k, pos, slot, r + next, used, a, lane);
     }
     int heads = min(QUERY_HEADS, last + 1 - head);
     attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head,

@@ -288,7 +288,7 @@ static char *device_address(const Gpu *g, const void *p) {
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
 // must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
 // flash_attention 2 or 3 threadgroups, so that some compute while others wait; of gemv_ring as many
-// as RING says, of a token's attention 2, so that the next launch fits beside it.
+// as RING says, of attention that MERGES 2 unless heads are wide, so that the next launch fits.
 static void cuda_source(const Variant *p, char *s) {
     const int *constant = p->d.constant;
     bool waits = constant[C_RING] || !strcmp(p->d.kernel, "attention");   // by themselves, later
@@ -299,7 +299,7 @@ static void cuda_source(const Variant *p, char *s) {
     if (constant[C_RING]) fit = constant[C_RING];
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
-    else if (constant[C_FUSED]) fit = 2;
+    else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
     else if (!constant[C_UNIT_ROWS] || !fit) fit = 1;
     s += sprintf(s, "#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
@@ -938,7 +938,8 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
     }
     if (bytes / g->cores >> 24) return false;   // so rows times threadgroups are below 2^32
     bool longer = bytes / g->cores > g->many;
-    int ring = longer && a->cols > WIDE ? 1 : 2, room = ring > 1 ? SHALLOW : DEEP;
+    int ring = longer && a->cols > WIDE ? 1 : 2;
+    int room = ring > 1 ? SHALLOW : DEEP;
     if (room > g->room / ring) room = g->room / ring;
     for (int i = 0; i < p->k; i++) {
         int cols = ring_cols(a->cols, a->w[i].row_bytes, ring);

@@ -316,8 +316,8 @@ QUANT_INLINE quant_v quant_field(quant_v v, QUANT_THREAD const int *s, int bits,
     return (v >> (*s + to) & quant_each((1 << bits) - 1)) << to;
 }
 #if defined(__CUDACC__)
-// table[v] of 8 bytes; byte i of __byte_perm(x, y, at) is byte k of x and y, 0..7, where k is nibble
-// i of at
+// table[v] of 8 bytes; byte i of __byte_perm(x, y, at) is byte k of x and y, 0..7, where k is
+// nibble i of at
 QUANT_INLINE quant_v quant_shuffle(const int8_t *table, int, quant_v v) {
     const uint32_t *t = (const uint32_t *)table;
     return __byte_perm(t[0], t[1], __byte_perm(v | v >> 4, 0, 0x4420) & 0x7777);
