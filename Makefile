@@ -49,7 +49,7 @@ test_book: FLAGS = -O2 -DLLM_PLAIN
 test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)
 test_tsan: FLAGS = -g -O1 -fsanitize=thread
-test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA -DRING_FROM=9
+test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
 test_book test_cuda: TEST_LIBS = $(LIBS) -ldl
 BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda
 $(BUILDS): test.c $(ENGINE)

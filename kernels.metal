@@ -193,7 +193,6 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 int exponent_of(float x) { return (int)(__float_as_uint(x) >> 23) - 127; }
-#define RING_UNROLL _Pragma("unroll 2")
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
 #define HAS_RING
 #endif
@@ -310,7 +309,10 @@ enum {
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
-    RING_COPIERS = 2, RING_TILE = 16, RING_SLOTS = 32,   // SIMD-groups; rows of a slot; most slots
+    RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
+    RING_THREADS = (RING_WORKERS + RING_COPIERS) * SIMD_LANES,
+    RING_TILE = 16, RING_SLOTS = 32,                  // rows of a slot; most slots
+    RING_PIECE = 1024,                                // bytes of a row in a slot, about
     RING_ROWS = 128,                                  // sums of a SIMD-group between two barriers
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
@@ -413,25 +415,25 @@ static inline int staged_floats(int cols) {
     return div_up(cols, 32) * X_STRIDE + STAGED_SIMDGROUPS;
 }
 
-// gemv_ring, of which `ring` threadgroups fit side by side: SIMD-groups that compute; all threads;
-// columns of a piece of a row, which has a KB at least, or two, as a copy takes a while whatever
-// its length; bytes from a row of a slot to the next, which begins 16 bytes on in the banks and has
-// room to be copied from a multiple of 16 bytes to another; floats of threadgroup memory in front
-// of the slots: barriers, zeros, workers' sums of squares, two buffers of sums and the input
-static inline int ring_workers(int ring) { return ring > 1 ? 8 : 16; }
-static inline int ring_threads(int ring) {
-    return (ring_workers(ring) + RING_COPIERS) * SIMD_LANES;
+// gemv_ring, of which `ring` threadgroups fit side by side: neighbouring groups that a lane takes
+// at once, as the codes of two share words in many formats; columns as they are staged; columns of
+// a piece of a row, which has a KB at least, as a copy takes a while whatever its length; bytes
+// from a row of a slot to the next, which begins 16 bytes on in the banks and has room to be copied
+// from a multiple of 16 bytes to another; floats of threadgroup memory in front of the slots:
+// barriers, zeros, workers' sums of squares, two buffers of sums and the input
+static inline int ring_span(int ring) { return ring > 1 ? 1 : 2; }
+static inline int ring_padded(int cols, int ring) {
+    return div_up(cols, 128 * ring_span(ring)) * 128 * ring_span(ring);
 }
 static inline int ring_cols(int cols, int row_bytes, int ring) {
-    int least = ring > 1 ? 1024 : 2048;
-    int pieces = row_bytes < least ? 1 : row_bytes / least;
-    int round = 128 * ring_workers(ring);                 // 128 columns for each worker
+    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE;
+    int round = RING_WORKERS * 128 * ring_span(ring);
     return div_up(div_up(cols, pieces), round) * round;
 }
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
 static inline int ring_floats(int cols, int ring) {
-    return 4 * RING_SLOTS + SIMD_LANES + ring_workers(ring) * (1 + 2 * RING_ROWS) +
-           div_up(cols, 128) * 4 * X_STRIDE;
+    return 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (1 + 2 * RING_ROWS) +
+           ring_padded(cols, ring) / 32 * X_STRIDE;
 }
 
 // gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
@@ -1109,7 +1111,8 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // A threadgroup has a share of the rows, and takes them in tiles of 16 (GLU: 8 of the gate, 8 of
 // up). A slot has a piece of each row of a tile. The other SIMD-groups, the workers, take turns at
 // the piece's columns, 128 a turn: lane l decodes group l % 4 of these in rows l / 4 and l / 4 + 8.
-// Their sums meet in threadgroup memory, RING_ROWS at a time. Each slot has two mbarriers: `full`
+// In a long launch (RING is 1) they are 256, and a lane has two neighbouring groups. The workers'
+// sums meet in threadgroup memory, RING_ROWS at a time. Each slot has two mbarriers: `full`
 // counts the rows that have come, `is_free` the workers that are through with them.
 //
 // A worker stages the columns of x that it will need as integers: a power of two brings the largest
@@ -1126,7 +1129,6 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
 //   exponent_of(x)                  of the power of two at or below x, which is positive and normal
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
-//   RING_UNROLL                     before a loop, of which two steps overlap
 //   multiply_bytes(c, a, b)         c += a b, for a[16][32] and b[32][8] of signed bytes. Of a,
 //                                   lane l has rows l / 4 and l / 4 + 8: four bytes from column
 //                                   l % 4 * 4 on in a[0] and a[1], four from 16 columns on in a[2]
@@ -1179,7 +1181,6 @@ static inline threadgroup const float *right_operand(threadgroup const float *x,
     return lane / 8 == lane % 4 ? x + lane / 4 % 2 * 8 : zeros;
 }
 
-#define WORKERS ring_workers(RING)
 #define IS_GLU (EPILOGUE == EPILOGUE_GLU)
 
 // The tile of a launch's rows that begins at row r of all: its matrix, the number of its expert's
@@ -1277,25 +1278,32 @@ static inline void stage_four(float4 x, int i, threadgroup float *group) {
     if (i == 0) group[34] = power_of_two(power) + (all - all);   // NaN for infinity and NaN
 }
 
+// The first of the four columns that a lane stages of number n of its worker's 128 columns
+static inline int worker_col(int n, uint sg, uint lane) {
+    int span = ring_span(RING);
+    return 128 * (span * (n / span * RING_WORKERS + (int)sg) + n % span) + 4 * (int)lane;
+}
+
 // Waits for x, and stages this worker's columns of it, after its norm; returns the sum of their x *
 // x in all lanes. The norm's weights are no launch's output: the first of them are loaded before.
 static inline float ring_stage(thread struct row_input *in, threadgroup float *xs, float eps,
         uint sg) {
     enum { STEPS = 4 };
-    int padded = div_up(in->cols, 128) * 128, first = 128 * sg + 4 * in->lane, step = 128 * WORKERS;
+    int padded = ring_padded(in->cols, RING);
     float square = 0.0f;
     float4 w[STEPS], v[STEPS];
-    QUANT_UNROLL for (int j = 0; j < STEPS; j++) w[j] = norm_weights(first + j * step, in);
+    QUANT_UNROLL for (int j = 0; j < STEPS; j++)
+        w[j] = norm_weights(worker_col(j, sg, in->lane), in);
     input_wait();
     if (norm_first())
         in->scale = norm_scale(in->x, 0, 0.0f, in->cols, eps, 0, 1, 0, in->lane, &in->mean);
-    for (int i0 = first; i0 < padded; i0 += STEPS * step) {
+    for (int n = 0; worker_col(n, sg, 0) < padded; n += STEPS) {
         QUANT_UNROLL for (int j = 0; j < STEPS; j++)
-            v[j] = four_floats(in->x, i0 + j * step, in->cols);
-        QUANT_UNROLL for (int j = 0; j < STEPS && i0 > first; j++)
-            w[j] = norm_weights(i0 + j * step, in);
+            v[j] = four_floats(in->x, worker_col(n + j, sg, in->lane), in->cols);
+        QUANT_UNROLL for (int j = 0; j < STEPS && n > 0; j++)
+            w[j] = norm_weights(worker_col(n + j, sg, in->lane), in);
         QUANT_UNROLL for (int j = 0; j < STEPS; j++) {
-            int i = i0 + j * step;
+            int i = worker_col(n + j, sg, in->lane);
             if (i >= padded) break;                       // all lanes
             for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
             stage_four(normed_by(v[j], w[j], i, in), i % 32, xs + i / 32 * X_STRIDE);
@@ -1310,25 +1318,25 @@ static inline float ring_stage(thread struct row_input *in, threadgroup float *x
 static inline void ring_dot(int fa, int fb, threadgroup const uchar *ra,
         threadgroup const uchar *rb, int groups, threadgroup const float *x,
         threadgroup const float *zeros, uint sg, uint lane, thread float *acc) {
-    int first = 4 * sg + lane % 4, padded = div_up(groups, 4) * 4;   // as x is
-    threadgroup const float *own = x + first * X_STRIDE, *right = right_operand(own, zeros, lane);
-    int step = 4 * WORKERS * X_STRIDE, right_step = right == zeros ? 0 : step;
+    int span = ring_span(RING), spans = groups / span, padded = div_up(spans, 4) * 4;   // as x is
+    int first = 4 * sg + lane % 4, step = 4 * RING_WORKERS;
     bool halves = format_halves(fa) || format_halves(fb);
-    RING_UNROLL for (int g = first; g < padded; g += 4 * WORKERS) {
-        int inside = min(g, groups - 1);
-        uint qa[8], qb[8];
-        float da[2], ma[2], db[2], mb[2], s[4];
-        group_decode(fa, ra, inside, qa, da, ma);
-        group_decode(fb, rb, inside, qb, db, mb);
-        codes_dot(fa, fb, qa, qb, own, right, s);
-        float a = da[0] * s[0], b = db[0] * s[2];
-        if (halves) a += da[1] * s[1], b += db[1] * s[3];
-        if (format_bias(fa) == 0) a += ma[0] * own[32] + ma[1] * own[33];
-        if (format_bias(fb) == 0) b += mb[0] * own[32] + mb[1] * own[33];
-        acc[0] += g < groups ? a * own[34] : 0.0f;
-        acc[1] += g < groups ? b * own[34] : 0.0f;
-        own += step;
-        right += right_step;
+    for (int i = first; i < padded; i += step) {
+        uint inside = min(i, spans - 1);
+        QUANT_UNROLL for (int h = 0; h < span; h++) {
+            threadgroup const float *own = x + (span * i + h) * X_STRIDE;
+            uint qa[8], qb[8];
+            float da[2], ma[2], db[2], mb[2], s[4];
+            group_decode(fa, ra, span * inside | h, qa, da, ma);
+            group_decode(fb, rb, span * inside | h, qb, db, mb);
+            codes_dot(fa, fb, qa, qb, own, right_operand(own, zeros, lane), s);
+            float a = da[0] * s[0], b = db[0] * s[2], power = own[34];
+            if (halves) a += da[1] * s[1], b += db[1] * s[3];
+            if (format_bias(fa) == 0) a += ma[0] * own[32] + ma[1] * own[33];
+            if (format_bias(fb) == 0) b += mb[0] * own[32] + mb[1] * own[33];
+            acc[0] += i < spans ? a * power : 0.0f;
+            acc[1] += i < spans ? b * power : 0.0f;
+        }
     }
 }
 
@@ -1357,8 +1365,7 @@ static inline void ring_sum(struct ring_tile x, int expert, threadgroup mbarrier
         else if (x.which == 1)
             ring_dot(FORMAT_1, FORMAT_1, ra, rb, groups, xp, zeros, sg, lane, acc);
         else ring_dot(FORMAT_2, FORMAT_2, ra, rb, groups, xp, zeros, sg, lane, acc);
-        simdgroup_barrier(mem_flags::mem_threadgroup);    // all lanes have read the slot
-        if (lane == 0) mbarrier_arrive(&is_free[at->slot]);
+        mbarrier_arrive(&is_free[at->slot]);              // this lane has read the slot
         ring_step(at, a->slots);
     }
     for (int i = 0; i < 2; i++) {
@@ -1373,7 +1380,7 @@ static inline float ring_result(threadgroup const float *sums, int which, int ro
         constant struct product_args *a) {
     constant struct kernel_matrix *m = &a->w[which];
     float sum = 0.0f;
-    for (int i = 0; i < WORKERS; i++) sum += sums[i * RING_ROWS];
+    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * RING_ROWS];
     sum *= SCALES >> which & 1 ? scale * m->scale * scales[expert] : scale * m->scale;
     if (BIASES >> which & 1) sum += bias[expert * m->bias_step + row];
     return sum * a->factor;
@@ -1390,16 +1397,16 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         constant struct product_args *a, PLACE) {
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
     threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
-    threadgroup float *sums = squares + WORKERS, *xs = sums + 2 * WORKERS * RING_ROWS;
+    threadgroup float *sums = squares + RING_WORKERS, *xs = sums + 2 * RING_WORKERS * RING_ROWS;
     threadgroup uchar *slots = (threadgroup uchar *)(shared + ring_floats(a->cols, RING));
     uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
     int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
     if ((int)tid < a->slots) mbarrier_init(&full[tid], RING_TILE);
-    if ((int)tid < a->slots) mbarrier_init(&is_free[tid], WORKERS);
+    if ((int)tid < a->slots) mbarrier_init(&is_free[tid], RING_WORKERS * SIMD_LANES);
     if (tid < SIMD_LANES) zeros[tid] = 0.0f;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
-    if ((int)sg >= WORKERS) {
-        int i = (sg - WORKERS) * (RING_TILE / RING_COPIERS) + lane;
+    if ((int)sg >= RING_WORKERS) {
+        int i = (sg - RING_WORKERS) * (RING_TILE / RING_COPIERS) + lane;
         if (EXPERTS) { input_wait(); }                    // for the choice
         if (lane < RING_TILE / RING_COPIERS)
             ring_copy(full, is_free, slots, w0, w1, w2, chosen, first, end, i, a);
@@ -1409,7 +1416,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     struct ring_place at = {0, 0};
     float square = ring_stage(&in, xs, a->eps, sg), scale = 1.0f;
     if (lane == 0) squares[sg] = square;
-    int step = IS_GLU ? 2 : 1, half_way = WORKERS * RING_ROWS;   // sums of a row; of two buffers
+    int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * RING_ROWS;   // of a row; of 2 buffers
     for (int from = first; from < end; from += rows_met()) {
         struct ring_tile t, mine = tile_at(min(from + (int)tid, end - 1), first, end, a);
         int choice = EXPERTS ? chosen[mine.t] : 0, to = min(from + rows_met(), end);
@@ -1424,14 +1431,14 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
             if (lane % 4 == 0 && la < t.n) own[la * step] = acc[0];
             if (lane % 4 == 0 && lb < t.n) own[lb * step + IS_GLU] = acc[1];
         }
-        workers_barrier(WORKERS * SIMD_LANES);            // all sums are there
+        workers_barrier(RING_WORKERS * SIMD_LANES);       // all sums are there
         if (from + (int)tid < to) {                       // a thread for each row
             int which = IS_GLU ? 1 : mine.which;
             threadgroup const float *own = sums + tid * step;
             device float *y = OF_THREE(mine.which, y0, y1, y2);
             y += (ulong)mine.t * a->w[mine.which].out_step + mine.row;
             square = 0.0f;
-            for (int i = 0; i < WORKERS; i++) square += squares[i];
+            for (int i = 0; i < RING_WORKERS; i++) square += squares[i];
             if (NORMED && !norm_first()) scale = rsqrt(square / (float)a->cols + a->eps);
             if (IS_GLU) before = ring_result(own, 0, mine.row, choice, scale, bias0, scale0, a);
             device const float *bias = OF_THREE(which, bias0, bias1, bias2);

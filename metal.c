@@ -138,11 +138,6 @@ typedef struct {
     X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **)) X(nvrtcVersion, (int *, int *))
-// Compute capability 9 has what gemv_ring and early launches need. Their tests have not passed on
-// such a GPU yet: until then only the tests' build says 9 here, and all others do without.
-#ifndef RING_FROM
-#define RING_FROM 99
-#endif
 enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, CORES = 16, CORE_SHARED = 97,
        COPY_BYTES = 64 << 20, STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100,
        MAX_SHARED_BYTES = 8, LAUNCH_EARLY = 6, GPU_CHUNK = 2048 };
@@ -225,7 +220,7 @@ static bool device_open(Gpu *g) {
               cuda(g, cuDeviceGetAttribute, &g->cores, CORES, 0) &&
               cuda(g, cuDeviceGetAttribute, &g->room, CORE_SHARED, 0) &&   // of a threadgroup
               cuda(g, nvrtcVersion, &version, &error);
-    d->early = ok && major >= RING_FROM && version > 11;   // older compilers lack bulk copies
+    d->early = ok && major > 8 && version > 11;   // older compilers lack bulk copies
     if (!d->early) g->room = 0;
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
     return ok;
@@ -924,10 +919,10 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
 
 // gemv_ring for one token, or false: it lacks the format, or the GPU has no ring, or no room for
 // two slots behind the input. A short launch gets half of a core's threadgroup memory, so that the
-// next one fits beside it; of a long one two threadgroups fit, or one, if rows are wide enough for
-// the workers of both.
+// next one fits beside it; a long one gets nearly all, or two threadgroups a core, if its rows are
+// too narrow for 256 columns a worker.
 static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
-    enum { WIDE = 1024, DEEP = 220 << 10, SHALLOW = 112 << 10 };
+    enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
     size_t bytes = 0;
     int piece = 0, stride = 0;
@@ -938,7 +933,7 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
     }
     if (bytes / g->cores >> 24) return false;   // so rows times threadgroups are below 2^32
     bool longer = bytes / g->cores > g->many;
-    int ring = longer && a->cols > WIDE ? 1 : 2;
+    int ring = longer && a->cols >= WIDE && a->cols % 64 == 0 ? 1 : 2;
     int room = ring > 1 ? SHALLOW : DEEP;
     if (room > g->room / ring) room = g->room / ring;
     for (int i = 0; i < p->k; i++) {
@@ -958,7 +953,7 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
     a->units = longer ? ring * g->cores : g->cores;
     d->kernel = "gemv_ring";
     d->groups = a->units;
-    d->threads = ring_threads(ring);
+    d->threads = RING_THREADS;
     d->shared = front + a->slots * RING_TILE * stride / 4;
     d->constant[C_RING] = ring;
     d->constant[C_STAGED] = 0;

@@ -3696,7 +3696,6 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define workers_barrier(threads) emu_workers(threads, SITE)
 #define HAS_RING
 #define input_wait() soft_show()
-#define RING_UNROLL
 #define exponent_of ilogb
 #define multiply_bytes(c, a, b) emu_multiply_bytes(SITE, c, a, b)
 #define count_up(p) emu_count(p)
