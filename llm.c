@@ -319,6 +319,7 @@ typedef struct { float logit; int32_t id; } Candidate;   // for the next token
 typedef struct Pool Pool;      // threads
 
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
+enum { FEW = 8 };              // so many tokens of a chunk, or fewer, each get the bits of decode
 
 typedef struct Session {
     const Model *m;
@@ -656,7 +657,7 @@ static void attention_block(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     bool q_gates = w->q.rows > w->n_head * w->hd;   // q makes gates, too; not in a Llama
     int n = s->n, jobs = w->k.rows ? 3 : 1;
-    int shares = n == 1 && w->heads_alone ? w->n_kv : 1;   // in decode all threads share a token
+    int shares = n <= FEW && w->heads_alone ? w->n_kv : 1;   // in decode all threads share a token
     Matmul in[4] = {{&w->q, s->normed, q_gates ? s->mix : s->q, n},
                     {&w->k, s->normed, s->k, n},
                     {&w->v, s->normed, s->v, n}};
@@ -819,8 +820,9 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 // ---- 8. session ----
 //
 // A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows, so that writing a
-// chunk overwrites no row that one of its own queries must still see. A row stores its position,
-// and that alone decides who sees it. With keep 2, window 4 and chunk 2, after position 9:
+// chunk overwrites no row that one of its own queries must still see. (A chunk counts as FEW rows
+// at least: then it changes no order of sums.) A row stores its position, and that alone decides
+// who sees it. With keep 2, window 4 and, were that possible, chunk 2, after position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
@@ -865,7 +867,7 @@ static void plan_caches(Session *s, Arena *a) {
         bool full = !w->window || w->window >= s->o.window;   // the smaller window counts
         cache->window = full ? s->o.window : w->window;
         cache->keep = full ? s->o.keep : 0;   // others were trained without the first tokens
-        cache->rows = cache->window + s->o.chunk + cache->keep;
+        cache->rows = cache->window + larger(s->o.chunk, FEW) + cache->keep;
         uint64_t rows = (uint64_t)w->n_kv * cache->rows;
         cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
         cache->v = cache->k;   // latent attention
@@ -3027,14 +3029,14 @@ static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRow
 }
 
 // Counts the scratch of experts, while there are no choices. One case bounds all: `limit` tokens
-// for one expert and two for each of the others, which wastes most of a tile.
+// for one expert, and for each of the others the fewest that take a tile, which waste most of it.
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
     float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
-    int most = limit + 2 * (limit - 1);
+    int others = limit > FEW ? FEW + 1 : limit, most = limit + others * (limit - 1);
     for (int n, rows = 0; rows < most && call.n_experts < MAX_EXPERTS; rows += n) {
         float *at = &place[call.n_experts];
-        n = call.n_experts ? 2 : limit;
+        n = call.n_experts ? others : limit;
         add_expert(&call, &s->m->layers[s->l], 0, n, (ExpertRows){at, at, at, at});
     }
     matmul(s->pool, &s->op_scratch, call.in, call.n_in);
@@ -3764,9 +3766,9 @@ static void copy_states(Session *s, float *to, const float *from) {
 }
 
 // The most scratch that matmul and attention take, by a dry run: with an arena that only counts,
-// forward touches no data. One token and a chunk may take different ways.
+// forward touches no data. A few tokens and a chunk take different ways.
 static uint64_t count_op_scratch(Session *s) {
-    int counts[] = {1, s->o.chunk};
+    int counts[] = {s->o.chunk < FEW ? s->o.chunk : FEW, s->o.chunk};
     s->op_scratch = (Arena){0};
     for (int k = 0; k < 2; k++) {
         int rows = counts[k] < LOGIT_ROWS ? counts[k] : LOGIT_ROWS;
@@ -6441,10 +6443,12 @@ static void narrow(const float *x, int n, uint16_t *to) {
     for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
 
-// ---- 29. products of one token ----
+// ---- 29. products of a few tokens ----
 //
 // token_pack rounds the activations to TokenActs; then the matvec function of the weights' format,
 // which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
+// Up to FEW tokens meet the same decoded weights. Each has sums of its own, added in the order that
+// they would have if it were alone: so a token's numbers do not depend on how many there are.
 
 // Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml; sum gets the
 // sums of the first 16 codes, of the other 16, and of all. Positive floats have the order of their
@@ -6496,9 +6500,9 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED
 // compilers read b once
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
-// out[rows] = consecutive rows of weights times one token's activations x: floats [cols] for float
-// weights, TokenActs [cols/256] for block formats
-#define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
+// rows r .. end-1 of a job's out, but for scale and bias, for its n <= FEW tokens; x: TokenActs
+// [n][cols/256] for block formats, else the job's x
+#define MATVEC_ARGS const Matmul *job, const void *x, int64_t r, int64_t end
 typedef void MatvecFn(MATVEC_ARGS);
 
 typedef struct {
@@ -6512,17 +6516,25 @@ typedef struct {
 
 static const Format formats[64];   // by type
 
-// Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of
-// TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in
-// each lane. So a lane meets one group only, and its products for k = 0..3 are added as integers,
-// then converted and scaled once. With a scale per 16 weights (per16) this is done twice: for
-// k = 0, 1 with the scale of the group's first half, for k = 2, 3 with that of its second.
+// where weight k of row r is; for a row past the end, that of the last row
+static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
+    int64_t row = r < w->rows ? r : w->rows - 1;
+    return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
+}
+
+// Adds the products of 256 weights, decoded from b, and of each token's activations acts[t][at] to
+// the lanes of sums[t][0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
+// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
+// products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
+// weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
+// k = 2, 3 with that of its second.
 //
-// A weight d q + m also adds m times its activation: sum[1] collects m times the known sums of
+// A weight d q + m also adds m times its activation: sums[t][1] collects m times the known sums of
 // activations. Formats without m have signed codes. Where products take unsigned ones, `bias` is
-// added to the codes, sum[1] collects d times the sums, and block_matvec takes off bias * sum[1].
-INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const TokenActs *x,
-                   vf sum[2]) {
+// added to the codes, sums[t][1] collects d times the sums, and block_matvec takes off `bias` times
+// that.
+INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
+                   const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = f->bias && !CODE_BIAS && !f->max_pairs;
@@ -6530,90 +6542,124 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const To
     int run = f->per16 || f->max_pairs == 2 ? 2 : 4;   // products of k and k + 1, or of all k
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
-        vf scale = load_f32(d + i) * load_f32(x->d + i);
-        vi pairs, dot[2] = {{0}};   // dot: of the groups' first and second halves; or [0] of all
-        if (!as_signed) sum[1] += load_f32((f->bias ? d : m) + i) * load_f32(x->s + i);
-        UNROLL for (int k = 0; k < 4; k++) {
-            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
-            vi y = load_i32(x->q[k][i / 2]);
-            vi *to = &dot[f->per16 ? k / 2 : 0];
-            bool begins = k % run == 0, ends = k % run == run - 1;
-            if (f->max_pairs) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
-            else *to = dot_bytes(*to, w, y);
+        vf scale = load_f32(d + i), offset = load_f32((f->bias ? d : m) + i);
+        vi w[4];
+        UNROLL for (int k = 0; k < 4; k++)
+            w[k] = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
+        UNROLL for (int t = 0; t < tokens; t++) {
+            const TokenActs *x = acts[t] + at;
+            vf scales = scale * load_f32(x->d + i), *sum = sums[t];
+            vi pairs, dot[2] = {{0}};   // of the groups' first and second halves; or [0] of all
+            if (!as_signed) sum[1] += offset * load_f32(x->s + i);
+            UNROLL for (int k = 0; k < 4; k++) {
+                vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
+                bool begins = k % run == 0, ends = k % run == run - 1;
+                if (f->max_pairs) *to = dot_pairs(*to, &pairs, w[k], y, begins, ends);
+                else *to = dot_bytes(*to, w[k], y);
+            }
+            vf first = __builtin_convertvector(dot[0], vf);
+            vf second = __builtin_convertvector(dot[1], vf);
+            sum[0] += first * (f->per16 ? evens(scales) : scales);
+            if (f->per16) sum[0] += second * odds(scales);
         }
-        vf dot_0 = __builtin_convertvector(dot[0], vf), dot_1 = __builtin_convertvector(dot[1], vf);
-        sum[0] += dot_0 * (f->per16 ? evens(scale) : scale);
-        if (f->per16) sum[0] += dot_1 * odds(scale);
     }
 }
 
-// Sets out[r] to the sum of sum's lanes. LANES rows share the work, which costs as much as 256
-// weights: `sums` keeps their vectors until it is full, or `rows` end.
-INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out) {
-    int i = r % LANES;
-    sums[i] = sum;
-    if (i + 1 < LANES && r + 1 < rows) return;
-    sum = sum_each(sums);
-    memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
+// Writes the sums of lanes. LANES rows share the work, which costs as much as 256 weights: sums [n]
+// [LANES] keep their vectors until row i is the last that fits, or the last of all. Tokens of out
+// lie `step` floats apart.
+INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
+    int last = i % LANES;
+    if (last + 1 < LANES && i + 1 < rows) return;
+    for (int t = 0; t < n; t++, out += step) {
+        vf sum = sum_each(sums[t]);
+        memcpy(out + i - last, &sum, (last + 1) * sizeof *out);
+    }
 }
 
-INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, int64_t rows,
-                         int64_t cols, const TokenActs *x, float *out) {
-    int bytes = f->bytes;
-    vf sums[LANES] = {{0}};
+// tokens: job->n or more, whose sums are not used; a constant, so that sums stay in registers
+INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
+    int64_t cols = job->w->cols, step = (cols + 255) / 256;
+    int bytes = f->bytes, n = job->n;
+    const uint8_t *b = weight_at(job->w, r, 0);
+    const TokenActs *acts[FEW];
+    vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
-    for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
-        vf sum[2] = {{0}};
-        const uint8_t *b = w;
-        const TokenActs *a = x;
-        for (; b < w + cols / 256 * bytes; b += bytes, a++) {
+    for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
+    for (int64_t i = 0; i < end - r; i++) {
+        vf sum[FEW][2] = {{{0}}};
+        for (int64_t k = 0; k < cols; k += 256) {
+            int64_t size = smaller(cols - k, 256) * bytes / 256;
             prefetch_ahead(b, bytes);
-            dot256(decode, f, b, a, sum);
+            const uint8_t *from = size < bytes ? memcpy(last, b, size) : b;
+            dot256(decode, f, from, tokens, acts, k / 256, sum);
+            b += size;
         }
-        if (cols % 256) {
-            prefetch_ahead(b, bytes);
-            dot256(decode, f, memcpy(last, b, cols % 256 * bytes / 256), a, sum);
-        }
-        put_sum(sums, sum[0] + sum[1] * (f->bias ? -(float)f->bias : 1), r, rows, out);
+        UNROLL for (int t = 0; t < tokens; t++)
+            sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
+        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
     }
 }
 
 // four sums at a time: an addition takes four cycles, and those to one sum wait for one another
-INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
-                         int64_t cols, const float *x, float *out) {
+INLINE void add_floats(vf load(const void *), int size, const uint8_t *w, const float *x, int n,
+                       size_t step, vf sum[][4]) {
+    vf y[4];
+    UNROLL for (int j = 0; j < 4; j++) y[j] = load(w + j * LANES * size);
+    for (int t = 0; t < n; t++, x += step)
+        UNROLL for (int j = 0; j < 4; j++) sum[t][j] += y[j] * load_f32(x + j * LANES);
+}
+
+INLINE void float_matvec_of(vf load(const void *), int size, int n, MATVEC_ARGS) {
     enum { STEP = 4 * LANES };
-    vf sums[LANES] = {{0}};
-    for (int64_t r = 0; r < rows; r++, w += cols * size) {
-        vf sum[4] = {{0}};
-        int64_t i = 0;
-        for (; i + STEP <= cols; i += STEP) {
-            prefetch_ahead(w + i * size, STEP * size);
-            UNROLL for (int j = 0; j < 4; j++)
-                sum[j] += load(w + (i + j * LANES) * size) * load_f32(x + i + j * LANES);
+    int64_t cols = job->w->cols;
+    const uint8_t *w = weight_at(job->w, r, 0);
+    const float *acts = x;
+    vf sums[FEW][LANES] = {{{0}}};
+    for (int64_t i = 0; i < end - r; i++, w += cols * size) {
+        vf sum[FEW][4] = {{{0}}};
+        int64_t k = 0;
+        for (; k + STEP <= cols; k += STEP) {
+            prefetch_ahead(w + k * size, STEP * size);
+            add_floats(load, size, w + k * size, acts + k, n, input_step(job->w), sum);
         }
-        if (i < cols) {   // the end of a row, with zeros behind
+        if (k < cols) {   // the end of a row, with zeros behind
             uint8_t last[4 * STEP] = {0};
-            float y[STEP] = {0};
-            memcpy(last, w + i * size, (cols - i) * size);
-            memcpy(y, x + i, (cols - i) * sizeof *y);
-            for (int j = 0; j < 4; j++)
-                sum[j] += load(last + j * LANES * size) * load_f32(y + j * LANES);
+            float y[FEW][STEP] = {{0}};
+            memcpy(last, w + k * size, (cols - k) * size);
+            for (int t = 0; t < n; t++)
+                memcpy(y[t], acts + t * input_step(job->w) + k, (cols - k) * sizeof **y);
+            add_floats(load, size, last, y[0], n, STEP, sum);
         }
-        put_sum(sums, (sum[0] + sum[1]) + (sum[2] + sum[3]), r, rows, out);
+        for (int t = 0; t < n; t++)
+            sums[t][i % LANES] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
+        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
     }
+}
+
+INLINE void float_matvec(vf load(const void *), int size, MATVEC_ARGS) {
+    if (job->n == 1) float_matvec_of(load, size, 1, job, x, r, end);
+    else float_matvec_of(load, size, job->n, job, x, r, end);
+}
+
+INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
+    if (job->n == 1) block_matvec(decode, f, 1, job, x, r, end);
+    else if (job->n == 2) block_matvec(decode, f, 2, job, x, r, end);
+    else if (job->n <= 4) block_matvec(decode, f, 4, job, x, r, end);
+    else block_matvec(decode, f, FEW, job, x, r, end);
 }
 
 // Each format has a function of its own: decoder, load and Format are constants in what is inlined.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        block_matvec(unpack_##name, &formats[id], w, rows, cols, x, out);                          \
+        few_matvec(unpack_##name, &formats[id], job, x, r, end);                                   \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x, out); }
-static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
-static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
+static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, job, x, r, end); }
+static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, job, x, r, end); }
+static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, job, x, r, end); }
 
 // A pair is at most 254 times the largest code, which is at most twice the bias or, without one,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
@@ -6630,12 +6676,6 @@ static const Format formats[64] = {
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
-
-// where weight k of row r is; for a row past the end, that of the last row
-static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
-    int64_t row = r < w->rows ? r : w->rows - 1;
-    return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
-}
 
 // ---- 30. tiles: products of many tokens ----
 //
@@ -6939,9 +6979,9 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
 //
 // A call has up to MAX_JOBS products, of which some share x. Activations are packed first, each x
 // once (plan_job, pack_task); then rows are cut into strips, and a strip is a task, or two are
-// halves of one (plan_tasks, matmul_task). A single token has no tiles, but is cut up likewise.
+// halves of one (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but are cut up likewise.
 
-// the two Tiles of a single token, which only say how activations are packed, if they are
+// the two Tiles of a few tokens, which only say how activations are packed, if they are
 static const Tile float_token = {.tokens = 1};
 static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                                  .pack = token_pack};
@@ -7009,7 +7049,7 @@ static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, i
     }
 }
 
-// A strip of rows, or half of one: half of its rows for a single token, else half of the tokens.
+// A strip of rows, or half of one: half of its rows for a few tokens, else half of the tokens.
 static void matmul_task(Task t) {
     const MatmulCall *call = t.ctx;
     const JobPlan *plan = call->job;
@@ -7023,13 +7063,16 @@ static void matmul_task(Task t) {
         lower = !upper;
     }
     int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
-    if (n == 1) {
+    if (n <= FEW) {
         int64_t middle = smaller(r + plan->task_rows / 2, end);
         if (!lower) r = middle;
         if (!upper) end = middle;
-        float *out = plan->job->out, scale = w->scale ? *w->scale : 1;
-        formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, plan->acts, out + r);
-        for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
+        float scale = w->scale ? *w->scale : 1;
+        formats[w->type].matvec(plan->job, plan->acts, r, end);
+        for (int t = 0; t < n; t++) {
+            float *out = plan->job->out + t * output_step(w);
+            for (int64_t i = r; i < end; i++) out[i] = out[i] * scale + (w->bias ? w->bias[i] : 0);
+        }
     } else {
         int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;
         char *panels = call->panels + t.thread * call->panel_bytes;
@@ -7040,14 +7083,14 @@ static void matmul_task(Task t) {
 }
 
 // Plans to pack `job`, unless an earlier one packs the same. The tile depends on format, CPU and
-// whether there is one token, never on sizes: small tests run the code that large models run.
+// whether there are few tokens, never on sizes: small tests run the code that large models run.
 static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
     const JobPlan *same = call->job;
     bool block = formats[w->type].block;
     const Tile *tile = INT8_TILE && block ? &int8_tile : &float_tile;
     if (p->amx) tile = amx_tile(w);
-    if (job->n == 1) tile = block ? &block_token : &float_token;
+    if (job->n <= FEW) tile = block ? &block_token : &float_token;
     size_t batches = ceil_div(job->n, tile->tokens), packs = 0;
     plan->job = job;
     plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
@@ -7066,7 +7109,7 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
 }
 
 // Cuts the rows of k jobs into strips: whole cache lines of out (32 rows), and about equal bytes of
-// weights, four strips per thread, as each reads all activations, or three for a single token. As
+// weights, four strips per thread, as each reads all activations, or three for a few tokens. As
 // some cores are slower (two threads may share one), the last strips of the last job are two tasks
 // each, if there are tokens enough to be worth decoding weights twice.
 static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
@@ -7075,7 +7118,7 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     for (int i = 0; i < k; i++, plan++) {
         size_t share = 4 * p->threads, most = plan->tile->task_rows;
         int divided = plan->job->n >= 256 ? p->threads / 2 : 0;
-        if (plan->job->n == 1) {
+        if (plan->job->n <= FEW) {
             share = 3 * p->threads;
             most = (512 << 10) / plan->row_bytes;   // the fastest, as memory likes long runs
             divided = p->threads;
@@ -7311,41 +7354,47 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     if (arena->base) parallel(p, many_task, &call, call.tasks);
 }
 
-// ---- 36. attention of one query ----
+// ---- 36. attention of a few queries ----
 //
-// Memory sets the speed: it has 2 * (hd + vd) bytes per row and KV head, read once for all query
-// heads that share them. Of a block, FEW rows, the keys are read and then the values, in the order
-// of memory, and with each row the same row of the next block is prefetched, so that memory never
-// waits for arithmetic. SPLIT_BLOCKS blocks make a split. Each split of a head has a largest score
-// and sums of its own, a Partial; the thread that finishes the last split of a unit joins its
-// Partials.
+// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed: it
+// has 2 * (hd + vd) bytes per row and KV head, read once for all query heads that share them. Of a
+// block, ONE_KEYS rows, the keys are read and then the values, in the order of memory, and with
+// each row the same row of the next block is prefetched, so that memory never waits for arithmetic.
+// SPLIT_BLOCKS blocks make a split: a task does it for one query after the other, the first of
+// which brings the rows into L2. Each split of a head has a largest score and sums of its own, a
+// Partial; the thread that finishes the last split of a unit joins its Partials.
 //
 // An example: the query at position 299 sees 300 rows, 10 blocks in 3 splits of 4, 4 and 2. 8 heads
 // share 2 KV heads; with 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
 // unit 1, split 1: four calls of one_block, for rows 128..159 and so on of KV head 1, fill Partials
 // of heads 4 to 7. The task of 3, 4 and 5 that ends last joins 3 Partials for each of these heads.
 
-enum { FEW = 32, SPLIT_BLOCKS = 4 };
+enum { ONE_KEYS = 32, SPLIT_BLOCKS = 4 };
 typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, of one query; [vd] out
-typedef struct {
-    const Attention *a;
+typedef struct {                       // one query
+    Attention a;                   // n is 1
     int32_t *block;                // [blocks] first row of each block that the query sees
     int blocks, splits;            // splits = blocks / SPLIT_BLOCKS, rounded up
-    int heads, units;              // a unit has the heads that share a KV head, or some of them
-    int task_splits;               // splits that a task has, one unit's after the other's
     float *partials;               // [n_head][splits] Partials
     size_t size;                   // floats of a Partial
-    atomic_int *missing;           // [units] splits that are not finished
+    atomic_int *missing;           // [n_head] splits that are not finished, of each unit
 } OneCall;
+typedef struct {
+    OneCall one[FEW];
+    int n;                         // queries
+    int heads, units;              // a unit has the heads that share a KV head, or some of them
+    int splits;                    // of the query that has most
+    int task_splits;               // splits that a task has, one unit's after the other's
+} FewCall;
 
 static Partial *partial_of(const OneCall *call, int head, int split) {
     return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
-// s[heads][FEW] = products of keys k with the queries q of up to 4 neighbouring heads, then zeros
+// s[heads][ONE_KEYS] = products of keys k with the queries q of up to 4 neighbours, then zeros
 INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
-                       int keys, int heads, float s[][FEW]) {
-    vf sum[4][FEW];
+                       int keys, int heads, float s[][ONE_KEYS]) {
+    vf sum[4][ONE_KEYS];
     int in_vectors = a->hd / LANES * LANES;   // the others of hd are added one by one
     for (int j = 0; j < keys; j++, k += a->hd, next += a->hd) {
         vf total[4] = {{0}};
@@ -7361,8 +7410,8 @@ INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, co
         }
     }
     for (int h = 0; h < heads; h++) {
-        for (int j = keys; j < FEW; j++) sum[h][j] = (vf){0};
-        for (int j = 0; j < FEW; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
+        for (int j = keys; j < ONE_KEYS; j++) sum[h][j] = (vf){0};
+        for (int j = 0; j < ONE_KEYS; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
     }
 }
 
@@ -7371,15 +7420,15 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
                         Partial *restrict partial) {
     float slope = a->slopes ? a->slopes[head] : 0, top = partial->top;
     vf most = {0}, sum = {0};
-    for (int j = 0; j < FEW; j++) s[j] *= a->scale;
-    if (a->softcap > 0) soft_cap(s, FEW, a->softcap);
-    if (slope > 0) for (int j = 0; j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
-    for (int j = 0; j < FEW; j++) s[j] = attention_sees(a, a->pos, pos[j]) ? s[j] : -INFINITY;
-    UNROLL for (int j = 0; j < FEW; j += LANES)
+    for (int j = 0; j < ONE_KEYS; j++) s[j] *= a->scale;
+    if (a->softcap > 0) soft_cap(s, ONE_KEYS, a->softcap);
+    if (slope > 0) for (int j = 0; j < ONE_KEYS; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
+    for (int j = 0; j < ONE_KEYS; j++) s[j] = attention_sees(a, a->pos, pos[j]) ? s[j] : -INFINITY;
+    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
-    for (int j = 0; j < FEW; j++) s[j] = exp_fast(s[j] - top);
-    UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
+    for (int j = 0; j < ONE_KEYS; j++) s[j] = exp_fast(s[j] - top);
+    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES) sum += load_f32(s + j);
     float fade = exp_fast(partial->top - top);
     partial->top = top;
     UNROLL for (int left = LANES; left > 1; left /= 2) sum = pair_sums(sum, sum);
@@ -7390,7 +7439,7 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
 // out[heads][vectors * LANES] += weights s times so much of each key's values, with all sums in
 // registers; rows of out lie `stride` floats apart
 INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                        int heads, int vectors, float s[][FEW], float *out, size_t stride) {
+                        int heads, int vectors, float s[][ONE_KEYS], float *out, size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
@@ -7407,7 +7456,7 @@ INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *n
 
 // out[heads][vd] += weights s times so many rows of values
 INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                       int heads, float s[][FEW], float *out, size_t stride) {
+                       int heads, float s[][ONE_KEYS], float *out, size_t stride) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
     for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
         one_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
@@ -7422,13 +7471,13 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
 // Adds block b of a KV head to the Partials of `heads` of its query heads, from number g on. Only
 // the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
 INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
-    const Attention *a = call->a;
-    int r = call->block[b], keys = smaller(a->rows - r, FEW);
+    const Attention *a = &call->a;
+    int r = call->block[b], keys = smaller(a->rows - r, ONE_KEYS);
     size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row;   // next: to prefetch; row costs nothing
     size_t stride = call->size * call->splits;
-    int32_t pos[FEW];
-    float s[4][FEW];
+    int32_t pos[ONE_KEYS];
+    float s[4][ONE_KEYS];
     if (g == 0 && b + 1 < call->blocks) next = row - r + call->block[b + 1];
     else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + call->block[0];
     memset(pos, -1, sizeof pos);   // past the last row: nobody sees it
@@ -7442,7 +7491,7 @@ INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
 
 // joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
 static void one_join(const OneCall *call, int head) {
-    const Attention *a = call->a;
+    const Attention *a = &call->a;
     float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : -FLT_MAX;
     for (int i = 0; i < call->splits; i++) top = fmaxf(top, partial_of(call, head, i)->top);
     float sum = a->sinks ? exp_fast(a->sinks[head] - top) : 0;
@@ -7456,56 +7505,72 @@ static void one_join(const OneCall *call, int head) {
     for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
-static void one_task(Task t) {
-    const OneCall *call = t.ctx;
-    const Attention *a = call->a;
-    int group = a->n_head / a->n_kv, end = (t.i + 1) * call->task_splits;
-    for (int i = t.i * call->task_splits; i < end && i < call->units * call->splits; i++) {
-        int unit = i / call->splits, split = i % call->splits, b = split * SPLIT_BLOCKS;
-        int first = unit * call->heads, kv = first / group, g_end = first % group + call->heads;
-        for (int g = 0; g < call->heads; g++) {
-            Partial *partial = partial_of(call, first + g, split);
-            memset(partial, 0, call->size * sizeof(float));
-            partial->top = -FLT_MAX;
-        }
-        for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
-            int g = first % group;
-            for (; g + 4 <= g_end; g += 4) one_block(call, kv, b, g, 4);
-            for (; g + 2 <= g_end; g += 2) one_block(call, kv, b, g, 2);
-            for (; g < g_end; g++) one_block(call, kv, b, g, 1);
-        }
-        bool done = atomic_fetch_sub(&call->missing[unit], 1) == 1;
-        for (int g = 0; done && g < call->heads; g++) one_join(call, first + g);
+static void one_split(const OneCall *call, int unit, int heads, int split) {
+    int group = call->a.n_head / call->a.n_kv, b = split * SPLIT_BLOCKS;
+    int first = unit * heads, kv = first / group, g_end = first % group + heads;
+    for (int g = 0; g < heads; g++) {
+        Partial *partial = partial_of(call, first + g, split);
+        memset(partial, 0, call->size * sizeof(float));
+        partial->top = -FLT_MAX;
     }
+    for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
+        int g = first % group;
+        for (; g + 4 <= g_end; g += 4) one_block(call, kv, b, g, 4);
+        for (; g + 2 <= g_end; g += 2) one_block(call, kv, b, g, 2);
+        for (; g < g_end; g++) one_block(call, kv, b, g, 1);
+    }
+    bool done = atomic_fetch_sub(&call->missing[unit], 1) == 1;
+    for (int g = 0; done && g < heads; g++) one_join(call, first + g);
 }
 
-static void attend_one(Pool *p, Arena *arena, const Attention *a) {
-    OneCall call = {.a = a, .blocks = ceil_div(a->rows, FEW), .heads = a->n_head / a->n_kv,
-                    .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
-    call.block = arena_take(arena, call.blocks, sizeof *call.block);
-    if (arena->base) {
-        call.blocks = 0;
-        for (int r = 0; r < rows_used(a); r += FEW)
-            if (block_seen(a, r, FEW, a->pos, a->pos)) call.block[call.blocks++] = r;
+static void few_task(Task t) {
+    const FewCall *call = t.ctx;
+    int end = smaller((t.i + 1) * call->task_splits, call->units * call->splits);
+    for (int i = t.i * call->task_splits; i < end; i++)
+        for (const OneCall *one = call->one; one < call->one + call->n; one++) {
+            int unit = i / call->splits, split = i % call->splits;
+            if (split < one->splits) one_split(one, unit, call->heads, split);
+        }
+}
+
+static void one_plan(Arena *arena, OneCall *call, const Attention *a, int i) {   // of query i
+    size_t query = (size_t)i * a->n_head;
+    int blocks = ceil_div(a->rows, ONE_KEYS), first = a->pos + i;
+    *call = (OneCall){.a = *a, .size = sizeof(Partial) / sizeof(float) + a->vd};
+    call->a.q += query * a->hd;
+    call->a.out += query * a->vd;
+    call->a.pos += i;
+    call->a.n = 1;
+    call->block = arena_take(arena, blocks, sizeof *call->block);
+    if (!arena->base) call->blocks = blocks;
+    else for (int r = 0; r < rows_used(&call->a); r += ONE_KEYS)
+        if (block_seen(a, r, ONE_KEYS, first, first)) call->block[call->blocks++] = r;
+    call->splits = ceil_div(call->blocks, SPLIT_BLOCKS);
+    call->missing = arena_take(arena, a->n_head, sizeof *call->missing);
+    call->partials = arena_take(arena, (size_t)a->n_head * call->splits, 4 * call->size);
+    for (int k = 0; arena->base && k < a->n_head; k++)
+        atomic_init(&call->missing[k], call->splits);
+}
+
+static void attend_few(Pool *p, Arena *arena, const Attention *a) {
+    FewCall call = {.n = a->n, .heads = a->n_head / a->n_kv, .units = a->n_kv};
+    for (int i = 0; i < a->n; i++) {
+        one_plan(arena, &call.one[i], a, i);
+        call.splits = larger(call.splits, call.one[i].splits);
     }
-    call.splits = ceil_div(call.blocks, SPLIT_BLOCKS);
     while (call.heads > 8 && call.heads % 2 == 0 && call.units * call.splits < 4 * p->threads) {
         call.heads /= 2;   // there would be too few tasks
         call.units *= 2;
     }
     int all = call.units * call.splits;
-    call.missing = arena_take(arena, a->n_head, sizeof *call.missing);
-    call.partials = arena_take(arena, (size_t)a->n_head * call.splits, call.size * sizeof(float));
-    if (!arena->base) return;
-    for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
     // much of memory in order, yet four tasks a thread
     call.task_splits = larger(all / (4 * p->threads), 1);
-    parallel(p, one_task, &call, ceil_div(all, call.task_splits));
+    if (arena->base) parallel(p, few_task, &call, ceil_div(all, call.task_splits));
 }
 
 static void attention(Pool *p, Arena *arena, const Attention *a) {
     size_t mark = arena->used;
-    if (a->n == 1) attend_one(p, arena, a);
+    if (a->n <= FEW) attend_few(p, arena, a);
     else attend_many(p, arena, a);
     arena->used = mark;
 }

@@ -1566,6 +1566,28 @@ static void check_golden(const char *name) {
 
 static void test_golden_models(void) { each_golden_model(check_golden); }
 
+// Chunks of up to FEW tokens: each token's logits are the bytes that it has alone.
+static void check_few(const char *name) {
+    static const int chunks[] = {2, 3, 5, 8};
+    Golden g = golden_model(name);
+    if (!g.m->config.causal) return;
+    for (int wide = 0; wide < 2; wide++) {   // a window of 19 tokens and one of all
+        Options o = {.window = wide ? 0 : 19, .keep = wide ? 0 : 2, .chunk = 1};
+        float *want = logits_of(g.m, g.ids, g.n, o);
+        for (int k = 0; k < 4; k++) {
+            o.chunk = chunks[k];
+            o.threads = 1 + k % 2;
+            float *got = logits_of(g.m, g.ids, g.n, o);
+            size_t row = g.m->config.n_vocab * sizeof *got;
+            int i = 0;
+            while (i < g.n && !memcmp(got + i * row / 4, want + i * row / 4, row)) i++;
+            CHECK(i == g.n, "%s -c %d -b %d: token %d differs", name, o.window, o.chunk, i);
+        }
+    }
+}
+
+static void test_few_tokens(void) { each_golden_model(check_few); }
+
 // ---- every architecture ----
 //
 // Most of these rows have no golden output. What is tested is that every tensor of such a file is
@@ -2060,6 +2082,7 @@ static void check_damage(const char *name, Session *open(const Model *m, Options
             bool forgets = n == 9;
             if (forgets && s->n_recurrent) continue;   // a state sees all of the text
             if (forgets) session_truncate(s, 0);
+            if (forgets) session_truncate(fresh, 0);   // the same chunks: as many tokens an expert
             const float *got = session_eval(s, forgets ? bad : good, forgets ? LONG : n, &e);
             const float *want = session_eval(fresh, good, forgets ? LONG : n, &e);
             CHECK(got && want && !memcmp(got, want, bytes), "%s -b %d: %d", name, o.chunk, n);
@@ -5538,7 +5561,7 @@ static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
-    T(golden_models) T(every_architecture) T(arch_lists) T(ring) T(regenerate)
+    T(golden_models) T(few_tokens) T(every_architecture) T(arch_lists) T(ring) T(regenerate)
     T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
