@@ -84,6 +84,7 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+QUANT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct { uint8_t *base; size_t size; } Map;   // a mapped file, or memory of mmap; in bytes
 
@@ -300,6 +301,7 @@ typedef struct {               // 0: the default, here in brackets
     int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
+    int draft;                 // most ids that are guessed at once, at most FEW - 1 (0: none)
     bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
     Sampling sampling;         // (greedy)
 } Options;
@@ -327,7 +329,7 @@ typedef struct Session {
     Pool *pool;
     Map kv, scratch;           // memory of the caches; of all other buffers
     Cache *cache;              // [n_layer]
-    Tokens history;            // the text evaluated so far, and room for one more token
+    Tokens history;            // the text evaluated so far, and room for more tokens
     uint64_t rng;
     // NULL, or called before each chunk and at the end: `done` of n tokens are cached, of which
     // `reused` were already; false stops
@@ -369,6 +371,8 @@ typedef struct Session {
     float *saved;              // [n_recurrent] a copy of it, the snapshot: the states at saved_pos
     size_t n_recurrent;        // floats
     int saved_pos;             // -1: there is no snapshot
+    float *unguessed;          // [n_recurrent] another copy: the states before the last guesses
+    int unguessed_pos;         // 0: there is none
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -909,10 +913,10 @@ static void plan_scratch(Session *s, Arena *a) {
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
 }
 
-// Forgets positions p and later. Where there are recurrent layers, p is 0 or saved_pos: a state
-// cannot be cut back, only cleared, or replaced by its snapshot.
+// Forgets positions p and later. Where there are recurrent layers, p is 0, saved_pos or
+// unguessed_pos: a state cannot be cut back, only cleared, or replaced by a snapshot.
 static void session_truncate(Session *s, int p) {
-    assert(p == 0 || !s->n_recurrent || p == s->saved_pos);
+    assert(p == 0 || !s->n_recurrent || p == s->saved_pos || p == s->unguessed_pos);
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
@@ -920,7 +924,8 @@ static void session_truncate(Session *s, int p) {
     if (p == 0) s->saved_pos = -1;
     s->history.n = p;
     gpu_store(s, p == 0);
-    if (p > 0) copy_states(s, s->recurrent, s->saved);   // none in a Llama
+    if (p > 0) copy_states(s, s->recurrent, p == s->saved_pos ? s->saved : s->unguessed);
+    else s->unguessed_pos = 0;
 }
 
 void session_close(Session *s) {
@@ -984,6 +989,7 @@ typedef struct {
     OnRow *fn;
     void *ctx;
     bool exact;
+    int guesses;   // so many of the last tokens; their rows are not checked
 } Request;
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns its
@@ -1035,13 +1041,13 @@ static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     return snapshot && left > 1 ? left - 1 : left;
 }
 
-// Has a row [n] a NaN (exact), or nothing but NaN?
-static bool row_damaged(const float *row, size_t n, bool exact) {
-    for (size_t i = 0; i < n; i++) {
-        if (exact && isnan(row[i])) return true;
-        if (!exact && !isnan(row[i])) return false;
-    }
-    return !exact;
+// Fails if the row [n] of token i has a NaN (exact), or nothing but NaN.
+static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
+    size_t damaged = 0;
+    while (damaged < n && isnan(row[damaged]) != exact) damaged++;
+    if ((damaged < n) != exact) return true;
+    return fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
+                exact ? "a" : "nothing but");
 }
 
 // Gives the rows of a chunk of n tokens at pos to r->fn, from row first on, after it has made them,
@@ -1056,9 +1062,8 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
             for (int k = 0; k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
         else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
-            if (row_damaged(row, width, exact))
-                return fail(e, "at token %d the model yields %s NaN: its weights may be damaged",
-                            pos + i + k, exact ? "a" : "nothing but");
+            bool guess = pos + i + k >= r->n - r->guesses;
+            if (!guess && !check_row(row, width, exact, pos + i + k, e)) return false;
             if (r->fn && !r->fn(r->ctx, pos + i + k, row)) return fail(e, "interrupted");
         }
     }
@@ -1069,10 +1074,11 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 static bool session_run(Session *s, Request r, Error *e) {
     bool in_history = r.ids == s->history.id;   // session_generate's text; tokens_room may move it
     if (!check_ids(s, r.ids, r.n, e)) return false;
-    if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
+    if (!tokens_room(&s->history, r.n + 1 + FEW))   // for an id that is drawn, and guesses
+        return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r), n;
-    bool snapshot = s->n_recurrent && r.n - reused > 1;
+    bool snapshot = s->n_recurrent && !in_history && r.n - reused > 1;
     for (int p = reused; p < r.n; p += n) {
         n = chunk_size(s, p, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) {
@@ -1239,25 +1245,83 @@ int32_t session_sample(Session *s, const float *logits) {
 }
 
 // ---- 10. generate ----
+//
+// Reading the weights takes most of a pass, and FEW tokens read them once. So what is likely to
+// come runs along with the last token. If the text has had its last three ids before, what followed
+// them there is the guess (prompt lookup): answers often quote what they were given.
+//
+//   text     the cat sat on the mat. And the cat sat
+//   pass                                     sat  on   the   mat      three guesses, four rows
+//   drawn                                    on   the  rug            "mat" falls: no draw
+//
+// Each row is sampled as ever, and the draw is the next id. It sees the logits that it would see
+// without guesses, to the bit, as long as those before it stand: they are what was drawn. So the
+// text is the same. (Of a smaller model's guesses, arXiv 2302.01318 keeps the distribution.)
 
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
+
+// Writes a guess of `count` ids behind text [n]: what followed its last three ids where they stood
+// last. False: they are new. A guess may go on into itself.
+static bool guess_ids(int32_t *text, int n, int count) {
+    for (int i = n - 1; i >= 3; i--) {
+        if (memcmp(text + i - 3, text + n - 3, 3 * sizeof *text)) continue;
+        for (int k = 0; k < count; k++) text[n + k] = text[i + k];
+        return true;
+    }
+    return false;
+}
+
+// How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
+static int guesses_fit(const Session *s, int n, int most) {
+    const Model *m = s->m;
+    int start = s->history.n, end = smaller(n + most, start + chunk_size(s, start, FEW, false));
+    if (m->config.n_exact) end = smaller(end, m->config.n_exact);
+    if (m->pos_embd.data) end = smaller(end, m->pos_embd.rows);
+    return end > n ? end - n : 0;
+}
 
 // Generates up to n_predict ids (-1: no limit; 0: it only evaluates) after ids [n], and hands each
 // to on_token. An end-of-generation id ends it, and is not handed out. A generated id is written
 // behind the session's history, and evaluated as the end of that text to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
-    int made = 0;
+    int made = 0, most = 1;   // guesses of a pass
+    bool ok = true, ends = n_predict == 0, found = false;
+    Request r = {.ids = ids, .n = n, .from = n - 1};
     do {
-        const float *logits = session_eval(s, ids, n, e);
-        if (!logits) return false;
-        if (n_predict == 0) break;
-        int32_t id = session_sample(s, logits);
-        if (token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id)) break;
-        ids = s->history.id;
-        s->history.id[n++] = id;   // session_run left room for one
-    } while (n_predict < 0 || ++made < n_predict);
-    return true;
+        if (r.guesses) {
+            s->unguessed_pos = s->history.n;
+            copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
+        }
+        if (!session_run(s, r, e)) return false;
+        int stood = 0;
+        for (int k = 0; !ends && k == stood && k <= r.guesses; k++) {
+            const float *row = s->logits + (size_t)k * s->m->config.n_vocab;
+            int32_t *next = s->history.id + n;
+            s->history.n = n++;   // the penalty sees no guesses; later rows of caches nobody sees
+            ok = check_row(row, s->m->config.n_vocab, false, n - 2, e);
+            if (!ok) break;
+            int32_t id = session_sample(s, row);
+            ends = token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id) ||
+                   ++made == n_predict;
+            if (found && *next == id) stood++;
+            *next = id;
+        }
+        // a state has seen the guesses that fell: those that stood run again with the next pass
+        if (s->n_recurrent && (int)s->history.n < r.n) session_truncate(s, s->unguessed_pos);
+
+        // Guesses double while all stand, and shrink to those that stood. One more than runs is
+        // made: if none runs, it tells when the text begins to repeat itself.
+        if (found && stood < (int)larger(r.guesses, 1)) most = stood;
+        else if (found) most = smaller(2 * most + 1, s->o.draft);
+        int room = n_predict < 0 ? most : smaller(most, n_predict - made - 1);
+        r = (Request){.ids = s->history.id, .n = n, .from = n - 1};
+        room = guesses_fit(s, n, smaller(room, s->o.draft));
+        found = s->o.draft > 0 && guess_ids(s->history.id, n, room + 1);
+        if (found) r.guesses = room;
+        r.n += r.guesses;
+    } while (ok && !ends);
+    return ok;
 }
 
 // ==== Part II: the file =========================================================================
@@ -3758,6 +3822,7 @@ static void plan_states(Session *s, Arena *a) {
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
+    s->unguessed = arena_take(a, s->o.draft > 0 ? s->n_recurrent : 0, f);
 }
 
 static void copy_states(Session *s, float *to, const float *from) {
@@ -6323,7 +6388,6 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }   // a / b, rounded up
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
@@ -6602,34 +6666,31 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
 }
 
 // four sums at a time: an addition takes four cycles, and those to one sum wait for one another
-INLINE void add_floats(vf load(const void *), int size, const uint8_t *w, const float *x, int n,
-                       size_t step, vf sum[][4]) {
-    vf y[4];
-    UNROLL for (int j = 0; j < 4; j++) y[j] = load(w + j * LANES * size);
-    for (int t = 0; t < n; t++, x += step)
-        UNROLL for (int j = 0; j < 4; j++) sum[t][j] += y[j] * load_f32(x + j * LANES);
-}
-
-INLINE void float_matvec_of(vf load(const void *), int size, int n, MATVEC_ARGS) {
+INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     enum { STEP = 4 * LANES };
-    int64_t cols = job->w->cols;
+    int64_t cols = job->w->cols, count;
     const uint8_t *w = weight_at(job->w, r, 0);
-    const float *acts = x;
     vf sums[FEW][LANES] = {{{0}}};
-    for (int64_t i = 0; i < end - r; i++, w += cols * size) {
-        vf sum[FEW][4] = {{{0}}};
-        int64_t k = 0;
-        for (; k + STEP <= cols; k += STEP) {
-            prefetch_ahead(w + k * size, STEP * size);
-            add_floats(load, size, w + k * size, acts + k, n, input_step(job->w), sum);
-        }
-        if (k < cols) {   // the end of a row, with zeros behind
-            uint8_t last[4 * STEP] = {0};
-            float y[FEW][STEP] = {{0}};
-            memcpy(last, w + k * size, (cols - k) * size);
-            for (int t = 0; t < n; t++)
-                memcpy(y[t], acts + t * input_step(job->w) + k, (cols - k) * sizeof **y);
-            add_floats(load, size, last, y[0], n, STEP, sum);
+    uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
+    float edge[FEW][STEP] = {{0}};     // and its activations
+    for (int64_t i = 0; i < end - r; i++) {
+        vf sum[FEW][4] = {{{0}}}, weights[4];
+        for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
+            const float *y = (const float *)x + k;
+            const uint8_t *from = w;
+            size_t step = input_step(job->w);
+            count = smaller(cols - k, STEP);
+            prefetch_ahead(w, STEP * size);
+            if (count < STEP) {
+                for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
+                from = memcpy(last, w, count * size);
+                y = edge[0];
+                step = STEP;
+            }
+            UNROLL for (int j = 0; j < 4; j++) weights[j] = load(from + j * LANES * size);
+            for (int t = 0; t < n; t++, y += step)
+                UNROLL for (int j = 0; j < 4; j++)
+                    sum[t][j] += weights[j] * load_f32(y + j * LANES);
         }
         for (int t = 0; t < n; t++)
             sums[t][i % LANES] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
@@ -6637,9 +6698,9 @@ INLINE void float_matvec_of(vf load(const void *), int size, int n, MATVEC_ARGS)
     }
 }
 
-INLINE void float_matvec(vf load(const void *), int size, MATVEC_ARGS) {
-    if (job->n == 1) float_matvec_of(load, size, 1, job, x, r, end);
-    else float_matvec_of(load, size, job->n, job, x, r, end);
+INLINE void floats_matvec(vf load(const void *), int size, MATVEC_ARGS) {
+    if (job->n == 1) float_matvec(load, size, 1, job, x, r, end);
+    else float_matvec(load, size, job->n, job, x, r, end);
 }
 
 INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
@@ -6657,9 +6718,9 @@ INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, job, x, r, end); }
-static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, job, x, r, end); }
-static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, job, x, r, end); }
+static void matvec_f32(MATVEC_ARGS) { floats_matvec(load_f32, 4, job, x, r, end); }
+static void matvec_f16(MATVEC_ARGS) { floats_matvec(load_f16, 2, job, x, r, end); }
+static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, end); }
 
 // A pair is at most 254 times the largest code, which is at most twice the bias or, without one,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
@@ -7371,23 +7432,20 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
 
 enum { ONE_KEYS = 32, SPLIT_BLOCKS = 4 };
 typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, of one query; [vd] out
-typedef struct {                       // one query
-    Attention a;                   // n is 1
-    int32_t *block;                // [blocks] first row of each block that the query sees
-    int blocks, splits;            // splits = blocks / SPLIT_BLOCKS, rounded up
-    float *partials;               // [n_head][splits] Partials
-    size_t size;                   // floats of a Partial
-    atomic_int *missing;           // [n_head] splits that are not finished, of each unit
-} OneCall;
 typedef struct {
-    OneCall one[FEW];
-    int n;                         // queries
+    const Attention *a;
+    int32_t *block;                // [n][most] first rows of the blocks that a query sees
+    int blocks[FEW], most;         // how many; of all rows
+    int splits;                    // most blocks of a query / SPLIT_BLOCKS, rounded up
     int heads, units;              // a unit has the heads that share a KV head, or some of them
-    int splits;                    // of the query that has most
     int task_splits;               // splits that a task has, one unit's after the other's
+    float *partials;               // [n][n_head][splits] Partials
+    size_t size;                   // floats of a Partial
+    atomic_int *missing;           // [n][units] splits that are not finished
 } FewCall;
 
-static Partial *partial_of(const OneCall *call, int head, int split) {
+// In this section `head` counts the heads of all queries, [n][n_head].
+static Partial *partial_of(const FewCall *call, int head, int split) {
     return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
@@ -7418,12 +7476,14 @@ INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, co
 // does what tile_softmax does, for one query and with keys across the lanes
 static void one_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
                         Partial *restrict partial) {
-    float slope = a->slopes ? a->slopes[head] : 0, top = partial->top;
+    float slope = a->slopes ? a->slopes[head % a->n_head] : 0, top = partial->top;
+    int query = a->pos + head / a->n_head;
     vf most = {0}, sum = {0};
     for (int j = 0; j < ONE_KEYS; j++) s[j] *= a->scale;
     if (a->softcap > 0) soft_cap(s, ONE_KEYS, a->softcap);
-    if (slope > 0) for (int j = 0; j < ONE_KEYS; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
-    for (int j = 0; j < ONE_KEYS; j++) s[j] = attention_sees(a, a->pos, pos[j]) ? s[j] : -INFINITY;
+    for (int j = 0; slope > 0 && j < ONE_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
+    for (int j = 0; j < ONE_KEYS; j++)
+        s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
     UNROLL for (int j = 0; j < ONE_KEYS; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
@@ -7468,18 +7528,20 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
-// Adds block b of a KV head to the Partials of `heads` of its query heads, from number g on. Only
-// the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
-INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
-    const Attention *a = &call->a;
-    int r = call->block[b], keys = smaller(a->rows - r, ONE_KEYS);
-    size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
+// Adds a query's block b of a KV head to the Partials of `heads` of its query heads, from number g
+// on. Only the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's
+// first.
+INLINE void one_block(const FewCall *call, int query, int kv, int b, int g, int heads) {
+    const Attention *a = call->a;
+    const int32_t *block = call->block + (size_t)query * call->most;
+    int r = block[b], keys = smaller(a->rows - r, ONE_KEYS);
+    size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row;   // next: to prefetch; row costs nothing
     size_t stride = call->size * call->splits;
     int32_t pos[ONE_KEYS];
     float s[4][ONE_KEYS];
-    if (g == 0 && b + 1 < call->blocks) next = row - r + call->block[b + 1];
-    else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + call->block[0];
+    if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
+    else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + block[0];
     memset(pos, -1, sizeof pos);   // past the last row: nobody sees it
     memcpy(pos, a->pos_k + r, keys * sizeof *pos);
     one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys, heads, s);
@@ -7490,11 +7552,12 @@ INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
 }
 
 // joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
-static void one_join(const OneCall *call, int head) {
-    const Attention *a = &call->a;
-    float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : -FLT_MAX;
+static void one_join(const FewCall *call, int head) {
+    const Attention *a = call->a;
+    const float *sink = a->sinks ? &a->sinks[head % a->n_head] : NULL;
+    float *out = a->out + (size_t)head * a->vd, top = sink ? *sink : -FLT_MAX;
     for (int i = 0; i < call->splits; i++) top = fmaxf(top, partial_of(call, head, i)->top);
-    float sum = a->sinks ? exp_fast(a->sinks[head] - top) : 0;
+    float sum = sink ? exp_fast(*sink - top) : 0;
     memset(out, 0, a->vd * sizeof *out);
     for (int i = 0; i < call->splits; i++) {
         const Partial *partial = partial_of(call, head, i);
@@ -7505,67 +7568,59 @@ static void one_join(const OneCall *call, int head) {
     for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
-static void one_split(const OneCall *call, int unit, int heads, int split) {
-    int group = call->a.n_head / call->a.n_kv, b = split * SPLIT_BLOCKS;
-    int first = unit * heads, kv = first / group, g_end = first % group + heads;
-    for (int g = 0; g < heads; g++) {
-        Partial *partial = partial_of(call, first + g, split);
+// A query that sees fewer blocks than others has empty Partials, which change no sum.
+static void one_split(const FewCall *call, int query, int unit, int split) {
+    const Attention *a = call->a;
+    int group = a->n_head / a->n_kv, first = unit * call->heads, kv = first / group;
+    int head = query * a->n_head + first, g_end = first % group + call->heads;
+    for (int h = head; h < head + call->heads; h++) {
+        Partial *partial = partial_of(call, h, split);
         memset(partial, 0, call->size * sizeof(float));
         partial->top = -FLT_MAX;
     }
-    for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
+    int end = smaller((split + 1) * SPLIT_BLOCKS, call->blocks[query]);
+    for (int b = split * SPLIT_BLOCKS; b < end; b++) {
         int g = first % group;
-        for (; g + 4 <= g_end; g += 4) one_block(call, kv, b, g, 4);
-        for (; g + 2 <= g_end; g += 2) one_block(call, kv, b, g, 2);
-        for (; g < g_end; g++) one_block(call, kv, b, g, 1);
+        for (; g + 4 <= g_end; g += 4) one_block(call, query, kv, b, g, 4);
+        for (; g + 2 <= g_end; g += 2) one_block(call, query, kv, b, g, 2);
+        for (; g < g_end; g++) one_block(call, query, kv, b, g, 1);
     }
-    bool done = atomic_fetch_sub(&call->missing[unit], 1) == 1;
-    for (int g = 0; done && g < heads; g++) one_join(call, first + g);
+    bool done = atomic_fetch_sub(&call->missing[query * call->units + unit], 1) == 1;
+    for (int h = head; done && h < head + call->heads; h++) one_join(call, h);
 }
 
 static void few_task(Task t) {
     const FewCall *call = t.ctx;
     int end = smaller((t.i + 1) * call->task_splits, call->units * call->splits);
     for (int i = t.i * call->task_splits; i < end; i++)
-        for (const OneCall *one = call->one; one < call->one + call->n; one++) {
-            int unit = i / call->splits, split = i % call->splits;
-            if (split < one->splits) one_split(one, unit, call->heads, split);
-        }
-}
-
-static void one_plan(Arena *arena, OneCall *call, const Attention *a, int i) {   // of query i
-    size_t query = (size_t)i * a->n_head;
-    int blocks = ceil_div(a->rows, ONE_KEYS), first = a->pos + i;
-    *call = (OneCall){.a = *a, .size = sizeof(Partial) / sizeof(float) + a->vd};
-    call->a.q += query * a->hd;
-    call->a.out += query * a->vd;
-    call->a.pos += i;
-    call->a.n = 1;
-    call->block = arena_take(arena, blocks, sizeof *call->block);
-    if (!arena->base) call->blocks = blocks;
-    else for (int r = 0; r < rows_used(&call->a); r += ONE_KEYS)
-        if (block_seen(a, r, ONE_KEYS, first, first)) call->block[call->blocks++] = r;
-    call->splits = ceil_div(call->blocks, SPLIT_BLOCKS);
-    call->missing = arena_take(arena, a->n_head, sizeof *call->missing);
-    call->partials = arena_take(arena, (size_t)a->n_head * call->splits, 4 * call->size);
-    for (int k = 0; arena->base && k < a->n_head; k++)
-        atomic_init(&call->missing[k], call->splits);
+        for (int query = 0; query < call->a->n; query++)
+            one_split(call, query, i / call->splits, i % call->splits);
 }
 
 static void attend_few(Pool *p, Arena *arena, const Attention *a) {
-    FewCall call = {.n = a->n, .heads = a->n_head / a->n_kv, .units = a->n_kv};
-    for (int i = 0; i < a->n; i++) {
-        one_plan(arena, &call.one[i], a, i);
-        call.splits = larger(call.splits, call.one[i].splits);
+    FewCall call = {.a = a, .most = ceil_div(a->rows, ONE_KEYS), .heads = a->n_head / a->n_kv,
+                    .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
+    int most = arena->base ? 0 : call.most;   // blocks of a query
+    call.block = arena_take(arena, a->n * call.most, sizeof *call.block);
+    for (int i = 0; arena->base && i < a->n; i++) {
+        int32_t *block = call.block + (size_t)i * call.most;
+        for (int r = 0; r < rows_used(a); r += ONE_KEYS)
+            if (block_seen(a, r, ONE_KEYS, a->pos + i, a->pos + i)) block[call.blocks[i]++] = r;
+        most = larger(most, call.blocks[i]);
     }
+    call.splits = ceil_div(most, SPLIT_BLOCKS);
     while (call.heads > 8 && call.heads % 2 == 0 && call.units * call.splits < 4 * p->threads) {
         call.heads /= 2;   // there would be too few tasks
         call.units *= 2;
     }
-    int all = call.units * call.splits;
+    int all = call.units * call.splits, heads = a->n * a->n_head;
+    call.missing = arena_take(arena, heads, sizeof *call.missing);
+    call.partials = arena_take(arena, (size_t)heads * call.splits, call.size * sizeof(float));
+    if (!arena->base) return;
+    for (int i = 0; i < a->n * call.units; i++) atomic_init(&call.missing[i], call.splits);
     // much of memory in order, yet four tasks a thread
     call.task_splits = larger(all / (4 * p->threads), 1);
-    if (arena->base) parallel(p, few_task, &call, ceil_div(all, call.task_splits));
+    parallel(p, few_task, &call, ceil_div(all, call.task_splits));
 }
 
 static void attention(Pool *p, Arena *arena, const Attention *a) {
@@ -7918,8 +7973,8 @@ typedef struct {
     bool thinking, header;           // it is in its thoughts, or in the name of a channel
     double began;                    // when the first token came; 0: not yet
     // Statistics of all answers: tokens of prompts, of these found in the cache; new ones, of these
-    // evaluated; seconds before and after first ones.
-    size_t n_prompts, n_reused, n_new, n_decoded;
+    // evaluated, in so many passes; seconds before and after first ones.
+    size_t n_prompts, n_reused, n_new, n_decoded, n_passes;
     double prefill, decode;
     struct { double start; int done; bool shown; } progress;   // of an evaluation
     // A chat: chat_open begins it, run_chat goes on with it.
@@ -8012,6 +8067,7 @@ static const Option OPTIONS[] = {
     {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "how recent (64); -1: all"},
     {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
     {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
+    {"--draft N", INTEGER, AT(o.draft), 0, FEW - 1, "most tokens guessed at once (7); 0: none"},
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU (NVIDIA with libnvrtc, or Metal)"},
@@ -8590,11 +8646,11 @@ static bool print_token(void *ctx, int32_t id) {
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     bool begins = done == reused, ends = done == n || interrupted;
-    size_t *counted = cli->began ? &cli->n_decoded : &cli->n_prompts;
     if (begins) cli->progress.start = now();
-    if (begins) cli->progress.done = cli->began ? done : 0;   // new tokens: the rest was counted
-    if (begins && !cli->began) cli->n_reused += reused;
-    *counted += done - cli->progress.done;
+    if (begins) cli->progress.done = 0;
+    if (begins && cli->began) cli->n_passes++;
+    else if (begins) cli->n_reused += reused;
+    if (!cli->began) cli->n_prompts += done - cli->progress.done;
     cli->progress.done = done;
     char text[80] = "";
     if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
@@ -8615,6 +8671,7 @@ static bool reply(Cli *cli) {
                                (OnToken){print_token, cli}, &cli->e);
     double end = now();
     if (!cli->began) cli->began = end;
+    else if (cli->s.history.n > cli->ids.n) cli->n_decoded += cli->s.history.n - cli->ids.n;
     cli->prefill += cli->began - start;
     cli->decode += end - cli->began;
     if (dimmed) fputs("\033[0m", stdout);
@@ -8629,14 +8686,15 @@ static void print_statistics(const Cli *cli) {
     const Session *s = &cli->s;
     struct rusage usage;
     size_t n = cli->n_prompts - cli->n_reused;
-    double speed = cli->decode > 0 ? cli->n_decoded / cli->decode : 0;
+    double seconds = cli->decode > 0 ? cli->decode : INFINITY;
     if (!cli->prefill) return;
     getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %zu tokens %.1f tok/s, ", n, n / cli->prefill);
     if (cli->chat || cli->n_reused)
         fprintf(stderr, "reused %zu of %zu tokens, ", cli->n_reused, cli->n_prompts);
-    fprintf(stderr, "decode %zu tokens %.1f tok/s %.1f GB/s, peak %.0f MB, seed %llu, "
-            "%s\n", cli->n_new, speed, speed * token_bytes(s, (int)s->history.n) * 1e-9,
+    fprintf(stderr, "decode %zu tokens in %zu passes %.1f tok/s %.1f GB/s, peak %.0f MB, "
+            "seed %llu, %s\n", cli->n_new, cli->n_passes, cli->n_decoded / seconds,
+            cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9,
             usage.ru_maxrss / (double)RSS_PER_MB, (unsigned long long)cli->o.sampling.seed,
             s->gpu ? GPU_NAME : "cpu");
 }
@@ -9069,6 +9127,7 @@ static bool run(Cli *cli) {
 
 int main(int argc, char **argv) {
     Cli cli = {.failure = 2, .n_predict = -2,   // not given
+             .o.draft = FEW - 1,
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};
