@@ -823,10 +823,9 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 
 // ---- 8. session ----
 //
-// A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows, so that writing a
-// chunk overwrites no row that one of its own queries must still see. (A chunk counts as FEW rows
-// at least: then it changes no order of sums.) A row stores its position, and that alone decides
-// who sees it. With keep 2, window 4 and, were that possible, chunk 2, after position 9:
+// A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows (FEW at least), so
+// that writing a chunk overwrites no row that one of its own queries must still see. A row stores
+// its position, and that alone decides who sees it. Keep 2, window 4, 2 more rows, at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
@@ -1074,8 +1073,7 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 static bool session_run(Session *s, Request r, Error *e) {
     bool in_history = r.ids == s->history.id;   // session_generate's text; tokens_room may move it
     if (!check_ids(s, r.ids, r.n, e)) return false;
-    if (!tokens_room(&s->history, r.n + 1 + FEW))   // for an id that is drawn, and guesses
-        return fail(e, "out of memory for %d tokens", r.n);
+    if (!tokens_room(&s->history, r.n + 1 + FEW)) return fail(e, "out of memory for %d ids", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r), n;
     bool snapshot = s->n_recurrent && !in_history && r.n - reused > 1;
@@ -1254,9 +1252,8 @@ int32_t session_sample(Session *s, const float *logits) {
 //   pass                                     sat  on   the   mat      three guesses, four rows
 //   drawn                                    on   the  rug            "mat" falls: no draw
 //
-// Each row is sampled as ever, and the draw is the next id. It sees the logits that it would see
-// without guesses, to the bit, as long as those before it stand: they are what was drawn. So the
-// text is the same. (Of a smaller model's guesses, arXiv 2302.01318 keeps the distribution.)
+// Rows are sampled as ever. A row whose guesses stand (they are what was drawn) has the bits that
+// it would have without guesses: so the text is the same. (arXiv 2302.01318: the distribution is.)
 
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 
@@ -1285,14 +1282,12 @@ static int guesses_fit(const Session *s, int n, int most) {
 // behind the session's history, and evaluated as the end of that text to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
-    int made = 0, most = 1;   // guesses of a pass
+    int made = 0, most = smaller(1, s->o.draft);   // guesses of a pass
     bool ok = true, ends = n_predict == 0, found = false;
     Request r = {.ids = ids, .n = n, .from = n - 1};
     do {
-        if (r.guesses) {
-            s->unguessed_pos = s->history.n;
-            copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
-        }
+        s->unguessed_pos = s->history.n;
+        if (r.guesses) copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
         if (!session_run(s, r, e)) return false;
         int stood = 0;
         for (int k = 0; !ends && k == stood && k <= r.guesses; k++) {
@@ -1315,11 +1310,10 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
         if (found && stood < (int)larger(r.guesses, 1)) most = stood;
         else if (found) most = smaller(2 * most + 1, s->o.draft);
         int room = n_predict < 0 ? most : smaller(most, n_predict - made - 1);
-        r = (Request){.ids = s->history.id, .n = n, .from = n - 1};
-        room = guesses_fit(s, n, smaller(room, s->o.draft));
+        room = guesses_fit(s, n, room);
         found = s->o.draft > 0 && guess_ids(s->history.id, n, room + 1);
-        if (found) r.guesses = room;
-        r.n += r.guesses;
+        if (!found) room = 0;
+        r = (Request){.ids = s->history.id, .n = n + room, .from = n - 1, .guesses = room};
     } while (ok && !ends);
     return ok;
 }
@@ -6607,24 +6601,21 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i), offset = load_f32((f->bias ? d : m) + i);
-        vi w[4];
-        UNROLL for (int k = 0; k < 4; k++)
-            w[k] = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
         UNROLL for (int t = 0; t < tokens; t++) {
             const TokenActs *x = acts[t] + at;
             vf scales = scale * load_f32(x->d + i), *sum = sums[t];
             vi pairs, dot[2] = {{0}};   // of the groups' first and second halves; or [0] of all
             if (!as_signed) sum[1] += offset * load_f32(x->s + i);
             UNROLL for (int k = 0; k < 4; k++) {
+                vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
                 vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
                 bool begins = k % run == 0, ends = k % run == run - 1;
-                if (f->max_pairs) *to = dot_pairs(*to, &pairs, w[k], y, begins, ends);
-                else *to = dot_bytes(*to, w[k], y);
+                if (f->max_pairs) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
+                else *to = dot_bytes(*to, w, y);
             }
-            vf first = __builtin_convertvector(dot[0], vf);
-            vf second = __builtin_convertvector(dot[1], vf);
-            sum[0] += first * (f->per16 ? evens(scales) : scales);
-            if (f->per16) sum[0] += second * odds(scales);
+            vf even = f->per16 ? evens(scales) : scales;
+            sum[0] += __builtin_convertvector(dot[0], vf) * even;
+            if (f->per16) sum[0] += __builtin_convertvector(dot[1], vf) * odds(scales);
         }
     }
 }
@@ -6665,16 +6656,17 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     }
 }
 
-// four sums at a time: an addition takes four cycles, and those to one sum wait for one another
+// four sums at a time: an addition takes four cycles, and those to one sum wait for one another.
+// Two vectors go to each sum before the next token's turn.
 INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
-    enum { STEP = 4 * LANES };
+    enum { STEP = 8 * LANES };
     int64_t cols = job->w->cols, count;
     const uint8_t *w = weight_at(job->w, r, 0);
     vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
     float edge[FEW][STEP] = {{0}};     // and its activations
     for (int64_t i = 0; i < end - r; i++) {
-        vf sum[FEW][4] = {{{0}}}, weights[4];
+        vf sum[FEW][4] = {{{0}}}, weights[8];
         for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
             const float *y = (const float *)x + k;
             const uint8_t *from = w;
@@ -6687,10 +6679,10 @@ INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
                 y = edge[0];
                 step = STEP;
             }
-            UNROLL for (int j = 0; j < 4; j++) weights[j] = load(from + j * LANES * size);
+            UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
             for (int t = 0; t < n; t++, y += step)
-                UNROLL for (int j = 0; j < 4; j++)
-                    sum[t][j] += weights[j] * load_f32(y + j * LANES);
+                UNROLL for (int j = 0; j < 8; j++)
+                    sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
         }
         for (int t = 0; t < n; t++)
             sums[t][i % LANES] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
@@ -7554,10 +7546,10 @@ INLINE void one_block(const FewCall *call, int query, int kv, int b, int g, int 
 // joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
 static void one_join(const FewCall *call, int head) {
     const Attention *a = call->a;
-    const float *sink = a->sinks ? &a->sinks[head % a->n_head] : NULL;
-    float *out = a->out + (size_t)head * a->vd, top = sink ? *sink : -FLT_MAX;
+    float sink = a->sinks ? a->sinks[head % a->n_head] : -INFINITY;
+    float *out = a->out + (size_t)head * a->vd, top = fmaxf(sink, -FLT_MAX);
     for (int i = 0; i < call->splits; i++) top = fmaxf(top, partial_of(call, head, i)->top);
-    float sum = sink ? exp_fast(*sink - top) : 0;
+    float sum = a->sinks ? exp_fast(sink - top) : 0;
     memset(out, 0, a->vd * sizeof *out);
     for (int i = 0; i < call->splits; i++) {
         const Partial *partial = partial_of(call, head, i);
@@ -9126,8 +9118,7 @@ static bool run(Cli *cli) {
 }
 
 int main(int argc, char **argv) {
-    Cli cli = {.failure = 2, .n_predict = -2,   // not given
-             .o.draft = FEW - 1,
+    Cli cli = {.failure = 2, .n_predict = -2, .o.draft = FEW - 1,   // -2: not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};

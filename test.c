@@ -1588,6 +1588,71 @@ static void check_few(const char *name) {
 
 static void test_few_tokens(void) { each_golden_model(check_few); }
 
+// ---- guesses ----
+
+typedef struct { Tokens made; size_t most; int passes; } Told;   // what session_generate tells
+static bool tell_id(void *ctx, int32_t id) {
+    Told *t = ctx;
+    CHECK(tokens_add(&t->made, id), "out of memory");
+    return t->made.n < t->most;
+}
+static bool tell_pass(void *ctx, int reused, int done, int n) {
+    ((Told *)ctx)->passes += done < n;
+    return true;
+}
+
+// A text is the same bytes with and without guesses, as is what comes after it, whatever ends it:
+// the number of ids asked for, on_token, an end-of-generation id. Some guesses stand, others fall.
+static int guesses_stood;
+static void check_guesses(const char *name) {
+    enum { N = 70 };
+    static const int chunks[] = {512, 3, 8, 1, 5, 6};
+    Golden g = golden_model(name);
+    if (!g.m->config.causal) return;
+    for (int run = 0; run < (test.quick ? 6 : 24); run++) {
+        Sampling how = {.temp = run % 3 * 0.15f, .top_p = 1, .repeat_penalty = run % 4 ? 1 : 1.05f,
+                        .repeat_last_n = run % 2 ? -1 : 9, .seed = run};
+        Options o = {.chunk = chunks[run % 6], .threads = 1, .window = run % 5 ? 0 : 12,
+                     .keep = run % 10 ? 0 : 2, .sampling = how};
+        Told told[2] = {{.most = run % 4 == 1 ? N / 2 : N}, {.most = told->most}};
+        int32_t text[16 + N + 2];
+        float *rows[2];
+        uint64_t rng[2];
+        for (int i = 0; i < 16; i++) text[i] = g.ids[i % 5];   // it repeats itself
+        for (int k = 0; k < 2; k++) {
+            Error e = {""};
+            o.draft = k ? 1 + run % 7 : 0;
+            Session *s = open_session(g.m, o);
+            s->on_chunk = tell_pass;
+            s->ctx = &told[k];
+            OnToken to = {tell_id, &told[k]};
+            bool ok = session_generate(s, text, 16, run % 2 ? N : N - 3, to, &e);
+            CHECK(ok, "%s run %d: %s", name, run, e.text);
+            rng[k] = s->rng;
+            rows[k] = need(g.m->config.n_vocab * sizeof **rows);
+            memcpy(text + 16, told[k].made.id, told[k].made.n * sizeof *text);
+            text[16 + told[k].made.n] = 1;   // another turn
+            last_row(s, text, 17 + told[k].made.n, rows[k]);
+            session_close(s);
+        }
+        size_t n = told[0].made.n;
+        bool same = n == told[1].made.n && !memcmp(told[0].made.id, told[1].made.id, n * 4);
+        CHECK(same, "%s run %d: guesses change the text", name, run);
+        CHECK(rng[0] == rng[1], "%s run %d: a draw too many", name, run);
+        same = !memcmp(rows[0], rows[1], g.m->config.n_vocab * sizeof **rows);
+        CHECK(same, "%s run %d: guesses change what comes next", name, run);
+        guesses_stood += told[1].passes < told[0].passes;
+        for (int k = 0; k < 2; k++) freed(told[k].made.id);
+    }
+}
+
+static void test_guesses(void) {
+    guesses_stood = 0;
+    each_golden_model(check_guesses);
+    CHECK(guesses_stood > 100, "guesses stood in %d texts", guesses_stood);
+    printf("  guesses stood in %d texts\n", guesses_stood);
+}
+
 // ---- every architecture ----
 //
 // Most of these rows have no golden output. What is tested is that every tensor of such a file is
@@ -5561,8 +5626,8 @@ static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
-    T(golden_models) T(few_tokens) T(every_architecture) T(arch_lists) T(ring) T(regenerate)
-    T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
+    T(golden_models) T(few_tokens) T(guesses) T(every_architecture) T(arch_lists) T(ring)
+    T(regenerate) T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
