@@ -6620,9 +6620,8 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     }
 }
 
-// Writes the sums of lanes. LANES rows share the work, which costs as much as 256 weights: sums [n]
-// [LANES] keep their vectors until row i is the last that fits, or the last of all. Tokens of out
-// lie `step` floats apart.
+// Sums lanes, LANES rows at once, as it costs as much as 256 weights: sums [n][LANES] keep their
+// vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
 INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
     int last = i % LANES;
     if (last + 1 < LANES && i + 1 < rows) return;
@@ -7520,9 +7519,8 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
-// Adds a query's block b of a KV head to the Partials of `heads` of its query heads, from number g
-// on. Only the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's
-// first.
+// Adds block b of a KV head to the Partials of `heads` of a query's heads, from number g on. Only
+// the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
 INLINE void one_block(const FewCall *call, int query, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
     const int32_t *block = call->block + (size_t)query * call->most;

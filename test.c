@@ -1568,21 +1568,16 @@ static void test_golden_models(void) { each_golden_model(check_golden); }
 
 // Chunks of up to FEW tokens: each token's logits are the bytes that it has alone.
 static void check_few(const char *name) {
-    static const int chunks[] = {2, 3, 5, 8};
+    static const int chunks[] = {1, 2, 3, 5, 8};
     Golden g = golden_model(name);
-    if (!g.m->config.causal) return;
-    for (int wide = 0; wide < 2; wide++) {   // a window of 19 tokens and one of all
-        Options o = {.window = wide ? 0 : 19, .keep = wide ? 0 : 2, .chunk = 1};
-        float *want = logits_of(g.m, g.ids, g.n, o);
-        for (int k = 0; k < 4; k++) {
-            o.chunk = chunks[k];
-            o.threads = 1 + k % 2;
-            float *got = logits_of(g.m, g.ids, g.n, o);
-            size_t row = g.m->config.n_vocab * sizeof *got;
-            int i = 0;
-            while (i < g.n && !memcmp(got + i * row / 4, want + i * row / 4, row)) i++;
-            CHECK(i == g.n, "%s -c %d -b %d: token %d differs", name, o.window, o.chunk, i);
-        }
+    float *want = NULL;
+    for (int k = 0; g.m->config.causal && k < 10; k++) {   // in a window, then in all
+        Options o = {.window = k < 5 ? 19 : 0, .chunk = chunks[k % 5], .threads = 1 + k % 2};
+        o.keep = k < 5 ? 2 : 0;
+        float *got = logits_of(g.m, g.ids, g.n, o);
+        if (k % 5 == 0) want = got;
+        bool same = !memcmp(got, want, (size_t)g.n * g.m->config.n_vocab * sizeof *got);
+        CHECK(same, "%s -c %d: -b %d has other bits than -b 1", name, o.window, o.chunk);
     }
 }
 
@@ -1593,64 +1588,71 @@ static void test_few_tokens(void) { each_golden_model(check_few); }
 typedef struct { Tokens made; size_t most; int passes; } Told;   // what session_generate tells
 static bool tell_id(void *ctx, int32_t id) {
     Told *t = ctx;
-    CHECK(tokens_add(&t->made, id), "out of memory");
-    return t->made.n < t->most;
+    return tokens_add(&t->made, id) && t->made.n < t->most;
 }
 static bool tell_pass(void *ctx, int reused, int done, int n) {
     ((Told *)ctx)->passes += done < n;
     return true;
 }
 
-// A text is the same bytes with and without guesses, as is what comes after it, whatever ends it:
-// the number of ids asked for, on_token, an end-of-generation id. Some guesses stand, others fall.
-static int guesses_stood;
+// Generates behind ids [n], which get what is made, and evaluates one more token of another turn.
+// Returns its logits, followed by the state of the generator.
+static float *tell(const Model *m, Options o, int32_t *ids, int n, int n_predict, Told *t) {
+    float *row = need((m->config.n_vocab + 2) * sizeof *row);
+    Session *s = open_session(m, o);
+    s->on_chunk = tell_pass;
+    s->ctx = t;
+    CHECK(session_generate(s, ids, n, n_predict, (OnToken){tell_id, t}, &(Error){""}), "a text");
+    memcpy(row + m->config.n_vocab, &s->rng, sizeof s->rng);
+    memcpy(ids + n, t->made.id, t->made.n * sizeof *ids);
+    ids[n + t->made.n] = 1;
+    last_row(s, ids, n + t->made.n + 1, row);
+    session_close(s);
+    freed(t->made.id);
+    return row;
+}
+
+// A text is the same bytes with and without guesses, as is what comes after it, and the draws are
+// as many, whatever ends it: the number of ids asked for, on_token, an end-of-generation id.
+static int texts_shorter;   // in passes
+static void same_text(const Model *m, Options o, const int32_t *prompt, int n, int n_predict) {
+    int32_t text[2][400];
+    Told told[2] = {{.most = o.sampling.seed % 4 == 1 ? 35 : 500}, {.most = told->most}};
+    float *rows[2];
+    for (int k = 0; k < 2; k++, o.draft = 1 + o.sampling.seed % 7) {
+        memcpy(text[k], prompt, n * sizeof *prompt);
+        rows[k] = tell(m, o, text[k], n, n_predict, &told[k]);
+    }
+    bool same = told[0].made.n == told[1].made.n &&
+                !memcmp(text[0], text[1], (n + told->made.n) * sizeof *prompt) &&
+                !memcmp(rows[0], rows[1], (m->config.n_vocab + 2) * sizeof **rows);
+    CHECK(same, "%s seed %d: guesses change it", m->config.name, (int)o.sampling.seed);
+    texts_shorter += told[1].passes < told[0].passes;
+}
+
 static void check_guesses(const char *name) {
-    enum { N = 70 };
-    static const int chunks[] = {512, 3, 8, 1, 5, 6};
     Golden g = golden_model(name);
-    if (!g.m->config.causal) return;
-    for (int run = 0; run < (test.quick ? 6 : 24); run++) {
+    for (int run = 0; g.m->config.causal && run < (test.quick ? 6 : 24); run++) {
         Sampling how = {.temp = run % 3 * 0.15f, .top_p = 1, .repeat_penalty = run % 4 ? 1 : 1.05f,
                         .repeat_last_n = run % 2 ? -1 : 9, .seed = run};
-        Options o = {.chunk = chunks[run % 6], .threads = 1, .window = run % 5 ? 0 : 12,
-                     .keep = run % 10 ? 0 : 2, .sampling = how};
-        Told told[2] = {{.most = run % 4 == 1 ? N / 2 : N}, {.most = told->most}};
-        int32_t text[16 + N + 2];
-        float *rows[2];
-        uint64_t rng[2];
-        for (int i = 0; i < 16; i++) text[i] = g.ids[i % 5];   // it repeats itself
-        for (int k = 0; k < 2; k++) {
-            Error e = {""};
-            o.draft = k ? 1 + run % 7 : 0;
-            Session *s = open_session(g.m, o);
-            s->on_chunk = tell_pass;
-            s->ctx = &told[k];
-            OnToken to = {tell_id, &told[k]};
-            bool ok = session_generate(s, text, 16, run % 2 ? N : N - 3, to, &e);
-            CHECK(ok, "%s run %d: %s", name, run, e.text);
-            rng[k] = s->rng;
-            rows[k] = need(g.m->config.n_vocab * sizeof **rows);
-            memcpy(text + 16, told[k].made.id, told[k].made.n * sizeof *text);
-            text[16 + told[k].made.n] = 1;   // another turn
-            last_row(s, text, 17 + told[k].made.n, rows[k]);
-            session_close(s);
-        }
-        size_t n = told[0].made.n;
-        bool same = n == told[1].made.n && !memcmp(told[0].made.id, told[1].made.id, n * 4);
-        CHECK(same, "%s run %d: guesses change the text", name, run);
-        CHECK(rng[0] == rng[1], "%s run %d: a draw too many", name, run);
-        same = !memcmp(rows[0], rows[1], g.m->config.n_vocab * sizeof **rows);
-        CHECK(same, "%s run %d: guesses change what comes next", name, run);
-        guesses_stood += told[1].passes < told[0].passes;
-        for (int k = 0; k < 2; k++) freed(told[k].made.id);
+        Options o = {.window = run % 5 ? 0 : 12, .keep = run % 10 ? 0 : 2, .threads = 1,
+                     .chunk = (int[]){512, 3, 8, 1, 5, 6}[run % 6], .sampling = how};
+        for (int i = 5; i < 16; i++) g.ids[i] = g.ids[i - 5];   // it repeats itself
+        same_text(g.m, o, g.ids, 16, 60 + run % 2);
     }
 }
 
 static void test_guesses(void) {
-    guesses_stood = 0;
+    texts_shorter = 0;
     each_golden_model(check_guesses);
-    CHECK(guesses_stood > 100, "guesses stood in %d texts", guesses_stood);
-    printf("  guesses stood in %d texts\n", guesses_stood);
+    CHECK(texts_shorter > 50, "guesses stood in %d texts", texts_shorter);
+    // greedy, this model repeats itself: an end-of-generation id comes as a guess
+    int32_t ids[300] = {1656, 329, 659, 258, 530};
+    const Model *m = open_model("golden/story.gguf");
+    Told told = {.most = 290};
+    tell(m, (Options){.threads = 1}, ids, 5, 260, &told);
+    m->tokenizer->type[ids[240]] |= TOKEN_EOG;
+    same_text(m, (Options){.threads = 1, .sampling.seed = 6}, ids, 230, 60);
 }
 
 // ---- every architecture ----
@@ -5627,7 +5629,8 @@ static const Test TESTS[] = {
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
     T(golden_models) T(few_tokens) T(guesses) T(every_architecture) T(arch_lists) T(ring)
-    T(regenerate) T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
+    T(regenerate) T(session_refusals) T(session_damage)
+    T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
