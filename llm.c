@@ -329,7 +329,7 @@ typedef struct Session {
     Pool *pool;
     Map kv, scratch;           // memory of the caches; of all other buffers
     Cache *cache;              // [n_layer]
-    Tokens history;            // the text evaluated so far, and room for more tokens
+    Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     // NULL, or called before each chunk and at the end: `done` of n tokens are cached, of which
     // `reused` were already; false stops
@@ -1073,7 +1073,7 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 static bool session_run(Session *s, Request r, Error *e) {
     bool in_history = r.ids == s->history.id;   // session_generate's text; tokens_room may move it
     if (!check_ids(s, r.ids, r.n, e)) return false;
-    if (!tokens_room(&s->history, r.n + 1 + FEW)) return fail(e, "out of memory for %d ids", r.n);
+    if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r), n;
     bool snapshot = s->n_recurrent && !in_history && r.n - reused > 1;
@@ -1311,7 +1311,8 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
         else if (found) most = smaller(2 * most + 1, s->o.draft);
         int room = n_predict < 0 ? most : smaller(most, n_predict - made - 1);
         room = guesses_fit(s, n, room);
-        found = s->o.draft > 0 && guess_ids(s->history.id, n, room + 1);
+        found = s->o.draft > 0 && tokens_room(&s->history, n + FEW) &&
+                guess_ids(s->history.id, n, room + 1);
         if (!found) room = 0;
         r = (Request){.ids = s->history.id, .n = n + room, .from = n - 1, .guesses = room};
     } while (ok && !ends);
@@ -8036,8 +8037,8 @@ typedef struct {
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
-    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, instead of the first argument"},
-    {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, instead of the second argument"},
+    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, and -p PROMPT the prompt, not as arguments"},
+    {"-p PROMPT", TEXT, AT(prompt), 0, 0, NULL},
     {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for stdin; behind PROMPT, if given"},
     {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with it"},
     {"--chat", SWITCH, AT(answer_once), 0, 0, "PROMPT through the template, one answer"},
