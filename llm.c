@@ -84,6 +84,7 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+QUANT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct { uint8_t *base; size_t size; } Map;   // a mapped file, or memory of mmap; in bytes
 
@@ -300,6 +301,7 @@ typedef struct {               // 0: the default, here in brackets
     int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
+    int draft;                 // most ids that are guessed at once, at most FEW - 1 (0: none)
     bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
     Sampling sampling;         // (greedy)
 } Options;
@@ -319,6 +321,7 @@ typedef struct { float logit; int32_t id; } Candidate;   // for the next token
 typedef struct Pool Pool;      // threads
 
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
+enum { FEW = 8 };              // so many tokens of a chunk, or fewer, each get the bits of decode
 
 typedef struct Session {
     const Model *m;
@@ -368,6 +371,8 @@ typedef struct Session {
     float *saved;              // [n_recurrent] a copy of it, the snapshot: the states at saved_pos
     size_t n_recurrent;        // floats
     int saved_pos;             // -1: there is no snapshot
+    float *unguessed;          // [n_recurrent] another copy: the states before the last guesses
+    int unguessed_pos;         // 0: there is none
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -656,7 +661,7 @@ static void attention_block(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     bool q_gates = w->q.rows > w->n_head * w->hd;   // q makes gates, too; not in a Llama
     int n = s->n, jobs = w->k.rows ? 3 : 1;
-    int shares = n == 1 && w->heads_alone ? w->n_kv : 1;   // in decode all threads share a token
+    int shares = n <= FEW && w->heads_alone ? w->n_kv : 1;   // in decode all threads share a token
     Matmul in[4] = {{&w->q, s->normed, q_gates ? s->mix : s->q, n},
                     {&w->k, s->normed, s->k, n},
                     {&w->v, s->normed, s->v, n}};
@@ -818,9 +823,9 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 
 // ---- 8. session ----
 //
-// A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows, so that writing a
-// chunk overwrites no row that one of its own queries must still see. A row stores its position,
-// and that alone decides who sees it. With keep 2, window 4 and chunk 2, after position 9:
+// A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows (FEW at least), so
+// that writing a chunk overwrites no row that one of its own queries must still see. A row stores
+// its position, and that alone decides who sees it. Keep 2, window 4, 2 more rows, at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
@@ -865,7 +870,7 @@ static void plan_caches(Session *s, Arena *a) {
         bool full = !w->window || w->window >= s->o.window;   // the smaller window counts
         cache->window = full ? s->o.window : w->window;
         cache->keep = full ? s->o.keep : 0;   // others were trained without the first tokens
-        cache->rows = cache->window + s->o.chunk + cache->keep;
+        cache->rows = cache->window + larger(s->o.chunk, FEW) + cache->keep;
         uint64_t rows = (uint64_t)w->n_kv * cache->rows;
         cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
         cache->v = cache->k;   // latent attention
@@ -907,10 +912,10 @@ static void plan_scratch(Session *s, Arena *a) {
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
 }
 
-// Forgets positions p and later. Where there are recurrent layers, p is 0 or saved_pos: a state
-// cannot be cut back, only cleared, or replaced by its snapshot.
+// Forgets positions p and later. Where there are recurrent layers, p is 0, saved_pos or
+// unguessed_pos: a state cannot be cut back, only cleared, or replaced by a snapshot.
 static void session_truncate(Session *s, int p) {
-    assert(p == 0 || !s->n_recurrent || p == s->saved_pos);
+    assert(p == 0 || !s->n_recurrent || p == s->saved_pos || p == s->unguessed_pos);
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
@@ -918,7 +923,8 @@ static void session_truncate(Session *s, int p) {
     if (p == 0) s->saved_pos = -1;
     s->history.n = p;
     gpu_store(s, p == 0);
-    if (p > 0) copy_states(s, s->recurrent, s->saved);   // none in a Llama
+    if (p > 0) copy_states(s, s->recurrent, p == s->saved_pos ? s->saved : s->unguessed);
+    else s->unguessed_pos = 0;
 }
 
 void session_close(Session *s) {
@@ -982,6 +988,7 @@ typedef struct {
     OnRow *fn;
     void *ctx;
     bool exact;
+    int guesses;   // so many of the last tokens; their rows are not checked
 } Request;
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns its
@@ -1033,13 +1040,13 @@ static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     return snapshot && left > 1 ? left - 1 : left;
 }
 
-// Has a row [n] a NaN (exact), or nothing but NaN?
-static bool row_damaged(const float *row, size_t n, bool exact) {
-    for (size_t i = 0; i < n; i++) {
-        if (exact && isnan(row[i])) return true;
-        if (!exact && !isnan(row[i])) return false;
-    }
-    return !exact;
+// Fails if the row [n] of token i has a NaN (exact), or nothing but NaN.
+static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
+    size_t damaged = 0;
+    while (damaged < n && isnan(row[damaged]) != exact) damaged++;
+    if ((damaged < n) != exact) return true;
+    return fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
+                exact ? "a" : "nothing but");
 }
 
 // Gives the rows of a chunk of n tokens at pos to r->fn, from row first on, after it has made them,
@@ -1054,9 +1061,8 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
             for (int k = 0; k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
         else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
-            if (row_damaged(row, width, exact))
-                return fail(e, "at token %d the model yields %s NaN: its weights may be damaged",
-                            pos + i + k, exact ? "a" : "nothing but");
+            bool guess = pos + i + k >= r->n - r->guesses;
+            if (!guess && !check_row(row, width, exact, pos + i + k, e)) return false;
             if (r->fn && !r->fn(r->ctx, pos + i + k, row)) return fail(e, "interrupted");
         }
     }
@@ -1070,7 +1076,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r), n;
-    bool snapshot = s->n_recurrent && r.n - reused > 1;
+    bool snapshot = s->n_recurrent && !in_history && r.n - reused > 1;
     for (int p = reused; p < r.n; p += n) {
         n = chunk_size(s, p, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) {
@@ -1237,25 +1243,80 @@ int32_t session_sample(Session *s, const float *logits) {
 }
 
 // ---- 10. generate ----
+//
+// Reading the weights takes most of a pass, and FEW tokens read them once. So what is likely to
+// come runs along with the last token. If the text has had its last three ids before, what followed
+// them there is the guess (prompt lookup): answers often quote what they were given.
+//
+//   text     the cat sat on the mat. And the cat sat
+//   pass                                     sat  on   the   mat      three guesses, four rows
+//   drawn                                    on   the  rug            "mat" falls: no draw
+//
+// Rows are sampled as ever. A row whose guesses stand (they are what was drawn) has the bits that
+// it would have without guesses: so the text is the same. (arXiv 2302.01318: the distribution is.)
 
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
+
+// Writes a guess of `count` ids behind text [n]: what followed its last three ids where they stood
+// last. False: they are new. A guess may go on into itself.
+static bool guess_ids(int32_t *text, int n, int count) {
+    for (int i = n - 1; i >= 3; i--) {
+        if (memcmp(text + i - 3, text + n - 3, 3 * sizeof *text)) continue;
+        for (int k = 0; k < count; k++) text[n + k] = text[i + k];
+        return true;
+    }
+    return false;
+}
+
+// How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
+static int guesses_fit(const Session *s, int n, int most) {
+    const Model *m = s->m;
+    int start = s->history.n, end = smaller(n + most, start + chunk_size(s, start, FEW, false));
+    if (m->config.n_exact) end = smaller(end, m->config.n_exact);
+    if (m->pos_embd.data) end = smaller(end, m->pos_embd.rows);
+    return end > n ? end - n : 0;
+}
 
 // Generates up to n_predict ids (-1: no limit; 0: it only evaluates) after ids [n], and hands each
 // to on_token. An end-of-generation id ends it, and is not handed out. A generated id is written
 // behind the session's history, and evaluated as the end of that text to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
-    int made = 0;
+    int made = 0, most = smaller(1, s->o.draft);   // guesses of a pass
+    bool ok = true, ends = n_predict == 0, found = false;
+    Request r = {.ids = ids, .n = n, .from = n - 1};
     do {
-        const float *logits = session_eval(s, ids, n, e);
-        if (!logits) return false;
-        if (n_predict == 0) break;
-        int32_t id = session_sample(s, logits);
-        if (token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id)) break;
-        ids = s->history.id;
-        s->history.id[n++] = id;   // session_run left room for one
-    } while (n_predict < 0 || ++made < n_predict);
-    return true;
+        s->unguessed_pos = s->history.n;
+        if (r.guesses) copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
+        if (!session_run(s, r, e)) return false;
+        int stood = 0;
+        for (int k = 0; !ends && k == stood && k <= r.guesses; k++) {
+            const float *row = s->logits + (size_t)k * s->m->config.n_vocab;
+            int32_t *next = s->history.id + n;
+            s->history.n = n++;   // the penalty sees no guesses; later rows of caches nobody sees
+            ok = check_row(row, s->m->config.n_vocab, false, n - 2, e);
+            if (!ok) break;
+            int32_t id = session_sample(s, row);
+            ends = token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id) ||
+                   ++made == n_predict;
+            if (found && *next == id) stood++;
+            *next = id;
+        }
+        // a state has seen the guesses that fell: those that stood run again with the next pass
+        if (s->n_recurrent && (int)s->history.n < r.n) session_truncate(s, s->unguessed_pos);
+
+        // Guesses double while all stand, and shrink to those that stood. One more than runs is
+        // made: if none runs, it tells when the text begins to repeat itself.
+        if (found && stood < (int)larger(r.guesses, 1)) most = stood;
+        else if (found) most = smaller(2 * most + 1, s->o.draft);
+        int room = n_predict < 0 ? most : smaller(most, n_predict - made - 1);
+        room = guesses_fit(s, n, room);
+        found = s->o.draft > 0 && tokens_room(&s->history, n + FEW) &&
+                guess_ids(s->history.id, n, room + 1);
+        if (!found) room = 0;
+        r = (Request){.ids = s->history.id, .n = n + room, .from = n - 1, .guesses = room};
+    } while (ok && !ends);
+    return ok;
 }
 
 // ==== Part II: the file =========================================================================
@@ -3027,14 +3088,14 @@ static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRow
 }
 
 // Counts the scratch of experts, while there are no choices. One case bounds all: `limit` tokens
-// for one expert and two for each of the others, which wastes most of a tile.
+// for one expert, and for each of the others the fewest that take a tile, which waste most of it.
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
     float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
-    int most = limit + 2 * (limit - 1);
+    int others = limit > FEW ? FEW + 1 : limit, most = limit + others * (limit - 1);
     for (int n, rows = 0; rows < most && call.n_experts < MAX_EXPERTS; rows += n) {
         float *at = &place[call.n_experts];
-        n = call.n_experts ? 2 : limit;
+        n = call.n_experts ? others : limit;
         add_expert(&call, &s->m->layers[s->l], 0, n, (ExpertRows){at, at, at, at});
     }
     matmul(s->pool, &s->op_scratch, call.in, call.n_in);
@@ -3756,6 +3817,7 @@ static void plan_states(Session *s, Arena *a) {
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
+    s->unguessed = arena_take(a, s->o.draft > 0 ? s->n_recurrent : 0, f);
 }
 
 static void copy_states(Session *s, float *to, const float *from) {
@@ -3764,9 +3826,9 @@ static void copy_states(Session *s, float *to, const float *from) {
 }
 
 // The most scratch that matmul and attention take, by a dry run: with an arena that only counts,
-// forward touches no data. One token and a chunk may take different ways.
+// forward touches no data. A few tokens and a chunk take different ways.
 static uint64_t count_op_scratch(Session *s) {
-    int counts[] = {1, s->o.chunk};
+    int counts[] = {s->o.chunk < FEW ? s->o.chunk : FEW, s->o.chunk};
     s->op_scratch = (Arena){0};
     for (int k = 0; k < 2; k++) {
         int rows = counts[k] < LOGIT_ROWS ? counts[k] : LOGIT_ROWS;
@@ -6321,7 +6383,6 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }   // a / b, rounded up
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
@@ -6441,10 +6502,12 @@ static void narrow(const float *x, int n, uint16_t *to) {
     for (; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
 
-// ---- 29. products of one token ----
+// ---- 29. products of a few tokens ----
 //
 // token_pack rounds the activations to TokenActs; then the matvec function of the weights' format,
 // which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
+// Up to FEW tokens meet the same decoded weights. Each has sums of its own, added in the order that
+// they would have if it were alone: so a token's numbers do not depend on how many there are.
 
 // Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml; sum gets the
 // sums of the first 16 codes, of the other 16, and of all. Positive floats have the order of their
@@ -6496,9 +6559,9 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED
 // compilers read b once
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
-// out[rows] = consecutive rows of weights times one token's activations x: floats [cols] for float
-// weights, TokenActs [cols/256] for block formats
-#define MATVEC_ARGS const uint8_t *w, int64_t rows, int64_t cols, const void *x, float *out
+// rows r .. end-1 of a job's out, but for scale and bias, for its n <= FEW tokens; x: TokenActs
+// [n][cols/256] for block formats, else the job's x
+#define MATVEC_ARGS const Matmul *job, const void *x, int64_t r, int64_t end
 typedef void MatvecFn(MATVEC_ARGS);
 
 typedef struct {
@@ -6512,17 +6575,25 @@ typedef struct {
 
 static const Format formats[64];   // by type
 
-// Adds the products of 256 weights, decoded from b, to the lanes of sum[0]. In the order of
-// TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold numbers 8 k .. 8 k + 7 of group g, four in
-// each lane. So a lane meets one group only, and its products for k = 0..3 are added as integers,
-// then converted and scaled once. With a scale per 16 weights (per16) this is done twice: for
-// k = 0, 1 with the scale of the group's first half, for k = 2, 3 with that of its second.
+// where weight k of row r is; for a row past the end, that of the last row
+static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
+    int64_t row = r < w->rows ? r : w->rows - 1;
+    return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
+}
+
+// Adds the products of 256 weights, decoded from b, and of each token's activations acts[t][at] to
+// the lanes of sums[t][0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
+// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
+// products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
+// weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
+// k = 2, 3 with that of its second.
 //
-// A weight d q + m also adds m times its activation: sum[1] collects m times the known sums of
+// A weight d q + m also adds m times its activation: sums[t][1] collects m times the known sums of
 // activations. Formats without m have signed codes. Where products take unsigned ones, `bias` is
-// added to the codes, sum[1] collects d times the sums, and block_matvec takes off bias * sum[1].
-INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const TokenActs *x,
-                   vf sum[2]) {
+// added to the codes, sums[t][1] collects d times the sums, and block_matvec takes off `bias` times
+// that.
+INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
+                   const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = f->bias && !CODE_BIAS && !f->max_pairs;
@@ -6530,90 +6601,118 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, const To
     int run = f->per16 || f->max_pairs == 2 ? 2 : 4;   // products of k and k + 1, or of all k
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
-        vf scale = load_f32(d + i) * load_f32(x->d + i);
-        vi pairs, dot[2] = {{0}};   // dot: of the groups' first and second halves; or [0] of all
-        if (!as_signed) sum[1] += load_f32((f->bias ? d : m) + i) * load_f32(x->s + i);
-        UNROLL for (int k = 0; k < 4; k++) {
-            vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
-            vi y = load_i32(x->q[k][i / 2]);
-            vi *to = &dot[f->per16 ? k / 2 : 0];
-            bool begins = k % run == 0, ends = k % run == run - 1;
-            if (f->max_pairs) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
-            else *to = dot_bytes(*to, w, y);
+        vf scale = load_f32(d + i), offset = load_f32((f->bias ? d : m) + i);
+        UNROLL for (int t = 0; t < tokens; t++) {
+            const TokenActs *x = acts[t] + at;
+            vf scales = scale * load_f32(x->d + i), *sum = sums[t];
+            vi pairs, dot[2] = {{0}};   // of the groups' first and second halves; or [0] of all
+            if (!as_signed) sum[1] += offset * load_f32(x->s + i);
+            UNROLL for (int k = 0; k < 4; k++) {
+                vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
+                vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
+                bool begins = k % run == 0, ends = k % run == run - 1;
+                if (f->max_pairs) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
+                else *to = dot_bytes(*to, w, y);
+            }
+            vf even = f->per16 ? evens(scales) : scales;
+            sum[0] += __builtin_convertvector(dot[0], vf) * even;
+            if (f->per16) sum[0] += __builtin_convertvector(dot[1], vf) * odds(scales);
         }
-        vf dot_0 = __builtin_convertvector(dot[0], vf), dot_1 = __builtin_convertvector(dot[1], vf);
-        sum[0] += dot_0 * (f->per16 ? evens(scale) : scale);
-        if (f->per16) sum[0] += dot_1 * odds(scale);
     }
 }
 
-// Sets out[r] to the sum of sum's lanes. LANES rows share the work, which costs as much as 256
-// weights: `sums` keeps their vectors until it is full, or `rows` end.
-INLINE void put_sum(vf sums[LANES], vf sum, int64_t r, int64_t rows, float *out) {
-    int i = r % LANES;
-    sums[i] = sum;
-    if (i + 1 < LANES && r + 1 < rows) return;
-    sum = sum_each(sums);
-    memcpy(out + r - i, &sum, (i + 1) * sizeof *out);
+// Sums lanes, LANES rows at once, as it costs as much as 256 weights: sums [n][LANES] keep their
+// vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
+INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
+    int last = i % LANES;
+    if (last + 1 < LANES && i + 1 < rows) return;
+    for (int t = 0; t < n; t++, out += step) {
+        vf sum = sum_each(sums[t]);
+        memcpy(out + i - last, &sum, (last + 1) * sizeof *out);
+    }
 }
 
-INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, int64_t rows,
-                         int64_t cols, const TokenActs *x, float *out) {
-    int bytes = f->bytes;
-    vf sums[LANES] = {{0}};
+// tokens: job->n or more, whose sums are not used; a constant, so that sums stay in registers
+INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
+    int64_t cols = job->w->cols, step = (cols + 255) / 256;
+    int bytes = f->bytes, n = job->n;
+    const uint8_t *b = weight_at(job->w, r, 0);
+    const TokenActs *acts[FEW];
+    vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
-    for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
-        vf sum[2] = {{0}};
-        const uint8_t *b = w;
-        const TokenActs *a = x;
-        for (; b < w + cols / 256 * bytes; b += bytes, a++) {
+    for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
+    for (int64_t i = 0; i < end - r; i++) {
+        vf sum[FEW][2] = {{{0}}};
+        for (int64_t k = 0; k < cols; k += 256) {
+            int64_t size = smaller(cols - k, 256) * bytes / 256;
             prefetch_ahead(b, bytes);
-            dot256(decode, f, b, a, sum);
+            const uint8_t *from = size < bytes ? memcpy(last, b, size) : b;
+            dot256(decode, f, from, tokens, acts, k / 256, sum);
+            b += size;
         }
-        if (cols % 256) {
-            prefetch_ahead(b, bytes);
-            dot256(decode, f, memcpy(last, b, cols % 256 * bytes / 256), a, sum);
-        }
-        put_sum(sums, sum[0] + sum[1] * (f->bias ? -(float)f->bias : 1), r, rows, out);
+        UNROLL for (int t = 0; t < tokens; t++)
+            sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
+        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
     }
 }
 
-// four sums at a time: an addition takes four cycles, and those to one sum wait for one another
-INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int64_t rows,
-                         int64_t cols, const float *x, float *out) {
-    enum { STEP = 4 * LANES };
-    vf sums[LANES] = {{0}};
-    for (int64_t r = 0; r < rows; r++, w += cols * size) {
-        vf sum[4] = {{0}};
-        int64_t i = 0;
-        for (; i + STEP <= cols; i += STEP) {
-            prefetch_ahead(w + i * size, STEP * size);
-            UNROLL for (int j = 0; j < 4; j++)
-                sum[j] += load(w + (i + j * LANES) * size) * load_f32(x + i + j * LANES);
+// four sums at a time: an addition takes four cycles, and those to one sum wait for one another.
+// Two vectors go to each sum before the next token's turn.
+INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
+    enum { STEP = 8 * LANES };
+    int64_t cols = job->w->cols, count;
+    const uint8_t *w = weight_at(job->w, r, 0);
+    vf sums[FEW][LANES] = {{{0}}};
+    uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
+    float edge[FEW][STEP] = {{0}};     // and its activations
+    for (int64_t i = 0; i < end - r; i++) {
+        vf sum[FEW][4] = {{{0}}}, weights[8];
+        for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
+            const float *y = (const float *)x + k;
+            const uint8_t *from = w;
+            size_t step = input_step(job->w);
+            count = smaller(cols - k, STEP);
+            prefetch_ahead(w, STEP * size);
+            if (count < STEP) {
+                for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
+                from = memcpy(last, w, count * size);
+                y = edge[0];
+                step = STEP;
+            }
+            UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
+            for (int t = 0; t < n; t++, y += step)
+                UNROLL for (int j = 0; j < 8; j++)
+                    sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
         }
-        if (i < cols) {   // the end of a row, with zeros behind
-            uint8_t last[4 * STEP] = {0};
-            float y[STEP] = {0};
-            memcpy(last, w + i * size, (cols - i) * size);
-            memcpy(y, x + i, (cols - i) * sizeof *y);
-            for (int j = 0; j < 4; j++)
-                sum[j] += load(last + j * LANES * size) * load_f32(y + j * LANES);
-        }
-        put_sum(sums, (sum[0] + sum[1]) + (sum[2] + sum[3]), r, rows, out);
+        for (int t = 0; t < n; t++)
+            sums[t][i % LANES] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
+        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
     }
+}
+
+INLINE void floats_matvec(vf load(const void *), int size, MATVEC_ARGS) {
+    if (job->n == 1) float_matvec(load, size, 1, job, x, r, end);
+    else float_matvec(load, size, job->n, job, x, r, end);
+}
+
+INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
+    if (job->n == 1) block_matvec(decode, f, 1, job, x, r, end);
+    else if (job->n == 2) block_matvec(decode, f, 2, job, x, r, end);
+    else if (job->n <= 4) block_matvec(decode, f, 4, job, x, r, end);
+    else block_matvec(decode, f, FEW, job, x, r, end);
 }
 
 // Each format has a function of its own: decoder, load and Format are constants in what is inlined.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        block_matvec(unpack_##name, &formats[id], w, rows, cols, x, out);                          \
+        few_matvec(unpack_##name, &formats[id], job, x, r, end);                                   \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-static void matvec_f32(MATVEC_ARGS) { float_matvec(load_f32, 4, w, rows, cols, x, out); }
-static void matvec_f16(MATVEC_ARGS) { float_matvec(load_f16, 2, w, rows, cols, x, out); }
-static void matvec_bf16(MATVEC_ARGS) { float_matvec(load_bf16, 2, w, rows, cols, x, out); }
+static void matvec_f32(MATVEC_ARGS) { floats_matvec(load_f32, 4, job, x, r, end); }
+static void matvec_f16(MATVEC_ARGS) { floats_matvec(load_f16, 2, job, x, r, end); }
+static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, end); }
 
 // A pair is at most 254 times the largest code, which is at most twice the bias or, without one,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
@@ -6630,12 +6729,6 @@ static const Format formats[64] = {
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
-
-// where weight k of row r is; for a row past the end, that of the last row
-static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
-    int64_t row = r < w->rows ? r : w->rows - 1;
-    return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
-}
 
 // ---- 30. tiles: products of many tokens ----
 //
@@ -6939,9 +7032,9 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
 //
 // A call has up to MAX_JOBS products, of which some share x. Activations are packed first, each x
 // once (plan_job, pack_task); then rows are cut into strips, and a strip is a task, or two are
-// halves of one (plan_tasks, matmul_task). A single token has no tiles, but is cut up likewise.
+// halves of one (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but are cut up likewise.
 
-// the two Tiles of a single token, which only say how activations are packed, if they are
+// the two Tiles of a few tokens, which only say how activations are packed, if they are
 static const Tile float_token = {.tokens = 1};
 static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                                  .pack = token_pack};
@@ -7009,7 +7102,7 @@ static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, i
     }
 }
 
-// A strip of rows, or half of one: half of its rows for a single token, else half of the tokens.
+// A strip of rows, or half of one: half of its rows for a few tokens, else half of the tokens.
 static void matmul_task(Task t) {
     const MatmulCall *call = t.ctx;
     const JobPlan *plan = call->job;
@@ -7023,13 +7116,16 @@ static void matmul_task(Task t) {
         lower = !upper;
     }
     int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
-    if (n == 1) {
+    if (n <= FEW) {
         int64_t middle = smaller(r + plan->task_rows / 2, end);
         if (!lower) r = middle;
         if (!upper) end = middle;
-        float *out = plan->job->out, scale = w->scale ? *w->scale : 1;
-        formats[w->type].matvec(weight_at(w, r, 0), end - r, w->cols, plan->acts, out + r);
-        for (; r < end; r++) out[r] = out[r] * scale + (w->bias ? w->bias[r] : 0);
+        float scale = w->scale ? *w->scale : 1;
+        formats[w->type].matvec(plan->job, plan->acts, r, end);
+        for (int t = 0; t < n; t++) {
+            float *out = plan->job->out + t * output_step(w);
+            for (int64_t i = r; i < end; i++) out[i] = out[i] * scale + (w->bias ? w->bias[i] : 0);
+        }
     } else {
         int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;
         char *panels = call->panels + t.thread * call->panel_bytes;
@@ -7040,14 +7136,14 @@ static void matmul_task(Task t) {
 }
 
 // Plans to pack `job`, unless an earlier one packs the same. The tile depends on format, CPU and
-// whether there is one token, never on sizes: small tests run the code that large models run.
+// whether there are few tokens, never on sizes: small tests run the code that large models run.
 static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
     const JobPlan *same = call->job;
     bool block = formats[w->type].block;
     const Tile *tile = INT8_TILE && block ? &int8_tile : &float_tile;
     if (p->amx) tile = amx_tile(w);
-    if (job->n == 1) tile = block ? &block_token : &float_token;
+    if (job->n <= FEW) tile = block ? &block_token : &float_token;
     size_t batches = ceil_div(job->n, tile->tokens), packs = 0;
     plan->job = job;
     plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
@@ -7066,7 +7162,7 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
 }
 
 // Cuts the rows of k jobs into strips: whole cache lines of out (32 rows), and about equal bytes of
-// weights, four strips per thread, as each reads all activations, or three for a single token. As
+// weights, four strips per thread, as each reads all activations, or three for a few tokens. As
 // some cores are slower (two threads may share one), the last strips of the last job are two tasks
 // each, if there are tokens enough to be worth decoding weights twice.
 static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
@@ -7075,7 +7171,7 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     for (int i = 0; i < k; i++, plan++) {
         size_t share = 4 * p->threads, most = plan->tile->task_rows;
         int divided = plan->job->n >= 256 ? p->threads / 2 : 0;
-        if (plan->job->n == 1) {
+        if (plan->job->n <= FEW) {
             share = 3 * p->threads;
             most = (512 << 10) / plan->row_bytes;   // the fastest, as memory likes long runs
             divided = p->threads;
@@ -7311,41 +7407,44 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     if (arena->base) parallel(p, many_task, &call, call.tasks);
 }
 
-// ---- 36. attention of one query ----
+// ---- 36. attention of a few queries ----
 //
-// Memory sets the speed: it has 2 * (hd + vd) bytes per row and KV head, read once for all query
-// heads that share them. Of a block, FEW rows, the keys are read and then the values, in the order
-// of memory, and with each row the same row of the next block is prefetched, so that memory never
-// waits for arithmetic. SPLIT_BLOCKS blocks make a split. Each split of a head has a largest score
-// and sums of its own, a Partial; the thread that finishes the last split of a unit joins its
-// Partials.
+// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed: it
+// has 2 * (hd + vd) bytes per row and KV head, read once for all query heads that share them. Of a
+// block, ONE_KEYS rows, the keys are read and then the values, in the order of memory, and with
+// each row the same row of the next block is prefetched, so that memory never waits for arithmetic.
+// SPLIT_BLOCKS blocks make a split: a task does it for one query after the other, the first of
+// which brings the rows into L2. Each split of a head has a largest score and sums of its own, a
+// Partial; the thread that finishes the last split of a unit joins its Partials.
 //
 // An example: the query at position 299 sees 300 rows, 10 blocks in 3 splits of 4, 4 and 2. 8 heads
 // share 2 KV heads; with 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
 // unit 1, split 1: four calls of one_block, for rows 128..159 and so on of KV head 1, fill Partials
 // of heads 4 to 7. The task of 3, 4 and 5 that ends last joins 3 Partials for each of these heads.
 
-enum { FEW = 32, SPLIT_BLOCKS = 4 };
+enum { ONE_KEYS = 32, SPLIT_BLOCKS = 4 };
 typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, of one query; [vd] out
 typedef struct {
     const Attention *a;
-    int32_t *block;                // [blocks] first row of each block that the query sees
-    int blocks, splits;            // splits = blocks / SPLIT_BLOCKS, rounded up
+    int32_t *block;                // [n][most] first rows of the blocks that a query sees
+    int blocks[FEW], most;         // how many; of all rows
+    int splits;                    // most blocks of a query / SPLIT_BLOCKS, rounded up
     int heads, units;              // a unit has the heads that share a KV head, or some of them
     int task_splits;               // splits that a task has, one unit's after the other's
-    float *partials;               // [n_head][splits] Partials
+    float *partials;               // [n][n_head][splits] Partials
     size_t size;                   // floats of a Partial
-    atomic_int *missing;           // [units] splits that are not finished
-} OneCall;
+    atomic_int *missing;           // [n][units] splits that are not finished
+} FewCall;
 
-static Partial *partial_of(const OneCall *call, int head, int split) {
+// In this section `head` counts the heads of all queries, [n][n_head].
+static Partial *partial_of(const FewCall *call, int head, int split) {
     return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
-// s[heads][FEW] = products of keys k with the queries q of up to 4 neighbouring heads, then zeros
+// s[heads][ONE_KEYS] = products of keys k with the queries q of up to 4 neighbours, then zeros
 INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
-                       int keys, int heads, float s[][FEW]) {
-    vf sum[4][FEW];
+                       int keys, int heads, float s[][ONE_KEYS]) {
+    vf sum[4][ONE_KEYS];
     int in_vectors = a->hd / LANES * LANES;   // the others of hd are added one by one
     for (int j = 0; j < keys; j++, k += a->hd, next += a->hd) {
         vf total[4] = {{0}};
@@ -7361,25 +7460,27 @@ INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, co
         }
     }
     for (int h = 0; h < heads; h++) {
-        for (int j = keys; j < FEW; j++) sum[h][j] = (vf){0};
-        for (int j = 0; j < FEW; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
+        for (int j = keys; j < ONE_KEYS; j++) sum[h][j] = (vf){0};
+        for (int j = 0; j < ONE_KEYS; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
     }
 }
 
 // does what tile_softmax does, for one query and with keys across the lanes
 static void one_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
                         Partial *restrict partial) {
-    float slope = a->slopes ? a->slopes[head] : 0, top = partial->top;
+    float slope = a->slopes ? a->slopes[head % a->n_head] : 0, top = partial->top;
+    int query = a->pos + head / a->n_head;
     vf most = {0}, sum = {0};
-    for (int j = 0; j < FEW; j++) s[j] *= a->scale;
-    if (a->softcap > 0) soft_cap(s, FEW, a->softcap);
-    if (slope > 0) for (int j = 0; j < FEW; j++) s[j] -= slope * (float)abs(a->pos - pos[j]);
-    for (int j = 0; j < FEW; j++) s[j] = attention_sees(a, a->pos, pos[j]) ? s[j] : -INFINITY;
-    UNROLL for (int j = 0; j < FEW; j += LANES)
+    for (int j = 0; j < ONE_KEYS; j++) s[j] *= a->scale;
+    if (a->softcap > 0) soft_cap(s, ONE_KEYS, a->softcap);
+    for (int j = 0; slope > 0 && j < ONE_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
+    for (int j = 0; j < ONE_KEYS; j++)
+        s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
+    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
-    for (int j = 0; j < FEW; j++) s[j] = exp_fast(s[j] - top);
-    UNROLL for (int j = 0; j < FEW; j += LANES) sum += load_f32(s + j);
+    for (int j = 0; j < ONE_KEYS; j++) s[j] = exp_fast(s[j] - top);
+    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES) sum += load_f32(s + j);
     float fade = exp_fast(partial->top - top);
     partial->top = top;
     UNROLL for (int left = LANES; left > 1; left /= 2) sum = pair_sums(sum, sum);
@@ -7390,7 +7491,7 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
 // out[heads][vectors * LANES] += weights s times so much of each key's values, with all sums in
 // registers; rows of out lie `stride` floats apart
 INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                        int heads, int vectors, float s[][FEW], float *out, size_t stride) {
+                        int heads, int vectors, float s[][ONE_KEYS], float *out, size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
@@ -7407,7 +7508,7 @@ INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *n
 
 // out[heads][vd] += weights s times so many rows of values
 INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                       int heads, float s[][FEW], float *out, size_t stride) {
+                       int heads, float s[][ONE_KEYS], float *out, size_t stride) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
     for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
         one_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
@@ -7419,18 +7520,19 @@ INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *ne
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
-// Adds block b of a KV head to the Partials of `heads` of its query heads, from number g on. Only
+// Adds block b of a KV head to the Partials of `heads` of a query's heads, from number g on. Only
 // the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
-INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
+INLINE void one_block(const FewCall *call, int query, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
-    int r = call->block[b], keys = smaller(a->rows - r, FEW);
-    size_t head = kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
+    const int32_t *block = call->block + (size_t)query * call->most;
+    int r = block[b], keys = smaller(a->rows - r, ONE_KEYS);
+    size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row;   // next: to prefetch; row costs nothing
     size_t stride = call->size * call->splits;
-    int32_t pos[FEW];
-    float s[4][FEW];
-    if (g == 0 && b + 1 < call->blocks) next = row - r + call->block[b + 1];
-    else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + call->block[0];
+    int32_t pos[ONE_KEYS];
+    float s[4][ONE_KEYS];
+    if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
+    else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + block[0];
     memset(pos, -1, sizeof pos);   // past the last row: nobody sees it
     memcpy(pos, a->pos_k + r, keys * sizeof *pos);
     one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys, heads, s);
@@ -7441,11 +7543,12 @@ INLINE void one_block(const OneCall *call, int kv, int b, int g, int heads) {
 }
 
 // joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
-static void one_join(const OneCall *call, int head) {
+static void one_join(const FewCall *call, int head) {
     const Attention *a = call->a;
-    float *out = a->out + (size_t)head * a->vd, top = a->sinks ? a->sinks[head] : -FLT_MAX;
+    float sink = a->sinks ? a->sinks[head % a->n_head] : -INFINITY;
+    float *out = a->out + (size_t)head * a->vd, top = fmaxf(sink, -FLT_MAX);
     for (int i = 0; i < call->splits; i++) top = fmaxf(top, partial_of(call, head, i)->top);
-    float sum = a->sinks ? exp_fast(a->sinks[head] - top) : 0;
+    float sum = a->sinks ? exp_fast(sink - top) : 0;
     memset(out, 0, a->vd * sizeof *out);
     for (int i = 0; i < call->splits; i++) {
         const Partial *partial = partial_of(call, head, i);
@@ -7456,56 +7559,64 @@ static void one_join(const OneCall *call, int head) {
     for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
-static void one_task(Task t) {
-    const OneCall *call = t.ctx;
+// A query that sees fewer blocks than others has empty Partials, which change no sum.
+static void one_split(const FewCall *call, int query, int unit, int split) {
     const Attention *a = call->a;
-    int group = a->n_head / a->n_kv, end = (t.i + 1) * call->task_splits;
-    for (int i = t.i * call->task_splits; i < end && i < call->units * call->splits; i++) {
-        int unit = i / call->splits, split = i % call->splits, b = split * SPLIT_BLOCKS;
-        int first = unit * call->heads, kv = first / group, g_end = first % group + call->heads;
-        for (int g = 0; g < call->heads; g++) {
-            Partial *partial = partial_of(call, first + g, split);
-            memset(partial, 0, call->size * sizeof(float));
-            partial->top = -FLT_MAX;
-        }
-        for (; b < (split + 1) * SPLIT_BLOCKS && b < call->blocks; b++) {
-            int g = first % group;
-            for (; g + 4 <= g_end; g += 4) one_block(call, kv, b, g, 4);
-            for (; g + 2 <= g_end; g += 2) one_block(call, kv, b, g, 2);
-            for (; g < g_end; g++) one_block(call, kv, b, g, 1);
-        }
-        bool done = atomic_fetch_sub(&call->missing[unit], 1) == 1;
-        for (int g = 0; done && g < call->heads; g++) one_join(call, first + g);
+    int group = a->n_head / a->n_kv, first = unit * call->heads, kv = first / group;
+    int head = query * a->n_head + first, g_end = first % group + call->heads;
+    for (int h = head; h < head + call->heads; h++) {
+        Partial *partial = partial_of(call, h, split);
+        memset(partial, 0, call->size * sizeof(float));
+        partial->top = -FLT_MAX;
     }
+    int end = smaller((split + 1) * SPLIT_BLOCKS, call->blocks[query]);
+    for (int b = split * SPLIT_BLOCKS; b < end; b++) {
+        int g = first % group;
+        for (; g + 4 <= g_end; g += 4) one_block(call, query, kv, b, g, 4);
+        for (; g + 2 <= g_end; g += 2) one_block(call, query, kv, b, g, 2);
+        for (; g < g_end; g++) one_block(call, query, kv, b, g, 1);
+    }
+    bool done = atomic_fetch_sub(&call->missing[query * call->units + unit], 1) == 1;
+    for (int h = head; done && h < head + call->heads; h++) one_join(call, h);
 }
 
-static void attend_one(Pool *p, Arena *arena, const Attention *a) {
-    OneCall call = {.a = a, .blocks = ceil_div(a->rows, FEW), .heads = a->n_head / a->n_kv,
+static void few_task(Task t) {
+    const FewCall *call = t.ctx;
+    int end = smaller((t.i + 1) * call->task_splits, call->units * call->splits);
+    for (int i = t.i * call->task_splits; i < end; i++)
+        for (int query = 0; query < call->a->n; query++)
+            one_split(call, query, i / call->splits, i % call->splits);
+}
+
+static void attend_few(Pool *p, Arena *arena, const Attention *a) {
+    FewCall call = {.a = a, .most = ceil_div(a->rows, ONE_KEYS), .heads = a->n_head / a->n_kv,
                     .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
-    call.block = arena_take(arena, call.blocks, sizeof *call.block);
-    if (arena->base) {
-        call.blocks = 0;
-        for (int r = 0; r < rows_used(a); r += FEW)
-            if (block_seen(a, r, FEW, a->pos, a->pos)) call.block[call.blocks++] = r;
+    int most = arena->base ? 0 : call.most;   // blocks of a query
+    call.block = arena_take(arena, a->n * call.most, sizeof *call.block);
+    for (int i = 0; arena->base && i < a->n; i++) {
+        int32_t *block = call.block + (size_t)i * call.most;
+        for (int r = 0; r < rows_used(a); r += ONE_KEYS)
+            if (block_seen(a, r, ONE_KEYS, a->pos + i, a->pos + i)) block[call.blocks[i]++] = r;
+        most = larger(most, call.blocks[i]);
     }
-    call.splits = ceil_div(call.blocks, SPLIT_BLOCKS);
+    call.splits = ceil_div(most, SPLIT_BLOCKS);
     while (call.heads > 8 && call.heads % 2 == 0 && call.units * call.splits < 4 * p->threads) {
         call.heads /= 2;   // there would be too few tasks
         call.units *= 2;
     }
-    int all = call.units * call.splits;
-    call.missing = arena_take(arena, a->n_head, sizeof *call.missing);
-    call.partials = arena_take(arena, (size_t)a->n_head * call.splits, call.size * sizeof(float));
+    int all = call.units * call.splits, heads = a->n * a->n_head;
+    call.missing = arena_take(arena, heads, sizeof *call.missing);
+    call.partials = arena_take(arena, (size_t)heads * call.splits, call.size * sizeof(float));
     if (!arena->base) return;
-    for (int i = 0; i < call.units; i++) atomic_init(&call.missing[i], call.splits);
+    for (int i = 0; i < a->n * call.units; i++) atomic_init(&call.missing[i], call.splits);
     // much of memory in order, yet four tasks a thread
     call.task_splits = larger(all / (4 * p->threads), 1);
-    parallel(p, one_task, &call, ceil_div(all, call.task_splits));
+    parallel(p, few_task, &call, ceil_div(all, call.task_splits));
 }
 
 static void attention(Pool *p, Arena *arena, const Attention *a) {
     size_t mark = arena->used;
-    if (a->n == 1) attend_one(p, arena, a);
+    if (a->n <= FEW) attend_few(p, arena, a);
     else attend_many(p, arena, a);
     arena->used = mark;
 }
@@ -7853,8 +7964,8 @@ typedef struct {
     bool thinking, header;           // it is in its thoughts, or in the name of a channel
     double began;                    // when the first token came; 0: not yet
     // Statistics of all answers: tokens of prompts, of these found in the cache; new ones, of these
-    // evaluated; seconds before and after first ones.
-    size_t n_prompts, n_reused, n_new, n_decoded;
+    // evaluated, in so many passes; seconds before and after first ones.
+    size_t n_prompts, n_reused, n_new, n_decoded, n_passes;
     double prefill, decode;
     struct { double start; int done; bool shown; } progress;   // of an evaluation
     // A chat: chat_open begins it, run_chat goes on with it.
@@ -7926,8 +8037,8 @@ typedef struct {
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
-    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, instead of the first argument"},
-    {"-p PROMPT", TEXT, AT(prompt), 0, 0, "the prompt, instead of the second argument"},
+    {"-m MODEL", TEXT, AT(model), 0, 0, "the model, and -p PROMPT the prompt, not as arguments"},
+    {"-p PROMPT", TEXT, AT(prompt), 0, 0, NULL},
     {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for stdin; behind PROMPT, if given"},
     {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with it"},
     {"--chat", SWITCH, AT(answer_once), 0, 0, "PROMPT through the template, one answer"},
@@ -7947,6 +8058,7 @@ static const Option OPTIONS[] = {
     {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "how recent (64); -1: all"},
     {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
     {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
+    {"--draft N", INTEGER, AT(o.draft), 0, FEW - 1, "most tokens guessed at once (7); 0: none"},
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU (NVIDIA with libnvrtc, or Metal)"},
@@ -8525,11 +8637,11 @@ static bool print_token(void *ctx, int32_t id) {
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     bool begins = done == reused, ends = done == n || interrupted;
-    size_t *counted = cli->began ? &cli->n_decoded : &cli->n_prompts;
     if (begins) cli->progress.start = now();
-    if (begins) cli->progress.done = cli->began ? done : 0;   // new tokens: the rest was counted
-    if (begins && !cli->began) cli->n_reused += reused;
-    *counted += done - cli->progress.done;
+    if (begins) cli->progress.done = 0;
+    if (begins && cli->began) cli->n_passes++;
+    else if (begins) cli->n_reused += reused;
+    if (!cli->began) cli->n_prompts += done - cli->progress.done;
     cli->progress.done = done;
     char text[80] = "";
     if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
@@ -8550,6 +8662,7 @@ static bool reply(Cli *cli) {
                                (OnToken){print_token, cli}, &cli->e);
     double end = now();
     if (!cli->began) cli->began = end;
+    else if (cli->s.history.n > cli->ids.n) cli->n_decoded += cli->s.history.n - cli->ids.n;
     cli->prefill += cli->began - start;
     cli->decode += end - cli->began;
     if (dimmed) fputs("\033[0m", stdout);
@@ -8564,14 +8677,15 @@ static void print_statistics(const Cli *cli) {
     const Session *s = &cli->s;
     struct rusage usage;
     size_t n = cli->n_prompts - cli->n_reused;
-    double speed = cli->decode > 0 ? cli->n_decoded / cli->decode : 0;
+    double seconds = cli->decode > 0 ? cli->decode : INFINITY;
     if (!cli->prefill) return;
     getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %zu tokens %.1f tok/s, ", n, n / cli->prefill);
     if (cli->chat || cli->n_reused)
         fprintf(stderr, "reused %zu of %zu tokens, ", cli->n_reused, cli->n_prompts);
-    fprintf(stderr, "decode %zu tokens %.1f tok/s %.1f GB/s, peak %.0f MB, seed %llu, "
-            "%s\n", cli->n_new, speed, speed * token_bytes(s, (int)s->history.n) * 1e-9,
+    fprintf(stderr, "decode %zu tokens in %zu passes %.1f tok/s %.1f GB/s, peak %.0f MB, "
+            "seed %llu, %s\n", cli->n_new, cli->n_passes, cli->n_decoded / seconds,
+            cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9,
             usage.ru_maxrss / (double)RSS_PER_MB, (unsigned long long)cli->o.sampling.seed,
             s->gpu ? GPU_NAME : "cpu");
 }
@@ -9003,7 +9117,7 @@ static bool run(Cli *cli) {
 }
 
 int main(int argc, char **argv) {
-    Cli cli = {.failure = 2, .n_predict = -2,   // not given
+    Cli cli = {.failure = 2, .n_predict = -2, .o.draft = FEW - 1,   // -2: not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};

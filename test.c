@@ -1566,6 +1566,95 @@ static void check_golden(const char *name) {
 
 static void test_golden_models(void) { each_golden_model(check_golden); }
 
+// Chunks of up to FEW tokens: each token's logits are the bytes that it has alone.
+static void check_few(const char *name) {
+    static const int chunks[] = {1, 2, 3, 5, 8};
+    Golden g = golden_model(name);
+    float *want = NULL;
+    for (int k = 0; g.m->config.causal && k < 10; k++) {   // in a window, then in all
+        Options o = {.window = k < 5 ? 19 : 0, .chunk = chunks[k % 5], .threads = 1 + k % 2};
+        o.keep = k < 5 ? 2 : 0;
+        float *got = logits_of(g.m, g.ids, g.n, o);
+        if (k % 5 == 0) want = got;
+        bool same = !memcmp(got, want, (size_t)g.n * g.m->config.n_vocab * sizeof *got);
+        CHECK(same, "%s -c %d: -b %d has other bits than -b 1", name, o.window, o.chunk);
+    }
+}
+
+static void test_few_tokens(void) { each_golden_model(check_few); }
+
+// ---- guesses ----
+
+typedef struct { Tokens made; size_t most; int passes; } Told;   // what session_generate tells
+static bool tell_id(void *ctx, int32_t id) {
+    Told *t = ctx;
+    return tokens_add(&t->made, id) && t->made.n < t->most;
+}
+static bool tell_pass(void *ctx, int reused, int done, int n) {
+    ((Told *)ctx)->passes += done < n;
+    return true;
+}
+
+// Generates behind ids [n], which get what is made, and evaluates one more token of another turn.
+// Returns its logits, followed by the state of the generator.
+static float *tell(const Model *m, Options o, int32_t *ids, int n, int n_predict, Told *t) {
+    float *row = need((m->config.n_vocab + 2) * sizeof *row);
+    Session *s = open_session(m, o);
+    s->on_chunk = tell_pass;
+    s->ctx = t;
+    CHECK(session_generate(s, ids, n, n_predict, (OnToken){tell_id, t}, &(Error){""}), "a text");
+    memcpy(row + m->config.n_vocab, &s->rng, sizeof s->rng);
+    memcpy(ids + n, t->made.id, t->made.n * sizeof *ids);
+    ids[n + t->made.n] = 1;
+    last_row(s, ids, n + t->made.n + 1, row);
+    session_close(s);
+    freed(t->made.id);
+    return row;
+}
+
+// A text is the same bytes with and without guesses, as is what comes after it, and the draws are
+// as many, whatever ends it: the number of ids asked for, on_token, an end-of-generation id.
+static int texts_shorter;   // in passes
+static void same_text(const Model *m, Options o, const int32_t *prompt, int n, int n_predict) {
+    int32_t text[2][400];
+    Told told[2] = {{.most = o.sampling.seed % 4 == 1 ? 35 : 500}, {.most = told->most}};
+    float *rows[2];
+    for (int k = 0; k < 2; k++, o.draft = 1 + o.sampling.seed % 7) {
+        memcpy(text[k], prompt, n * sizeof *prompt);
+        rows[k] = tell(m, o, text[k], n, n_predict, &told[k]);
+    }
+    bool same = told[0].made.n == told[1].made.n &&
+                !memcmp(text[0], text[1], (n + told->made.n) * sizeof *prompt) &&
+                !memcmp(rows[0], rows[1], (m->config.n_vocab + 2) * sizeof **rows);
+    CHECK(same, "%s seed %d: guesses change it", m->config.name, (int)o.sampling.seed);
+    texts_shorter += told[1].passes < told[0].passes;
+}
+
+static void check_guesses(const char *name) {
+    Golden g = golden_model(name);
+    for (int run = 0; g.m->config.causal && run < (test.quick ? 6 : 24); run++) {
+        Sampling how = {.temp = run % 3 * 0.15f, .top_p = 1, .repeat_penalty = run % 4 ? 1 : 1.05f,
+                        .repeat_last_n = run % 2 ? -1 : 9, .seed = run};
+        Options o = {.window = run % 5 ? 0 : 12, .keep = run % 10 ? 0 : 2, .threads = 1,
+                     .chunk = (int[]){512, 3, 8, 1, 5, 6}[run % 6], .sampling = how};
+        for (int i = 5; i < 16; i++) g.ids[i] = g.ids[i - 5];   // it repeats itself
+        same_text(g.m, o, g.ids, 16, 60 + run % 2);
+    }
+}
+
+static void test_guesses(void) {
+    texts_shorter = 0;
+    each_golden_model(check_guesses);
+    CHECK(texts_shorter > 50, "guesses stood in %d texts", texts_shorter);
+    // greedy, this model repeats itself: an end-of-generation id comes as a guess
+    int32_t ids[300] = {1656, 329, 659, 258, 530};
+    const Model *m = open_model("golden/story.gguf");
+    Told told = {.most = 290};
+    tell(m, (Options){.threads = 1}, ids, 5, 260, &told);
+    m->tokenizer->type[ids[240]] |= TOKEN_EOG;
+    same_text(m, (Options){.threads = 1, .sampling.seed = 6}, ids, 230, 60);
+}
+
 // ---- every architecture ----
 //
 // Most of these rows have no golden output. What is tested is that every tensor of such a file is
@@ -2060,6 +2149,7 @@ static void check_damage(const char *name, Session *open(const Model *m, Options
             bool forgets = n == 9;
             if (forgets && s->n_recurrent) continue;   // a state sees all of the text
             if (forgets) session_truncate(s, 0);
+            if (forgets) session_truncate(fresh, 0);   // the same chunks: as many tokens an expert
             const float *got = session_eval(s, forgets ? bad : good, forgets ? LONG : n, &e);
             const float *want = session_eval(fresh, good, forgets ? LONG : n, &e);
             CHECK(got && want && !memcmp(got, want, bytes), "%s -b %d: %d", name, o.chunk, n);
@@ -5537,8 +5627,9 @@ static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
-    T(golden_models) T(every_architecture) T(arch_lists) T(ring) T(regenerate)
-    T(session_refusals) T(session_damage) T(sampler_stages) T(sampler_choice) T(sampler_session)
+    T(golden_models) T(few_tokens) T(guesses) T(every_architecture) T(arch_lists) T(ring)
+    T(regenerate) T(session_refusals) T(session_damage)
+    T(sampler_stages) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
