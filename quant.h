@@ -134,7 +134,15 @@ QUANT_INLINE void quant_four(QUANT_THREAD uint32_t *w, QUANT_DEVICE const uint8_
     for (int i = 0; i < 4; i++) w[i] = four[i];
 }
 #else
+#if defined(QUANT_NEON)   // for ARM clang would load two bytes
+QUANT_INLINE uint32_t quant_u16(const uint8_t *p) {
+    uint16_t h;
+    __builtin_memcpy(&h, p, sizeof h);
+    return h;
+}
+#else
 QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1] << 8; }
+#endif
 QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
@@ -457,18 +465,29 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
 QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
     return (quant_v)vqtbl1q_u8((uint8x16_t)v, (uint8x16_t)at);
 }
+// d[16] = eight numbers, each twice; a conversion costs more than a zip
+QUANT_INLINE void quant_put_twice(float *d, float32x4_t a, float32x4_t b) {
+    vst1q_f32(d, vzip1q_f32(a, a));
+    vst1q_f32(d + 4, vzip2q_f32(a, a));
+    vst1q_f32(d + 8, vzip1q_f32(b, b));
+    vst1q_f32(d + 12, vzip2q_f32(b, b));
+}
+QUANT_INLINE void quant_halves8(float *d, quant_b h) {
+    float16x8_t half = vreinterpretq_f16_u8((uint8x16_t)h);
+    quant_put_twice(d, vcvt_f32_f16(vget_low_f16(half)), vcvt_high_f32_f16(half));
+}
 #else
 QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
     quant_v to = {0};
     for (int i = 0; i < 16; i++) to[i] = v[at[i]];
     return to;
 }
+QUANT_INLINE void quant_halves8(float *d, quant_b h) {
+    for (int i = 0; i < 16; i++) d[i] = quant_half((const uint8_t *)&h + i / 2 * 2);
+}
 #endif
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
     for (int i = 0; i < 16; i++) (*v)[i] = b[i];
-}
-QUANT_INLINE void quant_halves8(float *d, quant_b h) {
-    for (int i = 0; i < 16; i++) d[i] = quant_half((const uint8_t *)&h + i / 2 * 2);
 }
 #endif
 
@@ -502,6 +521,9 @@ QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
 #else
 QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
     quant_w right = {0}, left = {0};
+#if defined(QUANT_NEON)   // shifts bytes, so a field that ends its byte needs no mask
+    if (s[0] == s[1] && s[0] + to + bits == 8) return v >> (s[0] + to) << to;
+#endif
     QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
         right[t] = (uint64_t)(s[t] > 0 ? s[t] : 0);
         left[t] = (uint64_t)(s[t] < 0 ? -s[t] : 0);
@@ -1526,6 +1548,12 @@ QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
 #if defined(QUANT_X86)
 QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
     _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+}
+#elif defined(QUANT_NEON)
+QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
+    float16x8_t half = vreinterpretq_f16_u8(vld1q_u8(p));
+    vst1q_f32(dst, vcvt_f32_f16(vget_low_f16(half)));
+    vst1q_f32(dst + 4, vcvt_high_f32_f16(half));
 }
 #else
 QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
