@@ -6562,6 +6562,22 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, in
     int bytes = f->bytes;
     vf sums[LANES] = {{0}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
+    // With NEON two rows of q4_0, whose decoder leaves registers free, share the loads of x.
+    int64_t paired = LANES == 4 && f->bias == 8 && cols % 256 == 0 ? rows / 2 * 2 : 0;
+    for (int64_t r = 0; r < paired; r += 2, w += 2 * (cols / 256 * bytes)) {
+        vf sum[2][2] = {{{0}}};
+        for (int64_t k = 0; k < cols / 256; k++) {
+            const uint8_t *b = w + k * bytes, *below = b + cols / 256 * bytes;
+            prefetch_ahead(b, bytes);
+            prefetch_ahead(below, bytes);
+            dot256(decode, f, b, x + k, sum[0]);
+            dot256(decode, f, below, x + k, sum[1]);
+        }
+        put_sum(sums, sum[0][0], r, paired, out);
+        put_sum(sums, sum[1][0], r + 1, paired, out);
+    }
+    rows -= paired;
+    out += paired;
     for (int64_t r = 0; r < rows; r++, w += cols / 32 * bytes / 8) {
         vf sum[2] = {{0}};
         const uint8_t *b = w;
