@@ -6562,19 +6562,16 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, const uint8_t *w, in
     int bytes = f->bytes;
     vf sums[LANES] = {{0}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
-    // With NEON two rows of q4_0, whose decoder leaves registers free, share the loads of x.
+    // With four lanes two rows of q4_0, whose decoder leaves registers free, share the loads of x.
     int64_t paired = LANES == 4 && f->bias == 8 && cols % 256 == 0 ? rows / 2 * 2 : 0;
-    for (int64_t r = 0; r < paired; r += 2, w += 2 * (cols / 256 * bytes)) {
+    for (int64_t r = 0; r < paired; r += 2, w += cols / 128 * bytes) {
         vf sum[2][2] = {{{0}}};
         for (int64_t k = 0; k < cols / 256; k++) {
-            const uint8_t *b = w + k * bytes, *below = b + cols / 256 * bytes;
-            prefetch_ahead(b, bytes);
-            prefetch_ahead(below, bytes);
-            dot256(decode, f, b, x + k, sum[0]);
-            dot256(decode, f, below, x + k, sum[1]);
+            const uint8_t *b[2] = {w + k * bytes, w + (cols / 256 + k) * bytes};
+            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(b[j], bytes);
+            UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, b[j], x + k, sum[j]);
         }
-        put_sum(sums, sum[0][0], r, paired, out);
-        put_sum(sums, sum[1][0], r + 1, paired, out);
+        UNROLL for (int j = 0; j < 2; j++) put_sum(sums, sum[j][0], r + j, paired, out);
     }
     rows -= paired;
     out += paired;
@@ -6599,6 +6596,23 @@ INLINE void float_matvec(vf load(const void *), int size, const uint8_t *w, int6
                          int64_t cols, const float *x, float *out) {
     enum { STEP = 4 * LANES };
     vf sums[LANES] = {{0}};
+    int64_t paired = LANES == 4 && cols % (2 * STEP) == 0 ? rows / 2 * 2 : 0;   // two share x
+    for (int64_t r = 0; r < paired; r += 2, w += 2 * cols * size) {
+        vf sum[2][4] = {{{0}}};
+        for (int64_t i = 0; i < cols; i += 2 * STEP) {
+            const uint8_t *a = w + i * size, *b = a + cols * size;
+            prefetch_ahead(a, 2 * STEP * size);
+            prefetch_ahead(b, 2 * STEP * size);
+            UNROLL for (int j = 0; j < 8; j++, a += LANES * size, b += LANES * size) {
+                sum[0][j % 4] += load(a) * load_f32(x + i + j * LANES);
+                sum[1][j % 4] += load(b) * load_f32(x + i + j * LANES);
+            }
+        }
+        UNROLL for (int j = 0; j < 2; j++)
+            put_sum(sums, (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]), r + j, paired, out);
+    }
+    rows -= paired;
+    out += paired;
     for (int64_t r = 0; r < rows; r++, w += cols * size) {
         vf sum[4] = {{0}};
         int64_t i = 0;
