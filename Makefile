@@ -150,7 +150,8 @@ bench: SCENARIO = threads-all
 # you want to know how fast other uses of it are: all of this list, or those that SCENARIO= names
 scenarios: FORMATS = q4_K
 FORMATS ?= q4_0 q8_0 q4_K q5_K q6_K q2_K q3_K iq4_xs mxfp4 f16
-THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.perflevel0.physicalcpu)
+THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.perflevel0.physicalcpu 2>/dev/null || \
+    sysctl -n hw.physicalcpu)
 BENCH_DIR ?= /tmp
 # Kinds and shapes are those of run_scenario and BENCH_SHAPES in test.c; `speed` is llm --bench. The
 # numbers: tokens of prompt and of answer, window (0: all), chunk, threads.

@@ -6641,7 +6641,22 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
     for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
-    for (int64_t i = 0; i < end - r; i++) {
+    int64_t i = 0;
+    // With four lanes two rows of q4_0, whose decoder leaves registers free, share the loads of x.
+    bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && cols % 256 == 0;
+    for (; pairs && i + 1 < end - r; i += 2, b += step * bytes) {
+        vf sum[2][1][2] = {{{{0}}}};
+        for (int64_t k = 0; k < step; k++, b += bytes) {
+            const uint8_t *rows[2] = {b, b + step * bytes};
+            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], bytes);
+            UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, rows[j], 1, acts, k, sum[j]);
+        }
+        for (int j = 0; j < 2; j++) {
+            sums[0][(i + j) % LANES] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
+            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
+        }
+    }
+    for (; i < end - r; i++) {
         vf sum[FEW][2] = {{{0}}};
         for (int64_t k = 0; k < cols; k += 256) {
             int64_t size = smaller(cols - k, 256) * bytes / 256;
@@ -6665,7 +6680,25 @@ INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
     float edge[FEW][STEP] = {{0}};     // and its activations
-    for (int64_t i = 0; i < end - r; i++) {
+    int64_t i = 0;
+    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // of rows, which share the loads of x
+    for (; pairs && i + 1 < end - r; i += 2, w += cols * size) {
+        vf sum[2][4] = {{{0}}};
+        for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
+            const uint8_t *rows[2] = {w, w + cols * size};
+            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], STEP * size);
+            UNROLL for (int j = 0; j < 8; j++) {
+                vf y = load_f32((const float *)x + k + j * LANES);
+                sum[0][j % 4] += load(rows[0] + j * LANES * size) * y;
+                sum[1][j % 4] += load(rows[1] + j * LANES * size) * y;
+            }
+        }
+        for (int j = 0; j < 2; j++) {
+            sums[0][(i + j) % LANES] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
+            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
+        }
+    }
+    for (; i < end - r; i++) {
         vf sum[FEW][4] = {{{0}}}, weights[8];
         for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
             const float *y = (const float *)x + k;

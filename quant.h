@@ -134,7 +134,12 @@ QUANT_INLINE void quant_four(QUANT_THREAD uint32_t *w, QUANT_DEVICE const uint8_
     for (int i = 0; i < 4; i++) w[i] = four[i];
 }
 #else
+#if defined(QUANT_NEON)   // clang would load two bytes
+typedef uint16_t quant_h __attribute__((aligned(1), may_alias));
+QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return *(const quant_h *)p; }
+#else
 QUANT_INLINE uint32_t quant_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1] << 8; }
+#endif
 QUANT_INLINE uint32_t quant_u32(const uint8_t *p) {
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
@@ -200,7 +205,8 @@ QUANT_INLINE float quant_from_bits(uint32_t bits) {
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) { return _cvtsh_ss((uint16_t)h); }
 #elif defined(QUANT_NEON)
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
-    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16((uint16_t)h))), 0);
+    union { uint16_t u; __fp16 f; } x = {(uint16_t)h};
+    return x.f;
 }
 #else
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
@@ -449,26 +455,47 @@ QUANT_INLINE void quant_halves8(float *d, quant_b h) {
     _mm256_storeu_ps(d + 8, _mm256_cvtph_ps(_mm_unpackhi_epi16((__m128i)h, (__m128i)h)));
 }
 #else
+#if defined(QUANT_NEON)
+// Loads the 16 bytes around each eight: they serve two calls, and may hold both eights. Nibbles of
+// the same bytes are unpacked here, before 16 become two times 8, and not by quant_field.
+QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field,
+                                int size) {
+    bool same = block[0] == block[1] && byte[0] == byte[1], nibbles = field < 0 || field == 128;
+    uint8x16_t low = vld1q_u8(p + block[0] + byte[0] / 16 * 16);
+    uint64x2_t a = vreinterpretq_u64_u8(low);
+    uint64x2_t b = vreinterpretq_u64_u8(vld1q_u8(p + block[1] + byte[1] / 16 * 16));
+    if (byte[0] % 16 != byte[1] % 16) return (quant_v)a;
+    if (same && nibbles) a = (uint64x2_t)(low & 15), b = (uint64x2_t)(low >> 4);
+    return (quant_v)(byte[0] % 16 ? vzip2q_u64(a, b) : vzip1q_u64(a, b));
+}
+QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
+    return (quant_v)vqtbl1q_u8((uint8x16_t)v, (uint8x16_t)at);
+}
+// d[16] = eight numbers, each twice; a conversion costs more than a zip
+QUANT_INLINE void quant_put_twice(float *d, float32x4_t a, float32x4_t b) {
+    float32x4x2_t twice[2] = {vzipq_f32(a, a), vzipq_f32(b, b)};
+    __builtin_memcpy(d, twice, sizeof twice);
+}
+QUANT_INLINE void quant_halves8(float *d, quant_b h) {
+    float16x8_t half = vreinterpretq_f16_u8((uint8x16_t)h);
+    quant_put_twice(d, vcvt_f32_f16(vget_low_f16(half)), vcvt_high_f32_f16(half));
+}
+#else
 QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *byte, int field,
                                 int size) {
     return quant_join(quant_u64(p + block[0] + byte[0]), quant_u64(p + block[1] + byte[1]));
 }
-#if defined(QUANT_NEON)
-QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
-    return (quant_v)vqtbl1q_u8((uint8x16_t)v, (uint8x16_t)at);
-}
-#else
 QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
     quant_v to = {0};
     for (int i = 0; i < 16; i++) to[i] = v[at[i]];
     return to;
 }
+QUANT_INLINE void quant_halves8(float *d, quant_b h) {
+    for (int i = 0; i < 16; i++) d[i] = quant_half((const uint8_t *)&h + i / 2 * 2);
+}
 #endif
 QUANT_INLINE void quant_widen16(quant_i *v, quant_b b) {
     for (int i = 0; i < 16; i++) (*v)[i] = b[i];
-}
-QUANT_INLINE void quant_halves8(float *d, quant_b h) {
-    for (int i = 0; i < 16; i++) d[i] = quant_half((const uint8_t *)&h + i / 2 * 2);
 }
 #endif
 
@@ -502,6 +529,10 @@ QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
 #else
 QUANT_INLINE quant_v quant_field(quant_v v, const int *s, int bits, int to) {
     quant_w right = {0}, left = {0};
+#if defined(QUANT_NEON)   // shifts bytes, so a field that ends its byte needs no mask
+    if (s[0] == s[1] && s[0] + to + bits == 8) return v >> (s[0] + to) << to;
+    if (bits == 4 && s[0] != s[1]) return v;
+#endif
     QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) {
         right[t] = (uint64_t)(s[t] > 0 ? s[t] : 0);
         left[t] = (uint64_t)(s[t] < 0 ? -s[t] : 0);
@@ -606,6 +637,15 @@ QUANT_INLINE void quant_subtract(QUANT_THREAD int8_t *q, int c, int n) {
 // d = D * (byte - bias); if `per` is 16 weights, lo and hi have 16 bytes, if it is 32, lo has 8
 QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint64_t hi, int per,
                                int bias, int g, int n) {
+#if defined(QUANT_NEON)   // converts eight, then stores each twice
+    if (per == 32 && n == 8) {
+        int16x8_t s = (int16x8_t)vmovl_u8(vcreate_u8(lo)) - (int16_t)bias;
+        float32x4_t a = vcvtq_f32_s32(vmovl_s16(vget_low_s16(s)));
+        float32x4_t b = vcvtq_f32_s32(vmovl_high_s16(s));
+        quant_put_twice(d, a * D, b * D);
+        return;
+    }
+#endif
     for (int i = 0; i < 2 * n; i += QUANT_SCALES) {
         quant_i v;
         quant_widen(&v, lo, hi, per, 2 * g + i);
@@ -1528,7 +1568,7 @@ QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
     _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
 }
 #else
-QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
+QUANT_INLINE void quant_floats(float *__restrict dst, const uint8_t *__restrict p) {
     for (int i = 0; i < 8; i++) dst[i] = quant_half(p + 2 * i);
 }
 #endif
